@@ -1,0 +1,155 @@
+/* blitz_attn: sparse attention on CPUs. The whole C API; the Python extension uses nothing else.
+ *
+ * A program fills a ba_block_sparse_args, calls ba_block_sparse_attention(), and reads `out` and `lse`:
+ *
+ *     ba_block_sparse_args a = BA_BLOCK_SPARSE_ARGS_INIT;
+ *     a.q = ...; a.k = ...; a.v = ...; a.out = ...;          // tensors: pointer, dtype, dims, element strides
+ *     if (ba_block_sparse_attention(&a) != BA_OK) puts(ba_last_error());
+ *
+ * Every function checks all of its arguments before any work and before any output is touched. All are safe to call
+ * from several threads at once. Inputs are never written.
+ */
+#ifndef BLITZ_ATTN_H
+#define BLITZ_ATTN_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define BA_VERSION "0.1.0"
+
+#if defined(_WIN32)
+#define BA_API
+#else
+#define BA_API __attribute__((visibility("default")))
+#endif
+
+/* ---- Status ------------------------------------------------------------------------------------------------ */
+
+typedef enum ba_status {
+    BA_OK = 0,
+    BA_ERROR_TYPE,   /* an argument of the wrong kind: dtype, rank of the wrong nature (Python: TypeError) */
+    BA_ERROR_VALUE,  /* a shape or a value out of range (Python: ValueError) */
+    BA_ERROR_MEMORY, /* scratch memory could not be had (Python: MemoryError) */
+    BA_ERROR_SYSTEM, /* a thread could not be made, or the platform refused something (Python: RuntimeError) */
+} ba_status;
+
+/* One sentence about the last failure in this thread: `name: expected ..., got ...`. Never NULL. */
+BA_API const char *ba_last_error(void);
+
+/* ---- Tensors ----------------------------------------------------------------------------------------------- */
+
+typedef enum ba_dtype {
+    BA_FLOAT32,
+    BA_FLOAT16,
+    BA_BFLOAT16,
+    BA_FLOAT64,
+    BA_UINT16, /* index lists only: padded with 65535; the signed types pad with any negative entry */
+    BA_INT16,
+    BA_INT32,
+    BA_INT64,
+    BA_DTYPE_COUNT
+} ba_dtype;
+
+BA_API int64_t ba_dtype_size(ba_dtype dtype); /* bytes an element */
+BA_API const char *ba_dtype_name(ba_dtype dtype);
+
+enum { BA_MAX_DIMS = 4 };
+
+/* A strided view. Strides count elements, not bytes; they may be 0 or negative on every axis but the last, which must
+ * be contiguous in q, k, v and out. `data == NULL && ndim == 0` means "not given". */
+typedef struct ba_tensor {
+    void *data;
+    ba_dtype dtype;
+    int ndim;
+    int64_t dims[BA_MAX_DIMS];
+    int64_t strides[BA_MAX_DIMS];
+} ba_tensor;
+
+typedef enum ba_layout {
+    BA_BNSD, /* (B, H, S, D) */
+    BA_BSND, /* (B, S, H, D) */
+    BA_BSH,  /* (B, S, H*D) */
+    BA_TND,  /* (T, H, D): sequences one after the other, cut by cumulative lengths */
+} ba_layout;
+
+BA_API const char *ba_layout_name(ba_layout layout);
+
+/* ---- Block-sparse attention (forward) ---------------------------------------------------------------------- */
+
+/* out = softmax(scale * q k^T restricted to the listed blocks and the token rules) v, and its log-sum-exp.
+ *
+ * Query head h reads key/value head h / (H / H_kv). A query sees key j of its own sequence when j lies in a listed
+ * block, j < kv_len, j <= i + kv_len - q_len where `causal`, and window[0] / window[1] bound how far j lies before /
+ * after that diagonal. A query that sees nothing gets output 0 and lse -inf. */
+typedef struct ba_block_sparse_args {
+    ba_tensor q, k, v; /* float32, float16, bfloat16 or float64, all the same */
+    ba_tensor out;     /* the shape of q with v's last dim; dtype of q */
+    ba_tensor lse;     /* not given, or float32 (float64 for float64): (B, H, Sq), for BA_TND (T, H); natural log */
+    ba_layout layout;
+    int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: the same as num_heads) */
+    ba_tensor blocks;                /* not given: every block. Else (B or 1, H or 1, ceil(Sq / block_q), W): columns of kept
+                                      * key blocks, in any order, no column twice, the row ends at the first pad */
+    int64_t block_q, block_kv;
+    double scale; /* finite; ba_default_scale(D) is the usual one */
+    int causal;
+    int64_t window[2];               /* tokens before, tokens after; -1: no bound */
+    const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
+    const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
+    int64_t batch;                   /* BA_TND only: number of sequences */
+    int num_threads;                 /* 0: as set (ba_set_num_threads) */
+} ba_block_sparse_args;
+
+#define BA_BLOCK_SPARSE_ARGS_INIT                                                                                                                    \
+    {                                                                                                                                                \
+        .block_q = 128, .block_kv = 128, .window = {-1, -1}                                                                                          \
+    }
+
+BA_API double ba_default_scale(int64_t head_dim);
+
+/* Checks all inputs (not out and lse) and tells the shapes that the outputs must have. */
+BA_API ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
+
+BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
+
+/* ---- Merging partial attention ----------------------------------------------------------------------------- */
+
+/* The exact attention over the union of disjoint key sets, from each part's (B, H, S, D_v) output and (B, H, S) lse.
+ * A part with lse -inf is empty and its output is not looked at. outs: one dtype; lses: float32 (float64 for float64). */
+BA_API ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse);
+
+/* ---- Threads and instruction sets -------------------------------------------------------------------------- */
+
+/* Threads for calls that do not name a number: what was set, else BLITZ_ATTN_NUM_THREADS, else OMP_NUM_THREADS, else
+ * what affinity and the cgroup quota leave. Setting 0 goes back to the environment. */
+BA_API int ba_get_num_threads(void);
+BA_API ba_status ba_set_num_threads(int num_threads);
+BA_API const char *ba_num_threads_source(void); /* which of those rules decided, as a short text */
+
+/* Levels in rising order; a CPU (and a cap) allows a level and all below it. */
+typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_COUNT } ba_isa;
+
+BA_API const char *ba_isa_name(ba_isa level);
+BA_API int ba_isa_parse(const char *name);    /* -1: no such level */
+BA_API ba_isa ba_isa_detected(void);          /* the highest level that this CPU, this system and this build have */
+BA_API ba_isa ba_isa_active(void);            /* the highest level in use: detected, or the cap where that is lower */
+BA_API ba_status ba_isa_set_cap(ba_isa level); /* also BLITZ_ATTN_ISA at load time; a cap above the CPU changes nothing */
+BA_API const char *ba_isa_note(void);         /* why the active level is what it is, as one sentence */
+BA_API const char *ba_cpu_model(void);
+
+/* The kernels in use at a level: writes `name` and `isa` of entry i, returns 0 past the end. */
+BA_API int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa *implemented_at);
+
+/* ---- Probes: the machine's limits, through the same kernels' instructions ----------------------------------- */
+
+/* fp32 multiply-adds of a level's widest vectors, all threads together, in FLOP/s. 0 where the level is not available. */
+BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
+/* Reads `bytes` a thread over and over, in bytes/s, all threads together. */
+BA_API double ba_probe_read(ba_isa level, int64_t bytes, double seconds, int num_threads);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

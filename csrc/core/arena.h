@@ -1,0 +1,14 @@
+/* Scratch memory of a call. Internal. */
+#ifndef BA_CORE_ARENA_H
+#define BA_CORE_ARENA_H
+
+#include <stddef.h>
+
+/* At least `bytes`, aligned to 64, contents unspecified; NULL where there is none to be had. Belongs to the calling thread,
+ * which may hand parts to its workers, and stays valid until the thread's next call. One that is small is kept for that
+ * call, so that repeated calls do not go to the system for memory. */
+void *ba_arena_get(size_t bytes);
+/* Says that the call is over: a large arena goes back to the system. */
+void ba_arena_release(void);
+
+#endif

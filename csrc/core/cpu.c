@@ -1,0 +1,107 @@
+#include "core/cpu.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+
+static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx512"};
+
+static pthread_once_t looked = PTHREAD_ONCE_INIT;
+static ba_isa detected_level = BA_ISA_PORTABLE;
+static atomic_int cap_level = BA_ISA_COUNT - 1;
+static char cpu_model[128] = "unknown CPU";
+static char environment_note[160];
+
+/* __builtin_cpu_supports asks CPUID and XGETBV both: an instruction set that the system does not save is not there. A
+ * level that this build was made without is not there either. */
+static ba_isa detect(void) {
+    ba_isa level = BA_ISA_PORTABLE;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#ifndef BA_NO_avx2
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) return level;
+    level = BA_ISA_AVX2;
+#endif
+#ifndef BA_NO_avx512
+    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+          __builtin_cpu_supports("avx512vl")))
+        return level;
+    level = BA_ISA_AVX512;
+#endif
+#endif
+    return level;
+}
+
+static void read_cpu_model(void) {
+    FILE *info = fopen("/proc/cpuinfo", "r");
+    if (!info) return;
+    char line[256];
+    while (fgets(line, sizeof line, info)) {
+        const char *colon = strchr(line, ':');
+        if (!colon || strncmp(line, "model name", 10) != 0) continue;
+        snprintf(cpu_model, sizeof cpu_model, "%.*s", (int)strcspn(colon + 2, "\n"), colon + 2);
+        break;
+    }
+    fclose(info);
+}
+
+static void look(void) {
+    detected_level = detect();
+    read_cpu_model();
+    const char *wanted = getenv("BLITZ_ATTN_ISA");
+    if (!wanted || !*wanted) return;
+    const int level = ba_isa_parse(wanted);
+    if (level < 0)
+        snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (portable, avx2, avx512) and is ignored", wanted);
+    else
+        atomic_store(&cap_level, level);
+}
+
+const char *ba_isa_name(ba_isa level) { return (unsigned)level < BA_ISA_COUNT ? level_names[level] : "unknown"; }
+
+int ba_isa_parse(const char *name) {
+    for (int level = 0; level < BA_ISA_COUNT; level++)
+        if (strcmp(name, level_names[level]) == 0) return level;
+    return -1;
+}
+
+ba_isa ba_isa_detected(void) {
+    pthread_once(&looked, look);
+    return detected_level;
+}
+
+ba_isa ba_isa_active(void) {
+    const ba_isa detected = ba_isa_detected();
+    const int cap = atomic_load_explicit(&cap_level, memory_order_relaxed);
+    return cap < (int)detected ? (ba_isa)cap : detected;
+}
+
+ba_status ba_isa_set_cap(ba_isa level) {
+    if ((unsigned)level >= BA_ISA_COUNT) return ba_fail(BA_ERROR_VALUE, "isa: expected one of portable, avx2, avx512, got level %d", (int)level);
+    ba_isa_detected(); /* so that the environment is read before, not after */
+    atomic_store(&cap_level, (int)level);
+    return BA_OK;
+}
+
+const char *ba_isa_note(void) {
+    static _Thread_local char note[256];
+    const ba_isa detected = ba_isa_detected();
+    const int cap = atomic_load(&cap_level);
+    if (environment_note[0]) return environment_note;
+    if (cap < (int)detected)
+        snprintf(note, sizeof note, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
+    else if (cap < BA_ISA_COUNT - 1 && cap > (int)detected)
+        snprintf(note, sizeof note, "%s: the highest that this CPU has; the cap %s is above it", level_names[detected], level_names[cap]);
+    else
+        snprintf(note, sizeof note, "%s: the highest that this CPU and this build have", level_names[detected]);
+    return note;
+}
+
+const char *ba_cpu_model(void) {
+    ba_isa_detected();
+    return cpu_model;
+}

@@ -1,0 +1,21 @@
+/* Threads. One pool for the process, grown on demand; the caller takes part in every job. Internal. */
+#ifndef BA_CORE_POOL_H
+#define BA_CORE_POOL_H
+
+#include <stdint.h>
+
+#include "blitz_attn.h"
+
+enum { BA_MAX_THREADS = 1024 };
+
+/* Called once an item. `worker` is 0 .. threads-1, and no two calls at a time have the same: it names scratch memory. */
+typedef void (*ba_item_fn)(void *context, int64_t item, int worker);
+
+/* Runs items 0 .. items-1 on up to `threads` threads, the caller among them, each taking the lowest item not yet taken.
+ * Returns when all are done. When another caller has the pool, or a thread cannot be made, the caller does all by itself. */
+void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context);
+
+/* The number of threads for a call that asks for `asked` (0: as set). */
+int ba_threads_for(int asked);
+
+#endif

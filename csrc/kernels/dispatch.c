@@ -1,0 +1,39 @@
+/* Which kernel a level has: portable first, then overlaid rung by rung. */
+#include "core/cpu.h"
+#include "kernels/tables.h"
+
+#include <pthread.h>
+
+static ba_kernels tables[BA_ISA_COUNT];
+static pthread_once_t built = PTHREAD_ONCE_INIT;
+
+static void build(void) {
+    const ba_isa detected = ba_isa_detected();
+    for (int level = 0; level < BA_ISA_COUNT; level++) {
+        ba_kernels *table = &tables[level];
+
+        enum { float32 = BA_FLOAT32, float16 = BA_FLOAT16, bfloat16 = BA_BFLOAT16, float64 = BA_FLOAT64 }; /* as kernels.inc names them */
+#define BA_FAMILY(rung, dtype)                                                                                                                       \
+    if ((int)ba_attend_##rung##_##dtype.isa <= level && ba_attend_##rung##_##dtype.isa <= detected) table->attend[dtype] = &ba_attend_##rung##_##dtype;
+#define BA_PROBE(rung)                                                                                                                               \
+    if ((int)ba_probes_##rung.isa <= level && ba_probes_##rung.isa <= detected) table->probes = &ba_probes_##rung;
+#include "kernels/kernels.inc"
+#undef BA_FAMILY
+#undef BA_PROBE
+    }
+}
+
+const ba_kernels *ba_kernels_at(ba_isa level) {
+    pthread_once(&built, build);
+    return &tables[level];
+}
+
+const ba_kernels *ba_kernels_active(void) { return ba_kernels_at(ba_isa_active()); }
+
+int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa *implemented_at) {
+    const ba_kernels *table = ba_kernels_at(level);
+    if (index < 0 || index >= BA_FLOAT_DTYPES) return 0;
+    *name = table->attend[index]->name;
+    *implemented_at = table->attend[index]->isa;
+    return 1;
+}

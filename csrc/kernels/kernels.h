@@ -1,0 +1,141 @@
+/* The micro-kernels: what each one takes and promises, said once. Kernels know registers and tiles. They do not
+ * allocate, fail, log or start threads, and never learn what a head, a layout or an index list is.
+ *
+ * The shape of the work. Queries that walk the same keys stand side by side in a *panel*: element [d][lane] of a panel
+ * belongs to dim d of query `lane`. Keys come in *chunks*, each key as a pointer to its row, so that blocks, pages and
+ * strides are all the same to a kernel. For one panel and one chunk:
+ *
+ *     S^T[key][lane]  = K Q^T           Q carries scale * log2(e), so that exp is exp2
+ *     P^T             = exp2(S^T - m)   m: running maximum a lane; everything is vertical, nothing is reduced across lanes
+ *     O^T[d][lane]    = O^T * exp2(m_old - m) + V^T P^T
+ *
+ * "real" below is the accumulator's type: double for float64, float for everything else. */
+#ifndef BA_KERNELS_H
+#define BA_KERNELS_H
+
+#include "blitz_attn.h"
+#include "core/common.h"
+
+enum {
+    BA_MAX_HEAD_DIM = 576,
+    BA_PANEL_WIDTHS = 2,  /* a wide panel, and a narrow one for what is left over */
+    BA_MAX_LANES = 64,    /* no panel is wider */
+    BA_MAX_CHUNK = 512,   /* keys; tuning.c chooses at most this */
+    BA_PACK_PAD = 16,     /* packed rows are padded to a multiple of this many elements */
+    BA_ALIGN = 64,        /* bytes: panels, accumulators and scratch start on such a boundary */
+    BA_FLOAT_DTYPES = 4,  /* BA_FLOAT32 .. BA_FLOAT64 */
+};
+
+/* One panel's queries and state. All arrays are [..][lanes], lanes being the width of the kernel called. */
+typedef struct ba_panel {
+    void *q;           /* packed by pack_queries; its format is the family's own */
+    void *o;           /* real [v_dim][lanes], starts as 0 */
+    void *m;           /* real [lanes], log2 units, starts as minus the largest finite number */
+    void *l;           /* real [lanes], starts as 0 */
+    const int32_t *lo; /* NULL: every lane sees every key of the chunk. Else lane sees key j when lo <= key_index[j] < hi */
+    const int32_t *hi;
+} ba_panel;
+
+typedef struct ba_chunk {
+    int64_t keys;              /* 1 .. BA_MAX_CHUNK */
+    int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM */
+    const void *const *k_rows; /* [keys]; in the input dtype where the family reads in place, else what pack_k set */
+    const void *const *v_rows; /* [keys] */
+    const int32_t *key_index;  /* [keys], rising; looked at only where the panel has lo and hi */
+    void *scratch;             /* keys * scratch_per_key bytes; what is in it on entry does not matter */
+} ba_chunk;
+
+/* Lanes n .. lanes-1 of the panel become zero queries. */
+#define BA_PACK_QUERIES(name) void name(void *panel, const void *const *q_rows, int64_t n, int64_t dim, double scale)
+typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
+
+/* Brings rows of K (or V) into the form that attend reads. Fills packed (keys * round_up(dim, BA_PACK_PAD) * pack_bytes
+ * bytes) and sets packed_rows[0 .. keys-1] to what attend must be given as its rows. */
+#define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, int64_t keys, int64_t dim)
+typedef BA_PACK_ROWS((*ba_pack_rows_fn));
+
+/* The fused kernel: one chunk's scores, softmax and values added to one panel's state.
+ * Promises: a lane's result depends on nothing but its own query, its own visible keys and where the chunk begins;
+ * keys that a lane does not see add exactly nothing, whatever is in their rows (NaN and infinity included). */
+#define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
+typedef BA_ATTEND((*ba_attend_fn));
+
+/* The parts of attend, for checking, timing and for operations that need one of them alone.
+ * scores:  scratch = S^T as real [keys][lanes], and row_max[lanes] = the largest visible score (log2 units).
+ * softmax: scratch = P^T in place; updates m and l of the panel; alpha[lanes] = exp2(m_old - m_new).
+ * values:  o = o * alpha + V^T P^T. */
+#define BA_SCORES(name) void name(const ba_panel *panel, const ba_chunk *chunk, void *row_max)
+typedef BA_SCORES((*ba_scores_fn));
+#define BA_SOFTMAX(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *row_max, void *alpha)
+typedef BA_SOFTMAX((*ba_softmax_fn));
+#define BA_VALUES(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *alpha)
+typedef BA_VALUES((*ba_values_fn));
+
+/* Writes the n first lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype (0 where l is 0), and
+ * lse[i] = (m + log2 l) * ln 2 as real (-inf where l is 0). */
+#define BA_FINISH(name) void name(const ba_panel *panel, int64_t n, int64_t v_dim, void *const *out_rows, void *lse)
+typedef BA_FINISH((*ba_finish_fn));
+
+/* out[d] = sum over parts of weights[part] * rows[part][d], in the input dtype; weights are real. */
+#define BA_MERGE_ROW(name) void name(void *out, const void *const *rows, const void *weights, int64_t parts, int64_t dim)
+typedef BA_MERGE_ROW((*ba_merge_row_fn));
+
+/* All that a driver needs to attend in one dtype. A rung replaces a family as a whole, since its members share formats;
+ * parts may be NULL where a family has only the fused kernel. */
+typedef struct ba_attend_family {
+    const char *name;
+    ba_isa isa;
+    int64_t lanes[BA_PANEL_WIDTHS];  /* [0] wide, [1] narrow */
+    int64_t real_size;               /* bytes of an accumulator element: 4 or 8 */
+    int64_t q_bytes;                 /* bytes of a packed query element */
+    int64_t scratch_per_key;         /* bytes of scratch a key of the chunk, for a wide panel */
+    int64_t pack_bytes;              /* bytes a K or V element takes once packed; 0: both are read in place */
+    int64_t key_step;                /* attend may be given any part of a chunk that begins at a multiple of this */
+    ba_pack_rows_fn pack_k, pack_v;  /* NULL: read in place */
+    ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
+    ba_attend_fn attend[BA_PANEL_WIDTHS];
+    ba_scores_fn scores[BA_PANEL_WIDTHS];
+    ba_softmax_fn softmax[BA_PANEL_WIDTHS];
+    ba_values_fn values[BA_PANEL_WIDTHS];
+    ba_finish_fn finish[BA_PANEL_WIDTHS];
+    ba_merge_row_fn merge_row;
+} ba_attend_family;
+
+/* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.
+ * read: sums n bytes (a multiple of 512) and returns a value that depends on all of them. */
+#define BA_PROBE_FLOPS(name) double name(const float *operands, int64_t rounds, float *sink)
+typedef BA_PROBE_FLOPS((*ba_probe_flops_fn));
+#define BA_PROBE_READ(name) float name(const float *data, int64_t bytes)
+typedef BA_PROBE_READ((*ba_probe_read_fn));
+
+typedef struct ba_probes {
+    ba_isa isa;
+    ba_probe_flops_fn flops;
+    ba_probe_read_fn read;
+} ba_probes;
+
+/* ---- The table --------------------------------------------------------------------------------------------- */
+
+typedef struct ba_kernels {
+    const ba_attend_family *attend[BA_FLOAT_DTYPES]; /* by dtype */
+    const ba_probes *probes;
+} ba_kernels;
+
+/* The table of a level: portable first, then overlaid rung by rung. A level above what the CPU has gives the highest
+ * rung below it that it does have. */
+const ba_kernels *ba_kernels_at(ba_isa level);
+/* The table that calls use now. */
+const ba_kernels *ba_kernels_active(void);
+
+/* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
+
+typedef struct ba_tuning {
+    int64_t chunk_keys;   /* keys a chunk */
+    int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    double inline_flops;  /* calls with less work than this run in the caller's thread */
+} ba_tuning;
+
+const ba_tuning *ba_tuning_at(ba_isa level);
+
+#endif

@@ -1,0 +1,21 @@
+/* Declarations of every line of kernels.inc, for the files that define, overlay or check them. */
+#ifndef BA_TABLES_H
+#define BA_TABLES_H
+
+#include "kernels/kernels.h"
+
+/* Levels that this build has: the build passes BA_NO_<isa> where its compiler lacks the flags. */
+#if defined(__x86_64__) && !defined(BA_NO_avx2)
+#define BA_HAVE_avx2 1
+#endif
+#if defined(__x86_64__) && !defined(BA_NO_avx512)
+#define BA_HAVE_avx512 1
+#endif
+
+#define BA_FAMILY(level, dtype) extern const ba_attend_family ba_attend_##level##_##dtype;
+#define BA_PROBE(level) extern const ba_probes ba_probes_##level;
+#include "kernels/kernels.inc"
+#undef BA_FAMILY
+#undef BA_PROBE
+
+#endif

@@ -1,0 +1,172 @@
+/* A small vocabulary of vector operations over the compilers' vector extensions, from which every vector kernel's text
+ * is written once. An ISA file defines, before it includes this:
+ *
+ *     BA_LANES        elements of `real` in a vector (4, 8, 16; double: 2)
+ *     BA_REAL_DOUBLE  where real is double; else it is float
+ *     BA_SUFFIX       makes the names of this instance unique
+ *
+ * +, -, *, comparisons and casts are plain C on `vec`; multiply-adds come by contraction. What C cannot say stands
+ * below once in a generic form and again in vec_<isa>.h where an instruction does it better. The generic form compiles
+ * for any number of lanes on any CPU, which is how wide code is checked on a machine that lacks it. */
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+
+/* An ISA file may include this once for float and once for double. */
+#undef real
+#undef real_int
+#undef REAL_MAX
+#undef vec
+#undef ivec
+#undef BA_HAVE_V_MAX
+#undef BA_HAVE_V_EXP2
+#undef BA_HAVE_V_CONVERT
+
+#undef BA_CAT_
+#undef BA_CAT
+#undef NAME
+#undef BA_INLINE
+#define BA_CAT_(a, b) a##_##b
+#define BA_CAT(a, b) BA_CAT_(a, b)
+#define NAME(x) BA_CAT(x, BA_SUFFIX)
+#define BA_INLINE static inline __attribute__((always_inline, unused))
+
+#ifdef BA_REAL_DOUBLE
+#define real double
+#define real_int int64_t
+#define REAL_MAX DBL_MAX
+#else
+#define real float
+#define real_int int32_t
+#define REAL_MAX FLT_MAX
+#endif
+
+#define vec NAME(vec)
+#define ivec NAME(ivec)
+typedef real vec __attribute__((vector_size(BA_LANES * sizeof(real))));
+typedef real NAME(vec_unaligned) __attribute__((vector_size(BA_LANES * sizeof(real)), aligned(sizeof(real)), may_alias));
+typedef real_int ivec __attribute__((vector_size(BA_LANES * sizeof(real))));
+
+BA_INLINE vec NAME(v_load)(const real *p) { return *(const NAME(vec_unaligned) *)p; }
+BA_INLINE void NAME(v_store)(real *p, vec a) { *(NAME(vec_unaligned) *)p = a; }
+BA_INLINE vec NAME(v_set1)(real a) { return a - (vec){0}; } /* a - 0 and not a + 0: -0 stays -0 */
+BA_INLINE vec NAME(v_select)(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+
+#ifndef BA_REAL_DOUBLE
+/* 2^f on [-0.5, 0.5], minimax of degree 5, relative error 7.5e-8. */
+BA_INLINE vec NAME(exp2_poly)(vec f) {
+    vec p = f * 0x1.5c08e6p-10f + 0x1.3d0c52p-7f;
+    p = p * f + 0x1.c6b6e4p-5f;
+    p = p * f + 0x1.ebf918p-3f;
+    p = p * f + 0x1.62e428p-1f;
+    return p * f + 0x1.000002p+0f;
+}
+
+#if BA_LANES == 16 && defined(__AVX512F__)
+#include "kernels/vec_avx512.h"
+#elif BA_LANES == 8 && defined(__AVX2__)
+#include "kernels/vec_avx2.h"
+#endif
+#endif
+
+/* The larger of a and b; b where either is NaN (as MAXPS has it). */
+#ifndef BA_HAVE_V_MAX
+BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a, b); }
+#endif
+
+/* 2^x for x <= 0 or a little above. 0 for -inf and for all that is too small, NaN for NaN. */
+#ifndef BA_HAVE_V_EXP2
+BA_INLINE vec NAME(v_exp2)(vec x) {
+#ifdef BA_REAL_DOUBLE
+    vec y;
+    for (int i = 0; i < BA_LANES; i++) y[i] = exp2(x[i]);
+    return y;
+#else
+    x = NAME(v_max)(NAME(v_set1)(-127.0f), x);          /* in this order NaN goes through */
+    const vec magic = NAME(v_set1)(0x1.8p23f + 127.0f); /* its sum has the rounded integer, bias included, in the low mantissa bits */
+    const vec t = x + magic;
+    const vec f = x - (t - magic);
+    const vec scale = (vec)((ivec)t << 23); /* 2^round(x), and 0 at -127 */
+    return NAME(exp2_poly)(f) * scale;
+#endif
+}
+#endif
+
+/* Half precision to float, LANES at a time, in integer arithmetic: exact for every input, subnormals, infinities and
+ * NaN included. */
+#if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_CONVERT)
+BA_INLINE ivec NAME(v_load_u16)(const uint16_t *p) {
+    typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
+    half_vec h;
+    memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, ivec);
+}
+BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) { return (vec)(NAME(v_load_u16)(p) << 16); }
+BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) {
+    const ivec h = NAME(v_load_u16)(p);
+    const ivec magnitude = (h & 0x7fff) << 13;
+    const vec scaled = (vec)magnitude * 0x1p112f; /* moves the exponent's bias; subnormals become normal numbers on the way */
+    const vec special = (vec)(magnitude | 0x7f800000);
+    const vec value = NAME(v_select)((ivec)(magnitude >= 0x0f800000), special, scaled);
+    return (vec)((ivec)value | ((h & 0x8000) << 16));
+}
+BA_INLINE void NAME(v_store_u16)(uint16_t *p, ivec a) {
+    typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
+    const half_vec h = __builtin_convertvector(a, half_vec);
+    memcpy(p, &h, sizeof h);
+}
+/* Rounds to nearest, ties to even. The normal range rounds in integers; below it a float addition whose unit in the last
+ * place is half precision's smallest step does the rounding; NaN stays NaN and what is too large becomes infinity. */
+BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
+    const ivec bits = (ivec)a & 0x7fffffff, sign = ((ivec)a >> 16) & 0x8000;
+    const ivec normal = (bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13;
+    const ivec small = (ivec)((vec)bits + 0.5f) - 0x3f000000;
+    const ivec large = 0x7c00 | ((ivec)(bits > 0x7f800000) & 0x200);
+    ivec h = ((ivec)(bits < 0x38800000) & small) | (~(ivec)(bits < 0x38800000) & normal);
+    h = ((ivec)(bits >= 0x47800000) & large) | (~(ivec)(bits >= 0x47800000) & h);
+    NAME(v_store_u16)(p, h | sign);
+}
+#endif
+
+#ifndef BA_REAL_DOUBLE
+#ifndef BA_HAVE_V_TO_BF16
+BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
+    typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
+    const ivec bits = (ivec)a;
+    const ivec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const ivec nan = (bits >> 16) | 0x40;
+    const ivec is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
+    const half_vec h = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), half_vec);
+    memcpy(p, &h, sizeof h);
+}
+#endif
+#endif
+
+/* rows[i][j] <-> rows[j][i] of a square of vectors: log2(lanes) rounds that swap ever larger off-diagonal blocks. */
+BA_INLINE void NAME(v_transpose)(vec *rows) {
+#ifdef __clang__
+    vec out[BA_LANES];
+    for (int i = 0; i < BA_LANES; i++)
+        for (int j = 0; j < BA_LANES; j++) out[j][i] = rows[i][j];
+    memcpy(rows, out, sizeof out);
+#else
+#pragma GCC unroll 4
+    for (int step = 1; step < BA_LANES; step *= 2) {
+        ivec low, high;
+#pragma GCC unroll 16
+        for (int j = 0; j < BA_LANES; j++) {
+            low[j] = j & step ? BA_LANES + j - step : j;
+            high[j] = j & step ? BA_LANES + j : j + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < BA_LANES; i++) {
+            if (i & step) continue;
+            const vec a = rows[i], b = rows[i + step];
+            rows[i] = __builtin_shuffle(a, b, low);
+            rows[i + step] = __builtin_shuffle(a, b, high);
+        }
+    }
+#endif
+}

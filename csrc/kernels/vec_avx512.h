@@ -1,0 +1,21 @@
+/* 16 float lanes: what AVX-512 (F, DQ) says in one instruction. Included by vec.h only. */
+#include <immintrin.h>
+
+#define BA_HAVE_V_MAX 1
+BA_INLINE vec NAME(v_max)(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+
+/* The fraction by VREDUCEPS, the exponent by VSCALEFPS, which takes underflow, infinity and NaN as they should be. */
+#define BA_HAVE_V_EXP2 1
+BA_INLINE vec NAME(v_exp2)(vec x) {
+    const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vec)_mm512_scalef_ps((__m512)NAME(exp2_poly)(f), (__m512)(x - f));
+}
+
+#define BA_HAVE_V_CONVERT 1
+BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) {
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+}
+BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}

@@ -1,0 +1,20 @@
+/* What the argument checkers of all operations share. Internal. */
+#ifndef BA_OPS_CHECK_H
+#define BA_OPS_CHECK_H
+
+#include "blitz_attn.h"
+#include "core/common.h"
+
+static inline bool ba_given(const ba_tensor *t) { return t->data != NULL || t->ndim != 0; }
+static inline bool ba_is_float(ba_dtype dtype) { return dtype == BA_FLOAT32 || dtype == BA_FLOAT16 || dtype == BA_BFLOAT16 || dtype == BA_FLOAT64; }
+
+/* A shape as a person writes it, for a sentence: (2, 8, 4096, 64). */
+typedef struct ba_text {
+    char chars[128];
+} ba_text;
+ba_text ba_shape_text(const ba_tensor *t);
+
+/* No axis is negative, and every byte of the array has an address: nothing later can overflow. */
+ba_status ba_check_extent(const char *name, const ba_tensor *t);
+
+#endif

@@ -1,0 +1,220 @@
+/* The argument checker: every shape, relation and range of a call, before any work. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/kernels.h"
+#include "ops/check.h"
+#include "ops/problem.h"
+
+static const char *q_axes(ba_layout layout) {
+    static const char *const axes[] = {"(B, H, Sq, D)", "(B, Sq, H, D)", "(B, Sq, H*D)", "(T, H, D)"};
+    return axes[layout];
+}
+
+static const char *kv_axes(ba_layout layout, bool is_v) {
+    static const char *const k[] = {"(B, Hkv, Skv, D)", "(B, Skv, Hkv, D)", "(B, Skv, Hkv*D)", "(Tkv, Hkv, D)"};
+    static const char *const v[] = {"(B, Hkv, Skv, Dv)", "(B, Skv, Hkv, Dv)", "(B, Skv, Hkv*Dv)", "(Tkv, Hkv, Dv)"};
+    return is_v ? v[layout] : k[layout];
+}
+
+/* ---- Tensors ---------------------------------------------------------------------------------------------------- */
+
+/* A tensor of some layout taken apart: B is 1 and S is T for BA_TND. */
+typedef struct parts {
+    int64_t batch, heads, tokens, dim;
+    ba_view view;
+} parts;
+
+static ba_status check_kind(const char *name, const ba_tensor *t, const char *axes, ba_layout layout) {
+    const int rank = layout == BA_BNSD || layout == BA_BSND ? 4 : 3;
+    if (!ba_is_float(t->dtype))
+        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != rank)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s for layout %s, got %s", name, axes, ba_layout_name(layout), ba_shape_text(t).chars);
+    if (t->dims[rank - 1] > 1 && t->strides[rank - 1] != 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements", name,
+                       t->strides[rank - 1]);
+    return ba_check_extent(name, t);
+}
+
+/* `heads` is looked at for BA_BSH only. */
+static ba_status take_apart(const char *name, const ba_tensor *t, const char *axes, ba_layout layout, int64_t heads, parts *out) {
+    BA_TRY(check_kind(name, t, axes, layout));
+    out->view.data = t->data;
+    switch (layout) {
+    case BA_BNSD:
+        *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, t->strides[0], t->strides[1], t->strides[2]}};
+        break;
+    case BA_BSND:
+        *out = (parts){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, t->strides[0], t->strides[2], t->strides[1]}};
+        break;
+    case BA_TND:
+        *out = (parts){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, t->strides[1], t->strides[0]}};
+        break;
+    case BA_BSH:
+        if (heads < 1) return ba_fail(BA_ERROR_VALUE, "num_heads: expected the number of heads in the last axis for layout BSH, got %" PRId64, heads);
+        if (t->dims[2] % heads != 0)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected a last axis that %" PRId64 " heads divide, got %s", name, heads, ba_shape_text(t).chars);
+        *out = (parts){t->dims[0], heads, t->dims[1], t->dims[2] / heads, {t->data, t->strides[0], t->dims[2] / heads, t->strides[1]}};
+        break;
+    }
+    return BA_OK;
+}
+
+static ba_status check_out(const ba_block_sparse_args *args, const ba_tensor *expected, const char *name, const ba_tensor *t) {
+    if (t->dtype != expected->dtype)
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
+    bool same = t->ndim == expected->ndim;
+    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
+    if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
+    if (t == &args->out && t->dims[t->ndim - 1] > 1 && t->strides[t->ndim - 1] != 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[t->ndim - 1]);
+    for (int i = 0; i < t->ndim; i++)
+        if (t->dims[i] > 1 && t->strides[i] == 0)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected every element in a place of its own, got stride 0 on axis %d", name, i);
+    return ba_check_extent(name, t);
+}
+
+/* ---- Relations -------------------------------------------------------------------------------------------------- */
+
+static ba_status check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit) {
+    for (int64_t b = 0; lens && b < batch; b++)
+        if (lens[b] < 0 || lens[b] > limit)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected lengths from 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", name, limit, lens[b], b);
+    return BA_OK;
+}
+
+/* Sets *longest to the longest sequence. */
+static ba_status check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
+    if (!cu) return ba_fail(BA_ERROR_VALUE, "%s: expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name, tokens);
+    if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, "%s: expected 0 at [0], got %" PRId64, name, cu[0]);
+    *longest = 0;
+    for (int64_t b = 0; b < batch; b++) {
+        if (cu[b + 1] < cu[b])
+            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b], b + 1);
+        *longest = ba_max(*longest, cu[b + 1] - cu[b]);
+    }
+    if (cu[batch] != tokens)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
+    return BA_OK;
+}
+
+static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
+    const ba_tensor *t = &args->blocks;
+    if (args->block_q < 1 || args->block_kv < 1)
+        return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q, args->block_kv);
+    p->listed = ba_given(t);
+    p->block_q = args->block_q;
+    p->block_kv = args->block_kv;
+    p->block_rows = ba_ceil_div(p->q_len, p->block_q);
+    p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
+    if (!p->listed) return BA_OK;
+    if (t->dtype != BA_UINT16 && t->dtype != BA_INT16 && t->dtype != BA_INT32 && t->dtype != BA_INT64)
+        return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
+    if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || (t->dims[1] != 1 && t->dims[1] != p->heads) || t->dims[2] != p->block_rows)
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected shape (%" PRId64 " or 1, %" PRId64 " or 1, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64 " / %" PRId64 "), got %s",
+                       p->batch, p->heads, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
+    BA_TRY(ba_check_extent("sabi", t));
+    p->blocks = *t;
+    return BA_OK;
+}
+
+static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, ba_tensor *out_shape, ba_tensor *lse_shape) {
+    const ba_layout layout = args->layout;
+    if ((unsigned)layout > BA_TND) return ba_fail(BA_ERROR_VALUE, "layout: expected BNSD, BSND, BSH or TND, got %d", (int)layout);
+    const int64_t kv_heads = args->num_kv_heads ? args->num_kv_heads : args->num_heads;
+    parts q, k, v;
+    BA_TRY(take_apart("q", &args->q, q_axes(layout), layout, args->num_heads, &q));
+    if (q.dim < 1 || q.dim > BA_MAX_HEAD_DIM)
+        return ba_fail(BA_ERROR_VALUE, "q: expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q.dim, ba_shape_text(&args->q).chars);
+    if (q.heads < 1) return ba_fail(BA_ERROR_VALUE, "q: expected at least one head, got %s", ba_shape_text(&args->q).chars);
+    BA_TRY(take_apart("k", &args->k, kv_axes(layout, false), layout, kv_heads, &k));
+    if (args->k.dtype != args->q.dtype)
+        return ba_fail(BA_ERROR_TYPE, "k: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->k.dtype));
+    if (k.dim != q.dim)
+        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with D = %" PRId64 " like q, got %s", kv_axes(layout, false), q.dim, ba_shape_text(&args->k).chars);
+    if (k.batch != q.batch)
+        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with B = %" PRId64 " like q, got %s", kv_axes(layout, false), q.batch, ba_shape_text(&args->k).chars);
+    if (k.heads < 1 || q.heads % k.heads != 0)
+        return ba_fail(BA_ERROR_VALUE, "k: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q.heads, k.heads, ba_shape_text(&args->k).chars);
+    BA_TRY(take_apart("v", &args->v, kv_axes(layout, true), layout, kv_heads, &v));
+    if (args->v.dtype != args->q.dtype)
+        return ba_fail(BA_ERROR_TYPE, "v: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->v.dtype));
+    if (v.batch != k.batch || v.heads != k.heads || v.tokens != k.tokens)
+        return ba_fail(BA_ERROR_VALUE, "v: expected shape %s with the batch, heads and tokens of k %s, got %s", kv_axes(layout, true), ba_shape_text(&args->k).chars, ba_shape_text(&args->v).chars);
+    if (v.dim < 1 || v.dim > BA_MAX_HEAD_DIM)
+        return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v.dim, ba_shape_text(&args->v).chars);
+    if (!isfinite(args->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", args->scale);
+    if (args->window[0] < -1 || args->window[1] < -1)
+        return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")", args->window[0], args->window[1]);
+    if (args->num_threads < 0 || args->num_threads > BA_MAX_THREADS)
+        return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, args->num_threads);
+
+    *p = (ba_problem){
+        .dtype = args->q.dtype, .element_size = ba_dtype_size(args->q.dtype),
+        .batch = q.batch, .heads = q.heads, .kv_heads = k.heads, .group = q.heads / k.heads,
+        .q_len = q.tokens, .kv_len = k.tokens, .head_dim = q.dim, .v_dim = v.dim, .scale = args->scale,
+        .q = q.view, .k = k.view, .v = v.view,
+        .causal = args->causal != 0, .window_left = ba_min(args->window[0], INT32_MAX), .window_right = ba_min(args->window[1], INT32_MAX),
+    };
+    if (layout == BA_TND) {
+        if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "cu_seqlens_q: expected at least one number, got none");
+        if (args->q_lens || args->kv_lens)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv", args->q_lens ? "q_lens" : "kv_lens");
+        p->batch = args->batch;
+        p->cu_q = args->cu_q;
+        p->cu_kv = args->cu_kv;
+        BA_TRY(check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q.tokens, &p->q_len));
+        BA_TRY(check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
+    } else {
+        if (args->cu_q || args->cu_kv)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens", args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(layout));
+        p->q_lens = args->q_lens;
+        p->kv_lens = args->kv_lens;
+        BA_TRY(check_lengths("q_lens", args->q_lens, p->batch, p->q_len));
+        BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
+    }
+    if (p->q_len > INT32_MAX / 2 || p->kv_len > INT32_MAX / 2)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens a sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2, ba_max(p->q_len, p->kv_len));
+    BA_TRY(check_blocks(args, p));
+
+    *out_shape = args->q;
+    out_shape->data = NULL;
+    out_shape->dims[out_shape->ndim - 1] = layout == BA_BSH ? p->heads * p->v_dim : p->v_dim;
+    *lse_shape = (ba_tensor){.dtype = p->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {p->batch, p->heads, p->q_len}};
+    if (layout == BA_TND) {
+        lse_shape->ndim = 2;
+        lse_shape->dims[0] = q.tokens;
+        lse_shape->dims[1] = p->heads;
+    }
+    int64_t elements = 16; /* bytes an element at most, with room to spare */
+    for (int i = 0; i < out_shape->ndim; i++)
+        if (__builtin_mul_overflow(elements, ba_max(1, out_shape->dims[i]), &elements))
+            return ba_fail(BA_ERROR_VALUE, "q: expected an output below 2^63 bytes, got shape %s", ba_shape_text(out_shape).chars);
+    return BA_OK;
+}
+
+ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outputs, ba_problem *p) {
+    ba_tensor out_shape, lse_shape;
+    BA_TRY(check_inputs(args, p, &out_shape, &lse_shape));
+    if (!with_outputs) return BA_OK;
+    BA_TRY(check_out(args, &out_shape, "out", &args->out));
+    parts out;
+    BA_TRY(take_apart("out", &args->out, q_axes(args->layout), args->layout, p->heads, &out));
+    p->out = out.view;
+    if (!ba_given(&args->lse)) return BA_OK;
+    BA_TRY(check_out(args, &lse_shape, "lse", &args->lse));
+    const int64_t *strides = args->lse.strides;
+    p->lse = args->layout == BA_TND ? (ba_view){args->lse.data, 0, strides[1], strides[0]} : (ba_view){args->lse.data, strides[0], strides[1], strides[2]};
+    return BA_OK;
+}
+
+ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {
+    ba_problem problem;
+    return check_inputs(args, &problem, out_shape, lse_shape);
+}
+
+double ba_default_scale(int64_t head_dim) { return head_dim > 0 ? 1 / sqrt((double)head_dim) : 1; }

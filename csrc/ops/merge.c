@@ -1,0 +1,109 @@
+/* Merging partial attention over disjoint sets of keys: out = sum of exp(lse_i - lse) out_i, lse = log sum of exp(lse_i). */
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/kernels.h"
+#include "ops/check.h"
+
+enum { ROWS_AN_ITEM = 256 };
+
+typedef struct merge_call {
+    const ba_attend_family *family;
+    int64_t parts;
+    const ba_tensor *outs, *lses, *out, *lse;
+    int64_t rows; /* batch * heads * tokens */
+    char *scratch;
+    int64_t scratch_bytes;
+} merge_call;
+
+static ba_status same_shape(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like) {
+    bool same = t->ndim == expected->ndim;
+    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
+    if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(expected).chars, like, ba_shape_text(t).chars);
+    if (t->dtype != expected->dtype)
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like %s, got %s", name, ba_dtype_name(expected->dtype), like, ba_dtype_name(t->dtype));
+    return ba_check_extent(name, t);
+}
+
+static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
+    if (parts < 1) return ba_fail(BA_ERROR_VALUE, "outs: expected at least one part, got %" PRId64, parts);
+    const ba_tensor *first = &outs[0];
+    if (!ba_is_float(first->dtype))
+        return ba_fail(BA_ERROR_TYPE, "outs[0]: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(first->dtype));
+    if (first->ndim != 4) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (B, H, S, Dv), got %s", ba_shape_text(first).chars);
+    ba_tensor lse_shape = {.dtype = first->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {first->dims[0], first->dims[1], first->dims[2]}};
+    char name[32];
+    for (int64_t i = 0; i <= parts; i++) {
+        const bool is_output = i == parts;
+        const ba_tensor *o = is_output ? out : &outs[i], *s = is_output ? lse : &lses[i];
+        snprintf(name, sizeof name, is_output ? "out" : "outs[%" PRId64 "]", i);
+        BA_TRY(same_shape(name, o, first, "outs[0]"));
+        if (o->dims[3] > 1 && o->strides[3] != 1)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, o->strides[3]);
+        snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
+        BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0], float32 (float64 for float64),"));
+    }
+    return BA_OK;
+}
+
+static int64_t place(const ba_tensor *t, int64_t row) {
+    const int64_t token = row % t->dims[2], head = row / t->dims[2] % t->dims[1], batch = row / t->dims[2] / t->dims[1];
+    return batch * t->strides[0] + head * t->strides[1] + token * t->strides[2];
+}
+
+static double read_real(const ba_tensor *t, int64_t at) { return t->dtype == BA_FLOAT64 ? ((double *)t->data)[at] : (double)((float *)t->data)[at]; }
+
+static void write_real(void *data, bool is_double, int64_t at, double value) {
+    if (is_double) ((double *)data)[at] = value;
+    else ((float *)data)[at] = (float)value;
+}
+
+static void merge_rows(void *context, int64_t item, int worker) {
+    const merge_call *c = context;
+    const void **rows = (const void **)(c->scratch + worker * c->scratch_bytes);
+    void *weights = (void *)(rows + c->parts);
+    const bool is_double = c->lse->dtype == BA_FLOAT64;
+    const int64_t element = ba_dtype_size(c->out->dtype);
+    for (int64_t row = item * ROWS_AN_ITEM; row < ba_min(c->rows, (item + 1) * ROWS_AN_ITEM); row++) {
+        double top = -INFINITY, sum = 0;
+        bool is_nan = false;
+        for (int64_t n = 0; n < c->parts; n++) {
+            const double lse = read_real(&c->lses[n], place(&c->lses[n], row));
+            is_nan |= isnan(lse);
+            top = lse > top ? lse : top;
+        }
+        int64_t used = 0;
+        for (int64_t n = 0; n < c->parts && (is_nan || top > -INFINITY); n++) {
+            const double lse = read_real(&c->lses[n], place(&c->lses[n], row));
+            if (lse == -INFINITY) continue; /* an empty part: its output is not looked at */
+            sum += exp(lse - top);
+            rows[used++] = (const char *)c->outs[n].data + place(&c->outs[n], row) * element;
+        }
+        for (int64_t n = 0, at = 0; n < c->parts && used; n++) {
+            const double lse = read_real(&c->lses[n], place(&c->lses[n], row));
+            if (lse != -INFINITY) write_real(weights, is_double, at++, exp(lse - top) / sum);
+        }
+        c->family->merge_row((char *)c->out->data + place(c->out, row) * element, rows, weights, used, c->out->dims[3]);
+        write_real(c->lse->data, is_double, place(c->lse, row), used ? top + log(sum) : -INFINITY);
+    }
+}
+
+ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
+    BA_TRY(check_merge(parts, outs, lses, out, lse));
+    merge_call c = {.family = ba_kernels_active()->attend[out->dtype], .parts = parts, .outs = outs, .lses = lses, .out = out, .lse = lse};
+    c.rows = out->dims[0] * out->dims[1] * out->dims[2];
+    c.scratch_bytes = ba_round_up(parts * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
+    const int64_t items = ba_ceil_div(c.rows, ROWS_AN_ITEM);
+    const double work = (double)c.rows * (double)(parts * out->dims[3]);
+    const int threads = work < 1e6 ? 1 : ba_threads_for(0);
+    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    ba_parallel(threads, items, merge_rows, &c);
+    ba_arena_release();
+    return BA_OK;
+}

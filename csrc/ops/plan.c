@@ -1,0 +1,177 @@
+#include "ops/plan.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+
+/* ---- Tiles ------------------------------------------------------------------------------------------------------ */
+
+static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) {
+    const ba_problem *p = plan->problem;
+    return p->listed ? ba_ceil_div(ba_q_span(p, batch).rows, p->block_q) : ba_min(1, ba_q_span(p, batch).rows);
+}
+
+static int64_t queries_of_row(const ba_plan *plan, int64_t batch, int64_t row) {
+    const ba_problem *p = plan->problem;
+    const int64_t queries = ba_q_span(p, batch).rows;
+    return p->listed ? ba_min(p->block_q, queries - row * p->block_q) : queries;
+}
+
+static int64_t tiles_of_row(const ba_plan *plan, int64_t queries) { return ba_ceil_div(queries * plan->shared_heads, plan->tile_queries); }
+
+/* Tiles of one KV head of a batch entry. Every row but the last has the same number. */
+static int64_t tiles_of_batch(const ba_plan *plan, int64_t batch) {
+    const int64_t rows = rows_of_batch(plan, batch), sets = plan->problem->group / plan->shared_heads;
+    if (rows == 0) return 0;
+    return sets * ((rows - 1) * tiles_of_row(plan, queries_of_row(plan, batch, 0)) + tiles_of_row(plan, queries_of_row(plan, batch, rows - 1)));
+}
+
+ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t index) {
+    const ba_problem *p = plan->problem;
+    const int64_t sets = p->group / plan->shared_heads;
+    const int64_t rows = rows_of_batch(plan, batch), per_row = sets * tiles_of_row(plan, queries_of_row(plan, batch, 0));
+    const int64_t row = ba_min(index / per_row, rows - 1), rest = index - row * per_row;
+    const int64_t queries = queries_of_row(plan, batch, row), tiles = tiles_of_row(plan, queries);
+    const int64_t set = rest / tiles, part = rest % tiles, lanes = queries * plan->shared_heads;
+    /* the lanes are spread evenly, so that no tile of a row is nearly empty */
+    const int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
+    return (ba_tile){.block_row = row, .head = kv_head * p->group + set * plan->shared_heads, .heads = plan->shared_heads,
+                     .first_lane = begin, .lanes = end - begin, .first_query = p->listed ? row * p->block_q : 0};
+}
+
+/* ---- Lists ------------------------------------------------------------------------------------------------------ */
+
+bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at) {
+    memset(bitmap, 0, (size_t)words * sizeof *bitmap);
+    const int64_t offset = ba_list_offset(p, batch, head, row), step = p->blocks.strides[3];
+    for (int64_t i = 0; i < p->blocks.dims[3]; i++) {
+        const int64_t column = ba_list_entry(&p->blocks, offset + i * step);
+        if (column == -1) return true;
+        *at = i;
+        if (column < 0 || column >= p->block_columns || bitmap[column / 64] >> (column % 64) & 1) return false;
+        bitmap[column / 64] |= (uint64_t)1 << (column % 64);
+    }
+    return true;
+}
+
+/* ---- Checking and costing, in parallel over items ---------------------------------------------------------------- */
+
+typedef struct survey {
+    ba_plan *plan;
+    uint64_t *bitmaps; /* one a worker */
+    pthread_mutex_t lock;
+    bool failed;
+    int64_t bad[4]; /* the first bad entry in the list's own order: batch, head, row, place */
+} survey;
+
+static void note_bad_entry(survey *s, const int64_t bad[4]) {
+    pthread_mutex_lock(&s->lock);
+    bool earlier = !s->failed;
+    for (int i = 0; i < 4 && !earlier; i++) {
+        if (bad[i] == s->bad[i]) continue;
+        earlier = bad[i] < s->bad[i];
+        break;
+    }
+    if (earlier) memcpy(s->bad, bad, sizeof s->bad);
+    s->failed = true;
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Keys of [lo, hi) that the marked columns hold. */
+static int64_t count_keys(const ba_problem *p, const uint64_t *bitmap, int64_t words, ba_range range) {
+    if (range.lo >= range.hi) return 0;
+    int64_t keys = 0;
+    for (int64_t w = range.lo / p->block_kv / 64; w < ba_min(words, (range.hi - 1) / p->block_kv / 64 + 1); w++)
+        for (uint64_t bits = bitmap[w]; bits; bits &= bits - 1) {
+            const int64_t column = w * 64 + __builtin_ctzll(bits);
+            keys += ba_max(0, ba_min(range.hi, (column + 1) * p->block_kv) - ba_max(range.lo, column * p->block_kv));
+        }
+    return keys;
+}
+
+static void survey_item(void *context, int64_t index, int worker) {
+    survey *s = context;
+    const ba_plan *plan = s->plan;
+    const ba_problem *p = plan->problem;
+    ba_item *item = &plan->item[index];
+    uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
+    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
+    int64_t marked_row = -1, marked_head = -1;
+    item->cost = 0;
+    for (int64_t t = item->first_tile; t < item->first_tile + item->tiles; t++) {
+        const ba_tile tile = ba_plan_tile(plan, item->batch, item->kv_head, t);
+        if (p->listed && (tile.block_row != marked_row || tile.head != marked_head)) {
+            int64_t at = 0;
+            if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
+                const int64_t bad[4] = {p->blocks.dims[0] == 1 ? 0 : item->batch, p->blocks.dims[1] == 1 ? 0 : tile.head, tile.block_row, at};
+                note_bad_entry(s, bad);
+                return;
+            }
+            marked_row = tile.block_row;
+            marked_head = tile.head;
+        }
+        /* the middle query's keys stand for those of the tile */
+        const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(tile.lanes, tile.heads);
+        const ba_range range = ba_visible_keys(p, first + queries / 2, q.valid, kv.valid);
+        const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
+        item->cost += (double)keys * (double)tile.lanes;
+    }
+}
+
+static int by_falling_cost(const void *left, const void *right) {
+    const ba_item *a = left, *b = right;
+    if (a->cost != b->cost) return a->cost < b->cost ? 1 : -1;
+    if (a->batch != b->batch) return a->batch < b->batch ? -1 : 1;
+    if (a->kv_head != b->kv_head) return a->kv_head < b->kv_head ? -1 : 1;
+    return a->first_tile < b->first_tile ? -1 : a->first_tile > b->first_tile;
+}
+
+/* ---- The plan ---------------------------------------------------------------------------------------------------- */
+
+static void lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
+    *plan = (ba_plan){.problem = problem, .tile_queries = tuning->tile_queries};
+    plan->shared_heads = !problem->listed || problem->blocks.dims[1] == 1 ? problem->group : 1;
+    plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
+    int64_t tiles = 0;
+    for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
+    /* smaller items where there are few, so that every thread gets several */
+    plan->group_tiles = ba_max(1, ba_min(tuning->group_tiles, tiles / (8 * (int64_t)threads)));
+    for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
+}
+
+int64_t ba_plan_bytes(const ba_problem *problem, const ba_tuning *tuning, int threads) {
+    ba_plan plan;
+    lay_out(&plan, problem, tuning, threads);
+    return plan.items * (int64_t)sizeof(ba_item) + threads * plan.bitmap_words * (int64_t)sizeof(uint64_t);
+}
+
+ba_status ba_plan_make(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads, void *memory) {
+    lay_out(plan, problem, tuning, threads);
+    plan->item = memory;
+    int64_t n = 0;
+    for (int64_t b = 0; b < problem->batch; b++) {
+        const int64_t tiles = tiles_of_batch(plan, b);
+        for (int64_t g = 0; g < problem->kv_heads; g++)
+            for (int64_t t = 0; t < tiles; t += plan->group_tiles)
+                plan->item[n++] = (ba_item){.first_tile = t, .tiles = ba_min(plan->group_tiles, tiles - t), .batch = (int32_t)b, .kv_head = (int32_t)g};
+    }
+    survey s = {.plan = plan, .bitmaps = (uint64_t *)(plan->item + plan->items), .lock = PTHREAD_MUTEX_INITIALIZER};
+    const double entries = problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
+    ba_parallel(entries > 2e5 ? threads : 1, plan->items, survey_item, &s);
+    if (s.failed) {
+        const ba_tensor *t = &problem->blocks;
+        const int64_t column = ba_list_entry(t, s.bad[0] * t->strides[0] + s.bad[1] * t->strides[1] + s.bad[2] * t->strides[2] + s.bad[3] * t->strides[3]);
+        const bool out_of_range = column < 0 || column >= problem->block_columns;
+        if (out_of_range)
+            return ba_fail(BA_ERROR_VALUE, "sabi: expected block columns from 0 to %" PRId64 ", or a pad, got %" PRId64 " at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+                           problem->block_columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+                       column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
+    }
+    for (int64_t i = 0; i < n; i++) plan->cost += plan->item[i].cost;
+    qsort(plan->item, (size_t)n, sizeof *plan->item, by_falling_cost);
+    return BA_OK;
+}

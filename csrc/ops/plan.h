@@ -1,0 +1,48 @@
+/* From index lists to work: validated, cost-sorted items. Internal.
+ *
+ * A *tile* is up to tile_queries queries that walk one list: the queries of one block row, of all heads of a KV group
+ * where these share the list (a broadcast list or none), else of one head. An *item* is a run of neighbouring tiles of
+ * one (batch, KV head): one thread walks their lists side by side, so that tiles meet K and V while they are in cache.
+ * Which tiles make an item depends on the thread count; what a tile computes does not. */
+#ifndef BA_OPS_PLAN_H
+#define BA_OPS_PLAN_H
+
+#include "core/pool.h"
+#include "kernels/kernels.h"
+#include "ops/problem.h"
+
+typedef struct ba_item {
+    int64_t first_tile, tiles;
+    int32_t batch, kv_head;
+    double cost; /* query-key pairs */
+} ba_item;
+
+typedef struct ba_tile {
+    int64_t block_row;
+    int64_t head, heads;        /* query heads head .. head+heads-1 share the list; lane t is query t / heads of head t % heads */
+    int64_t first_lane, lanes;  /* of the block row's (query, head) pairs */
+    int64_t first_query;        /* of the block row */
+} ba_tile;
+
+typedef struct ba_plan {
+    const ba_problem *problem;
+    int64_t tile_queries, group_tiles;
+    int64_t shared_heads; /* heads a tile holds: the group where lists are shared, else 1 */
+    int64_t items;
+    ba_item *item; /* most costly first */
+    double cost;   /* of all items */
+    int64_t bitmap_words;
+} ba_plan;
+
+/* Bytes that a plan of this problem needs beside the structure itself. */
+int64_t ba_plan_bytes(const ba_problem *problem, const ba_tuning *tuning, int threads);
+
+/* Makes the plan in `memory`, and checks every entry of the lists on the way. */
+ba_status ba_plan_make(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads, void *memory);
+
+ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
+
+/* Marks the listed columns of a row. False where an entry is out of range or listed twice; *at is then its place. */
+bool ba_list_to_bitmap(const ba_problem *problem, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at);
+
+#endif

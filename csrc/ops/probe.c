@@ -1,0 +1,83 @@
+/* The machine's limits, measured on as many threads as asked. */
+#define _POSIX_C_SOURCE 200809L /* clock_gettime */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "core/pool.h"
+#include "kernels/kernels.h"
+
+typedef struct probe {
+    const ba_probes *kernels;
+    double seconds;
+    int64_t bytes; /* 0: flops are counted */
+    float *data;   /* bytes a thread, one after the other */
+    _Atomic int arrived;
+    int threads;
+    double *rate; /* a thread */
+} probe;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+static void run_probe(void *context, int64_t item, int worker) {
+    (void)worker;
+    probe *p = context;
+    float operands[64], sink[64];
+    unsigned seed = 1u + (unsigned)item;
+    for (int i = 0; i < 64; i++) { /* near 1 and near 0: a chain x * a + b stays finite and normal */
+        seed = seed * 1664525u + 1013904223u;
+        operands[i] = 0.5f + (float)(seed >> 8) * 0x1p-26f;
+    }
+    const int64_t floats = p->bytes / (int64_t)sizeof(float);
+    float *data = p->data ? p->data + item * floats : NULL;
+    for (int64_t i = 0; i < floats; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        data[i] = (float)(seed >> 8) * 0x1p-24f;
+    }
+    /* all threads measure at the same time, or none of them would see the others' load; each waits for those that came */
+    atomic_fetch_add(&p->arrived, 1);
+    const double patience = now() + 1;
+    while (atomic_load(&p->arrived) < p->threads && now() < patience) {}
+    volatile float keep = 0;
+    double done = 0;
+    const double begin = now();
+    double elapsed;
+    do {
+        if (p->bytes) {
+            int64_t repeats = 1 + (1 << 20) / p->bytes;
+            for (int64_t r = 0; r < repeats; r++) keep = keep + p->kernels->read(data, p->bytes);
+            done += (double)repeats * (double)p->bytes;
+        } else {
+            done += p->kernels->flops(operands, 1000, sink);
+            keep = keep + sink[0];
+        }
+        elapsed = now() - begin;
+    } while (elapsed < p->seconds);
+    p->rate[item] = done / elapsed;
+}
+
+static double measure(ba_isa level, int64_t bytes, double seconds, int num_threads) {
+    if ((unsigned)level >= BA_ISA_COUNT || level > ba_isa_detected() || seconds <= 0 || bytes < 0) return 0;
+    const int threads = ba_threads_for(num_threads);
+    probe p = {.kernels = ba_kernels_at(level)->probes, .seconds = seconds, .bytes = bytes, .threads = threads};
+    p.rate = calloc((size_t)threads, sizeof *p.rate);
+    if (bytes) p.data = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
+    double total = 0;
+    if (p.rate && (!bytes || p.data)) {
+        ba_parallel(threads, threads, run_probe, &p);
+        for (int i = 0; i < threads; i++) total += p.rate[i];
+    }
+    free(p.rate);
+    free(p.data);
+    return total;
+}
+
+double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, 0, seconds, num_threads); }
+
+double ba_probe_read(ba_isa level, int64_t bytes, double seconds, int num_threads) {
+    return bytes > 0 ? measure(level, ba_round_up(bytes, 512), seconds, num_threads) : 0;
+}

@@ -1,0 +1,85 @@
+/* A checked call: shapes, strides and rules with the layout gone. Every driver starts from one. Internal. */
+#ifndef BA_OPS_PROBLEM_H
+#define BA_OPS_PROBLEM_H
+
+#include "blitz_attn.h"
+#include "core/common.h"
+
+/* A (batch, head, token, dim) view of an array of any layout. Strides count elements; the dim axis is contiguous. */
+typedef struct ba_view {
+    char *data;
+    int64_t batch_stride, head_stride, token_stride;
+} ba_view;
+
+typedef struct ba_problem {
+    ba_dtype dtype;
+    int64_t element_size;
+    int64_t batch, heads, kv_heads, group; /* group = heads / kv_heads */
+    int64_t q_len, kv_len;                 /* tokens an entry at most (BA_TND: the longest sequence) */
+    int64_t head_dim, v_dim;
+    double scale;
+    ba_view q, k, v, out;
+    ba_view lse; /* data NULL: not wanted. token_stride 1 step a query; elements are float, for float64 double */
+    const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
+    bool causal;
+    int64_t window_left, window_right; /* -1: no bound */
+    bool listed;                       /* false: every block */
+    ba_tensor blocks;
+    int64_t block_q, block_kv;
+    int64_t block_rows, block_columns; /* of the grid that the lists speak of */
+} ba_problem;
+
+/* Fills `problem` or says what is wrong. Outputs are looked at only where with_outputs. Index list entries are not read
+ * here: the plan checks them as it goes through them. */
+ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outputs, ba_problem *problem);
+
+/* Tokens of one batch entry: where they begin, how many rows there are, and how many of those are valid. */
+typedef struct ba_span {
+    int64_t begin, rows, valid;
+} ba_span;
+
+static inline ba_span ba_q_span(const ba_problem *p, int64_t batch) {
+    if (p->cu_q) return (ba_span){p->cu_q[batch], p->cu_q[batch + 1] - p->cu_q[batch], p->cu_q[batch + 1] - p->cu_q[batch]};
+    return (ba_span){0, p->q_len, p->q_lens ? p->q_lens[batch] : p->q_len};
+}
+
+static inline ba_span ba_kv_span(const ba_problem *p, int64_t batch) {
+    if (p->cu_kv) return (ba_span){p->cu_kv[batch], p->cu_kv[batch + 1] - p->cu_kv[batch], p->cu_kv[batch + 1] - p->cu_kv[batch]};
+    return (ba_span){0, p->kv_len, p->kv_lens ? p->kv_lens[batch] : p->kv_len};
+}
+
+/* The keys that a query sees by the token rules alone: [lo, hi), which is [0, 0) where it sees none. */
+typedef struct ba_range {
+    int64_t lo, hi;
+} ba_range;
+
+static inline ba_range ba_visible_keys(const ba_problem *p, int64_t query, int64_t q_valid, int64_t kv_valid) {
+    const int64_t diagonal = query + kv_valid - q_valid;
+    ba_range range = {0, kv_valid};
+    if (p->causal) range.hi = ba_min(range.hi, diagonal + 1);
+    if (p->window_right >= 0) range.hi = ba_min(range.hi, diagonal + 1 + p->window_right);
+    if (p->window_left >= 0) range.lo = ba_max(range.lo, diagonal - p->window_left);
+    if (query >= q_valid || range.lo >= range.hi) range = (ba_range){0, 0};
+    return range;
+}
+
+/* Entry of an index list at a place that ba_tensor's strides reach. */
+static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
+    switch (blocks->dtype) {
+    case BA_UINT16: {
+        const uint16_t entry = ((const uint16_t *)blocks->data)[offset];
+        return entry == UINT16_MAX ? -1 : entry;
+    }
+    case BA_INT16: return ((const int16_t *)blocks->data)[offset];
+    case BA_INT32: return ((const int32_t *)blocks->data)[offset];
+    default: return ((const int64_t *)blocks->data)[offset];
+    }
+}
+
+/* Where the list of (batch, head, row) begins; a broadcast axis has stride 0 here. */
+static inline int64_t ba_list_offset(const ba_problem *p, int64_t batch, int64_t head, int64_t row) {
+    const ba_tensor *t = &p->blocks;
+    return (t->dims[0] == 1 ? 0 : batch * t->strides[0]) + (t->dims[1] == 1 ? 0 : head * t->strides[1]) + row * t->strides[2];
+}
+
+#endif
