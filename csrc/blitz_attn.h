@@ -50,6 +50,8 @@ typedef enum ba_dtype {
     BA_INT16,
     BA_INT32,
     BA_INT64,
+    BA_INT8,        /* caches of K and V only, with scales */
+    BA_FLOAT8_E4M3, /* the same: sign, 4 bits of exponent, 3 of mantissa, NaN but no infinity */
     BA_DTYPE_COUNT
 } ba_dtype;
 

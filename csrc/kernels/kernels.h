@@ -20,6 +20,7 @@ enum {
     BA_MAX_HEAD_DIM = 576,
     BA_PANEL_WIDTHS = 2,  /* a wide panel, and a narrow one for what is left over */
     BA_MAX_LANES = 64,    /* no panel is wider */
+    BA_FEW_QUERIES = 8,   /* queries that the kernel for few queries takes at most */
     BA_MAX_CHUNK = 512,   /* keys; tuning.c chooses at most this */
     BA_PACK_PAD = 16,     /* packed rows are padded to a multiple of this many elements */
     BA_ALIGN = 64,        /* bytes: panels, accumulators and scratch start on such a boundary */
@@ -42,6 +43,9 @@ typedef struct ba_chunk {
     const void *const *k_rows; /* [keys]; in the input dtype where the family reads in place, else what pack_k set */
     const void *const *v_rows; /* [keys] */
     const int32_t *key_index;  /* [keys], rising; looked at only where the panel has lo and hi */
+    const float *k_scale;      /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
+    const float *v_scale;      /* few only: the same of V */
+    double softcap;            /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
     void *scratch;             /* keys * scratch_per_key bytes; what is in it on entry does not matter */
 } ba_chunk;
 
@@ -50,8 +54,9 @@ typedef struct ba_chunk {
 typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 
 /* Brings rows of K (or V) into the form that attend reads. Fills packed (keys * round_up(dim, BA_PACK_PAD) * pack_bytes
- * bytes) and sets packed_rows[0 .. keys-1] to what attend must be given as its rows. */
-#define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, int64_t keys, int64_t dim)
+ * bytes) and sets packed_rows[0 .. keys-1] to what attend must be given as its rows. Row j is multiplied with scales[j]
+ * (NULL: with 1). */
+#define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, const float *scales, int64_t keys, int64_t dim)
 typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 
 /* The fused kernel: one chunk's scores, softmax and values added to one panel's state.
@@ -59,6 +64,17 @@ typedef BA_PACK_ROWS((*ba_pack_rows_fn));
  * keys that a lane does not see add exactly nothing, whatever is in their rows (NaN and infinity included). */
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
+
+/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q is [query][BA_FEW_PAD(head_dim)],
+ * o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [query], and K and V are read in place in the dtype they have.
+ * Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
+#define BA_FEW_PAD(dim) ba_round_up(dim, 16)
+#define BA_ATTEND_FEW(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
+typedef BA_ATTEND_FEW((*ba_attend_few_fn));
+
+/* Joins states of the same queries over other keys: into += from. */
+#define BA_JOIN_FEW(name) void name(const ba_panel *into, const ba_panel *from, int64_t queries, int64_t v_dim)
+typedef BA_JOIN_FEW((*ba_join_few_fn));
 
 /* The parts of attend, for checking, timing and for operations that need one of them alone.
  * scores:  scratch = S^T as real [keys][lanes], and row_max[lanes] = the largest visible score (log2 units).
@@ -98,8 +114,20 @@ typedef struct ba_attend_family {
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_finish_fn finish[BA_PANEL_WIDTHS];
+    ba_attend_few_fn few;
+    ba_pack_queries_fn pack_few;
+    ba_finish_fn finish_few;
+    ba_join_few_fn join_few;
     ba_merge_row_fn merge_row;
 } ba_attend_family;
+
+/* What differs where K and V have another dtype than the queries (a quantised cache, or a half-precision one under float32
+ * queries). Such calls use the float families of a level, whose attend reads floats: pack gives it those. */
+typedef struct ba_cache_kernels {
+    ba_isa isa;
+    ba_pack_rows_fn pack; /* NULL: read in place */
+    ba_attend_few_fn few;
+} ba_cache_kernels;
 
 /* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.
  * read: sums n bytes (a multiple of 512) and returns a value that depends on all of them. */
@@ -118,6 +146,7 @@ typedef struct ba_probes {
 
 typedef struct ba_kernels {
     const ba_attend_family *attend[BA_FLOAT_DTYPES]; /* by dtype */
+    const ba_cache_kernels *cache[BA_DTYPE_COUNT];   /* by dtype of K and V; NULL where they cannot have it */
     const ba_probes *probes;
 } ba_kernels;
 
@@ -132,6 +161,7 @@ const ba_kernels *ba_kernels_active(void);
 typedef struct ba_tuning {
     int64_t chunk_keys;   /* keys a chunk */
     int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t split_keys;   /* keys a part, where a few queries' keys are split among threads: a multiple of chunk_keys */
     int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
     double inline_flops;  /* calls with less work than this run in the caller's thread */
 } ba_tuning;

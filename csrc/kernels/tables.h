@@ -14,8 +14,10 @@
 
 #define BA_FAMILY(level, dtype) extern const ba_attend_family ba_attend_##level##_##dtype;
 #define BA_PROBE(level) extern const ba_probes ba_probes_##level;
+#define BA_CACHE(level, dtype) extern const ba_cache_kernels ba_cache_##level##_##dtype;
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
+#undef BA_CACHE
 #undef BA_PROBE
 
 #endif

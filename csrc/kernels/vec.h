@@ -94,6 +94,13 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
 }
 #endif
 
+/* tanh from exp2: both ends exact, and close to 0 off by a unit of 1 at most. */
+BA_INLINE vec NAME(v_tanh)(vec x) {
+    const vec magnitude = NAME(v_max)(x, -x), e = NAME(v_exp2)(magnitude * (real)-2.88539008177792681);
+    const vec t = (1 - e) / (1 + e);
+    return NAME(v_select)((ivec)(x < 0), -t, NAME(v_select)((ivec)(x == x), t, x));
+}
+
 /* Half precision to float, LANES at a time, in integer arithmetic: exact for every input, subnormals, infinities and
  * NaN included. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_CONVERT)
@@ -144,6 +151,28 @@ BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
 #endif
 #endif
 
+/* One byte an element. e4m3 (no infinity, NaN where all of exponent and mantissa are set) has its bits moved to float's
+ * places, whose exponent's bias a multiplication then mends; small numbers go by way of integers, not of subnormals. */
+#ifndef BA_REAL_DOUBLE
+BA_INLINE vec NAME(v_from_i8)(const int8_t *p) {
+    typedef int8_t bytes __attribute__((vector_size(BA_LANES)));
+    bytes b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, ivec), vec);
+}
+BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+    typedef uint8_t bytes __attribute__((vector_size(BA_LANES)));
+    bytes b;
+    memcpy(&b, p, sizeof b);
+    const ivec bits = __builtin_convertvector(b, ivec), magnitude = bits & 0x7f;
+    const vec normal = (vec)((magnitude << 20) + 0x3c000000); /* exponent bias 7 -> 127 */
+    const vec small = __builtin_convertvector(magnitude, vec) * 0x1p-9f;
+    vec value = NAME(v_select)((ivec)(magnitude < 8), small, normal);
+    value = NAME(v_select)((ivec)(magnitude == 0x7f), NAME(v_set1)((real)NAN), value);
+    return (vec)((ivec)value | ((bits & 0x80) << 24));
+}
+#endif
+
 /* rows[i][j] <-> rows[j][i] of a square of vectors: log2(lanes) rounds that swap ever larger off-diagonal blocks. */
 BA_INLINE void NAME(v_transpose)(vec *rows) {
 #ifdef __clang__
@@ -169,4 +198,50 @@ BA_INLINE void NAME(v_transpose)(vec *rows) {
         }
     }
 #endif
+}
+
+/* Lane i of the result is the sum of all lanes of rows[i]: each round adds neighbours of two rows into one. The additions
+ * pair the same lanes in the same order for every row. */
+BA_INLINE vec NAME(v_sum_each)(vec *rows) {
+#ifdef __clang__
+    vec out;
+    for (int i = 0; i < BA_LANES; i++) {
+        for (int step = 1; step < BA_LANES; step *= 2)
+            for (int j = 0; j < BA_LANES; j += 2 * step) rows[i][j] += rows[i][j + step];
+        out[i] = rows[i][0];
+    }
+    return out;
+#else
+#pragma GCC unroll 4
+    for (int step = 1; step < BA_LANES; step *= 2) {
+        ivec low, high;
+#pragma GCC unroll 16
+        for (int j = 0; j < BA_LANES; j++) {
+            low[j] = j & step ? BA_LANES + j - step : j;
+            high[j] = j & step ? BA_LANES + j : j + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < BA_LANES; i += 2 * step) rows[i] = __builtin_shuffle(rows[i], rows[i + step], low) + __builtin_shuffle(rows[i], rows[i + step], high);
+    }
+    return rows[0];
+#endif
+}
+
+/* n (at most BA_LANES) floats or ints as a vector of reals or of their integers; the lanes beyond are 0. */
+BA_INLINE vec NAME(v_load_floats)(const float *p, int64_t n) {
+    typedef float floats __attribute__((vector_size(BA_LANES * sizeof(float))));
+    floats a = {0};
+    memcpy(&a, p, (size_t)ba_min(n, BA_LANES) * sizeof *p);
+    return __builtin_convertvector(a, vec);
+}
+BA_INLINE ivec NAME(v_load_ints)(const int32_t *p, int64_t n) {
+    typedef int32_t ints __attribute__((vector_size(BA_LANES * sizeof(int32_t))));
+    ints a = {0};
+    memcpy(&a, p, (size_t)ba_min(n, BA_LANES) * sizeof *p);
+    return __builtin_convertvector(a, ivec);
+}
+
+/* The natural logarithm of l * 2^m; -inf where nothing was attended. */
+BA_INLINE real NAME(log_sum_exp)(real m, real l) {
+    return l == 0 ? -(real)INFINITY : (real)(((double)m + log2((double)l)) * 0x1.62e42fefa39efp-1);
 }

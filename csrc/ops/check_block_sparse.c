@@ -72,7 +72,9 @@ static ba_status check_out(const ba_block_sparse_args *args, const ba_tensor *ex
     if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
     if (t == &args->out && t->dims[t->ndim - 1] > 1 && t->strides[t->ndim - 1] != 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[t->ndim - 1]);
-    for (int i = 0; i < t->ndim; i++)
+    bool empty = false; /* NumPy gives an empty array strides of 0 */
+    for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
+    for (int i = 0; i < t->ndim && !empty; i++)
         if (t->dims[i] > 1 && t->strides[i] == 0)
             return ba_fail(BA_ERROR_VALUE, "%s: expected every element in a place of its own, got stride 0 on axis %d", name, i);
     return ba_check_extent(name, t);
@@ -119,6 +121,7 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
                        p->batch, p->heads, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
+    p->list_name = "sabi";
     return BA_OK;
 }
 
@@ -154,7 +157,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, args->num_threads);
 
     *p = (ba_problem){
-        .dtype = args->q.dtype, .element_size = ba_dtype_size(args->q.dtype),
+        .dtype = args->q.dtype, .kv_dtype = args->q.dtype,
+        .element_size = ba_dtype_size(args->q.dtype), .kv_element_size = ba_dtype_size(args->q.dtype),
         .batch = q.batch, .heads = q.heads, .kv_heads = k.heads, .group = q.heads / k.heads,
         .q_len = q.tokens, .kv_len = k.tokens, .head_dim = q.dim, .v_dim = v.dim, .scale = args->scale,
         .q = q.view, .k = k.view, .v = v.view,
@@ -163,7 +167,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     if (layout == BA_TND) {
         if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "cu_seqlens_q: expected at least one number, got none");
         if (args->q_lens || args->kv_lens)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv", args->q_lens ? "q_lens" : "kv_lens");
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv, got some", args->q_lens ? "q_lens" : "kv_lens");
         p->batch = args->batch;
         p->cu_q = args->cu_q;
         p->cu_kv = args->cu_kv;
@@ -171,7 +175,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         BA_TRY(check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
     } else {
         if (args->cu_q || args->cu_kv)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens", args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(layout));
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some", args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(layout));
         p->q_lens = args->q_lens;
         p->kv_lens = args->kv_lens;
         BA_TRY(check_lengths("q_lens", args->q_lens, p->batch, p->q_len));

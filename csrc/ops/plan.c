@@ -42,15 +42,26 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
                      .first_lane = begin, .lanes = end - begin, .first_query = p->listed ? row * p->block_q : 0};
 }
 
+int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
+    const ba_problem *p = plan->problem;
+    if (!ba_plan_few(plan, batch)) return 1;
+    int64_t keys = ba_kv_span(p, batch).valid;
+    if (p->listed) keys = ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv);
+    return ba_max(1, ba_ceil_div(keys, plan->split_keys));
+}
+
 /* ---- Lists ------------------------------------------------------------------------------------------------------ */
 
 bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at) {
     memset(bitmap, 0, (size_t)words * sizeof *bitmap);
-    const int64_t offset = ba_list_offset(p, batch, head, row), step = p->blocks.strides[3];
-    for (int64_t i = 0; i < p->blocks.dims[3]; i++) {
+    const ba_tensor *t = &p->blocks;
+    const int64_t list_batch = ba_list_batch(p, batch), list_head = ba_list_head(p, head), step = t->strides[3];
+    const int64_t offset = list_batch * t->strides[0] + list_head * t->strides[1] + row * t->strides[2];
+    const int64_t entries = p->block_counts ? p->block_counts[list_batch * t->dims[1] + list_head] : t->dims[3];
+    for (int64_t i = 0; i < entries; i++) {
         const int64_t column = ba_list_entry(&p->blocks, offset + i * step);
-        if (column == -1) return true;
         *at = i;
+        if (column == -1 && !p->block_counts) return true;
         if (column < 0 || column >= p->block_columns || bitmap[column / 64] >> (column % 64) & 1) return false;
         bitmap[column / 64] |= (uint64_t)1 << (column % 64);
     }
@@ -106,7 +117,7 @@ static void survey_item(void *context, int64_t index, int worker) {
         if (p->listed && (tile.block_row != marked_row || tile.head != marked_head)) {
             int64_t at = 0;
             if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
-                const int64_t bad[4] = {p->blocks.dims[0] == 1 ? 0 : item->batch, p->blocks.dims[1] == 1 ? 0 : tile.head, tile.block_row, at};
+                const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), tile.block_row, at};
                 note_bad_entry(s, bad);
                 return;
             }
@@ -117,8 +128,10 @@ static void survey_item(void *context, int64_t index, int worker) {
         const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(tile.lanes, tile.heads);
         const ba_range range = ba_visible_keys(p, first + queries / 2, q.valid, kv.valid);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
-        item->cost += (double)keys * (double)tile.lanes;
+        /* few queries cost as much as reading their keys does */
+        item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(tile.lanes, BA_FEW_QUERIES) : tile.lanes);
     }
+    item->cost /= (double)ba_plan_parts(plan, item->batch);
 }
 
 static int by_falling_cost(const void *left, const void *right) {
@@ -126,37 +139,41 @@ static int by_falling_cost(const void *left, const void *right) {
     if (a->cost != b->cost) return a->cost < b->cost ? 1 : -1;
     if (a->batch != b->batch) return a->batch < b->batch ? -1 : 1;
     if (a->kv_head != b->kv_head) return a->kv_head < b->kv_head ? -1 : 1;
-    return a->first_tile < b->first_tile ? -1 : a->first_tile > b->first_tile;
+    if (a->first_tile != b->first_tile) return a->first_tile < b->first_tile ? -1 : 1;
+    return a->part < b->part ? -1 : a->part > b->part;
 }
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
 
-static void lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
-    *plan = (ba_plan){.problem = problem, .tile_queries = tuning->tile_queries};
-    plan->shared_heads = !problem->listed || problem->blocks.dims[1] == 1 ? problem->group : 1;
+void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
+    *plan = (ba_plan){.problem = problem, .tile_queries = tuning->tile_queries, .split_keys = tuning->split_keys, .parts_most = 1};
+    plan->shared_heads = problem->listed && problem->blocks.dims[1] == problem->heads && problem->group > 1 ? 1 : problem->group;
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     int64_t tiles = 0;
     for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
     /* smaller items where there are few, so that every thread gets several */
     plan->group_tiles = ba_max(1, ba_min(tuning->group_tiles, tiles / (8 * (int64_t)threads)));
-    for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
+    for (int64_t b = 0; b < problem->batch; b++) {
+        const int64_t parts = ba_plan_parts(plan, b);
+        plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles) * parts;
+        plan->parts_most = ba_max(plan->parts_most, parts);
+    }
 }
 
-int64_t ba_plan_bytes(const ba_problem *problem, const ba_tuning *tuning, int threads) {
-    ba_plan plan;
-    lay_out(&plan, problem, tuning, threads);
-    return plan.items * (int64_t)sizeof(ba_item) + threads * plan.bitmap_words * (int64_t)sizeof(uint64_t);
+int64_t ba_plan_bytes(const ba_plan *plan, int threads) {
+    return plan->items * (int64_t)sizeof(ba_item) + threads * plan->bitmap_words * (int64_t)sizeof(uint64_t);
 }
 
-ba_status ba_plan_make(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads, void *memory) {
-    lay_out(plan, problem, tuning, threads);
+ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
+    const ba_problem *problem = plan->problem;
     plan->item = memory;
     int64_t n = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
-        const int64_t tiles = tiles_of_batch(plan, b);
+        const int64_t tiles = tiles_of_batch(plan, b), parts = ba_plan_parts(plan, b);
         for (int64_t g = 0; g < problem->kv_heads; g++)
             for (int64_t t = 0; t < tiles; t += plan->group_tiles)
-                plan->item[n++] = (ba_item){.first_tile = t, .tiles = ba_min(plan->group_tiles, tiles - t), .batch = (int32_t)b, .kv_head = (int32_t)g};
+                for (int64_t part = 0; part < parts; part++)
+                    plan->item[n++] = (ba_item){.first_tile = t, .tiles = ba_min(plan->group_tiles, tiles - t), .batch = (int32_t)b, .kv_head = (int32_t)g, .part = part};
     }
     survey s = {.plan = plan, .bitmaps = (uint64_t *)(plan->item + plan->items), .lock = PTHREAD_MUTEX_INITIALIZER};
     const double entries = problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
@@ -166,10 +183,10 @@ ba_status ba_plan_make(ba_plan *plan, const ba_problem *problem, const ba_tuning
         const int64_t column = ba_list_entry(t, s.bad[0] * t->strides[0] + s.bad[1] * t->strides[1] + s.bad[2] * t->strides[2] + s.bad[3] * t->strides[3]);
         const bool out_of_range = column < 0 || column >= problem->block_columns;
         if (out_of_range)
-            return ba_fail(BA_ERROR_VALUE, "sabi: expected block columns from 0 to %" PRId64 ", or a pad, got %" PRId64 " at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
-                           problem->block_columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
-        return ba_fail(BA_ERROR_VALUE, "sabi: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
-                       column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
+            return ba_fail(BA_ERROR_VALUE, "%s: expected block columns from 0 to %" PRId64 ", or a pad, got %" PRId64 " at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+                           problem->list_name, problem->block_columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
+        return ba_fail(BA_ERROR_VALUE, "%s: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+                       problem->list_name, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
     }
     for (int64_t i = 0; i < n; i++) plan->cost += plan->item[i].cost;
     qsort(plan->item, (size_t)n, sizeof *plan->item, by_falling_cost);

@@ -3,7 +3,11 @@
  * A *tile* is up to tile_queries queries that walk one list: the queries of one block row, of all heads of a KV group
  * where these share the list (a broadcast list or none), else of one head. An *item* is a run of neighbouring tiles of
  * one (batch, KV head): one thread walks their lists side by side, so that tiles meet K and V while they are in cache.
- * Which tiles make an item depends on the thread count; what a tile computes does not. */
+ * Which tiles make an item depends on the thread count; what a tile computes does not.
+ *
+ * Where a sequence has so few queries that the kernel for few queries takes them (decode), its list is also cut into
+ * *parts* of split_keys keys, each an item's work, whose states are joined afterwards in their order. Both rules look at
+ * nothing but the sequence itself. */
 #ifndef BA_OPS_PLAN_H
 #define BA_OPS_PLAN_H
 
@@ -14,6 +18,7 @@
 typedef struct ba_item {
     int64_t first_tile, tiles;
     int32_t batch, kv_head;
+    int64_t part;
     double cost; /* query-key pairs */
 } ba_item;
 
@@ -32,15 +37,29 @@ typedef struct ba_plan {
     ba_item *item; /* most costly first */
     double cost;   /* of all items */
     int64_t bitmap_words;
+    int64_t split_keys;
+    int64_t parts_most; /* of any batch entry */
 } ba_plan;
 
-/* Bytes that a plan of this problem needs beside the structure itself. */
-int64_t ba_plan_bytes(const ba_problem *problem, const ba_tuning *tuning, int threads);
+/* Decides tiles, parts and the number of items. */
+void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads);
 
-/* Makes the plan in `memory`, and checks every entry of the lists on the way. */
-ba_status ba_plan_make(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads, void *memory);
+/* Bytes that the plan needs beside the structure itself. */
+int64_t ba_plan_bytes(const ba_plan *plan, int threads);
+
+/* Makes the items in `memory`, and checks every entry of the lists on the way. */
+ba_status ba_plan_make(ba_plan *plan, int threads, void *memory);
 
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
+
+/* True where the kernel for few queries serves this batch entry. */
+static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) {
+    const int64_t queries = ba_q_span(plan->problem, batch).valid * plan->problem->group;
+    return queries > 0 && queries <= BA_FEW_QUERIES;
+}
+
+/* Parts that the lists of a batch entry are cut into. */
+int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);
 
 /* Marks the listed columns of a row. False where an entry is out of range or listed twice; *at is then its place. */
 bool ba_list_to_bitmap(const ba_problem *problem, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at);

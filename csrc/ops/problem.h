@@ -12,21 +12,31 @@ typedef struct ba_view {
 } ba_view;
 
 typedef struct ba_problem {
-    ba_dtype dtype;
-    int64_t element_size;
+    ba_dtype dtype, kv_dtype; /* of q and out; of k and v */
+    int64_t element_size, kv_element_size;
     int64_t batch, heads, kv_heads, group; /* group = heads / kv_heads */
     int64_t q_len, kv_len;                 /* tokens an entry at most (BA_TND: the longest sequence) */
     int64_t head_dim, v_dim;
     double scale;
+    double softcap;     /* 0: none. In units of the scaled scores */
+    const float *sinks; /* NULL: none. A score a head that takes part in the softmax without a value */
     ba_view q, k, v, out;
+    /* Paged K and V: token t of a sequence lies in page table[t / page_size], at t % page_size there; the views' batch
+     * stride is then a page's. Tables are rows of `tables`, or with page_indptr runs of it. */
+    int64_t page_size; /* 0: not paged */
+    ba_tensor tables;
+    const int64_t *page_indptr;
+    ba_view k_scale, v_scale; /* data NULL: none. A float a token and head, of quantised K and V */
     ba_view lse; /* data NULL: not wanted. token_stride 1 step a query; elements are float, for float64 double */
     const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */
     bool listed;                       /* false: every block */
+    const char *list_name;             /* of the argument, for sentences */
     ba_tensor blocks;
     int64_t block_q, block_kv;
     int64_t block_rows, block_columns; /* of the grid that the lists speak of */
+    const int64_t *block_counts;       /* NULL: rows end at a pad. Else entries in use, by (batch, head axis of blocks) */
 } ba_problem;
 
 /* Fills `problem` or says what is wrong. Outputs are looked at only where with_outputs. Index list entries are not read
@@ -76,10 +86,16 @@ static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
     }
 }
 
-/* Where the list of (batch, head, row) begins; a broadcast axis has stride 0 here. */
-static inline int64_t ba_list_offset(const ba_problem *p, int64_t batch, int64_t head, int64_t row) {
-    const ba_tensor *t = &p->blocks;
-    return (t->dims[0] == 1 ? 0 : batch * t->strides[0]) + (t->dims[1] == 1 ? 0 : head * t->strides[1]) + row * t->strides[2];
+/* Place of a query head on the lists' head axis, which is of length 1, kv_heads or heads; the same for the batch axis. */
+static inline int64_t ba_list_head(const ba_problem *p, int64_t head) {
+    return p->blocks.dims[1] == p->heads ? head : p->blocks.dims[1] == 1 ? 0 : head / p->group;
+}
+static inline int64_t ba_list_batch(const ba_problem *p, int64_t batch) { return p->blocks.dims[0] == 1 ? 0 : batch; }
+
+/* Page of a sequence's `page`-th stretch of tokens. */
+static inline int64_t ba_page(const ba_problem *p, int64_t batch, int64_t page) {
+    if (p->page_indptr) return ba_list_entry(&p->tables, (p->page_indptr[batch] + page) * p->tables.strides[0]);
+    return ba_list_entry(&p->tables, batch * p->tables.strides[0] + page * p->tables.strides[1]);
 }
 
 #endif

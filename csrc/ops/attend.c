@@ -1,0 +1,460 @@
+/* The forward driver: loops, plan and scratch; it knows neither an ISA nor an element type. */
+#include "ops/attend.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/status.h"
+#include "ops/plan.h"
+#include "ops/walk.h"
+
+#define LOG2_E 0x1.71547652b82fep+0
+
+/* ---- Scratch ------------------------------------------------------------------------------------------------------ */
+
+enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32 };
+
+typedef enum panel_width { WIDE, NARROW, FEW } panel_width; /* the first two index a family's arrays */
+
+typedef struct panel_state {
+    ba_panel panel;    /* lo and hi set here, shown to a kernel only where a chunk needs them */
+    panel_width width;
+    int64_t lane, lanes; /* of the tile: the first, and how many */
+    ba_range any, all;   /* keys that some lane sees; keys that every lane sees */
+} panel_state;
+
+typedef struct tile_state {
+    ba_tile tile;
+    int walk;       /* index of the list it shares */
+    ba_range range; /* keys that some query sees */
+    int panels;
+    panel_state panel[MAX_PANELS];
+} tile_state;
+
+typedef struct worker_scratch {
+    char *q, *o, *ml; /* tiles one after the other */
+    int32_t *bounds;
+    uint64_t *bitmaps;
+    char *packed_k, *packed_v, *scores, *lse;
+    const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows, **rows;
+    float *k_scale, *v_scale;
+    int32_t *key_index;
+    tile_state *tiles;
+} worker_scratch;
+
+typedef struct call {
+    const ba_problem *problem;
+    const ba_attend_family *family;
+    ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
+    ba_attend_few_fn few;
+    const ba_tuning *tuning;
+    ba_plan plan;
+    char *scratch;
+    int64_t scratch_bytes; /* a worker */
+    char *parts;           /* states of parts that are to be joined */
+    const int64_t *part_offset; /* [batch]: bytes, -1 where there is one part only */
+} call;
+
+/* Hands out parts of a memory block; with base NULL it only adds up. */
+static char *take(char *base, int64_t *used, int64_t bytes) {
+    char *part = base ? base + *used : NULL;
+    *used += ba_round_up(bytes, BA_ALIGN);
+    return part;
+}
+
+/* Lanes that a tile's panels have room for: a few-query panel takes BA_FEW_QUERIES, the last of the others may be half empty. */
+static int64_t tile_room(const call *c) { return ba_round_up(c->plan.tile_queries, c->family->lanes[WIDE]); }
+
+static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
+    const ba_attend_family *f = c->family;
+    const ba_problem *p = c->problem;
+    const int64_t tiles = c->plan.group_tiles, lanes = tiles * tile_room(c), keys = c->tuning->chunk_keys;
+    const int64_t pad_k = ba_round_up(p->head_dim, BA_PACK_PAD), pad_v = ba_round_up(p->v_dim, BA_PACK_PAD);
+    const int64_t pack = ba_max(f->pack_bytes, f->real_size);
+    int64_t used = 0;
+    w->q = take(base, &used, lanes * pad_k * f->q_bytes);
+    w->o = take(base, &used, lanes * pad_v * f->real_size);
+    w->ml = take(base, &used, lanes * 2 * f->real_size);
+    w->bounds = (int32_t *)take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
+    w->bitmaps = (uint64_t *)take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
+    w->packed_k = take(base, &used, c->pack_k ? keys * pad_k * pack : 0);
+    w->packed_v = take(base, &used, c->pack_v ? keys * pad_v * pack : 0);
+    w->scores = take(base, &used, keys * ba_max(f->scratch_per_key, BA_FEW_QUERIES * f->real_size));
+    w->lse = take(base, &used, BA_MAX_LANES * f->real_size);
+    w->k_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
+    w->v_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
+    w->packed_k_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
+    w->packed_v_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
+    w->rows = (const void **)take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
+    w->k_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
+    w->v_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
+    w->key_index = (int32_t *)take(base, &used, keys * (int64_t)sizeof(int32_t));
+    w->tiles = (tile_state *)take(base, &used, tiles * (int64_t)sizeof(tile_state));
+    return used;
+}
+
+/* ---- Reals: float or double, as the family says ------------------------------------------------------------------- */
+
+static double get_real(const void *data, int64_t at, int64_t real_size) { return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at]; }
+
+static void set_real(void *data, int64_t at, double value, int64_t real_size) {
+    if (real_size == 4) ((float *)data)[at] = (float)value;
+    else ((double *)data)[at] = value;
+}
+
+/* ---- Queries ------------------------------------------------------------------------------------------------------ */
+
+static int64_t lane_query(const ba_tile *tile, int64_t lane) { return tile->first_query + (tile->first_lane + lane) / tile->heads; }
+static int64_t lane_head(const ba_tile *tile, int64_t lane) { return tile->head + (tile->first_lane + lane) % tile->heads; }
+
+static char *row_of(const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t token) {
+    return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
+}
+
+/* Sequences that lie one after the other share one batch entry and begin at their span's begin. */
+static char *query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
+    return row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
+}
+
+static int64_t panel_room(const call *c, panel_width width) { return width == FEW ? BA_FEW_QUERIES : c->family->lanes[width]; }
+
+/* Packs the panel's queries, and sets its state and ranges. */
+static void open_panel(const call *c, const worker_scratch *w, const ba_item *item, tile_state *t, panel_state *s) {
+    const ba_problem *p = c->problem;
+    const ba_attend_family *f = c->family;
+    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
+    const int64_t room = panel_room(c, s->width);
+    int32_t *lo = (int32_t *)s->panel.lo, *hi = (int32_t *)s->panel.hi;
+    s->any = (ba_range){INT64_MAX, 0};
+    s->all = (ba_range){0, INT64_MAX};
+    for (int64_t i = 0; i < room; i++) {
+        if (i >= s->lanes) { /* no query: sees everything, so that it asks for no mask */
+            lo[i] = 0;
+            hi[i] = INT32_MAX;
+            continue;
+        }
+        const int64_t query = lane_query(&t->tile, s->lane + i);
+        const ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);
+        lo[i] = (int32_t)seen.lo;
+        hi[i] = (int32_t)seen.hi;
+        s->all.lo = ba_max(s->all.lo, seen.lo);
+        s->all.hi = ba_min(s->all.hi, seen.hi);
+        if (seen.lo < seen.hi) {
+            s->any.lo = ba_min(s->any.lo, seen.lo);
+            s->any.hi = ba_max(s->any.hi, seen.hi);
+        }
+        w->rows[i] = query_row(p, &p->q, p->element_size, item->batch, lane_head(&t->tile, s->lane + i), query);
+    }
+    const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : p->v_dim;
+    (s->width == FEW ? f->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
+    memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
+    memset(s->panel.l, 0, (size_t)(room * f->real_size));
+    for (int64_t i = 0; i < room; i++) set_real(s->panel.m, i, f->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, f->real_size);
+    t->range.lo = ba_min(t->range.lo, s->any.lo);
+    t->range.hi = ba_max(t->range.hi, s->any.hi);
+}
+
+static void open_tile(const call *c, const worker_scratch *w, const ba_item *item, int64_t index, tile_state *t) {
+    const ba_problem *p = c->problem;
+    const ba_attend_family *f = c->family;
+    const bool few = ba_plan_few(&c->plan, item->batch);
+    t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head, index);
+    t->range = (ba_range){INT64_MAX, 0};
+    t->panels = 0;
+    int64_t at = (index - item->first_tile) * tile_room(c);
+    for (int64_t lane = 0; lane < t->tile.lanes;) {
+        panel_state *s = &t->panel[t->panels++];
+        const int64_t left = t->tile.lanes - lane;
+        s->width = few ? FEW : left <= f->lanes[NARROW] ? NARROW : WIDE;
+        const int64_t room = panel_room(c, s->width);
+        s->lane = lane;
+        s->lanes = ba_min(left, room);
+        s->panel.q = w->q + at * ba_round_up(p->head_dim, BA_PACK_PAD) * f->q_bytes;
+        s->panel.o = w->o + at * ba_round_up(p->v_dim, BA_PACK_PAD) * f->real_size;
+        s->panel.m = w->ml + at * 2 * f->real_size;
+        s->panel.l = w->ml + (at * 2 + room) * f->real_size;
+        s->panel.lo = w->bounds + at * 2;
+        s->panel.hi = w->bounds + at * 2 + room;
+        open_panel(c, w, item, t, s);
+        lane += s->lanes;
+        at += room;
+    }
+}
+
+/* ---- Results ------------------------------------------------------------------------------------------------------ */
+
+/* A sink takes part in the softmax as a key whose value is 0. */
+static void add_sink(const call *c, const panel_state *s, int64_t lane, double sink) {
+    const int64_t real_size = c->family->real_size, v_dim = c->problem->v_dim;
+    const double m = get_real(s->panel.m, lane, real_size), l = get_real(s->panel.l, lane, real_size), above = sink * LOG2_E - m;
+    if (!(above > 0)) {
+        set_real(s->panel.l, lane, l + exp2(above), real_size);
+        return;
+    }
+    const double shrink = exp2(-above);
+    for (int64_t d = 0; d < v_dim; d++) {
+        const int64_t at = s->width == FEW ? lane * BA_FEW_PAD(v_dim) + d : d * c->family->lanes[s->width] + lane;
+        set_real(s->panel.o, at, get_real(s->panel.o, at, real_size) * shrink, real_size);
+    }
+    set_real(s->panel.m, lane, sink * LOG2_E, real_size);
+    set_real(s->panel.l, lane, l * shrink + 1, real_size);
+}
+
+/* Writes out and lse of a panel's first `lanes` lanes, which are lanes `lane` .. of the tile. */
+static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, const ba_tile *tile, const panel_state *s) {
+    const ba_problem *p = c->problem;
+    const ba_attend_family *f = c->family;
+    const ba_span q = ba_q_span(p, batch);
+    for (int64_t i = 0; i < s->lanes; i++) {
+        const int64_t query = lane_query(tile, s->lane + i), head = lane_head(tile, s->lane + i);
+        w->rows[i] = query_row(p, &p->out, p->element_size, batch, head, query);
+        if (p->sinks && query < q.valid) add_sink(c, s, i, (double)p->sinks[head]);
+    }
+    (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, w->lse);
+    for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
+        memcpy(query_row(p, &p->lse, f->real_size, batch, lane_head(tile, s->lane + i), lane_query(tile, s->lane + i)), w->lse + i * f->real_size,
+               (size_t)f->real_size);
+}
+
+/* One (batch, KV head)'s states of one part: BA_FEW_QUERIES of o, then of m, then of l. */
+static int64_t part_bytes(const call *c) {
+    return ba_round_up(BA_FEW_QUERIES * (BA_FEW_PAD(c->problem->v_dim) + 2) * c->family->real_size, BA_ALIGN);
+}
+
+static ba_panel part_panel(const call *c, int64_t batch, int64_t kv_head, int64_t part, int64_t lane) {
+    const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim);
+    char *base = c->parts + c->part_offset[batch] + (kv_head * ba_plan_parts(&c->plan, batch) + part) * part_bytes(c);
+    return (ba_panel){.o = base + lane * pad * real_size, .m = base + (BA_FEW_QUERIES * pad + lane) * real_size, .l = base + (BA_FEW_QUERIES * (pad + 1) + lane) * real_size};
+}
+
+/* Puts a few-query panel's states where the joining finds them. Rows without a query have nothing to join. */
+static void keep_part(const call *c, const worker_scratch *w, const ba_item *item, const ba_tile *tile, const panel_state *s) {
+    const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim), group = c->problem->group;
+    for (int64_t i = 0; i < s->lanes; i++) {
+        const int64_t query = lane_query(tile, s->lane + i), head = lane_head(tile, s->lane + i);
+        panel_state one = *s;
+        one.panel.o = (char *)s->panel.o + i * pad * real_size;
+        one.panel.m = (char *)s->panel.m + i * real_size;
+        one.panel.l = (char *)s->panel.l + i * real_size;
+        one.lane = s->lane + i;
+        one.lanes = 1;
+        if (query >= ba_q_span(c->problem, item->batch).valid) {
+            if (item->part == 0) write_lanes(c, w, item->batch, tile, &one);
+            continue;
+        }
+        const ba_panel to = part_panel(c, item->batch, item->kv_head, item->part, query * group + head - item->kv_head * group);
+        memcpy(to.o, one.panel.o, (size_t)(pad * real_size));
+        memcpy(to.m, one.panel.m, (size_t)real_size);
+        memcpy(to.l, one.panel.l, (size_t)real_size);
+    }
+}
+
+/* Joins the parts of one (batch, KV head) in their order. */
+static void join_item(void *context, int64_t index, int worker) {
+    const call *c = context;
+    const ba_problem *p = c->problem;
+    const int64_t batch = index / p->kv_heads, kv_head = index % p->kv_heads;
+    if (c->part_offset[batch] < 0) return;
+    const int64_t parts = ba_plan_parts(&c->plan, batch), lanes = ba_q_span(p, batch).valid * p->group;
+    worker_scratch w;
+    lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
+    panel_state s = {.panel = part_panel(c, batch, kv_head, 0, 0), .width = FEW, .lanes = lanes};
+    for (int64_t part = 1; part < parts; part++) {
+        const ba_panel from = part_panel(c, batch, kv_head, part, 0);
+        c->family->join_few(&s.panel, &from, lanes, p->v_dim);
+    }
+    const ba_tile tile = {.head = kv_head * p->group, .heads = p->group, .lanes = lanes};
+    write_lanes(c, &w, batch, &tile, &s);
+}
+
+/* ---- An item ------------------------------------------------------------------------------------------------------ */
+
+static int64_t first_at_least(const int32_t *sorted, int64_t n, int64_t value) {
+    int64_t low = 0;
+    while (low < n) {
+        const int64_t middle = (low + n) / 2;
+        if (sorted[middle] < value) low = middle + 1;
+        else n = middle;
+    }
+    return low;
+}
+
+static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole) {
+    const ba_attend_family *f = c->family;
+    for (int n = 0; n < t->panels; n++) {
+        const panel_state *s = &t->panel[n];
+        int64_t begin = first_at_least(whole->key_index, whole->keys, s->any.lo), end = first_at_least(whole->key_index, whole->keys, s->any.hi);
+        if (begin >= end) continue;
+        begin -= begin % f->key_step;
+        end = ba_min(ba_round_up(end, f->key_step), whole->keys);
+        ba_chunk chunk = *whole;
+        chunk.keys = end - begin;
+        chunk.k_rows += begin;
+        chunk.v_rows += begin;
+        chunk.key_index += begin;
+        if (chunk.k_scale) chunk.k_scale += begin;
+        if (chunk.v_scale) chunk.v_scale += begin;
+        ba_panel panel = s->panel;
+        if (chunk.key_index[0] >= s->all.lo && chunk.key_index[chunk.keys - 1] < s->all.hi) panel.lo = panel.hi = NULL;
+        if (s->width == FEW) c->few(&panel, s->lanes, &chunk);
+        else f->attend[s->width](&panel, &chunk);
+    }
+}
+
+/* Where the chunk's rows of K (or V) lie, and their scales. */
+static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index, int64_t keys,
+                      const void **rows, float *scales) {
+    const int64_t size = p->kv_element_size;
+    if (!p->page_size) {
+        const char *first = row_of(view, size, p->cu_kv ? 0 : batch, kv_head, ba_kv_span(p, batch).begin);
+        for (int64_t j = 0; j < keys; j++) rows[j] = first + key_index[j] * view->token_stride * size;
+        return;
+    }
+    const char *data = NULL;
+    int64_t begin = 0, end = 0, page = 0; /* tokens of the page at hand */
+    for (int64_t j = 0; j < keys; j++) {
+        if (key_index[j] >= end) { /* key numbers rise */
+            begin = key_index[j] - key_index[j] % p->page_size;
+            end = begin + p->page_size;
+            page = ba_page(p, batch, begin / p->page_size);
+            data = row_of(view, size, page, kv_head, 0);
+        }
+        rows[j] = data + (key_index[j] - begin) * view->token_stride * size;
+        if (scale->data) scales[j] = *(const float *)row_of(scale, sizeof(float), page, kv_head, key_index[j] - begin);
+    }
+}
+
+/* Tiles whose lists are equal share one walk. Returns the number of walks. */
+static int make_walks(const call *c, const worker_scratch *w, const ba_item *item, ba_walk *walks) {
+    const ba_problem *p = c->problem;
+    const int64_t words = c->plan.bitmap_words, start = item->part * c->plan.split_keys;
+    const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
+    int n = 0;
+    for (int64_t i = 0; i < item->tiles; i++) {
+        tile_state *t = &w->tiles[i];
+        uint64_t *bitmap = w->bitmaps + n * words;
+        int64_t at;
+        t->walk = n;
+        if (p->listed) {
+            const tile_state *before = i ? &w->tiles[i - 1] : NULL;
+            if (before && before->tile.block_row == t->tile.block_row && before->tile.head == t->tile.head) {
+                t->walk = before->walk;
+            } else {
+                ba_list_to_bitmap(p, item->batch, t->tile.head, t->tile.block_row, bitmap, words, &at);
+                for (int k = 0; k < n; k++)
+                    if (memcmp(w->bitmaps + k * words, bitmap, (size_t)words * sizeof *bitmap) == 0) t->walk = k;
+            }
+        } else if (n) {
+            t->walk = 0;
+        }
+        if (t->walk == n)
+            walks[n++] = (ba_walk){.bitmap = p->listed ? bitmap : NULL, .words = words, .block_kv = p->block_kv, .keys = ba_kv_span(p, item->batch).valid,
+                                   .chunk_keys = c->tuning->chunk_keys, .stop = whole ? INT64_MAX : start + c->plan.split_keys, .range = {INT64_MAX, 0}};
+        ba_walk *l = &walks[t->walk];
+        l->range.lo = ba_min(l->range.lo, t->range.lo);
+        l->range.hi = ba_max(l->range.hi, t->range.hi);
+    }
+    for (int k = 0; k < n; k++) ba_walk_begin(&walks[k], start);
+    return n;
+}
+
+static void run_item(void *context, int64_t index, int worker) {
+    const call *c = context;
+    const ba_problem *p = c->problem;
+    const ba_item *item = &c->plan.item[index];
+    const bool few = ba_plan_few(&c->plan, item->batch), whole = ba_plan_parts(&c->plan, item->batch) == 1;
+    worker_scratch w;
+    lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
+    ba_walk walks[MAX_GROUP_TILES];
+    for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
+    const int lists = make_walks(c, &w, item, walks);
+
+    for (;;) {
+        int next = 0; /* the list that is furthest behind: so lists that overlap meet in cache */
+        for (int n = 1; n < lists; n++)
+            if (walks[n].key < walks[next].key) next = n;
+        if (walks[next].key == BA_WALK_END) break;
+        ba_chunk chunk = {.head_dim = p->head_dim, .v_dim = p->v_dim, .key_index = w.key_index, .k_rows = w.k_rows, .v_rows = w.v_rows,
+                          .k_scale = p->k_scale.data ? w.k_scale : NULL, .v_scale = p->v_scale.data ? w.v_scale : NULL,
+                          .softcap = p->softcap * LOG2_E, .scratch = w.scores};
+        chunk.keys = ba_walk_take(&walks[next], w.key_index);
+        find_rows(p, item->batch, item->kv_head, &p->k, &p->k_scale, w.key_index, chunk.keys, w.k_rows, w.k_scale);
+        find_rows(p, item->batch, item->kv_head, &p->v, &p->v_scale, w.key_index, chunk.keys, w.v_rows, w.v_scale);
+        if (c->pack_k && !few) {
+            c->pack_k(w.packed_k, w.packed_k_rows, w.k_rows, chunk.k_scale, chunk.keys, p->head_dim);
+            chunk.k_rows = w.packed_k_rows;
+        }
+        if (c->pack_v && !few) {
+            c->pack_v(w.packed_v, w.packed_v_rows, w.v_rows, chunk.v_scale, chunk.keys, p->v_dim);
+            chunk.v_rows = w.packed_v_rows;
+        }
+        for (int64_t i = 0; i < item->tiles; i++)
+            if (w.tiles[i].walk == next) attend_tile(c, &w.tiles[i], &chunk);
+    }
+    for (int64_t i = 0; i < item->tiles; i++)
+        for (int n = 0; n < w.tiles[i].panels; n++) {
+            if (whole) write_lanes(c, &w, item->batch, &w.tiles[i].tile, &w.tiles[i].panel[n]);
+            else keep_part(c, &w, item, &w.tiles[i].tile, &w.tiles[i].panel[n]);
+        }
+}
+
+/* ---- The call ----------------------------------------------------------------------------------------------------- */
+
+static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
+    const ba_kernels *kernels = ba_kernels_at(level);
+    c->family = kernels->attend[p->dtype];
+    c->pack_k = c->family->pack_k;
+    c->pack_v = c->family->pack_v;
+    c->few = c->family->few;
+    if (p->kv_dtype != p->dtype) {
+        c->pack_k = c->pack_v = kernels->cache[p->kv_dtype]->pack;
+        c->few = kernels->cache[p->kv_dtype]->few;
+    }
+}
+
+/* Where each batch entry's parts begin; returns the bytes of all. */
+static int64_t lay_out_parts(const call *c, int64_t *offset) {
+    int64_t bytes = 0;
+    for (int64_t b = 0; b < c->problem->batch; b++) {
+        const int64_t parts = ba_plan_parts(&c->plan, b);
+        if (offset) offset[b] = parts > 1 ? bytes : -1;
+        if (parts > 1) bytes += parts * c->problem->kv_heads * part_bytes(c);
+    }
+    return bytes;
+}
+
+ba_status ba_attend(const ba_problem *problem, int num_threads) {
+    const ba_isa level = ba_isa_active();
+    call c = {.problem = problem, .tuning = ba_tuning_at(level)};
+    choose_kernels(&c, problem, level);
+    int threads = ba_threads_for(num_threads);
+
+    ba_plan_lay_out(&c.plan, problem, c.tuning, threads);
+    worker_scratch unused;
+    c.scratch_bytes = lay_out_scratch(&c, NULL, &unused);
+    int64_t used = 0;
+    take(NULL, &used, ba_plan_bytes(&c.plan, threads));
+    take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
+    take(NULL, &used, lay_out_parts(&c, NULL));
+    take(NULL, &used, threads * c.scratch_bytes);
+    char *memory = ba_arena_get((size_t)used);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+    used = 0;
+    char *plan_memory = take(memory, &used, ba_plan_bytes(&c.plan, threads));
+    int64_t *part_offset = (int64_t *)take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
+    c.part_offset = part_offset;
+    c.parts = take(memory, &used, lay_out_parts(&c, part_offset));
+    c.scratch = take(memory, &used, threads * c.scratch_bytes);
+
+    const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    if (status == BA_OK) {
+        const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
+        if (flops < c.tuning->inline_flops) threads = 1;
+        ba_parallel(threads, c.plan.items, run_item, &c);
+        if (c.plan.parts_most > 1) ba_parallel(threads, problem->batch * problem->kv_heads, join_item, &c);
+    }
+    ba_arena_release();
+    return status;
+}
