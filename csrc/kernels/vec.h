@@ -173,59 +173,66 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 }
 #endif
 
-/* rows[i][j] <-> rows[j][i] of a square of vectors: log2(lanes) rounds that swap ever larger off-diagonal blocks. */
-BA_INLINE void NAME(v_transpose)(vec *rows) {
-#ifdef __clang__
-    vec out[BA_LANES];
-    for (int i = 0; i < BA_LANES; i++)
-        for (int j = 0; j < BA_LANES; j++) out[j][i] = rows[i][j];
-    memcpy(rows, out, sizeof out);
+/* Two vectors' lanes put together anew, by constants: LOW takes the lanes of a with bit `step` unset and, in between, those
+ * of b; HIGH takes the other lanes of both. The interleaving behind transposition and sums across lanes. */
+#define BA_LOW(j, step) ((j) & (step) ? BA_LANES + (j) - (step) : (j))
+#define BA_HIGH(j, step) ((j) & (step) ? BA_LANES + (j) : ((j) + (step)) % BA_LANES)
+#define BA_LANES_2(f, s) f(0, s), f(1, s)
+#define BA_LANES_4(f, s) BA_LANES_2(f, s), f(2, s), f(3, s)
+#define BA_LANES_8(f, s) BA_LANES_4(f, s), f(4, s), f(5, s), f(6, s), f(7, s)
+#define BA_LANES_16(f, s) BA_LANES_8(f, s), f(8, s), f(9, s), f(10, s), f(11, s), f(12, s), f(13, s), f(14, s), f(15, s)
+#if BA_LANES == 2
+#define BA_EACH_LANE BA_LANES_2
+#elif BA_LANES == 4
+#define BA_EACH_LANE BA_LANES_4
+#elif BA_LANES == 8
+#define BA_EACH_LANE BA_LANES_8
 #else
-#pragma GCC unroll 4
-    for (int step = 1; step < BA_LANES; step *= 2) {
-        ivec low, high;
-#pragma GCC unroll 16
-        for (int j = 0; j < BA_LANES; j++) {
-            low[j] = j & step ? BA_LANES + j - step : j;
-            high[j] = j & step ? BA_LANES + j : j + step;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < BA_LANES; i++) {
-            if (i & step) continue;
-            const vec a = rows[i], b = rows[i + step];
-            rows[i] = __builtin_shuffle(a, b, low);
-            rows[i + step] = __builtin_shuffle(a, b, high);
-        }
-    }
+#define BA_EACH_LANE BA_LANES_16
 #endif
-}
+#define BA_INTERLEAVE(half, step, a, b) __builtin_shufflevector(a, b, BA_EACH_LANE(half, step))
 
-/* Lane i of the result is the sum of all lanes of rows[i]: each round adds neighbours of two rows into one. The additions
- * pair the same lanes in the same order for every row. */
-BA_INLINE vec NAME(v_sum_each)(vec *rows) {
-#ifdef __clang__
-    vec out;
-    for (int i = 0; i < BA_LANES; i++) {
-        for (int step = 1; step < BA_LANES; step *= 2)
-            for (int j = 0; j < BA_LANES; j += 2 * step) rows[i][j] += rows[i][j + step];
-        out[i] = rows[i][0];
+/* rows[i][j] <-> rows[j][i] of a square of vectors: each round swaps off-diagonal blocks twice as large. */
+#define BA_TRANSPOSE_ROUND(step)                                                                                                                     \
+    if (step < BA_LANES) {                                                                                                                           \
+        _Pragma("GCC unroll 16") for (int i = 0; i < BA_LANES; i++) {                                                                                \
+            if (i & step) continue;                                                                                                                  \
+            const vec a = rows[i], b = rows[(i + step) % BA_LANES];                                                                                  \
+            rows[i] = BA_INTERLEAVE(BA_LOW, step, a, b);                                                                                             \
+            rows[(i + step) % BA_LANES] = BA_INTERLEAVE(BA_HIGH, step, a, b);                                                                        \
+        }                                                                                                                                            \
     }
-    return out;
-#else
-#pragma GCC unroll 4
-    for (int step = 1; step < BA_LANES; step *= 2) {
-        ivec low, high;
-#pragma GCC unroll 16
-        for (int j = 0; j < BA_LANES; j++) {
-            low[j] = j & step ? BA_LANES + j - step : j;
-            high[j] = j & step ? BA_LANES + j : j + step;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < BA_LANES; i += 2 * step) rows[i] = __builtin_shuffle(rows[i], rows[i + step], low) + __builtin_shuffle(rows[i], rows[i + step], high);
-    }
-    return rows[0];
-#endif
+BA_INLINE void NAME(v_transpose)(vec *rows) {
+    BA_TRANSPOSE_ROUND(1)
+    BA_TRANSPOSE_ROUND(2)
+    BA_TRANSPOSE_ROUND(4)
+    BA_TRANSPOSE_ROUND(8)
 }
+#undef BA_TRANSPOSE_ROUND
+
+/* Lane i of the result is the sum of all lanes of rows[i]: each round adds neighbours and puts two rows into one. The
+ * additions pair the same lanes in the same order for every row. */
+#define BA_SUM_ROUND(step)                                                                                                                           \
+    if (step < BA_LANES) {                                                                                                                           \
+        _Pragma("GCC unroll 16") for (int i = 0; i < BA_LANES; i += 2 * step) rows[i] =                                                              \
+            BA_INTERLEAVE(BA_LOW, step, rows[i], rows[(i + step) % BA_LANES]) + BA_INTERLEAVE(BA_HIGH, step, rows[i], rows[(i + step) % BA_LANES]);  \
+    }
+BA_INLINE vec NAME(v_sum_each)(vec *rows) {
+    BA_SUM_ROUND(1)
+    BA_SUM_ROUND(2)
+    BA_SUM_ROUND(4)
+    BA_SUM_ROUND(8)
+    return rows[0];
+}
+#undef BA_SUM_ROUND
+#undef BA_LOW
+#undef BA_HIGH
+#undef BA_LANES_2
+#undef BA_LANES_4
+#undef BA_LANES_8
+#undef BA_LANES_16
+#undef BA_EACH_LANE
+#undef BA_INTERLEAVE
 
 /* n (at most BA_LANES) floats or ints as a vector of reals or of their integers; the lanes beyond are 0. */
 BA_INLINE vec NAME(v_load_floats)(const float *p, int64_t n) {
