@@ -1,0 +1,734 @@
+"""Block lists as arrays: pads, checks, conversions and set operations. Public through `blitz_attn.sabi`.
+
+A block list (sabi, sparse attention block indices) has shape (..., R, W): for each of R blocks of queries, up to W
+column numbers of the blocks of keys that are kept. A row ends at its first pad: 65535 in uint16, any negative number
+in the signed types. All functions accept both conventions, any order within a row, and any leading axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "check",
+    "coarsen",
+    "complement",
+    "difference",
+    "from_block_mask",
+    "from_csr",
+    "from_num_idx",
+    "from_token_mask",
+    "intersection",
+    "refine",
+    "to_block_mask",
+    "to_csr",
+    "to_num_idx",
+    "to_token_mask",
+    "transpose",
+    "union",
+]
+
+PAD_UINT16 = 65535
+
+
+def signed(sabi: Any) -> np.ndarray:
+    """int64 copy of a block list in which everything from a row's first pad on is -1."""
+    array = np.asarray(sabi)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"sabi: expected an integer array, got {array.dtype}")
+    if array.ndim < 2:
+        raise ValueError(f"sabi: expected shape (..., rows, width), got {array.shape}")
+    rows = array.astype(np.int64)
+    pad = rows == PAD_UINT16 if array.dtype == np.uint16 else rows < 0
+    return np.where(np.logical_or.accumulate(pad, axis=-1), -1, rows)
+
+
+def blocks_of(size: int, block: int) -> int:
+    """Number of blocks that cover `size` tokens."""
+    return -(-int(size) // int(block))
+
+
+def grid_of(s_q: int, s_kv: int | None, block_shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of the block grid, after checking what makes it."""
+    block_q, block_kv = checked_shape(block_shape)
+    for name, size in (("s_q", s_q), ("s_kv", s_q if s_kv is None else s_kv)):
+        if int(size) < 1:
+            raise ValueError(f"{name}: expected at least 1 token, got {size}")
+    return blocks_of(s_q, block_q), blocks_of(s_q if s_kv is None else s_kv, block_kv)
+
+
+def checked_shape(block_shape: Sequence[int]) -> tuple[int, int]:
+    """The two block sizes as positive ints."""
+    sizes = tuple(int(n) for n in block_shape)
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"block_shape: expected two positive numbers (queries, keys), got {tuple(block_shape)}")
+    return sizes[0], sizes[1]
+
+
+def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
+    """The dtype of a list over `columns` blocks: uint16 where its pad is free, else int32, or the one asked for."""
+    if dtype is None:
+        return np.dtype(np.uint16 if columns < PAD_UINT16 else np.int32)
+    chosen = np.dtype(dtype)
+    if chosen not in (np.dtype(np.uint16), np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)):
+        raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {chosen}")
+    if columns > np.iinfo(chosen).max:
+        raise ValueError(f"dtype: expected room for {columns} columns and a pad, got {chosen}")
+    return chosen
+
+
+def padded(rows: np.ndarray, columns: int, dtype: Any = None) -> np.ndarray:
+    """A -1 padded int64 list in its final dtype and pad."""
+    chosen = result_dtype(columns, dtype)
+    return rows.astype(chosen)  # -1 wraps to 65535 in uint16
+
+
+def _columns(rows: np.ndarray, columns: int | None) -> int:
+    """Number of columns: the one given, checked against the entries, or the least that holds them."""
+    most = int(rows.max(initial=-1)) + 1
+    if columns is None:
+        return most
+    if most > columns:
+        raise ValueError(f"sabi: expected columns below {columns}, got {most - 1}")
+    return int(columns)
+
+
+def check(
+    sabi: Any,
+    s_q: int,
+    s_kv: int | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> np.ndarray:
+    """Check a block list against a problem, as the attention operations do.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (B or 1, H or 1, R, W).
+    s_q, s_kv : int
+        Numbers of query and key tokens; `s_kv` defaults to `s_q`.
+    block_shape : (int, int)
+        Tokens a block of queries and of keys.
+    batch, heads : int, optional
+        Sizes that the leading axes must have, where they are not 1. Not checked when left out.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (B or 1, H or 1, R, W): the list with -1 from each row's first pad on.
+
+    Raises
+    ------
+    TypeError
+        Not integers.
+    ValueError
+        A shape that does not fit, a column out of range, or a column listed twice in a row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.check(np.array([[[[1, 0, -1], [1, -1, 0]]]]), 256).tolist()
+    [[[[1, 0, -1], [1, -1, -1]]]]
+    >>> sabi.check(np.array([[[[1, 1], [2, -1]]]]), 256)
+    Traceback (most recent call last):
+    ...
+    ValueError: sabi: expected columns in 0..1, got 2 in row (0, 0, 1)
+    """
+    rows = signed(sabi)
+    count, columns = grid_of(s_q, s_kv, block_shape)
+    if rows.ndim != 4:
+        raise ValueError(f"sabi: expected shape (B or 1, H or 1, rows, width), got {rows.shape}")
+    for axis, (name, size) in enumerate((("batch", batch), ("heads", heads))):
+        if size is not None and rows.shape[axis] not in (1, size):
+            raise ValueError(f"sabi: expected {name} {size} or 1 on axis {axis}, got shape {rows.shape}")
+    if rows.shape[2] != count:
+        raise ValueError(f"sabi: expected {count} rows for {s_q} queries in blocks of {block_shape[0]}, got shape {rows.shape}")
+    if rows.max(initial=-1) >= columns:
+        where = tuple(int(n) for n in np.argwhere(rows >= columns)[0])
+        raise ValueError(f"sabi: expected columns in 0..{columns - 1}, got {rows[where]} in row {where[:3]}")
+    ordered = np.sort(rows, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        where = tuple(int(n) for n in np.argwhere(twice)[0])
+        raise ValueError(f"sabi: expected each column once a row, got {ordered[where]} twice in row {where[:3]}")
+    return rows
+
+
+# ---- Conversions --------------------------------------------------------------------------------------------------
+
+
+def to_block_mask(sabi: Any, columns: int | None = None) -> np.ndarray:
+    """Boolean mask over blocks, True = kept.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    columns : int, optional
+        Number of key blocks C. Default: the least that holds every entry.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (..., R, C).
+
+    Raises
+    ------
+    TypeError
+        Not integers.
+    ValueError
+        An entry of `columns` or more.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.to_block_mask(np.array([[2, 0], [-1, -1]]), 3).astype(int).tolist()
+    [[1, 0, 1], [0, 0, 0]]
+    """
+    rows = signed(sabi)
+    count = _columns(rows, columns)
+    mask = np.zeros((*rows.shape[:-1], count + 1), bool)  # the last column swallows the pads
+    np.put_along_axis(mask, rows, True, axis=-1)
+    return np.ascontiguousarray(mask[..., :-1])
+
+
+def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -> np.ndarray:
+    """Block list of a boolean mask over blocks.
+
+    Parameters
+    ----------
+    mask : array_like of bool
+        (..., R, C), True = kept.
+    dtype : dtype, optional
+        uint16, int16, int32 or int64. Default: uint16 where C < 65535, else int32.
+    width : int, optional
+        Width W of the list. Default: that of the fullest row, at least 1.
+
+    Returns
+    -------
+    numpy.ndarray
+        (..., R, W), columns rising, padded with 65535 (uint16) or -1.
+
+    Raises
+    ------
+    TypeError
+        `mask` is not boolean.
+    ValueError
+        A row holds more than `width` blocks, or the mask has fewer than two axes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.from_block_mask(np.array([[True, False, True], [False, True, False]]), dtype="int32").tolist()
+    [[0, 2], [1, -1]]
+    """
+    array = np.asarray(mask)
+    if array.dtype != np.bool_:
+        raise TypeError(f"mask: expected booleans, got {array.dtype}")
+    if array.ndim < 2:
+        raise ValueError(f"mask: expected shape (..., rows, columns), got {array.shape}")
+    counts = array.sum(axis=-1).reshape(-1)
+    fullest = int(counts.max(initial=0))
+    if width is None:
+        width = max(1, fullest)
+    if fullest > width:
+        raise ValueError(f"width: expected at least {fullest}, the blocks of the fullest row, got {width}")
+    row, column = np.nonzero(array.reshape(-1, array.shape[-1]) if counts.size else np.zeros((0, 1), bool))
+    rows = np.full((counts.size, width), -1, np.int64)
+    rows[row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)] = column
+    return padded(rows.reshape(*array.shape[:-1], width), array.shape[-1], dtype)
+
+
+def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128)) -> np.ndarray:
+    """Boolean mask over tokens, True = attended. For small problems: it has s_q * s_kv elements a head.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    s_q, s_kv : int
+        Numbers of query and key tokens; `s_kv` defaults to `s_q`.
+    block_shape : (int, int)
+        Tokens a block of queries and of keys.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (..., s_q, s_kv).
+
+    Raises
+    ------
+    ValueError
+        Rows or columns that do not fit the sizes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.to_token_mask(np.array([[0], [1]]), 3, 3, (2, 2)).astype(int).tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    s_kv = s_q if s_kv is None else s_kv
+    count, columns = grid_of(s_q, s_kv, block_shape)
+    mask = to_block_mask(sabi, columns)
+    if mask.shape[-2] != count:
+        raise ValueError(f"sabi: expected {count} rows for {s_q} queries in blocks of {block_shape[0]}, got {mask.shape[-2]}")
+    tall = np.repeat(mask, block_shape[0], axis=-2)[..., :s_q, :]
+    return np.repeat(tall, block_shape[1], axis=-1)[..., :s_kv]
+
+
+def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None, width: int | None = None) -> np.ndarray:
+    """Least block list that covers a boolean mask over tokens.
+
+    Parameters
+    ----------
+    mask : array_like of bool
+        (..., s_q, s_kv), True = attended.
+    block_shape : (int, int)
+        Tokens a block of queries and of keys.
+    dtype, width
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        (..., R, W): every block that holds at least one True.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `from_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.from_token_mask(np.tri(4, dtype=bool), (2, 2), dtype="int32").tolist()
+    [[0, -1], [0, 1]]
+    """
+    array = np.asarray(mask)
+    if array.dtype != np.bool_:
+        raise TypeError(f"mask: expected booleans, got {array.dtype}")
+    return from_block_mask(_any_pool(array, checked_shape(block_shape)), dtype=dtype, width=width)
+
+
+def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Compressed rows: `indices[indptr[r]:indptr[r + 1]]` are the columns of row r.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W); leading axes are flattened in C order, so that row r of head h of batch b is row
+        ``(b * H + h) * R + r``.
+
+    Returns
+    -------
+    indptr : numpy.ndarray
+        int64, one more than there are rows.
+    indices : numpy.ndarray
+        int32, rising within a row.
+
+    Raises
+    ------
+    TypeError
+        Not integers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> [x.tolist() for x in sabi.to_csr(np.array([[2, 0], [-1, -1], [1, -1]]))]
+    [[0, 2, 2, 3], [0, 2, 1]]
+    """
+    rows = signed(sabi)
+    rows = rows.reshape(-1, rows.shape[-1])
+    kept = rows >= 0
+    indptr = np.concatenate([[0], np.cumsum(kept.sum(axis=-1))]).astype(np.int64)
+    ordered = np.sort(np.where(kept, rows, np.iinfo(np.int64).max), axis=-1)
+    return indptr, ordered[ordered < np.iinfo(np.int64).max].astype(np.int32)
+
+
+def from_csr(
+    indptr: Any, indices: Any, lead: Sequence[int] = (1, 1), *, columns: int | None = None, dtype: Any = None, width: int | None = None
+) -> np.ndarray:
+    """Block list of compressed rows.
+
+    Parameters
+    ----------
+    indptr : array_like of int
+        Rising from 0 to the number of indices; one more entry than there are rows.
+    indices : array_like of int
+        Columns, row after row.
+    lead : sequence of int
+        Leading axes (batch, heads) that the rows are split over, in C order.
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every index.
+    dtype, width
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        (*lead, R, W), columns in the order given.
+
+    Raises
+    ------
+    ValueError
+        `indptr` does not fit `indices`, the rows do not split over `lead`, or an index is out of range.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.from_csr([0, 2, 2, 3], [0, 2, 1], lead=(), dtype="int32").tolist()
+    [[0, 2], [-1, -1], [1, -1]]
+    """
+    starts, flat = np.asarray(indptr, dtype=np.int64), np.asarray(indices, dtype=np.int64)
+    if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or (np.diff(starts) < 0).any():
+        raise ValueError(f"indptr: expected numbers rising from 0 to {flat.size}, the length of indices, got {starts.tolist()[:8]}")
+    if flat.min(initial=0) < 0:
+        raise ValueError(f"indices: expected columns from 0 on, got {flat.min()}")
+    count = _columns(flat, columns)
+    counts = np.diff(starts)
+    lead_size = int(np.prod(lead, dtype=np.int64))
+    if lead_size < 1 or counts.size % lead_size:
+        raise ValueError(f"lead: expected axes that divide {counts.size} rows, got {tuple(lead)}")
+    width = max(1, int(counts.max(initial=0))) if width is None else width
+    if counts.max(initial=0) > width:
+        raise ValueError(f"width: expected at least {counts.max()}, the blocks of the fullest row, got {width}")
+    rows = np.full((counts.size, width), -1, np.int64)
+    rows[np.repeat(np.arange(counts.size), counts), np.arange(flat.size) - np.repeat(starts[:-1], counts)] = flat
+    return padded(rows.reshape(*lead, counts.size // lead_size, width), count, dtype)
+
+
+def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and indices, the form of FlexAttention's `kv_num_blocks` and `kv_indices`.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    columns : int, optional
+        Number of key blocks C. Default: the least that holds every entry.
+
+    Returns
+    -------
+    num : numpy.ndarray
+        int32 (..., R): blocks kept.
+    idx : numpy.ndarray
+        int32 (..., R, C): the kept columns rising, then the others rising, so that every entry is a valid column.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> [x.tolist() for x in sabi.to_num_idx(np.array([[2, 0], [1, -1]]), 3)]
+    [[2, 1], [[0, 2, 1], [1, 0, 2]]]
+    """
+    mask = to_block_mask(sabi, columns)
+    return mask.sum(axis=-1).astype(np.int32), np.argsort(~mask, axis=-1, kind="stable").astype(np.int32)
+
+
+def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any = None) -> np.ndarray:
+    """Block list of counts and indices; entries from a row's count on are not looked at.
+
+    Parameters
+    ----------
+    num : array_like of int
+        (..., R): entries of each row that count.
+    idx : array_like of int
+        (..., R, W): columns.
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every entry.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        (..., R, W') with W' the largest count, at least 1; order kept.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not belong together, a count beyond W, or a column out of range.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.from_num_idx([2, 1], [[0, 2, 1], [1, 0, 2]], dtype="int32").tolist()
+    [[0, 2], [1, -1]]
+    """
+    counts, entries = np.asarray(num, dtype=np.int64), np.asarray(idx, dtype=np.int64)
+    if entries.shape[:-1] != counts.shape or entries.ndim < 2:
+        raise ValueError(f"idx: expected shape {(*counts.shape, 'W')}, got {entries.shape}")
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > entries.shape[-1]:
+        raise ValueError(f"num: expected counts in 0..{entries.shape[-1]}, got {counts.min()}..{counts.max()}")
+    used = np.arange(entries.shape[-1]) < counts[..., None]
+    if (entries[used] < 0).any():
+        raise ValueError(f"idx: expected columns from 0 on, got {entries[used].min()}")
+    rows = np.where(used, entries, -1)[..., : max(1, int(counts.max(initial=0)))]
+    return padded(rows, _columns(rows, columns), dtype)
+
+
+# ---- Sets -----------------------------------------------------------------------------------------------------------
+
+
+def _masks(columns: int | None, *parts: Any) -> list[np.ndarray]:
+    rows = [signed(p) for p in parts]
+    count = max(_columns(r, columns) for r in rows)
+    return [to_block_mask(r, count) for r in rows]
+
+
+def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+    """Blocks listed in `a` or `b`.
+
+    Parameters
+    ----------
+    a, b : array_like of int
+        Block lists (..., R, W), of widths that may differ and leading axes that broadcast.
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every entry.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list, columns rising.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.union(np.array([[2, 0]]), np.array([[1, -1]]), dtype="int32").tolist()
+    [[0, 1, 2]]
+    """
+    x, y = _masks(columns, a, b)
+    return from_block_mask(x | y, dtype=dtype)
+
+
+def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+    """Blocks listed in both `a` and `b`.
+
+    Parameters
+    ----------
+    a, b, columns, dtype
+        As in `union`.
+
+    Returns
+    -------
+    numpy.ndarray
+        As in `union`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `union`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.intersection(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
+    [[0]]
+    """
+    x, y = _masks(columns, a, b)
+    return from_block_mask(x & y, dtype=dtype)
+
+
+def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+    """Blocks listed in `a` and not in `b`.
+
+    Parameters
+    ----------
+    a, b, columns, dtype
+        As in `union`.
+
+    Returns
+    -------
+    numpy.ndarray
+        As in `union`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `union`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.difference(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
+    [[2]]
+    """
+    x, y = _masks(columns, a, b)
+    return from_block_mask(x & ~y, dtype=dtype)
+
+
+def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
+    """Blocks of the grid that `a` does not list.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    columns : int
+        Number of key blocks.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list, columns rising.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.complement(np.array([[1], [0]]), 3, dtype="int32").tolist()
+    [[0, 2], [1, 2]]
+    """
+    return from_block_mask(~to_block_mask(a, columns), dtype=dtype)
+
+
+def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
+    """For each block of keys, the blocks of queries that list it.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    columns : int
+        Number of key blocks C.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list (..., C, W'), entries in 0..R-1, rising.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.transpose(np.array([[0, 1], [1, -1]]), 3, dtype="int32").tolist()
+    [[0, -1], [0, 1], [-1, -1]]
+    """
+    return from_block_mask(np.ascontiguousarray(to_block_mask(a, columns).swapaxes(-1, -2)), dtype=dtype)
+
+
+def _any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
+    """True where any element of a cell of `factors` rows and columns is."""
+    rows, columns = mask.shape[-2:]
+    tall = np.logical_or.reduceat(mask, np.arange(0, rows, factors[0]), axis=-2)
+    return np.logical_or.reduceat(tall, np.arange(0, columns, factors[1]), axis=-1)
+
+
+def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) -> np.ndarray:
+    """Least list over larger blocks that covers `a`.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    factors : (int, int)
+        Old blocks of queries and of keys that make a new one.
+    columns : int
+        Number of key blocks of `a`.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list (..., ceil(R / factors[0]), W').
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`, and factors below 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.coarsen(np.array([[0], [3], [2]]), (2, 2), 4, dtype="int32").tolist()
+    [[0, 1], [1, -1]]
+    """
+    return from_block_mask(_any_pool(to_block_mask(a, columns), _factors(factors)), dtype=dtype)
+
+
+def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: Any = None) -> np.ndarray:
+    """The same tokens as a list over smaller blocks.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    factors : (int, int)
+        New blocks of queries and of keys that an old one splits into.
+    rows, columns : int
+        Numbers of blocks of queries and keys of the result, which drop what lies beyond the last token.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list (..., rows, W').
+
+    Raises
+    ------
+    ValueError
+        `rows` or `columns` do not fit `a` and `factors`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.refine(np.array([[1], [0]]), (2, 2), 3, 4, dtype="int32").tolist()
+    [[2, 3], [2, 3], [0, 1]]
+    """
+    tall, wide = _factors(factors)
+    mask = to_block_mask(a, blocks_of(columns, wide))
+    if blocks_of(rows, tall) != mask.shape[-2]:
+        raise ValueError(f"rows: expected {(mask.shape[-2] - 1) * tall + 1}..{mask.shape[-2] * tall}, got {rows}")
+    return from_block_mask(np.repeat(np.repeat(mask, tall, axis=-2), wide, axis=-1)[..., :rows, :columns], dtype=dtype)
+
+
+def _factors(factors: Sequence[int]) -> tuple[int, int]:
+    tall, wide = (int(n) for n in factors)
+    if min(tall, wide) < 1:
+        raise ValueError(f"factors: expected two positive numbers, got {tuple(factors)}")
+    return tall, wide

@@ -1,0 +1,238 @@
+"""The interface of upstream's ``torch_bsa`` package: ``from blitz_attn.compat import torch_bsa`` in place of ``import torch_bsa``.
+
+Tensors may be torch tensors or any array that `blitz_attn.block_sparse_attention` takes; results are of the same kind.
+Where upstream is wrong or undefined, this is right: batches, grouped heads and lengths are sparse too, an empty row gives
+output 0 and log-sum-exp ``-inf``, block lists are checked and need no order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .. import _arrays
+from .._sentences import renamed
+from ..block_sparse import block_sparse_attention
+
+__all__ = ["blitz_sparse_attention"]
+
+_BLOCK_SIZES = (128, 256, 512, 1024)
+_LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
+_NO_BOUND = 2147473647  # upstream's default of pre_tokens
+_UPSTREAM_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "scale": "scale_value",
+    "q_lens": "actual_seq_lengths",
+    "kv_lens": "actual_seq_lengths_kv",
+    "cu_seqlens_q": "actual_seq_lengths",
+    "cu_seqlens_kv": "actual_seq_lengths_kv",
+    "num_kv_heads": "num_key_value_heads",
+    "return_lse": "softmax_lse_flag",
+}
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    q_len: int
+    kv_len: int
+
+
+def _sizes(query: Any, key: Any, layout: str) -> _Sizes:
+    """Batch and lengths; whether the ranks are right is for the core to say, so odd ones give zeros."""
+    rank = 3 if layout in ("BSH", "TND") else 4
+    if len(query.shape) != rank or len(key.shape) != rank:
+        return _Sizes(0, 0, 0)
+    token_axis = 0 if layout == "TND" else 2 if layout.startswith("BNSD") else 1
+    return _Sizes(query.shape[0], query.shape[token_axis], key.shape[token_axis])
+
+
+def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
+    """Upstream's rule: one length holds for the whole batch, else the first ones count."""
+    if value is None:
+        return None
+    lengths = [int(n) for n in value]
+    if len(lengths) == 1:
+        return lengths * batch
+    if len(lengths) < batch:
+        raise ValueError(f"{name}: expected 1 or at least {batch} lengths, got {len(lengths)}")
+    return lengths[:batch]
+
+
+def _left_up_rules(sizes: _Sizes, q_lens: list[int] | None, kv_lens: list[int] | None) -> dict[str, Any]:
+    """Query i sees keys 0 .. i. Our diagonal ends at the bottom right, so keys beyond the last query are cut off and the
+    diagonal is shifted by the queries beyond the last key."""
+    rows = q_lens or [sizes.q_len] * sizes.batch
+    columns = [min(n, m) for n, m in zip(rows, kv_lens or [sizes.kv_len] * sizes.batch, strict=True)]
+    shifts = {n - m for n, m in zip(rows, columns, strict=True)} or {0}
+    if len(shifts) > 1:
+        raise ValueError(
+            f"sparse_mode: expected queries to exceed keys by one number in the whole batch with mode 2, got {sorted(shifts)}; "
+            "call once for each"
+        )
+    return {"kv_lens": columns, "window": (-1, shifts.pop())}
+
+
+def _token_rules(
+    mode: int, layout: str, sizes: _Sizes, q_lens: list[int] | None, kv_lens: list[int] | None, pre_tokens: int, next_tokens: int
+) -> dict[str, Any]:
+    """What a sparse mode means in our words: keywords of `block_sparse_attention`."""
+    if mode == 2:
+        if layout == "TND":
+            raise ValueError("sparse_mode: expected 0, 3 or 4 with layout TND, got 2")
+        return _left_up_rules(sizes, q_lens, kv_lens)
+    if mode == 3:
+        return {"causal": True}
+    if mode == 4:
+        if pre_tokens < 0 or next_tokens < 0:
+            raise ValueError(f"pre_tokens, next_tokens: expected 0 or more with sparse_mode 4, got {pre_tokens} and {next_tokens}")
+        reach = sizes.q_len + sizes.kv_len
+        return {"window": tuple(-1 if n >= reach else n for n in (pre_tokens, next_tokens))}
+    return {}
+
+
+def _check_mode(sparse_mode: int, atten_mask: Any) -> int:
+    """The mode without its precision; refuses what only a full mask could say."""
+    mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 more asks for high precision, which is all there is
+    if not 0 <= mode <= 4:
+        raise ValueError(f"sparse_mode: expected 0 to 4 or 10 to 14, got {sparse_mode}")
+    if mode == 1:
+        raise ValueError("sparse_mode: expected 0, 2, 3 or 4, got 1, which needs a full mask: list the blocks in sabi instead")
+    if atten_mask is not None:
+        if _arrays.dtype_name(getattr(atten_mask, "dtype", type(atten_mask))) not in ("bool", "bool_"):
+            raise TypeError(f"atten_mask: expected a bool array, got {getattr(atten_mask, 'dtype', type(atten_mask).__name__)}")
+        if mode == 0:
+            raise ValueError(
+                "atten_mask: expected None with sparse_mode 0, got a mask: list blocks in sabi, which blitz_attn.sabi.from_token_mask "
+                "makes from one, or use sparse_mode 2 or 3 (causal) or 4 (band)"
+            )
+    return mode
+
+
+def _check_block_shape(block_shape: Any) -> tuple[int, int]:
+    shape = tuple(int(n) for n in block_shape)
+    if len(shape) != 2 or any(n not in _BLOCK_SIZES for n in shape):
+        raise ValueError(f"block_shape: expected two of {_BLOCK_SIZES}, got {list(shape)} (blitz_attn.block_sparse_attention takes any)")
+    return shape
+
+
+def blitz_sparse_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    atten_mask: Any = None,
+    sabi: Any = None,
+    actual_seq_lengths: Any = None,
+    actual_seq_lengths_kv: Any = None,
+    num_heads: int | None = None,
+    scale_value: float | None = None,
+    pre_tokens: int | None = None,
+    next_tokens: int | None = None,
+    input_layout: str | None = None,
+    num_key_value_heads: int | None = None,
+    sparse_mode: int | None = None,
+    softmax_lse_flag: bool | None = None,
+    block_shape: Any = None,
+) -> tuple[Any, Any]:
+    """Block-sparse attention with upstream's names, order of arguments and defaults.
+
+    Parameters
+    ----------
+    query, key, value : array_like
+        In the layout that `input_layout` names.
+    atten_mask : array_like of bool, optional
+        Taken, and not looked at, with sparse modes 2, 3 and 4, which say by themselves what upstream's compressed mask says. Refused
+        with the others.
+    sabi : array_like of int, optional
+        ``(B, N, ceil(Sq / block_shape[0]), W)`` or, for one batch entry, ``(N, ceil(Sq / block_shape[0]), W)``: columns of
+        kept key blocks, padded with 65535 (uint16) or -1 (signed). None is dense.
+    actual_seq_lengths, actual_seq_lengths_kv : sequence of int, optional
+        Valid tokens of each batch entry; one number holds for all. Layout TND: cumulative sums, without the leading 0,
+        required.
+    num_heads : int, optional
+        Query heads. Default: 1 with layout BSH, else those of `query`.
+    scale_value : float, optional
+        Default: 1.0, as upstream; not ``1 / sqrt(D)``.
+    pre_tokens, next_tokens : int, optional
+        With sparse mode 4, the tokens that are seen before (default: no bound) and after (default: 0) the diagonal.
+    input_layout : {"BSH", "BSND", "BNSD", "BNSD_BSND", "TND"}, optional
+        Default: BSH. BNSD_BSND takes BNSD and returns BSND.
+    num_key_value_heads : int, optional
+        Default: 0, which means as many as query heads.
+    sparse_mode : int, optional
+        0 (default): no token rule. 2: causal from the top left. 3: causal to the bottom right. 4: band around the
+        diagonal to the bottom right. 10 more asks for high precision, which is the only precision here.
+    softmax_lse_flag : bool, optional
+        Default: False.
+    block_shape : sequence of int, optional
+        Tokens in a block of queries and of keys, each 128, 256, 512 or 1024. Default: ``[128, 128]``.
+
+    Returns
+    -------
+    attention_out : array
+        Shape, dtype and kind of `query`, with the last dimension of `value`.
+    softmax_lse : array
+        float32 ``(B, N, Sq)``, natural log; of shape ``(0,)`` without `softmax_lse_flag` and with layout TND.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.block_sparse_attention`, in upstream's names; also for a mask or a mode that is not supported.
+
+    References
+    ----------
+    CANN ops-transformer, experimental/attention/blitz_sparse_attention, torch_interface.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> from blitz_attn.compat import torch_bsa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 2, 256, 64), dtype=np.float32) for _ in range(3))
+    >>> sabi = np.array([[[[1, 65535], [0, 1]]] * 2], dtype=np.uint16).reshape(1, 2, 2, 2)
+    >>> attention_out, softmax_lse = torch_bsa.blitz_sparse_attention(
+    ...     q, k, v, sabi=sabi, num_heads=2, scale_value=0.125, input_layout="BNSD", softmax_lse_flag=True)
+    >>> exact, exact_lse = blitz_attn.reference.block_sparse_attention(q, k, v, sabi, scale=0.125, return_lse=True)
+    >>> bool(np.abs(attention_out - exact).max() < 1e-5), bool(np.abs(softmax_lse - exact_lse).max() < 1e-5)
+    (True, True)
+    """
+    layout = "BSH" if input_layout is None else input_layout
+    if layout not in _LAYOUTS:
+        raise ValueError(f"input_layout: expected one of {', '.join(_LAYOUTS)}, got {layout!r}")
+    mode = _check_mode(sparse_mode or 0, atten_mask)
+    shape = _check_block_shape((128, 128) if block_shape is None else block_shape)
+    sizes = _sizes(query, key, layout)
+    ragged = layout == "TND"
+    want_lse = bool(softmax_lse_flag) and not ragged
+
+    options: dict[str, Any] = {"block_shape": shape, "scale": 1.0 if scale_value is None else scale_value}
+    options["num_heads"] = 1 if num_heads is None and layout == "BSH" else num_heads
+    options["num_kv_heads"] = num_key_value_heads or None
+    q_lens = kv_lens = None
+    if ragged:
+        for name, sums in (("actual_seq_lengths", actual_seq_lengths), ("actual_seq_lengths_kv", actual_seq_lengths_kv)):
+            if sums is None:
+                raise ValueError(f"{name}: expected cumulative sums of lengths with layout TND, got None")
+        options |= {"cu_seqlens_q": [0, *actual_seq_lengths], "cu_seqlens_kv": [0, *actual_seq_lengths_kv]}
+    else:
+        q_lens = _lengths(actual_seq_lengths, "actual_seq_lengths", sizes.batch)
+        kv_lens = _lengths(actual_seq_lengths_kv, "actual_seq_lengths_kv", sizes.batch)
+        options |= {"q_lens": q_lens, "kv_lens": kv_lens}
+    options |= _token_rules(
+        mode, layout, sizes, q_lens, kv_lens, _NO_BOUND if pre_tokens is None else pre_tokens, 0 if next_tokens is None else next_tokens
+    )
+    if sabi is not None and len(getattr(sabi, "shape", ())) == 3:
+        sabi = sabi[None]
+
+    try:
+        result = block_sparse_attention(query, key, value, sabi, layout=layout.partition("_")[0], return_lse=want_lse, **options)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _UPSTREAM_NAMES) from error
+    attention_out, softmax_lse = result if want_lse else (result, None)
+    if layout == "BNSD_BSND":
+        attention_out = attention_out.swapaxes(1, 2)
+    if softmax_lse is None:
+        family = _arrays.family_of(query)
+        softmax_lse = _arrays.finished(family.empty((0,), "float32"), None, family)
+    return attention_out, softmax_lse

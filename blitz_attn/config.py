@@ -1,0 +1,256 @@
+"""What the library runs on, and how to change it: instruction sets, threads, kernels."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from . import _core
+
+__all__ = ["get_num_threads", "isa", "isa_levels", "kernels", "set_num_threads", "show_config"]
+
+_ENVIRONMENT = ("BLITZ_ATTN_ISA", "BLITZ_ATTN_NUM_THREADS", "OMP_NUM_THREADS")
+_OPTIONAL_PACKAGES = ("ml_dtypes", "torch", "jax", "matplotlib")
+
+
+# ---- Threads ------------------------------------------------------------------------------------------------------
+
+
+def set_num_threads(num_threads: int | None) -> None:
+    """Set how many threads calls use that do not name a number themselves.
+
+    Parameters
+    ----------
+    num_threads : int or None
+        At least 1. None goes back to the environment.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not a positive integer.
+
+    Notes
+    -----
+    Order of precedence: ``num_threads=`` of a call, this function, ``BLITZ_ATTN_NUM_THREADS``, ``OMP_NUM_THREADS``, and last
+    the CPUs that affinity and the cgroup quota leave. The setting holds for the whole process.
+
+    Examples
+    --------
+    >>> import blitz_attn
+    >>> blitz_attn.set_num_threads(2)
+    >>> blitz_attn.get_num_threads()
+    2
+    >>> blitz_attn.set_num_threads(None)
+    """
+    _core.set_num_threads(num_threads)
+
+
+def get_num_threads() -> int:
+    """Tell how many threads a call uses that does not name a number itself.
+
+    Returns
+    -------
+    int
+        At least 1.
+
+    Examples
+    --------
+    >>> import blitz_attn
+    >>> blitz_attn.get_num_threads() >= 1
+    True
+    """
+    return _core.get_num_threads()
+
+
+# ---- Instruction sets ---------------------------------------------------------------------------------------------
+
+
+class IsaCap:
+    """A cap on the instruction sets in use, which leaving a ``with`` block takes back. Made by `isa`."""
+
+    def __init__(self, level: str | None) -> None:
+        self._before = _core.isa_active()
+        if level is not None:
+            _core.isa_set_cap(level)
+        self.level = _core.isa_active()
+
+    def __enter__(self) -> str:
+        return self.level
+
+    def __exit__(self, *exc_info: object) -> None:
+        _core.isa_set_cap(self._before)
+
+    def __repr__(self) -> str:
+        return f"isa({self.level!r})"
+
+
+def isa(level: str | None = None) -> IsaCap:
+    """Cap the instruction sets that kernels may use, for good or for the length of a ``with`` block.
+
+    Parameters
+    ----------
+    level : str, optional
+        One of `isa_levels`. A level above what the CPU has leaves the highest that it has. None changes nothing.
+
+    Returns
+    -------
+    IsaCap
+        Its ``level``, which a ``with`` block also binds, is the level in use from now on. Leaving the block goes back to the level before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not the name of a level.
+
+    Notes
+    -----
+    The cap holds for the whole process, not only for the calling thread. ``BLITZ_ATTN_ISA`` sets it from outside.
+
+    Examples
+    --------
+    >>> import blitz_attn
+    >>> with blitz_attn.isa("portable") as level:
+    ...     print(level)
+    portable
+    """
+    return IsaCap(level)
+
+
+def isa_levels(*, available: bool = False) -> tuple[str, ...]:
+    """Names of the instruction set levels, each of which includes those before it.
+
+    Parameters
+    ----------
+    available : bool
+        Only those that this CPU and this build have, whatever the cap.
+
+    Returns
+    -------
+    tuple of str
+        In rising order.
+
+    Examples
+    --------
+    >>> import blitz_attn
+    >>> blitz_attn.isa_levels(available=True)[0]
+    'portable'
+    """
+    levels = _core.isa_levels()
+    return levels[: levels.index(_core.isa_detected()) + 1] if available else levels
+
+
+def kernels(level: str | None = None) -> dict[str, str]:
+    """Which version of each kernel runs.
+
+    Parameters
+    ----------
+    level : str, optional
+        One of `isa_levels`; default: the level in use.
+
+    Returns
+    -------
+    dict of str to str
+        Kernel name to the level that its code is written for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not the name of a level.
+
+    Examples
+    --------
+    >>> import blitz_attn
+    >>> set(blitz_attn.kernels("portable").values())
+    {'portable'}
+    """
+    return dict(_core.kernels(level))
+
+
+# ---- The report ---------------------------------------------------------------------------------------------------
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _affinity() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _cgroup_quota() -> float | None:
+    """CPUs that the control group may use, None without a limit."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _report() -> dict[str, Any]:
+    return {
+        "blitz_attn": {"version": _core.__version__, "compiler": _core.compiler},
+        "python": {"version": platform.python_version(), "executable": sys.executable, "numpy": np.__version__},
+        "cpu": {"model": _core.cpu_model(), "platform": platform.platform(), "affinity": _affinity(), "cgroup_quota": _cgroup_quota()},
+        "isa": {
+            "active": _core.isa_active(),
+            "detected": _core.isa_detected(),
+            "levels": list(_core.isa_levels()),
+            "why": _core.isa_note(),
+        },
+        "threads": {"count": _core.get_num_threads(), "why": _core.num_threads_source()},
+        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        "packages": {name: _package_version(name) for name in _OPTIONAL_PACKAGES},
+        "kernels": kernels(),
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " < ".join(map(str, value))
+    return "-" if value is None else str(value)
+
+
+def show_config(mode: str = "text") -> dict[str, Any] | None:
+    """Report versions, CPU, instruction sets, threads and kernels, and why they are what they are.
+
+    Parameters
+    ----------
+    mode : {"text", "dict"}
+        Print the report, or return it.
+
+    Returns
+    -------
+    dict or None
+        With ``mode="dict"``: sections of names and values that JSON can hold.
+
+    Raises
+    ------
+    ValueError
+        Another mode.
+
+    Examples
+    --------
+    >>> import blitz_attn
+    >>> report = blitz_attn.show_config("dict")
+    >>> report["isa"]["active"] in blitz_attn.isa_levels(available=True)
+    True
+    """
+    if mode == "dict":
+        return _report()
+    if mode != "text":
+        raise ValueError(f"mode: expected 'text' or 'dict', got {mode!r}")
+    for section, entries in _report().items():
+        width = max(map(len, entries), default=0)
+        print(section)
+        for name, value in entries.items():
+            print(f"  {name:<{width}}  {_text(value)}")
+    return None

@@ -1,0 +1,132 @@
+"""Merging attention over parts of the keys: shards, pages, chunks, the steps of ring attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import _arrays, _core
+from ._sentences import renamed
+
+__all__ = ["merge_states", "merge_states_n"]
+
+_PAIR_NAMES = {"outs[0]": "out_a", "outs[1]": "out_b", "lses[0]": "lse_a", "lses[1]": "lse_b", "lse": "lse_out"}
+
+
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any = None, lse_out: Any = None, dtype: Any = None
+) -> tuple[Any, Any]:
+    """Attention over the union of two disjoint sets of keys, from the result over each.
+
+    Parameters
+    ----------
+    out_a, out_b : array_like
+        Attention outputs, ``(B, H, S, Dv)``: float32, float16, bfloat16 or float64, both the same.
+    lse_a, lse_b : array_like
+        Their log-sum-exp, natural log, ``(B, H, S)``: float32 (float64 for float64). ``-inf`` marks a row whose part saw no
+        key; its output is not looked at.
+    out, lse_out : array, optional
+        Where to write the results; they may share no memory with an input.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+
+    Returns
+    -------
+    out : array
+        ``(B, H, S, Dv)``, dtype and kind of `out_a`. Rows that are empty in both parts are 0.
+    lse : array
+        ``(B, H, S)``; ``-inf`` where both parts are empty.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype.
+    ValueError
+        Shapes that differ, or an output that cannot be written.
+
+    See Also
+    --------
+    merge_states_n : the same for any number of parts.
+
+    Notes
+    -----
+    With ``w = exp(lse - logaddexp(lse_a, lse_b))`` for each part, the result is the sum of ``w * out`` [1]_. It is exact: merging the
+    halves of the keys gives what attention over all of them gives, up to rounding.
+
+    References
+    ----------
+    .. [1] M. N. Rabe and C. Staats, "Self-attention Does Not Need O(n^2) Memory", 2021.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 2, 96, 32), dtype=np.float32) for _ in range(3))
+    >>> first = blitz_attn.block_sparse_attention(q, k[:, :, :40], v[:, :, :40], return_lse=True)
+    >>> second = blitz_attn.block_sparse_attention(q, k[:, :, 40:], v[:, :, 40:], return_lse=True)
+    >>> out, lse = blitz_attn.merge_states(*first, *second)
+    >>> bool(np.abs(out - blitz_attn.block_sparse_attention(q, k, v)).max() < 1e-5)
+    True
+    """
+    try:
+        return merge_states_n((out_a, out_b), (lse_a, lse_b), out=out, lse_out=lse_out, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _PAIR_NAMES) from error
+
+
+def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None, lse_out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
+    """Attention over the union of any number of disjoint sets of keys, from the result over each.
+
+    Parameters
+    ----------
+    outs : iterable of array_like
+        Attention outputs, each ``(B, H, S, Dv)``, all of one dtype; or one array with the parts along its first axis.
+    lses : iterable of array_like
+        Their log-sum-exp, each ``(B, H, S)``, in the same order.
+    out, lse_out : array, optional
+        Where to write the results; they may share no memory with an input.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+
+    Returns
+    -------
+    out : array
+        ``(B, H, S, Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
+    lse : array
+        ``(B, H, S)``; ``-inf`` where every part is empty.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype.
+    ValueError
+        No part at all, numbers of parts or shapes that differ, or an output that cannot be written.
+
+    See Also
+    --------
+    merge_states : the same for two parts, with the formula.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 2, 96, 32), dtype=np.float32) for _ in range(3))
+    >>> parts = [slice(0, 10), slice(10, 64), slice(64, 96)]
+    >>> states = [blitz_attn.block_sparse_attention(q, k[:, :, p], v[:, :, p], return_lse=True) for p in parts]
+    >>> out, lse = blitz_attn.merge_states_n([o for o, _ in states], [m for _, m in states])
+    >>> bool(np.abs(out - blitz_attn.block_sparse_attention(q, k, v)).max() < 1e-5)
+    True
+    """
+    outs, lses = tuple(outs), tuple(lses)
+    family = _arrays.family_of(outs[0]) if outs else _arrays.NUMPY
+    result = _core.merge_states(
+        family.empty,
+        tuple(_arrays.readable(x, f"outs[{i}]") for i, x in enumerate(outs)),
+        tuple(_arrays.readable(x, f"lses[{i}]") for i, x in enumerate(lses)),
+        _arrays.writable(out, "out"),
+        _arrays.writable(lse_out, "lse_out"),
+        _arrays.dtype_name(dtype),
+    )
+    return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)

@@ -1,0 +1,298 @@
+"""Figures: a picture of a block list, and speed-up over sparsity from a benchmark table.
+
+matplotlib is imported when a figure is drawn, and never through pyplot: no window, no global state, no display needed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from .sabi import to_block_mask
+
+__all__ = ["COLUMNS", "parse_table", "plot_mask", "plot_speedup", "speedups"]
+
+COLUMNS = (
+    "block_shape",
+    "H",
+    "B",
+    "s_q",
+    "s_kv",
+    "D",
+    "frame(L,R,T,B)",
+    "sparsity",
+    "Outputs_equal",
+    "Ref_Latency_[usec]",
+    "Our_Latency_[usec]",
+)
+"""Columns of upstream's benchmark table, which come first in ours."""
+
+# Okabe and Ito's palette: told apart by readers with any common kind of colour vision, and in grey.
+_COLOURS = {32: "#882255", 64: "#CC79A7", 128: "#D55E00", 256: "#E69F00", 512: "#009E73", 1024: "#0072B2"}
+_LINES = {32: (0, (1, 3)), 64: (0, (5, 1, 1, 1, 1, 1)), 128: "-", 256: "--", 512: "-.", 1024: ":"}
+_MARKERS = "osD^vP*X"
+_OTHER = "#666666"
+
+
+# ---- Tables -------------------------------------------------------------------------------------------------------
+
+
+def _cell(name: str, text: str) -> Any:
+    if text in ("N/A", "-"):
+        return None
+    if name == "block_shape":
+        return tuple(int(n) for n in text.split("x"))
+    if text.startswith("("):
+        return tuple(int(n) for n in text.strip("()").split(","))
+    for kind in (int, float):
+        try:
+            return kind(text.rstrip("%"))
+        except ValueError:
+            pass
+    return text
+
+
+def parse_table(text: str) -> list[dict[str, Any]]:
+    """Rows of a benchmark table, found among any other output.
+
+    A row starts with a block shape such as ``128x512``. The columns are named by the last header line above it (a line
+    that starts with ``block_shape``); without one they are upstream's, `COLUMNS`.
+
+    Parameters
+    ----------
+    text : str
+        The table, as printed.
+
+    Returns
+    -------
+    list of dict
+        One a row, keyed by column: ``block_shape`` and ``frame(L,R,T,B)`` as tuples, numbers as int or float, ``N/A``
+        and ``-`` as None, anything else as text. A percent sign behind a number is dropped. Lines with more or fewer
+        cells than the header has are not rows.
+
+    Examples
+    --------
+    >>> from blitz_attn.plot import parse_table
+    >>> row = parse_table("128x512 3 1 4096 4096 128 (8,1,29,1) 0.50 N/A N/A 85403.20")[0]
+    >>> row["block_shape"], row["frame(L,R,T,B)"], row["sparsity"], row["Ref_Latency_[usec]"], row["Our_Latency_[usec]"]
+    ((128, 512), (8, 1, 29, 1), 0.5, None, 85403.2)
+    """
+    header = list(COLUMNS)
+    rows = []
+    for line in text.splitlines():
+        cells = line.split()
+        if cells and cells[0] == "block_shape":
+            header = cells
+        elif cells and re.fullmatch(r"\d+x\d+", cells[0]) and len(cells) == len(header):
+            rows.append({name: _cell(name, cell) for name, cell in zip(header, cells, strict=True)})
+    return rows
+
+
+def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, float]]], list[tuple]]:
+    """Speed-up over the dense reference, a curve for each problem and block shape.
+
+    Parameters
+    ----------
+    rows : list of dict
+        From `parse_table`.
+
+    Returns
+    -------
+    curves : dict
+        (B, H, s_q, s_kv, D, block_shape) to points (sparsity, reference latency at sparsity 0 / latency), by rising
+        sparsity.
+    skipped : list of tuple
+        Keys that have no reference latency at sparsity 0.
+
+    Examples
+    --------
+    >>> from blitz_attn.plot import parse_table, speedups
+    >>> table = "64x64 1 1 512 512 64 - 0.00 yes 90.0 100.0\\n64x64 1 1 512 512 64 - 0.50 yes N/A 50.0"
+    >>> speedups(parse_table(table))
+    ({(1, 1, 512, 512, 64, (64, 64)): [(0.0, 0.9), (0.5, 1.8)]}, [])
+    """
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("B", "H", "s_q", "s_kv", "D", "block_shape"))
+        groups.setdefault(key, []).append(row)
+    curves, skipped = {}, []
+    for key, group in groups.items():
+        base = [row["Ref_Latency_[usec]"] for row in group if row["sparsity"] == 0 and row["Ref_Latency_[usec]"]]
+        points = [(float(row["sparsity"]), row["Our_Latency_[usec]"]) for row in group if row["Our_Latency_[usec]"]]
+        if base and points:
+            curves[key] = [(s, base[0] / latency) for s, latency in sorted(points)]
+        else:
+            skipped.append(key)
+    return curves, skipped
+
+
+# ---- Figures ------------------------------------------------------------------------------------------------------
+
+
+def _figure(size: tuple[float, float], dpi: int) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size, dpi=dpi, layout="constrained")
+
+
+def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: Any = None, dpi: int = 120) -> Any:
+    """Speed-up over dense attention against sparsity, a line a block shape.
+
+    Colour tells the keys a block, line style the queries a block, marker the sequence length. A dashed line marks
+    parity, a grey curve the ideal 1 / (1 - sparsity).
+
+    Parameters
+    ----------
+    rows : list of dict
+        From `parse_table`.
+    title : str, optional
+        Default: the problem's sizes, where all rows share them.
+    ax : matplotlib.axes.Axes, optional
+        Axes to draw into. Default: a figure of its own.
+    dpi : int
+        Resolution of that figure.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Save it with ``savefig``.
+
+    Raises
+    ------
+    ValueError
+        No rows, or none with a reference latency at sparsity 0.
+
+    Examples
+    --------
+    >>> from blitz_attn.plot import plot_speedup
+    >>> plot_speedup([])
+    Traceback (most recent call last):
+    ...
+    ValueError: rows: expected at least one row of a benchmark table, got none
+    """
+    if not rows:
+        raise ValueError("rows: expected at least one row of a benchmark table, got none")
+    curves, skipped = speedups(rows)
+    if not curves:
+        raise ValueError(f"rows: expected a reference latency at sparsity 0, got none in any of {len(skipped)} groups")
+    if ax is None:
+        ax = _figure((12, 7), dpi).add_subplot()
+    problems = list(dict.fromkeys(key[:5] for key in curves))
+    lengths = list(dict.fromkeys(key[2:4] for key in curves))
+    for key, points in curves.items():
+        block_q, block_kv = key[5]
+        label = f"block_shape=({block_q}, {block_kv})"
+        if len(problems) > 1:
+            label += f" {_problem_name(key)}"
+        ax.plot(
+            *zip(*points, strict=True),
+            label=label,
+            color=_COLOURS.get(block_kv, _OTHER),
+            linestyle=_LINES.get(block_q, "-"),
+            marker=_MARKERS[lengths.index(key[2:4]) % len(_MARKERS)],
+            markersize=4,
+            linewidth=1.6,
+            alpha=0.9,
+        )
+    least, most = (f(s for points in curves.values() for s, _ in points) for f in (min, max))
+    grid = np.linspace(least, min(most, 0.999), 200)
+    ax.plot(grid, 1 / (1 - grid), color="#999999", linewidth=3, alpha=0.5, zorder=1, label="ideal 1 / (1 - sparsity)")
+    ax.axhline(1.0, color="black", linestyle="--", linewidth=1, zorder=1, label="dense reference")
+    ax.set_xlabel("sparsity (share of blocks dropped)")
+    ax.set_ylabel("speed-up over dense attention")
+    ax.set_ylim(bottom=0)
+    ax.grid(True, alpha=0.3)
+    if title is None:
+        title = "Block-sparse attention" + (f", {_problem_name(next(iter(curves)))}" if len(problems) == 1 else "")
+    ax.set_title(title)
+    ax.legend(fontsize=8, ncols=2 if len(curves) > 8 else 1, loc="upper left", handlelength=4)
+    return ax.figure
+
+
+def _problem_name(key: tuple) -> str:
+    b, h, s_q, s_kv, d = key[:5]
+    return f"BNSD=({b}, {h}, {s_q if s_q == s_kv else f'{s_q}/{s_kv}'}, {d})"
+
+
+def plot_mask(
+    sabi: Any,
+    columns: int | None = None,
+    *,
+    block_shape: tuple[int, int] | None = None,
+    max_heads: int = 6,
+    title: str | None = None,
+    ax: Any = None,
+    dpi: int = 120,
+) -> Any:
+    """Picture of a block list, a panel a head.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every entry.
+    block_shape : (int, int), optional
+        Label the axes in tokens of this shape. Default: in blocks.
+    max_heads : int
+        Most panels drawn.
+    title : str, optional
+        Title of the figure.
+    ax : matplotlib.axes.Axes, optional
+        Axes to draw the first head into. Default: a figure of its own.
+    dpi : int
+        Resolution of that figure.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Save it with ``savefig``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `blitz_attn.sabi.to_block_mask`, and an empty list.
+
+    Examples
+    --------
+    >>> from blitz_attn import plot, sabi
+    >>> figure = plot.plot_mask(sabi.causal(2048), block_shape=(128, 128))  # doctest: +SKIP
+    >>> figure.savefig("mask.png")  # doctest: +SKIP
+    """
+    mask = to_block_mask(sabi, columns)
+    heads = list(np.ndindex(*mask.shape[:-2]))[: 1 if ax is not None else max_heads]
+    rows, count = mask.shape[-2:]
+    if not heads or not rows or not count:
+        raise ValueError(f"sabi: expected at least one head, row and column, got a mask of shape {mask.shape}")
+    if ax is None:
+        across = min(3, len(heads))
+        down = math.ceil(len(heads) / across)
+        figure = _figure((4.5 * across, 4.5 * down + 0.4), dpi)
+        panels = [figure.add_subplot(down, across, n + 1) for n in range(len(heads))]
+    else:
+        figure, panels = ax.figure, [ax]
+    tall, wide = block_shape or (1, 1)
+    unit = "tokens" if block_shape else "blocks"
+    for head, panel in zip(heads, panels, strict=True):
+        picture = mask[head]
+        panel.imshow(
+            picture,
+            cmap="Blues",
+            vmin=0,
+            vmax=1.4,  # kept blocks in a mid blue
+            interpolation="nearest" if max(rows, count) <= 512 else "antialiased",
+            aspect="equal" if rows * tall == count * wide else "auto",
+            extent=(0, count * wide, rows * tall, 0),
+        )
+        name = f"batch {head[0]}, head {head[1]}: " if len(head) == 2 and mask[..., 0, 0].size > 1 else ""
+        panel.set_title(f"{name}{picture.mean():.1%} of blocks kept", fontsize=9)
+        panel.set_xlabel(f"keys ({unit})")
+        panel.set_ylabel(f"queries ({unit})")
+    if title and ax is None:
+        figure.suptitle(title)
+    elif title:
+        ax.set_title(title)
+    return figure

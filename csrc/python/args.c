@@ -1,0 +1,576 @@
+#include "python/args.h"
+
+#include <limits.h>
+#include <string.h>
+
+/* ---- Sentences --------------------------------------------------------------------------------------------- */
+
+static int fail(PyObject *exception, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    PyErr_FormatV(exception, format, args);
+    va_end(args);
+    return -1;
+}
+
+/* TypeError: `name: expected <expected>, got <the type of object>`. */
+static int fail_kind(const char *name, const char *expected, PyObject *object) {
+    PyObject *type = PyType_GetName(Py_TYPE(object));
+    if (type != NULL) PyErr_Format(PyExc_TypeError, "%s: expected %s, got %U", name, expected, type);
+    Py_XDECREF(type);
+    return -1;
+}
+
+/* Turns the exception that an exporter raised into a ValueError that names the argument, and chains it. What is no fault of
+ * the argument (an interrupt, no memory) passes through. */
+static int fail_unreadable(const char *name, PyObject *object) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
+    PyObject *type, *cause, *traceback;
+    PyErr_Fetch(&type, &cause, &traceback);
+    PyErr_NormalizeException(&type, &cause, &traceback);
+    if (traceback != NULL) PyException_SetTraceback(cause, traceback);
+    PyObject *object_type = PyType_GetName(Py_TYPE(object));
+    if (object_type != NULL)
+        PyErr_Format(PyExc_ValueError, "%s: expected an array whose memory can be read, got %U that refuses: %S", name, object_type, cause);
+    Py_XDECREF(object_type);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+
+    PyObject *new_type, *error, *new_traceback;
+    PyErr_Fetch(&new_type, &error, &new_traceback);
+    PyErr_NormalizeException(&new_type, &error, &new_traceback);
+    PyException_SetCause(error, cause); /* steals cause */
+    PyErr_Restore(new_type, error, new_traceback);
+    return -1;
+}
+
+int arg_check(ba_status status) {
+    switch (status) {
+    case BA_OK: return 0;
+    case BA_ERROR_TYPE: PyErr_SetString(PyExc_TypeError, ba_last_error()); return -1;
+    case BA_ERROR_VALUE: PyErr_SetString(PyExc_ValueError, ba_last_error()); return -1;
+    case BA_ERROR_MEMORY: PyErr_SetString(PyExc_MemoryError, ba_last_error()); return -1;
+    default: PyErr_SetString(PyExc_RuntimeError, ba_last_error()); return -1;
+    }
+}
+
+/* ---- The call ---------------------------------------------------------------------------------------------- */
+
+static int keyword_index(const char *const *names, int count, PyObject *keyword) {
+    for (int i = 0; i < count; i++)
+        if (PyUnicode_CompareWithASCIIString(keyword, names[i]) == 0) return i;
+    return -1;
+}
+
+int arg_sort(const char *function, const char *const *names, int count, int required, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+             PyObject **values) {
+    if (nargs > count) return fail(PyExc_TypeError, "%s() takes at most %d arguments, got %zd", function, count, nargs);
+    for (int i = 0; i < count; i++) values[i] = i < nargs ? args[i] : NULL;
+
+    const Py_ssize_t keywords = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
+    for (Py_ssize_t i = 0; i < keywords; i++) {
+        PyObject *keyword = PyTuple_GetItem(kwnames, i);
+        const int index = keyword_index(names, count, keyword);
+        if (index < 0) return fail(PyExc_TypeError, "%s() got an unexpected keyword argument %R", function, keyword);
+        if (values[index] != NULL) return fail(PyExc_TypeError, "%s() got multiple values for argument %R", function, keyword);
+        values[index] = args[nargs + i];
+    }
+    for (int i = 0; i < count; i++) {
+        if (values[i] != NULL) continue;
+        if (i < required) return fail(PyExc_TypeError, "%s() is missing the argument '%s'", function, names[i]);
+        values[i] = Py_None;
+    }
+    return 0;
+}
+
+/* ---- Arrays: what the exporter says ------------------------------------------------------------------------ */
+
+/* The kind of an element as either protocol tells it, before it is one of ours. */
+typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_INT, KIND_UINT, KIND_OTHER } element_kind;
+
+typedef struct raw_array {
+    char *data;
+    element_kind kind;
+    bool swapped; /* not this machine's byte order */
+    int64_t size; /* bytes an element */
+    int ndim;
+    int64_t dims[BA_MAX_DIMS], strides[BA_MAX_DIMS]; /* strides in bytes */
+} raw_array;
+
+static bool is_little_endian(void) {
+    const uint16_t one = 1;
+    return *(const uint8_t *)&one == 1;
+}
+
+static void read_format(const char *format, raw_array *raw) {
+    raw->swapped = false;
+    raw->kind = KIND_OTHER;
+    if (format == NULL) format = "B"; /* the buffer protocol's own default */
+    if (*format != '\0' && strchr("@=^<>!", *format) != NULL) {
+        const bool little = *format == '<', big = *format == '>' || *format == '!';
+        raw->swapped = raw->size > 1 && (is_little_endian() ? big : little);
+        format++;
+    }
+    if (format[0] == '\0' || format[1] != '\0') return; /* structures, complex numbers, repeats */
+    if (strchr("efdg", *format) != NULL) raw->kind = KIND_FLOAT;
+    if (strchr("bhilqn", *format) != NULL) raw->kind = KIND_INT;
+    if (strchr("BHILQN", *format) != NULL) raw->kind = KIND_UINT;
+}
+
+static int check_rank(const char *name, int64_t ndim) {
+    if (ndim >= 0 && ndim <= BA_MAX_DIMS) return 0;
+    return fail(PyExc_ValueError, "%s: expected at most %d dimensions, got %lld", name, BA_MAX_DIMS, (long long)ndim);
+}
+
+static int read_view(arg_array *array, raw_array *raw) {
+    const Py_buffer *view = &array->view;
+    array->read_only = view->readonly;
+    raw->data = view->buf;
+    raw->size = view->itemsize;
+    raw->ndim = view->ndim;
+    read_format(view->format, raw);
+    if (check_rank(array->name, view->ndim) < 0) return -1;
+    for (int i = 0; i < view->ndim; i++) {
+        raw->dims[i] = view->shape[i];
+        raw->strides[i] = view->strides[i];
+    }
+    return 0;
+}
+
+static int read_dl_tensor(const dl_tensor *tensor, const char *name, raw_array *raw) {
+    if (tensor->device.type != DL_DEVICE_CPU)
+        return fail(PyExc_TypeError, "%s: expected an array in CPU memory, got one on DLPack device type %d", name, (int)tensor->device.type);
+    if (check_rank(name, tensor->ndim) < 0) return -1;
+    raw->data = tensor->data != NULL ? (char *)tensor->data + tensor->byte_offset : NULL;
+    raw->size = tensor->dtype.bits / 8;
+    raw->ndim = tensor->ndim;
+    raw->swapped = false;
+    raw->kind = KIND_OTHER;
+    if (tensor->dtype.lanes == 1 && tensor->dtype.bits % 8 == 0) {
+        if (tensor->dtype.code == DL_CODE_FLOAT) raw->kind = KIND_FLOAT;
+        if (tensor->dtype.code == DL_CODE_BFLOAT) raw->kind = KIND_BFLOAT;
+        if (tensor->dtype.code == DL_CODE_INT) raw->kind = KIND_INT;
+        if (tensor->dtype.code == DL_CODE_UINT) raw->kind = KIND_UINT;
+    }
+    int64_t compact = raw->size;
+    for (int i = raw->ndim - 1; i >= 0; i--) {
+        raw->dims[i] = tensor->shape[i];
+        raw->strides[i] = compact;
+        bool overflow = __builtin_mul_overflow(compact, tensor->shape[i], &compact);
+        if (tensor->strides != NULL) overflow = __builtin_mul_overflow(tensor->strides[i], raw->size, &raw->strides[i]);
+        if (overflow)
+            return fail(PyExc_ValueError, "%s: expected an array of fewer than 2^63 bytes, got %lld elements %lld apart on axis %d", name,
+                        (long long)raw->dims[i], (long long)(tensor->strides != NULL ? tensor->strides[i] : raw->strides[i] / raw->size), i);
+    }
+    return 0;
+}
+
+/* Takes the tensor out of a capsule: from here on we, not the capsule, call its deleter. */
+static int take_capsule(PyObject *capsule, arg_array *array, raw_array *raw) {
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        dl_managed_versioned *versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (versioned == NULL || PyCapsule_SetName(capsule, "used_dltensor_versioned") < 0) return -1;
+        array->versioned = versioned;
+        if (versioned->version.major != DL_MAJOR_VERSION)
+            return fail(PyExc_ValueError, "%s: expected DLPack version 1, got version %u", array->name, (unsigned)versioned->version.major);
+        /* writing into a copy would be lost, so a copy is as good as read-only */
+        array->read_only = versioned->flags & (DL_FLAG_READ_ONLY | DL_FLAG_IS_COPIED);
+        return read_dl_tensor(&versioned->tensor, array->name, raw);
+    }
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+        if (managed == NULL || PyCapsule_SetName(capsule, "used_dltensor") < 0) return -1;
+        array->managed = managed;
+        return read_dl_tensor(&managed->tensor, array->name, raw);
+    }
+    return fail_kind(array->name, "an unused DLPack capsule from __dlpack__()", capsule);
+}
+
+static int hold_dlpack(module_state *state, PyObject *object, arg_array *array, raw_array *raw) {
+    PyObject *method = PyObject_GetAttr(object, state->dlpack_method);
+    if (method == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return fail_unreadable(array->name, object);
+        PyErr_Clear();
+        return fail_kind(array->name, "an array", object);
+    }
+    PyObject *capsule = PyObject_Call(method, state->dlpack_arguments, state->dlpack_keywords);
+    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) { /* exporters from before DLPack 1.0 know no max_version */
+        PyErr_Clear();
+        capsule = PyObject_Call(method, state->dlpack_arguments, NULL);
+    }
+    Py_DECREF(method);
+    if (capsule == NULL) return fail_unreadable(array->name, object);
+    const int status = take_capsule(capsule, array, raw);
+    Py_DECREF(capsule);
+    return status;
+}
+
+static int hold_raw(module_state *state, PyObject *object, const char *name, arg_array *array, raw_array *raw) {
+    memset(array, 0, sizeof *array);
+    array->name = name;
+    if (!PyObject_CheckBuffer(object)) return hold_dlpack(state, object, array, raw);
+    if (PyObject_GetBuffer(object, &array->view, PyBUF_RECORDS_RO) < 0) {
+        array->view.obj = NULL; /* an exporter may have left it dangling */
+        /* JAX exports buffers, but not of bfloat16, which it has in DLPack only */
+        if (!PyErr_ExceptionMatches(PyExc_BufferError)) return fail_unreadable(name, object);
+        PyObject *type, *error, *traceback;
+        PyErr_Fetch(&type, &error, &traceback);
+        if (!PyObject_HasAttr(object, state->dlpack_method)) {
+            PyErr_Restore(type, error, traceback);
+            return fail_unreadable(name, object);
+        }
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        return hold_dlpack(state, object, array, raw);
+    }
+    return read_view(array, raw);
+}
+
+void arg_release(arg_array *array) {
+    if (array->view.obj != NULL) PyBuffer_Release(&array->view);
+    if (array->managed != NULL || array->versioned != NULL) { /* a deleter may run Python code, which must not see our exception */
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        if (array->managed != NULL && array->managed->deleter != NULL) array->managed->deleter(array->managed);
+        if (array->versioned != NULL && array->versioned->deleter != NULL) array->versioned->deleter(array->versioned);
+        PyErr_Restore(type, value, traceback);
+    }
+    memset(array, 0, sizeof *array);
+}
+
+/* ---- Arrays: what the library takes ------------------------------------------------------------------------ */
+
+static ba_dtype dtype_of(const raw_array *raw, ba_dtype bits_as) {
+    switch (raw->kind) {
+    case KIND_FLOAT: return raw->size == 4 ? BA_FLOAT32 : raw->size == 2 ? BA_FLOAT16 : raw->size == 8 ? BA_FLOAT64 : BA_DTYPE_COUNT;
+    case KIND_BFLOAT: return raw->size == 2 ? BA_BFLOAT16 : BA_DTYPE_COUNT;
+    case KIND_INT: return raw->size == 2 ? BA_INT16 : raw->size == 4 ? BA_INT32 : raw->size == 8 ? BA_INT64 : BA_DTYPE_COUNT;
+    case KIND_UINT: return raw->size == 2 ? bits_as : BA_DTYPE_COUNT;
+    default: return BA_DTYPE_COUNT;
+    }
+}
+
+static const char *const role_text[] = {
+    [ARG_FLOATS] = "float32, float16, bfloat16 or float64",
+    [ARG_LSE] = "float32 or float64",
+    [ARG_INDICES] = "uint16, int16, int32 or int64",
+};
+
+static bool role_takes(arg_role role, ba_dtype dtype) {
+    switch (role) {
+    case ARG_FLOATS: return dtype <= BA_FLOAT64;
+    case ARG_LSE: return dtype == BA_FLOAT32 || dtype == BA_FLOAT64;
+    default: return dtype >= BA_UINT16 && dtype < BA_DTYPE_COUNT;
+    }
+}
+
+/* How a sentence names the element type that came: as the array's own dtype says it, else as the buffer's format. */
+static PyObject *element_text(PyObject *object, const arg_array *array) {
+    PyObject *dtype = PyObject_GetAttrString(object, "dtype");
+    PyObject *text = dtype != NULL ? PyObject_Str(dtype) : NULL;
+    Py_XDECREF(dtype);
+    if (text != NULL) return text;
+    PyErr_Clear();
+    return PyUnicode_FromFormat("buffer format '%s'", array->view.format != NULL ? array->view.format : "B");
+}
+
+static int fail_elements(PyObject *object, const arg_array *array, const char *expected, const char *hint) {
+    PyObject *got = element_text(object, array);
+    if (got != NULL) PyErr_Format(PyExc_TypeError, "%s: expected %s, got %U%s", array->name, expected, got, hint);
+    Py_XDECREF(got);
+    return -1;
+}
+
+/* Dimensions, strides in elements, and the bytes reached. Axes of length 1 get the stride that asks least of the reader. */
+static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bool contiguous_last) {
+    ba_tensor *tensor = &array->tensor;
+    tensor->data = raw->data;
+    tensor->dtype = dtype;
+    tensor->ndim = raw->ndim;
+
+    bool empty = false;
+    int64_t bytes = raw->size;
+    for (int i = 0; i < raw->ndim; i++) {
+        const int64_t dim = tensor->dims[i] = raw->dims[i];
+        empty |= dim == 0;
+        if (dim < 0 || __builtin_mul_overflow(bytes, dim > 1 ? dim : 1, &bytes))
+            return fail(PyExc_ValueError, "%s: expected dimensions of fewer than 2^63 bytes, got %lld on axis %d", array->name, (long long)dim, i);
+    }
+
+    int64_t below = 0, above = raw->size, compact = 1;
+    for (int i = raw->ndim - 1; i >= 0; i--) {
+        const int64_t dim = raw->dims[i];
+        const bool last = i == raw->ndim - 1;
+        tensor->strides[i] = empty ? compact : last ? 1 : 0;
+        compact *= dim > 1 ? dim : 1;
+        if (empty || dim == 1) continue;
+        if (raw->strides[i] % raw->size != 0)
+            return fail(PyExc_ValueError, "%s: expected strides of whole elements (numpy.ascontiguousarray makes them), got %lld bytes on axis %d",
+                        array->name, (long long)raw->strides[i], i);
+        tensor->strides[i] = raw->strides[i] / raw->size;
+        if (last && contiguous_last && tensor->strides[i] != 1)
+            return fail(PyExc_ValueError, "%s: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of %lld elements",
+                        array->name, (long long)tensor->strides[i]);
+        int64_t reach;
+        int64_t *const side = raw->strides[i] < 0 ? &below : &above;
+        if (__builtin_mul_overflow(dim - 1, raw->strides[i], &reach) || __builtin_add_overflow(*side, reach, side))
+            return fail(PyExc_ValueError, "%s: expected an array of fewer than 2^63 bytes, got a stride of %lld bytes on axis %d", array->name,
+                        (long long)raw->strides[i], i);
+    }
+    const uintptr_t start = (uintptr_t)raw->data;
+    if (!empty && start % (uintptr_t)raw->size != 0)
+        return fail(PyExc_ValueError, "%s: expected memory aligned to %lld bytes (numpy.ascontiguousarray makes a copy), got an address that is not",
+                    array->name, (long long)raw->size);
+    array->low = empty ? start : start + (uintptr_t)below;
+    array->high = empty ? start : start + (uintptr_t)above;
+    return 0;
+}
+
+int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array) {
+    if (role == ARG_FLOATS && PyTuple_Check(object) && PyTuple_Size(object) == 2) { /* (bits, "bfloat16") */
+        PyObject *tag = PyTuple_GetItem(object, 1);
+        if (PyUnicode_Check(tag) && PyUnicode_CompareWithASCIIString(tag, ba_dtype_name(BA_BFLOAT16)) == 0) {
+            bits_as = BA_BFLOAT16;
+            object = PyTuple_GetItem(object, 0);
+        }
+    }
+    raw_array raw;
+    if (hold_raw(state, object, name, array, &raw) < 0) goto error;
+    const ba_dtype dtype = dtype_of(&raw, bits_as);
+    if (raw.swapped) {
+        fail_elements(object, array, "native byte order", "");
+        goto error;
+    }
+    if (!role_takes(role, dtype)) {
+        const bool could_be_bits = role == ARG_FLOATS && dtype == BA_UINT16;
+        fail_elements(object, array, role_text[role], could_be_bits ? " (dtype=\"bfloat16\" reads uint16 as bfloat16 bits)" : "");
+        goto error;
+    }
+    if (set_tensor(array, &raw, dtype, role == ARG_FLOATS) < 0) goto error;
+    return 0;
+error:
+    arg_release(array);
+    return -1;
+}
+
+/* True when some element may be reached in two ways: some axis steps no further than the axes inside it reach. */
+static bool overlaps_itself(const ba_tensor *tensor) {
+    int64_t steps[BA_MAX_DIMS], reaches[BA_MAX_DIMS];
+    int count = 0;
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->dims[i] == 0) return false;
+        if (tensor->dims[i] == 1) continue;
+        const int64_t step = tensor->strides[i] < 0 ? -tensor->strides[i] : tensor->strides[i];
+        int at = count++;
+        for (; at > 0 && steps[at - 1] > step; at--) {
+            steps[at] = steps[at - 1];
+            reaches[at] = reaches[at - 1];
+        }
+        steps[at] = step;
+        reaches[at] = step * (tensor->dims[i] - 1);
+    }
+    int64_t inside = 0;
+    for (int i = 0; i < count; i++) {
+        if (steps[i] <= inside) return true;
+        inside += reaches[i];
+    }
+    return false;
+}
+
+int arg_hold_output(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array) {
+    if (arg_hold(state, object, name, role, bits_as, array) < 0) return -1;
+    if (array->read_only) fail(PyExc_ValueError, "%s: expected a writable array, got a read-only one", name);
+    else if (overlaps_itself(&array->tensor))
+        fail(PyExc_ValueError, "%s: expected an array whose elements each have their own memory, got one that overlaps itself", name);
+    else return 0;
+    arg_release(array);
+    return -1;
+}
+
+int arg_disjoint(const arg_array *output, const arg_array *other) {
+    const bool both = output->low < output->high && other->low < other->high;
+    if (!both || output->high <= other->low || other->high <= output->low) return 0;
+    return fail(PyExc_ValueError, "%s: expected memory of its own, got an array that overlaps %s", output->name, other->name);
+}
+
+/* ---- Numbers and names ------------------------------------------------------------------------------------- */
+
+static bool is_sequence(PyObject *object) {
+    return PySequence_Check(object) && !PyUnicode_Check(object) && !PyBytes_Check(object) && !PyByteArray_Check(object);
+}
+
+/* `expected` and `where` complete the sentence of a value that is no integer. */
+static int read_int64(PyObject *object, const char *name, const char *expected, int64_t *value) {
+    PyObject *index = PyNumber_Index(object);
+    if (index == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+        PyErr_Clear();
+        return fail_kind(name, expected, object);
+    }
+    int overflow = 0;
+    const long long result = PyLong_AsLongLongAndOverflow(index, &overflow);
+    if (overflow != 0) fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got %R", name, index);
+    Py_DECREF(index);
+    if (overflow != 0 || (result == -1 && PyErr_Occurred())) return -1;
+    *value = result;
+    return 0;
+}
+
+int arg_int64(PyObject *object, const char *name, int64_t *value) { return read_int64(object, name, "an integer", value); }
+
+/* Item i of a sequence, as an integer. */
+static int read_item(PyObject *sequence, Py_ssize_t i, const char *name, int64_t *value) {
+    PyObject *item = PySequence_GetItem(sequence, i);
+    if (item == NULL) return fail_unreadable(name, sequence);
+    const int status = read_int64(item, name, "integers", value);
+    Py_DECREF(item);
+    return status;
+}
+
+int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
+    if (!is_sequence(object)) return fail_kind(name, "a pair of integers", object);
+    const Py_ssize_t count = PySequence_Size(object);
+    if (count < 0) return fail_unreadable(name, object);
+    if (count != 2) return fail(PyExc_ValueError, "%s: expected a pair of integers, got %zd", name, count);
+    return read_item(object, 0, name, &value[0]) < 0 ? -1 : read_item(object, 1, name, &value[1]);
+}
+
+int arg_double(PyObject *object, const char *name, double *value) {
+    *value = PyFloat_AsDouble(object);
+    if (*value != -1.0 || !PyErr_Occurred()) return 0;
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        return fail(PyExc_ValueError, "%s: expected a finite number, got an integer beyond a double's range", name);
+    }
+    if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) return -1;
+    PyErr_Clear();
+    return fail_kind(name, "a number", object);
+}
+
+int arg_flag(PyObject *object, const char *name, int *value) {
+    if (object == Py_None || PySequence_Check(object)) return fail_kind(name, "True or False", object);
+    *value = PyObject_IsTrue(object);
+    return *value < 0 ? fail_unreadable(name, object) : 0;
+}
+
+int arg_text(PyObject *object, const char *name, const char **value) {
+    if (!PyUnicode_Check(object)) return fail_kind(name, "a string", object);
+    *value = PyUnicode_AsUTF8AndSize(object, NULL);
+    return *value == NULL ? -1 : 0;
+}
+
+int arg_threads(PyObject *object, const char *name, int *value) {
+    *value = 0;
+    if (object == Py_None) return 0;
+    int64_t number;
+    if (arg_int64(object, name, &number) < 0) return -1;
+    if (number < 1 || number > INT_MAX)
+        return fail(PyExc_ValueError, "%s: expected a positive number of threads or None, got %lld", name, (long long)number);
+    *value = (int)number;
+    return 0;
+}
+
+int arg_layout(PyObject *object, const char *name, ba_layout *value) {
+    const char *text;
+    if (arg_text(object, name, &text) < 0) return -1;
+    for (int layout = BA_BNSD; layout <= BA_TND; layout++) {
+        if (strcmp(text, ba_layout_name((ba_layout)layout)) != 0) continue;
+        *value = (ba_layout)layout;
+        return 0;
+    }
+    return fail(PyExc_ValueError, "%s: expected 'BNSD', 'BSND', 'BSH' or 'TND', got %R", name, object);
+}
+
+int arg_isa(PyObject *object, const char *name, ba_isa *value) {
+    const char *text;
+    if (arg_text(object, name, &text) < 0) return -1;
+    const int level = ba_isa_parse(text);
+    if (level >= 0) {
+        *value = (ba_isa)level;
+        return 0;
+    }
+    char names[128] = "";
+    for (int i = 0; i < BA_ISA_COUNT; i++) {
+        const size_t used = strlen(names);
+        PyOS_snprintf(names + used, sizeof names - used, "%s'%s'", i == 0 ? "" : i == BA_ISA_COUNT - 1 ? " or " : ", ", ba_isa_name((ba_isa)i));
+    }
+    return fail(PyExc_ValueError, "%s: expected %s, got %R", name, names, object);
+}
+
+int arg_float_dtype(PyObject *object, const char *name, ba_dtype *value) {
+    *value = BA_DTYPE_COUNT;
+    if (object == Py_None) return 0;
+    const char *text;
+    if (arg_text(object, name, &text) < 0) return -1;
+    for (int dtype = 0; role_takes(ARG_FLOATS, (ba_dtype)dtype); dtype++) {
+        if (strcmp(text, ba_dtype_name((ba_dtype)dtype)) != 0) continue;
+        *value = (ba_dtype)dtype;
+        return 0;
+    }
+    return fail(PyExc_ValueError, "%s: expected 'float32', 'float16', 'bfloat16' or 'float64', got %R", name, object);
+}
+
+/* ---- Lists of lengths -------------------------------------------------------------------------------------- */
+
+static int allocate_list(arg_list *list, Py_ssize_t count) {
+    list->values = PyMem_Malloc((size_t)(count > 0 ? count : 1) * sizeof *list->values);
+    list->count = count;
+    if (list->values != NULL) return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* One integer of any width; lengths above 2^63 become INT64_MAX, which every later check finds too long. */
+static int64_t read_element(const raw_array *raw, const char *at) {
+    const bool is_signed = raw->kind == KIND_INT;
+    switch (raw->size) {
+    case 1: return is_signed ? *(const int8_t *)at : *(const uint8_t *)at;
+    case 2: {
+        uint16_t bits;
+        memcpy(&bits, at, sizeof bits);
+        return is_signed ? (int16_t)bits : bits;
+    }
+    case 4: {
+        uint32_t bits;
+        memcpy(&bits, at, sizeof bits);
+        return is_signed ? (int32_t)bits : (int64_t)bits;
+    }
+    default: {
+        uint64_t bits;
+        memcpy(&bits, at, sizeof bits);
+        return !is_signed && bits > INT64_MAX ? INT64_MAX : (int64_t)bits;
+    }
+    }
+}
+
+static int read_array_list(module_state *state, PyObject *object, const char *name, arg_list *list) {
+    arg_array array;
+    raw_array raw;
+    int status = hold_raw(state, object, name, &array, &raw);
+    if (status == 0 && raw.swapped) status = fail_elements(object, &array, "native byte order", "");
+    if (status == 0 && raw.kind != KIND_INT && raw.kind != KIND_UINT) status = fail_elements(object, &array, "integers", "");
+    if (status == 0 && raw.ndim != 1) status = fail(PyExc_ValueError, "%s: expected 1 dimension, got %d", name, raw.ndim);
+    if (status == 0) status = allocate_list(list, (Py_ssize_t)raw.dims[0]);
+    for (Py_ssize_t i = 0; status == 0 && i < list->count; i++) list->values[i] = read_element(&raw, raw.data + i * raw.strides[0]);
+    arg_release(&array);
+    return status;
+}
+
+int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list) {
+    list->values = NULL;
+    list->count = 0;
+    if (object == Py_None) return 0;
+    if (PyObject_CheckBuffer(object) || PyObject_HasAttr(object, state->dlpack_method)) return read_array_list(state, object, name, list);
+    if (!is_sequence(object)) return fail_kind(name, "a sequence of integers", object);
+    const Py_ssize_t count = PySequence_Size(object);
+    if (count < 0) return fail_unreadable(name, object);
+    if (allocate_list(list, count) < 0) return -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (read_item(object, i, name, &list->values[i]) == 0) continue;
+        PyMem_Free(list->values);
+        list->values = NULL;
+        return -1;
+    }
+    return 0;
+}

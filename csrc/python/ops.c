@@ -1,0 +1,404 @@
+#include "python/ops.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Sorts the arguments of py_<name> into `values`, or leaves the function with NULL. */
+#define SORT_ARGUMENTS(name, count, required)                                                                                                        \
+    PyObject *values[count];                                                                                                                         \
+    if (arg_sort(#name, names, count, required, args, nargs, kwnames, values) < 0) return NULL
+
+#define NO_ARGUMENTS(name)                                                                                                                           \
+    (void)module;                                                                                                                                    \
+    if (arg_sort(#name, NULL, 0, 0, args, nargs, kwnames, NULL) < 0) return NULL
+
+/* Runs a library call without the GIL; the arrays that it reads and writes are held meanwhile. */
+#define WITHOUT_GIL(statement)                                                                                                                       \
+    do {                                                                                                                                             \
+        PyThreadState *const thread_state = PyEval_SaveThread();                                                                                     \
+        statement;                                                                                                                                   \
+        PyEval_RestoreThread(thread_state);                                                                                                          \
+    } while (0)
+
+/* ---- Outputs ----------------------------------------------------------------------------------------------- */
+
+/* The caller's array where one was given, else empty(shape, dtype name): outputs are made after all inputs were checked.
+ * Returns a new reference to what the caller gets back; `array` holds its memory. */
+static PyObject *hold_or_make_output(module_state *state, PyObject *given, PyObject *empty, const ba_tensor *shape, const char *name, arg_role role,
+                                     ba_dtype bits_as, arg_array *array) {
+    PyObject *output = NULL;
+    if (given != Py_None) {
+        output = Py_NewRef(given);
+    } else {
+        PyObject *dims = PyTuple_New(shape->ndim);
+        if (dims == NULL) return NULL;
+        for (int i = 0; i < shape->ndim; i++) {
+            PyObject *dim = PyLong_FromLongLong(shape->dims[i]);
+            if (dim == NULL || PyTuple_SetItem(dims, i, dim) < 0) {
+                Py_DECREF(dims);
+                return NULL;
+            }
+        }
+        PyObject *dtype = PyUnicode_FromString(ba_dtype_name(shape->dtype));
+        if (dtype != NULL) output = PyObject_CallFunctionObjArgs(empty, dims, dtype, NULL);
+        Py_XDECREF(dtype);
+        Py_DECREF(dims);
+        if (shape->dtype == BA_BFLOAT16) bits_as = BA_BFLOAT16;
+    }
+    if (output != NULL && arg_hold_output(state, output, name, role, bits_as, array) < 0) Py_CLEAR(output);
+    return output;
+}
+
+/* ---- Block-sparse attention -------------------------------------------------------------------------------- */
+
+typedef struct block_sparse_call {
+    arg_array q, k, v, blocks, out, lse;
+    arg_list q_lens, kv_lens, cu_q, cu_kv;
+    ba_block_sparse_args args;
+} block_sparse_call;
+
+static void release_block_sparse(block_sparse_call *call) {
+    arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->out, &call->lse};
+    arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv};
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) arg_release(arrays[i]);
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
+}
+
+/* `name: expected <count> entries, got ...` */
+static int expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning) {
+    if (list->values == NULL || list->count == count) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
+    return -1;
+}
+
+/* The C API takes lengths as bare pointers, so how many there are is checked here, and only that: whether they belong to the
+ * layout and are in range is for the library's own check. */
+static int set_lengths(block_sparse_call *call) {
+    ba_block_sparse_args *a = &call->args;
+    a->cu_q = call->cu_q.values;
+    a->cu_kv = call->cu_kv.values;
+    a->q_lens = call->q_lens.values;
+    a->kv_lens = call->kv_lens.values;
+    if (a->layout == BA_TND) {
+        a->batch = call->cu_q.count - 1; /* -1 without entries, which the library refuses */
+        return call->cu_q.values == NULL ? 0 : expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
+    }
+    const int64_t batch = a->q.ndim > 0 ? a->q.dims[0] : 0;
+    if (a->q.ndim != (a->layout == BA_BSH ? 3 : 4)) { /* there is no batch to compare with, and the library refuses q first */
+        a->q_lens = a->kv_lens = NULL;
+        return 0;
+    }
+    if (expect_count(&call->q_lens, "q_lens", batch, "one a batch entry") < 0) return -1;
+    return expect_count(&call->kv_lens, "kv_lens", batch, "one a batch entry");
+}
+
+/* With a layout that has an axis of heads, num_heads and num_kv_heads may be given too, but not in contradiction. */
+static int check_heads(const ba_block_sparse_args *a, const ba_tensor *tensor, int64_t heads, const char *name, const char *tensor_name) {
+    const int axis = a->layout == BA_BNSD ? 1 : a->layout == BA_BSND ? 2 : 1;
+    if (a->layout == BA_BSH || heads == 0 || axis >= tensor->ndim || tensor->dims[axis] == heads) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: expected %lld like %s, got %lld", name, (long long)tensor->dims[axis], tensor_name, (long long)heads);
+    return -1;
+}
+
+/* 1 / sqrt(D); where q is too odd to have a D, any number does: the library's check refuses q. */
+static double default_scale(const ba_block_sparse_args *a) {
+    if (a->q.ndim < 1) return 1.0;
+    const int64_t last = a->q.dims[a->q.ndim - 1];
+    const int64_t dim = a->layout == BA_BSH && a->num_heads > 0 ? last / a->num_heads : last;
+    return dim > 0 ? ba_default_scale(dim) : 1.0;
+}
+
+/* The arguments, in order: an index and a name for each. */
+#define BSA_ARGUMENTS(X)                                                                                                                             \
+    X(empty)                                                                                                                                         \
+    X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) X(cu_seqlens_kv) X(num_heads)  \
+        X(num_kv_heads) X(return_lse) X(out) X(lse_out) X(dtype) X(num_threads)
+#define AS_INDEX(name) BSA_##name,
+#define AS_TEXT(name) #name,
+enum { BSA_ARGUMENTS(AS_INDEX) BSA_COUNT };
+static const char *const bsa_names[] = {BSA_ARGUMENTS(AS_TEXT)};
+
+static int read_optional_int64(PyObject *object, const char *name, int64_t *value) { return object == Py_None ? 0 : arg_int64(object, name, value); }
+
+/* Everything that is read before outputs exist. */
+static int read_block_sparse(module_state *state, PyObject *const *values, block_sparse_call *call, ba_dtype *bits_as) {
+    ba_block_sparse_args *a = &call->args;
+    int64_t block_shape[2];
+    ba_dtype dtype;
+    if (arg_float_dtype(values[BSA_dtype], "dtype", &dtype) < 0) return -1;
+    *bits_as = dtype == BA_BFLOAT16 ? BA_BFLOAT16 : BA_UINT16;
+    if (arg_hold(state, values[BSA_q], "q", ARG_FLOATS, *bits_as, &call->q) < 0) return -1;
+    if (arg_hold(state, values[BSA_k], "k", ARG_FLOATS, *bits_as, &call->k) < 0) return -1;
+    if (arg_hold(state, values[BSA_v], "v", ARG_FLOATS, *bits_as, &call->v) < 0) return -1;
+    a->q = call->q.tensor;
+    a->k = call->k.tensor;
+    a->v = call->v.tensor;
+    if (dtype != BA_DTYPE_COUNT && a->q.dtype != dtype) {
+        PyErr_Format(PyExc_TypeError, "q: expected %s as dtype says, got %s", ba_dtype_name(dtype), ba_dtype_name(a->q.dtype));
+        return -1;
+    }
+    if (values[BSA_sabi] != Py_None) {
+        if (arg_hold(state, values[BSA_sabi], "sabi", ARG_INDICES, BA_UINT16, &call->blocks) < 0) return -1;
+        a->blocks = call->blocks.tensor;
+    }
+    if (arg_pair(values[BSA_block_shape], "block_shape", block_shape) < 0) return -1;
+    a->block_q = block_shape[0];
+    a->block_kv = block_shape[1];
+    if (arg_layout(values[BSA_layout], "layout", &a->layout) < 0) return -1;
+    if (arg_flag(values[BSA_causal], "causal", &a->causal) < 0) return -1;
+    if (values[BSA_window] != Py_None && arg_pair(values[BSA_window], "window", a->window) < 0) return -1;
+    if (read_optional_int64(values[BSA_num_heads], "num_heads", &a->num_heads) < 0) return -1;
+    if (read_optional_int64(values[BSA_num_kv_heads], "num_kv_heads", &a->num_kv_heads) < 0) return -1;
+    if (check_heads(a, &a->q, a->num_heads, "num_heads", "q") < 0) return -1;
+    if (check_heads(a, &a->k, a->num_kv_heads, "num_kv_heads", "k") < 0) return -1;
+    if (arg_threads(values[BSA_num_threads], "num_threads", &a->num_threads) < 0) return -1;
+    if (values[BSA_scale] == Py_None) a->scale = default_scale(a);
+    else if (arg_double(values[BSA_scale], "scale", &a->scale) < 0) return -1;
+    if (arg_lengths(state, values[BSA_q_lens], "q_lens", &call->q_lens) < 0) return -1;
+    if (arg_lengths(state, values[BSA_kv_lens], "kv_lens", &call->kv_lens) < 0) return -1;
+    if (arg_lengths(state, values[BSA_cu_seqlens_q], "cu_seqlens_q", &call->cu_q) < 0) return -1;
+    if (arg_lengths(state, values[BSA_cu_seqlens_kv], "cu_seqlens_kv", &call->cu_kv) < 0) return -1;
+    return set_lengths(call);
+}
+
+static int check_disjoint(const block_sparse_call *call) {
+    const arg_array *const inputs[] = {&call->q, &call->k, &call->v, &call->blocks};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
+        if (arg_disjoint(&call->out, inputs[i]) < 0 || arg_disjoint(&call->lse, inputs[i]) < 0) return -1;
+    return arg_disjoint(&call->lse, &call->out);
+}
+
+PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = bsa_names;
+    SORT_ARGUMENTS(block_sparse_attention, BSA_COUNT, BSA_sabi);
+    module_state *state = PyModule_GetState(module);
+    block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
+    ba_tensor out_shape = {0}, lse_shape = {0};
+    ba_dtype bits_as;
+    int return_lse;
+    ba_status status;
+    PyObject *out = NULL, *lse = NULL, *result = NULL;
+
+    if (arg_flag(values[BSA_return_lse], "return_lse", &return_lse) < 0 || read_block_sparse(state, values, &call, &bits_as) < 0) goto done;
+    WITHOUT_GIL(status = ba_block_sparse_check(&call.args, &out_shape, &lse_shape));
+    if (arg_check(status) < 0) goto done;
+
+    out = hold_or_make_output(state, values[BSA_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
+    if (out == NULL) goto done;
+    call.args.out = call.out.tensor;
+    if (return_lse) {
+        lse = hold_or_make_output(state, values[BSA_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
+        if (lse == NULL) goto done;
+        call.args.lse = call.lse.tensor;
+    }
+    if (check_disjoint(&call) < 0) goto done;
+
+    WITHOUT_GIL(status = ba_block_sparse_attention(&call.args));
+    if (arg_check(status) < 0) goto done;
+    result = return_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
+done:
+    release_block_sparse(&call);
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    return result;
+}
+
+/* ---- Merging ----------------------------------------------------------------------------------------------- */
+
+enum { PART_NAME_SIZE = 32 };
+
+/* The arrays of one merge: outs[0 .. parts-1], then lses[0 .. parts-1]. */
+typedef struct merge_call {
+    Py_ssize_t parts;
+    arg_array *arrays;
+    ba_tensor *tensors;
+    char (*names)[PART_NAME_SIZE];
+    arg_array out, lse;
+} merge_call;
+
+static void release_merge(merge_call *call) {
+    for (Py_ssize_t i = 0; call->arrays != NULL && i < 2 * call->parts; i++) arg_release(&call->arrays[i]);
+    arg_release(&call->out);
+    arg_release(&call->lse);
+    PyMem_Free(call->arrays);
+    PyMem_Free(call->tensors);
+    PyMem_Free(call->names);
+}
+
+static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dtype bits_as, merge_call *call) {
+    if (!PyTuple_Check(outs) || !PyTuple_Check(lses)) {
+        PyErr_SetString(PyExc_TypeError, "outs, lses: expected tuples");
+        return -1;
+    }
+    call->parts = PyTuple_Size(outs);
+    if (PyTuple_Size(lses) != call->parts) {
+        PyErr_Format(PyExc_ValueError, "lses: expected %zd arrays, one for each of outs, got %zd", call->parts, PyTuple_Size(lses));
+        return -1;
+    }
+    if (call->parts == 0) {
+        PyErr_SetString(PyExc_ValueError, "outs: expected at least 1 array, got 0");
+        return -1;
+    }
+    call->arrays = PyMem_Calloc(2 * (size_t)call->parts, sizeof *call->arrays);
+    call->tensors = PyMem_Calloc(2 * (size_t)call->parts, sizeof *call->tensors);
+    call->names = PyMem_Calloc(2 * (size_t)call->parts, sizeof *call->names);
+    if (call->arrays == NULL || call->tensors == NULL || call->names == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < 2 * call->parts; i++) {
+        const bool is_lse = i >= call->parts;
+        const Py_ssize_t part = is_lse ? i - call->parts : i;
+        PyOS_snprintf(call->names[i], PART_NAME_SIZE, "%s[%lld]", is_lse ? "lses" : "outs", (long long)part);
+        PyObject *object = PyTuple_GetItem(is_lse ? lses : outs, part);
+        if (arg_hold(state, object, call->names[i], is_lse ? ARG_LSE : ARG_FLOATS, bits_as, &call->arrays[i]) < 0) return -1;
+        call->tensors[i] = call->arrays[i].tensor;
+    }
+    return 0;
+}
+
+PyObject *py_merge_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"empty", "outs", "lses", "out", "lse_out", "dtype"};
+    SORT_ARGUMENTS(merge_states, 6, 3);
+    module_state *state = PyModule_GetState(module);
+    merge_call call = {0};
+    ba_dtype dtype;
+    ba_status status;
+    PyObject *out = NULL, *lse = NULL, *result = NULL;
+
+    if (arg_float_dtype(values[5], "dtype", &dtype) < 0) return NULL;
+    const ba_dtype bits_as = dtype == BA_BFLOAT16 ? BA_BFLOAT16 : BA_UINT16;
+    if (read_parts(state, values[1], values[2], bits_as, &call) < 0) goto done;
+    out = hold_or_make_output(state, values[3], values[0], &call.tensors[0], "out", ARG_FLOATS, bits_as, &call.out);
+    if (out == NULL) goto done;
+    lse = hold_or_make_output(state, values[4], values[0], &call.tensors[call.parts], "lse_out", ARG_LSE, BA_UINT16, &call.lse);
+    if (lse == NULL || arg_disjoint(&call.lse, &call.out) < 0) goto done;
+    for (Py_ssize_t i = 0; i < 2 * call.parts; i++)
+        if (arg_disjoint(&call.out, &call.arrays[i]) < 0 || arg_disjoint(&call.lse, &call.arrays[i]) < 0) goto done;
+
+    WITHOUT_GIL(status = ba_merge_states(call.parts, call.tensors, call.tensors + call.parts, &call.out.tensor, &call.lse.tensor));
+    if (arg_check(status) < 0) goto done;
+    result = PyTuple_Pack(2, out, lse);
+done:
+    release_merge(&call);
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    return result;
+}
+
+/* ---- Threads and instruction sets -------------------------------------------------------------------------- */
+
+PyObject *py_get_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    NO_ARGUMENTS(get_num_threads);
+    return PyLong_FromLong(ba_get_num_threads());
+}
+
+PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"num_threads"};
+    (void)module;
+    SORT_ARGUMENTS(set_num_threads, 1, 1);
+    int num_threads;
+    if (arg_threads(values[0], names[0], &num_threads) < 0 || arg_check(ba_set_num_threads(num_threads)) < 0) return NULL;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *py_num_threads_source(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    NO_ARGUMENTS(num_threads_source);
+    return PyUnicode_FromString(ba_num_threads_source());
+}
+
+PyObject *py_isa_levels(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    NO_ARGUMENTS(isa_levels);
+    PyObject *levels = PyTuple_New(BA_ISA_COUNT);
+    for (int i = 0; levels != NULL && i < BA_ISA_COUNT; i++) {
+        PyObject *name = PyUnicode_FromString(ba_isa_name((ba_isa)i));
+        if (name == NULL || PyTuple_SetItem(levels, i, name) < 0) Py_CLEAR(levels);
+    }
+    return levels;
+}
+
+PyObject *py_isa_detected(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    NO_ARGUMENTS(isa_detected);
+    return PyUnicode_FromString(ba_isa_name(ba_isa_detected()));
+}
+
+PyObject *py_isa_active(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    NO_ARGUMENTS(isa_active);
+    return PyUnicode_FromString(ba_isa_name(ba_isa_active()));
+}
+
+PyObject *py_isa_set_cap(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"level"};
+    (void)module;
+    SORT_ARGUMENTS(isa_set_cap, 1, 1);
+    ba_isa level;
+    if (arg_isa(values[0], names[0], &level) < 0 || arg_check(ba_isa_set_cap(level)) < 0) return NULL;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *py_isa_note(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    NO_ARGUMENTS(isa_note);
+    return PyUnicode_FromString(ba_isa_note());
+}
+
+PyObject *py_cpu_model(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    NO_ARGUMENTS(cpu_model);
+    return PyUnicode_DecodeUTF8(ba_cpu_model(), (Py_ssize_t)strlen(ba_cpu_model()), "replace");
+}
+
+PyObject *py_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"level"};
+    (void)module;
+    SORT_ARGUMENTS(kernels, 1, 0);
+    ba_isa level = ba_isa_active();
+    if (values[0] != Py_None && arg_isa(values[0], names[0], &level) < 0) return NULL;
+    PyObject *list = PyList_New(0);
+    const char *name;
+    ba_isa implemented_at;
+    for (int64_t i = 0; list != NULL && ba_kernel_info(level, i, &name, &implemented_at); i++) {
+        PyObject *entry = Py_BuildValue("(ss)", name, ba_isa_name(implemented_at));
+        if (entry == NULL || PyList_Append(list, entry) < 0) Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    return list;
+}
+
+/* ---- Probes ------------------------------------------------------------------------------------------------ */
+
+static int read_probe(PyObject *level, PyObject *seconds, PyObject *num_threads, ba_isa *isa, double *duration, int *threads) {
+    if (arg_isa(level, "level", isa) < 0 || arg_double(seconds, "seconds", duration) < 0) return -1;
+    if (!(*duration > 0.0 && isfinite(*duration))) {
+        PyErr_Format(PyExc_ValueError, "seconds: expected a positive number, got %S", seconds);
+        return -1;
+    }
+    return arg_threads(num_threads, "num_threads", threads);
+}
+
+PyObject *py_probe_flops(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"level", "seconds", "num_threads"};
+    (void)module;
+    SORT_ARGUMENTS(probe_flops, 3, 2);
+    ba_isa level;
+    double seconds, rate;
+    int threads;
+    if (read_probe(values[0], values[1], values[2], &level, &seconds, &threads) < 0) return NULL;
+    WITHOUT_GIL(rate = ba_probe_flops(level, seconds, threads));
+    return PyFloat_FromDouble(rate * 1e-9);
+}
+
+PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"level", "num_bytes", "seconds", "num_threads"};
+    (void)module;
+    SORT_ARGUMENTS(probe_read, 4, 3);
+    ba_isa level;
+    int64_t bytes;
+    double seconds, rate;
+    int threads;
+    if (read_probe(values[0], values[2], values[3], &level, &seconds, &threads) < 0 || arg_int64(values[1], names[1], &bytes) < 0) return NULL;
+    if (bytes < 1) {
+        PyErr_Format(PyExc_ValueError, "num_bytes: expected a positive number, got %lld", (long long)bytes);
+        return NULL;
+    }
+    WITHOUT_GIL(rate = ba_probe_read(level, bytes, seconds, threads));
+    return PyFloat_FromDouble(rate * 1e-9);
+}
