@@ -1,0 +1,197 @@
+"""What the scripts of this folder share: finding the library, timing in turns, a progress line, and the table's form."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A checkout that has been built in place is measured as it stands, otherwise the installed package is; PYTHONPATH goes before both.
+if (any((ROOT / "blitz_attn").glob("_core*.so")) and not os.environ.get("PYTHONPATH")) or importlib.util.find_spec("blitz_attn") is None:
+    sys.path.insert(0, str(ROOT))
+
+# ---- The table -------------------------------------------------------------------------------------------------
+
+RULE_WIDTH = 120  # upstream's
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its heading (no spaces, so that a table splits at white space), width and number format."""
+
+    name: str
+    width: int
+    spec: str = ""
+
+    def text(self, value: Any) -> str:
+        return f"{'N/A' if value is None else format(value, self.spec):>{self.width}}"
+
+
+# Upstream's columns, in upstream's order and widths.
+UPSTREAM_COLUMNS = (
+    Column("block_shape", 13),
+    Column("H", 3),
+    Column("B", 3),
+    Column("s_q", 6),
+    Column("s_kv", 6),
+    Column("D", 4),
+    Column("frame(L,R,T,B)", 15),
+    Column("sparsity", 9, ".2f"),
+    Column("Outputs_equal", 15),
+    Column("Ref_Latency_[usec]", 18, ".2f"),
+    Column("Our_Latency_[usec]", 18, ".2f"),
+)
+KEY_COLUMNS = 8  # the leading columns that say what a row measures
+# Ours, after them.
+RATE_COLUMNS = (Column("GFLOP/s", 10, ".1f"), Column("Share_of_ideal", 15, ".3f"), Column("Share_of_F", 11, ".3f"))
+
+
+class Table:
+    """Prints a table row by row: each row is flushed, so that a run that is stopped leaves a file that can be used."""
+
+    def __init__(self, columns: Sequence[Column], out: TextIO, progress: Progress | None = None):
+        self.columns, self.out, self.progress = tuple(columns), out, progress
+
+    def line(self, text: str) -> None:
+        if self.progress:
+            self.progress.clear()
+        print(text, file=self.out, flush=True)
+
+    def head(self, *parameter_lines: str) -> None:
+        self.line("=" * RULE_WIDTH)
+        for text in parameter_lines:
+            self.line("  " + text)
+        self.line("=" * RULE_WIDTH)
+        self.line(" ".join(f"{column.name:>{column.width}}" for column in self.columns))
+        self.line("-" * RULE_WIDTH)
+
+    def row_text(self, values: dict[str, Any]) -> str:
+        return " ".join(column.text(values.get(column.name)) for column in self.columns)
+
+    def row(self, values: dict[str, Any]) -> None:
+        self.line(self.row_text(values))
+
+    def foot(self) -> None:
+        self.line("=" * RULE_WIDTH)
+
+
+def parameters(**values: Any) -> str:
+    """Upstream's parameter line: NAME=value, two spaces apart."""
+    return "  ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+# ---- Progress --------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """A time span as a person says it: 40 s, 3 min 20 s, 2 h 05 min."""
+    seconds = round(seconds)
+    if seconds < 90:
+        return f"{seconds} s"
+    if seconds < 5400:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+class Progress:
+    """Share done and time left, on stderr: one line that rewrites itself on a terminal, else a line now and then."""
+
+    LINE_EVERY = 30.0  # seconds between lines where stderr is not a terminal
+    REWRITE_EVERY = 0.2
+
+    def __init__(self, total: float, out: TextIO | None = None):
+        self.total, self.done, self.out = max(total, 1e-9), 0.0, out or sys.stderr
+        self.start = self.last = time.monotonic()
+        self.live = self.out.isatty()
+        self.shown = False
+
+    def restart(self) -> None:
+        """Forget what was done so far: the clock starts now."""
+        self.done, self.start = 0.0, time.monotonic()
+
+    def clear(self) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=self.out, flush=True)
+            self.shown = False
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        print(text, file=self.out, flush=True)
+
+    def add(self, work: float, label: str = "") -> None:
+        self.done += work
+        now = time.monotonic()
+        if not self.done or now - self.last < (self.REWRITE_EVERY if self.live else self.LINE_EVERY):
+            return
+        self.last = now
+        left = (now - self.start) / self.done * max(self.total - self.done, 0.0)
+        text = f"{100 * min(self.done / self.total, 1):3.0f} %  about {duration(left)} left  {label}"
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            print("\r" + text[:width] + "\x1b[K", end="", file=self.out, flush=True)
+            self.shown = True
+        else:
+            print(text, file=self.out, flush=True)
+
+
+# ---- Timing ----------------------------------------------------------------------------------------------------
+
+SHORTEST_SAMPLE = 2e-3  # seconds; a quicker call is repeated until a sample lasts this long
+
+
+@dataclass
+class Contender:
+    """One of several calls that are timed in turns."""
+
+    label: str
+    call: Callable[[], Any]
+    work: float  # for the progress line only
+    before_last: Callable[[], Any] | None = None  # run ahead of the last sample, outside the clock
+
+
+@dataclass
+class Timing:
+    """The samples of one contender, in seconds a call."""
+
+    samples: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+
+def in_turns(contenders: Sequence[Contender], repeats: int, warmup: int, progress: Progress) -> Iterator[tuple[int, Timing]]:
+    """Time the contenders A B C A B C ..., so that a slow spell of the machine hits all of them.
+
+    Yields (index, timing) right after a contender's last sample, before the next contender runs: outputs that the
+    contenders share still hold this one's result.
+    """
+    samples: list[list[float]] = [[] for _ in contenders]
+    calls = [1] * len(contenders)
+    for turn in range(warmup + repeats):
+        last = turn == warmup + repeats - 1
+        for index, contender in enumerate(contenders):
+            if last and contender.before_last:
+                contender.before_last()
+            start = time.perf_counter()
+            for _ in range(calls[index]):
+                contender.call()
+            taken = (time.perf_counter() - start) / calls[index]
+            if turn >= warmup:
+                samples[index].append(taken)
+            if turn < warmup:
+                calls[index] = max(1, math.ceil(SHORTEST_SAMPLE / max(taken, 1e-7)))
+            progress.add(contender.work, contender.label)
+            if last:
+                yield index, Timing(samples[index])

