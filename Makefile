@@ -1,0 +1,77 @@
+# The two that a user needs, on a fresh machine too:
+#
+#   make benchmark      a table as it goes, a picture at the end
+#   make test           builds and tests
+#
+# ARGS="..." goes to benchmark.py or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
+# makes one. For developers: build, checkkernels, lint, format, asan, coverage, clean. Kernel checks for another
+# architecture: make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu".
+
+export PYTHON
+RUFF = ruff==0.17.5
+MYPY = mypy==2.4.1
+CLANG_FORMAT = clang-format==18.1.8
+COVERAGE_TOOLS = coverage gcovr
+
+# Starts a recipe: sets $python.
+find_python = python=$$(./scripts/setup-env.sh $(1)) &&
+sanitizer = $(shell gcc -print-file-name=lib$(1).so)
+C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
+
+.PHONY: benchmark test build checkkernels lint format asan coverage clean
+.NOTPARALLEL:
+
+# benchmark.py's exit status would be lost in the pipe, so a file stands for its success.
+benchmark: build
+	@rm -f build/benchmark.done
+	@$(call find_python) { \
+	  PYTHONPATH=. "$$python" benchmark/benchmark.py $(ARGS) && touch build/benchmark.done; } | tee build/benchmark.txt
+	@test -e build/benchmark.done
+	@$(call find_python) PYTHONPATH=. "$$python" benchmark/plot.py -o build/benchmark.png < build/benchmark.txt
+	@echo "table: build/benchmark.txt, figure: build/benchmark.png"
+
+test: build checkkernels
+	@$(call find_python) "$$python" -m pytest $(ARGS)
+
+build:
+	@$(call find_python) "$$python" setup.py -q build_ext --inplace --build-temp build/temp
+
+checkkernels:
+	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/temp
+	@$(RUN) build/temp/checkkernels
+
+lint:
+	@$(call find_python,$(RUFF) $(MYPY) $(CLANG_FORMAT)) set -x && \
+	  "$$python" -m ruff check . && \
+	  BLITZ_ATTN_CFLAGS=-Werror "$$python" setup.py -q build --build-base build/werror --build-lib build/werror/lib && \
+	  (cd build/werror/lib && "$$python" -m mypy --config-file ../../../pyproject.toml -p blitz_attn && \
+	   "$$python" -m mypy.stubtest --ignore-disjoint-bases blitz_attn._core) && \
+	  "$$(dirname "$$python")/clang-format" --dry-run -Werror $(C_FILES)
+
+format:
+	@$(call find_python,$(RUFF) $(CLANG_FORMAT)) "$$python" -m ruff check --fix . ; \
+	  "$$(dirname "$$python")/clang-format" -i $(C_FILES)
+
+# A build of its own, away from the one in place; every report of a sanitizer ends the run.
+asan: export BLITZ_ATTN_CFLAGS = -O1 -g -fno-omit-frame-pointer -UNDEBUG -fsanitize=address,undefined -fno-sanitize-recover=all
+asan: export CC = gcc
+asan: export ASAN_OPTIONS = detect_leaks=0
+asan:
+	@$(call find_python) "$$python" setup.py -q build --build-base build/asan --build-lib build/asan/lib --build-temp build/asan/temp && \
+	  "$$python" setup.py -q build_checkkernels --build-temp build/asan/temp && build/asan/temp/checkkernels && \
+	  cd build/asan && PYTHONPATH="$(CURDIR)/build/asan/lib" PYTHONMALLOC=malloc LD_PRELOAD="$(call sanitizer,asan) $(call sanitizer,ubsan)" \
+	  "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. ../../tests $(ARGS)
+
+coverage: export BLITZ_ATTN_CFLAGS = -O1 -UNDEBUG --coverage -fprofile-update=atomic
+coverage: export CC = gcc
+coverage:
+	@find build/coverage -name '*.gcda' -delete 2>/dev/null || true
+	@$(call find_python,$(COVERAGE_TOOLS)) "$$python" setup.py -q build --build-base build/coverage --build-lib build/coverage/lib && \
+	  (cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage/lib" "$$python" -m coverage run --rcfile ../../pyproject.toml --source lib/blitz_attn \
+	    -m pytest -c ../../pyproject.toml --rootdir ../.. ../../tests $(ARGS) && \
+	   "$$python" -m coverage report --rcfile ../../pyproject.toml --show-missing) && \
+	  "$$python" -m gcovr --root . --filter csrc/ --object-directory build/coverage --txt --print-summary build/coverage
+
+clean:
+	rm -rf build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache blitz_attn/*.so
+	find blitz_attn benchmark tests -name __pycache__ -prune -exec rm -rf {} +

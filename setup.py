@@ -1,0 +1,170 @@
+"""Metadata and build of blitz_attn.
+
+The metadata stands here and not in pyproject.toml because the releases of setuptools that distributions ship (66 and
+up) and today's disagree about the licence field of ``[project]``.
+
+Besides the usual commands there is ``python setup.py build_checkkernels``, which builds the kernel check program
+(tests/*.c) over the same sources with the same flags. Environment variables that the build looks at: ``CC``,
+``CFLAGS`` and the like as always, and ``BLITZ_ATTN_CFLAGS``, whose flags come last of all (sanitizers, ``-Werror``).
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+os.chdir(Path(__file__).resolve().parent)
+
+# One line an instruction set: the file csrc/kernels/<name>.c, the compiler's macro of the architecture that has it, and
+# the flags of that one file. On another architecture, and with a compiler that refuses the flags, every file is told
+# BA_NO_<name>, and csrc/kernels/<name>.c comes out empty.
+ISA_FLAGS = {
+    "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
+    "avx512": ("__x86_64__", "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"),
+}
+
+# NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math.
+COMMON_FLAGS = shlex.split("-std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -Wall -Wextra -pthread")
+EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
+
+LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/ops/*.c"))
+PYTHON_SOURCES = sorted(glob("csrc/python/*.c"))
+CHECK_SOURCES = sorted(glob("tests/*.c"))
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True) + glob("tests/*.h"))
+
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API before CPython 3.15
+
+
+class BuildExt(build_ext):
+    """Compiles each C file with its own flags, several at a time, and leaves alone what has not changed."""
+
+    def build_extension(self, ext):
+        objects = self.compile_sources(ext.sources)
+        path = self.get_ext_fullpath(ext.name)
+        if is_older(path, objects):
+            self.compiler.link_shared_object(objects, path, libraries=self.get_libraries(ext), extra_postargs=self.link_flags())
+
+    def compile_sources(self, sources):
+        macros = self.extensions[0].define_macros
+        isas = usable_isas(self.compiler)
+        left_out = [f"-DBA_NO_{name}" for name in ISA_FLAGS if name not in isas]
+
+        def compile_one(source):
+            kernel_file = Path(source).stem if Path(source).parent.name == "kernels" else None
+            flags = [*COMMON_FLAGS, *left_out, *isas.get(kernel_file, ()), *EXTRA_FLAGS]
+            target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
+            command = Path(target + ".command")
+            wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])
+            if is_older(target, [source, *HEADERS]) or not command.exists() or command.read_text() != wanted:
+                command.unlink(missing_ok=True)
+                self.compiler.compile([source], self.build_temp, macros, ["csrc"], extra_postargs=flags)
+                command.write_text(wanted)
+            return target
+
+        with ThreadPoolExecutor(self.parallel or os.cpu_count()) as pool:
+            return list(pool.map(compile_one, sources))
+
+    def link_flags(self):
+        return ["-pthread", "-lm", "-lpthread", *EXTRA_FLAGS]
+
+
+class BuildCheckKernels(BuildExt):
+    """Builds the program that checks every kernel against the portable one, at <build-temp>/checkkernels."""
+
+    description = "build the kernel check program (tests/*.c)"
+
+    def build_extensions(self):
+        objects = self.compile_sources([*CHECK_SOURCES, *LIBRARY_SOURCES])
+        self.compiler.link_executable(objects, "checkkernels", self.build_temp, extra_postargs=self.link_flags())
+
+
+def is_older(target, sources):
+    return not os.path.exists(target) or any(os.path.getmtime(target) < os.path.getmtime(source) for source in sources)
+
+
+def usable_isas(compiler):
+    """The flags of each kernel file that this compiler, for the architecture that it builds for, can use."""
+    macros = predefined_macros(compiler, [])
+    usable = {}
+    for name, (architecture, flags) in ISA_FLAGS.items():
+        if architecture not in macros:
+            continue
+        if predefined_macros(compiler, shlex.split(flags)):
+            usable[name] = shlex.split(flags)
+        else:
+            print(f"blitz_attn: built without {name}: {compiler.compiler_so[0]} refuses {flags}", file=sys.stderr)
+    return usable
+
+
+def predefined_macros(compiler, flags):
+    """The names that the compiler predefines under these flags; none where it refuses them."""
+    run = subprocess.run([*compiler.compiler_so, *flags, "-E", "-dM", "-x", "c", os.devnull], capture_output=True, text=True)
+    return set(re.findall(r"^#define (\w+)", run.stdout, re.MULTILINE)) if run.returncode == 0 else set()
+
+
+def extension():
+    macros = [] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")]
+    return Extension(
+        "blitz_attn._core",
+        PYTHON_SOURCES + LIBRARY_SOURCES,
+        include_dirs=["csrc"],
+        define_macros=macros,
+        depends=HEADERS,
+        py_limited_api=not FREE_THREADED,
+    )
+
+
+PLOT = ["matplotlib>=3.6"]
+TORCH = ["torch>=2.1"]
+
+setup(
+    name="blitz_attn",
+    version=re.search(r'#define BA_VERSION "(.+?)"', Path("csrc/blitz_attn.h").read_text(encoding="utf-8"))[1],
+    description="Block-sparse attention on CPUs, NumPy in and out",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="blitz_attn contributors",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    keywords="attention sparse-attention block-sparse flash-attention numpy simd avx2 avx512",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
+        "Programming Language :: Python :: Free Threading :: 2 - Beta",
+        "Programming Language :: Python :: Implementation :: CPython",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.11",
+    install_requires=["numpy>=1.24"],
+    extras_require={
+        "bfloat16": ["ml_dtypes>=0.3"],
+        "plot": PLOT,
+        "torch": TORCH,
+        "transformers": [*TORCH, "transformers>=4.48"],
+        "test": ["pytest>=7.2", "hypothesis>=6.67", "ml_dtypes>=0.3", *PLOT],
+    },
+    packages=find_packages(include=["blitz_attn", "blitz_attn.*"]),
+    package_data={"blitz_attn": ["py.typed", "*.pyi"]},
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildExt, "build_checkkernels": BuildCheckKernels},
+    options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
+    zip_safe=False,
+)
