@@ -1,0 +1,87 @@
+"""What the operator suites share: levels, poisoned outputs, comparison with the reference."""
+
+import numpy as np
+
+import blitz_attn
+from blitz_attn import reference, testing
+
+ISA_LEVELS = blitz_attn.isa_levels(available=True)
+DTYPES = ["float32", "float16", "bfloat16", "float64"]
+LAYOUTS = ["BNSD", "BSND", "BSH", "TND"]
+
+# Scores are summed in float32 (float64 for float64) whatever the inputs are.
+LSE_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
+
+
+def dtype_of(x):
+    """Name of the dtype that an array of `testing.make_qkv` stands for."""
+    return "bfloat16" if x.dtype == np.uint16 else x.dtype.name
+
+
+def bits_option(x):
+    """The keyword that bfloat16 bits need where ml_dtypes is missing."""
+    return {"dtype": "bfloat16"} if x.dtype == np.uint16 else {}
+
+
+def poisoned(shape, like):
+    """An array of NaN in the dtype of `like`: whatever the operation does not write will show."""
+    return testing.round_to(np.full(shape, np.nan), dtype_of(like))
+
+
+def out_shape(q, v, layout, num_heads=None, num_kv_heads=None):
+    if layout != "BSH":
+        return (*q.shape[:-1], v.shape[-1])
+    return (*q.shape[:-1], v.shape[-1] // (num_kv_heads or num_heads) * num_heads)
+
+
+def lse_shape(q, layout, num_heads=None, num_kv_heads=None):
+    if layout == "BNSD" or layout == "TND":
+        return q.shape[:-1]
+    return q.shape[0], num_heads or q.shape[2], q.shape[1]
+
+
+def attend(q, k, v, sabi=None, **options):
+    """(out, lse) of the operation, both written over NaN."""
+    layout = options.get("layout", "BNSD")
+    heads = {name: options[name] for name in ("num_heads", "num_kv_heads") if name in options}
+    out = poisoned(out_shape(q, v, layout, **heads), q)
+    lse = np.full(lse_shape(q, layout, **heads), np.nan, np.float64 if dtype_of(q) == "float64" else np.float32)
+    results = blitz_attn.block_sparse_attention(q, k, v, sabi, out=(out, lse), return_lse=True, **bits_option(q), **options)
+    assert results[0] is out
+    assert results[1] is lse
+    return out, lse
+
+
+def check(q, k, v, sabi=None, **options):
+    """Hold output and log-sum-exp against the float64 reference, by the error rule, at every instruction set level.
+
+    The rule's factor is 2; results of under 2000 elements, whose few roundings are a matter of luck on both sides, get 3.
+    Returns (out, lse) of the highest level.
+    """
+    dtype = dtype_of(q)
+    exact, exact_lse = testing.reference_attention(q, k, v, sabi, **bits_option(q), **options)
+    dense = testing.error_of(reference.dense_same_precision(q, k, v, sabi, **bits_option(q), **options), exact)
+    factor = 2.0 if exact.size >= 2000 else 3.0
+    for level in ISA_LEVELS:
+        with blitz_attn.isa(level):
+            out, lse = attend(q, k, v, sabi, **options)
+        ours = testing.error_of(out, exact, dtype)
+        assert testing.meets_error_rule(ours, dense, dtype, factor), f"{level}: error {ours}, of the dense computation {dense}"
+        np.testing.assert_allclose(lse, exact_lse, rtol=LSE_TOLERANCE[dtype], atol=LSE_TOLERANCE[dtype], err_msg=level)
+    return out, lse
+
+
+def same_bits(a, b):
+    """True where two arrays hold the same bytes, NaN and signed zero included."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def random_lists(rng, batch, heads, rows, columns, *, share=0.5, empty=0.0, dtype=np.int32):
+    """Unsorted random block lists, a share of whose rows is empty."""
+    mask = rng.random((batch, heads, rows, columns)) < share
+    mask &= rng.random((batch, heads, rows, 1)) >= empty
+    order = rng.random(mask.shape)
+    order[~mask] = 2.0  # dropped columns last
+    lists = np.argsort(order, axis=-1).astype(np.int64)
+    lists[np.arange(columns) >= mask.sum(axis=-1, keepdims=True)] = -1
+    return lists.astype(dtype)

@@ -1,0 +1,661 @@
+/* Every kernel of kernels.inc against plain double arithmetic written here.
+ *
+ *     checkkernels [NAME...]          checks; only kernels whose name contains one of the NAMEs, where given
+ *     checkkernels --bench [NAME...]  times attend instead
+ *
+ * checkkernels_case.c makes the cases; checkkernels_base.c has guarded memory, number formats and the report. */
+#define _POSIX_C_SOURCE 200809L /* clock_gettime */
+#include "checkkernels.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* ---- The kernels -------------------------------------------------------------------------------------------------- */
+
+enum { float32 = BA_FLOAT32, float16 = BA_FLOAT16, bfloat16 = BA_BFLOAT16, float64 = BA_FLOAT64, int8 = BA_INT8, float8_e4m3 = BA_FLOAT8_E4M3 };
+
+typedef struct listed {
+    const char *name;
+    const ba_attend_family *family; /* of a cache: the float32 family of its level */
+    const ba_cache_kernels *cache;
+    ba_dtype dtype;
+} listed;
+
+extern const ba_attend_family ba_attend_emulated_float32, ba_attend_emulated_float16, ba_attend_emulated_bfloat16; /* emulated_wide.c */
+extern const ba_cache_kernels ba_cache_emulated_float16, ba_cache_emulated_bfloat16, ba_cache_emulated_int8, ba_cache_emulated_float8_e4m3;
+extern const ba_probes ba_probes_emulated;
+
+static const listed list[] = {
+#define BA_FAMILY(level, dtype) {"attend_" #dtype "_" #level, &ba_attend_##level##_##dtype, NULL, (ba_dtype)dtype},
+#define BA_CACHE(level, dtype) {"cache_" #dtype "_" #level, &ba_attend_##level##_float32, &ba_cache_##level##_##dtype, (ba_dtype)dtype},
+#define BA_PROBE(level)
+#include "kernels/kernels.inc"
+    BA_FAMILY(emulated, float32)
+    BA_FAMILY(emulated, float16)
+    BA_FAMILY(emulated, bfloat16)
+    BA_CACHE(emulated, float16)
+    BA_CACHE(emulated, bfloat16)
+    BA_CACHE(emulated, int8)
+    BA_CACHE(emulated, float8_e4m3)
+#undef BA_FAMILY
+#undef BA_CACHE
+#undef BA_PROBE
+};
+static const struct {
+    const char *name;
+    const ba_probes *probes;
+} probe_list[] = {
+#define BA_FAMILY(level, dtype)
+#define BA_CACHE(level, dtype)
+#define BA_PROBE(level) {"probe_" #level, &ba_probes_##level},
+#include "kernels/kernels.inc"
+    BA_PROBE(emulated)
+#undef BA_FAMILY
+#undef BA_CACHE
+#undef BA_PROBE
+};
+enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof *probe_list };
+
+static subject subject_of(const listed *l) {
+    if (!l->cache) return (subject){l->name, l->family, l->dtype, l->dtype, l->family->pack_k, l->family->pack_v, l->family->pack_bytes, l->family->few};
+    return (subject){l->name, l->family, BA_FLOAT32, l->dtype, l->cache->pack, l->cache->pack, l->family->real_size, l->cache->few};
+}
+
+static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few"};
+
+enum { PACK_QUERIES, PACK_K, PACK_V, SCORES, SOFTMAX, VALUES, COMPOSED, ATTEND, JOIN, FINISH, UNSEEN, CUT, ALONE, KERNELS };
+static record records[KERNELS];
+
+static void clear_records(void) {
+    static const char *const names[KERNELS] = {"pack_queries", "pack_k", "pack_v", "scores", "softmax", "values", "its parts one by one", "attend", "join",
+                                               "finish", "promise: unseen keys", "promise: cut chunks", "promise: lanes alone"};
+    for (int i = 0; i < KERNELS; i++) records[i] = (record){.name = names[i]};
+}
+
+/* ---- attend, and its parts one after the other -------------------------------------------------------------------- */
+
+/* What the part before left behind, which is what the next is held against. */
+static double scores[BA_MAX_CHUNK][BA_MAX_LANES], old_o[BA_MAX_HEAD_DIM][BA_MAX_LANES], old_m[BA_MAX_LANES], old_l[BA_MAX_LANES];
+
+static void check_scores(const test_case *c, const ba_chunk *chunk, int64_t first, const void *row_max) {
+    for (int64_t i = 0; i < c->lanes; i++) {
+        double top = -largest_of(real_dtype(c));
+        for (int64_t j = 0; j < chunk->keys; j++) {
+            scores[j][i] = real_at(c, chunk->scratch, j * c->lanes + i);
+            if (!sees(c, i, first + j)) continue;
+            const plain_number want = score_of(c, i, first + j);
+            compare(&records[SCORES], scores[j][i], want.value, want.error, "score [key][lane]", j, i);
+            if (scores[j][i] > top) top = scores[j][i];
+        }
+        compare(&records[SCORES], real_at(c, row_max, i), top, 0, "row_max [.][lane]", 0, i);
+    }
+}
+
+static void check_softmax(const test_case *c, const ba_panel *panel, const ba_chunk *chunk, int64_t first, const void *row_max, const void *alpha) {
+    record *r = &records[SOFTMAX];
+    for (int64_t i = 0; i < c->lanes; i++) {
+        const double m = real_at(c, panel->m, i), shrink = real_at(c, alpha, i), top = real_at(c, row_max, i);
+        const bool stands = m == old_m[i];
+        compare(r, m, fmax(old_m[i], top), 0, "m [.][lane]", 0, i);
+        compare(r, shrink, stands ? 1 : exp2(old_m[i] - m), stands ? 0 : weight_error(c, old_m[i] - m), "alpha [.][lane]", 0, i);
+        double sum = old_l[i] * shrink;
+        for (int64_t j = 0; j < chunk->keys; j++) {
+            const double p = real_at(c, chunk->scratch, j * c->lanes + i), x = sees(c, i, first + j) ? scores[j][i] - m : -INFINITY;
+            compare(r, p, exp2(x), x == -INFINITY ? 0 : weight_error(c, x), "weight [key][lane]", j, i);
+            sum += scores[j][i] = p;
+        }
+        compare(r, real_at(c, panel->l, i), sum, sum_error(c, chunk->keys) * sum + tiny(c), "l [.][lane]", 0, i);
+    }
+}
+
+static void check_values(const test_case *c, const ba_panel *panel, const ba_chunk *chunk, int64_t first, const void *alpha) {
+    for (int64_t i = 0; i < c->lanes; i++)
+        for (int64_t d = 0; d < c->v_dim; d++) {
+            double sum = old_o[d][i] * real_at(c, alpha, i), size = fabs(sum);
+            for (int64_t j = 0; j < chunk->keys; j++) {
+                if (!sees(c, i, first + j)) continue;
+                const double term = scores[j][i] * v.value[first + j][d] * v_factor(c, first + j);
+                sum += term;
+                size += fabs(term);
+            }
+            compare(&records[VALUES], real_at(c, panel->o, o_index(c, d, i)), sum, sum_error(c, chunk->keys) * size + tiny(c) * (double)(chunk->keys + 5),
+                    "o [dim][lane]", d, i);
+        }
+}
+
+static void run_parts(const test_case *c, const ba_panel *panel, const ba_chunk *chunk, int64_t first) {
+    const ba_attend_family *f = c->s.f;
+    void *row_max = place(ROW_MAX, c->lanes * f->real_size), *alpha = place(ALPHA, c->lanes * f->real_size);
+    for (int64_t i = 0; i < c->lanes; i++) {
+        old_m[i] = real_at(c, panel->m, i);
+        old_l[i] = real_at(c, panel->l, i);
+        for (int64_t d = 0; d < c->v_dim; d++) old_o[d][i] = real_at(c, panel->o, o_index(c, d, i));
+    }
+    f->scores[c->variant](panel, chunk, row_max);
+    check_scores(c, chunk, first, row_max);
+    f->softmax[c->variant](panel, chunk, row_max, alpha);
+    check_softmax(c, panel, chunk, first, row_max, alpha);
+    f->values[c->variant](panel, chunk, alpha);
+    check_values(c, panel, chunk, first, alpha);
+}
+
+static void finish(const test_case *c, const ba_panel *panel, void **out_rows, void *lse) {
+    const ba_finish_fn fn = c->variant == FEW ? c->s.f->finish_few : c->s.f->finish[c->variant];
+    fn(panel, c->queries, c->v_dim, out_rows, lse);
+    require(&records[FINISH], neighbours_untouched(), "wrote beside a buffer", -1, -1);
+}
+
+static void check_end(const test_case *c, const ba_panel *panel, record *r, const plain_row *want) {
+    void **rows = place_out_rows(c), *lse = place_tight(LSE, c->queries * c->s.f->real_size, c->s.f->real_size);
+    finish(c, panel, rows, lse);
+    for (int64_t i = 0; i < c->queries; i++) {
+        compare(r, real_at(c, lse, i), want[i].lse, want[i].lse_error, "lse [.][lane]", 0, i);
+        for (int64_t d = 0; d < c->v_dim; d++) compare(r, get_element(c->s.dtype, rows[i], d), want[i].out[d], want[i].out_error[d], "out [dim][lane]", d, i);
+    }
+}
+
+/* Runs the case in chunks by the fused kernel; by its parts, where it has them; few queries also as two states joined. */
+static void check_case(const test_case *c, int64_t chunk_keys) {
+    static plain_row want[BA_MAX_LANES];
+    for (int64_t i = 0; i < c->queries; i++) attend_plainly(c, i, &want[i]);
+    const ba_attend_family *f = c->s.f;
+    const bool has_parts = c->variant != FEW && f->scores[c->variant] && f->softmax[c->variant] && f->values[c->variant];
+    for (int way = ATTEND; way <= JOIN; way++) {
+        const bool by_parts = way == JOIN && has_parts, joined = way == JOIN && c->variant == FEW;
+        record *r = &records[by_parts ? COMPOSED : way];
+        if (way == JOIN && !by_parts && !joined) continue;
+        const ba_panel panel = open_panel(c);
+        ba_panel other = panel;
+        if (joined) {
+            other = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
+            other.q = panel.q;
+            other.lo = panel.lo;
+            other.hi = panel.hi;
+        }
+        for (int64_t first = 0; first < c->keys; first += chunk_keys) {
+            const ba_chunk chunk = open_chunk(c, first, ba_min(chunk_keys, c->keys - first));
+            if (by_parts) run_parts(c, &panel, &chunk, first);
+            else attend(c, first ? &other : &panel, &chunk);
+            require(r, neighbours_untouched(), "wrote beside a buffer", first, -1);
+        }
+        if (joined) f->join_few(&panel, &other, c->queries, c->v_dim);
+        check_end(c, &panel, r, want);
+    }
+}
+
+static const int64_t long_dims[] = {48, 64, 80, 96, 128, 192, 255, 576};
+enum { SHORT_DIMS = 40, DIMS = SHORT_DIMS + sizeof long_dims / sizeof *long_dims };
+static int64_t dim_at(int64_t i) { return i < SHORT_DIMS ? i + 1 : long_dims[i - SHORT_DIMS]; }
+
+static void check_attend(test_case *c) {
+    const int64_t lanes = most_queries(c), step = c->s.f->key_step;
+    int64_t n = 0;
+    for (int64_t i = 0; i < DIMS; i++) /* every head dim with another v_dim, every fill and mask */
+        for (int fill = 0; fill < FILLS; fill++, n++) {
+            const bool is_long = dim_at(i) > 128;
+            make_case(c, fill, n % MASKS, 1 + pick(lanes), 1 + pick(is_long ? 9 : 24), dim_at(i), dim_at((i * 29 + 7 * fill) % (is_long ? SHORT_DIMS : DIMS)));
+            check_case(c, 1 + pick(c->keys));
+        }
+    for (int64_t keys = 1; keys <= BA_MAX_CHUNK; n++) { /* every length up to 70, then some */
+        make_case(c, n % FILLS, pick(MASKS), lanes, keys, 1 + pick(6), 1 + pick(6));
+        check_case(c, keys);
+        keys += keys < 70 || keys == BA_MAX_CHUNK ? 1 : ba_min(31, BA_MAX_CHUNK - keys);
+    }
+    for (int64_t queries = 1; queries <= lanes; queries++, n++) { /* several chunks in sequence */
+        make_case(c, n % FILLS, pick(MASKS), queries, 40 + pick(60), 1 + pick(24), 1 + pick(24));
+        check_case(c, ba_round_up(c->keys / 3, step) + step);
+    }
+    make_case(c, RANDOM, STAIRS, lanes, MAX_KEYS, 7, 5);
+    check_case(c, BA_MAX_CHUNK);
+}
+
+/* ---- Promises that hold to the bit -------------------------------------------------------------------------------- */
+
+typedef struct lane_state {
+    unsigned char bytes[(BA_MAX_HEAD_DIM + 2) * sizeof(double)];
+} lane_state;
+
+typedef struct key_range {
+    int64_t begin, end;
+} key_range;
+
+static void attend_ranges(const test_case *c, const key_range *ranges, int n, lane_state *state) {
+    const int64_t real = c->s.f->real_size;
+    const ba_panel panel = open_panel(c);
+    for (int i = 0; i < n; i++) {
+        if (ranges[i].begin >= ranges[i].end) continue;
+        const ba_chunk chunk = open_chunk(c, ranges[i].begin, ranges[i].end - ranges[i].begin);
+        attend(c, &panel, &chunk);
+    }
+    for (int64_t lane = 0; lane < c->lanes; lane++) {
+        unsigned char *to = state[lane].bytes;
+        memset(to, 0, sizeof *state);
+        memcpy(to, (char *)panel.m + lane * real, (size_t)real);
+        memcpy(to + real, (char *)panel.l + lane * real, (size_t)real);
+        for (int64_t d = 0; d < c->v_dim; d++) memcpy(to + (2 + d) * real, (char *)panel.o + o_index(c, d, lane) * real, (size_t)real);
+    }
+}
+
+static lane_state whole[BA_MAX_LANES], changed[BA_MAX_LANES];
+
+static void same_bits(record *r, int64_t lane, const char *what) {
+    require(r, memcmp(&whole[lane], &changed[lane], sizeof *whole) == 0, what, -1, lane);
+}
+
+/* A key that a lane does not see may hold anything. */
+static void check_unseen(const test_case *c, const key_range *ranges) {
+    static const double worst[] = {NAN, INFINITY, -INFINITY, 0x1.fcp127, -0x1.fcp127};
+    const int64_t j = pick(c->keys), some = pick(c->head_dim), some_v = pick(c->v_dim);
+    static unsigned char k_row[ROW_BYTES], v_row[ROW_BYTES];
+    memcpy(k_row, k.raw[j], ROW_BYTES);
+    memcpy(v_row, v.raw[j], ROW_BYTES);
+    const double value = worst[pick(5)];
+    for (int64_t d = some; d < c->head_dim; d++) set_element(c->s.kv_dtype, k.raw[j], d, value);
+    for (int64_t d = some_v; d < c->v_dim; d++) set_element(c->s.kv_dtype, v.raw[j], d, value);
+    attend_ranges(c, ranges, 2, changed);
+    for (int64_t i = 0; i < c->lanes; i++)
+        if (!sees(c, i, j)) same_bits(&records[UNSEEN], i, "what an unseen key holds shows in [.][lane]");
+    memcpy(k.raw[j], k_row, ROW_BYTES);
+    memcpy(v.raw[j], v_row, ROW_BYTES);
+}
+
+/* A chunk may be cut short to what some lane sees of it, and cut in two where no lane's keys are parted. */
+static void check_cuts(const test_case *c, const key_range *ranges) {
+    const int64_t step = c->s.f->key_step, begin = ranges[1].begin;
+    int64_t first = c->keys, end = begin;
+    for (int64_t j = begin; j < c->keys; j++)
+        for (int64_t i = 0; i < c->lanes; i++)
+            if (sees(c, i, j)) {
+                first = ba_min(first, j);
+                end = j + 1;
+            }
+    const key_range seen[] = {ranges[0], {begin + (first - begin) / step * step, end}};
+    attend_ranges(c, seen, 2, changed);
+    for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "leaving out keys that no lane sees shows in [.][lane]");
+
+    const int64_t cut = ba_min(begin + step * (1 + pick(ba_ceil_div(c->keys - begin, step))), c->keys);
+    const key_range halves[] = {ranges[0], {begin, cut}, {cut, c->keys}};
+    attend_ranges(c, halves, 3, changed);
+    for (int64_t i = 0; i < c->lanes; i++) {
+        bool before = false, after = false;
+        for (int64_t j = begin; j < c->keys; j++)
+            if (sees(c, i, j)) *(j < cut ? &before : &after) = true;
+        if (!before || !after) same_bits(&records[CUT], i, "a cut that parts none of its keys shows in [.][lane]");
+    }
+}
+
+/* A lane does not know of the other lanes, of the width of its panel, of what scratch held, or of a mask that hides nothing. */
+static void check_alone(test_case *c, const key_range *ranges) {
+    record *r = &records[ALONE];
+    const int64_t lane = pick(c->queries);
+    const double kept = q.value[lane][0];
+    set_operand(c, &q, lane, 0, specials[pick(3)]);
+    attend_ranges(c, ranges, 2, changed);
+    for (int64_t i = 0; i < c->lanes; i++)
+        if (i != lane) same_bits(r, i, "another lane's query shows in [.][lane]");
+    set_operand(c, &q, lane, 0, kept);
+
+    const int32_t lo = c->lo[lane], hi = c->hi[lane];
+    draw_range(c, lane);
+    attend_ranges(c, ranges, 2, changed);
+    for (int64_t i = 0; i < c->lanes; i++)
+        if (i != lane) same_bits(r, i, "another lane's mask shows in [.][lane]");
+    c->lo[lane] = lo;
+    c->hi[lane] = hi;
+
+    test_case other = *c;
+    other.scratch_fill = 0x3f;
+    if (c->variant == FEW) set_variant(&other, FEW, 1 + pick(c->queries));
+    else set_variant(&other, c->variant == WIDE ? NARROW : WIDE, ba_min(c->queries, ba_min(c->s.f->lanes[WIDE], c->s.f->lanes[NARROW])));
+    attend_ranges(&other, ranges, 2, changed);
+    for (int64_t i = 0; i < other.queries; i++) same_bits(r, i, "the width of the panel shows in [.][lane]");
+
+    other = *c;
+    other.mask = NO_MASK;
+    attend_ranges(&other, ranges, 2, whole);
+    other.mask = ALL_SEEN;
+    for (int64_t i = 0; i < c->lanes; i++) draw_range(&other, i);
+    attend_ranges(&other, ranges, 2, changed);
+    for (int64_t i = 0; i < c->lanes; i++) same_bits(r, i, "a mask that hides nothing shows in [.][lane]");
+}
+
+static void check_promises(test_case *c) {
+    const int64_t lanes = most_queries(c), step = c->s.f->key_step;
+    for (int n = 0; n < 120; n++) {
+        const int64_t before = pick(2) * step; /* a chunk that went before */
+        make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), before + 1 + pick(5 * step), 1 + pick(40), 1 + pick(40));
+        const key_range ranges[] = {{0, before}, {before, c->keys}};
+        attend_ranges(c, ranges, 2, whole);
+        check_unseen(c, ranges);
+        check_cuts(c, ranges);
+        check_alone(c, ranges);
+    }
+}
+
+/* An empty state changes no bit of the one that it joins, nor does the other way round. */
+static void check_empty_join(test_case *c) {
+    for (int n = 0; n < 20; n++) {
+        make_case(c, RANDOM, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(20), 1 + pick(20), 1 + pick(40));
+        const ba_panel full = open_panel(c), empty = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
+        const ba_chunk chunk = open_chunk(c, 0, c->keys);
+        attend(c, &full, &chunk);
+        const size_t bytes = (size_t)(c->queries * o_stride(c) * c->s.f->real_size);
+        static unsigned char kept[BA_FEW_QUERIES * BA_MAX_HEAD_DIM * sizeof(double)];
+        memcpy(kept, full.o, bytes);
+        c->s.f->join_few(&full, &empty, c->queries, c->v_dim);
+        for (int64_t i = 0; i < c->queries; i++)
+            for (int64_t d = 0; d < c->v_dim; d++)
+                compare(&records[JOIN], real_at(c, full.o, o_index(c, d, i)), real_at(c, kept, o_index(c, d, i)), 0, "o joined with nothing [dim][lane]", d, i);
+        const ba_panel into = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
+        c->s.f->join_few(&into, &full, c->queries, c->v_dim);
+        for (int64_t i = 0; i < c->queries; i++)
+            for (int64_t d = 0; d < c->v_dim; d++)
+                compare(&records[JOIN], real_at(c, into.o, o_index(c, d, i)), real_at(c, kept, o_index(c, d, i)), 0, "o joined into nothing [dim][lane]", d, i);
+        require(&records[JOIN], neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    }
+}
+
+/* ---- Formats ------------------------------------------------------------------------------------------------------ */
+
+/* A case of one query 1 and one key: its maximum is K and its output is V. */
+static void make_single(test_case *c, int64_t v_dim) {
+    make_case(c, EQUAL, NO_MASK, 1, 1, 1, v_dim);
+    c->scale = 1;
+    c->softcap = 0;
+    c->scaled = false;
+    set_operand(c, &q, 0, 0, 1);
+}
+
+/* Every pattern of K and V is read as the number that it stands for: K exactly, V up to the roundings of its weight, which
+ * are far less than what lies between two patterns. */
+static void check_patterns_in(test_case *c) {
+    const int64_t patterns = patterns_of(c->s.kv_dtype), size = ba_dtype_size(c->s.kv_dtype);
+    const bool packs = c->variant != FEW && c->s.pack_k;
+    make_single(c, 1);
+    ba_panel panel = open_panel(c);
+    for (int64_t bits = 0; bits < patterns; bits++) {
+        memcpy(k.raw[0], &bits, (size_t)size); /* little-endian; the other kind of machine needs the last bytes */
+        set_element(real_dtype(c), panel.m, 0, -largest_of(real_dtype(c)));
+        set_element(real_dtype(c), panel.l, 0, 0);
+        const ba_chunk chunk = open_chunk(c, 0, 1);
+        attend(c, &panel, &chunk);
+        const double want = get_element(c->s.kv_dtype, k.raw[0], 0);
+        record *r = &records[packs ? PACK_K : ATTEND];
+        if (isnan(want)) require(r, isnan(real_at(c, panel.l, 0)), "a NaN that does not show in l [pattern]", bits, -1);
+        else if (isfinite(want)) compare(r, real_at(c, panel.m, 0), want, 0, "key [pattern]", bits, -1);
+    }
+    for (int64_t bits = 0; bits < patterns; bits += ba_min(512, patterns)) {
+        make_single(c, ba_min(512, patterns));
+        for (int64_t d = 0; d < c->v_dim; d++) {
+            const int64_t pattern = bits + d;
+            memcpy(v.raw[0] + d * size, &pattern, (size_t)size);
+        }
+        panel = open_panel(c);
+        const ba_chunk chunk = open_chunk(c, 0, 1);
+        attend(c, &panel, &chunk);
+        for (int64_t d = 0; d < c->v_dim; d++) {
+            const double want = get_element(c->s.kv_dtype, v.raw[0], d);
+            compare(&records[packs ? PACK_V : ATTEND], real_at(c, panel.o, o_index(c, d, 0)), want, 4 * unit(c) * fabs(want) + 2 * tiny(c), "value [pattern]",
+                    bits + d, -1);
+        }
+    }
+}
+
+/* pack_queries through scores, whose keys are the axes: each score is one packed element, whatever the family's format. */
+static void check_pack_queries(test_case *c) {
+    record *r = &records[PACK_QUERIES];
+    const int64_t lanes = most_queries(c);
+    for (int64_t n = 0; n < 2 * DIMS; n++) {
+        make_case(c, n % 2 ? TINY : SPREAD, NO_MASK, 1 + n % lanes, ba_min(dim_at(n / 2), BA_MAX_CHUNK), dim_at(n / 2), 1);
+        c->scaled = false;
+        c->softcap = 0;
+        for (int64_t j = 0; j < c->keys; j++)
+            for (int64_t d = 0; d < c->head_dim; d++) set_operand(c, &k, j, d, d == j);
+        const ba_panel panel = open_panel(c);
+        const ba_chunk chunk = open_chunk(c, 0, c->keys);
+        const double *got = NULL;
+        if (c->variant == FEW) {
+            for (int64_t i = 0; i < c->queries; i++)
+                for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, i * BA_FEW_PAD(c->head_dim) + d);
+            got = scores[0];
+        } else if (c->s.f->scores[c->variant]) {
+            c->s.f->scores[c->variant](&panel, &chunk, place(ROW_MAX, c->lanes * c->s.f->real_size));
+            for (int64_t d = 0; d < c->keys; d++)
+                for (int64_t i = 0; i < c->lanes; i++) scores[d][i] = real_at(c, chunk.scratch, d * c->lanes + i);
+            got = scores[0];
+        }
+        for (int64_t d = 0; got && d < c->keys; d++)
+            for (int64_t i = 0; i < c->lanes; i++) {
+                const double want = i < c->queries ? q.value[i][d] * c->scale : 0;
+                compare(r, scores[d][i], want, fabs(want) * 3 * unit(c) + (want != 0 ? tiny(c) : 0), "packed query [dim][lane]", d, i);
+            }
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    }
+}
+
+/* For n = 0, 1, ..: each pattern's number, what is half way to the next, and the floats on both sides of that. */
+static double near_pattern(ba_dtype dtype, int64_t n) {
+    const int patterns = patterns_of(dtype), bits = (int)(n / 4 % patterns);
+    const double here = decode(dtype, bits), next = decode(dtype, (bits + 1) % patterns);
+    const double step = isfinite(here) && !isfinite(next) ? here - decode(dtype, bits - 1) : next - here;
+    const float middle = (float)(here + step / 2);
+    return n % 4 == 0 ? here : n % 4 == 1 ? (double)middle : (double)nextafterf(middle, n % 4 == 2 ? INFINITY : -INFINITY);
+}
+
+/* finish by itself. With l = 1 the output is o rounded to its dtype: ties, their neighbours, subnormals, overflow, NaN. */
+static void check_finish(test_case *c) {
+    record *r = &records[FINISH];
+    const ba_dtype dtype = c->s.dtype;
+    const int64_t lanes = most_queries(c);
+    int64_t left = ba_max(patterns_of(dtype), 1 << 14) * 4, n = 0;
+    while (left > 0) {
+        make_case(c, EQUAL, NO_MASK, 1 + pick(lanes), 1, 1, 1 + pick(BA_MAX_HEAD_DIM));
+        const ba_panel panel = open_panel(c);
+        for (int64_t i = 0; i < c->queries; i++) {
+            set_element(real_dtype(c), panel.m, i, uniform() * 100);
+            set_element(real_dtype(c), panel.l, i, 1);
+            for (int64_t d = 0; d < c->v_dim; d++, n++)
+                set_element(real_dtype(c), panel.o, o_index(c, d, i), patterns_of(dtype) ? near_pattern(dtype, n) : uniform() * exp2(uniform() * 160));
+        }
+        left -= c->queries * c->v_dim;
+        void **rows = place_out_rows(c), *lse = place_tight(LSE, c->queries * c->s.f->real_size, c->s.f->real_size);
+        finish(c, &panel, rows, lse);
+        for (int64_t i = 0; i < c->queries; i++)
+            for (int64_t d = 0; d < c->v_dim; d++) {
+                const double o = real_at(c, panel.o, o_index(c, d, i)), got = get_element(dtype, rows[i], d);
+                double want[1];
+                set_element(dtype, want, 0, o);
+                compare(r, got, get_element(dtype, want, 0), 0, "rounded [dim][lane]", d, i);
+                if (!isnan(o)) require(r, memcmp(want, (char *)rows[i] + d * ba_dtype_size(dtype), (size_t)ba_dtype_size(dtype)) == 0, "bits [dim][lane]", d, i);
+            }
+    }
+    for (n = 0; n < 200; n++) { /* any l */
+        make_case(c, EQUAL, NO_MASK, 1 + pick(lanes), 1, 1, 1 + pick(40));
+        const ba_panel panel = open_panel(c);
+        for (int64_t i = 0; i < c->queries; i++) {
+            const double l[] = {0, NAN, INFINITY, exp2(uniform() * 100), 1 + fabs(uniform()) * 1e6, 3};
+            set_element(real_dtype(c), panel.l, i, l[pick(6)]);
+            set_element(real_dtype(c), panel.m, i, uniform() * (pick(2) ? 1 : 1e30));
+            for (int64_t d = 0; d < c->v_dim; d++)
+                set_element(real_dtype(c), panel.o, o_index(c, d, i), real_at(c, panel.l, i) == 0 ? 0 : uniform() * 8 * fmin(real_at(c, panel.l, i), 1e10));
+        }
+        void **rows = place_out_rows(c), *lse = place_tight(LSE, c->queries * c->s.f->real_size, c->s.f->real_size);
+        finish(c, &panel, rows, lse);
+        for (int64_t i = 0; i < c->queries; i++) {
+            const double l = real_at(c, panel.l, i), m = real_at(c, panel.m, i), want = l == 0 ? -INFINITY : (m + log2(l)) * 0.6931471805599453;
+            compare(r, real_at(c, lse, i), want, 4 * unit(c) * (fabs(want) + fabs(m)), "lse [.][lane]", 0, i);
+            for (int64_t d = 0; d < c->v_dim; d++) {
+                const double value = l == 0 ? 0 : real_at(c, panel.o, o_index(c, d, i)) / l;
+                compare(r, get_element(dtype, rows[i], d), value, fabs(value) * (4 * unit(c) + unit_of(dtype)) + smallest_of(dtype), "out [dim][lane]", d, i);
+            }
+        }
+    }
+}
+
+static void check_merge(test_case *c, record *r) {
+    const ba_dtype dtype = c->s.dtype;
+    for (int64_t n = 0; n < 60 * FILLS; n++) {
+        const int64_t parts = pick(6), dim = dim_at(n % DIMS);
+        c->variant = WIDE;
+        make_case(c, n / DIMS % FILLS, NO_MASK, 1, ba_max(parts, 1), 1, dim);
+        const void **rows = place_rows(c, V_ROWS, ROW_POINTERS, &v, 0, parts, dim);
+        void *weights = place_tight(WEIGHTS, parts * c->s.f->real_size, c->s.f->real_size);
+        for (int64_t i = 0; i < parts; i++) set_element(real_dtype(c), weights, i, fabs(uniform()));
+        void *out = place_row(OUT_ROWS, 0, dim * ba_dtype_size(dtype));
+        c->s.f->merge_row(out, rows, weights, parts, dim);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t d = 0; d < dim; d++) {
+            double sum = 0, size = 0;
+            for (int64_t i = 0; i < parts; i++) {
+                sum += real_at(c, weights, i) * v.value[i][d];
+                size += fabs(real_at(c, weights, i) * v.value[i][d]);
+            }
+            compare(r, get_element(dtype, out, d), sum, sum_error(c, parts) * size + tiny(c) * (double)parts + unit_of(dtype) * fabs(sum) + (parts ? smallest_of(dtype) : 0),
+                    "merged [.][dim]", 0, d);
+        }
+    }
+    for (int64_t bits = 0; bits < patterns_of(dtype); bits += 512) { /* one part, all of it: what came goes */
+        make_case(c, EQUAL, NO_MASK, 1, 1, 1, 512);
+        for (int64_t d = 0; d < 512; d++) ((uint16_t *)(void *)v.raw[0])[d] = (uint16_t)(bits + d);
+        const void **rows = place_rows(c, V_ROWS, ROW_POINTERS, &v, 0, 1, 512);
+        void *weights = place_tight(WEIGHTS, c->s.f->real_size, c->s.f->real_size), *out = place_row(OUT_ROWS, 0, 1024);
+        set_element(real_dtype(c), weights, 0, 1);
+        c->s.f->merge_row(out, rows, weights, 1, 512);
+        for (int64_t d = 0; d < 512; d++) compare(r, get_element(dtype, out, d), decode(dtype, (int)(bits + d)), 0, "copied [pattern]", bits + d, -1);
+    }
+}
+
+/* ---- All of one kernel -------------------------------------------------------------------------------------------- */
+
+static void check_variant(void *context) {
+    test_case *c = context;
+    check_pack_queries(c);
+    check_attend(c);
+    check_promises(c);
+    check_patterns_in(c);
+    if (c->s.dtype == c->s.kv_dtype) check_finish(c);
+    if (c->variant == FEW) check_empty_join(c);
+}
+
+static void check_merge_row(void *context) {
+    test_case *c = context;
+    check_merge(c, &records[0]);
+}
+
+static void check_subject(const subject *s) {
+    static test_case c;
+    for (int variant = WIDE; variant <= FEW; variant++) {
+        if (variant != FEW && s->dtype != s->kv_dtype && !s->pack_k) continue; /* K and V as the family has them */
+        clear_records();
+        c = (test_case){.s = *s, .variant = variant};
+        guarded_run(check_variant, &c, &records[ATTEND]);
+        report(s->name, variant_names[variant], records, KERNELS);
+    }
+    if (s->dtype != s->kv_dtype) return;
+    clear_records();
+    records[0] = (record){.name = "merge_row"};
+    c = (test_case){.s = *s};
+    guarded_run(check_merge_row, &c, &records[0]);
+    report(s->name, "", records, 1);
+}
+
+static void check_probe(void *context) {
+    const ba_probes *p = context;
+    record *r = &records[0];
+    for (int64_t bytes = 512; bytes <= 8192; bytes += 512) {
+        flip_side();
+        forget_places();
+        float *data = place(PROBE, bytes), sink[BA_MAX_LANES];
+        double sum = 0;
+        for (int64_t i = 0; i < bytes / 4; i++) sum += data[i] = (float)(0.6 + 0.1 * uniform()); /* also multipliers whose powers do not grow */
+        compare(r, p->read(data, bytes), sum, sum * 1e-5, "sum read [.][bytes]", 0, bytes);
+        for (int i = 0; i < BA_MAX_LANES; i++) sink[i] = NAN;
+        const double once = p->flops(data, 1, sink);
+        require(r, once > 0 && p->flops(data, 3, sink) == 3 * once && isfinite(sink[0]), "operations counted", -1, -1);
+    }
+}
+
+/* Each level's table holds, for each dtype, the highest kernel of the list that the level and the CPU allow. */
+static void check_dispatch(void) {
+    clear_records();
+    record *r = &records[0];
+    r->name = "tables";
+    for (int level = 0; level < BA_ISA_COUNT; level++) {
+        const ba_attend_family *families[BA_DTYPE_COUNT] = {0};
+        const ba_cache_kernels *caches[BA_DTYPE_COUNT] = {0};
+        for (int i = 0; i < LISTED; i++) {
+            const listed *l = &list[i];
+            const ba_isa isa = l->cache ? l->cache->isa : l->family->isa;
+            if (strstr(l->name, "emulated") || (int)isa > level || isa > ba_isa_detected()) continue;
+            if (l->cache) caches[l->dtype] = l->cache;
+            else families[l->dtype] = l->family;
+        }
+        for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
+            require(r, ba_kernels_at((ba_isa)level)->cache[dtype] == caches[dtype], "cache kernel [dtype][level]", dtype, level);
+            if (dtype < BA_FLOAT_DTYPES) require(r, ba_kernels_at((ba_isa)level)->attend[dtype] == families[dtype], "family [dtype][level]", dtype, level);
+        }
+    }
+    report("dispatch", "", r, 1);
+}
+
+/* ---- Benchmark ---------------------------------------------------------------------------------------------------- */
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* attend over one chunk that stays in cache, on one thread: an upper bound on what a driver can make of it. */
+static void bench(const subject *s) {
+    static test_case c;
+    const double limit = ba_probe_flops(s->f->isa, 0.1, 1);
+    for (int variant = WIDE; variant <= FEW; variant++)
+        for (int64_t dim = 64; dim <= 128; dim *= 2) {
+            if (variant != FEW && s->dtype != s->kv_dtype) continue;
+            c = (test_case){.s = *s, .variant = variant};
+            make_case(&c, RANDOM, NO_MASK, variant == FEW ? BA_FEW_QUERIES : s->f->lanes[variant], ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
+            c.softcap = 0;
+            const ba_panel panel = open_panel(&c);
+            const ba_chunk chunk = open_chunk(&c, 0, c.keys);
+            double calls = 0, elapsed;
+            const double begin = now();
+            do {
+                for (int i = 0; i < 10; i++) attend(&c, &panel, &chunk);
+                calls += 10;
+                elapsed = now() - begin;
+            } while (elapsed < 0.1);
+            const double rate = calls * 4 * (double)(c.keys * c.queries * dim) / elapsed;
+            printf("%-28s %-6s dim %3d  %7.1f GFLOP/s  %5.3f of the level's multiply-adds\n", s->name, variant_names[variant], (int)dim, rate * 1e-9,
+                   rate / limit);
+        }
+}
+
+int main(int argc, char **argv) {
+    const bool timing = argc > 1 && strcmp(argv[1], "--bench") == 0;
+    const int first_name = timing ? 2 : 1;
+    for (int i = 0; i < LISTED + PROBES; i++) {
+        const char *name = i < LISTED ? list[i].name : probe_list[i - LISTED].name;
+        bool wanted = first_name == argc;
+        for (int a = first_name; a < argc; a++) wanted |= strstr(name, argv[a]) != NULL;
+        if (!wanted) continue;
+        if ((i < LISTED ? list[i].family->isa : probe_list[i - LISTED].probes->isa) > ba_isa_detected()) {
+            printf("%-64s skipped: this CPU has not got it\n", name);
+        } else if (i < LISTED) {
+            const subject s = subject_of(&list[i]);
+            if (timing) bench(&s);
+            else check_subject(&s);
+        } else if (!timing) {
+            clear_records();
+            records[0] = (record){.name = "flops and read"};
+            guarded_run(check_probe, (void *)(uintptr_t)probe_list[i - LISTED].probes, &records[0]);
+            report(name, "", records, 1);
+        }
+    }
+    if (timing) return 0;
+    check_dispatch();
+    return report_total();
+}

@@ -1,0 +1,155 @@
+/* What the kernel checks stand on: guarded memory, element types in plain arithmetic, random numbers, the report. */
+#ifndef CHECKKERNELS_H
+#define CHECKKERNELS_H
+
+#include "kernels/tables.h"
+
+/* ---- Guarded memory ----------------------------------------------------------------------------------------------- */
+
+/* Every buffer lies between two pages that may not be touched: flush with the one behind it, or with the one before it
+ * after flip_side(). It and the room beside it come filled with ones (NaN, -1, a pointer to nowhere). */
+typedef enum buffer {
+    PANEL_Q, PANEL_O, PANEL_M, PANEL_L, OTHER_O, OTHER_M, OTHER_L, PANEL_LO, PANEL_HI, SCRATCH, ROW_MAX, ALPHA, LSE, WEIGHTS, KEY_INDEX, PROBE,
+    PACKED_K, PACKED_V, K_SCALES, V_SCALES, K_POINTERS, V_POINTERS, PACKED_K_POINTERS, PACKED_V_POINTERS, ROW_POINTERS, BUFFERS
+} buffer;
+void *place(buffer which, int64_t bytes);                      /* aligned to BA_ALIGN */
+void *place_tight(buffer which, int64_t bytes, int64_t align); /* aligned to `align` only: no gap before the guard */
+
+/* Rows, each between guard pages of its own; a row and its neighbour stand at different ends of their pages. */
+typedef enum row_pool { Q_ROWS, K_ROWS, V_ROWS, OUT_ROWS, ROW_POOLS } row_pool;
+void *place_row(row_pool pool, int64_t index, int64_t bytes);
+const void *no_row(void); /* an address whose page may not be touched */
+
+void flip_side(void);
+bool neighbours_untouched(void); /* the room beside everything placed since forget_places() */
+void forget_places(void);
+
+/* ---- Elements ----------------------------------------------------------------------------------------------------- */
+
+/* float16, bfloat16 and float8_e4m3 by the definition of the formats, with none of the library's tricks. */
+double decode(ba_dtype dtype, int bits);
+int encode(ba_dtype dtype, double value); /* to nearest, ties to even */
+int patterns_of(ba_dtype dtype);          /* how many bit patterns it has; 0 where they are too many to try */
+
+double get_element(ba_dtype dtype, const void *data, int64_t index);
+double set_element(ba_dtype dtype, void *data, int64_t index, double value); /* returns what it was rounded to */
+
+/* Unit roundoff, smallest positive and largest finite number of a dtype. For a family's real: of float or double. */
+double unit_of(ba_dtype dtype);
+double smallest_of(ba_dtype dtype);
+double largest_of(ba_dtype dtype);
+ba_dtype real_of(const ba_attend_family *family);
+
+/* ---- Random numbers: the same in every run ------------------------------------------------------------------------ */
+
+uint64_t random_bits(void);
+int64_t pick(int64_t n);       /* 0 .. n-1 */
+double uniform(void);          /* [-1, 1) */
+
+/* ---- The report --------------------------------------------------------------------------------------------------- */
+
+/* One kernel, or one promise, and how it did. */
+typedef struct record {
+    const char *name;
+    double worst; /* largest error, in units of its tolerance */
+    int64_t compared;
+    int64_t failures;
+} record;
+
+extern char case_text[256]; /* parameters of the case being checked, for failures */
+
+/* got is right where it is NaN like want, the same infinity, or a number not further from it than the tolerance. */
+void compare(record *r, double got, double want, double tolerance, const char *what, int64_t row, int64_t lane);
+void require(record *r, bool holds, const char *what, int64_t row, int64_t lane);
+
+/* Prints the records that compared something, and counts them. */
+void report(const char *family, const char *variant, record *records, int count);
+int report_total(void); /* the last line; 0 where all passed */
+
+/* `run(context)`, or a failure of `r` where it faults. */
+void guarded_run(void (*run)(void *context), void *context, record *r);
+
+/* ---- A case (checkkernels_case.c) --------------------------------------------------------------------------------- */
+
+/* A family with K and V of its own dtype, or of another as a cache has it. */
+typedef struct subject {
+    const char *name;
+    const ba_attend_family *f;
+    ba_dtype dtype, kv_dtype; /* of queries and output; of K and V */
+    ba_pack_rows_fn pack_k, pack_v;
+    int64_t pack_bytes;
+    ba_attend_few_fn few;
+} subject;
+
+/* How the queries stand: WIDE and NARROW are the panel widths of kernels.h, FEW its kernel for a few queries. */
+enum { WIDE, NARROW, FEW, VARIANTS };
+
+enum { MAX_CHUNKS = 3, MAX_KEYS = MAX_CHUNKS * BA_MAX_CHUNK, ROW_BYTES = BA_MAX_HEAD_DIM * sizeof(double) };
+
+typedef enum fill { RANDOM, SPREAD, TINY, EXACT_HUGE, EQUAL, SPECIAL, FILLS } fill;
+typedef enum mask { NO_MASK, ALL_SEEN, RANGES, STAIRS, NONE_SEEN, MASKS } mask;
+
+typedef struct test_case {
+    subject s;
+    int variant;
+    int64_t lanes, queries; /* of the panel, and in use */
+    int64_t head_dim, v_dim, keys;
+    fill fill;
+    mask mask;
+    double scale, softcap;
+    bool scaled; /* K and V have a scale a key */
+    float k_scale[MAX_KEYS], v_scale[MAX_KEYS];
+    int32_t lo[BA_MAX_LANES], hi[BA_MAX_LANES];
+    int32_t key_index[MAX_KEYS];
+    unsigned char scratch_fill;
+} test_case;
+
+/* Inputs, as rows of elements and as the numbers that these stand for. */
+typedef struct operand {
+    unsigned char raw[MAX_KEYS][ROW_BYTES];
+    double value[MAX_KEYS][BA_MAX_HEAD_DIM];
+} operand;
+extern operand q, k, v;
+
+extern const double specials[3]; /* NaN and the infinities */
+
+/* Draws everything but the kernel, the variant and the sizes. What was placed before is forgotten. */
+void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
+void set_variant(test_case *c, int variant, int64_t queries);
+void set_operand(const test_case *c, operand *x, int64_t row, int64_t d, double value);
+void draw_range(test_case *c, int64_t lane);
+bool sees(const test_case *c, int64_t lane, int64_t key);
+int64_t most_queries(const test_case *c);
+
+/* Operands where a kernel sees them. Pointers to rows end at a guard page as the rows do. */
+const void **place_rows(const test_case *c, row_pool pool, buffer pointers, const operand *x, int64_t first, int64_t rows, int64_t dim);
+void **place_out_rows(const test_case *c);
+ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l);
+ba_panel open_panel(const test_case *c);
+ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
+void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk);
+
+ba_dtype real_dtype(const test_case *c);
+double real_at(const test_case *c, const void *data, int64_t index);
+int64_t o_stride(const test_case *c);
+int64_t o_index(const test_case *c, int64_t d, int64_t lane);
+
+/* What plain arithmetic says, and how far a kernel may be from it. */
+double unit(const test_case *c);
+double tiny(const test_case *c);
+double sum_error(const test_case *c, int64_t n);       /* of n terms, relative to the sum of their sizes */
+double weight_error(const test_case *c, double score); /* of 2^score */
+double v_factor(const test_case *c, int64_t key);
+
+typedef struct plain_number {
+    double value, error;
+} plain_number;
+plain_number score_of(const test_case *c, int64_t lane, int64_t key); /* log2 units */
+
+typedef struct plain_row {
+    double lse, lse_error;
+    double out[BA_MAX_HEAD_DIM], out_error[BA_MAX_HEAD_DIM];
+} plain_row;
+void attend_plainly(const test_case *c, int64_t lane, plain_row *r);
+
+#endif

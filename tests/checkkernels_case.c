@@ -1,0 +1,265 @@
+/* Cases: drawing their inputs, placing them where a kernel sees them, and what plain double arithmetic makes of them. */
+#include "checkkernels.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- Inputs ------------------------------------------------------------------------------------------------------- */
+
+static const char *const fill_names[FILLS] = {"random", "spread", "tiny", "huge", "equal", "special"};
+static const char *const mask_names[MASKS] = {"none", "all seen", "ranges", "stairs", "none seen"};
+
+operand q, k, v;
+
+ba_dtype real_dtype(const test_case *c) { return real_of(c->s.f); }
+double real_at(const test_case *c, const void *data, int64_t index) { return get_element(real_dtype(c), data, index); }
+static ba_dtype dtype_of(const test_case *c, const operand *x) { return x == &q ? c->s.dtype : c->s.kv_dtype; }
+
+bool sees(const test_case *c, int64_t lane, int64_t key) {
+    return c->mask == NO_MASK || (c->lo[lane] <= c->key_index[key] && c->key_index[key] < c->hi[lane]);
+}
+
+void set_operand(const test_case *c, operand *x, int64_t row, int64_t d, double value) {
+    x->value[row][d] = set_element(dtype_of(c, x), x->raw[row], d, value);
+}
+
+static double draw(const test_case *c, const operand *x) {
+    const ba_dtype dtype = dtype_of(c, x);
+    if (dtype == BA_INT8) return c->fill == EXACT_HUGE ? (double)(pick(5) - 2) * 32 : c->fill == TINY ? (double)pick(3) - 1 : uniform() * 130;
+    switch (c->fill) {
+    case SPREAD: return uniform() * (x == &v && dtype != BA_FLOAT8_E4M3 ? 1000 : 12);
+    case TINY: return (double)(pick(2047) - 1023) * smallest_of(dtype);
+    case EXACT_HUGE: /* small integers times a power of two: every sum is exact, all weights are 0 or 1 */
+        switch (dtype) {
+        case BA_FLOAT64: return (double)(pick(5) - 2) * (x == &v ? 0x1p900 : 0x1p400);
+        case BA_FLOAT16: return (double)(pick(5) - 2) * (x == &v ? 0x1p13 : 0x1p12);
+        case BA_FLOAT8_E4M3: return (double)(pick(5) - 2) * 0x1p7;
+        default: return (double)(pick(5) - 2) * (x == &v ? 0x1p100 : 0x1p55);
+        }
+    case EQUAL: return x == &v ? -1.3 : 0.7;
+    default: return pick(8) ? uniform() * 2 : 0;
+    }
+}
+
+const double specials[3] = {NAN, INFINITY, -INFINITY};
+
+static void fill_operand(const test_case *c, operand *x, int64_t rows, int64_t dim) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t d = 0; d < dim; d++) set_operand(c, x, i, d, draw(c, x));
+    for (int n = 0; c->fill == SPECIAL && rows && n < 2; n++)
+        if (pick(2)) set_operand(c, x, pick(rows), pick(dim), specials[pick(3)]);
+}
+
+void draw_range(test_case *c, int64_t lane) {
+    const int32_t first = c->key_index[0], span = c->key_index[c->keys - 1] - first + 1;
+    int32_t lo = INT32_MIN, hi = INT32_MAX;
+    if (c->mask == RANGES) {
+        if (pick(8)) lo = first - 2 + (int32_t)pick(span + 2);
+        if (pick(8)) hi = ba_max(lo, first - 2) + (int32_t)pick(span + 3); /* some are empty */
+    } else if (c->mask == STAIRS) { /* the first see nothing, the last see all */
+        lo = 0;
+        hi = first + (int32_t)((lane - 2) * ba_max(1, span / c->lanes));
+    } else if (c->mask == NONE_SEEN) {
+        if (pick(2)) hi = first;
+        else lo = first + span;
+    }
+    c->lo[lane] = lo;
+    c->hi[lane] = hi;
+}
+
+int64_t most_queries(const test_case *c) { return c->variant == FEW ? BA_FEW_QUERIES : c->s.f->lanes[c->variant]; }
+
+static void describe(const test_case *c) {
+    snprintf(case_text, sizeof case_text, "queries=%d keys=%d head_dim=%d v_dim=%d fill=%s mask=%s scale=%.9g softcap=%g scaled=%d key_index[0]=%d",
+             (int)c->queries, (int)c->keys, (int)c->head_dim, (int)c->v_dim, fill_names[c->fill], mask_names[c->mask], c->scale, c->softcap, c->scaled,
+             (int)c->key_index[0]);
+}
+
+void set_variant(test_case *c, int variant, int64_t queries) {
+    c->variant = variant;
+    c->lanes = variant == FEW ? queries : c->s.f->lanes[variant];
+    c->queries = queries;
+}
+
+void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim) {
+    c->fill = fill;
+    c->mask = mask;
+    c->keys = keys;
+    c->head_dim = head_dim;
+    c->v_dim = v_dim;
+    c->scratch_fill = 0xff;
+    set_variant(c, c->variant, queries);
+    const bool exact = fill == EXACT_HUGE || fill == SPECIAL;
+    const double scales[] = {1, 0.125, 1.4426950408889634 / sqrt((double)head_dim), -0.3, 0, 0.7};
+    c->scale = exact ? 0.125 : scales[pick(6)];
+    c->softcap = pick(4) ? 0 : pick(2) ? 8 : 50;
+    c->scaled = (c->variant == FEW || (c->s.pack_k && c->s.pack_v)) && pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
+    int64_t index = pick(4) ? pick(1000) : INT32_MAX - 4 * MAX_KEYS;
+    for (int64_t j = 0; j < keys; j++) {
+        c->key_index[j] = (int32_t)(index += 1 + (pick(4) == 0 ? pick(3) : 0));
+        c->k_scale[j] = exact ? 0.5f : (float)(0.02 + 0.01 * uniform());
+        c->v_scale[j] = exact ? 0.25f : (float)(0.02 + 0.01 * uniform());
+    }
+    for (int64_t i = 0; i < c->lanes; i++) draw_range(c, i);
+    fill_operand(c, &q, queries, head_dim);
+    fill_operand(c, &k, keys, head_dim);
+    fill_operand(c, &v, keys, v_dim);
+    describe(c);
+    flip_side();
+    forget_places();
+}
+
+/* ---- Operands where a kernel sees them ---------------------------------------------------------------------------- */
+
+const void **place_rows(const test_case *c, row_pool pool, buffer pointers, const operand *x, int64_t first, int64_t rows, int64_t dim) {
+    const int64_t bytes = dim * ba_dtype_size(dtype_of(c, x));
+    const void **row = place_tight(pointers, rows * (int64_t)sizeof *row, sizeof *row);
+    for (int64_t i = 0; i < rows; i++) row[i] = memcpy(place_row(pool, i, bytes), x->raw[first + i], (size_t)bytes);
+    return row;
+}
+
+static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffer packed, buffer pointers, const void **rows, const float *scales,
+                                 int64_t keys, int64_t dim) {
+    const void **row = place_tight(pointers, keys * (int64_t)sizeof *row, sizeof *row);
+    pack(place(packed, keys * ba_round_up(dim, BA_PACK_PAD) * c->s.pack_bytes), row, rows, scales, keys, dim);
+    return row;
+}
+
+static void *place_copy(buffer which, const void *data, int64_t n, int64_t element) {
+    return memcpy(place_tight(which, n * element, element), data, (size_t)(n * element));
+}
+
+int64_t o_stride(const test_case *c) { return c->variant == FEW ? BA_FEW_PAD(c->v_dim) : 1; }
+int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return c->variant == FEW ? lane * o_stride(c) + d : d * c->lanes + lane; }
+
+ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
+    const int64_t real = c->s.f->real_size, o_bytes = (c->variant == FEW ? BA_FEW_PAD(c->v_dim) : c->v_dim) * c->lanes * real;
+    ba_panel panel = {.o = place(o, o_bytes), .m = place(m, c->lanes * real), .l = place(l, c->lanes * real)};
+    memset(panel.o, 0, (size_t)o_bytes);
+    memset(panel.l, 0, (size_t)(c->lanes * real));
+    for (int64_t i = 0; i < c->lanes; i++) set_element(real_dtype(c), panel.m, i, -largest_of(real_dtype(c)));
+    return panel;
+}
+
+ba_panel open_panel(const test_case *c) {
+    const ba_attend_family *f = c->s.f;
+    ba_panel panel = empty_state(c, PANEL_O, PANEL_M, PANEL_L);
+    const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the pointers end at the guard */
+    if (c->variant == FEW) {
+        panel.q = place(PANEL_Q, c->queries * BA_FEW_PAD(c->head_dim) * f->real_size);
+        f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
+    } else {
+        panel.q = place(PANEL_Q, c->lanes * c->head_dim * f->q_bytes);
+        f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
+    }
+    if (c->mask == NO_MASK) return panel;
+    panel.lo = place_copy(PANEL_LO, c->lo, c->lanes, sizeof *c->lo);
+    panel.hi = place_copy(PANEL_HI, c->hi, c->lanes, sizeof *c->hi);
+    return panel;
+}
+
+ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
+    const subject *s = &c->s;
+    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .softcap = c->softcap};
+    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, first, keys, c->head_dim);
+    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, first, keys, c->v_dim);
+    const float *k_scale = c->scaled ? place_copy(K_SCALES, c->k_scale + first, keys, sizeof *k_scale) : NULL;
+    const float *v_scale = c->scaled ? place_copy(V_SCALES, c->v_scale + first, keys, sizeof *v_scale) : NULL;
+    const bool packs = c->variant != FEW;
+    chunk.k_rows = packs && s->pack_k ? place_packed(c, s->pack_k, PACKED_K, PACKED_K_POINTERS, k_rows, k_scale, keys, c->head_dim) : k_rows;
+    chunk.v_rows = packs && s->pack_v ? place_packed(c, s->pack_v, PACKED_V, PACKED_V_POINTERS, v_rows, v_scale, keys, c->v_dim) : v_rows;
+    if (!packs) {
+        chunk.k_scale = k_scale;
+        chunk.v_scale = v_scale;
+    }
+    const int64_t bytes = packs ? keys * s->f->scratch_per_key : BA_FEW_QUERIES * ba_round_up(keys, 16) * s->f->real_size;
+    chunk.scratch = memset(place(SCRATCH, bytes), c->scratch_fill, (size_t)bytes);
+    if (c->mask != NO_MASK) chunk.key_index = place_copy(KEY_INDEX, c->key_index + first, keys, sizeof *c->key_index);
+    return chunk;
+}
+
+void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
+    if (c->variant == FEW) c->s.few(panel, c->queries, chunk);
+    else c->s.f->attend[c->variant](panel, chunk);
+}
+
+void **place_out_rows(const test_case *c) { /* for the queries in use and none beyond */
+    void **rows = place_tight(ROW_POINTERS, c->queries * (int64_t)sizeof *rows, sizeof *rows);
+    for (int64_t i = 0; i < c->queries; i++) rows[i] = place_row(OUT_ROWS, i, c->v_dim * ba_dtype_size(c->s.dtype));
+    return rows;
+}
+
+/* ---- What plain arithmetic says ----------------------------------------------------------------------------------- */
+
+double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* double's own error too */
+double tiny(const test_case *c) { return smallest_of(real_dtype(c)); }
+
+/* The sum of n terms is off by at most n - 1 units of the terms' sizes, in whatever order; and each term by a few. */
+double sum_error(const test_case *c, int64_t n) { return (double)(n + 5) * unit(c); }
+
+static double k_factor(const test_case *c, int64_t key) { return c->scaled ? c->k_scale[key] : 1; }
+double v_factor(const test_case *c, int64_t key) { return c->scaled ? c->v_scale[key] : 1; }
+
+plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 units */
+    double sum = 0, size = 0, key_size = 0;
+    for (int64_t d = 0; d < c->head_dim; d++) {
+        const double query = lane < c->queries ? q.value[lane][d] * c->scale : 0; /* 0, and so NaN where the key is not finite */
+        const double term = query * k.value[key][d] * k_factor(c, key);
+        sum += term;
+        size += fabs(term);
+        key_size += fabs(k.value[key][d]);
+    }
+    plain_number s = {sum, c->fill == EXACT_HUGE ? 0 : sum_error(c, c->head_dim) * size + tiny(c) * ((double)c->head_dim + key_size)};
+    if (c->softcap != 0) {
+        s.value = c->softcap * tanh(s.value / c->softcap);
+        s.error += c->softcap * 8 * unit(c);
+    }
+    return s;
+}
+
+/* Error of a weight 2^x of a score x below the maximum: the polynomial's, and that of the subtraction. */
+double weight_error(const test_case *c, double x) {
+    return exp2(x) * unit(c) * (4 + fmin(fabs(x), 2000)) + (c->s.f->real_size == 4 ? 0x1p-126 : 0x1p-1022);
+}
+
+/* Attention of one lane over all keys of the case, and how far a kernel may be from it: errors of scores become relative
+ * errors of weights, and these move the mean of the values. */
+void attend_plainly(const test_case *c, int64_t lane, plain_row *r) {
+    static double weight[MAX_KEYS], slack[MAX_KEYS];
+    static int64_t seen[MAX_KEYS];
+    static plain_number score[MAX_KEYS];
+    int64_t n = 0;
+    double top = -largest_of(real_dtype(c)), top_error = 0, sum = 0, sum_slack = 0;
+    for (int64_t j = 0; j < c->keys; j++) {
+        if (!sees(c, lane, j)) continue;
+        seen[n] = j;
+        score[n] = score_of(c, lane, j);
+        top_error = fmax(top_error, score[n].error);
+        if (score[n].value > top) top = score[n].value;
+        n++;
+    }
+    for (int64_t j = 0; j < n; j++) {
+        const double x = score[j].value - top;
+        weight[j] = exp2(x);
+        slack[j] = 2 * weight_error(c, x) + weight[j] * (fmin(expm1(0.6931471805599453 * (score[j].error + top_error)), 1e6) + sum_error(c, n));
+        sum += weight[j];
+        sum_slack += slack[j];
+    }
+    r->lse = sum == 0 ? -INFINITY : (top + log2(sum)) * 0.6931471805599453;
+    r->lse_error = sum_slack / fmin(sum, 1) + 4 * unit(c) * (fabs(r->lse) + fabs(top)) + top_error;
+    for (int64_t d = 0; d < c->v_dim; d++) {
+        double total = 0, size = 0, moved = 0;
+        for (int64_t j = 0; j < n; j++) {
+            const double value = v.value[seen[j]][d] * v_factor(c, seen[j]);
+            total += weight[j] * value;
+            size += weight[j] * fabs(value);
+            moved += slack[j] * fabs(value);
+        }
+        r->out[d] = sum == 0 && total == 0 ? 0 : total / sum;
+        moved += sum_slack * fabs(r->out[d]) + sum_error(c, n) * size + tiny(c) * (double)(n + 5);
+        const double error = moved / fmax(sum, 1e-300);
+        r->out_error[d] = error + unit_of(c->s.dtype) * (fabs(r->out[d]) + error) + smallest_of(c->s.dtype);
+    }
+}
+

@@ -1,0 +1,19 @@
+"""Interpreters of their own, for what is decided once a process: environment variables, affinity, fork."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import blitz_attn
+
+OURS = ("BLITZ_ATTN_ISA", "BLITZ_ATTN_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+def python(*arguments, **variables):
+    """Standard output of ``python *arguments`` with these of the variables that the library looks at, and no others."""
+    environment = {name: value for name, value in os.environ.items() if name not in OURS} | variables
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(blitz_attn.__file__).parents[1]), *filter(None, sys.path)])
+    run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()

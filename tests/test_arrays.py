@@ -1,0 +1,412 @@
+"""Every kind of array goes in without a copy, and results come back as the kind that came in."""
+
+import tracemalloc
+from array import array
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+import blitz_attn
+from blitz_attn import _core, reference, testing
+from cases import same_bits
+from exporters import BFLOAT, CUDA, Dlpack
+
+FLOATS = ["float32", "float16", "float64"]
+
+
+def problem(dtype="float32"):
+    """A small call with grouped heads, and its block list."""
+    q, k, v = testing.make_qkv(2, 4, 2, 40, 56, 24, 16, dtype=dtype)
+    sabi = np.array([[[[0, 2, -1], [3, -1, -1], [1, 0, 3]]]], np.int32)
+    return q, k, v, {"sabi": sabi, "block_shape": (16, 16), "causal": True, "return_lse": True}
+
+
+def bfloat16_bits():
+    q, k, v, options = problem("float32")
+    bits = [np.ascontiguousarray(x).view(np.uint32) >> 16 for x in (q, k, v)]
+    return *(x.astype(np.uint16) for x in bits), options
+
+
+def attend(*arguments, **options):
+    return blitz_attn.block_sparse_attention(*arguments, **options)
+
+
+def bits_result():
+    q, k, v, options = bfloat16_bits()
+    return attend(q, k, v, dtype="bfloat16", **options)
+
+
+# ---- NumPy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_numpy(dtype):
+    q, k, v, options = problem(dtype)
+    out, lse = attend(q, k, v, **options)
+    exact, exact_lse = reference.block_sparse_attention(q, k, v, **options)
+    assert (type(out), out.dtype) == (np.ndarray, q.dtype)
+    assert (type(lse), lse.dtype) == (np.ndarray, np.float64 if dtype == "float64" else np.float32)
+    np.testing.assert_allclose(out, exact, rtol=0, atol={"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}[dtype])
+    np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=1e-12 if dtype == "float64" else 1e-4)
+
+
+def test_bits():
+    q, k, v, options = bfloat16_bits()
+    out, lse = attend(q, k, v, dtype="bfloat16", **options)
+    assert (out.dtype, lse.dtype) == (np.uint16, np.float32)
+    exact, _ = reference.block_sparse_attention(q, k, v, dtype="bfloat16", **options)
+    np.testing.assert_allclose(testing.to_float64(out, "bfloat16"), exact, rtol=2**-7, atol=2**-7)
+
+
+def test_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    q, k, v, options = bfloat16_bits()
+    for dtype in (None, "bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        out, lse = attend(*(x.view(ml_dtypes.bfloat16) for x in (q, k, v)), dtype=dtype, **options)
+        assert (out.dtype, lse.dtype) == (ml_dtypes.bfloat16, np.float32)
+        assert same_bits(out.view(np.uint16), bits_result()[0])
+        assert same_bits(lse, bits_result()[1])
+
+
+def test_ml_dtypes_out():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    q, k, v, options = bfloat16_bits()
+    out = np.zeros((2, 4, 40, 16), ml_dtypes.bfloat16)
+    lse = np.zeros((2, 4, 40), np.float32)
+    result = attend(*(x.view(ml_dtypes.bfloat16) for x in (q, k, v)), out=(out, lse), **options)
+    assert result[0] is out
+    assert result[1] is lse
+    assert same_bits(out.view(np.uint16), bits_result()[0])
+
+
+def test_other_ml_dtypes_are_refused():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.zeros((1, 1, 4, 4), ml_dtypes.float8_e4m3fn)
+    with pytest.raises((TypeError, ValueError), match=r"^q: expected"):
+        attend(x, x, x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32")])
+def test_dtype_may_be_said(dtype):
+    q, k, v, options = problem()
+    assert same_bits(attend(q, k, v, dtype=dtype, **options)[0], attend(q, k, v, **options)[0])
+
+
+def test_subclass():
+    class Labelled(np.ndarray):
+        pass
+
+    q, k, v, options = problem()
+    out, _ = attend(q.view(Labelled), k.view(Labelled), v, **options)
+    assert same_bits(np.asarray(out), attend(q, k, v, **options)[0])
+
+
+# ---- Views --------------------------------------------------------------------------------------------------------
+
+
+def spread(x, steps):
+    """The same values as a view with gaps: every axis but the last takes steps of that many, of either sign."""
+    shape = tuple(n * abs(step) for n, step in zip(x.shape, steps, strict=True))
+    memory = np.full(shape, np.nan, x.dtype)
+    view = memory[tuple(slice(None, None, step) for step in steps)]
+    view[...] = x
+    return view
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("step", [-1, 2, -3])
+def test_strided_views(axis, step):
+    q, k, v, options = problem()
+    steps = [1, 1, 1, 1]
+    steps[axis] = step
+    views = [spread(x, steps) for x in (q, k, v)]
+    out = spread(np.full((2, 4, 40, 16), np.nan, np.float32), steps)
+    expected, expected_lse = attend(q, k, v, **options)
+    assert same_bits(attend(*views, **options)[0], expected)
+    result, lse = attend(*views, out=out, **options)
+    assert result is out
+    assert same_bits(np.ascontiguousarray(out), expected)
+    assert same_bits(lse, expected_lse)
+
+
+def test_writing_a_view_leaves_the_gaps_alone():
+    q, k, v, options = problem()
+    memory = np.full((4, 4, 80, 16), 7, np.float32)
+    attend(q, k, v, out=memory[::2, :, 1::2], **options)
+    untouched = np.ones(memory.shape, bool)
+    untouched[::2, :, 1::2] = False
+    assert (memory[untouched] == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BSH", "TND"])
+def test_views_of_one_projection(layout):
+    """q, k and v cut out of one array, as a fused projection makes them."""
+    rng = np.random.default_rng(5)
+    qkv = rng.standard_normal((1, 40, 3, 4, 24)).astype(np.float32)
+    q, k, v = (qkv[:, :, i] for i in range(3))
+    options = {"layout": layout}
+    if layout == "BSH":
+        q, k, v = (qkv.reshape(1, 40, 3, 96)[:, :, i] for i in range(3))
+        options["num_heads"] = 4
+    if layout == "TND":
+        q, k, v = (x[0] for x in (q, k, v))
+        options |= {"cu_seqlens_q": [0, 10, 40], "cu_seqlens_kv": [0, 15, 40]}
+    copies = [np.ascontiguousarray(x) for x in (q, k, v)]
+    assert same_bits(attend(q, k, v, **options), attend(*copies, **options))
+
+
+def test_broadcast_views():
+    q, k, v, options = problem()
+    wide = [np.broadcast_to(x[:1, :1], x.shape) for x in (q, k, v)]
+    assert wide[0].strides[:2] == (0, 0)
+    assert same_bits(attend(*wide, **options)[0], attend(*(np.ascontiguousarray(x) for x in wide), **options)[0])
+
+
+def test_broadcast_tokens():
+    q, k, v, options = problem()
+    v = np.broadcast_to(v[:, :, :1], v.shape)
+    assert same_bits(attend(q, k, v, **options)[0], attend(q, k, np.ascontiguousarray(v), **options)[0])
+
+
+def test_strides_of_axes_of_length_one_do_not_matter():
+    q, k, v = testing.make_qkv(1, 1, 1, 5, 7, 1)
+    odd = [as_strided(x, x.shape, (3, -5, x.strides[2], 77)) for x in (q, k, v)]
+    assert same_bits(attend(*odd), attend(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.int32, np.int64])
+def test_block_list_views(dtype):
+    q, k, v, options = problem()
+    expected = attend(q, k, v, **options)
+    sabi = options.pop("sabi").astype(dtype)  # -1 becomes 65535
+    wide = np.full((1, 1, 3, 6), 1, dtype)
+    wide[..., ::2] = sabi
+    for lists in (sabi, wide[..., ::2], np.broadcast_to(sabi, (2, 4, 3, 3)), np.asfortranarray(sabi)):
+        assert same_bits(attend(q, k, v, lists, **options)[0], expected[0])
+
+
+def test_nothing_is_copied():
+    """Python's memory grows by the results, not by the inputs; upstream and most peers copy views."""
+    q, k, v = testing.make_qkv(1, 2, 2, 64, 16384, 64)
+    k, v = k[:, ::-1, ::-1], v[:, ::-1, ::-1]
+    tracemalloc.start()
+    out = attend(q, k, v)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < out.nbytes + 10_000 < k.nbytes / 10
+
+
+# ---- Buffers that are not NumPy's ---------------------------------------------------------------------------------
+
+
+def test_memoryview():
+    q, k, v, options = problem()
+    out, lse = attend(*(memoryview(x) for x in (q, k, v)), **options)
+    assert (type(out), type(lse)) == (np.ndarray, np.ndarray)
+    assert same_bits(out, attend(q, k, v, **options)[0])
+
+
+def test_memoryview_of_bits():
+    q, k, v, options = bfloat16_bits()
+    out, _ = attend(*(memoryview(x) for x in (q, k, v)), dtype="bfloat16", **options)
+    assert same_bits(out, bits_result()[0])
+
+
+def test_memoryview_out():
+    q, k, v, options = problem()
+    memory = np.zeros((2, 4, 40, 16), np.float32)
+    view = memoryview(memory)
+    assert attend(q, k, v, out=view, **options)[0] is view
+    assert same_bits(memory, attend(q, k, v, **options)[0])
+
+
+def test_array_module():
+    q, k, v = testing.make_qkv(1, 1, 1, 6, 6, 8)
+    flat = [array("f", x.ravel().tolist()) for x in (q, k, v)]
+    views = [memoryview(x).cast("B").cast("f", (1, 1, 6, 8)) for x in flat]
+    lengths = array("q", [4])
+    assert same_bits(attend(*views, kv_lens=lengths), attend(q, k, v, kv_lens=[4]))
+
+
+# ---- DLPack -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [None, (1, 0), (1, 3)], ids=["unversioned", "1.0", "1.3"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dlpack(dtype, version):
+    q, k, v, options = problem(dtype)
+    exporters = [Dlpack(x, version=version) for x in (q, k, v)]
+    out, _ = attend(*exporters, **options)
+    assert same_bits(out, attend(q, k, v, **options)[0])
+    for exporter in exporters:
+        assert exporter.deleted == 1
+        assert exporter.names == ["used_dltensor" if version is None else "used_dltensor_versioned"]
+
+
+def test_dlpack_bfloat16():
+    q, k, v, options = bfloat16_bits()
+    out, _ = attend(*(Dlpack(x, code=BFLOAT) for x in (q, k, v)), **options)
+    assert out.dtype.name in ("bfloat16", "uint16")  # ml_dtypes' where it is installed
+    assert same_bits(out.view(np.uint16), bits_result()[0])
+
+
+def test_dlpack_compact_and_offset():
+    q, k, v, options = problem()
+    late = Dlpack(q[1:], data=q.ctypes.data, byte_offset=q.strides[0], compact_strides=True)
+    expected, _ = attend(q[1:], k[1:], v[1:], **options)
+    assert same_bits(attend(late, k[1:], v[1:], **options)[0], expected)
+
+
+def test_dlpack_views():
+    q, k, v, options = problem()
+    views = [spread(x, (1, -1, 2, 1)) for x in (q, k, v)]
+    assert same_bits(attend(*(Dlpack(x) for x in views), **options)[0], attend(q, k, v, **options)[0])
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)], ids=["unversioned", "1.0"])
+def test_dlpack_out(version):
+    q, k, v, options = problem()
+    out = Dlpack(np.zeros((2, 4, 40, 16), np.float32), version=version)
+    assert attend(q, k, v, out=out, **options)[0] is out
+    assert same_bits(out.array, attend(q, k, v, **options)[0])
+    assert out.deleted == 1
+
+
+def test_dlpack_lists_and_lengths():
+    q, k, v, options = problem()
+    sabi = Dlpack(options.pop("sabi"))
+    lengths = Dlpack(np.array([50, 3], np.int32))
+    expected, _ = attend(q, k, v, sabi.array, kv_lens=[50, 3], **options)
+    assert same_bits(attend(q, k, v, sabi, kv_lens=lengths, **options)[0], expected)
+
+
+def test_dlpack_is_let_go_when_refused():
+    q, k, v, options = problem()
+    held, refused = Dlpack(q), Dlpack(k, device_type=CUDA)
+    with pytest.raises(TypeError, match=r"^k: expected an array in CPU memory"):
+        attend(held, refused, v, **options)
+    assert (held.deleted, refused.deleted) == (1, 1)
+
+
+# ---- torch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "bfloat16"])
+def test_torch(dtype):
+    torch = pytest.importorskip("torch")
+    q, k, v, options = problem()
+    tensors = [torch.from_numpy(x.copy()).to(getattr(torch, dtype)) for x in (q, k, v)]
+    out, lse = attend(*tensors, **options)
+    assert (type(out), out.dtype) == (torch.Tensor, tensors[0].dtype)
+    assert (type(lse), lse.dtype) == (torch.Tensor, torch.float64 if dtype == "float64" else torch.float32)
+    if dtype == "bfloat16":
+        arrays = [x.view(torch.int16).numpy().view(np.uint16) for x in tensors]
+        expected, expected_lse = attend(*arrays, dtype="bfloat16", **options)
+        out = out.view(torch.int16)
+    else:
+        expected, expected_lse = attend(*(x.numpy() for x in tensors), **options)
+    assert out.numpy().tobytes() == expected.tobytes()
+    assert same_bits(lse.numpy(), expected_lse)
+
+
+def test_torch_out_and_views():
+    torch = pytest.importorskip("torch")
+    q, k, v, options = problem()
+    q, k, v = (torch.from_numpy(x.copy()).to(torch.bfloat16) for x in (q, k, v))
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert not views[0].is_contiguous()
+    out = torch.zeros((2, 40, 4, 16), dtype=torch.bfloat16)
+    result, _ = attend(*views, out=out.transpose(1, 2), **options)
+    assert result.data_ptr() == out.data_ptr()
+    assert torch.equal(out.transpose(1, 2), attend(q, k, v, **options)[0])
+
+
+def test_torch_expanded_heads():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 1, 16, 8).expand(1, 4, 16, 8) for _ in range(3))
+    assert torch.equal(attend(q, k, v), attend(q.contiguous(), k.contiguous(), v.contiguous()))
+
+
+def test_torch_lists_and_lengths():
+    torch = pytest.importorskip("torch")
+    q, k, v, options = problem()
+    sabi = options.pop("sabi")
+    expected, _ = attend(q, k, v, sabi, kv_lens=[50, 3], **options)
+    out, _ = attend(*map(torch.from_numpy, (q, k, v)), torch.from_numpy(sabi), kv_lens=torch.tensor([50, 3]), **options)
+    assert same_bits(out.numpy(), expected)
+
+
+def test_torch_gradients_are_not_lost_in_silence():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
+    expected = attend(q, k, v)
+    k.requires_grad_()
+    with pytest.raises(ValueError, match=r"^k: expected a tensor that needs no gradient, got .* k\.detach\(\)"):
+        attend(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(attend(q, k, v), expected)
+    assert torch.equal(attend(q, k.detach(), v), expected)
+
+
+def test_torch_merge():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 2, 24, 8, dtype=torch.float64) for _ in range(3))
+    parts = [attend(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(0, 7), slice(7, None))]
+    out, lse = blitz_attn.merge_states(*parts[0], *parts[1])
+    assert (type(out), type(lse)) == (torch.Tensor, torch.Tensor)
+    torch.testing.assert_close(out, attend(q, k, v))
+
+
+# ---- JAX ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_jax(dtype):
+    jax = pytest.importorskip("jax")
+    q, k, v, options = problem()
+    arrays = [jax.numpy.asarray(x).astype(dtype) for x in (q, k, v)]
+    out, lse = attend(*arrays, **options)
+    assert isinstance(out, jax.Array)
+    assert isinstance(lse, jax.Array)
+    assert (out.dtype.name, lse.dtype.name) == (dtype, "float32")
+    expected, _ = attend(*(np.asarray(x) for x in arrays), **options)
+    assert np.asarray(out).tobytes() == expected.tobytes()
+
+
+def test_jax_out_is_refused():
+    jax = pytest.importorskip("jax")
+    q, k, v, options = problem()
+    with pytest.raises(TypeError, match=r"^out: expected an array that can be written, got a JAX array"):
+        attend(q, k, v, out=jax.numpy.zeros((2, 4, 40, 16)), **options)
+
+
+# ---- Integers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", "bBhHiIlLqQ")
+def test_lengths_of_any_integer_dtype(dtype):
+    q, k, v, options = problem()
+    expected, _ = attend(q, k, v, q_lens=[40, 7], **options)
+    wide = np.array([40, 99, 7, 99], dtype)
+    for lengths in (np.array([40, 7], dtype), wide[::2], wide[2::-2][::-1], tuple(wide[::2])):
+        assert same_bits(attend(q, k, v, q_lens=lengths, **options)[0], expected)
+
+
+def test_numbers_of_numpy():
+    q, k, v, options = problem()
+    expected = attend(q, k, v, scale=0.25, window=(3, -1), num_threads=1, **options)
+    options |= {"block_shape": np.array([16, 16]), "causal": np.True_, "return_lse": np.bool_(True)}
+    given = attend(q, k, v, scale=np.float32(0.25), window=np.array([3, -1], np.int8), num_threads=np.int64(1), **options)
+    assert same_bits(given[0], expected[0])
+
+
+def test_the_core_says_what_it_misses():
+    with pytest.raises(TypeError, match="missing the argument 'q'"):
+        _core.block_sparse_attention(np.empty)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'blocks'"):
+        _core.kernels(blocks=1)
+    with pytest.raises(TypeError, match="multiple values for argument 'level'"):
+        _core.kernels("portable", level="portable")
+    with pytest.raises(TypeError, match="takes at most 0 arguments, got 1"):
+        _core.isa_note(1)

@@ -1,0 +1,245 @@
+"""The benchmark scripts at sizes that take no time: what they print, what they refuse, and that their parts fit together."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blitz_attn.plot import COLUMNS, parse_table
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+SLICE = Path(__file__).resolve().parent / "data" / "smollm2_qkv.npz"
+TINY = [
+    "-S",
+    "200",
+    "-H",
+    "2",
+    "-D",
+    "16",
+    "--block-shapes",
+    "32x32",
+    "64x32",
+    "--sparsities",
+    "0",
+    "0.5",
+    "--repeats",
+    "1",
+    "--threads",
+    "1",
+]
+TINY_ROWS = 4
+
+
+sys.path.append(str(BENCHMARK))
+
+import _bench  # noqa: E402
+
+
+def run(script, *arguments, stdin="", code=0):
+    """Standard output and error of a script; fails where its exit code is another than `code`."""
+    command = [sys.executable, str(BENCHMARK / script), *map(str, arguments)]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, encoding="utf-8", timeout=300)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def table():
+    return run("benchmark.py", *TINY)[0]
+
+
+def data_lines(text):
+    return [line for line in text.splitlines() if line.split()[:1] in (["32x32"], ["64x32"])]
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", ["benchmark.py", "plot.py", "roofline.py", "capture.py", "error_table.py"])
+def test_help(script):
+    assert "usage:" in run(script, "--help")[0]
+
+
+def test_table_has_upstreams_form(table):
+    lines = table.splitlines()
+    assert lines[0] == lines[3] == lines[-1] == "=" * 120
+    assert lines[1].startswith("  DTYPE='bfloat16'  INPUT_LAYOUT='BNSD'  SABI_SORTED=True  TORCH_REFERENCE='own'")
+    assert lines[4].split()[: len(COLUMNS)] == list(COLUMNS)
+    assert lines[5] == "-" * 120
+    assert len(data_lines(table)) == TINY_ROWS
+    assert data_lines(table)[0].startswith("        32x32   2   1    200    200   16               -      0.00             yes ")
+
+
+def test_rows_are_right_and_complete(table):
+    rows = parse_table(table)
+    assert [(row["block_shape"], row["sparsity"]) for row in rows] == [((q, 32), s) for q in (32, 64) for s in (0, 0.5)]
+    for row in rows:
+        assert row["Outputs_equal"] == "yes"
+        assert all(row[name] > 0 for name in ("Ref_Latency_[usec]", "Our_Latency_[usec]", "GFLOP/s", "Share_of_ideal", "Share_of_F"))
+
+
+def test_shares_follow_from_the_latencies(table):
+    """At sparsity 0 every pair is listed, so the ideal is the dense time and the work is 4 D operations a pair."""
+    row = parse_table(table)[0]
+    assert row["Share_of_ideal"] == pytest.approx(row["Ref_Latency_[usec]"] / row["Our_Latency_[usec]"], abs=2e-3)
+    assert row["GFLOP/s"] == pytest.approx(2 * 4 * 16 * 200 * 200 / row["Our_Latency_[usec]"] / 1e3, rel=1e-2, abs=0.1)
+
+
+def test_plot_draws_the_table(table, tmp_path):
+    pytest.importorskip("matplotlib")
+    run("plot.py", "--output", tmp_path / "figure.png", "--title", "a title", "--dpi", "40", stdin=table)
+    assert is_png(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize("stdin", ["", "no table here\n"])
+def test_plot_refuses_what_holds_no_rows(tmp_path, stdin):
+    _, error = run("plot.py", "-o", tmp_path / "figure.png", stdin=stdin, code=1)
+    assert error == "plot.py: no row of a benchmark table on stdin, so there is nothing to draw\n"
+    assert not (tmp_path / "figure.png").exists()
+
+
+def test_resume_keeps_rows_and_measures_the_rest(table, tmp_path):
+    lines = table.splitlines(keepends=True)
+    stopped = tmp_path / "stopped.log"
+    stopped.write_text("".join(lines[:7]) + lines[7][:40])  # one row and half of the next
+    resumed, error = run("benchmark.py", *TINY, "--resume", stopped)
+    assert "4 rows, 1 of them from" in error
+    assert data_lines(resumed)[0] == data_lines(table)[0]
+    assert [line.split()[:8] for line in data_lines(resumed)] == [line.split()[:8] for line in data_lines(table)]
+
+
+def test_resume_of_a_whole_table_prints_it_again(table, tmp_path):
+    (tmp_path / "whole.log").write_text(table)
+    assert data_lines(run("benchmark.py", *TINY, "--resume", tmp_path / "whole.log")[0]) == data_lines(table)
+
+
+def test_resume_refuses_other_parameters(table, tmp_path):
+    (tmp_path / "other.log").write_text(table)
+    assert "measured with other parameters" in run("benchmark.py", *TINY, "--seed", "5", "--resume", tmp_path / "other.log", code=1)[1]
+    (tmp_path / "empty.log").write_text("")
+    assert "holds no table" in run("benchmark.py", *TINY, "--resume", tmp_path / "empty.log", code=1)[1]
+
+
+def test_every_option_of_upstreams_file(tmp_path):
+    """The options that change what is printed: outputs, masks, frames, order, layout, KV heads, files."""
+    options = (
+        "-S 300 -B 2 -H 4 --kv-heads 2 -D 24 --dtype float32 --layout BSH --isa portable --repeats 2 --warmup 0 --block-shapes 32x32"
+        " --sparsities 0.3 0.95 --frames --frame-tokens 32 --no-sorted"
+        " --print-mask --print-outputs --print-block-equality --print-height 100 --print-width 12"
+    )
+    out, error = run("benchmark.py", *options.split(), "--csv", tmp_path / "rows.csv", "--json", tmp_path / "rows.json")
+    (row,) = parse_table(out)
+    assert (row["frame(L,R,T,B)"], row["Outputs_equal"]) == ((1, 1, 1, 1), "yes")
+    assert "SABI_SORTED=False" in out
+    assert "ISA='portable'" in out
+    assert "sparsity 0.95 left out" in error
+    assert "10 x 10 blocks" in error  # the mask
+    with (tmp_path / "rows.csv").open() as file:
+        (csv_row,) = csv.DictReader(file)
+    run_record = json.loads((tmp_path / "rows.json").read_text())
+    assert float(csv_row["Our_Latency_[usec]"]) == run_record["rows"][0]["Our_Latency_[usec]"]
+    assert len(run_record["rows"][0]["own_samples_s"]) == 2
+
+
+def test_correctness_can_be_switched_off():
+    out, _ = run("benchmark.py", *TINY, "--no-run-reference", "--layout", "TND")
+    assert {row["Outputs_equal"] for row in parse_table(out)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--sparsities", "1"], "expected a number from 0 to below 1, got '1'"),
+        (["--block-shapes", "128"], "expected two positive sizes such as 128x512"),
+        (["-H", "3", "--kv-heads", "2"], "--kv-heads: expected a divisor"),
+        (["--input", "x.npz", "--headline"], "--input: cannot be combined"),
+    ],
+)
+def test_bad_arguments(arguments, sentence):
+    assert sentence in run("benchmark.py", *arguments, code=2)[1]
+
+
+def test_captured_input(tmp_path):
+    options = ["--layers", "14", "--block-shapes", "64x64", "--sparsities", "0", "0.4", "--repeats", "1", "--warmup", "0"]
+    out, _ = run("benchmark.py", "--input", SLICE, *options)
+    rows = parse_table(out)
+    assert [row["Chooser"] for row in rows] == ["all", "mean-pool", "oracle"]
+    assert {row["Outputs_equal"] for row in rows} == {"yes"}
+    assert rows[0]["Kept_mass"] == 1
+    assert rows[0]["Output_error"] == 0  # a list of every block is dense attention, bit for bit
+    assert all(0.5 < row["Kept_mass"] < 1 and 0 < row["Output_error"] < 1 for row in rows[1:])
+    pytest.importorskip("matplotlib")
+    run("plot.py", "-o", tmp_path / "figure.png", "--dpi", "40", stdin=out)
+    assert is_png(tmp_path / "figure.png")
+
+
+def test_captured_input_refused():
+    assert "No such file" in run("benchmark.py", "--input", "missing.npz", code=1)[1]
+    assert "--layers: expected some of [3, 14], got [5]" in run("benchmark.py", "--input", SLICE, "--layers", "5", code=1)[1]
+
+
+def test_roofline_prints_its_limits():
+    lines = [line.split() for line in run("roofline.py", "--threads", "1", "--seconds", "0.01")[0].splitlines()]
+    assert lines[0] == ["what", "level", "threads", "bytes_a_thread", "value", "unit"]
+    assert {line[0] for line in lines[1:]} == {"flops", "read"}
+    assert all(float(line[4]) > 0 for line in lines[1:])
+
+
+def test_error_table_holds_the_rule():
+    out, _ = run("error_table.py", "--dtypes", "float16", "bfloat16", "--tokens", "256")
+    assert out.splitlines()[-1] == "# the rule holds in every row"
+
+
+# ---- The parts that have no table -----------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("out", [Terminal(), io.StringIO()])
+def test_progress_rewrites_its_line_on_a_terminal_only(out, monkeypatch):
+    clock = iter(range(0, 10000, 50))
+    monkeypatch.setattr(_bench.time, "monotonic", lambda: next(clock))
+    progress = _bench.Progress(4.0, out)
+    progress.add(0.0, "nothing done yet")
+    progress.add(1.0, "a quarter")
+    progress.add(2.0, "more")
+    progress.note("a line that stays")
+    text = out.getvalue()
+    assert "nothing" not in text
+    assert " 25 %  about 5 min 00 s left  a quarter" in text  # 100 s for a quarter
+    assert " 75 %  about 50 s left  more" in text
+    assert text.endswith("\r\x1b[Ka line that stays\n" if out.isatty() else "more\na line that stays\n")
+    assert text.count("\n") == (1 if out.isatty() else 3)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+def test_durations_are_said_as_people_say_them(seconds, text):
+    assert _bench.duration(seconds) == text
+
+
+def test_contenders_take_turns():
+    calls = []
+    contenders = [_bench.Contender(name, lambda name=name: calls.append(name) or _bench.time.sleep(0.003), 1.0) for name in "AB"]
+    contenders[1].before_last = lambda: calls.append("-")
+    progress = _bench.Progress(1.0, io.StringIO())
+    seen = [
+        (index, len(timing.samples), "".join(calls))
+        for index, timing in _bench.in_turns(contenders, repeats=2, warmup=1, progress=progress)
+    ]
+    assert seen == [(0, 2, "ABABA"), (1, 2, "ABABA-B")]
+    assert progress.done == 6
+
+
+def test_quick_calls_are_repeated_within_a_sample():
+    calls = []
+    contender = _bench.Contender("quick", lambda: calls.append(0), 1.0)
+    list(_bench.in_turns([contender], repeats=1, warmup=1, progress=_bench.Progress(1.0, io.StringIO())))
+    assert len(calls) > 10

@@ -1,0 +1,178 @@
+"""What the library says about the machine, and the caps on instruction sets."""
+
+import json
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import _core, testing
+from interpreters import python
+
+SECTIONS = ["blitz_attn", "python", "cpu", "isa", "threads", "environment", "packages", "kernels"]
+
+
+def isa_report(**variables):
+    return json.loads(python("-m", "blitz_attn", "--json", **variables))["isa"]
+
+
+# ---- The report ---------------------------------------------------------------------------------------------------
+
+
+def test_dict():
+    report = blitz_attn.show_config("dict")
+    assert list(report) == SECTIONS
+    assert report == json.loads(json.dumps(report))
+    assert report["blitz_attn"]["version"] == blitz_attn.__version__ == _core.__version__
+    assert report["cpu"]["model"]
+    assert report["isa"]["active"] == _core.isa_active()
+    assert report["isa"]["why"]
+    assert report["threads"] == {"count": blitz_attn.get_num_threads(), "why": _core.num_threads_source()}
+    assert report["kernels"] == blitz_attn.kernels()
+
+
+def test_text(capsys):
+    assert blitz_attn.show_config() is None
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == SECTIONS
+    report = blitz_attn.show_config("dict")
+    for expected in (report["cpu"]["model"], report["isa"]["why"], report["threads"]["why"], *report["kernels"]):
+        assert any(expected in line for line in lines)
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match=r"^mode: expected 'text' or 'dict', got 'xml'"):
+        blitz_attn.show_config("xml")
+
+
+def test_command_line():
+    assert python("-m", "blitz_attn").splitlines()[0] == "blitz_attn"
+    assert list(json.loads(python("-m", "blitz_attn", "--json"))) == SECTIONS
+
+
+def test_environment_is_shown():
+    report = json.loads(python("-m", "blitz_attn", "--json", BLITZ_ATTN_NUM_THREADS="3"))
+    assert report["environment"]["BLITZ_ATTN_NUM_THREADS"] == "3"
+    assert report["threads"]["count"] == 3
+
+
+# ---- Instruction sets ---------------------------------------------------------------------------------------------
+
+
+def test_levels():
+    levels = blitz_attn.isa_levels()
+    assert levels[0] == "portable"
+    assert len(set(levels)) == len(levels)
+    available = blitz_attn.isa_levels(available=True)
+    assert available == levels[: len(available)]
+    assert available[-1] == _core.isa_detected()
+
+
+def test_cap_holds_inside_the_block_only():
+    before = _core.isa_active()
+    for level in blitz_attn.isa_levels():
+        with blitz_attn.isa(level) as active:
+            assert active == _core.isa_active() == min(level, _core.isa_detected(), key=blitz_attn.isa_levels().index)
+        assert _core.isa_active() == before
+
+
+def test_caps_nest():
+    levels = blitz_attn.isa_levels(available=True)
+    with blitz_attn.isa(levels[-1]):
+        with blitz_attn.isa("portable"), blitz_attn.isa() as active:
+            assert active == "portable"
+        assert _core.isa_active() == levels[-1]
+
+
+def test_cap_is_taken_back_after_an_error():
+    before = _core.isa_active()
+    with pytest.raises(ZeroDivisionError), blitz_attn.isa("portable"):
+        _ = 1 / 0
+    assert _core.isa_active() == before
+
+
+def test_cap_as_a_setter():
+    before = _core.isa_active()
+    cap = blitz_attn.isa("portable")
+    try:
+        assert cap.level == _core.isa_active() == "portable"
+        assert repr(cap) == "isa('portable')"
+    finally:
+        blitz_attn.isa(before)
+    assert _core.isa_active() == before
+
+
+@pytest.mark.parametrize(("level", "error"), [("sse9", ValueError), ("AVX2", ValueError), ("", ValueError), (2, TypeError)])
+def test_unknown_level(level, error):
+    before = _core.isa_active()
+    with pytest.raises(error, match=r"^level: expected .*, got "):
+        blitz_attn.isa(level)
+    with pytest.raises(error, match=r"^level: expected .*, got "):
+        blitz_attn.kernels(level)
+    assert _core.isa_active() == before
+
+
+def test_a_cap_changes_the_kernels_and_not_the_answer():
+    q, k, v = testing.make_qkv(1, 2, 2, 70, 90, 40)
+    results = {}
+    for level in blitz_attn.isa_levels(available=True):
+        with blitz_attn.isa(level):
+            results[level] = blitz_attn.block_sparse_attention(q, k, v)
+    for out in results.values():
+        np.testing.assert_allclose(out, results["portable"], rtol=0, atol=1e-5)
+
+
+def test_environment_cap():
+    report = isa_report(BLITZ_ATTN_ISA="portable")
+    assert report["active"] == "portable"
+    assert report["detected"] == _core.isa_detected()
+    assert "BLITZ_ATTN_ISA" in report["why"] or "cap" in report["why"]
+
+
+def test_environment_cap_above_the_cpu():
+    assert isa_report(BLITZ_ATTN_ISA=blitz_attn.isa_levels()[-1])["active"] == _core.isa_detected()
+
+
+def test_unknown_environment_cap_is_told_and_passed_over():
+    report = isa_report(BLITZ_ATTN_ISA="sse9")
+    assert report["active"] == _core.isa_detected()
+    assert "sse9" in report["why"]
+    assert all(level in report["why"] for level in blitz_attn.isa_levels())
+
+
+# ---- Kernels ------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_no_higher_than_the_level():
+    levels = blitz_attn.isa_levels()
+    for level in blitz_attn.isa_levels(available=True):
+        kernels = blitz_attn.kernels(level)
+        assert len(kernels) >= 4  # one a dtype
+        assert all(levels.index(implemented) <= levels.index(level) for implemented in kernels.values())
+    assert blitz_attn.kernels() == blitz_attn.kernels(_core.isa_active())
+
+
+# ---- Probes -------------------------------------------------------------------------------------------------------
+
+
+def test_probes():
+    for level in blitz_attn.isa_levels(available=True):
+        assert _core.probe_flops(level, 0.01, 1) > 0.1  # GFLOP/s
+        assert _core.probe_read(level, 1 << 16, 0.01, 1) > 0.1  # GB/s
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: _core.probe_flops("sse9", 0.01), ValueError),
+        (lambda: _core.probe_flops("portable", 0.0), ValueError),
+        (lambda: _core.probe_flops("portable", float("nan")), ValueError),
+        (lambda: _core.probe_flops("portable", "1"), TypeError),
+        (lambda: _core.probe_flops("portable", 0.01, 0), ValueError),
+        (lambda: _core.probe_read("portable", 0, 0.01), ValueError),
+        (lambda: _core.probe_read("portable", 1.5, 0.01), TypeError),
+    ],
+)
+def test_probes_refuse(call, error):
+    with pytest.raises(error, match=r"^\w+: expected .*, got "):
+        call()

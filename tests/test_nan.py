@@ -1,0 +1,169 @@
+"""NaN and inf in q, k, v: they go where float arithmetic takes them, to the rows that attend them and to no other."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from blitz_attn import testing
+from cases import DTYPES, attend, bits_option, random_lists, same_bits
+
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, BLOCK_SHAPE = 2, 4, 2, 45, 70, 20, (8, 8)
+ROWS, COLUMNS = 6, 9
+BAD = [np.nan, np.inf, -np.inf]
+
+RULES = {
+    "list": {"lists": True},
+    "causal": {"causal": True},
+    "window": {"window": (9, 4)},
+    "lengths": {"kv_lens": [50, 69], "q_lens": [45, 40]},
+    "all": {"lists": True, "causal": True, "window": (30, -1), "kv_lens": [60, 70]},
+}
+
+
+def seen(rule, lists):
+    """Boolean (B, H, Sq, Skv): which keys a query attends."""
+    q_lens, kv_lens = (np.array(rule.get(name, [full] * BATCH)) for name, full in (("q_lens", Q_LEN), ("kv_lens", KV_LEN)))
+    i, j = np.arange(Q_LEN)[:, None], np.arange(KV_LEN)
+    away = j - (i + (kv_lens - q_lens)[:, None, None])
+    left, right = (10**6 if n < 0 else n for n in rule.get("window", (-1, -1)))
+    mask = (away >= -left) & (away <= right) & (j < kv_lens[:, None, None]) & (i < q_lens[:, None, None])
+    if rule.get("causal"):
+        mask &= away <= 0
+    mask = np.broadcast_to(mask[:, None], (BATCH, HEADS, Q_LEN, KV_LEN))
+    return mask if lists is None else mask & testing.token_mask(lists, Q_LEN, KV_LEN, BLOCK_SHAPE)
+
+
+def problem(rule_name, dtype):
+    rule = dict(RULES[rule_name])
+    lists = random_lists(np.random.default_rng(8), BATCH, HEADS, ROWS, COLUMNS, empty=0.1) if rule.pop("lists", False) else None
+    arrays = testing.make_qkv(BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, dtype=dtype)
+    return arrays, lists, rule, {"block_shape": BLOCK_SHAPE, **rule}
+
+
+def spoilt(x, places, value):
+    """A copy of a BNSD array with `value` at the places."""
+    wide = testing.to_float64(x, "bfloat16")
+    for place in places:
+        wide[place] = value
+    return testing.round_to(wide, "bfloat16" if bits_option(x) else x.dtype.name)
+
+
+def assert_rows_kept(got, clean, rows):
+    """Output and log-sum-exp of the rows (B, H, Sq) hold the same bits as without the bad values."""
+    for one, other in zip(got, clean, strict=True):
+        assert same_bits(np.ascontiguousarray(one[rows]), np.ascontiguousarray(other[rows]))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_keys(dtype, rule_name, bad, isa_level):
+    """A key's score is bad for the rows that attend it. NaN makes all of their result NaN; so does a score of +inf."""
+    (q, k, v), lists, rule, options = problem(rule_name, dtype)
+    clean = attend(q, k, v, lists, **options)
+    places = [(0, 0, 33), (1, 1, 5), (1, 0, 69)]
+    got = attend(q, spoilt(k, [(*p, 7) for p in places], bad), v, lists, **options)
+    mask = seen(rule, lists)
+    hit = np.zeros((BATCH, HEADS, Q_LEN), bool)
+    for b, h, j in places:
+        hit[b, 2 * h : 2 * h + 2] |= mask[b, 2 * h : 2 * h + 2, :, j]
+    assert hit.any()
+    assert (~hit).any()
+    assert_rows_kept(got, clean, ~hit)
+    exact, exact_lse = testing.reference_attention(q, spoilt(k, [(*p, 7) for p in places], bad), v, lists, **options, **bits_option(q))
+    values = testing.to_float64(got[0], "bfloat16")
+    assert (np.isnan(values) == np.isnan(exact)).all()
+    assert (np.isnan(got[1]) | np.isposinf(got[1]))[np.isnan(exact_lse)].all()
+    if np.isnan(bad):
+        assert np.isnan(values[hit]).all()
+        assert np.isnan(got[1][hit]).all()
+    else:  # the sign of q decides: -inf scores weigh nothing
+        fine = ~np.isnan(exact)
+        limit = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+        np.testing.assert_allclose(values[fine], exact[fine], rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_values(dtype, rule_name, bad, isa_level):
+    """Only the column of a bad value is bad, in the rows that attend its key; the log-sum-exp does not know values."""
+    (q, k, v), lists, rule, options = problem(rule_name, dtype)
+    clean = attend(q, k, v, lists, **options)
+    places = [(0, 0, 33, 7), (1, 1, 5, 0), (1, 0, 69, 19), (0, 1, 3, 12)]
+    got = attend(q, k, spoilt(v, places, bad), lists, **options)
+    mask = seen(rule, lists)
+    hit = np.zeros((BATCH, HEADS, Q_LEN, DIM), bool)
+    for b, h, j, d in places:
+        hit[b, 2 * h : 2 * h + 2, :, d] |= mask[b, 2 * h : 2 * h + 2, :, j]
+    assert hit.any()
+    assert same_bits(got[1], clean[1])
+    assert_rows_kept(got, clean, ~hit.any(axis=-1))
+    values, before = (testing.to_float64(x[0], "bfloat16") for x in (got, clean))
+    limit = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
+    np.testing.assert_allclose(values[~hit], before[~hit], rtol=limit, atol=limit)
+    assert (np.isnan(values[hit]) if np.isnan(bad) else values[hit] == bad).all()
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_queries(dtype, rule_name, bad, isa_level):
+    """A bad query spoils its own row. A row that attends nothing stays 0 and -inf whatever its query holds."""
+    (q, k, v), lists, rule, options = problem(rule_name, dtype)
+    clean = attend(q, k, v, lists, **options)
+    places = [(0, 0, 0), (0, 3, 44), (1, 2, 17), (1, 1, 41)]
+    got = attend(spoilt(q, [(*p, 7) for p in places], bad), k, v, lists, **options)
+    hit = np.zeros((BATCH, HEADS, Q_LEN), bool)
+    for place in places:
+        hit[place] = True
+    attends = seen(rule, lists).any(axis=-1)
+    assert_rows_kept(got, clean, ~hit | ~attends)
+    assert np.isnan(testing.to_float64(got[0], "bfloat16")[hit & attends]).all() or not np.isnan(bad)
+    assert np.isnan(got[1][hit & attends]).all() or not np.isnan(bad)
+    assert (testing.to_float64(got[0], "bfloat16")[~attends] == 0).all()
+    assert (got[1][~attends] == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_everything_unseen_may_be_nan(dtype, isa_level):
+    """Each query block alone: all keys and values that it does not list, and all other queries, hold NaN."""
+    (q, k, v), lists, _, options = problem("list", dtype)
+    clean = attend(q, k, v, lists, **options)
+    for b, h, r in itertools.product(range(BATCH), (0, 3), range(ROWS)):
+        tokens = slice(r * 8, min(r * 8 + 8, Q_LEN))
+        kept = np.zeros(KV_LEN, bool)
+        for c in lists[b, h, r][lists[b, h, r] >= 0]:
+            kept[c * 8 : c * 8 + 8] = True
+        wide = [np.full(x.shape, np.nan) for x in (q, k, v)]
+        for x, source, at in zip(wide, (q, k, v), [(b, h, tokens), (b, h // 2, kept), (b, h // 2, kept)], strict=True):
+            x[at] = testing.to_float64(source, "bfloat16")[at]
+        got = attend(*(testing.round_to(x, dtype) for x in wide), lists, **options)
+        for one, other in zip(got, clean, strict=True):
+            assert same_bits(np.ascontiguousarray(one[b, h, tokens]), np.ascontiguousarray(other[b, h, tokens])), (b, h, r)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+def test_bad_keys_behind_the_diagonal(dtype, q_len, isa_level):
+    """Decode and prefill with a cache longer than its valid part, which holds whatever was left there."""
+    q, k, v = testing.make_qkv(2, 4, 1, q_len, 100, 64, dtype=dtype)
+    lens = {"kv_lens": [61, 100]}
+    clean = attend(q, k, v, causal=True, **lens)
+    rest = [(0, 0, slice(61, None))]
+    for bad in BAD:
+        got = attend(q, spoilt(k, rest, bad), spoilt(v, rest, bad), causal=True, **lens)
+        for one, other in zip(got, clean, strict=True):
+            assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_overflow_is_that_of_floats(dtype, isa_level):
+    """Values near the largest float: sums of them may overflow to inf, a single one comes through."""
+    largest = np.finfo(dtype).max / 4
+    q, k, v = testing.make_qkv(1, 1, 1, 6, 6, 4, dtype=dtype)
+    q[...] = k[...] = 0
+    v[...] = largest
+    out, _ = attend(q, k, v, window=(0, 0))
+    np.testing.assert_allclose(out, largest, rtol=1e-6)

@@ -1,0 +1,132 @@
+"""Table parsing and figures."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from blitz_attn import plot, sabi
+
+TABLE = """
+progress 3 of 9
+========================================================================
+DTYPE=bfloat16 INPUT_LAYOUT='BNSD' SABI_SORTED=True TORCH_REFERENCE='own dense'
+========================================================================
+block_shape H B s_q s_kv D frame(L,R,T,B) sparsity Outputs_equal Ref_Latency_[usec] Our_Latency_[usec] GFLOP/s of_ideal
+------------------------------------------------------------------------
+128x128       3   1   4096   4096  128               -      0.00             yes             100.00             110.00 50.0 91%
+128x128       3   1   4096   4096  128      (29,1,29,1)      0.50             yes                N/A              60.00 49.0 N/A
+64x32         3   1   4096   4096  128               -      0.50             no                 N/A              60.00 49.0 80%
+128x512       3   1   4096   4096  128               -      0.00             yes              90.00              95.00 49.0
+========================================================================
+"""
+
+
+def test_parse_table():
+    rows = plot.parse_table(TABLE)
+    assert len(rows) == 3  # the last line has a cell too few
+    assert rows[0] == {
+        "block_shape": (128, 128),
+        "H": 3,
+        "B": 1,
+        "s_q": 4096,
+        "s_kv": 4096,
+        "D": 128,
+        "frame(L,R,T,B)": None,
+        "sparsity": 0.0,
+        "Outputs_equal": "yes",
+        "Ref_Latency_[usec]": 100.0,
+        "Our_Latency_[usec]": 110.0,
+        "GFLOP/s": 50.0,
+        "of_ideal": 91,
+    }
+    assert rows[1]["frame(L,R,T,B)"] == (29, 1, 29, 1)
+    assert rows[1]["Ref_Latency_[usec]"] is None
+    assert rows[2]["block_shape"] == (64, 32)
+
+
+def test_parse_table_without_header_and_of_nothing():
+    row = "1024x256 3 1 118806 118806 128 - 0.00 yes 165954.82 201113.94"
+    assert list(plot.parse_table(row)[0]) == list(plot.COLUMNS)
+    assert plot.parse_table("") == []
+    assert plot.parse_table("128x128 is a block shape") == []
+
+
+def test_speedups():
+    curves, skipped = plot.speedups(plot.parse_table(TABLE))
+    assert curves == {(1, 3, 4096, 4096, 128, (128, 128)): [(0.0, 100 / 110), (0.5, 100 / 60)]}
+    assert skipped == [(1, 3, 4096, 4096, 128, (64, 32))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([], "rows: expected at least one row of a benchmark table, got none"),
+        (plot.parse_table(TABLE)[2:], "rows: expected a reference latency at sparsity 0, got none in any of 1 groups"),
+    ],
+)
+def test_plot_speedup_refuses(rows, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        plot.plot_speedup(rows)
+
+
+def drawn(figure, path):
+    """The picture as an array, read back from the file."""
+    image = pytest.importorskip("matplotlib.image")
+    figure.savefig(path)
+    return image.imread(path)
+
+
+def test_plot_speedup(tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = [
+        f"{q}x{k} 3 1 {s} {s} 128 - {p} yes 90.0 {100 * (1 - p)}"
+        for q in (64, 128)
+        for k in (128, 512)
+        for s in (512, 4096)
+        for p in (0.0, 0.9)
+    ]
+    figure = plot.plot_speedup(plot.parse_table("\n".join(cells)), title="Title")
+    axes = figure.axes[0]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert len(labels) == 8 + 2
+    assert "block_shape=(64, 128) BNSD=(1, 3, 512, 128)" in labels
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    one, other = (lines[f"block_shape=({q}, {k}) BNSD=(1, 3, 512, 128)"] for q, k in ((64, 128), (128, 512)))
+    assert one.get_color() != other.get_color()
+    assert one.get_linestyle() != other.get_linestyle()
+    assert one.get_marker() != lines["block_shape=(64, 128) BNSD=(1, 3, 4096, 128)"].get_marker()
+    np.testing.assert_allclose(one.get_ydata(), [0.9, 9.0])
+    assert axes.get_title() == "Title"
+    picture = drawn(figure, tmp_path / "speedup.png")
+    assert picture.shape[:2] == (840, 1440)
+    assert picture[..., :3].std() > 0.05
+
+
+def test_plot_mask(tmp_path):
+    pytest.importorskip("matplotlib")
+    lists = sabi.random_with_frame(2048, sparsity=0.5, heads=4, frame=sabi.FrameWidths(1, 1, 1, 1))
+    figure = plot.plot_mask(lists, block_shape=(128, 128), title="Four heads")
+    assert len(figure.axes) == 4
+    shown = figure.axes[2].get_images()[0]
+    assert (np.asarray(shown.get_array()) == sabi.to_block_mask(lists, 16)[0, 2]).all()
+    assert list(shown.get_extent()) == [0, 2048, 2048, 0]
+    assert figure.axes[1].get_title().startswith("batch 0, head 1: ")
+    assert drawn(figure, tmp_path / "mask.png")[..., :3].std() > 0.05
+    with pytest.raises(ValueError, match="sabi: expected at least one head, row and column"):
+        plot.plot_mask(np.zeros((1, 0, 4, 1), int), 4)
+
+
+def test_plot_into_axes():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    left, right = figure.subplots(1, 2)
+    assert plot.plot_mask(sabi.causal(512), ax=left, title="mask") is figure
+    assert left.get_title() == "mask"
+    assert plot.plot_speedup(plot.parse_table(TABLE), ax=right) is figure
+
+
+def test_matplotlib_is_imported_on_use_only():
+    code = "import sys; from blitz_attn import plot, sabi, testing; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]

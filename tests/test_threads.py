@@ -1,0 +1,208 @@
+"""Threads: who decides how many, that results do not depend on them, that fork and concurrent callers are safe, and that the
+GIL is free while kernels run."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import sabi, testing
+from cases import same_bits
+from interpreters import python
+
+
+@pytest.fixture(autouse=True)
+def default_threads():
+    """Every test leaves the number of threads as the environment has it."""
+    yield
+    blitz_attn.set_num_threads(None)
+
+
+def problem(seed=0, tokens=700):
+    """A call that is big enough to be shared out, with rows of unequal cost."""
+    q, k, v = testing.make_qkv(2, 4, 2, tokens, tokens, 64, seed=seed)
+    lists = sabi.random_with_frame(tokens, tokens, (64, 64), 0.5, batch=2, heads=4, seed=seed)
+    return q, k, v, {"sabi": lists, "block_shape": (64, 64), "causal": True, "return_lse": True}
+
+
+def attend(q, k, v, **options):
+    return blitz_attn.block_sparse_attention(q, k, v, **options)
+
+
+# ---- Who decides --------------------------------------------------------------------------------------------------
+
+TELL = "import blitz_attn._core as c; print(c.get_num_threads(), c.num_threads_source())"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"BLITZ_ATTN_NUM_THREADS": "3", "OMP_NUM_THREADS": "5"}, "3 BLITZ_ATTN_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "5"}, "5 OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "5,2"}, "5 OMP_NUM_THREADS"),
+    ],
+)
+def test_environment(variables, expected):
+    count, _, source = python("-c", TELL, **variables).partition(" ")
+    assert (count, expected.split()[1] in source) == (expected.split()[0], True)
+
+
+@pytest.mark.parametrize("value", ["", "0", "-2", "many", "99999999999999999999"])
+def test_odd_environment_is_passed_over(value):
+    usual = python("-c", TELL).split()[0]
+    assert python("-c", TELL, BLITZ_ATTN_NUM_THREADS=value).split()[0] == usual
+
+
+def test_affinity():
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system has no affinity to set")
+    one = min(os.sched_getaffinity(0))
+    assert python("-c", f"import os; os.sched_setaffinity(0, [{one}]); {TELL}").split()[0] == "1"
+
+
+def test_set_over_environment():
+    code = "import blitz_attn as b; b.set_num_threads(7); print(b.get_num_threads()); b.set_num_threads(None); print(b.get_num_threads())"
+    assert python("-c", code, BLITZ_ATTN_NUM_THREADS="3").split() == ["7", "3"]
+
+
+def test_set_and_back():
+    before = blitz_attn.get_num_threads()
+    blitz_attn.set_num_threads(before + 3)
+    assert blitz_attn.get_num_threads() == before + 3
+    assert "set_num_threads" in blitz_attn.show_config("dict")["threads"]["why"]
+    blitz_attn.set_num_threads(None)
+    assert blitz_attn.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (10**6, ValueError), (2.0, TypeError), ("2", TypeError)])
+def test_set_refuses(value, error):
+    before = blitz_attn.get_num_threads()
+    with pytest.raises(error, match=r"^num_threads: expected .*, got "):
+        blitz_attn.set_num_threads(value)
+    assert blitz_attn.get_num_threads() == before
+
+
+# ---- The result does not depend on them ---------------------------------------------------------------------------
+
+
+def test_same_bits_for_any_number_of_threads():
+    q, k, v, options = problem()
+    expected = attend(q, k, v, num_threads=1, **options)
+    for num_threads in (2, 3, 8):
+        out, lse = attend(q, k, v, num_threads=num_threads, **options)
+        assert same_bits(out, expected[0])
+        assert same_bits(lse, expected[1])
+
+
+def test_concurrent_callers():
+    """Callers from several Python threads, each with work of its own, get what they get alone."""
+    problems = [problem(seed, tokens) for seed, tokens in enumerate((700, 300, 64, 512))]
+    expected = [attend(q, k, v, **options) for q, k, v, options in problems]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda n: attend(*problems[n % 4][:3], num_threads=1 + n % 3, **problems[n % 4][3]), range(32)))
+    for n, (out, lse) in enumerate(results):
+        assert same_bits(out, expected[n % 4][0])
+        assert same_bits(lse, expected[n % 4][1])
+
+
+def test_concurrent_settings():
+    """Caps and thread counts that change under a call do not change what it computes beyond its level's rounding."""
+    q, k, v, options = problem(tokens=300)
+    expected, _ = attend(q, k, v, **options)
+    stop = threading.Event()
+
+    def change():
+        while not stop.is_set():
+            for threads in (1, 4, None):
+                blitz_attn.set_num_threads(threads)
+            for level in blitz_attn.isa_levels():
+                with blitz_attn.isa(level):
+                    pass
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        for _ in range(20):
+            np.testing.assert_allclose(attend(q, k, v, **options)[0], expected, rtol=0, atol=1e-5)
+    finally:
+        stop.set()
+        changer.join()
+
+
+# ---- Fork ---------------------------------------------------------------------------------------------------------
+
+FORK = """
+import os, signal, sys
+import numpy as np
+import blitz_attn
+from blitz_attn import testing
+q, k, v = testing.make_qkv(1, 4, 4, 600, 600, 64)
+expected = blitz_attn.block_sparse_attention(q, k, v, num_threads=4)
+for generation in range(2):  # a child of the child has to work too
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        if generation == 0:
+            assert np.array_equal(blitz_attn.block_sparse_attention(q, k, v, num_threads=4), expected)
+        code = os.waitstatus_to_exitcode(status)
+        print(code, flush=True) if generation == 0 else None
+        os._exit(code)
+    signal.alarm(30)  # a hang ends as a signal
+    if not np.array_equal(blitz_attn.block_sparse_attention(q, k, v, num_threads=4), expected):
+        os._exit(3)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_fork_after_a_threaded_call():
+    assert python("-c", FORK) == "0"
+
+
+# ---- The GIL ------------------------------------------------------------------------------------------------------
+
+
+def test_gil_is_free_during_a_call():
+    """Another Python thread goes on while one call runs: holding the GIL would let it run at the call's ends only."""
+    q, k, v = testing.make_qkv(1, 4, 4, 2048, 2048, 64)
+    ticks = []
+    stop = threading.Event()
+
+    def tick():
+        while not stop.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    ticker = threading.Thread(target=tick)
+    with blitz_attn.isa("portable"):
+        ticker.start()
+        try:
+            start = time.perf_counter()
+            blitz_attn.block_sparse_attention(q, k, v, num_threads=1)
+            end = time.perf_counter()
+        finally:
+            stop.set()
+            ticker.join()
+    inside = [t for t in ticks if start + 0.1 * (end - start) < t < end - 0.1 * (end - start)]
+    assert end - start > 0.02, "too quick a call to tell"
+    assert len(inside) >= 3
+
+
+# ---- What a call costs --------------------------------------------------------------------------------------------
+
+
+def test_tiny_call(record_property):
+    """From Python call to return at S = 16, H = 1, D = 64; the figure is recorded, the bound only catches a blunder."""
+    q, k, v = testing.make_qkv(1, 1, 1, 16, 16, 64)
+    best = np.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(200):
+            blitz_attn.block_sparse_attention(q, k, v)
+        best = min(best, (time.perf_counter() - start) / 200)
+    record_property("microseconds", round(best * 1e6, 2))
+    print(f"tiny call: {best * 1e6:.2f} microseconds")
+    assert best < 500e-6
