@@ -116,6 +116,92 @@ BA_API ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tens
 
 BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
 
+/* ---- Paged attention: decode and chunked prefill over a paged cache ------------------------------------------ */
+
+typedef enum ba_kv_layout {
+    BA_NHD, /* caches (pages, page_size, H_kv, D), scales (pages, page_size, H_kv) */
+    BA_HND, /* caches (pages, H_kv, page_size, D), scales (pages, H_kv, page_size) */
+} ba_kv_layout;
+
+/* Attention of each request's newest queries over its own pages: token t of request b lies in page
+ * block_tables[b][t / page_size], at t % page_size there. The queries are the last of the request's seq_lens[b] tokens
+ * (right-aligned causal), so that query i of q_len sees token j when j <= i + seq_len - q_len. */
+typedef struct ba_paged_args {
+    ba_tensor q;                /* (B, H, D): a query a request; with cu_q (T, H, D). float32, float16, bfloat16 or float64 */
+    ba_tensor k_cache, v_cache; /* dtype of q, or any other of float32, float16, bfloat16, int8, float8_e4m3 (float64 only with float64) */
+    ba_tensor k_scale, v_scale; /* float32, what a token's K or V is to be multiplied with; required with int8 and float8_e4m3, else not given */
+    ba_kv_layout kv_layout;
+    ba_tensor block_tables;     /* int32 or int64, (B, W); with indptr (N,) */
+    const int64_t *indptr;      /* NULL, or batch + 1: request b's pages are block_tables[indptr[b] .. indptr[b + 1]] */
+    const int64_t *seq_lens;    /* [batch]: tokens in the cache, the new queries' among them */
+    const int64_t *cu_q;        /* NULL, or batch + 1 cumulative numbers of queries */
+    int64_t batch;
+    ba_tensor selected;         /* not given: all pages. Else (B, H_kv or H, K) int: logical pages of each request that are attended */
+    const int64_t *selected_counts; /* NULL: rows of `selected` end at a -1. Else entries in use, by (request, head axis) */
+    double scale;
+    int64_t window;             /* tokens before a query that it sees, itself not counted; -1: all */
+    double softcap;             /* 0: none. Else scores become softcap * tanh(score / softcap) */
+    const float *sinks;         /* NULL, or H: a score a head that takes part in the softmax without a value, and counts in lse */
+    ba_tensor out;              /* the shape of q with v's last dim; dtype of q */
+    ba_tensor lse;              /* not given, or (B, H), with cu_q (T, H); float32 (float64 for float64); natural log */
+    int num_threads;
+} ba_paged_args;
+
+#define BA_PAGED_ARGS_INIT                                                                                                                           \
+    {                                                                                                                                                \
+        .window = -1                                                                                                                                 \
+    }
+
+BA_API ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
+BA_API ba_status ba_paged_attention(const ba_paged_args *args);
+
+/* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
+
+/* Summaries of pages, in pages of their own: row r of request b's summary page j, metadata_tables[b][j], describes the
+ * request's page j * rows + r, where rows is summaries.dims[1]. */
+typedef struct ba_quest_metadata_args {
+    ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D) */
+    ba_kv_layout kv_layout;
+    ba_tensor block_tables; /* (B, W) int32 or int64 */
+    const int64_t *begin, *end; /* [batch]: pages with tokens in [begin, end) are summarised; begin NULL: from 0 on */
+    int64_t batch;
+    ba_tensor metadata_tables;  /* (B, M) int32 or int64 */
+    ba_tensor maxblocks, minblocks; /* written: (summary pages, rows, H_kv, D), dtype of k_cache: largest and smallest of each channel over
+                                     * the page's tokens before `end`. NULL data: not wanted */
+    ba_tensor meanblocks;           /* the same: the mean of each channel */
+    int num_threads;
+} ba_quest_metadata_args;
+
+BA_API ba_status ba_quest_metadata(const ba_quest_metadata_args *args);
+
+typedef enum ba_select_method {
+    BA_SELECT_QUEST, /* sum over channels of max(q max, q min): an upper bound of q.k; a = maxblocks, b = minblocks */
+    BA_SELECT_MEAN,  /* q . mean; a = meanblocks */
+    BA_SELECT_MAX,   /* the largest q.k of the page's tokens; a = k_cache */
+} ba_select_method;
+
+/* The k best pages of each (request, KV head or query head), the first sink pages and the newest ones always among them.
+ * Ties go to the lower page; only pages of the request compete. */
+typedef struct ba_select_args {
+    ba_select_method method;
+    ba_tensor q;       /* (B, H, D) */
+    ba_tensor a, b;    /* by method; BA_SELECT_MAX: (pages, page_size, H_kv, D) or BA_HND, else (summary pages, rows, H_kv, D) */
+    ba_kv_layout kv_layout; /* of a for BA_SELECT_MAX */
+    ba_tensor tables;  /* (B, M): metadata_tables; block_tables for BA_SELECT_MAX */
+    const int64_t *seq_lens; /* [batch] */
+    int64_t batch, page_size;
+    int per_query_head;      /* 0: the mean of a group's queries is scored, a row a KV head */
+    int64_t sink;            /* first pages that are always selected */
+    const int64_t *recent;   /* NULL: none. [batch]: newest pages that are always selected, before sinks where both do not fit */
+    const int64_t *budget;   /* NULL: the width of selected. [batch]: pages selected at most */
+    int ascending;           /* 0: sinks, then by falling score, then the newest ones, the very newest in the last place used */
+    ba_tensor selected;      /* written: (B, H_kv or H, K) int32; unused places -1 */
+    ba_tensor counts;        /* not given, or written: (B, H_kv or H) int32 */
+    int num_threads;
+} ba_select_args;
+
+BA_API ba_status ba_select_blocks(const ba_select_args *args);
+
 /* ---- Merging partial attention ----------------------------------------------------------------------------- */
 
 /* The exact attention over the union of disjoint key sets, from each part's (B, H, S, D_v) output and (B, H, S) lse.

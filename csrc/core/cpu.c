@@ -16,14 +16,15 @@ static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
 
-/* __builtin_cpu_supports asks CPUID and XGETBV both: an instruction set that the system does not save is not there. A
- * level that this build was made without is not there either. */
+/* __builtin_cpu_supports asks CPUID and XGETBV both: an instruction set that the system does not save is not there. F16C,
+ * which not every compiler's builtin knows by name, is older than AVX2 and in every CPU that has it. A level that this
+ * build was made without is not there either. */
 static ba_isa detect(void) {
     ba_isa level = BA_ISA_PORTABLE;
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #ifndef BA_NO_avx2
-    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) return level;
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return level;
     level = BA_ISA_AVX2;
 #endif
 #ifndef BA_NO_avx512

@@ -121,12 +121,23 @@ typedef struct ba_attend_family {
     ba_merge_row_fn merge_row;
 } ba_attend_family;
 
+/* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. */
+#define BA_SCORES_FEW(name) void name(const void *q, int64_t queries, const void *const *rows, int64_t keys, int64_t dim, void *scores, int64_t stride)
+typedef BA_SCORES_FEW((*ba_scores_few_fn));
+
+/* Largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype; NULL: not wanted. Largest and smallest
+ * are exact elements; NaN is passed over by them. */
+#define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
+typedef BA_SUMMARISE((*ba_summarise_fn));
+
 /* What differs where K and V have another dtype than the queries (a quantised cache, or a half-precision one under float32
  * queries). Such calls use the float families of a level, whose attend reads floats: pack gives it those. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
     ba_pack_rows_fn pack; /* NULL: read in place */
     ba_attend_few_fn few;
+    ba_scores_few_fn scores;
+    ba_summarise_fn summarise; /* NULL: quantised */
 } ba_cache_kernels;
 
 /* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.

@@ -31,3 +31,19 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     if (!empty && !t->data) return ba_fail(BA_ERROR_VALUE, "%s: expected an array, got none", name);
     return BA_OK;
 }
+
+ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
+    if (t->dtype != expected->dtype)
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
+    bool same = t->ndim == expected->ndim;
+    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
+    if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
+    if (contiguous_last_axis && t->dims[t->ndim - 1] > 1 && t->strides[t->ndim - 1] != 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[t->ndim - 1]);
+    bool empty = false;
+    for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
+    for (int i = 0; !empty && i < t->ndim; i++) /* an empty array's strides say nothing */
+        if (t->dims[i] > 1 && t->strides[i] == 0)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected every element in a place of its own, got stride 0 on axis %d", name, i);
+    return ba_check_extent(name, t);
+}

@@ -17,4 +17,7 @@ ba_text ba_shape_text(const ba_tensor *t);
 /* No axis is negative, and every byte of the array has an address: nothing later can overflow. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
+/* An output's dtype and shape, and that each element has a place of its own. */
+ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);
+
 #endif

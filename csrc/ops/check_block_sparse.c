@@ -64,22 +64,6 @@ static ba_status take_apart(const char *name, const ba_tensor *t, const char *ax
     return BA_OK;
 }
 
-static ba_status check_out(const ba_block_sparse_args *args, const ba_tensor *expected, const char *name, const ba_tensor *t) {
-    if (t->dtype != expected->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
-    bool same = t->ndim == expected->ndim;
-    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
-    if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
-    if (t == &args->out && t->dims[t->ndim - 1] > 1 && t->strides[t->ndim - 1] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[t->ndim - 1]);
-    bool empty = false; /* NumPy gives an empty array strides of 0 */
-    for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
-    for (int i = 0; i < t->ndim && !empty; i++)
-        if (t->dims[i] > 1 && t->strides[i] == 0)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected every element in a place of its own, got stride 0 on axis %d", name, i);
-    return ba_check_extent(name, t);
-}
-
 /* ---- Relations -------------------------------------------------------------------------------------------------- */
 
 static ba_status check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit) {
@@ -205,12 +189,12 @@ ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outp
     ba_tensor out_shape, lse_shape;
     BA_TRY(check_inputs(args, p, &out_shape, &lse_shape));
     if (!with_outputs) return BA_OK;
-    BA_TRY(check_out(args, &out_shape, "out", &args->out));
+    BA_TRY(ba_check_output("out", &args->out, &out_shape, true));
     parts out;
     BA_TRY(take_apart("out", &args->out, q_axes(args->layout), args->layout, p->heads, &out));
     p->out = out.view;
     if (!ba_given(&args->lse)) return BA_OK;
-    BA_TRY(check_out(args, &lse_shape, "lse", &args->lse));
+    BA_TRY(ba_check_output("lse", &args->lse, &lse_shape, false));
     const int64_t *strides = args->lse.strides;
     p->lse = args->layout == BA_TND ? (ba_view){args->lse.data, 0, strides[1], strides[0]} : (ba_view){args->lse.data, strides[0], strides[1], strides[2]};
     return BA_OK;

@@ -57,12 +57,13 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     const ba_tensor *t = &p->blocks;
     const int64_t list_batch = ba_list_batch(p, batch), list_head = ba_list_head(p, head), step = t->strides[3];
     const int64_t offset = list_batch * t->strides[0] + list_head * t->strides[1] + row * t->strides[2];
+    const int64_t columns = ba_list_columns(p, batch);
     const int64_t entries = p->block_counts ? p->block_counts[list_batch * t->dims[1] + list_head] : t->dims[3];
     for (int64_t i = 0; i < entries; i++) {
         const int64_t column = ba_list_entry(&p->blocks, offset + i * step);
         *at = i;
         if (column == -1 && !p->block_counts) return true;
-        if (column < 0 || column >= p->block_columns || bitmap[column / 64] >> (column % 64) & 1) return false;
+        if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;
         bitmap[column / 64] |= (uint64_t)1 << (column % 64);
     }
     return true;
@@ -181,10 +182,11 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     if (s.failed) {
         const ba_tensor *t = &problem->blocks;
         const int64_t column = ba_list_entry(t, s.bad[0] * t->strides[0] + s.bad[1] * t->strides[1] + s.bad[2] * t->strides[2] + s.bad[3] * t->strides[3]);
-        const bool out_of_range = column < 0 || column >= problem->block_columns;
+        const int64_t columns = ba_list_columns(problem, s.bad[0]);
+        const bool out_of_range = column < 0 || column >= columns;
         if (out_of_range)
             return ba_fail(BA_ERROR_VALUE, "%s: expected block columns from 0 to %" PRId64 ", or a pad, got %" PRId64 " at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
-                           problem->list_name, problem->block_columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
+                           problem->list_name, columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
         return ba_fail(BA_ERROR_VALUE, "%s: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
                        problem->list_name, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
     }

@@ -92,6 +92,11 @@ static inline int64_t ba_list_head(const ba_problem *p, int64_t head) {
 }
 static inline int64_t ba_list_batch(const ba_problem *p, int64_t batch) { return p->blocks.dims[0] == 1 ? 0 : batch; }
 
+/* Columns that the lists of a batch entry may name: those of its own tokens where it is paged, else those of the padded length. */
+static inline int64_t ba_list_columns(const ba_problem *p, int64_t batch) {
+    return p->page_size ? ba_ceil_div(ba_kv_span(p, batch).valid, p->block_kv) : p->block_columns;
+}
+
 /* Page of a sequence's `page`-th stretch of tokens. */
 static inline int64_t ba_page(const ba_problem *p, int64_t batch, int64_t page) {
     if (p->page_indptr) return ba_list_entry(&p->tables, (p->page_indptr[batch] + page) * p->tables.strides[0]);

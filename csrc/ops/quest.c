@@ -1,0 +1,364 @@
+/* Summaries of pages, and the selection of pages by them. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/kernels.h"
+#include "ops/check.h"
+#include "ops/paged.h"
+
+/* A cache or summary array by (page, row, head), whatever its layout. */
+typedef struct pages {
+    char *data;
+    int64_t count, rows, heads, dim, page_stride, row_stride, head_stride; /* strides in bytes */
+} pages;
+
+static char *page_row(const pages *p, int64_t page, int64_t row, int64_t head) {
+    return p->data + page * p->page_stride + row * p->row_stride + head * p->head_stride;
+}
+
+static ba_status take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, pages *out) {
+    if (!ba_is_float(t->dtype)) return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != 4 || t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM || t->dims[1] < 1 || t->dims[2] < 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name, layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
+    if (t->dims[3] > 1 && t->strides[3] != 1) return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[3]);
+    BA_TRY(ba_check_extent(name, t));
+    const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
+    const int64_t size = ba_dtype_size(t->dtype);
+    *out = (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], t->strides[0] * size, t->strides[row] * size, t->strides[head] * size};
+    return BA_OK;
+}
+
+/* Page number `index` of a request's table. */
+static int64_t table_page(const ba_tensor *table, int64_t batch, int64_t index) { return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]); }
+
+/* A table whose first needed[b] pages are within the array. */
+static ba_status check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t page_tokens) {
+    if (t->dtype != BA_INT32 && t->dtype != BA_INT64) return ba_fail(BA_ERROR_TYPE, "%s: expected int32 or int64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != 2 || t->dims[0] != batch) return ba_fail(BA_ERROR_VALUE, "%s: expected shape (%" PRId64 ", W), got %s", name, batch, ba_shape_text(t).chars);
+    BA_TRY(ba_check_extent(name, t));
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t needed = ba_ceil_div(tokens[b], page_tokens);
+        if (tokens[b] < 0 || needed > t->dims[1])
+            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected 0 to the %" PRId64 " tokens that the %" PRId64 " pages of %s cover, got %" PRId64 " at [%" PRId64 "]", t->dims[1] * page_tokens, t->dims[1], name, tokens[b], b);
+        for (int64_t i = 0; i < needed; i++) {
+            const int64_t page = table_page(t, b, i);
+            if (page < 0 || page >= count)
+                return ba_fail(BA_ERROR_VALUE, "%s: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " at [%" PRId64 ", %" PRId64 "]", name, count - 1, page, b, i);
+        }
+    }
+    return BA_OK;
+}
+
+/* ---- Summaries -------------------------------------------------------------------------------------------------------- */
+
+typedef struct summary_call {
+    const ba_quest_metadata_args *args;
+    pages k, largest, smallest, mean; /* data NULL: not wanted */
+    ba_summarise_fn summarise;
+} summary_call;
+
+static ba_status take_summary(const char *name, const ba_tensor *t, const ba_tensor *k_cache, const pages *k, pages *out, int64_t *rows, int64_t *count) {
+    if (!ba_given(t)) return BA_OK;
+    BA_TRY(take_pages(name, t, BA_NHD, out));
+    if (t->dtype != k_cache->dtype) return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(k_cache->dtype), ba_dtype_name(t->dtype));
+    if (out->heads != k->heads || out->dim != k->dim || (*rows && (out->rows != *rows || out->count != *count)))
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (summary pages, rows, %" PRId64 ", %" PRId64 "), the same for each summary, got %s", name, k->heads, k->dim, ba_shape_text(t).chars);
+    *rows = out->rows;
+    *count = out->count;
+    return BA_OK;
+}
+
+/* One (request, KV head). */
+static void summarise_item(void *context, int64_t item, int worker) {
+    (void)worker;
+    const summary_call *c = context;
+    const ba_quest_metadata_args *a = c->args;
+    const int64_t batch = item / c->k.heads, head = item % c->k.heads, size = c->k.rows;
+    const int64_t rows_a_page = c->largest.data ? c->largest.rows : c->smallest.data ? c->smallest.rows : c->mean.rows;
+    const int64_t begin = a->begin ? a->begin[batch] : 0, end = a->end[batch];
+    if (end <= begin) return;
+    const void *rows[1024];
+    const int64_t pages_used = ba_ceil_div(end, size);
+    for (int64_t page = begin / size; page < ba_round_up(pages_used, rows_a_page); page++) {
+        const int64_t summary = table_page(&a->metadata_tables, batch, page / rows_a_page), row = page % rows_a_page;
+        const int64_t tokens = ba_min(size, end - page * size);
+        char *high = c->largest.data ? page_row(&c->largest, summary, row, head) : NULL, *low = c->smallest.data ? page_row(&c->smallest, summary, row, head) : NULL;
+        char *mean = c->mean.data ? page_row(&c->mean, summary, row, head) : NULL;
+        if (tokens <= 0) { /* rows beyond the last page read as 0 */
+            const size_t bytes = (size_t)(c->k.dim * ba_dtype_size(a->k_cache.dtype));
+            if (high) memset(high, 0, bytes);
+            if (low) memset(low, 0, bytes);
+            if (mean) memset(mean, 0, bytes);
+            continue;
+        }
+        const int64_t physical = table_page(&a->block_tables, batch, page);
+        for (int64_t t = 0; t < tokens; t++) rows[t] = page_row(&c->k, physical, t, head);
+        c->summarise(rows, tokens, c->k.dim, high, low, mean);
+    }
+}
+
+ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
+    summary_call c = {.args = a};
+    if ((unsigned)a->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)a->kv_layout);
+    BA_TRY(take_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
+    if (c.k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
+    int64_t rows = 0, count = 0;
+    BA_TRY(take_summary("maxblocks", &a->maxblocks, &a->k_cache, &c.k, &c.largest, &rows, &count));
+    BA_TRY(take_summary("minblocks", &a->minblocks, &a->k_cache, &c.k, &c.smallest, &rows, &count));
+    BA_TRY(take_summary("meanblocks", &a->meanblocks, &a->k_cache, &c.k, &c.mean, &rows, &count));
+    if (!rows) return ba_fail(BA_ERROR_VALUE, "maxblocks: expected a summary to write, got none");
+    if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
+    for (int64_t b = 0; a->begin && b < a->batch; b++)
+        if (a->begin[b] < 0) return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
+    BA_TRY(check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows));
+    BA_TRY(check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows * rows));
+    c.summarise = ba_kernels_active()->cache[a->k_cache.dtype]->summarise;
+    double tokens = 0;
+    for (int64_t b = 0; b < a->batch; b++) tokens += (double)ba_max(0, a->end[b] - (a->begin ? a->begin[b] : 0));
+    const bool small = tokens * (double)(c.k.heads * c.k.dim) < 1e6;
+    ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads, summarise_item, &c);
+    return BA_OK;
+}
+
+/* ---- Selection --------------------------------------------------------------------------------------------------------- */
+
+enum { PAGES_AT_ONCE = 256 };
+
+typedef struct select_call {
+    const ba_select_args *args;
+    pages a, b;
+    int64_t heads, kv_heads, group, dim, most_pages;
+    const ba_attend_family *family; /* for the queries' dtype */
+    const ba_cache_kernels *cache;
+    int64_t scratch_bytes;
+    char *scratch;
+} select_call;
+
+typedef struct select_scratch {
+    char *q, *q_low; /* packed queries: their parts above and below 0 for BA_SELECT_QUEST */
+    char *scores, *scores_low;
+    float *page_scores; /* [query][most_pages] */
+    uint64_t *keys;
+    int32_t *chosen;
+    const void **rows;
+} select_scratch;
+
+static char *take(char *base, int64_t *used, int64_t bytes) {
+    char *part = base ? base + *used : NULL;
+    *used += ba_round_up(bytes, BA_ALIGN);
+    return part;
+}
+
+static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
+    const int64_t real = c->family->real_size, queries = BA_FEW_QUERIES;
+    int64_t used = 0;
+    s->q = take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
+    s->q_low = take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
+    s->scores = take(base, &used, queries * PAGES_AT_ONCE * real);
+    s->scores_low = take(base, &used, queries * PAGES_AT_ONCE * real);
+    s->page_scores = (float *)take(base, &used, queries * c->most_pages * (int64_t)sizeof(float));
+    s->keys = (uint64_t *)take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
+    s->chosen = (int32_t *)take(base, &used, c->most_pages * (int64_t)sizeof(int32_t));
+    s->rows = (const void **)take(base, &used, PAGES_AT_ONCE * (int64_t)sizeof(void *));
+    return used;
+}
+
+static double get_real(const char *data, int64_t at, int64_t real_size) { return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at]; }
+static void set_real(char *data, int64_t at, double value, int64_t real_size) {
+    if (real_size == 4) ((float *)data)[at] = (float)value;
+    else ((double *)data)[at] = value;
+}
+
+/* Queries first .. first+queries-1 of the (request, KV head)'s group, or in one row their mean. */
+static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
+    const ba_tensor *q = &c->args->q;
+    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype);
+    const bool mean = !c->args->per_query_head;
+    const void *row;
+    memset(s->q, 0, (size_t)(BA_FEW_QUERIES * pad * real));
+    for (int64_t g = 0; g < (mean ? c->group : queries); g++) {
+        row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first + g) * q->strides[1]) * size;
+        if (!mean) {
+            c->family->pack_few(s->q + g * pad * real, &row, 1, c->dim, 1);
+            continue;
+        }
+        c->family->pack_few(s->q_low, &row, 1, c->dim, 1 / (double)c->group);
+        for (int64_t d = 0; d < c->dim; d++) set_real(s->q, d, get_real(s->q, d, real) + get_real(s->q_low, d, real), real);
+    }
+    if (c->args->method != BA_SELECT_QUEST) return;
+    for (int64_t i = 0; i < queries * pad; i++) {
+        const double value = get_real(s->q, i, real);
+        set_real(s->q, i, value > 0 ? value : 0, real); /* meets the largest of a channel */
+        set_real(s->q_low, i, value < 0 ? value : 0, real); /* meets the smallest */
+    }
+}
+
+/* Scores of all the request's pages. */
+static void score_pages(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t queries, int64_t n) {
+    const ba_select_args *args = c->args;
+    const int64_t real = c->family->real_size;
+    const bool tokens = args->method == BA_SELECT_MAX;
+    const int64_t rows = tokens ? args->seq_lens[batch] : n, rows_a_page = c->a.rows;
+    for (int64_t i = 0; tokens && i < queries * c->most_pages; i++) s->page_scores[i] = -INFINITY;
+    for (int64_t at = 0; at < rows; at += PAGES_AT_ONCE) {
+        const int64_t some = ba_min(PAGES_AT_ONCE, rows - at);
+        for (int64_t i = 0; i < some; i++) s->rows[i] = page_row(&c->a, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
+        c->cache->scores(s->q, queries, s->rows, some, c->dim, s->scores, PAGES_AT_ONCE);
+        if (args->method == BA_SELECT_QUEST) {
+            for (int64_t i = 0; i < some; i++) s->rows[i] = page_row(&c->b, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
+            c->cache->scores(s->q_low, queries, s->rows, some, c->dim, s->scores_low, PAGES_AT_ONCE);
+        }
+        for (int64_t g = 0; g < queries; g++)
+            for (int64_t i = 0; i < some; i++) {
+                double score = get_real(s->scores, g * PAGES_AT_ONCE + i, real);
+                if (args->method == BA_SELECT_QUEST) score += get_real(s->scores_low, g * PAGES_AT_ONCE + i, real);
+                float *page = &s->page_scores[g * c->most_pages + (tokens ? (at + i) / args->page_size : at + i)];
+                if (!tokens || score > (double)*page) *page = (float)score;
+            }
+    }
+}
+
+/* An integer that orders as the score does; ties go to the lower page; NaN comes last. */
+static uint64_t order_key(float score, int64_t page) {
+    uint32_t bits;
+    if (score == 0) score = 0; /* -0 is 0 */
+    memcpy(&bits, &score, sizeof bits);
+    bits = score != score ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return (uint64_t)bits << 32 | (uint32_t)~(uint32_t)page;
+}
+
+static int by_falling_key(const void *left, const void *right) {
+    const uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
+    return a < b ? 1 : a > b ? -1 : 0;
+}
+
+/* Brings the `count` largest of n keys to the front, in any order (Hoare's selection; keys are all different). */
+static void largest_first(uint64_t *keys, int64_t n, int64_t count) {
+    int64_t low = 0, high = n - 1;
+    while (low < high) {
+        const uint64_t pivot = keys[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (keys[i] > pivot) i++;
+            while (keys[j] < pivot) j--;
+            if (i > j) break;
+            const uint64_t swap = keys[i];
+            keys[i++] = keys[j];
+            keys[j--] = swap;
+        }
+        if (count - 1 <= j) high = j;
+        else if (count - 1 >= i) low = i;
+        else return;
+    }
+}
+
+static int by_rising_number(const void *left, const void *right) {
+    const int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
+    return a < b ? -1 : a > b;
+}
+
+/* Writes one row of the result. */
+static void choose(const select_call *c, const select_scratch *s, int64_t batch, int64_t row, const float *scores, int64_t n) {
+    const ba_select_args *args = c->args;
+    const ba_tensor *out = &args->selected;
+    const int64_t width = out->dims[2];
+    const int64_t slots = ba_min(n, args->budget ? ba_min(width, args->budget[batch]) : width);
+    const int64_t recent = ba_min(slots, ba_min(n, args->recent ? args->recent[batch] : 0));
+    const int64_t sink = ba_min(slots - recent, ba_min(args->sink, n - recent));
+    const int64_t free_slots = slots - recent - sink, candidates = n - recent - sink;
+    int32_t *chosen = s->chosen;
+    int64_t used = 0;
+    for (int64_t i = 0; i < sink; i++) chosen[used++] = (int32_t)i;
+    for (int64_t i = 0; i < candidates; i++) s->keys[i] = order_key(scores[sink + i], sink + i);
+    if (free_slots > 0 && free_slots < candidates) largest_first(s->keys, candidates, free_slots);
+    if (!args->ascending) qsort(s->keys, (size_t)ba_min(free_slots, candidates), sizeof *s->keys, by_falling_key);
+    for (int64_t i = 0; i < free_slots; i++) chosen[used++] = (int32_t)(uint32_t)~(uint32_t)s->keys[i];
+    for (int64_t i = recent; i > 0; i--) chosen[used++] = (int32_t)(n - i);
+    if (args->ascending) qsort(chosen, (size_t)used, sizeof *chosen, by_rising_number);
+    for (int64_t i = 0; i < width; i++)
+        ((int32_t *)out->data)[batch * out->strides[0] + row * out->strides[1] + i * out->strides[2]] = i < used ? chosen[i] : -1;
+    if (ba_given(&args->counts)) ((int32_t *)args->counts.data)[batch * args->counts.strides[0] + row * args->counts.strides[1]] = (int32_t)used;
+}
+
+/* One (request, KV head). */
+static void select_item(void *context, int64_t item, int worker) {
+    const select_call *c = context;
+    const ba_select_args *args = c->args;
+    const int64_t batch = item / c->kv_heads, kv_head = item % c->kv_heads, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
+    const int64_t rows = args->per_query_head ? c->group : 1;
+    select_scratch s;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t first = 0; first < rows; first += BA_FEW_QUERIES) {
+        const int64_t queries = ba_min(BA_FEW_QUERIES, rows - first);
+        load_queries(c, &s, batch, kv_head, first, queries);
+        score_pages(c, &s, batch, kv_head, queries, n);
+        for (int64_t g = 0; g < queries; g++) choose(c, &s, batch, kv_head * rows + first + g, s.page_scores + g * c->most_pages, n);
+    }
+}
+
+static ba_status check_select(const ba_select_args *a, select_call *c) {
+    const ba_tensor *q = &a->q, *out = &a->selected;
+    const bool quest = a->method == BA_SELECT_QUEST, tokens = a->method == BA_SELECT_MAX;
+    const char *a_name = quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks", *table_name = tokens ? "block_tables" : "metadata_block_tables";
+    if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, "method: expected quest, mean or max, got %d", (int)a->method);
+    if (!ba_is_float(q->dtype)) return ba_fail(BA_ERROR_TYPE, "query: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
+    if (q->ndim != 3 || q->dims[0] != a->batch || q->dims[1] < 1) return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
+    if (q->dims[2] > 1 && q->strides[2] != 1) return ba_fail(BA_ERROR_VALUE, "query: expected a contiguous last axis, got stride %" PRId64 " elements", q->strides[2]);
+    BA_TRY(ba_check_extent("query", q));
+    BA_TRY(take_pages(a_name, &a->a, tokens ? a->kv_layout : BA_NHD, &c->a));
+    if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64)) return ba_fail(BA_ERROR_TYPE, "%s: expected float64 with float64 queries and only with them, got %s", a_name, ba_dtype_name(a->a.dtype));
+    if (c->a.dim != q->dims[2] || q->dims[1] % c->a.heads != 0)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", a_name, q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
+    if (quest) {
+        BA_TRY(take_pages("minblocks", &a->b, BA_NHD, &c->b));
+        bool same = a->b.dtype == a->a.dtype;
+        for (int i = 0; i < 4; i++) same = same && a->b.dims[i] == a->a.dims[i];
+        if (!same) return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars, ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
+    }
+    if (a->page_size < 1 || (tokens && a->page_size != c->a.rows)) return ba_fail(BA_ERROR_VALUE, "block_size: expected tokens a page%s, got %" PRId64, tokens ? " like k_cache" : ", at least 1", a->page_size);
+    if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
+    BA_TRY(check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, tokens ? a->page_size : a->page_size * c->a.rows));
+    if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
+    for (int64_t b = 0; b < a->batch; b++) {
+        if (a->recent && a->recent[b] < 0) return ba_fail(BA_ERROR_VALUE, "recent: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->recent[b], b);
+        if (a->budget && a->budget[b] < 0) return ba_fail(BA_ERROR_VALUE, "budget: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->budget[b], b);
+    }
+    const int64_t rows = a->per_query_head ? q->dims[1] : c->a.heads;
+    ba_tensor expected = {.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, rows, out->ndim == 3 ? out->dims[2] : 0}};
+    BA_TRY(ba_check_output("selected_indices", out, &expected, false));
+    if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, "k: expected at least 1 place a row, got %" PRId64, out->dims[2]);
+    expected.ndim = 2;
+    if (ba_given(&a->counts)) BA_TRY(ba_check_output("counts", &a->counts, &expected, false));
+    if (a->num_threads < 0 || a->num_threads > BA_MAX_THREADS) return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, a->num_threads);
+    c->heads = q->dims[1];
+    c->kv_heads = c->a.heads;
+    c->group = c->heads / c->kv_heads;
+    c->dim = q->dims[2];
+    return BA_OK;
+}
+
+ba_status ba_select_blocks(const ba_select_args *args) {
+    select_call c = {.args = args, .most_pages = 1};
+    BA_TRY(check_select(args, &c));
+    const ba_kernels *kernels = ba_kernels_active();
+    c.family = kernels->attend[args->q.dtype];
+    c.cache = kernels->cache[args->a.dtype];
+    double work = 0;
+    for (int64_t b = 0; b < args->batch; b++) {
+        c.most_pages = ba_max(c.most_pages, ba_ceil_div(args->seq_lens[b], args->page_size));
+        work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
+    }
+    int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
+    select_scratch unused;
+    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    ba_parallel(threads, args->batch * c.kv_heads, select_item, &c);
+    ba_arena_release();
+    return BA_OK;
+}
