@@ -139,9 +139,10 @@ static int by_falling_cost(const void *left, const void *right) {
     const ba_item *a = left, *b = right;
     if (a->cost != b->cost) return a->cost < b->cost ? 1 : -1;
     if (a->batch != b->batch) return a->batch < b->batch ? -1 : 1;
+    /* the heads of one stretch of keys follow each other: in token-major caches they lie side by side */
+    if (a->part != b->part) return a->part < b->part ? -1 : 1;
     if (a->kv_head != b->kv_head) return a->kv_head < b->kv_head ? -1 : 1;
-    if (a->first_tile != b->first_tile) return a->first_tile < b->first_tile ? -1 : 1;
-    return a->part < b->part ? -1 : a->part > b->part;
+    return a->first_tile < b->first_tile ? -1 : a->first_tile > b->first_tile;
 }
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */

@@ -86,7 +86,7 @@ int arg_sort(const char *function, const char *const *names, int count, int requ
 /* ---- Arrays: what the exporter says ------------------------------------------------------------------------ */
 
 /* The kind of an element as either protocol tells it, before it is one of ours. */
-typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_INT, KIND_UINT, KIND_OTHER } element_kind;
+typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_FLOAT8, KIND_INT, KIND_UINT, KIND_OTHER } element_kind;
 
 typedef struct raw_array {
     char *data;
@@ -149,6 +149,7 @@ static int read_dl_tensor(const dl_tensor *tensor, const char *name, raw_array *
     if (tensor->dtype.lanes == 1 && tensor->dtype.bits % 8 == 0) {
         if (tensor->dtype.code == DL_CODE_FLOAT) raw->kind = KIND_FLOAT;
         if (tensor->dtype.code == DL_CODE_BFLOAT) raw->kind = KIND_BFLOAT;
+        if (tensor->dtype.code == DL_CODE_FLOAT8_E4M3FN) raw->kind = KIND_FLOAT8;
         if (tensor->dtype.code == DL_CODE_INT) raw->kind = KIND_INT;
         if (tensor->dtype.code == DL_CODE_UINT) raw->kind = KIND_UINT;
     }
@@ -245,25 +246,35 @@ static ba_dtype dtype_of(const raw_array *raw, ba_dtype bits_as) {
     switch (raw->kind) {
     case KIND_FLOAT: return raw->size == 4 ? BA_FLOAT32 : raw->size == 2 ? BA_FLOAT16 : raw->size == 8 ? BA_FLOAT64 : BA_DTYPE_COUNT;
     case KIND_BFLOAT: return raw->size == 2 ? BA_BFLOAT16 : BA_DTYPE_COUNT;
-    case KIND_INT: return raw->size == 2 ? BA_INT16 : raw->size == 4 ? BA_INT32 : raw->size == 8 ? BA_INT64 : BA_DTYPE_COUNT;
-    case KIND_UINT: return raw->size == 2 ? bits_as : BA_DTYPE_COUNT;
+    case KIND_FLOAT8: return raw->size == 1 ? BA_FLOAT8_E4M3 : BA_DTYPE_COUNT;
+    case KIND_INT:
+        return raw->size == 2 ? BA_INT16 : raw->size == 4 ? BA_INT32 : raw->size == 8 ? BA_INT64 : raw->size == 1 ? BA_INT8 : BA_DTYPE_COUNT;
+    case KIND_UINT: return raw->size == ba_dtype_size(bits_as) ? bits_as : raw->size == 2 ? BA_UINT16 : BA_DTYPE_COUNT;
     default: return BA_DTYPE_COUNT;
     }
 }
 
 static const char *const role_text[] = {
     [ARG_FLOATS] = "float32, float16, bfloat16 or float64",
+    [ARG_CACHE] = "float32, float16, bfloat16, float64, int8 or float8_e4m3",
     [ARG_LSE] = "float32 or float64",
+    [ARG_SCALES] = "float32",
     [ARG_INDICES] = "uint16, int16, int32 or int64",
+    [ARG_TABLES] = "int32 or int64",
 };
 
 static bool role_takes(arg_role role, ba_dtype dtype) {
     switch (role) {
     case ARG_FLOATS: return dtype <= BA_FLOAT64;
+    case ARG_CACHE: return dtype <= BA_FLOAT64 || dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3;
     case ARG_LSE: return dtype == BA_FLOAT32 || dtype == BA_FLOAT64;
-    default: return dtype >= BA_UINT16 && dtype < BA_DTYPE_COUNT;
+    case ARG_SCALES: return dtype == BA_FLOAT32;
+    case ARG_TABLES: return dtype == BA_INT32 || dtype == BA_INT64;
+    default: return dtype >= BA_UINT16 && dtype <= BA_INT64;
     }
 }
+
+ba_dtype arg_bits(ba_dtype dtype) { return dtype == BA_BFLOAT16 || dtype == BA_FLOAT8_E4M3 ? dtype : BA_UINT16; }
 
 /* How a sentence names the element type that came: as the array's own dtype says it, else as the buffer's format. */
 static PyObject *element_text(PyObject *object, const arg_array *array) {
@@ -328,11 +339,14 @@ static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bo
 }
 
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array) {
-    if (role == ARG_FLOATS && PyTuple_Check(object) && PyTuple_Size(object) == 2) { /* (bits, "bfloat16") */
-        PyObject *tag = PyTuple_GetItem(object, 1);
-        if (PyUnicode_Check(tag) && PyUnicode_CompareWithASCIIString(tag, ba_dtype_name(BA_BFLOAT16)) == 0) {
-            bits_as = BA_BFLOAT16;
-            object = PyTuple_GetItem(object, 0);
+    const bool is_value = role == ARG_FLOATS || role == ARG_CACHE;
+    if (is_value && PyTuple_Check(object) && PyTuple_Size(object) == 2) { /* (bits, dtype name) */
+        static const ba_dtype tags[] = {BA_BFLOAT16, BA_FLOAT8_E4M3};
+        PyObject *pair = object, *tag = PyTuple_GetItem(pair, 1);
+        for (size_t i = 0; PyUnicode_Check(tag) && i < sizeof tags / sizeof *tags; i++) {
+            if (PyUnicode_CompareWithASCIIString(tag, ba_dtype_name(tags[i])) != 0) continue;
+            bits_as = tags[i];
+            object = PyTuple_GetItem(pair, 0);
         }
     }
     raw_array raw;
@@ -343,11 +357,13 @@ int arg_hold(module_state *state, PyObject *object, const char *name, arg_role r
         goto error;
     }
     if (!role_takes(role, dtype)) {
-        const bool could_be_bits = role == ARG_FLOATS && dtype == BA_UINT16;
-        fail_elements(object, array, role_text[role], could_be_bits ? " (dtype=\"bfloat16\" reads uint16 as bfloat16 bits)" : "");
+        const char *hint = "";
+        if (is_value && dtype == BA_UINT16) hint = " (dtype=\"bfloat16\" reads uint16 as bfloat16 bits)";
+        if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1) hint = " (kv_dtype=\"float8_e4m3\" reads uint8 as float8 bits)";
+        fail_elements(object, array, role_text[role], hint);
         goto error;
     }
-    if (set_tensor(array, &raw, dtype, role == ARG_FLOATS) < 0) goto error;
+    if (set_tensor(array, &raw, dtype, is_value) < 0) goto error;
     return 0;
 error:
     arg_release(array);
@@ -386,6 +402,31 @@ int arg_hold_output(module_state *state, PyObject *object, const char *name, arg
     else return 0;
     arg_release(array);
     return -1;
+}
+
+PyObject *arg_hold_or_make_output(module_state *state, PyObject *given, PyObject *empty, const ba_tensor *shape, const char *name, arg_role role,
+                                  ba_dtype bits_as, arg_array *array) {
+    PyObject *output = NULL;
+    if (given != Py_None) {
+        output = Py_NewRef(given);
+    } else {
+        PyObject *dims = PyTuple_New(shape->ndim);
+        if (dims == NULL) return NULL;
+        for (int i = 0; i < shape->ndim; i++) {
+            PyObject *dim = PyLong_FromLongLong(shape->dims[i]);
+            if (dim == NULL || PyTuple_SetItem(dims, i, dim) < 0) {
+                Py_DECREF(dims);
+                return NULL;
+            }
+        }
+        PyObject *dtype = PyUnicode_FromString(ba_dtype_name(shape->dtype));
+        if (dtype != NULL) output = PyObject_CallFunctionObjArgs(empty, dims, dtype, NULL);
+        Py_XDECREF(dtype);
+        Py_DECREF(dims);
+        if (shape->dtype == BA_BFLOAT16) bits_as = BA_BFLOAT16;
+    }
+    if (output != NULL && arg_hold_output(state, output, name, role, bits_as, array) < 0) Py_CLEAR(output);
+    return output;
 }
 
 int arg_disjoint(const arg_array *output, const arg_array *other) {
@@ -482,6 +523,13 @@ int arg_layout(PyObject *object, const char *name, ba_layout *value) {
     return fail(PyExc_ValueError, "%s: expected 'BNSD', 'BSND', 'BSH' or 'TND', got %R", name, object);
 }
 
+int arg_kv_layout(PyObject *object, const char *name, ba_kv_layout *value) {
+    const char *text;
+    if (arg_text(object, name, &text) < 0) return -1;
+    *value = strcmp(text, "HND") == 0 ? BA_HND : BA_NHD;
+    return *value == BA_HND || strcmp(text, "NHD") == 0 ? 0 : fail(PyExc_ValueError, "%s: expected 'NHD' or 'HND', got %R", name, object);
+}
+
 int arg_isa(PyObject *object, const char *name, ba_isa *value) {
     const char *text;
     if (arg_text(object, name, &text) < 0) return -1;
@@ -498,17 +546,18 @@ int arg_isa(PyObject *object, const char *name, ba_isa *value) {
     return fail(PyExc_ValueError, "%s: expected %s, got %R", name, names, object);
 }
 
-int arg_float_dtype(PyObject *object, const char *name, ba_dtype *value) {
+int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value) {
     *value = BA_DTYPE_COUNT;
     if (object == Py_None) return 0;
     const char *text;
     if (arg_text(object, name, &text) < 0) return -1;
-    for (int dtype = 0; role_takes(ARG_FLOATS, (ba_dtype)dtype); dtype++) {
-        if (strcmp(text, ba_dtype_name((ba_dtype)dtype)) != 0) continue;
+    for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
+        if (!role_takes(role, (ba_dtype)dtype) || strcmp(text, ba_dtype_name((ba_dtype)dtype)) != 0) continue;
         *value = (ba_dtype)dtype;
         return 0;
     }
-    return fail(PyExc_ValueError, "%s: expected 'float32', 'float16', 'bfloat16' or 'float64', got %R", name, object);
+    const char *rest = role == ARG_CACHE ? ", 'float64', 'int8' or 'float8_e4m3'" : " or 'float64'";
+    return fail(PyExc_ValueError, "%s: expected 'float32', 'float16', 'bfloat16'%s, got %R", name, rest, object);
 }
 
 /* ---- Lists of lengths -------------------------------------------------------------------------------------- */
@@ -544,24 +593,46 @@ static int64_t read_element(const raw_array *raw, const char *at) {
     }
 }
 
-static int read_array_list(module_state *state, PyObject *object, const char *name, arg_list *list) {
+/* An integer array of `ndim` dimensions, 1 or 2, row by row. */
+static int read_array_list(module_state *state, PyObject *object, const char *name, int ndim, int64_t *dims, arg_list *list) {
     arg_array array;
     raw_array raw;
     int status = hold_raw(state, object, name, &array, &raw);
     if (status == 0 && raw.swapped) status = fail_elements(object, &array, "native byte order", "");
     if (status == 0 && raw.kind != KIND_INT && raw.kind != KIND_UINT) status = fail_elements(object, &array, "integers", "");
-    if (status == 0 && raw.ndim != 1) status = fail(PyExc_ValueError, "%s: expected 1 dimension, got %d", name, raw.ndim);
-    if (status == 0) status = allocate_list(list, (Py_ssize_t)raw.dims[0]);
-    for (Py_ssize_t i = 0; status == 0 && i < list->count; i++) list->values[i] = read_element(&raw, raw.data + i * raw.strides[0]);
+    if (status == 0 && raw.ndim != ndim) status = fail(PyExc_ValueError, "%s: expected %d dimension%s, got %d", name, ndim, ndim == 1 ? "" : "s", raw.ndim);
+    const int64_t rows = status == 0 && ndim == 2 ? raw.dims[0] : 1, columns = status == 0 ? raw.dims[ndim - 1] : 0;
+    int64_t count = 0;
+    if (status == 0 && __builtin_mul_overflow(rows, columns, &count)) status = fail(PyExc_ValueError, "%s: expected fewer than 2^63 entries", name);
+    if (status == 0) status = allocate_list(list, (Py_ssize_t)count);
+    for (Py_ssize_t i = 0; status == 0 && i < list->count; i++) {
+        const char *row = ndim == 2 ? raw.data + i / columns * raw.strides[0] : raw.data;
+        list->values[i] = read_element(&raw, row + i % columns * raw.strides[ndim - 1]);
+    }
+    if (dims != NULL) {
+        dims[0] = rows;
+        dims[1] = columns;
+    }
     arg_release(&array);
     return status;
+}
+
+int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t dims[2], arg_list *list) {
+    list->values = NULL;
+    list->count = 0;
+    return object == Py_None ? 0 : read_array_list(state, object, name, 2, dims, list);
+}
+
+int arg_expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning) {
+    if (list->values == NULL || list->count == count) return 0;
+    return fail(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
 }
 
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list) {
     list->values = NULL;
     list->count = 0;
     if (object == Py_None) return 0;
-    if (PyObject_CheckBuffer(object) || PyObject_HasAttr(object, state->dlpack_method)) return read_array_list(state, object, name, list);
+    if (PyObject_CheckBuffer(object) || PyObject_HasAttr(object, state->dlpack_method)) return read_array_list(state, object, name, 1, NULL, list);
     if (!is_sequence(object)) return fail_kind(name, "a sequence of integers", object);
     const Py_ssize_t count = PySequence_Size(object);
     if (count < 0) return fail_unreadable(name, object);

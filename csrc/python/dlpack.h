@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 enum { DL_DEVICE_CPU = 1 };
-enum { DL_CODE_INT = 0, DL_CODE_UINT = 1, DL_CODE_FLOAT = 2, DL_CODE_BFLOAT = 4 };
+enum { DL_CODE_INT = 0, DL_CODE_UINT = 1, DL_CODE_FLOAT = 2, DL_CODE_BFLOAT = 4, DL_CODE_FLOAT8_E4M3FN = 10 };
 enum { DL_MAJOR_VERSION = 1 };
 
 #define DL_FLAG_READ_ONLY UINT64_C(1)

@@ -6,6 +6,9 @@
 static PyMethodDef methods[] = {
     FUNCTION(block_sparse_attention),
     FUNCTION(merge_states),
+    FUNCTION(paged_attention),
+    FUNCTION(quest_metadata),
+    FUNCTION(select_blocks),
     FUNCTION(get_num_threads),
     FUNCTION(set_num_threads),
     FUNCTION(num_threads_source),

@@ -3,52 +3,6 @@
 #include <math.h>
 #include <string.h>
 
-/* Sorts the arguments of py_<name> into `values`, or leaves the function with NULL. */
-#define SORT_ARGUMENTS(name, count, required)                                                                                                        \
-    PyObject *values[count];                                                                                                                         \
-    if (arg_sort(#name, names, count, required, args, nargs, kwnames, values) < 0) return NULL
-
-#define NO_ARGUMENTS(name)                                                                                                                           \
-    (void)module;                                                                                                                                    \
-    if (arg_sort(#name, NULL, 0, 0, args, nargs, kwnames, NULL) < 0) return NULL
-
-/* Runs a library call without the GIL; the arrays that it reads and writes are held meanwhile. */
-#define WITHOUT_GIL(statement)                                                                                                                       \
-    do {                                                                                                                                             \
-        PyThreadState *const thread_state = PyEval_SaveThread();                                                                                     \
-        statement;                                                                                                                                   \
-        PyEval_RestoreThread(thread_state);                                                                                                          \
-    } while (0)
-
-/* ---- Outputs ----------------------------------------------------------------------------------------------- */
-
-/* The caller's array where one was given, else empty(shape, dtype name): outputs are made after all inputs were checked.
- * Returns a new reference to what the caller gets back; `array` holds its memory. */
-static PyObject *hold_or_make_output(module_state *state, PyObject *given, PyObject *empty, const ba_tensor *shape, const char *name, arg_role role,
-                                     ba_dtype bits_as, arg_array *array) {
-    PyObject *output = NULL;
-    if (given != Py_None) {
-        output = Py_NewRef(given);
-    } else {
-        PyObject *dims = PyTuple_New(shape->ndim);
-        if (dims == NULL) return NULL;
-        for (int i = 0; i < shape->ndim; i++) {
-            PyObject *dim = PyLong_FromLongLong(shape->dims[i]);
-            if (dim == NULL || PyTuple_SetItem(dims, i, dim) < 0) {
-                Py_DECREF(dims);
-                return NULL;
-            }
-        }
-        PyObject *dtype = PyUnicode_FromString(ba_dtype_name(shape->dtype));
-        if (dtype != NULL) output = PyObject_CallFunctionObjArgs(empty, dims, dtype, NULL);
-        Py_XDECREF(dtype);
-        Py_DECREF(dims);
-        if (shape->dtype == BA_BFLOAT16) bits_as = BA_BFLOAT16;
-    }
-    if (output != NULL && arg_hold_output(state, output, name, role, bits_as, array) < 0) Py_CLEAR(output);
-    return output;
-}
-
 /* ---- Block-sparse attention -------------------------------------------------------------------------------- */
 
 typedef struct block_sparse_call {
@@ -64,13 +18,6 @@ static void release_block_sparse(block_sparse_call *call) {
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
 }
 
-/* `name: expected <count> entries, got ...` */
-static int expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning) {
-    if (list->values == NULL || list->count == count) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
-    return -1;
-}
-
 /* The C API takes lengths as bare pointers, so how many there are is checked here, and only that: whether they belong to the
  * layout and are in range is for the library's own check. */
 static int set_lengths(block_sparse_call *call) {
@@ -81,15 +28,15 @@ static int set_lengths(block_sparse_call *call) {
     a->kv_lens = call->kv_lens.values;
     if (a->layout == BA_TND) {
         a->batch = call->cu_q.count - 1; /* -1 without entries, which the library refuses */
-        return call->cu_q.values == NULL ? 0 : expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
+        return call->cu_q.values == NULL ? 0 : arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
     }
     const int64_t batch = a->q.ndim > 0 ? a->q.dims[0] : 0;
     if (a->q.ndim != (a->layout == BA_BSH ? 3 : 4)) { /* there is no batch to compare with, and the library refuses q first */
         a->q_lens = a->kv_lens = NULL;
         return 0;
     }
-    if (expect_count(&call->q_lens, "q_lens", batch, "one a batch entry") < 0) return -1;
-    return expect_count(&call->kv_lens, "kv_lens", batch, "one a batch entry");
+    if (arg_expect_count(&call->q_lens, "q_lens", batch, "one a batch entry") < 0) return -1;
+    return arg_expect_count(&call->kv_lens, "kv_lens", batch, "one a batch entry");
 }
 
 /* With a layout that has an axis of heads, num_heads and num_kv_heads may be given too, but not in contradiction. */
@@ -125,8 +72,8 @@ static int read_block_sparse(module_state *state, PyObject *const *values, block
     ba_block_sparse_args *a = &call->args;
     int64_t block_shape[2];
     ba_dtype dtype;
-    if (arg_float_dtype(values[BSA_dtype], "dtype", &dtype) < 0) return -1;
-    *bits_as = dtype == BA_BFLOAT16 ? BA_BFLOAT16 : BA_UINT16;
+    if (arg_dtype(values[BSA_dtype], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    *bits_as = arg_bits(dtype);
     if (arg_hold(state, values[BSA_q], "q", ARG_FLOATS, *bits_as, &call->q) < 0) return -1;
     if (arg_hold(state, values[BSA_k], "k", ARG_FLOATS, *bits_as, &call->k) < 0) return -1;
     if (arg_hold(state, values[BSA_v], "v", ARG_FLOATS, *bits_as, &call->v) < 0) return -1;
@@ -183,11 +130,11 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     WITHOUT_GIL(status = ba_block_sparse_check(&call.args, &out_shape, &lse_shape));
     if (arg_check(status) < 0) goto done;
 
-    out = hold_or_make_output(state, values[BSA_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
+    out = arg_hold_or_make_output(state, values[BSA_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
     call.args.out = call.out.tensor;
     if (return_lse) {
-        lse = hold_or_make_output(state, values[BSA_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
+        lse = arg_hold_or_make_output(state, values[BSA_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
         if (lse == NULL) goto done;
         call.args.lse = call.lse.tensor;
     }
@@ -266,12 +213,12 @@ PyObject *py_merge_states(PyObject *module, PyObject *const *args, Py_ssize_t na
     ba_status status;
     PyObject *out = NULL, *lse = NULL, *result = NULL;
 
-    if (arg_float_dtype(values[5], "dtype", &dtype) < 0) return NULL;
-    const ba_dtype bits_as = dtype == BA_BFLOAT16 ? BA_BFLOAT16 : BA_UINT16;
+    if (arg_dtype(values[5], "dtype", ARG_FLOATS, &dtype) < 0) return NULL;
+    const ba_dtype bits_as = arg_bits(dtype);
     if (read_parts(state, values[1], values[2], bits_as, &call) < 0) goto done;
-    out = hold_or_make_output(state, values[3], values[0], &call.tensors[0], "out", ARG_FLOATS, bits_as, &call.out);
+    out = arg_hold_or_make_output(state, values[3], values[0], &call.tensors[0], "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
-    lse = hold_or_make_output(state, values[4], values[0], &call.tensors[call.parts], "lse_out", ARG_LSE, BA_UINT16, &call.lse);
+    lse = arg_hold_or_make_output(state, values[4], values[0], &call.tensors[call.parts], "lse_out", ARG_LSE, BA_UINT16, &call.lse);
     if (lse == NULL || arg_disjoint(&call.lse, &call.out) < 0) goto done;
     for (Py_ssize_t i = 0; i < 2 * call.parts; i++)
         if (arg_disjoint(&call.out, &call.arrays[i]) < 0 || arg_disjoint(&call.lse, &call.arrays[i]) < 0) goto done;

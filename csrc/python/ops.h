@@ -1,4 +1,5 @@
-/* The functions of the module blitz_attn._core, in the order of ops.c. What each takes stands in _core.pyi. */
+/* The functions of the module blitz_attn._core: those on paged caches in ops_paged.c, all others in ops.c, in this order. What
+ * each takes stands in _core.pyi. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
 
@@ -6,8 +7,28 @@
 
 #define DECLARE_FUNCTION(name) PyObject *py_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 
+/* Sorts the arguments of py_<name> into `values`, or leaves the function with NULL. */
+#define SORT_ARGUMENTS(name, count, required)                                                                                                        \
+    PyObject *values[count];                                                                                                                         \
+    if (arg_sort(#name, names, count, required, args, nargs, kwnames, values) < 0) return NULL
+
+#define NO_ARGUMENTS(name)                                                                                                                           \
+    (void)module;                                                                                                                                    \
+    if (arg_sort(#name, NULL, 0, 0, args, nargs, kwnames, NULL) < 0) return NULL
+
+/* Runs a library call without the GIL; the arrays that it reads and writes are held meanwhile. */
+#define WITHOUT_GIL(statement)                                                                                                                       \
+    do {                                                                                                                                             \
+        PyThreadState *const thread_state = PyEval_SaveThread();                                                                                     \
+        statement;                                                                                                                                   \
+        PyEval_RestoreThread(thread_state);                                                                                                          \
+    } while (0)
+
 DECLARE_FUNCTION(block_sparse_attention);
 DECLARE_FUNCTION(merge_states);
+DECLARE_FUNCTION(paged_attention);
+DECLARE_FUNCTION(quest_metadata);
+DECLARE_FUNCTION(select_blocks);
 DECLARE_FUNCTION(get_num_threads);
 DECLARE_FUNCTION(set_num_threads);
 DECLARE_FUNCTION(num_threads_source);

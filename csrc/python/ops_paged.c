@@ -1,0 +1,491 @@
+/* The operations on paged caches. */
+#include <string.h>
+
+#include "python/ops.h"
+
+#define COUNT_OF(array) (sizeof(array) / sizeof *(array))
+
+/* ---- Attention ----------------------------------------------------------------------------------------------------- */
+
+/* The arguments, in order: an index and a name for each. With indptr, block_tables lists pages of all requests one after the
+ * other, and last_page_len stands in for seq_lens. */
+#define PAGED_ARGUMENTS(X)                                                                                                                           \
+    X(empty)                                                                                                                                         \
+    X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) X(kv_layout)          \
+        X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads)
+#define AS_INDEX(name) PAGED_##name,
+#define AS_TEXT(name) #name,
+enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
+static const char *const paged_names[] = {PAGED_ARGUMENTS(AS_TEXT)};
+
+typedef struct paged_call {
+    arg_array q, k_cache, v_cache, k_scale, v_scale, block_tables, selected, sinks, out, lse;
+    arg_list seq_lens, indptr, last_page_len, q_lens, counts;
+    int64_t *cu_q;
+    ba_paged_args args;
+} paged_call;
+
+static void release_paged(paged_call *call) {
+    arg_array *const arrays[] = {&call->q,            &call->k_cache,  &call->v_cache, &call->k_scale, &call->v_scale,
+                                 &call->block_tables, &call->selected, &call->sinks,   &call->out,     &call->lse};
+    arg_list *const lists[] = {&call->seq_lens, &call->indptr, &call->last_page_len, &call->q_lens, &call->counts};
+    for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
+    for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
+    PyMem_Free(call->cu_q);
+}
+
+static int hold_optional(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array, ba_tensor *tensor) {
+    if (object == Py_None) return 0;
+    if (arg_hold(state, object, name, role, bits_as, array) < 0) return -1;
+    *tensor = array->tensor;
+    return 0;
+}
+
+static int64_t page_tokens(const ba_paged_args *a) { return a->k_cache.ndim == 4 ? a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2] : 1; }
+
+/* Lengths from numbers of pages and the tokens in the last one. Where indptr makes no sense, any length does: the library's
+ * check refuses indptr. */
+static int lengths_from_pages(paged_call *call) {
+    const int64_t batch = call->args.batch, size = page_tokens(&call->args);
+    call->seq_lens.values = PyMem_Calloc((size_t)batch + 1, sizeof(int64_t));
+    if (call->seq_lens.values == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->seq_lens.count = (Py_ssize_t)batch;
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t first = call->indptr.values[b], end = call->indptr.values[b + 1], last = call->last_page_len.values[b];
+        const bool empty = first < 0 || end <= first;
+        if (last < !empty || last > size) {
+            PyErr_Format(PyExc_ValueError, "last_page_len: expected 1 to the %lld tokens of a page, got %lld at [%lld]", (long long)size, (long long)last,
+                         (long long)b);
+            return -1;
+        }
+        int64_t *length = &call->seq_lens.values[b];
+        if (!empty && (__builtin_mul_overflow(end - first - 1, size, length) || __builtin_add_overflow(*length, last, length))) *length = INT64_MAX;
+    }
+    return 0;
+}
+
+/* The C API takes lengths as bare pointers, so how many there are is checked here; what is in them is for the library. */
+static int set_requests(paged_call *call) {
+    ba_paged_args *a = &call->args;
+    if (call->indptr.values != NULL) {
+        a->batch = call->indptr.count - 1;
+        if (a->batch < 0) {
+            PyErr_SetString(PyExc_ValueError, "indptr: expected B + 1 entries, got 0");
+            return -1;
+        }
+        if (arg_expect_count(&call->last_page_len, "last_page_len", a->batch, "one a request") < 0 || lengths_from_pages(call) < 0) return -1;
+    } else {
+        a->batch = call->seq_lens.count;
+    }
+    a->indptr = call->indptr.values;
+    a->seq_lens = call->seq_lens.values;
+    if (call->q_lens.values == NULL) return 0;
+    if (arg_expect_count(&call->q_lens, "q_lens", a->batch, "one a request") < 0) return -1;
+    a->cu_q = call->cu_q = PyMem_Malloc((size_t)(a->batch + 1) * sizeof *call->cu_q);
+    if (call->cu_q == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    call->cu_q[0] = 0;
+    for (int64_t b = 0; b < a->batch; b++) /* a sum out of range is one that the library finds wrong */
+        if (__builtin_add_overflow(call->cu_q[b], call->q_lens.values[b], &call->cu_q[b + 1])) call->cu_q[b + 1] = INT64_MAX;
+    return 0;
+}
+
+static int read_selected(module_state *state, PyObject *const *values, paged_call *call) {
+    ba_paged_args *a = &call->args;
+    if (hold_optional(state, values[PAGED_selected], "selected", ARG_INDICES, BA_UINT16, &call->selected, &a->selected) < 0) return -1;
+    if (values[PAGED_counts] == Py_None) return 0;
+    int64_t dims[2];
+    if (arg_matrix(state, values[PAGED_counts], "counts", dims, &call->counts) < 0) return -1;
+    if (a->selected.ndim == 3 && (dims[0] != a->selected.dims[0] || dims[1] != a->selected.dims[1])) {
+        PyErr_Format(PyExc_ValueError, "counts: expected shape (%lld, %lld) like the rows of selected, got (%lld, %lld)",
+                     (long long)a->selected.dims[0], (long long)a->selected.dims[1], (long long)dims[0], (long long)dims[1]);
+        return -1;
+    }
+    a->selected_counts = call->counts.values;
+    return 0;
+}
+
+static int read_sinks(module_state *state, PyObject *object, paged_call *call) {
+    ba_paged_args *a = &call->args;
+    ba_tensor sinks = {0};
+    if (hold_optional(state, object, "sinks", ARG_SCALES, BA_UINT16, &call->sinks, &sinks) < 0) return -1;
+    if (object == Py_None || a->q.ndim != 3) return 0; /* the library refuses q */
+    if (sinks.ndim != 1 || sinks.dims[0] != a->q.dims[1] || sinks.strides[0] != 1) {
+        PyErr_Format(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), a number a head, got %d dimensions and %lld numbers",
+                     (long long)a->q.dims[1], sinks.ndim, (long long)(sinks.ndim > 0 ? sinks.dims[0] : 1));
+        return -1;
+    }
+    a->sinks = sinks.data;
+    return 0;
+}
+
+/* Everything that is read before outputs exist. */
+static int read_paged(module_state *state, PyObject *const *values, paged_call *call, ba_dtype *bits_as) {
+    ba_paged_args *a = &call->args;
+    ba_dtype dtype, kv_dtype;
+    if (arg_dtype(values[PAGED_dtype], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    if (arg_dtype(values[PAGED_kv_dtype], "kv_dtype", ARG_CACHE, &kv_dtype) < 0) return -1;
+    *bits_as = arg_bits(dtype);
+    const ba_dtype kv_bits_as = arg_bits(kv_dtype == BA_DTYPE_COUNT ? dtype : kv_dtype);
+    if (hold_optional(state, values[PAGED_q], "q", ARG_FLOATS, *bits_as, &call->q, &a->q) < 0) return -1;
+    if (hold_optional(state, values[PAGED_k_cache], "k_cache", ARG_CACHE, kv_bits_as, &call->k_cache, &a->k_cache) < 0) return -1;
+    if (hold_optional(state, values[PAGED_v_cache], "v_cache", ARG_CACHE, kv_bits_as, &call->v_cache, &a->v_cache) < 0) return -1;
+    if (hold_optional(state, values[PAGED_k_scale], "k_scale", ARG_SCALES, BA_UINT16, &call->k_scale, &a->k_scale) < 0) return -1;
+    if (hold_optional(state, values[PAGED_v_scale], "v_scale", ARG_SCALES, BA_UINT16, &call->v_scale, &a->v_scale) < 0) return -1;
+    if (dtype != BA_DTYPE_COUNT && a->q.dtype != dtype) {
+        PyErr_Format(PyExc_TypeError, "q: expected %s as dtype says, got %s", ba_dtype_name(dtype), ba_dtype_name(a->q.dtype));
+        return -1;
+    }
+    if (kv_dtype != BA_DTYPE_COUNT && a->k_cache.dtype != kv_dtype) {
+        PyErr_Format(PyExc_TypeError, "k_cache: expected %s as kv_dtype says, got %s", ba_dtype_name(kv_dtype), ba_dtype_name(a->k_cache.dtype));
+        return -1;
+    }
+    if (arg_hold(state, values[PAGED_block_tables], "block_tables", ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
+    a->block_tables = call->block_tables.tensor;
+    if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
+    if (arg_lengths(state, values[PAGED_seq_lens], "seq_lens", &call->seq_lens) < 0) return -1;
+    if (arg_lengths(state, values[PAGED_indptr], "indptr", &call->indptr) < 0) return -1;
+    if (arg_lengths(state, values[PAGED_last_page_len], "last_page_len", &call->last_page_len) < 0) return -1;
+    if (arg_lengths(state, values[PAGED_q_lens], "q_lens", &call->q_lens) < 0) return -1;
+    if (set_requests(call) < 0 || read_selected(state, values, call) < 0 || read_sinks(state, values[PAGED_sinks], call) < 0) return -1;
+    if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
+    if (values[PAGED_softcap] != Py_None && arg_double(values[PAGED_softcap], "softcap", &a->softcap) < 0) return -1;
+    if (arg_threads(values[PAGED_num_threads], "num_threads", &a->num_threads) < 0) return -1;
+    if (values[PAGED_scale] != Py_None) return arg_double(values[PAGED_scale], "scale", &a->scale);
+    const int64_t dim = a->q.ndim > 0 ? a->q.dims[a->q.ndim - 1] : 0;
+    a->scale = dim > 0 ? ba_default_scale(dim) : 1.0; /* without a dim the library refuses q */
+    return 0;
+}
+
+static int check_paged_disjoint(const paged_call *call) {
+    const arg_array *const inputs[] = {&call->q,       &call->k_cache,      &call->v_cache,  &call->k_scale,
+                                       &call->v_scale, &call->block_tables, &call->selected, &call->sinks};
+    for (size_t i = 0; i < COUNT_OF(inputs); i++)
+        if (arg_disjoint(&call->out, inputs[i]) < 0 || arg_disjoint(&call->lse, inputs[i]) < 0) return -1;
+    return arg_disjoint(&call->lse, &call->out);
+}
+
+PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = paged_names;
+    SORT_ARGUMENTS(paged_attention, PAGED_COUNT, PAGED_seq_lens);
+    module_state *state = PyModule_GetState(module);
+    paged_call call = {.args = BA_PAGED_ARGS_INIT};
+    ba_tensor out_shape = {0}, lse_shape = {0};
+    ba_dtype bits_as;
+    int return_lse;
+    ba_status status;
+    PyObject *out = NULL, *lse = NULL, *result = NULL;
+
+    if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || read_paged(state, values, &call, &bits_as) < 0) goto done;
+    WITHOUT_GIL(status = ba_paged_check(&call.args, &out_shape, &lse_shape));
+    if (arg_check(status) < 0) goto done;
+
+    out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
+    if (out == NULL) goto done;
+    call.args.out = call.out.tensor;
+    if (return_lse) {
+        lse = arg_hold_or_make_output(state, values[PAGED_lse_out], values[PAGED_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
+        if (lse == NULL) goto done;
+        call.args.lse = call.lse.tensor;
+    }
+    if (check_paged_disjoint(&call) < 0) goto done;
+
+    WITHOUT_GIL(status = ba_paged_attention(&call.args));
+    if (arg_check(status) < 0) goto done;
+    result = return_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
+done:
+    release_paged(&call);
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    return result;
+}
+
+/* ---- Summaries of pages -------------------------------------------------------------------------------------------- */
+
+typedef struct metadata_call {
+    arg_array k_cache, block_tables, metadata_tables, largest, smallest, mean;
+    arg_list begin, end;
+    ba_quest_metadata_args args;
+} metadata_call;
+
+static void release_metadata(metadata_call *call) {
+    arg_array *const arrays[] = {&call->k_cache, &call->block_tables, &call->metadata_tables, &call->largest, &call->smallest, &call->mean};
+    for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
+    PyMem_Free(call->begin.values);
+    PyMem_Free(call->end.values);
+}
+
+static int64_t table_entry(const ba_tensor *table, int64_t row, int64_t column) {
+    const int64_t at = row * table->strides[0] + column * table->strides[1];
+    return table->dtype == BA_INT64 ? ((const int64_t *)table->data)[at] : ((const int32_t *)table->data)[at];
+}
+
+/* True when both name the same pages of one pool. */
+static bool same_pool(const ba_tensor *a, const ba_tensor *b) {
+    bool same = a->data == b->data && a->ndim == b->ndim;
+    for (int i = 0; same && i < a->ndim; i++) same = a->dims[i] == b->dims[i] && a->strides[i] == b->strides[i];
+    return same;
+}
+
+/* Marks the pages in use of a table with `mark`. Stops with -1 at one that is marked with a bit of `taken` already, its number in
+ * *page. Numbers out of range are left to the library, which refuses them. */
+static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, const arg_list *tokens, int64_t page_size, uint8_t mark, uint8_t taken,
+                      int64_t *page) {
+    if (table->ndim != 2 || table->dims[0] != tokens->count) return 0;
+    for (int64_t b = 0; b < table->dims[0]; b++)
+        for (int64_t i = 0; i < table->dims[1] && i * page_size < tokens->values[b]; i++) {
+            *page = table_entry(table, b, i);
+            if (*page < 0 || *page >= count) continue;
+            if (marks[*page] & taken) return -1;
+            marks[*page] |= mark;
+        }
+    return 0;
+}
+
+/* Each summary page is written for one request only; and where summaries live in the pool of the keys, which they may, in pages
+ * that hold no keys. */
+static int check_summary_pages(const metadata_call *call) {
+    const ba_quest_metadata_args *a = &call->args;
+    const ba_tensor *summary = a->maxblocks.ndim ? &a->maxblocks : a->minblocks.ndim ? &a->minblocks : &a->meanblocks;
+    if (a->k_cache.ndim != 4 || summary->ndim != 4) return 0; /* refused by the library */
+    const int64_t size = a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2], rows = summary->dims[1], count = summary->dims[0];
+    if (size < 1 || rows < 1 || count < 1 || rows > INT64_MAX / size) return 0;
+    const bool pool = same_pool(&a->k_cache, &a->maxblocks) || same_pool(&a->k_cache, &a->minblocks) || same_pool(&a->k_cache, &a->meanblocks);
+    uint8_t *marks = PyMem_Calloc((size_t)count, 1);
+    if (marks == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int64_t page = 0;
+    if (pool) mark_pages(marks, count, &a->block_tables, &call->end, size, 1, 0, &page);
+    const int status = mark_pages(marks, count, &a->metadata_tables, &call->end, size * rows, 2, 1 | 2, &page);
+    if (status < 0)
+        PyErr_Format(PyExc_ValueError, "metadata_block_tables: expected pages that nothing else uses, got %lld, which %s", (long long)page,
+                     marks[page] & 1 ? "holds keys" : "is listed twice");
+    PyMem_Free(marks);
+    return status;
+}
+
+static int check_metadata_disjoint(const metadata_call *call) {
+    const arg_array *const outputs[] = {&call->largest, &call->smallest, &call->mean};
+    for (size_t i = 0; i < COUNT_OF(outputs); i++) {
+        if (arg_disjoint(outputs[i], &call->block_tables) < 0 || arg_disjoint(outputs[i], &call->metadata_tables) < 0) return -1;
+        const bool pool = call->args.kv_layout == BA_NHD && same_pool(&outputs[i]->tensor, &call->k_cache.tensor);
+        if (!pool && arg_disjoint(outputs[i], &call->k_cache) < 0) return -1;
+        for (size_t j = 0; j < i; j++)
+            if (arg_disjoint(outputs[i], outputs[j]) < 0) return -1;
+    }
+    return check_summary_pages(call);
+}
+
+static int hold_summary(module_state *state, PyObject *object, const char *name, ba_dtype bits_as, arg_array *array, ba_tensor *tensor) {
+    if (object == Py_None) return 0;
+    if (arg_hold_output(state, object, name, ARG_FLOATS, bits_as, array) < 0) return -1;
+    *tensor = array->tensor;
+    return 0;
+}
+
+enum { META_K, META_TABLES, META_END, META_META_TABLES, META_MAX, META_MIN, META_MEAN, META_BEGIN, META_LAYOUT, META_DTYPE, META_THREADS, META_COUNT };
+static const char *const metadata_names[] = {"k_cache",   "block_tables", "seq_lens",   "metadata_block_tables", "maxblocks",  "minblocks",
+                                             "meanblocks", "start_lens",   "kv_layout", "dtype",                 "num_threads"};
+
+static int read_metadata(module_state *state, PyObject *const *values, metadata_call *call) {
+    ba_quest_metadata_args *a = &call->args;
+    const char *const *names = metadata_names;
+    ba_dtype dtype;
+    if (arg_dtype(values[META_DTYPE], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    const ba_dtype bits_as = arg_bits(dtype);
+    if (arg_hold(state, values[META_K], names[META_K], ARG_FLOATS, bits_as, &call->k_cache) < 0) return -1;
+    a->k_cache = call->k_cache.tensor;
+    if (arg_hold(state, values[META_TABLES], names[META_TABLES], ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
+    a->block_tables = call->block_tables.tensor;
+    if (arg_lengths(state, values[META_END], names[META_END], &call->end) < 0) return -1;
+    a->end = call->end.values;
+    a->batch = call->end.count;
+    if (arg_hold(state, values[META_META_TABLES], names[META_META_TABLES], ARG_TABLES, BA_UINT16, &call->metadata_tables) < 0) return -1;
+    a->metadata_tables = call->metadata_tables.tensor;
+    if (hold_summary(state, values[META_MAX], names[META_MAX], bits_as, &call->largest, &a->maxblocks) < 0) return -1;
+    if (hold_summary(state, values[META_MIN], names[META_MIN], bits_as, &call->smallest, &a->minblocks) < 0) return -1;
+    if (hold_summary(state, values[META_MEAN], names[META_MEAN], bits_as, &call->mean, &a->meanblocks) < 0) return -1;
+    if (arg_lengths(state, values[META_BEGIN], names[META_BEGIN], &call->begin) < 0) return -1;
+    if (arg_expect_count(&call->begin, names[META_BEGIN], a->batch, "as many as seq_lens has") < 0) return -1;
+    a->begin = call->begin.values;
+    if (arg_kv_layout(values[META_LAYOUT], names[META_LAYOUT], &a->kv_layout) < 0) return -1;
+    if (arg_threads(values[META_THREADS], names[META_THREADS], &a->num_threads) < 0) return -1;
+    return check_metadata_disjoint(call);
+}
+
+PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = metadata_names;
+    SORT_ARGUMENTS(quest_metadata, META_COUNT, META_MEAN);
+    metadata_call call = {0};
+    ba_status status = BA_OK;
+    int failed = read_metadata(PyModule_GetState(module), values, &call);
+    if (failed == 0) {
+        WITHOUT_GIL(status = ba_quest_metadata(&call.args));
+        failed = arg_check(status);
+    }
+    release_metadata(&call);
+    return failed == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+/* ---- Selecting pages ----------------------------------------------------------------------------------------------- */
+
+/* k is the width of a result that is made here; a and b are what the method scores; recent is a number or one a request. */
+#define SELECT_ARGUMENTS(X)                                                                                                                          \
+    X(empty)                                                                                                                                         \
+    X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) X(tokens_since_metadata_update)        \
+        X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(dtype) X(num_threads)
+#define AS_SELECT_INDEX(name) SELECT_##name,
+enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
+static const char *const select_names[] = {SELECT_ARGUMENTS(AS_TEXT)};
+
+typedef struct select_call {
+    arg_array q, a, b, tables, selected, counts;
+    arg_list seq_lens, recent, since, budget;
+    ba_select_args args;
+} select_call;
+
+static void release_select(select_call *call) {
+    arg_array *const arrays[] = {&call->q, &call->a, &call->b, &call->tables, &call->selected, &call->counts};
+    arg_list *const lists[] = {&call->seq_lens, &call->recent, &call->since, &call->budget};
+    for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
+    for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
+}
+
+static int arg_method(PyObject *object, ba_select_method *value) {
+    static const char *const texts[] = {[BA_SELECT_QUEST] = "quest", [BA_SELECT_MEAN] = "mean", [BA_SELECT_MAX] = "max"};
+    const char *text;
+    if (arg_text(object, "method", &text) < 0) return -1;
+    for (size_t i = 0; i < COUNT_OF(texts); i++) {
+        if (strcmp(text, texts[i]) != 0) continue;
+        *value = (ba_select_method)i;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "method: expected 'quest', 'mean' or 'max', got %R", object);
+    return -1;
+}
+
+/* One number for each request, or one that holds for all. */
+static int read_per_request(module_state *state, PyObject *object, const char *name, int64_t batch, arg_list *list) {
+    if (!PyIndex_Check(object) || PySequence_Check(object)) { /* arrays have an index slot too */
+        if (arg_lengths(state, object, name, list) < 0) return -1;
+        return arg_expect_count(list, name, batch, "one a request");
+    }
+    int64_t value;
+    if (arg_int64(object, name, &value) < 0) return -1;
+    list->values = PyMem_Malloc((size_t)(batch + 1) * sizeof *list->values);
+    if (list->values == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    list->count = (Py_ssize_t)batch;
+    for (int64_t b = 0; b < batch; b++) list->values[b] = value;
+    return 0;
+}
+
+/* The window rule: pages that were not complete when summaries were last made have none that counts, so they are always
+ * selected. -1 tokens since then turns the rule off. */
+static int add_window(select_call *call) {
+    const ba_select_args *a = &call->args;
+    for (int64_t b = 0; call->since.values != NULL && b < a->batch; b++) {
+        const int64_t since = call->since.values[b], tokens = a->seq_lens[b];
+        if (since < -1) {
+            PyErr_Format(PyExc_ValueError, "tokens_since_metadata_update: expected at least 0, or -1 for no window, got %lld", (long long)since);
+            return -1;
+        }
+        if (since < 0 || tokens < 1 || a->page_size < 1) continue;
+        const int64_t summarised = since < tokens ? (tokens - since) / a->page_size : 0, pages = (tokens - 1) / a->page_size + 1;
+        if (call->recent.values[b] < pages - summarised) call->recent.values[b] = pages - summarised;
+    }
+    return 0;
+}
+
+/* Everything that is read before outputs exist. */
+static int read_select(module_state *state, PyObject *const *values, select_call *call) {
+    ba_select_args *a = &call->args;
+    ba_dtype dtype;
+    if (arg_method(values[SELECT_method], &a->method) < 0 || arg_dtype(values[SELECT_dtype], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    const bool quest = a->method == BA_SELECT_QUEST, tokens = a->method == BA_SELECT_MAX;
+    const ba_dtype bits_as = arg_bits(dtype);
+    if (arg_hold(state, values[SELECT_query], "query", ARG_FLOATS, bits_as, &call->q) < 0) return -1;
+    a->q = call->q.tensor;
+    if (arg_hold(state, values[SELECT_a], quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks", ARG_FLOATS, bits_as, &call->a) < 0) return -1;
+    a->a = call->a.tensor;
+    if (quest && arg_hold(state, values[SELECT_b], "minblocks", ARG_FLOATS, bits_as, &call->b) < 0) return -1;
+    a->b = call->b.tensor;
+    if (arg_hold(state, values[SELECT_tables], tokens ? "block_tables" : "metadata_block_tables", ARG_TABLES, BA_UINT16, &call->tables) < 0) return -1;
+    a->tables = call->tables.tensor;
+    if (arg_lengths(state, values[SELECT_seq_lens], "seq_lens", &call->seq_lens) < 0) return -1;
+    a->seq_lens = call->seq_lens.values;
+    a->batch = call->seq_lens.count;
+    if (arg_kv_layout(values[SELECT_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
+    a->page_size = a->a.ndim == 4 ? a->a.dims[tokens && a->kv_layout == BA_HND ? 2 : 1] : 1;
+    if (values[SELECT_block_size] != Py_None && arg_int64(values[SELECT_block_size], "block_size", &a->page_size) < 0) return -1;
+    if (arg_flag(values[SELECT_per_query_head], "per_query_head", &a->per_query_head) < 0) return -1;
+    if (arg_flag(values[SELECT_ascending], "ascending", &a->ascending) < 0) return -1;
+    if (arg_int64(values[SELECT_sink], "sink", &a->sink) < 0) return -1;
+    if (read_per_request(state, values[SELECT_recent], "recent", a->batch, &call->recent) < 0) return -1;
+    if (read_per_request(state, values[SELECT_tokens_since_metadata_update], select_names[SELECT_tokens_since_metadata_update], a->batch, &call->since) < 0)
+        return -1;
+    if (arg_lengths(state, values[SELECT_budget], "budget", &call->budget) < 0) return -1;
+    if (arg_expect_count(&call->budget, "budget", a->batch, "one a request") < 0 || add_window(call) < 0) return -1;
+    a->recent = call->recent.values;
+    a->budget = call->budget.values;
+    return arg_threads(values[SELECT_num_threads], "num_threads", &a->num_threads);
+}
+
+/* Where queries or summaries are too odd to tell a number of rows, any does: the library refuses them. */
+static int result_shape(const ba_select_args *a, PyObject *k, ba_tensor *shape) {
+    int64_t width;
+    if (arg_int64(k, "k", &width) < 0) return -1;
+    if (width < 1 || width > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "k: expected 1 to 2147483647 blocks, got %lld", (long long)width);
+        return -1;
+    }
+    const int64_t heads = a->q.ndim == 3 ? a->q.dims[1] : 0, kv_axis = a->method == BA_SELECT_MAX && a->kv_layout == BA_HND ? 1 : 2;
+    const int64_t kv_heads = a->a.ndim == 4 ? a->a.dims[kv_axis] : 0;
+    *shape = (ba_tensor){.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, a->per_query_head ? heads : kv_heads, width}};
+    return 0;
+}
+
+PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = select_names;
+    SORT_ARGUMENTS(select_blocks, SELECT_COUNT, SELECT_COUNT);
+    module_state *state = PyModule_GetState(module);
+    select_call call = {0};
+    ba_tensor shape = {0};
+    ba_status status;
+    int return_counts;
+    PyObject *selected = NULL, *counts = NULL, *result = NULL, *given = values[SELECT_selected_indices];
+
+    if (arg_flag(values[SELECT_return_counts], "return_counts", &return_counts) < 0 || read_select(state, values, &call) < 0) goto done;
+    if (given == Py_None && result_shape(&call.args, values[SELECT_k], &shape) < 0) goto done;
+    selected = arg_hold_or_make_output(state, given, values[SELECT_empty], &shape, "selected_indices", ARG_TABLES, BA_UINT16, &call.selected);
+    if (selected == NULL) goto done;
+    call.args.selected = call.selected.tensor;
+    if (return_counts) {
+        shape = call.args.selected;
+        shape.ndim = 2;
+        counts = arg_hold_or_make_output(state, Py_None, values[SELECT_empty], &shape, "counts", ARG_TABLES, BA_UINT16, &call.counts);
+        if (counts == NULL) goto done;
+        call.args.counts = call.counts.tensor;
+    }
+    const arg_array *const inputs[] = {&call.q, &call.a, &call.b, &call.tables};
+    for (size_t i = 0; i < COUNT_OF(inputs); i++)
+        if (arg_disjoint(&call.selected, inputs[i]) < 0) goto done;
+
+    WITHOUT_GIL(status = ba_select_blocks(&call.args));
+    if (arg_check(status) < 0) goto done;
+    result = return_counts ? PyTuple_Pack(2, selected, counts) : Py_NewRef(selected);
+done:
+    release_select(&call);
+    Py_XDECREF(selected);
+    Py_XDECREF(counts);
+    return result;
+}
