@@ -1,4 +1,4 @@
-/* What the kernel checks stand on: guarded memory, element types in plain arithmetic, random numbers, the report. */
+/* What the kernel checks stand on: guarded memory, element types in plain arithmetic, random numbers, the report, cases. */
 #ifndef CHECKKERNELS_H
 #define CHECKKERNELS_H
 
@@ -9,8 +9,32 @@
 /* Every buffer lies between two pages that may not be touched: flush with the one behind it, or with the one before it
  * after flip_side(). It and the room beside it come filled with ones (NaN, -1, a pointer to nowhere). */
 typedef enum buffer {
-    PANEL_Q, PANEL_O, PANEL_M, PANEL_L, OTHER_O, OTHER_M, OTHER_L, PANEL_LO, PANEL_HI, SCRATCH, ROW_MAX, ALPHA, LSE, WEIGHTS, KEY_INDEX, PROBE,
-    PACKED_K, PACKED_V, K_SCALES, V_SCALES, K_POINTERS, V_POINTERS, PACKED_K_POINTERS, PACKED_V_POINTERS, ROW_POINTERS, BUFFERS
+    PANEL_Q,
+    PANEL_O,
+    PANEL_M,
+    PANEL_L,
+    OTHER_O,
+    OTHER_M,
+    OTHER_L,
+    PANEL_LO,
+    PANEL_HI,
+    SCRATCH,
+    ROW_MAX,
+    ALPHA,
+    LSE,
+    WEIGHTS,
+    KEY_INDEX,
+    PROBE,
+    PACKED_K,
+    PACKED_V,
+    K_SCALES,
+    V_SCALES,
+    K_POINTERS,
+    V_POINTERS,
+    PACKED_K_POINTERS,
+    PACKED_V_POINTERS,
+    ROW_POINTERS,
+    BUFFERS
 } buffer;
 void *place(buffer which, int64_t bytes);                      /* aligned to BA_ALIGN */
 void *place_tight(buffer which, int64_t bytes, int64_t align); /* aligned to `align` only: no gap before the guard */
@@ -18,7 +42,6 @@ void *place_tight(buffer which, int64_t bytes, int64_t align); /* aligned to `al
 /* Rows, each between guard pages of its own; a row and its neighbour stand at different ends of their pages. */
 typedef enum row_pool { Q_ROWS, K_ROWS, V_ROWS, OUT_ROWS, ROW_POOLS } row_pool;
 void *place_row(row_pool pool, int64_t index, int64_t bytes);
-const void *no_row(void); /* an address whose page may not be touched */
 
 void flip_side(void);
 bool neighbours_untouched(void); /* the room beside everything placed since forget_places() */
@@ -43,8 +66,8 @@ ba_dtype real_of(const ba_attend_family *family);
 /* ---- Random numbers: the same in every run ------------------------------------------------------------------------ */
 
 uint64_t random_bits(void);
-int64_t pick(int64_t n);       /* 0 .. n-1 */
-double uniform(void);          /* [-1, 1) */
+int64_t pick(int64_t n); /* 0 .. n-1 */
+double uniform(void);    /* [-1, 1) */
 
 /* ---- The report --------------------------------------------------------------------------------------------------- */
 
@@ -75,7 +98,8 @@ void guarded_run(void (*run)(void *context), void *context, record *r);
 typedef struct subject {
     const char *name;
     const ba_attend_family *f;
-    ba_dtype dtype, kv_dtype; /* of queries and output; of K and V */
+    const ba_cache_kernels *cache; /* NULL: K and V as the family has them */
+    ba_dtype dtype, kv_dtype;      /* of queries and output; of K and V */
     ba_pack_rows_fn pack_k, pack_v;
     int64_t pack_bytes;
     ba_attend_few_fn few;

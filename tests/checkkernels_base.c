@@ -1,3 +1,4 @@
+/* Guarded memory, element types, random numbers and the report of the kernel checks: checkkernels.h says what each is for. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include "checkkernels.h"
 
@@ -58,12 +59,6 @@ void *place_row(row_pool pool, int64_t index, int64_t bytes) {
     place_t *p = &row_places[pool][index];
     if (!p->pages) map_between_guards(p, BA_MAX_HEAD_DIM * (int64_t)sizeof(double));
     return place_at(p, bytes, 1, at_front ^ (index & 1));
-}
-
-const void *no_row(void) {
-    static place_t nowhere;
-    if (!nowhere.pages) map_between_guards(&nowhere, 1);
-    return nowhere.pages + nowhere.bytes;
 }
 
 void flip_side(void) { at_front = !at_front; }

@@ -57,7 +57,7 @@ void draw_range(test_case *c, int64_t lane) {
     if (c->mask == RANGES) {
         if (pick(8)) lo = first - 2 + (int32_t)pick(span + 2);
         if (pick(8)) hi = ba_max(lo, first - 2) + (int32_t)pick(span + 3); /* some are empty */
-    } else if (c->mask == STAIRS) { /* the first see nothing, the last see all */
+    } else if (c->mask == STAIRS) {                                        /* the first see nothing, the last see all */
         lo = 0;
         hi = first + (int32_t)((lane - 2) * ba_max(1, span / c->lanes));
     } else if (c->mask == NONE_SEEN) {
@@ -72,8 +72,8 @@ int64_t most_queries(const test_case *c) { return c->variant == FEW ? BA_FEW_QUE
 
 static void describe(const test_case *c) {
     snprintf(case_text, sizeof case_text, "queries=%d keys=%d head_dim=%d v_dim=%d fill=%s mask=%s scale=%.9g softcap=%g scaled=%d key_index[0]=%d",
-             (int)c->queries, (int)c->keys, (int)c->head_dim, (int)c->v_dim, fill_names[c->fill], mask_names[c->mask], c->scale, c->softcap, c->scaled,
-             (int)c->key_index[0]);
+             (int)c->queries, (int)c->keys, (int)c->head_dim, (int)c->v_dim, fill_names[c->fill], mask_names[c->mask], c->scale, c->softcap,
+             c->scaled, (int)c->key_index[0]);
 }
 
 void set_variant(test_case *c, int variant, int64_t queries) {
@@ -262,4 +262,3 @@ void attend_plainly(const test_case *c, int64_t lane, plain_row *r) {
         r->out_error[d] = error + unit_of(c->s.dtype) * (fabs(r->out[d]) + error) + smallest_of(c->s.dtype);
     }
 }
-
