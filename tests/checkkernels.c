@@ -574,7 +574,7 @@ static void check_few_scores(test_case *c) {
         const void **rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, c->keys, c->head_dim);
         const int64_t room = ba_round_up(c->keys, 16), stride = room + pick(20);
         const void *got = place(SCRATCH, ((c->queries - 1) * stride + room) * c->s.f->real_size);
-        c->s.cache->scores(panel.q, c->queries, rows, c->keys, c->head_dim, (void *)(uintptr_t)got, stride);
+        c->s.cache->scores(panel.q, c->queries, rows, c->keys, 0, c->head_dim, (void *)(uintptr_t)got, stride);
         require(&records[SCORES], neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int64_t i = 0; i < c->queries; i++)
             for (int64_t j = 0; j < c->keys; j++) {

@@ -20,6 +20,7 @@ enum {
     BA_MAX_HEAD_DIM = 576,
     BA_PANEL_WIDTHS = 2,  /* a wide panel, and a narrow one for what is left over */
     BA_MAX_LANES = 64,    /* no panel is wider */
+    BA_FEW_AHEAD = 48,    /* keys between a row's prefetch and its use, in the kernels for few queries */
     BA_FEW_QUERIES = 8,   /* queries that the kernel for few queries takes at most */
     BA_MAX_CHUNK = 512,   /* keys; tuning.c chooses at most this */
     BA_PACK_PAD = 16,     /* packed rows are padded to a multiple of this many elements */
@@ -42,6 +43,7 @@ typedef struct ba_chunk {
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM */
     const void *const *k_rows; /* [keys]; in the input dtype where the family reads in place, else what pack_k set */
     const void *const *v_rows; /* [keys] */
+    int64_t ahead;             /* entries beyond keys that k_rows and v_rows have: rows that are wanted next, to be prefetched */
     const int32_t *key_index;  /* [keys], rising; looked at only where the panel has lo and hi */
     const float *k_scale;      /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
     const float *v_scale;      /* few only: the same of V */
@@ -121,8 +123,10 @@ typedef struct ba_attend_family {
     ba_merge_row_fn merge_row;
 } ba_attend_family;
 
-/* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. */
-#define BA_SCORES_FEW(name) void name(const void *q, int64_t queries, const void *const *rows, int64_t keys, int64_t dim, void *scores, int64_t stride)
+/* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. rows
+ * has `ahead` entries beyond keys, which are prefetched. */
+#define BA_SCORES_FEW(name)                                                                                                                          \
+    void name(const void *q, int64_t queries, const void *const *rows, int64_t keys, int64_t ahead, int64_t dim, void *scores, int64_t stride)
 typedef BA_SCORES_FEW((*ba_scores_few_fn));
 
 /* Largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype; NULL: not wanted. Largest and smallest

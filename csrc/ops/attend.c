@@ -33,14 +33,22 @@ typedef struct tile_state {
     panel_state panel[MAX_PANELS];
 } tile_state;
 
+/* One chunk of a list: which keys, and where they lie. */
+typedef struct chunk_rows {
+    int walk;
+    int64_t keys;
+    const void **k_rows, **v_rows; /* room for BA_FEW_AHEAD more */
+    float *k_scale, *v_scale;
+    int32_t *key_index;
+} chunk_rows;
+
 typedef struct worker_scratch {
     char *q, *o, *ml; /* tiles one after the other */
     int32_t *bounds;
     uint64_t *bitmaps;
     char *packed_k, *packed_v, *scores, *lse;
-    const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows, **rows;
-    float *k_scale, *v_scale;
-    int32_t *key_index;
+    const void **packed_k_rows, **packed_v_rows, **rows;
+    chunk_rows chunk[2]; /* the one at hand and the one after it */
     tile_state *tiles;
 } worker_scratch;
 
@@ -83,14 +91,16 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->packed_v = take(base, &used, c->pack_v ? keys * pad_v * pack : 0);
     w->scores = take(base, &used, keys * ba_max(f->scratch_per_key, BA_FEW_QUERIES * f->real_size));
     w->lse = take(base, &used, BA_MAX_LANES * f->real_size);
-    w->k_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
-    w->v_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_k_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
     w->rows = (const void **)take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
-    w->v_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
-    w->key_index = (int32_t *)take(base, &used, keys * (int64_t)sizeof(int32_t));
+    for (int i = 0; i < 2; i++) {
+        w->chunk[i].k_rows = (const void **)take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
+        w->chunk[i].v_rows = (const void **)take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
+        w->chunk[i].k_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
+        w->chunk[i].v_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
+        w->chunk[i].key_index = (int32_t *)take(base, &used, keys * (int64_t)sizeof(int32_t));
+    }
     w->tiles = (tile_state *)take(base, &used, tiles * (int64_t)sizeof(tile_state));
     return used;
 }
@@ -290,6 +300,7 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
         begin -= begin % f->key_step;
         end = ba_min(ba_round_up(end, f->key_step), whole->keys);
         ba_chunk chunk = *whole;
+        chunk.ahead += chunk.keys - end;
         chunk.keys = end - begin;
         chunk.k_rows += begin;
         chunk.v_rows += begin;
@@ -360,6 +371,28 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
     return n;
 }
 
+/* The next chunk of the list that is furthest behind: so lists that overlap meet in cache. False when all are at their end. */
+static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int lists, chunk_rows *chunk) {
+    const ba_problem *p = c->problem;
+    int next = 0;
+    for (int n = 1; n < lists; n++)
+        if (walks[n].key < walks[next].key) next = n;
+    if (walks[next].key == BA_WALK_END) return false;
+    chunk->walk = next;
+    chunk->keys = ba_walk_take(&walks[next], chunk->key_index);
+    find_rows(p, item->batch, item->kv_head, &p->k, &p->k_scale, chunk->key_index, chunk->keys, chunk->k_rows, chunk->k_scale);
+    find_rows(p, item->batch, item->kv_head, &p->v, &p->v_scale, chunk->key_index, chunk->keys, chunk->v_rows, chunk->v_scale);
+    return true;
+}
+
+/* Says behind each row array which rows are wanted after it: values after keys, then the next chunk's keys. */
+static void want_next(chunk_rows *chunk, const chunk_rows *next) {
+    for (int64_t i = 0; i < BA_FEW_AHEAD; i++) {
+        chunk->k_rows[chunk->keys + i] = chunk->v_rows[ba_min(i, chunk->keys - 1)];
+        chunk->v_rows[chunk->keys + i] = next ? next->k_rows[ba_min(i, next->keys - 1)] : chunk->v_rows[chunk->keys - 1];
+    }
+}
+
 static void run_item(void *context, int64_t index, int worker) {
     const call *c = context;
     const ba_problem *p = c->problem;
@@ -371,27 +404,25 @@ static void run_item(void *context, int64_t index, int worker) {
     for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
     const int lists = make_walks(c, &w, item, walks);
 
-    for (;;) {
-        int next = 0; /* the list that is furthest behind: so lists that overlap meet in cache */
-        for (int n = 1; n < lists; n++)
-            if (walks[n].key < walks[next].key) next = n;
-        if (walks[next].key == BA_WALK_END) break;
-        ba_chunk chunk = {.head_dim = p->head_dim, .v_dim = p->v_dim, .key_index = w.key_index, .k_rows = w.k_rows, .v_rows = w.v_rows,
-                          .k_scale = p->k_scale.data ? w.k_scale : NULL, .v_scale = p->v_scale.data ? w.v_scale : NULL,
+    bool more = next_chunk(c, item, walks, lists, &w.chunk[0]);
+    for (int at = 0; more; at = !at) {
+        chunk_rows *here = &w.chunk[at];
+        more = next_chunk(c, item, walks, lists, &w.chunk[!at]);
+        if (few) want_next(here, more ? &w.chunk[!at] : NULL);
+        ba_chunk chunk = {.keys = here->keys, .head_dim = p->head_dim, .v_dim = p->v_dim, .key_index = here->key_index,
+                          .k_rows = here->k_rows, .v_rows = here->v_rows, .ahead = few ? BA_FEW_AHEAD : 0,
+                          .k_scale = p->k_scale.data ? here->k_scale : NULL, .v_scale = p->v_scale.data ? here->v_scale : NULL,
                           .softcap = p->softcap * LOG2_E, .scratch = w.scores};
-        chunk.keys = ba_walk_take(&walks[next], w.key_index);
-        find_rows(p, item->batch, item->kv_head, &p->k, &p->k_scale, w.key_index, chunk.keys, w.k_rows, w.k_scale);
-        find_rows(p, item->batch, item->kv_head, &p->v, &p->v_scale, w.key_index, chunk.keys, w.v_rows, w.v_scale);
         if (c->pack_k && !few) {
-            c->pack_k(w.packed_k, w.packed_k_rows, w.k_rows, chunk.k_scale, chunk.keys, p->head_dim);
+            c->pack_k(w.packed_k, w.packed_k_rows, here->k_rows, chunk.k_scale, chunk.keys, p->head_dim);
             chunk.k_rows = w.packed_k_rows;
         }
         if (c->pack_v && !few) {
-            c->pack_v(w.packed_v, w.packed_v_rows, w.v_rows, chunk.v_scale, chunk.keys, p->v_dim);
+            c->pack_v(w.packed_v, w.packed_v_rows, here->v_rows, chunk.v_scale, chunk.keys, p->v_dim);
             chunk.v_rows = w.packed_v_rows;
         }
         for (int64_t i = 0; i < item->tiles; i++)
-            if (w.tiles[i].walk == next) attend_tile(c, &w.tiles[i], &chunk);
+            if (w.tiles[i].walk == here->walk) attend_tile(c, &w.tiles[i], &chunk);
     }
     for (int64_t i = 0; i < item->tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {

@@ -208,10 +208,10 @@ static void score_pages(const select_call *c, const select_scratch *s, int64_t b
     for (int64_t at = 0; at < rows; at += PAGES_AT_ONCE) {
         const int64_t some = ba_min(PAGES_AT_ONCE, rows - at);
         for (int64_t i = 0; i < some; i++) s->rows[i] = page_row(&c->a, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
-        c->cache->scores(s->q, queries, s->rows, some, c->dim, s->scores, PAGES_AT_ONCE);
+        c->cache->scores(s->q, queries, s->rows, some, 0, c->dim, s->scores, PAGES_AT_ONCE);
         if (args->method == BA_SELECT_QUEST) {
             for (int64_t i = 0; i < some; i++) s->rows[i] = page_row(&c->b, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
-            c->cache->scores(s->q_low, queries, s->rows, some, c->dim, s->scores_low, PAGES_AT_ONCE);
+            c->cache->scores(s->q_low, queries, s->rows, some, 0, c->dim, s->scores_low, PAGES_AT_ONCE);
         }
         for (int64_t g = 0; g < queries; g++)
             for (int64_t i = 0; i < some; i++) {

@@ -1,7 +1,7 @@
 /* The operations on paged caches. */
-#include <string.h>
-
 #include "python/ops.h"
+
+#include <string.h>
 
 #define COUNT_OF(array) (sizeof(array) / sizeof *(array))
 
