@@ -12,19 +12,40 @@ from ._core import __version__
 from .block_sparse import block_sparse_attention
 from .config import get_num_threads, isa, isa_levels, kernels, set_num_threads, show_config
 from .merge import merge_states, merge_states_n
+from .paged import PagedPlan, append_paged_kv, dequantize_kv, paged_attention, paged_select_attention, quantize_kv
+from .quest import (
+    quest_block_select_paged,
+    quest_block_select_paged_in_out,
+    quest_block_select_paged_in_out_w,
+    quest_prefill_metadata,
+    select_and_attend,
+    select_blocks,
+)
 
 __all__ = [
+    "PagedPlan",
     "__version__",
+    "append_paged_kv",
     "block_sparse_attention",
+    "dequantize_kv",
     "get_num_threads",
     "isa",
     "isa_levels",
     "kernels",
     "merge_states",
     "merge_states_n",
+    "paged_attention",
+    "paged_select_attention",
     "plot",
+    "quantize_kv",
+    "quest_block_select_paged",
+    "quest_block_select_paged_in_out",
+    "quest_block_select_paged_in_out_w",
+    "quest_prefill_metadata",
     "reference",
     "sabi",
+    "select_and_attend",
+    "select_blocks",
     "set_num_threads",
     "show_config",
     "testing",

@@ -7,8 +7,10 @@ in. No framework is imported: one that is not in ``sys.modules`` yet cannot have
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +63,18 @@ FOREIGN = Family(_empty_bits, _bits_to_ml_dtypes_if_installed)  # some other exp
 # ---- Recognising what came in -------------------------------------------------------------------------------------
 
 
+# dtypes that neither protocol can name: the integers that hold their bits, and the core's name
+_BITS = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_e4m3")}
+
+
 def _is_ml_dtypes(x: np.ndarray) -> bool:
     return x.dtype.kind == "V" and x.dtype.name == "bfloat16"
+
+
+def _bits_of(x: np.ndarray) -> tuple[np.ndarray, str] | None:
+    """An ml_dtypes array as its bits, with the name of their dtype; None for an array that says all by itself."""
+    entry = _BITS.get(x.dtype.name) if x.dtype.kind == "V" else None
+    return None if entry is None else (x.view(entry[0]), entry[1])
 
 
 def _is_torch(x: Any) -> bool:
@@ -87,11 +99,11 @@ def family_of(x: Any) -> Family:
 
 
 def readable(x: Any, name: str) -> Any:
-    """What the core is given for the input array `x`: `x` itself, or ``(bits, "bfloat16")``."""
+    """What the core is given for the input array `x`: `x` itself, or its bits with the name of their dtype."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
-        return (x.view(np.uint16), "bfloat16") if _is_ml_dtypes(x) else x
+        return x if x.dtype.kind != "V" else _bits_of(x) or x
     if isinstance(x, (tuple, list)):
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     if _is_torch(x) and x.requires_grad:
@@ -101,6 +113,8 @@ def readable(x: Any, name: str) -> Any:
                 f"pass {name}.detach() or call under torch.no_grad()"
             )
         return x.detach()
+    if _is_torch(x) and dtype_name(x.dtype) == "float8_e4m3":
+        return x.view(sys.modules["torch"].uint8), "float8_e4m3"
     return x
 
 
@@ -120,9 +134,86 @@ def finished(result: Any, given: Any, family: Family) -> Any:
     return result if family.finish is None else family.finish(result)
 
 
+def split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
+    """The caller's arrays for the result and for the log-sum-exp, from an `out` that may be both in a pair."""
+    if not isinstance(out, tuple):
+        return out, None
+    if not return_lse or len(out) != 2:
+        raise ValueError(f"out: expected an array, or a pair (out, lse) with return_lse=True, got a tuple of {len(out)}")
+    return out
+
+
+def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple[np.ndarray, str]:
+    """NumPy view of an array's memory, and the name of its dtype; what NumPy lacks comes as bits, as the core takes it.
+
+    `bits_as` names what plain uint8 and uint16 arrays hold; `written` says that the array is to be written.
+    """
+    x = writable(x, name) if written else readable(x, name)
+    tag = None
+    if isinstance(x, tuple):
+        x, tag = x
+    if _is_torch(x):
+        if dtype_name(x.dtype) == "bfloat16":
+            x, tag = x.view(sys.modules["torch"].int16).numpy().view(np.uint16), "bfloat16"
+        else:
+            x = x.numpy()
+    if not isinstance(x, np.ndarray):
+        if written or not (hasattr(x, "__array__") or hasattr(x, "__dlpack__")):
+            raise TypeError(f"{name}: expected {'a NumPy array or a torch tensor' if written else 'an array'}, got {type(x).__name__}")
+        x = np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
+        bits = _bits_of(x)
+        x, tag = (x, tag) if bits is None else bits
+    if not x.dtype.isnative:
+        raise TypeError(f"{name}: expected native byte order, got {x.dtype}")
+    if tag is None and x.dtype == {"bfloat16": np.uint16, "float8_e4m3": np.uint8}.get(bits_as):
+        tag = bits_as
+    return x, tag or _plain_name(x.dtype)
+
+
+@cache
+def _plain_name(dtype: np.dtype) -> str:
+    """NumPy works a dtype's name out anew each time it is asked, in some microseconds."""
+    return dtype.name
+
+
+def integer(x: Any, name: str) -> int:
+    """The integer that `x` is."""
+    try:
+        value = operator.index(x)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected an integer, got {type(x).__name__}") from error
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+    return value
+
+
+def integers(x: Any, name: str) -> np.ndarray:
+    """int64 array of the integers of a sequence or an array."""
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected integers, got {type(x).__name__}") from error
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name}: expected integers, got {array.dtype if array.dtype != object else type(x).__name__}")
+    return array.astype(np.int64, copy=False)
+
+
+def float32_numbers(x: Any, name: str) -> np.ndarray:
+    """Contiguous float32 array of the numbers of a sequence or an array."""
+    if _is_torch(x):
+        x = x.detach().float().numpy()
+    try:
+        return np.asarray(x, np.float32, order="C")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected numbers, got {type(x).__name__}") from error
+
+
 def dtype_name(dtype: Any) -> Any:
-    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; strings and None as they are."""
+    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; strings and None as they are. The e4m3 that
+    has no infinity, which frameworks call float8_e4m3fn, is ``"float8_e4m3"`` here."""
     if dtype is None or isinstance(dtype, str):
-        return dtype
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    return str(name).rpartition(".")[2]
+        name = dtype
+    else:
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+        name = str(name).rpartition(".")[2]
+    return "float8_e4m3" if name == "float8_e4m3fn" else name

@@ -38,6 +38,71 @@ def merge_states(
     lse_out: Any = ...,
     dtype: Any = ...,
 ) -> tuple[Any, Any]: ...
+def paged_attention(
+    empty: Callable[[tuple[int, ...], str], Any],
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any = ...,
+    indptr: Any = ...,
+    last_page_len: Any = ...,
+    q_lens: Any = ...,
+    selected: Any = ...,
+    counts: Any = ...,
+    scale: Any = ...,
+    kv_layout: Any = ...,
+    window: Any = ...,
+    sinks: Any = ...,
+    softcap: Any = ...,
+    k_scale: Any = ...,
+    v_scale: Any = ...,
+    return_lse: Any = ...,
+    out: Any = ...,
+    lse_out: Any = ...,
+    dtype: Any = ...,
+    kv_dtype: Any = ...,
+    num_threads: Any = ...,
+) -> Any:
+    """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens."""
+
+def quest_metadata(
+    k_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    metadata_block_tables: Any,
+    maxblocks: Any,
+    minblocks: Any,
+    meanblocks: Any = ...,
+    start_lens: Any = ...,
+    kv_layout: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def select_blocks(
+    empty: Callable[[tuple[int, ...], str], Any],
+    method: str,
+    query: Any,
+    a: Any,
+    b: Any,
+    tables: Any,
+    seq_lens: Any,
+    k: Any,
+    block_size: Any,
+    per_query_head: Any,
+    sink: Any,
+    recent: Any,
+    tokens_since_metadata_update: Any,
+    budget: Any,
+    ascending: Any,
+    kv_layout: Any,
+    selected_indices: Any,
+    return_counts: Any,
+    dtype: Any,
+    num_threads: Any,
+) -> Any:
+    """Returns selected or (selected, counts). k is the width of a result that is made here; budget is in blocks, one a request."""
+
 def get_num_threads() -> int: ...
 def set_num_threads(num_threads: int | None) -> None: ...
 def num_threads_source() -> str: ...

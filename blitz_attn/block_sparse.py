@@ -142,11 +142,7 @@ def block_sparse_attention(
         )  # fmt: skip
 
     family = _arrays.family_of(q)
-    lse_out = None
-    if isinstance(out, tuple):
-        if not return_lse or len(out) != 2:
-            raise ValueError(f"out: expected an array, or a pair (out, lse) with return_lse=True, got a tuple of {len(out)}")
-        out, lse_out = out
+    out, lse_out = _arrays.split_out(out, return_lse)
     result = _core.block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
         causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, return_lse,

@@ -15,6 +15,8 @@ import numpy as np
 
 from . import reference
 from . import sabi as lists
+from ._arrays import dtype_name
+from ._testing_paged import QUANTIZED, Paged, make_paged
 from .reference import round_to, to_float64
 from .sabi import FrameWidths
 
@@ -24,16 +26,19 @@ __all__ = [
     "LSE_RTOL",
     "OUT_ATOL",
     "OUT_RTOL",
+    "QUANTIZED",
     "BlockGrid",
     "Errors",
     "FrameWidths",
     "MaskSpec",
+    "Paged",
     "block_allclose_map",
     "error_of",
     "error_rule",
     "generate_sparse_blocks_by_row",
     "generate_sparse_blocks_by_row_per_head",
     "is_block_sparse_pattern_feasible",
+    "make_paged",
     "make_qkv",
     "meets_error_rule",
     "random_sabi",
@@ -562,7 +567,7 @@ def meets_error_rule(ours: Errors, dense: Errors, dtype: Any, factor: float = 2.
     >>> [meets_error_rule(Errors(e, e, 1.0), Errors(0.1, 0.1, 1.0), "float32") for e in (0.19, 0.21)]
     [True, False]
     """
-    name = reference.dtype_name(dtype)
+    name = dtype_name(dtype)
     rounding = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[name]
     if name == "float64":
         return ours.relative <= 1000 * rounding and ours.largest <= 1000 * rounding * max(1.0, ours.peak)

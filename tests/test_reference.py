@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from blitz_attn import reference, sabi, testing
+from blitz_attn import _reference_dense, reference, sabi, testing
 from cases import DTYPES, LAYOUTS, bits_option, random_lists
 
 
@@ -138,7 +138,7 @@ def test_strips_do_not_show(monkeypatch):
         {"sabi": lists, "block_shape": (32, 32), "causal": True, "window": (20, -1)},
     ]
     whole = [reference.block_sparse_attention(q, k, v, return_lse=True, **c) for c in calls]
-    monkeypatch.setattr(reference, "_STRIP_ELEMENTS", 500)
+    monkeypatch.setattr(_reference_dense, "_STRIP_ELEMENTS", 500)
     for (out, lse), call in zip(whole, calls, strict=True):
         narrow, narrow_lse = reference.block_sparse_attention(q, k, v, return_lse=True, **call)
         np.testing.assert_allclose(narrow, out, rtol=1e-13, atol=1e-14)
@@ -263,3 +263,36 @@ def test_merge_of_nothing():
 def test_refusals(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(np.zeros((1, 2, 4, 3)))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_paged_against_elements(kv_layout, listed):
+    """Pages, right-aligned queries, window, cap, sinks, scales and lists, a product at a time."""
+    lens, q_lens, scale, cap, window = [9, 0, 14], [3, 0, 1], 0.8, 2.0, 5
+    case = testing.make_paged(3, 4, 2, lens, 4, 5, 3, "float64", "int8", kv_layout, q_lens=q_lens)
+    sinks, selected = np.array([0.1, -1.0, 2.0, 0.0]), np.array([[[2, 0, -1], [1, 2, 0]], [[-1] * 3] * 2, [[3, 1, -1], [0, 3, 2]]])
+    call, rules = case.arrays, {"scale": scale, "softcap": cap, "window": window, "sinks": sinks, "return_lse": True, **case.options}
+    if listed:
+        out, lse = reference.paged_select_attention(*call, selected, **rules)
+    else:
+        out, lse = reference.paged_attention(*call, **rules)
+    k_cache, v_cache, k_scale, v_scale = (
+        x if kv_layout == "NHD" else x.swapaxes(1, 2) for x in (*case[1:3], case.options["k_scale"], case.options["v_scale"])
+    )
+    token = 0
+    for b, i in [(0, 0), (0, 1), (0, 2), (2, 0)]:
+        for h in range(4):
+            total, value = math.exp(sinks[h]), np.zeros(3)
+            for j in range(lens[b]):
+                at = (case.block_tables[b, j // 4], j % 4, h // 2)
+                last = i + lens[b] - q_lens[b]
+                if not last - window <= j <= last or (listed and j // 4 not in selected[b, h // 2]):
+                    continue
+                score = scale * float(case.q[token, h] @ k_cache[at].astype(float)) * float(k_scale[at])
+                weight = math.exp(cap * math.tanh(score / cap))
+                total += weight
+                value += weight * float(v_scale[at]) * v_cache[at]
+            np.testing.assert_allclose(out[token, h], value / total, rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(lse[token, h], math.log(total), rtol=1e-12, atol=1e-14)
+            token += h == 3

@@ -1,8 +1,8 @@
 """The interface of upstream's ``torch_bsa`` package: ``from blitz_attn.compat import torch_bsa`` in place of ``import torch_bsa``.
 
 Tensors may be torch tensors or any array that `blitz_attn.block_sparse_attention` takes; results are of the same kind.
-Where upstream is wrong or undefined, this is right: batches, grouped heads and lengths are sparse too, an empty row gives
-output 0 and log-sum-exp ``-inf``, block lists are checked and need no order.
+What upstream leaves open is defined here: block lists hold for batches, grouped heads and lengths too, an empty row gives
+output 0 and log-sum-exp ``-inf``, lists are checked and need no order.
 """
 
 from __future__ import annotations

@@ -600,7 +600,8 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
     int status = hold_raw(state, object, name, &array, &raw);
     if (status == 0 && raw.swapped) status = fail_elements(object, &array, "native byte order", "");
     if (status == 0 && raw.kind != KIND_INT && raw.kind != KIND_UINT) status = fail_elements(object, &array, "integers", "");
-    if (status == 0 && raw.ndim != ndim) status = fail(PyExc_ValueError, "%s: expected %d dimension%s, got %d", name, ndim, ndim == 1 ? "" : "s", raw.ndim);
+    if (status == 0 && raw.ndim != ndim)
+        status = fail(PyExc_ValueError, "%s: expected %d dimension%s, got %d", name, ndim, ndim == 1 ? "" : "s", raw.ndim);
     const int64_t rows = status == 0 && ndim == 2 ? raw.dims[0] : 1, columns = status == 0 ? raw.dims[ndim - 1] : 0;
     int64_t count = 0;
     if (status == 0 && __builtin_mul_overflow(rows, columns, &count)) status = fail(PyExc_ValueError, "%s: expected fewer than 2^63 entries", name);

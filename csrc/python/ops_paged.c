@@ -11,8 +11,9 @@
  * other, and last_page_len stands in for seq_lens. */
 #define PAGED_ARGUMENTS(X)                                                                                                                           \
     X(empty)                                                                                                                                         \
-    X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) X(kv_layout)          \
-        X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads)
+    X(q)                                                                                                                                             \
+    X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) X(kv_layout) X(window)     \
+        X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads)
 #define AS_INDEX(name) PAGED_##name,
 #define AS_TEXT(name) #name,
 enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
@@ -26,15 +27,16 @@ typedef struct paged_call {
 } paged_call;
 
 static void release_paged(paged_call *call) {
-    arg_array *const arrays[] = {&call->q,            &call->k_cache,  &call->v_cache, &call->k_scale, &call->v_scale,
-                                 &call->block_tables, &call->selected, &call->sinks,   &call->out,     &call->lse};
+    arg_array *const arrays[] = {&call->q,        &call->k_cache, &call->v_cache, &call->k_scale, &call->v_scale, &call->block_tables,
+                                 &call->selected, &call->sinks,   &call->out,     &call->lse};
     arg_list *const lists[] = {&call->seq_lens, &call->indptr, &call->last_page_len, &call->q_lens, &call->counts};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
     PyMem_Free(call->cu_q);
 }
 
-static int hold_optional(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array, ba_tensor *tensor) {
+static int hold_optional(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array,
+                         ba_tensor *tensor) {
     if (object == Py_None) return 0;
     if (arg_hold(state, object, name, role, bits_as, array) < 0) return -1;
     *tensor = array->tensor;
@@ -57,8 +59,8 @@ static int lengths_from_pages(paged_call *call) {
         const int64_t first = call->indptr.values[b], end = call->indptr.values[b + 1], last = call->last_page_len.values[b];
         const bool empty = first < 0 || end <= first;
         if (last < !empty || last > size) {
-            PyErr_Format(PyExc_ValueError, "last_page_len: expected 1 to the %lld tokens of a page, got %lld at [%lld]", (long long)size, (long long)last,
-                         (long long)b);
+            PyErr_Format(PyExc_ValueError, "last_page_len: expected 1 to the %lld tokens of a page, got %lld at [%lld]", (long long)size,
+                         (long long)last, (long long)b);
             return -1;
         }
         int64_t *length = &call->seq_lens.values[b];
@@ -290,9 +292,23 @@ static int hold_summary(module_state *state, PyObject *object, const char *name,
     return 0;
 }
 
-enum { META_K, META_TABLES, META_END, META_META_TABLES, META_MAX, META_MIN, META_MEAN, META_BEGIN, META_LAYOUT, META_DTYPE, META_THREADS, META_COUNT };
-static const char *const metadata_names[] = {"k_cache",   "block_tables", "seq_lens",   "metadata_block_tables", "maxblocks",  "minblocks",
-                                             "meanblocks", "start_lens",   "kv_layout", "dtype",                 "num_threads"};
+enum {
+    META_K,
+    META_TABLES,
+    META_END,
+    META_META_TABLES,
+    META_MAX,
+    META_MIN,
+    META_MEAN,
+    META_BEGIN,
+    META_LAYOUT,
+    META_DTYPE,
+    META_THREADS,
+    META_COUNT
+};
+static const char *const metadata_names[] = {"k_cache",   "block_tables", "seq_lens",   "metadata_block_tables",
+                                             "maxblocks", "minblocks",    "meanblocks", "start_lens",
+                                             "kv_layout", "dtype",        "num_threads"};
 
 static int read_metadata(module_state *state, PyObject *const *values, metadata_call *call) {
     ba_quest_metadata_args *a = &call->args;
@@ -339,8 +355,9 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* k is the width of a result that is made here; a and b are what the method scores; recent is a number or one a request. */
 #define SELECT_ARGUMENTS(X)                                                                                                                          \
     X(empty)                                                                                                                                         \
-    X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) X(tokens_since_metadata_update)        \
-        X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(dtype) X(num_threads)
+    X(method)                                                                                                                                        \
+    X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) X(tokens_since_metadata_update) X(budget)        \
+        X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(dtype) X(num_threads)
 #define AS_SELECT_INDEX(name) SELECT_##name,
 enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
 static const char *const select_names[] = {SELECT_ARGUMENTS(AS_TEXT)};
@@ -373,7 +390,8 @@ static int arg_method(PyObject *object, ba_select_method *value) {
 
 /* One number for each request, or one that holds for all. */
 static int read_per_request(module_state *state, PyObject *object, const char *name, int64_t batch, arg_list *list) {
-    if (!PyIndex_Check(object) || PySequence_Check(object)) { /* arrays have an index slot too */
+    const bool is_array = PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method); /* arrays have an index slot too */
+    if (!PyIndex_Check(object) || is_array) {
         if (arg_lengths(state, object, name, list) < 0) return -1;
         return arg_expect_count(list, name, batch, "one a request");
     }
@@ -419,7 +437,8 @@ static int read_select(module_state *state, PyObject *const *values, select_call
     a->a = call->a.tensor;
     if (quest && arg_hold(state, values[SELECT_b], "minblocks", ARG_FLOATS, bits_as, &call->b) < 0) return -1;
     a->b = call->b.tensor;
-    if (arg_hold(state, values[SELECT_tables], tokens ? "block_tables" : "metadata_block_tables", ARG_TABLES, BA_UINT16, &call->tables) < 0) return -1;
+    if (arg_hold(state, values[SELECT_tables], tokens ? "block_tables" : "metadata_block_tables", ARG_TABLES, BA_UINT16, &call->tables) < 0)
+        return -1;
     a->tables = call->tables.tensor;
     if (arg_lengths(state, values[SELECT_seq_lens], "seq_lens", &call->seq_lens) < 0) return -1;
     a->seq_lens = call->seq_lens.values;
@@ -431,7 +450,8 @@ static int read_select(module_state *state, PyObject *const *values, select_call
     if (arg_flag(values[SELECT_ascending], "ascending", &a->ascending) < 0) return -1;
     if (arg_int64(values[SELECT_sink], "sink", &a->sink) < 0) return -1;
     if (read_per_request(state, values[SELECT_recent], "recent", a->batch, &call->recent) < 0) return -1;
-    if (read_per_request(state, values[SELECT_tokens_since_metadata_update], select_names[SELECT_tokens_since_metadata_update], a->batch, &call->since) < 0)
+    if (read_per_request(state, values[SELECT_tokens_since_metadata_update], select_names[SELECT_tokens_since_metadata_update], a->batch,
+                         &call->since) < 0)
         return -1;
     if (arg_lengths(state, values[SELECT_budget], "budget", &call->budget) < 0) return -1;
     if (arg_expect_count(&call->budget, "budget", a->batch, "one a request") < 0 || add_window(call) < 0) return -1;

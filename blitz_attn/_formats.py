@@ -1,0 +1,81 @@
+"""Number formats that NumPy lacks, in NumPy's integers: bfloat16 and float8 e4m3, between values and bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+INT8_MAX = 127.0
+E4M3_MAX = 448.0
+_E4M3_NAN = np.uint8(0x7F)
+
+
+def _e4m3_table() -> np.ndarray:
+    """The float32 value of each of the 256 bit patterns: a sign, 4 bits of exponent (bias 7), 3 of mantissa, no infinity."""
+    magnitude = np.arange(128)
+    exponent, mantissa = magnitude >> 3, magnitude & 7
+    values = np.where(exponent > 0, np.ldexp(1.0 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+    values[_E4M3_NAN] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+_E4M3_VALUES = _e4m3_table()
+
+
+def e4m3_from_bits(bits: np.ndarray) -> np.ndarray:
+    """float32 values of float8 e4m3 bits."""
+    return _E4M3_VALUES[bits]
+
+
+def e4m3_to_bits(x: np.ndarray) -> np.ndarray:
+    """Bits of the float8 e4m3 value nearest to each float64, ties to even; magnitudes beyond the largest become the largest."""
+    magnitude = np.abs(x)
+    # Normal numbers: 3 bits of a float64's 52 stay, and a carry out of them raises the exponent, as it should.
+    pattern = magnitude.view(np.uint64)
+    dropped = np.uint64(49)
+    kept = (pattern + np.uint64((1 << 48) - 1) + (pattern >> dropped & np.uint64(1))) >> dropped
+    normal = np.minimum(kept.astype(np.int64) - ((1023 - 7) << 3), 0x7E)
+    with np.errstate(invalid="ignore"):  # below 2**-6 values are multiples of 2**-9; the largest rounds up to the first normal number
+        small = np.rint(np.minimum(magnitude, 1.0) * 512).astype(np.int64)
+    bits = np.where(magnitude < 2.0**-6, small, normal)
+    bits = np.where(np.isnan(x), np.int64(_E4M3_NAN), bits).astype(np.uint8)
+    return bits | (np.signbit(x).astype(np.uint8) << np.uint8(7))
+
+
+def _bfloat16_to_bits(x: np.ndarray) -> np.ndarray:
+    """Bits of the bfloat16 nearest to each float32, ties to even."""
+    pattern = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (pattern + np.uint32(0x7FFF) + (pattern >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def widened(x: np.ndarray, name: str) -> np.ndarray:
+    """float32 (for float64 float64) values of an array whose dtype is called `name`."""
+    if name == "bfloat16":
+        return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if name == "float8_e4m3":
+        return e4m3_from_bits(x)
+    return x if name == "float64" else x.astype(np.float32, copy=False)
+
+
+def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
+    """Values of dtype `name` rounded to the floating dtype `to`; bfloat16 on either side is bits."""
+    if name == to:
+        return x
+    values = widened(x, name)
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, as in any conversion
+        return _bfloat16_to_bits(values.astype(np.float32, copy=False)) if to == "bfloat16" else values.astype(to)
+
+
+def quantized(values: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
+    """(int8 values or float8 e4m3 bits, float32 scales): each row of the last axis by a scale that maps its largest magnitude
+    to the format's largest, a row of zeros by 1. Rows that are not finite get a scale that is not."""
+    limit = INT8_MAX if to == "int8" else E4M3_MAX
+    wide = values.astype(np.float64)
+    scale = (np.abs(wide).max(axis=-1, initial=0.0) / limit).astype(np.float32)
+    scale = np.where(scale == 0, np.float32(1), scale)
+    with np.errstate(invalid="ignore"):
+        wide /= scale[..., None]
+        if to != "int8":
+            return e4m3_to_bits(wide), scale
+        np.clip(np.rint(wide, out=wide), -INT8_MAX, INT8_MAX, out=wide)
+        return wide.astype(np.int8), scale

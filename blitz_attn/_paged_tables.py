@@ -1,0 +1,113 @@
+"""Page tables and lengths of a batch of requests, in either form that they may come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from . import _arrays
+
+
+def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, Any]:
+    """(tables, seq_lens, indptr, last_page_len) as the core takes them, from either form of tables."""
+    if isinstance(block_tables, tuple):
+        if len(block_tables) != 3:
+            raise ValueError(f"block_tables: expected an array or (indptr, indices, last_page_len), got a tuple of {len(block_tables)}")
+        if seq_lens is not None:
+            raise ValueError("seq_lens: expected None with (indptr, indices, last_page_len), which tell the lengths, got lengths too")
+        indptr, indices, last_page_len = block_tables
+        return indices, None, indptr, last_page_len
+    if seq_lens is None:
+        raise ValueError("seq_lens: expected a length a request, got None")
+    return block_tables, seq_lens, None, None
+
+
+def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
+    """int64 numbers of queries, each from 0 to its request's length."""
+    lengths = _arrays.integers(q_lens, "q_lens")
+    if lengths.shape != seq_lens.shape:
+        raise ValueError(f"q_lens: expected {len(seq_lens)} entries, one a request, got shape {lengths.shape}")
+    for b in ((lengths < 0) | (lengths > seq_lens)).nonzero()[0]:
+        raise ValueError(f"q_lens: expected 0 to seq_lens' {seq_lens[b]}, got {lengths[b]} at [{b}]")
+    return lengths
+
+
+class Tables:
+    """Either form of tables as arrays, with lengths that they are known to hold."""
+
+    def __init__(self, block_tables: Any, seq_lens: Any, page_size: int) -> None:
+        pages, lengths, indptr, last = tables_for_core(block_tables, seq_lens)
+        self.page_size = page_size = _arrays.integer(page_size, "page_size")
+        if page_size < 1:
+            raise ValueError(f"page_size: expected at least 1 token, got {page_size}")
+        self.pages = self._page_numbers(pages)
+        if indptr is None:
+            if self.pages.ndim != 2:
+                raise ValueError(f"block_tables: expected shape (B, W), got {self.pages.shape}")
+            self.indptr = None
+            self.seq_lens = _arrays.integers(lengths, "seq_lens").copy()
+            widths = np.full(len(self.pages), self.pages.shape[1])
+            if self.seq_lens.shape != (len(self.pages),):
+                raise ValueError(f"seq_lens: expected {len(self.pages)} entries, one a request, got shape {self.seq_lens.shape}")
+        else:
+            self.indptr, last = _arrays.integers(indptr, "indptr").copy(), _arrays.integers(last, "last_page_len")
+            self._check_indptr()
+            widths = np.diff(self.indptr)
+            if last.shape != widths.shape:
+                raise ValueError(f"last_page_len: expected {len(widths)} entries, one a request, got shape {last.shape}")
+            for b in ((last < (widths > 0)) | (last > page_size)).nonzero()[0]:
+                raise ValueError(f"last_page_len: expected 1 to the {page_size} tokens of a page, got {last[b]} at [{b}]")
+            self.seq_lens = np.where(widths > 0, (widths - 1) * page_size + last, 0)
+        self.used = -(-self.seq_lens // page_size)
+        for b in ((self.seq_lens < 0) | (self.used > widths)).nonzero()[0]:
+            raise ValueError(
+                f"seq_lens: expected lengths from 0 to what the table's {widths[b]} pages of {page_size} tokens hold, "
+                f"got {self.seq_lens[b]} at [{b}]"
+            )
+
+    @staticmethod
+    def _page_numbers(pages: Any) -> ndarray:
+        array, kind = _arrays.host(pages, "block_tables")
+        if kind not in ("int32", "int64"):
+            raise TypeError(f"block_tables: expected int32 or int64, got {array.dtype}")
+        return array
+
+    def _check_indptr(self) -> None:
+        assert self.indptr is not None
+        if self.pages.ndim != 1:
+            raise ValueError(f"block_tables: expected indices of shape (N,), got {self.pages.shape}")
+        if self.indptr.ndim != 1 or not len(self.indptr):
+            raise ValueError(f"indptr: expected B + 1 entries, got shape {self.indptr.shape}")
+        if self.indptr[0] < 0 or self.indptr[-1] > len(self.pages) or np.any(np.diff(self.indptr) < 0):
+            raise ValueError(f"indptr: expected rising numbers from 0 to {len(self.pages)}, got {self.indptr.tolist()}")
+
+    def at(self, requests: ndarray, blocks: ndarray) -> ndarray:
+        """Page of each (request, block)."""
+        return self.pages[requests, blocks] if self.indptr is None else self.pages[self.indptr[requests] + blocks]
+
+    def refuse_missing(self, pages: ndarray, num_pages: int, requests: ndarray, blocks: ndarray) -> None:
+        """Refuses pages that a cache does not have; `requests` and `blocks` say where they stand."""
+        for i in ((pages < 0) | (pages >= num_pages)).nonzero()[0]:
+            raise ValueError(
+                f"block_tables: expected pages from 0 to {num_pages - 1} within the request's length, got {pages[i]} for page "
+                f"{blocks[i]} of request {requests[i]}"
+            )
+
+    def check_pages(self, num_pages: int) -> None:
+        """Every page within a request's length is one of the cache's."""
+        requests, blocks = last_numbers(self.used, self.used)
+        self.refuse_missing(self.at(requests, blocks), num_pages, requests, blocks)
+
+    def for_core(self) -> tuple[Any, Any, Any, Any]:
+        """The same as the core takes it."""
+        if self.indptr is None:
+            return self.pages, self.seq_lens, None, None
+        return self.pages, None, self.indptr, self.seq_lens - np.maximum(self.used - 1, 0) * self.page_size
+
+
+def last_numbers(counts: ndarray, ends: ndarray) -> tuple[ndarray, ndarray]:
+    """(request, number) of the last counts[b] numbers below ends[b], request after request."""
+    requests = np.arange(len(counts)).repeat(counts)
+    return requests, np.arange(len(requests)) + (ends - counts.cumsum()).repeat(counts)

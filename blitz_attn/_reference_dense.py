@@ -1,0 +1,573 @@
+"""float64 twins of attention over whole arrays and of merging, and the rounding that all twins share. Public through
+`blitz_attn.reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from . import _sabi_lists as lists
+from ._arrays import dtype_name
+
+__all__ = ["block_sparse_attention", "dense_same_precision", "merge_states", "merge_states_n", "round_to", "to_float64"]
+
+_STRIP_ELEMENTS = 1 << 22  # scores held at a time: 32 MiB of float64
+
+
+# ---- Precision -------------------------------------------------------------------------------------------------
+
+
+def _host_array(x: Any) -> np.ndarray:
+    """NumPy view or copy of `x`; framework tensors are widened to float64 first, which NumPy always has."""
+    if hasattr(x, "detach"):
+        return x.detach().cpu().double().numpy()
+    return np.asarray(x)
+
+
+def to_float64(x: Any, dtype: Any = None) -> np.ndarray:
+    """Exact float64 copy of an array of any floating kind the library takes.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, float32, float64 or bfloat16 values; uint16 holds bfloat16 bits when `dtype` says so.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` to read a uint16 array as bits. Ignored for other arrays.
+
+    Returns
+    -------
+    numpy.ndarray
+        float64, of the shape of `x`.
+
+    Raises
+    ------
+    TypeError
+        `x` holds uint16 and `dtype` does not name bfloat16.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn.reference import to_float64
+    >>> to_float64(np.array([0x3F80, 0xC000], np.uint16), "bfloat16").tolist()
+    [1.0, -2.0]
+    """
+    array = _host_array(x)
+    if array.dtype.name == "bfloat16" or array.dtype == np.uint16:
+        if array.dtype == np.uint16 and dtype_name(dtype) != "bfloat16":
+            raise TypeError(f'dtype: expected "bfloat16" to read uint16 bits, got {dtype!r}')
+        bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
+        return (bits << np.uint32(16)).view(np.float32).astype(np.float64).reshape(array.shape)
+    return array.astype(np.float64)
+
+
+def _bfloat16_bits(x32: np.ndarray) -> np.ndarray:
+    """Bits of float32 values rounded to bfloat16, ties to even; a NaN stays a NaN."""
+    bits = x32.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x32), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _to_odd_float32(x: np.ndarray) -> np.ndarray:
+    """float64 to float32 towards zero, the last bit set where bits were lost: rounding this again is exact."""
+    near = x.astype(np.float32)
+    lossy = np.isfinite(near) & (near.astype(np.float64) != x)
+    toward = np.where(lossy & (np.abs(near.astype(np.float64)) > np.abs(x)), np.nextafter(near, np.float32(0)), near)
+    return (toward.view(np.uint32) | lossy.astype(np.uint32)).view(np.float32)
+
+
+def round_to(x: Any, dtype: Any) -> np.ndarray:
+    """Round float64 values once, to nearest with ties to even.
+
+    Parameters
+    ----------
+    x : array_like
+        Values; taken as float64.
+    dtype : str or dtype
+        ``"float64"``, ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+
+    Returns
+    -------
+    numpy.ndarray
+        Of that dtype. bfloat16 comes as an ``ml_dtypes.bfloat16`` array where ml_dtypes is installed, else as its
+        uint16 bits.
+
+    Raises
+    ------
+    ValueError
+        `dtype` is none of the four.
+
+    Examples
+    --------
+    >>> from blitz_attn.reference import round_to, to_float64
+    >>> to_float64(round_to([1.0, 1.00390625, 3.1415926], "bfloat16"), "bfloat16").tolist()
+    [1.0, 1.0, 3.140625]
+    """
+    name = dtype_name(dtype)
+    values = np.array(x, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if name in ("float64", "float32", "float16"):
+            return values.astype(name)
+        if name == "bfloat16":
+            bits = _bfloat16_bits(_to_odd_float32(values))
+            try:
+                import ml_dtypes
+            except ImportError:
+                return bits
+            return bits.view(ml_dtypes.bfloat16)
+    raise ValueError(f"dtype: expected float64, float32, float16 or bfloat16, got {name}")
+
+
+def _round_in_float32(x32: np.ndarray, name: str) -> np.ndarray:
+    """float32 values as they would be after a trip through dtype `name`."""
+    if name == "float16":
+        return x32.astype(np.float16).astype(np.float32)
+    if name == "bfloat16":
+        return (_bfloat16_bits(x32).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return x32
+
+
+# ---- One call, taken apart ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class SequenceParts:
+    """One batch entry: arrays are (heads, tokens, dim), lengths count valid tokens."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    q_len: int
+    kv_len: int
+
+
+def _offsets(name: str, value: Any, total: int) -> list[int]:
+    if value is None:
+        raise ValueError(f"{name}: expected cumulative lengths for layout TND, got None")
+    offsets = [int(n) for n in np.asarray(value)]
+    if not offsets or offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
+        raise ValueError(f"{name}: expected lengths rising from 0 to {total}, got {offsets}")
+    return offsets
+
+
+def _lengths(name: str, value: Any, full: Sequence[int]) -> list[int]:
+    if value is None:
+        return list(full)
+    lengths = [int(n) for n in np.asarray(value)]
+    if len(lengths) != len(full) or any(not 0 <= n <= most for n, most in zip(lengths, full, strict=False)):
+        raise ValueError(f"{name}: expected {len(full)} lengths within {list(full)}, got {lengths}")
+    return lengths
+
+
+def _sequences(q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads) -> list[SequenceParts]:
+    """The batch entries of a call in any layout."""
+    if layout == "TND":
+        cut_q, cut_kv = _offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0]), _offsets("cu_seqlens_kv", cu_seqlens_kv, k.shape[0])
+        if len(cut_q) != len(cut_kv):
+            raise ValueError(f"cu_seqlens_kv: expected {len(cut_q)} entries like cu_seqlens_q, got {len(cut_kv)}")
+        parts = [[x[a:b].swapaxes(0, 1) for a, b in pairwise(cut)] for x, cut in ((q, cut_q), (k, cut_kv), (v, cut_kv))]
+    elif layout in ("BNSD", "BSND", "BSH"):
+        if layout == "BSH":
+            if num_heads is None:
+                raise ValueError("num_heads: expected a number of heads for layout BSH, got None")
+            kv = num_kv_heads or num_heads
+            q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x, heads in ((q, num_heads), (k, kv), (v, kv)))
+        parts = [list(x if layout == "BNSD" else x.swapaxes(1, 2)) for x in (q, k, v)]
+    else:
+        raise ValueError(f"layout: expected BNSD, BSND, BSH or TND, got {layout!r}")
+    q_lens = _lengths("q_lens", q_lens, [x.shape[1] for x in parts[0]])
+    kv_lens = _lengths("kv_lens", kv_lens, [x.shape[1] for x in parts[1]])
+    sequences = [SequenceParts(*fields) for fields in zip(*parts, q_lens, kv_lens, strict=True)]
+    for seq in sequences:
+        if seq.k.shape[0] != seq.v.shape[0] or seq.k.shape[1] != seq.v.shape[1] or seq.q.shape[2] != seq.k.shape[2]:
+            raise ValueError(f"v: expected heads and tokens of k {seq.k.shape} and q's head dimension, got {seq.v.shape}")
+        if seq.k.shape[0] == 0 or seq.q.shape[0] % seq.k.shape[0]:
+            raise ValueError(f"k: expected a number of heads that divides {seq.q.shape[0]}, got {seq.k.shape[0]}")
+    return sequences
+
+
+def _join(parts: list[np.ndarray], layout: str, batch_shape: tuple[int, ...]) -> np.ndarray:
+    """Per-sequence (heads, tokens, dim) results back into the layout of q."""
+    if layout == "TND":
+        return np.concatenate([x.swapaxes(0, 1) for x in parts]) if parts else np.zeros(batch_shape)
+    stacked = np.stack(parts) if parts else np.zeros(batch_shape)
+    if layout == "BNSD":
+        return stacked
+    stacked = stacked.swapaxes(1, 2)
+    return stacked if layout == "BSND" else stacked.reshape(*stacked.shape[:2], -1)
+
+
+# ---- Attention ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rules:
+    """Which keys a query may see, beside the block list."""
+
+    causal: bool
+    left: int | None  # tokens before the diagonal; None: no bound
+    right: int | None
+
+    def bounds(self, diagonal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First and last key position that the queries on `diagonal` may see."""
+        huge = np.iinfo(np.int64).max // 4
+        left = huge if self.left is None else self.left
+        right = huge if self.right is None else self.right
+        return diagonal - left, diagonal + (min(right, 0) if self.causal else right)
+
+
+def _rules(causal: bool, window: Any) -> Rules:
+    if window is None:
+        return Rules(bool(causal), None, None)
+    left, right = (int(n) for n in window)
+    if min(left, right) < -1:
+        raise ValueError(f"window: expected two counts of tokens or -1, got {(left, right)}")
+    return Rules(bool(causal), None if left == -1 else left, None if right == -1 else right)
+
+
+def _strips(row_first: int, row_last: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _STRIP_ELEMENTS // max(1, columns))
+    for start in range(row_first, row_last, step):
+        yield start, min(start + step, row_last)
+
+
+def _weighted_sum(p: np.ndarray, v: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
+    """p @ v in which a NaN or inf in v reaches only the rows that see its key (0 * inf would reach all)."""
+    odd = np.flatnonzero(~np.isfinite(v).all(axis=1))
+    if odd.size == 0:
+        return p @ v
+    plain = v.copy()
+    plain[odd] = 0
+    out = p @ plain
+    for j in odd:
+        term = p[:, j, None] * v[j]
+        out += term if seen is None else np.where(seen[:, j, None], term, 0)
+    return out
+
+
+def _strip(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray | None, scale: float, name: str, softcap: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention of a strip of queries over some keys; `name` is the precision that S, P and the result are rounded to."""
+    s = q @ k.T * q.dtype.type(scale)
+    if softcap:
+        s = q.dtype.type(softcap) * np.tanh(s / q.dtype.type(softcap))
+    s = _round_in_float32(s, name)
+    if seen is not None:
+        s = np.where(seen, s, -np.inf)
+    top = s.max(axis=1, keepdims=True)
+    top = np.where(top == -np.inf, q.dtype.type(0), top)
+    p = np.exp(s - top)
+    total = p.sum(axis=1, keepdims=True)
+    lse = (top + np.log(total))[:, 0]
+    if name in ("float64", "float32"):
+        out = _weighted_sum(p, v, seen) / total
+    else:  # frameworks normalise before they round P
+        out = _round_in_float32(_weighted_sum(_round_in_float32(p / total, name), v, seen), name)
+    return np.where(total == 0, q.dtype.type(0), out), lse
+
+
+def _listed_keys(row: np.ndarray, width: int, kv_len: int) -> np.ndarray:
+    """Token positions of the blocks named in one row of a block list."""
+    blocks = np.sort(row[row >= 0])
+    keys = (blocks[:, None] * width + np.arange(width)).reshape(-1)
+    return keys[keys < kv_len]
+
+
+def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shape, rules: Rules, scale, name, softcap=0.0, shared=1):
+    """(tokens, dim_v) output and (tokens,) log-sum-exp of one head. `rows`: its block list (R, W), -1 padded, or None.
+
+    With `shared` heads, rows of q are those heads' queries of the first token, then of the second, and so on.
+    """
+    out = np.zeros((q.shape[0], v.shape[1]), q.dtype)
+    lse = np.full(q.shape[0], -np.inf, q.dtype)
+    block_q, block_kv = block_shape
+    queries, step = seq.q_len * shared, block_q * shared
+    bands: Iterable[tuple[int, int, np.ndarray | None]]
+    if rows is None:
+        bands = [(0, queries, None)]
+    else:
+        starts = range(0, queries, step)
+        bands = ((a, min(a + step, queries), _listed_keys(rows[r], block_kv, seq.kv_len)) for r, a in enumerate(starts))
+    free = not rules.causal and rules.left is None and rules.right is None
+    for band_first, band_last, keys in bands:
+        for first, last in _strips(band_first, band_last, seq.kv_len if keys is None else keys.size):
+            low, high = rules.bounds(np.arange(first, last) // shared + seq.kv_len - seq.q_len)
+            if keys is None:  # a run of keys: no gather
+                a, b = max(0, int(low[0])), min(seq.kv_len, int(high[-1]) + 1)
+                pick: Any = slice(a, max(a, b))
+                where = np.arange(a, max(a, b))
+            else:
+                pick = where = keys[(keys >= low[0]) & (keys <= high[-1])]
+            if where.size == 0:
+                continue
+            seen = None if free else (where >= low[:, None]) & (where <= high[:, None])
+            out[first:last], lse[first:last] = _strip(q[first:last], k[pick], v[pick], seen, scale, name, softcap)
+    return out, lse
+
+
+def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, return_lse, out):
+    """Shared body of the twins: `tensors` are float64 or float32, `name` the precision to imitate."""
+    q, k, v = tensors
+    block_q, block_kv = (int(n) for n in block_shape)
+    if min(block_q, block_kv) < 1:
+        raise ValueError(f"block_shape: expected two positive numbers, got {(block_q, block_kv)}")
+    sequences = _sequences(q, k, v, layout, *shape_args)
+    if scale is None:
+        head_dim = sequences[0].q.shape[2] if sequences else 1
+        scale = 1.0 / math.sqrt(head_dim)
+    heads = sequences[0].q.shape[0] if sequences else 0
+    kept = None
+    longest_q, longest_kv = (max((x.shape[1] for x in xs), default=0) for xs in ([s.q for s in sequences], [s.k for s in sequences]))
+    if sabi is not None and longest_q and longest_kv:
+        kept = lists.check(sabi, longest_q, longest_kv, (block_q, block_kv), batch=len(sequences), heads=heads)
+    outs, lses = [], []
+    with np.errstate(all="ignore"):
+        for b, seq in enumerate(sequences):
+            group = heads // seq.k.shape[0]
+            out_b, lse_b = np.zeros((heads, seq.q.shape[1], seq.v.shape[2])), np.zeros((heads, seq.q.shape[1]))
+            for h in range(heads):
+                rows = None if kept is None else kept[b % kept.shape[0], h % kept.shape[1]]
+                head = (seq.q[h], seq.k[h // group], seq.v[h // group])
+                out_b[h], lse_b[h] = attend_head(*head, seq, rows, (block_q, block_kv), rules, scale, name)
+            outs.append(out_b)
+            lses.append(lse_b)
+    shape = (*q.shape[:-1], v.shape[-1]) if layout != "BSH" else (*q.shape[:-1], 0)
+    result = _join(outs, layout, shape)
+    out, lse_out = out if isinstance(out, tuple) else (out, None)
+    if not return_lse:
+        return written(result, out)
+    if layout == "TND":
+        lse = np.concatenate([m.T for m in lses]) if lses else np.zeros(q.shape[:2])
+    else:
+        lse = np.stack(lses) if lses else np.zeros((0, 0, 0))
+    return written(result, out), written(lse, lse_out)
+
+
+def written(result: np.ndarray, out: Any) -> Any:
+    """The result, in `out` where that is given."""
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def block_sparse_attention(
+    q,
+    k,
+    v,
+    sabi=None,
+    *,
+    block_shape=(128, 128),
+    scale=None,
+    layout="BNSD",
+    causal=False,
+    window=None,
+    q_lens=None,
+    kv_lens=None,
+    cu_seqlens_q=None,
+    cu_seqlens_kv=None,
+    num_heads=None,
+    num_kv_heads=None,
+    return_lse=False,
+    out=None,
+    dtype=None,
+    num_threads=None,
+):
+    """float64 twin of `blitz_attn.block_sparse_attention`: same arguments, same meaning.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As the operation takes them, in any of its layouts and dtypes.
+    sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, return_lse
+        See `blitz_attn.block_sparse_attention`.
+    out : numpy.ndarray, optional
+        Array to write the result into; it is returned in place of a new one. With `return_lse` also a pair (out, lse).
+    dtype : str, optional
+        ``"bfloat16"`` where q, k, v are uint16 bits.
+    num_threads : int, optional
+        Accepted for the sake of the signature.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        float64, the shape of `q` with the last dimension of `v`. Rows that see no key are 0.
+    lse : numpy.ndarray
+        With `return_lse`: float64 natural log of the sum of exp(scale * q.k) over the keys seen; (B, H, Sq), for
+        layout TND (T, H). Rows that see no key are -inf.
+
+    Raises
+    ------
+    ValueError
+        A shape, length, block list or option out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> q = np.zeros((1, 1, 4, 2)); k = np.zeros((1, 1, 6, 2)); v = np.arange(12.0).reshape(1, 1, 6, 2)
+    >>> out, lse = reference.block_sparse_attention(q, k, v, np.array([[[[1], [-1]]]]), block_shape=(2, 2), return_lse=True)
+    >>> out[0, 0].tolist()
+    [[5.0, 6.0], [5.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
+    >>> lse[0, 0].round(4).tolist()
+    [0.6931, 0.6931, -inf, -inf]
+    """
+    tensors = [to_float64(x, dtype) for x in (q, k, v)]
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    return _run(tensors, sabi, block_shape, scale, layout, _rules(causal, window), shape_args, "float64", return_lse, out)
+
+
+def dense_same_precision(
+    q,
+    k,
+    v,
+    sabi=None,
+    *,
+    block_shape=(128, 128),
+    scale=None,
+    layout="BNSD",
+    causal=False,
+    window=None,
+    q_lens=None,
+    kv_lens=None,
+    cu_seqlens_q=None,
+    cu_seqlens_kv=None,
+    num_heads=None,
+    num_kv_heads=None,
+    return_lse=False,
+    out=None,
+    dtype=None,
+    num_threads=None,
+):
+    """The attention of `block_sparse_attention` as a plain array program computes it in the precision of the inputs.
+
+    float32 inputs: every step in float32. float16 and bfloat16 inputs: products summed in float32, the scaled scores,
+    the probabilities and the result rounded to the input dtype. float64 inputs: the same as `block_sparse_attention`.
+    The error of this computation against float64 is what the error of the library is held against.
+
+    Parameters
+    ----------
+    q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        See `blitz_attn.block_sparse_attention`.
+    return_lse, out, dtype, num_threads
+        See `block_sparse_attention` in this module.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        Like `block_sparse_attention`: float64 arrays, holding the rounded values.
+
+    Raises
+    ------
+    ValueError
+        A shape, length, block list or option out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> q, k, v = (np.float32([[[[0.1 * n, 0.3]] * 3]]) for n in range(3))
+    >>> exact, rounded = (f(q, k, v) for f in (reference.block_sparse_attention, reference.dense_same_precision))
+    >>> bool(0 <= abs(exact - rounded).max() < 1e-6)
+    True
+    """
+    name = dtype_name(dtype) if dtype is not None else dtype_name(getattr(q, "dtype", np.asarray(q).dtype))
+    tensors = [to_float64(x, dtype) for x in (q, k, v)]
+    if name != "float64":
+        tensors = [x.astype(np.float32) for x in tensors]
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    return _run(tensors, sabi, block_shape, scale, layout, _rules(causal, window), shape_args, name, return_lse, out)
+
+
+# ---- Merging ----------------------------------------------------------------------------------------------------
+
+
+def merge_states_n(outs, lses, *, out=None, lse_out=None, dtype=None):
+    """float64 twin of `blitz_attn.merge_states_n`: exact attention over the union of disjoint key sets.
+
+    Parameters
+    ----------
+    outs : sequence of array_like
+        Partial outputs, each (B, H, S, D_v), or one array with a leading axis over the parts.
+    lses : sequence of array_like
+        Their log-sum-exps, each (B, H, S). A part is empty where its lse is -inf; its output is not looked at there.
+    out, lse_out : numpy.ndarray, optional
+        Arrays to write the results into.
+    dtype : str, optional
+        ``"bfloat16"`` where the outputs are uint16 bits.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        float64 (B, H, S, D_v); 0 where every part is empty.
+    lse : numpy.ndarray
+        float64 (B, H, S); -inf where every part is empty.
+
+    Raises
+    ------
+    ValueError
+        No parts, or numbers or shapes of parts that differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> outs = [np.full((1, 1, 1, 2), 1.0), np.full((1, 1, 1, 2), 4.0)]
+    >>> out, lse = reference.merge_states_n(outs, [np.log([[[1.0]]]), np.log([[[2.0]]])])
+    >>> out.round(6).tolist(), lse.round(4).tolist()
+    ([[[[3.0, 3.0]]]], [[[1.0986]]])
+    """
+    parts, weights = [to_float64(x, dtype) for x in outs], [to_float64(x) for x in lses]
+    if not parts or len(parts) != len(weights):
+        raise ValueError(f"lses: expected as many as outs and at least one, got {len(weights)} for {len(parts)}")
+    if any(o.shape != parts[0].shape or m.shape != parts[0].shape[:-1] for o, m in zip(parts, weights, strict=True)):
+        raise ValueError(f"lses: expected shape {parts[0].shape[:-1]} each, got {[m.shape for m in weights]}")
+    lse = np.stack(weights)
+    with np.errstate(all="ignore"):
+        top = lse.max(axis=0)
+        top = np.where(top == -np.inf, 0.0, top)
+        share = np.exp(lse - top)
+        total = share.sum(axis=0)
+        terms = np.where(lse[..., None] == -np.inf, 0.0, share[..., None] * np.stack(parts))
+        merged = np.where(total[..., None] == 0, 0.0, terms.sum(axis=0) / total[..., None])
+        return written(merged, out), written(top + np.log(total), lse_out)
+
+
+def merge_states(out_a, lse_a, out_b, lse_b, *, out=None, lse_out=None, dtype=None):
+    """float64 twin of `blitz_attn.merge_states`: `merge_states_n` of two parts.
+
+    Parameters
+    ----------
+    out_a, out_b : array_like
+        Partial outputs (B, H, S, D_v).
+    lse_a, lse_b : array_like
+        Their log-sum-exps (B, H, S), -inf where a part is empty.
+    out, lse_out, dtype
+        See `merge_states_n`.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        See `merge_states_n`.
+
+    Raises
+    ------
+    ValueError
+        Shapes that differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> empty = np.full((1, 1, 1, 1), np.nan), np.full((1, 1, 1), -np.inf)
+    >>> out, lse = reference.merge_states(np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1)), *empty)
+    >>> out.tolist(), lse.tolist()
+    ([[[[1.0]]]], [[[0.0]]])
+    """
+    return merge_states_n([out_a, out_b], [lse_a, lse_b], out=out, lse_out=lse_out, dtype=dtype)

@@ -1,0 +1,527 @@
+"""float64 twins of page summaries, of filling a cache with them, and of selecting pages by them. Public through
+`blitz_attn.reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ._arrays import dtype_name
+from ._reference_dense import round_to, to_float64
+from ._reference_paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, tables_of
+
+# ---- Summaries ----------------------------------------------------------------------------------------------------
+
+
+def _put(array: np.ndarray, at: tuple, values: np.ndarray) -> None:
+    """Writes float64 values into an array of the library's dtypes, uint16 standing for bfloat16 bits."""
+    if array.dtype == np.uint16:
+        array[at] = round_to(values, "bfloat16").view(np.uint16)
+    else:
+        array[at] = round_to(values, dtype_name(array.dtype)).astype(array.dtype)
+
+
+def _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, dtype):
+    """Writes page summaries: `summaries` maps ``"max"``, ``"min"`` and ``"mean"`` to the arrays that are wanted."""
+    cache = np.asarray(k_cache)
+    page_size = cache.shape[1 if kv_layout == "NHD" else 2]
+    starts = np.zeros(len(seq_lens), int) if start_lens is None else np.asarray(start_lens)
+    summary_tables = np.asarray(metadata_block_tables)
+    for b, (pages, tokens) in enumerate(tables_of(block_tables, seq_lens, page_size)):
+        if starts[b] >= tokens:
+            continue
+        rows = next(iter(summaries.values())).shape[1]
+        for page in range(starts[b] // page_size, -(-len(pages) // rows) * rows):
+            at = (summary_tables[b, page // rows], page % rows)
+            k = gather(cache, None, kv_layout, dtype, pages[page : page + 1], min(page_size, tokens - page * page_size))
+            for kind, array in summaries.items():
+                _put(array, at, getattr(k, kind)(axis=1) if page < len(pages) else np.zeros(array.shape[2:]))
+
+
+def quest_prefill_metadata(
+    k_cache,
+    block_tables,
+    seq_lens,
+    metadata_block_tables,
+    maxblocks,
+    minblocks,
+    *,
+    start_lens=None,
+    kv_layout="NHD",
+    dtype=None,
+    meanblocks=None,
+    num_threads=None,
+):
+    """float64 twin of `blitz_attn.quest_prefill_metadata`: the largest and smallest value of each channel, a page a row.
+
+    Parameters
+    ----------
+    k_cache, block_tables, seq_lens, metadata_block_tables, start_lens, kv_layout, dtype, num_threads
+        See `blitz_attn.quest_prefill_metadata`.
+    maxblocks, minblocks, meanblocks : numpy.ndarray or None
+        Written where given, in their own dtype: pages from the one that holds token ``start_lens[b]`` on, and zeros behind the last
+        page up to the end of its summary page.
+
+    Returns
+    -------
+    None
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> k = np.arange(6.0).reshape(3, 2, 1, 1)
+    >>> high, low = np.full((1, 2, 1, 1), 9.0), np.full((1, 2, 1, 1), 9.0)
+    >>> reference.quest_prefill_metadata(k, np.array([[2, 0]]), np.array([2]), np.array([[0]]), high, low)
+    >>> high.ravel().tolist(), low.ravel().tolist()
+    ([5.0, 0.0], [4.0, 0.0])
+    """
+    wanted = {"max": maxblocks, "min": minblocks, "mean": meanblocks}
+    summaries = {kind: array for kind, array in wanted.items() if array is not None}
+    _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, dtype)
+
+
+# ---- Filling the cache --------------------------------------------------------------------------------------------
+
+
+def append_paged_kv(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    *,
+    slot_mapping=None,
+    block_tables=None,
+    seq_lens=None,
+    q_lens=None,
+    kv_layout="NHD",
+    k_scale=None,
+    v_scale=None,
+    maxblocks=None,
+    minblocks=None,
+    metadata_block_tables=None,
+    kv_dtype=None,
+):
+    """Twin of `blitz_attn.append_paged_kv`: one token at a time, in the caches' own dtypes.
+
+    Parameters
+    ----------
+    k, v : array_like
+        (T, Hkv, D) and (T, Hkv, Dv).
+    k_cache, v_cache, k_scale, v_scale, maxblocks, minblocks : numpy.ndarray
+        Written where given.
+    slot_mapping, block_tables, seq_lens, q_lens, kv_layout, metadata_block_tables, kv_dtype
+        See `blitz_attn.append_paged_kv`. The summaries of requests with new tokens are made anew as a whole.
+
+    Returns
+    -------
+    None
+
+    Raises
+    ------
+    ValueError
+        A slot that is written twice, or lengths that do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> cache = np.zeros((2, 2, 1, 1))
+    >>> reference.append_paged_kv(np.ones((1, 1, 1)), np.ones((1, 1, 1)), cache, cache.copy(), slot_mapping=[2])
+    >>> cache.ravel().tolist()
+    [0.0, 0.0, 1.0, 0.0]
+    """
+    page_size = by_token(k_cache, kv_layout).shape[1]
+    slots = slot_mapping if slot_mapping is not None else _newest_slots(block_tables, seq_lens, q_lens, page_size)
+    used = [int(s) for s in slots if s >= 0]
+    if len(slots) != len(k) or len(set(used)) != len(used):
+        raise ValueError(f"slot_mapping: expected {len(k)} slots, each once, got {list(slots)}")
+    for tokens, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        wide, pages = to_float64(tokens, kv_dtype), by_token(cache, kv_layout)
+        for token, slot in zip(wide, slots, strict=True):
+            if slot < 0:
+                continue
+            at = divmod(int(slot), page_size)
+            if scale is None:
+                pages[at] = round_to(token, "bfloat16" if pages.dtype == np.uint16 else dtype_name(pages.dtype)).view(pages.dtype)
+                continue
+            values, by_token(scale, kv_layout)[at] = quantize_kv(token, "float8_e4m3" if is_e4m3(pages, kv_dtype) else "int8")
+            pages[at] = values.view(pages.dtype)
+    if metadata_block_tables is not None:
+        news = [1] * len(seq_lens) if q_lens is None else q_lens
+        starts = [n if new == 0 else 0 for n, new in zip(seq_lens, news, strict=True)]
+        summaries = (metadata_block_tables, maxblocks, minblocks)
+        dtype = "bfloat16" if dtype_name(kv_dtype) == "bfloat16" else None
+        quest_prefill_metadata(k_cache, block_tables, seq_lens, *summaries, start_lens=starts, kv_layout=kv_layout, dtype=dtype)
+
+
+def _newest_slots(block_tables, seq_lens, q_lens, page_size) -> list[int]:
+    """Slot (page * page_size + place) of each request's newest tokens, one request after the other."""
+    tables = tables_of(block_tables, seq_lens, page_size)
+    news = [1] * len(tables) if q_lens is None else [int(n) for n in np.asarray(q_lens)]
+    slots = []
+    for (pages, tokens), new in zip(tables, news, strict=True):
+        slots += [int(pages[t // page_size]) * page_size + t % page_size for t in range(tokens - new, tokens)]
+    return slots
+
+
+# ---- Scores -------------------------------------------------------------------------------------------------------
+
+
+def _grouped_queries(query: Any, kv_heads: int, per_query_head: bool, dtype: Any = None) -> np.ndarray:
+    """(B, rows, D): each head's query, or the mean of each group's."""
+    q = to_float64(query, dtype)
+    return q if per_query_head else q.reshape(len(q), kv_heads, -1, q.shape[2]).mean(axis=2)
+
+
+def _summary_rows(array: Any, table: np.ndarray, pages: int, dtype: Any) -> np.ndarray:
+    """(heads, pages, D) summaries of one request."""
+    return gather(array, None, "NHD", dtype, np.asarray(table, np.int64)[: -(-pages // np.shape(array)[1])], pages)
+
+
+def _page_scores(
+    query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", dtype=None
+) -> list[np.ndarray]:
+    """(rows, pages) scores of each request's own pages.
+
+    `sources` are the arrays that the method reads: (maxblocks, minblocks) for quest, (meanblocks,) for mean, (k_cache,)
+    for max, where `tables` are block tables.
+    """
+    axis = 1 if method == "max" and kv_layout == "HND" else 2
+    kv_heads = np.shape(sources[0])[axis]
+    queries = _grouped_queries(query, kv_heads, per_query_head, dtype)
+    shared = queries.shape[1] // kv_heads
+    scores = []
+    for q, table, tokens in zip(queries, np.asarray(tables), np.asarray(seq_lens), strict=True):
+        n = -(-int(tokens) // page_size)
+        if method == "max":
+            k = gather(sources[0], None, kv_layout, dtype, np.asarray(table, np.int64)[:n], int(tokens))
+            parts: list = [k]
+        else:
+            parts = [_summary_rows(x, table, n, dtype) for x in sources]
+        parts = [np.repeat(x, shared, axis=0) for x in parts]
+        if method == "quest":
+            scores.append(np.maximum(q[:, None] * parts[0], q[:, None] * parts[1]).sum(axis=-1))
+        elif method == "mean":
+            scores.append((q[:, None] * parts[0]).sum(axis=-1))
+        elif method == "max":
+            by_key = (q[:, None] * parts[0]).sum(axis=-1)
+            scores.append(np.maximum.reduceat(by_key, np.arange(0, int(tokens), page_size), axis=1) if n else by_key)
+        else:
+            raise ValueError(f"method: expected quest, mean or max, got {method!r}")
+    return scores
+
+
+def _choose(scores: np.ndarray, slots: int, sink: int, recent: int, ascending: bool) -> np.ndarray:
+    """Selected pages of one row of scores: sinks, then by falling score with ties to the lower page, then the newest."""
+    n = len(scores)
+    slots = min(slots, n)
+    recent = min(recent, slots)
+    sink = min(sink, slots - recent, n - recent)
+    middle = np.arange(sink, n - recent)
+    best = middle[np.argsort(-scores[sink : n - recent], kind="stable")][: slots - recent - sink]
+    picked = np.concatenate([np.arange(sink), best, np.arange(n - recent, n)])
+    return np.sort(picked) if ascending else picked
+
+
+def _select(
+    scores: list[np.ndarray], width: int, sink: int, recent: Any, ascending: bool = False, slots: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(selected, counts) of all rows; `slots` are the places that each request may fill, where not all."""
+    rows = scores[0].shape[0] if scores else 0
+    selected, counts = np.full((len(scores), rows, width), -1, np.int32), np.zeros((len(scores), rows), np.int32)
+    for b, request in enumerate(scores):
+        for r, row in enumerate(request):
+            picked = _choose(row, width if slots is None else min(width, int(slots[b])), sink, int(recent[b]), ascending)
+            selected[b, r, : picked.size], counts[b, r] = picked, picked.size
+    return selected, counts
+
+
+def _unsummarised(seq_lens: Any, since: Any, size: int) -> np.ndarray:
+    """Pages of each request that were not complete `since` tokens ago, when their summaries were made; 0 where that is -1."""
+    lengths = np.asarray(seq_lens, np.int64)
+    since = np.broadcast_to(np.asarray(since), lengths.shape)
+    return np.where(since < 0, 0, -(-lengths // size) - np.maximum(lengths - since, 0) // size)
+
+
+# ---- Quest by upstream's names ------------------------------------------------------------------------------------
+
+
+def quest_block_select_paged(
+    query,
+    maxblocks,
+    minblocks,
+    metadata_block_tables,
+    seq_lens,
+    k,
+    *,
+    per_query_head=False,
+    ascending=False,
+    block_size=None,
+    dtype=None,
+    num_threads=None,
+):
+    """float64 twin of `blitz_attn.quest_block_select_paged`: the k pages of the largest upper bounds of q.k.
+
+    Parameters
+    ----------
+    query, maxblocks, minblocks, metadata_block_tables, seq_lens, k, per_query_head, ascending, block_size, dtype, num_threads
+        See `blitz_attn.quest_block_select_paged`.
+
+    Returns
+    -------
+    numpy.ndarray
+        int32 (B, Hkv, k), with `per_query_head` (B, H, k): pages of the request, -1 where it has fewer than `k`.
+
+    Raises
+    ------
+    ValueError
+        A length or table entry out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> high = np.array([[[[1.0]], [[3.0]], [[2.0]], [[0.0]]]])
+    >>> call = np.ones((1, 1, 1)), high, high - 1, np.array([[0]]), np.array([10])
+    >>> reference.quest_block_select_paged(*call, 2).tolist()
+    [[[1, 2]]]
+    """
+    size = np.shape(maxblocks)[1] if block_size is None else int(block_size)
+    sources = (maxblocks, minblocks)
+    scores = _page_scores(query, sources, metadata_block_tables, seq_lens, size, method="quest", per_query_head=per_query_head, dtype=dtype)
+    return _select(scores, int(k), 0, [0] * len(scores), ascending)[0]
+
+
+def quest_block_select_paged_in_out(query, maxblocks, minblocks, metadata_block_tables, seq_lens, selected_indices, *, dtype=None):
+    """float64 twin of `blitz_attn.quest_block_select_paged_in_out`: the selection, written into `selected_indices`.
+
+    Parameters
+    ----------
+    query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
+        See `quest_block_select_paged`.
+    selected_indices : numpy.ndarray
+        int32 (B, Hkv, k) or (B, H, k), written.
+
+    Returns
+    -------
+    None
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> high, picked = np.array([[[[1.0]], [[3.0]]]]), np.zeros((1, 1, 3), np.int32)
+    >>> reference.quest_block_select_paged_in_out(np.ones((1, 1, 1)), high, high, np.array([[0]]), np.array([4]), picked)
+    >>> picked.tolist()
+    [[[1, 0, -1]]]
+    """
+    quest_block_select_paged_in_out_w(query, maxblocks, minblocks, metadata_block_tables, seq_lens, -1, selected_indices, dtype=dtype)
+
+
+def quest_block_select_paged_in_out_w(
+    query, maxblocks, minblocks, metadata_block_tables, seq_lens, tokens_since_metadata_update, selected_indices, *, dtype=None
+):
+    """float64 twin of `blitz_attn.quest_block_select_paged_in_out_w`: the same with the first and the newest pages forced.
+
+    Parameters
+    ----------
+    query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
+        See `quest_block_select_paged`.
+    tokens_since_metadata_update : int or sequence of int
+        Tokens that came after the summaries were made, one number for all requests or one each; -1: force nothing (in a
+        sequence, no newest page of that request). Else page 0 comes first, and the pages that were not full then come
+        last, the newest in the last place.
+    selected_indices : numpy.ndarray
+        int32 (B, Hkv, k) or (B, H, k), written.
+
+    Returns
+    -------
+    None
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> high, picked = np.array([[[[1.0]], [[3.0]], [[2.0]], [[0.0]]]]), np.zeros((1, 1, 3), np.int32)
+    >>> call = np.ones((1, 1, 1)), high, high, np.array([[0]]), np.array([13])
+    >>> reference.quest_block_select_paged_in_out_w(*call, 1, picked)
+    >>> picked.tolist()
+    [[[0, 1, 3]]]
+    """
+    size, forced = np.shape(maxblocks)[1], np.ndim(tokens_since_metadata_update) > 0 or int(tokens_since_metadata_update) >= 0
+    per_query_head = selected_indices.shape[1] != np.shape(maxblocks)[2]
+    sources, recent = (maxblocks, minblocks), _unsummarised(seq_lens, tokens_since_metadata_update, size)
+    scores = _page_scores(query, sources, metadata_block_tables, seq_lens, size, method="quest", per_query_head=per_query_head, dtype=dtype)
+    selected_indices[...] = _select(scores, selected_indices.shape[2], int(forced), recent)[0]
+
+
+# ---- One signature for all selectors ------------------------------------------------------------------------------
+
+
+def select_blocks(
+    q,
+    source,
+    tables,
+    seq_lens,
+    k=None,
+    *,
+    budget=None,
+    method="quest",
+    sink=1,
+    recent=1,
+    per_query_head=False,
+    dense_below=None,
+    tokens_since_metadata_update=-1,
+    ascending=True,
+    block_size=None,
+    kv_layout="NHD",
+    dtype=None,
+    num_threads=None,
+):
+    """float64 twin of `blitz_attn.select_blocks`: same arguments, same meaning.
+
+    Scores are summed in float64, so blocks whose scores differ by float32 rounding may come out otherwise there.
+
+    Parameters
+    ----------
+    q, source, tables, seq_lens, k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
+        See `blitz_attn.select_blocks`.
+    ascending, block_size, kv_layout, dtype, num_threads
+        See `blitz_attn.select_blocks`.
+
+    Returns
+    -------
+    selected : numpy.ndarray
+        int32 (B, Hkv, K) or (B, H, K), -1 in unused places.
+    counts : numpy.ndarray
+        int32 (B, Hkv) or (B, H).
+
+    Raises
+    ------
+    ValueError
+        Both of `k` and `budget` or neither, an unknown method, a length or table entry out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> means = np.array([[[[1.0]], [[3.0]], [[2.0]], [[0.0]]]])
+    >>> selected, counts = reference.select_blocks(np.ones((1, 1, 1)), means, np.array([[0]]), [14], 3, method="mean")
+    >>> selected.tolist(), counts.tolist()
+    ([[[0, 1, 3]]], [[3]])
+    """
+    if (k is None) == (budget is None):
+        raise ValueError("budget: expected either it or k")
+    sources = source if method == "quest" else (source,)
+    lengths = np.asarray(seq_lens, np.int64)
+    shape = np.shape(sources[0])
+    size = shape[2 if method == "max" and kv_layout == "HND" else 1] if block_size is None else int(block_size)
+    slots = np.broadcast_to(np.asarray(k) if k is not None else np.maximum(1, np.asarray(budget) // size), lengths.shape)
+    if dense_below is not None:
+        slots = np.where(lengths < dense_below, -(-lengths // size), slots)
+    newest = np.maximum(np.broadcast_to(recent, lengths.shape), _unsummarised(lengths, tokens_since_metadata_update, size))
+    scores = _page_scores(q, sources, tables, lengths, size, method=method, per_query_head=per_query_head, kv_layout=kv_layout, dtype=dtype)
+    return _select(scores, max(1, int(slots.max(initial=1))), int(sink), newest, ascending, slots)
+
+
+def select_and_attend(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    seq_lens,
+    source=None,
+    metadata_block_tables=None,
+    *,
+    k=None,
+    budget=None,
+    method="quest",
+    sink=1,
+    recent=1,
+    per_query_head=False,
+    dense_below=None,
+    tokens_since_metadata_update=-1,
+    scale=None,
+    kv_layout="NHD",
+    window=None,
+    sinks=None,
+    softcap=None,
+    k_scale=None,
+    v_scale=None,
+    return_lse=False,
+    out=None,
+    dtype=None,
+    kv_dtype=None,
+    num_threads=None,
+):
+    """float64 twin of `blitz_attn.select_and_attend`: `select_blocks`, then `paged_select_attention`.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_tables, seq_lens, source, metadata_block_tables, k, budget, method, sink, recent, per_query_head
+        See `blitz_attn.select_and_attend`.
+    dense_below, tokens_since_metadata_update, scale, kv_layout, window, sinks, softcap, k_scale, v_scale
+        See `blitz_attn.select_and_attend`.
+    return_lse, out, dtype, kv_dtype, num_threads
+        See `paged_attention` in this module.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        As `paged_attention`.
+
+    Raises
+    ------
+    ValueError
+        As `select_blocks` and `paged_select_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> pages = np.arange(12.0).reshape(6, 1, 1, 2)  # 6 pages of a token each
+    >>> call = np.ones((1, 1, 2)), pages, pages, np.array([[5, 0, 3, 1]]), [4]
+    >>> reference.select_and_attend(*call, k=2, method="max", sink=0, scale=100.0).round(6).tolist()
+    [[[10.0, 11.0]]]
+    """
+    size = by_token(k_cache, kv_layout).shape[1]
+    selected, counts = select_blocks(
+        q,
+        k_cache if method == "max" else source,
+        block_tables if method == "max" else metadata_block_tables,
+        seq_lens,
+        k,
+        budget=budget,
+        method=method,
+        sink=sink,
+        recent=recent,
+        per_query_head=per_query_head,
+        dense_below=dense_below,
+        tokens_since_metadata_update=tokens_since_metadata_update,
+        block_size=size,
+        kv_layout=kv_layout,
+        dtype=dtype if dtype is not None else kv_dtype,
+    )
+    return paged_select_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        selected,
+        counts=counts,
+        scale=scale,
+        kv_layout=kv_layout,
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        return_lse=return_lse,
+        out=out,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )

@@ -1,0 +1,698 @@
+"""Attention over a paged key/value cache, for decoding and chunked prefill, and what fills the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy import empty, ndarray
+
+from . import _arrays, _core, _formats
+from ._paged_tables import Tables, last_numbers, query_lengths, tables_for_core
+from ._sentences import renamed
+
+__all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
+
+_CORE_NAMES = {"selected_counts": "counts"}
+_QUANTISED = ("int8", "float8_e4m3")
+
+
+# ---- Attention ----------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, Any, Any, Any], q_lens: Any, selected: Any, counts: Any, scale: Any,
+    kv_layout: Any, window: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out: Any, dtype: Any, kv_dtype: Any,
+    num_threads: Any,
+) -> Any:  # fmt: skip
+    """The core's call, with arrays of any kind."""
+    if sinks is not None:
+        sinks = _arrays.float32_numbers(sinks, "sinks")
+    try:
+        if (  # plain NumPy arrays: nothing to translate
+            type(q) is type(k_cache) is type(v_cache) is ndarray and out is None and dtype is None and kv_dtype is None
+            and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
+        ):  # fmt: skip
+            return _core.paged_attention(
+                empty, q, k_cache, v_cache, *requests, q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
+                return_lse, None, None, None, None, num_threads,
+            )  # fmt: skip
+        family = _arrays.family_of(q)
+        out, lse_out = _arrays.split_out(out, return_lse)
+        result = _core.paged_attention(
+            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), *requests,
+            q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, _arrays.writable(out, "out"),
+            _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype), num_threads,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        if str(error).startswith("selected_counts"):
+            raise renamed(error, _CORE_NAMES) from error
+        raise
+    if not return_lse:
+        return _arrays.finished(result, out, family)
+    return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any = None,
+    *,
+    scale: float | None = None,
+    kv_layout: str = "NHD",
+    q_lens: Any = None,
+    window: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Attention of each request's newest queries over its own pages of a key/value cache.
+
+    Token t of request b lies in page ``block_tables[b, t // page_size]``, at place ``t % page_size``. The queries are the
+    last of the request's tokens, so that query i of n sees token j when ``j <= i + seq_len - n``. Pages that no table
+    names within its request's length are never read.
+
+    Parameters
+    ----------
+    q : array_like
+        ``(B, H, D)``, a query a request; with `q_lens` ``(T, H, D)``, the requests' queries one after the other. float32,
+        float16, bfloat16 or float64; D from 1 to 576.
+    k_cache, v_cache : array_like
+        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: any page size from 1 up, any dtype of `q` (float64
+        only with float64), int8 or float8 e4m3 with scales. H must be a multiple of Hkv; query head h reads head
+        ``h // (H // Hkv)``.
+    block_tables : array_like of int32 or int64, or tuple
+        ``(B, W)`` page numbers; entries beyond a request's length are not looked at. Or the triple ``(indptr, indices,
+        last_page_len)``: pages ``indices[indptr[b]:indptr[b + 1]]`` of each request, and how many tokens its last page holds.
+    seq_lens : sequence of int
+        ``(B,)``: tokens of each request in the cache, the new queries' own among them. None with the triple.
+    scale : float, optional
+        Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
+    kv_layout : {"NHD", "HND"}
+        HND caches are ``(pages, Hkv, page_size, D)``, their scales ``(pages, Hkv, page_size)``.
+    q_lens : sequence of int, optional
+        ``(B,)``: queries of each request, 0 to ``seq_lens[b]``: chunked prefill, speculative decoding.
+    window : int, optional
+        Tokens before a query that it sees, itself not counted. Default: all.
+    sinks : array_like, optional
+        ``(H,)``: a score a head that takes part in the softmax without a value. It counts in the log-sum-exp.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``. Default: as they are.
+    k_scale, v_scale : array_like of float32, optional
+        ``(pages, page_size, Hkv)``: what each token's entry is to be multiplied with; required with int8 and float8 e4m3.
+    return_lse : bool
+        Also return the log-sum-exp.
+    out : array, optional
+        Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
+        `return_lse`, also a pair ``(out, lse)``, either of which may be None.
+    dtype, kv_dtype : str or dtype, optional
+        What plain bits hold: ``"bfloat16"`` for uint16 arrays, and, for the caches, ``"float8_e4m3"`` for uint8 arrays.
+        `kv_dtype` defaults to `dtype`.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    out : array
+        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype and kind of `q`. A query that sees no token gets 0.
+    lse : array
+        With `return_lse`: ``(B, H)`` or ``(T, H)``, natural log of the sum of ``exp(score)``; ``-inf`` where no token is seen. float32,
+        for float64 queries float64.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype.
+    ValueError
+        An argument of the wrong shape or out of range, such as a page that the cache does not have within a request's length.
+        Nothing has been written then.
+    MemoryError
+        The scratch memory could not be had.
+
+    See Also
+    --------
+    paged_select_attention : over listed pages only.
+    PagedPlan : tables and lengths made ready once, for all layers of a step.
+    append_paged_kv : writes new tokens into the cache.
+    blitz_attn.reference.paged_attention : the same in plain float64 NumPy.
+
+    Notes
+    -----
+    The group of query heads that shares a key/value head is computed together, so that each byte of the cache is read once. Work is
+    cut by the number of pages in the whole batch, parts are merged by their log-sum-exp, and where a request is cut depends on that
+    request alone: the result is the same bit for bit whatever else is in the batch and whatever the number of threads.
+
+    A prefix that many requests share need be read only once: attend to it with one call whose "request" is the prefix with all of the
+    queries, to the rest with another, and join the two with `blitz_attn.merge_states` (see the second example).
+
+    The operation follows paged attention of vLLM [1]_ and the table formats of FlashInfer [2]_.
+
+    References
+    ----------
+    .. [1] W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+    .. [2] Z. Ye et al., "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving", 2025.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 8, 64), dtype=np.float32)
+    >>> k_cache, v_cache = (rng.standard_normal((6, 16, 2, 64), dtype=np.float32) for _ in range(2))
+    >>> tables, seq_lens = np.array([[4, 1, 0], [2, 5, 3]], dtype=np.int32), [40, 48]
+    >>> out = blitz_attn.paged_attention(q, k_cache, v_cache, tables, seq_lens)
+    >>> exact = blitz_attn.reference.paged_attention(q, k_cache, v_cache, tables, seq_lens)
+    >>> bool(np.abs(out - exact).max() < 1e-5)
+    True
+
+    Two requests that share the 32 tokens of pages 4 and 1, which are read once for both:
+
+    >>> tables = np.array([[4, 1, 0], [4, 1, 3]], dtype=np.int32)
+    >>> k, v = (np.concatenate([cache[4], cache[1]]).swapaxes(0, 1)[None] for cache in (k_cache, v_cache))
+    >>> prefix = blitz_attn.block_sparse_attention(q.swapaxes(0, 1)[None], k, v, return_lse=True)
+    >>> own = blitz_attn.paged_attention(q, k_cache, v_cache, tables[:, 2:].copy(), [8, 16], return_lse=True)
+    >>> own = own[0].swapaxes(0, 1)[None], own[1].swapaxes(0, 1)[None]
+    >>> joined = blitz_attn.merge_states(*prefix, *own)[0][0].swapaxes(0, 1)
+    >>> bool(np.abs(joined - blitz_attn.paged_attention(q, k_cache, v_cache, tables, [40, 48])).max() < 1e-5)
+    True
+    """
+    return _attend(
+        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens, None, None, scale, kv_layout, window, sinks, softcap, k_scale,
+        v_scale, return_lse, out, dtype, kv_dtype, num_threads,
+    )  # fmt: skip
+
+
+def paged_select_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    selected: Any,
+    *,
+    counts: Any = None,
+    scale: float | None = None,
+    kv_layout: str = "NHD",
+    q_lens: Any = None,
+    window: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Attention over listed blocks of each request's pages: `paged_attention` that leaves the others out.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_tables, seq_lens
+        See `paged_attention`. `seq_lens` is None where `block_tables` is the triple.
+    selected : array_like of int16, int32 or int64
+        ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that a key/value head's group, or a query head, sees. Block i of a request is its i-th
+        page, ``block_tables[b, i]``: numbers from 0 to ``ceil(seq_len / page_size) - 1``, in any order, none twice. A row ends at the
+        first -1.
+    counts : array_like of int, optional
+        ``(B, Hkv)`` or ``(B, H)``: entries in use of each row, which need no -1 then.
+    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
+        See `paged_attention`.
+
+    Returns
+    -------
+    out : array
+        As `paged_attention`. An empty row gives 0.
+    lse : array
+        With `return_lse`, as `paged_attention`: over the tokens seen.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `paged_attention`; also for a listed block that the request does not have, or has listed twice.
+
+    See Also
+    --------
+    blitz_attn.select_blocks : makes such lists.
+    blitz_attn.select_and_attend : both in one call.
+
+    Notes
+    -----
+    A request's last block is cut to its tokens wherever it stands in the list. A list of all blocks gives what `paged_attention` gives,
+    bit for bit. Lists by key/value head are the fast ones: query heads with lists of their own share no reads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 4, 64), dtype=np.float32)
+    >>> k_cache, v_cache = (rng.standard_normal((6, 16, 2, 64), dtype=np.float32) for _ in range(2))
+    >>> tables, seq_lens = np.array([[4, 1, 0, 5]], dtype=np.int32), [57]
+    >>> selected = np.array([[[0, 3, -1], [3, 1, 0]]], dtype=np.int32)
+    >>> out = blitz_attn.paged_select_attention(q, k_cache, v_cache, tables, seq_lens, selected)
+    >>> exact = blitz_attn.reference.paged_select_attention(q, k_cache, v_cache, tables, seq_lens, selected)
+    >>> bool(np.abs(out - exact).max() < 1e-5)
+    True
+    """
+    if selected is None:
+        raise TypeError("selected: expected an array, got NoneType")
+    return _attend(
+        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens, selected, counts, scale, kv_layout, window, sinks, softcap,
+        k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads,
+    )  # fmt: skip
+
+
+class PagedPlan:
+    """Tables and lengths of a step, checked and converted once, for the calls of all its layers.
+
+    Parameters
+    ----------
+    block_tables, seq_lens
+        See `paged_attention`. They are copied: later changes of the arrays do not reach the plan.
+    page_size : int
+        Tokens of a page in the caches to come.
+    q_lens : sequence of int, optional
+        See `paged_attention`.
+    num_pages : int, optional
+        Pages of the caches to come. With it, page numbers are checked here; each call checks them against its own cache in any case.
+    scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads
+        See `paged_attention`: what holds for all layers.
+
+    Attributes
+    ----------
+    batch : int
+        Number of requests.
+    num_queries : int
+        Rows of the `q` that calls take.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `paged_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> layers = [rng.standard_normal((2, 6, 16, 2, 64), dtype=np.float32) for _ in range(3)]
+    >>> tables, seq_lens = np.array([[4, 1, 0], [2, 5, 3]]), [40, 48]
+    >>> plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, num_pages=6)
+    >>> q = rng.standard_normal((2, 8, 64), dtype=np.float32)
+    >>> for k_cache, v_cache in layers:
+    ...     q = plan.attention(q, k_cache, v_cache)
+    >>> q.shape
+    (2, 8, 64)
+    >>> exact = blitz_attn.paged_attention(q, *layers[0], tables, seq_lens)
+    >>> bool((plan.attention(q, *layers[0]) == exact).all())
+    True
+    """
+
+    __slots__ = ("_options", "_q_lens", "_requests", "batch", "num_queries")
+
+    def __init__(
+        self,
+        block_tables: Any,
+        seq_lens: Any = None,
+        *,
+        page_size: int,
+        q_lens: Any = None,
+        num_pages: int | None = None,
+        scale: float | None = None,
+        kv_layout: str = "NHD",
+        window: int | None = None,
+        softcap: float | None = None,
+        dtype: Any = None,
+        kv_dtype: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        tables = Tables(block_tables, seq_lens, page_size)
+        tables.pages = tables.pages.copy()
+        if num_pages is not None:
+            tables.check_pages(_arrays.integer(num_pages, "num_pages"))
+        self.batch: int = len(tables.seq_lens)
+        self._q_lens = None
+        self.num_queries: int = self.batch
+        if q_lens is not None:
+            self._q_lens = query_lengths(q_lens, tables.seq_lens).copy()
+            self.num_queries = int(self._q_lens.sum())
+        self._requests = tables.for_core()
+        self._options = (scale, kv_layout, window, softcap, _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype), num_threads)
+
+    def attention(
+        self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:  # fmt: skip
+        """`paged_attention` with the plan's tables, lengths and options."""
+        return self._attend(q, k_cache, v_cache, None, None, sinks, k_scale, v_scale, return_lse, out)
+
+    def select_attention(
+        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
+        v_scale: Any = None, return_lse: bool = False, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """`paged_select_attention` with the plan's tables, lengths and options."""
+        if selected is None:
+            raise TypeError("selected: expected an array, got NoneType")
+        return self._attend(q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, return_lse, out)
+
+    def _attend(
+        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, counts: Any, sinks: Any, k_scale: Any, v_scale: Any, return_lse: bool,
+        out: Any,
+    ) -> Any:  # fmt: skip
+        scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads = self._options
+        return _attend(
+            q, k_cache, v_cache, self._requests, self._q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
+            return_lse, out, dtype, kv_dtype, num_threads,
+        )  # fmt: skip
+
+
+# ---- Quantisation -------------------------------------------------------------------------------------------------
+
+
+def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
+    """Keys or values in 8 bits, with a scale for each token and head.
+
+    Parameters
+    ----------
+    x : array_like
+        ``(..., D)``: float32, float16, bfloat16 or float64, finite.
+    dtype : {"int8", "float8_e4m3"} or dtype
+        The format: 255 even steps, or a sign, 4 bits of exponent and 3 of mantissa.
+
+    Returns
+    -------
+    values : numpy.ndarray
+        ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each is the nearest to ``x / scale``, ties to even.
+    scale : numpy.ndarray
+        ``(...)`` float32: the largest magnitude of a row over the largest of the format, 127 or 448; 1 for a row of zeros.
+
+    Raises
+    ------
+    TypeError
+        `x` is no array of floats.
+    ValueError
+        Another format, or a number that is not finite.
+
+    Notes
+    -----
+    With M the largest magnitude of a row, the error of an element is at most M / 254 in int8. In float8 e4m3 it is at most 1 / 16 of the
+    element, or M / 458752 where that is more.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> x = np.random.default_rng(0).standard_normal((4, 2, 64), dtype=np.float32)
+    >>> values, scale = blitz_attn.quantize_kv(x, "int8")
+    >>> values.dtype.name, scale.shape
+    ('int8', (4, 2))
+    >>> error = np.abs(blitz_attn.dequantize_kv(values, scale) - x)
+    >>> bool((error <= 0.501 * scale[..., None]).all())
+    True
+    """
+    to = _arrays.dtype_name(dtype)
+    if to not in _QUANTISED:
+        raise ValueError(f"dtype: expected 'int8' or 'float8_e4m3', got {to!r}")
+    return _quantized("x", _float_values(x, "x", None), to)
+
+
+def _float_values(x: Any, name: str, dtype: Any) -> ndarray:
+    array, kind = _arrays.host(x, name, dtype)
+    if kind not in ("float32", "float16", "bfloat16", "float64"):
+        raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}")
+    return _formats.widened(array, kind)
+
+
+def _quantized(name: str, values: ndarray, to: str) -> tuple[ndarray, ndarray]:
+    if values.ndim < 1:
+        raise ValueError(f"{name}: expected shape (..., D), got {values.shape}")
+    bits, scale = _formats.quantized(values, to)
+    if not np.isfinite(scale).all():
+        raise ValueError(f"{name}: expected finite numbers to quantise, got some that are not")
+    return bits, scale
+
+
+def dequantize_kv(values: Any, scale: Any) -> ndarray:
+    """What quantised keys or values stand for: ``values * scale``.
+
+    Parameters
+    ----------
+    values : array_like
+        ``(..., D)``: int8, or float8 e4m3 as an array of that dtype or as uint8 bits.
+    scale : array_like
+        ``(...)``: what each row is multiplied with.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(..., D)`` float32.
+
+    Raises
+    ------
+    TypeError
+        `values` are of another dtype.
+    ValueError
+        Shapes that do not fit.
+
+    See Also
+    --------
+    quantize_kv : the way there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> blitz_attn.dequantize_kv(np.array([[127, -64]], np.int8), np.array([0.5])).tolist()
+    [[63.5, -32.0]]
+    >>> blitz_attn.dequantize_kv(np.array([[0x38, 0xC0]], np.uint8), np.array([2.0])).tolist()
+    [[2.0, -4.0]]
+    """
+    array, kind = _arrays.host(values, "values", "float8_e4m3")
+    if kind not in _QUANTISED:
+        raise TypeError(f"values: expected int8, float8_e4m3 or uint8 bits of it, got {kind}")
+    factors = _arrays.float32_numbers(scale, "scale")
+    if array.ndim < 1 or factors.shape != array.shape[:-1]:
+        raise ValueError(f"scale: expected shape {array.shape[:-1]}, values' without the last axis, got {factors.shape}")
+    return _formats.widened(array, kind) * factors[..., None]
+
+
+# ---- Filling the cache --------------------------------------------------------------------------------------------
+
+
+class _Cache:
+    """One cache as append_paged_kv writes it: views with axes (pages, page_size, heads, ...)."""
+
+    def __init__(self, name: str, cache: Any, scale: Any, kv_layout: str, kv_dtype: Any) -> None:
+        self.name = name
+        self.values, self.kind = _arrays.host(cache, name, kv_dtype, written=True)
+        self._check_kind(kv_layout)
+        self.scale = None if scale is None else _arrays.host(scale, f"{name[0]}_scale", written=True)[0]
+        self._check_scale()
+        if kv_layout == "HND":
+            self.values = self.values.swapaxes(1, 2)
+            self.scale = None if self.scale is None else self.scale.swapaxes(1, 2)
+
+    def _check_kind(self, kv_layout: str) -> None:
+        if self.kind not in ("float32", "float16", "bfloat16", "float64", *_QUANTISED):
+            hint = ' (kv_dtype="float8_e4m3" reads uint8 as float8 bits)' if self.kind == "uint8" else ""
+            raise TypeError(f"{self.name}: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got {self.kind}{hint}")
+        if self.values.ndim != 4:
+            axes = "(pages, page_size, Hkv, D)" if kv_layout == "NHD" else "(pages, Hkv, page_size, D)"
+            raise ValueError(f"{self.name}: expected shape {axes}, got {self.values.shape}")
+        if not self.values.flags.writeable:
+            raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
+
+    def _check_scale(self) -> None:
+        name, expected = f"{self.name[0]}_scale", self.values.shape[:3]
+        if self.kind not in _QUANTISED:
+            if self.scale is not None:
+                raise ValueError(f"{name}: expected None with a {self.kind} {self.name}, got shape {self.scale.shape}")
+            return
+        if self.scale is None:
+            raise ValueError(f"{name}: expected scales of shape {expected} for a {self.kind} {self.name}, got None")
+        if self.scale.dtype != np.float32:
+            raise TypeError(f"{name}: expected float32, got {self.scale.dtype}")
+        if self.scale.shape != expected:
+            raise ValueError(f"{name}: expected shape {expected} like {self.name}, got {self.scale.shape}")
+        if not self.scale.flags.writeable:
+            raise ValueError(f"{name}: expected a writable array, got a read-only one")
+
+    def ready(self, name: str, tokens: Any, dtype: Any) -> tuple[ndarray, ndarray | None]:
+        """(values, scales) of the new tokens as this cache holds them."""
+        array, kind = _arrays.host(tokens, name, dtype)
+        if kind not in ("float32", "float16", "bfloat16", "float64"):
+            raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}")
+        if array.ndim != 3 or array.shape[1:] != self.values.shape[2:]:
+            raise ValueError(
+                f"{name}: expected shape (T, {self.values.shape[2]}, {self.values.shape[3]}) like {self.name}, got {array.shape}"
+            )
+        if np.may_share_memory(array, self.values):
+            raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {self.name}")
+        if self.kind in _QUANTISED:
+            return _quantized(name, _formats.widened(array, kind), self.kind)
+        return _formats.converted(array, kind, self.kind), None
+
+    def write(self, pages: ndarray, places: ndarray, values: ndarray, scale: ndarray | None) -> None:
+        self.values[pages, places] = values
+        if self.scale is not None:
+            self.scale[pages, places] = scale
+
+
+def _check_distinct(slots: ndarray, name: str) -> None:
+    if len(slots) < 2:
+        return
+    ordered = np.sort(slots)
+    for i in (ordered[1:] == ordered[:-1]).nonzero()[0]:
+        raise ValueError(f"{name}: expected each slot once, got slot {ordered[i]} twice")
+
+
+def _mapped_slots(slot_mapping: Any, count: int, num_slots: int) -> tuple[ndarray, ndarray]:
+    """(token, slot) of the tokens that are to be written."""
+    slots = _arrays.integers(slot_mapping, "slot_mapping")
+    if slots.shape != (count,):
+        raise ValueError(f"slot_mapping: expected {count} entries, one for each of k's tokens, got shape {slots.shape}")
+    for i in ((slots < -1) | (slots >= num_slots)).nonzero()[0]:
+        raise ValueError(f"slot_mapping: expected slots from 0 to {num_slots - 1}, or -1 for none, got {slots[i]} at [{i}]")
+    tokens = (slots >= 0).nonzero()[0]
+    return tokens, slots[tokens]
+
+
+def _table_slots(tables: Tables, q_lens: Any, count: int, num_pages: int) -> tuple[ndarray, ndarray]:
+    """(slot of each new token, number of new tokens of each request)."""
+    ones = q_lens is None
+    new = query_lengths(np.ones(len(tables.seq_lens), np.int64) if ones else q_lens, tables.seq_lens)
+    if new.sum() != count:
+        raise ValueError(
+            f"q_lens: expected lengths that add up to k's {count} tokens, got {int(new.sum())}{', one a request' if ones else ''}"
+        )
+    requests, positions = last_numbers(new, tables.seq_lens)
+    blocks, places = np.divmod(positions, tables.page_size)
+    pages = tables.at(requests, blocks)
+    tables.refuse_missing(pages, num_pages, requests, blocks)
+    return pages.astype(np.int64) * tables.page_size + places, new
+
+
+def append_paged_kv(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    slot_mapping: Any = None,
+    block_tables: Any = None,
+    seq_lens: Any = None,
+    q_lens: Any = None,
+    kv_layout: str = "NHD",
+    k_scale: Any = None,
+    v_scale: Any = None,
+    maxblocks: Any = None,
+    minblocks: Any = None,
+    metadata_block_tables: Any = None,
+    kv_dtype: Any = None,
+) -> None:
+    """Write the keys and values of new tokens into a paged cache, and bring its summaries up to date.
+
+    Where they go is said by `slot_mapping`, or by `block_tables` and `seq_lens` as `paged_attention` takes them: call this, then
+    `paged_attention` with the same tables and lengths.
+
+    Parameters
+    ----------
+    k, v : array_like
+        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64. Another dtype than the cache's is converted.
+    k_cache, v_cache : array
+        See `paged_attention`; written in place. NumPy arrays or torch tensors.
+    slot_mapping : sequence of int, optional
+        ``(T,)``: the slot of each token, ``page * page_size + place``; -1 leaves a token out.
+    block_tables, seq_lens : optional
+        See `paged_attention`: the lengths count the new tokens, which are the last ones of their requests.
+    q_lens : sequence of int, optional
+        ``(B,)``: new tokens of each request. Default: one each.
+    kv_layout : {"NHD", "HND"}
+        See `paged_attention`.
+    k_scale, v_scale : array of float32, optional
+        Written with int8 and float8 e4m3 caches: each token and head gets the scale that `quantize_kv` gives it.
+    maxblocks, minblocks, metadata_block_tables : array, optional
+        See `quest_prefill_metadata`: the rows of the blocks that got new tokens are made anew, with `block_tables` only.
+    kv_dtype : str or dtype, optional
+        What plain bits hold: ``"bfloat16"`` for uint16 arrays, ``"float8_e4m3"`` for uint8 caches.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range, a slot that two tokens would share, or a number that is not finite for an 8-bit
+        cache. Nothing has been written then.
+
+    Notes
+    -----
+    This is NumPy: a gather and a scatter, with no thread of its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> k, v = (rng.standard_normal((5, 2, 64), dtype=np.float32) for _ in range(2))
+    >>> k_cache, v_cache = (np.zeros((4, 16, 2, 64), np.int8) for _ in range(2))
+    >>> k_scale, v_scale = (np.zeros((4, 16, 2), np.float32) for _ in range(2))
+    >>> tables, seq_lens, q_lens = np.array([[2, 3], [1, 0]]), [18, 2], [3, 2]  # 15 tokens of the first request are there
+    >>> blitz_attn.append_paged_kv(k, v, k_cache, v_cache, block_tables=tables, seq_lens=seq_lens, q_lens=q_lens,
+    ...                            k_scale=k_scale, v_scale=v_scale)
+    >>> written = blitz_attn.dequantize_kv(k_cache, k_scale)
+    >>> bool(np.abs(written[[2, 3, 3, 1, 1], [15, 0, 1, 0, 1]] - k).max() < 0.02)
+    True
+    """
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
+    bits = _arrays.dtype_name(kv_dtype)
+    keys, values = _Cache("k_cache", k_cache, k_scale, kv_layout, bits), _Cache("v_cache", v_cache, v_scale, kv_layout, bits)
+    if values.kind != keys.kind:
+        raise TypeError(f"v_cache: expected dtype {keys.kind} like k_cache, got {values.kind}")
+    if values.values.shape[:3] != keys.values.shape[:3]:
+        raise ValueError(f"v_cache: expected the first three axes of k_cache {keys.values.shape}, got {values.values.shape}")
+    new_k, new_v = keys.ready("k", k, bits), values.ready("v", v, bits)
+    count, (num_pages, page_size) = len(new_k[0]), keys.values.shape[:2]
+    if len(new_v[0]) != count:
+        raise ValueError(f"v: expected {count} tokens like k, got {len(new_v[0])}")
+    if (slot_mapping is None) == (block_tables is None):
+        raise ValueError(f"slot_mapping: expected either it or block_tables, got {'neither' if slot_mapping is None else 'both'}")
+
+    refresh: tuple[Any, Any, Any, Any, Any, Any, None] | None = None
+    if slot_mapping is not None:
+        for name, given in (("seq_lens", seq_lens), ("q_lens", q_lens), ("metadata_block_tables", metadata_block_tables)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None with slot_mapping, got {type(given).__name__}")
+        tokens, slots = _mapped_slots(slot_mapping, count, num_pages * page_size)
+        if len(tokens) != count:
+            new_k, new_v = ((x[tokens], None if s is None else s[tokens]) for x, s in (new_k, new_v))
+        _check_distinct(slots, "slot_mapping")
+    else:
+        tables = Tables(block_tables, seq_lens, page_size)
+        slots, new = _table_slots(tables, q_lens, count, num_pages)
+        _check_distinct(slots, "block_tables")
+        if metadata_block_tables is not None:
+            if tables.indptr is not None:
+                raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
+            refresh = (
+                _arrays.readable(k_cache, "k_cache"), tables.pages, tables.seq_lens, metadata_block_tables,
+                _arrays.writable(maxblocks, "maxblocks"), _arrays.writable(minblocks, "minblocks"), None,
+            )  # fmt: skip
+    if metadata_block_tables is None and not (maxblocks is None and minblocks is None):
+        raise ValueError("metadata_block_tables: expected the tables of maxblocks and minblocks, got None")
+    if refresh is not None:  # an empty range: every check and no work, so that nothing is written where the real call would fail
+        _core.quest_metadata(*refresh, tables.seq_lens, kv_layout, bits if bits in (None, "bfloat16") else None)
+
+    pages, places = np.divmod(slots, page_size)
+    keys.write(pages, places, *new_k)
+    values.write(pages, places, *new_v)
+    if refresh is not None:
+        _core.quest_metadata(*refresh, tables.seq_lens - new, kv_layout, bits if bits in (None, "bfloat16") else None)

@@ -1,0 +1,585 @@
+"""Choosing which blocks of a paged cache a decoding step attends to: Quest, block means, block maxima."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy import empty
+
+from . import _arrays, _core
+from ._sentences import renamed
+from .paged import paged_select_attention
+
+__all__ = [
+    "quest_block_select_paged",
+    "quest_block_select_paged_in_out",
+    "quest_block_select_paged_in_out_w",
+    "quest_prefill_metadata",
+    "select_and_attend",
+    "select_blocks",
+]
+
+
+# ---- Quest, as upstream names it ----------------------------------------------------------------------------------
+
+
+def quest_prefill_metadata(
+    k_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    metadata_block_tables: Any,
+    maxblocks: Any,
+    minblocks: Any,
+    *,
+    start_lens: Any = None,
+    kv_layout: str = "NHD",
+    dtype: Any = None,
+    meanblocks: Any = None,
+    num_threads: int | None = None,
+) -> None:
+    """Summarise the blocks of a paged cache: the largest and the smallest key of each, channel by channel.
+
+    Row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of request b. Rows after the request's last
+    block, up to the end of their page, are set to 0; other pages are not touched.
+
+    Parameters
+    ----------
+    k_cache : array_like
+        ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64; block_size from 1 to 1024.
+    block_tables : array_like of int32 or int64
+        ``(B, W)`` pages of each request.
+    seq_lens : sequence of int
+        ``(B,)`` tokens of each request.
+    metadata_block_tables : array_like of int32 or int64
+        ``(B, M)`` summary pages of each request, with M at least ``ceil(ceil(seq_len / block_size) / rows)``. No page twice.
+    maxblocks, minblocks : array
+        ``(summary pages, rows, N, D)``, dtype of `k_cache`; written in place. Either may be None. Upstream has rows equal to
+        block_size, so that summaries may live in pages of the cache itself (`k_cache` for `maxblocks`) that hold no keys. So here.
+    start_lens : sequence of int, optional
+        ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are made anew. Default: all.
+    kv_layout : {"NHD", "HND"}
+        HND caches are ``(pages, N, block_size, D)``. Summaries stay as they are.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    meanblocks : array, optional
+        Like `maxblocks`: the mean of each block's keys, for ``select_blocks(method="mean")``.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range. Nothing has been written then.
+
+    See Also
+    --------
+    append_paged_kv : does this for the blocks that new tokens touch.
+
+    Notes
+    -----
+    Largest and smallest are taken over a block's valid tokens, so the block at the end of a request is summarised as far as it is
+    filled. They are keys' own values, exact to the bit.
+
+    Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
+    and float32 are additions.
+
+    References
+    ----------
+    .. [1] J. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> k_cache = rng.standard_normal((8, 16, 2, 64), dtype=np.float32)
+    >>> tables, seq_lens, summary_tables = np.array([[3, 0, 6]]), [40], np.array([[1]])
+    >>> maxblocks, minblocks = (np.full((2, 16, 2, 64), np.nan, np.float32) for _ in range(2))
+    >>> blitz_attn.quest_prefill_metadata(k_cache, tables, seq_lens, summary_tables, maxblocks, minblocks)
+    >>> bool((maxblocks[1, 0] == k_cache[3].max(0)).all()), bool((minblocks[1, 2] == k_cache[6, :8].min(0)).all())
+    (True, True)
+    """
+    _core.quest_metadata(
+        _arrays.readable(k_cache, "k_cache"), block_tables, seq_lens, metadata_block_tables, _arrays.writable(maxblocks, "maxblocks"),
+        _arrays.writable(minblocks, "minblocks"), _arrays.writable(meanblocks, "meanblocks"), start_lens, kv_layout,
+        _arrays.dtype_name(dtype), num_threads,
+    )  # fmt: skip
+
+
+def _integer_empty(like: Any) -> Any:
+    """How results are made beside `like`: as its kind of array."""
+    return empty if type(like) is _arrays.np.ndarray else _arrays.family_of(like).empty
+
+
+def _quest(
+    query: Any, maxblocks: Any, minblocks: Any, tables: Any, seq_lens: Any, k: Any, block_size: Any, per_query_head: Any, sink: int,
+    since: Any, ascending: Any, selected_indices: Any, dtype: Any, num_threads: Any,
+) -> Any:  # fmt: skip
+    return _core.select_blocks(
+        _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
+        _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, None, ascending, "NHD",
+        _arrays.writable(selected_indices, "selected_indices"), False, _arrays.dtype_name(dtype), num_threads,
+    )  # fmt: skip
+
+
+def quest_block_select_paged(
+    query: Any,
+    maxblocks: Any,
+    minblocks: Any,
+    metadata_block_tables: Any,
+    seq_lens: Any,
+    k: int,
+    *,
+    per_query_head: bool = False,
+    ascending: bool = False,
+    block_size: int | None = None,
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """The k blocks of each request whose keys could score highest with its query.
+
+    A block's score is the sum over channels of ``max(q * largest, q * smallest)``: no key of the block scores more. Every one of
+    the ``ceil(seq_len / block_size)`` blocks of a request competes, and nothing else.
+
+    Parameters
+    ----------
+    query : array_like
+        ``(B, H, D)``: float32, float16, bfloat16 or float64.
+    maxblocks, minblocks : array_like
+        See `quest_prefill_metadata`. They may be of another dtype than `query` (float64 only with float64).
+    metadata_block_tables : array_like of int32 or int64
+        ``(B, M)``, see `quest_prefill_metadata`.
+    seq_lens : sequence of int
+        ``(B,)`` tokens of each request, all of whose blocks have been summarised.
+    k : int
+        Blocks to select, at least 1.
+    per_query_head : bool
+        Score each query head by itself. Default: a group's mean query, once for each key/value head.
+    ascending : bool
+        Order the blocks of a row by number. Default: by falling score.
+    block_size : int, optional
+        Tokens of a block. Default: the rows of a summary page, as upstream.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    array
+        int32 ``(B, N, k)``, with `per_query_head` ``(B, H, k)``, of the same kind as `query`: numbers of blocks within the request. Of
+        blocks that tie the lower comes first. Places without a block hold -1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range.
+
+    See Also
+    --------
+    select_blocks : other selectors, sinks, budgets.
+    blitz_attn.paged_select_attention : attends to what was selected.
+
+    Notes
+    -----
+    Where upstream [1]_ differs: there the zero rows that fill a summary page compete and win when all real blocks score below 0, so that
+    numbers beyond the last block come back; requests with fewer than k blocks get such numbers too; the order of ties is open;
+    float16 scores are summed in float16; and only D = block_size = 128, k a multiple of 8 and at most 6 summary pages a request
+    are taken. Here only real blocks are returned, sums are float32, and all sizes are taken.
+
+    References
+    ----------
+    .. [1] The select_attn_ops package of the CANN operator family, quest_block_select_paged.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 4, 64), dtype=np.float32)
+    >>> k_cache = rng.standard_normal((8, 16, 2, 64), dtype=np.float32)
+    >>> tables, seq_lens, summary_tables = np.array([[3, 0, 6, 7, 1]]), [77], np.array([[1]])
+    >>> maxblocks, minblocks = (np.empty((2, 16, 2, 64), np.float32) for _ in range(2))
+    >>> blitz_attn.quest_prefill_metadata(k_cache, tables, seq_lens, summary_tables, maxblocks, minblocks)
+    >>> selected = blitz_attn.quest_block_select_paged(q, maxblocks, minblocks, summary_tables, seq_lens, 2)
+    >>> mean = q.reshape(1, 2, 2, 64).mean(2)  # of the query heads of a group
+    >>> scores = np.maximum(mean[:, None] * maxblocks[1, :5], mean[:, None] * minblocks[1, :5]).sum(-1)  # (1, block, head)
+    >>> bool((selected == np.argsort(-scores, axis=1, kind="stable")[:, :2].swapaxes(1, 2)).all())
+    True
+    """
+    return _quest(
+        query, maxblocks, minblocks, metadata_block_tables, seq_lens, k, block_size, per_query_head, 0, -1, ascending, None, dtype,
+        num_threads,
+    )  # fmt: skip
+
+
+def _selects_per_query_head(query: Any, maxblocks: Any, selected_indices: Any) -> bool:
+    """Whether a given result has a row a query head. Odd shapes are for the core to refuse."""
+    shapes: list[tuple[int, ...]] = [getattr(x, "shape", ()) for x in (query, maxblocks, selected_indices)]
+    if any(len(shape) != rank for shape, rank in zip(shapes, (3, 4, 3), strict=True)):
+        return False
+    return bool(shapes[2][1] == shapes[0][1] != shapes[1][2])
+
+
+def quest_block_select_paged_in_out(
+    query: Any,
+    maxblocks: Any,
+    minblocks: Any,
+    metadata_block_tables: Any,
+    seq_lens: Any,
+    selected_indices: Any,
+    *,
+    dtype: Any = None,
+) -> None:
+    """`quest_block_select_paged` into an array of the caller's.
+
+    Parameters
+    ----------
+    query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
+        See `quest_block_select_paged`. A block has as many tokens as a summary page has rows.
+    selected_indices : array of int32
+        ``(B, N, k)``, written; ``(B, H, k)`` selects for each query head.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `quest_block_select_paged`. Nothing has been written then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, maxblocks = rng.standard_normal((1, 4, 64), dtype=np.float32), rng.standard_normal((2, 16, 2, 64), dtype=np.float32)
+    >>> call = q, maxblocks, maxblocks - 1, np.array([[1]]), [200]
+    >>> selected = np.empty((1, 2, 8), np.int32)
+    >>> blitz_attn.quest_block_select_paged_in_out(*call, selected)
+    >>> bool((selected == blitz_attn.quest_block_select_paged(*call, 8)).all())
+    True
+    """
+    per_query_head = _selects_per_query_head(query, maxblocks, selected_indices)
+    if selected_indices is None:
+        raise TypeError("selected_indices: expected an array, got NoneType")
+    _quest(
+        query, maxblocks, minblocks, metadata_block_tables, seq_lens, None, None, per_query_head, 0, -1, False, selected_indices, dtype,
+        None,
+    )  # fmt: skip
+
+
+def quest_block_select_paged_in_out_w(
+    query: Any,
+    maxblocks: Any,
+    minblocks: Any,
+    metadata_block_tables: Any,
+    seq_lens: Any,
+    tokens_since_metadata_update: Any,
+    selected_indices: Any,
+    *,
+    dtype: Any = None,
+) -> None:
+    """`quest_block_select_paged_in_out` with the first block and the newest blocks always among the selected.
+
+    The newest blocks are those that were not complete when the summaries were last made: with m = seq_len -
+    tokens_since_metadata_update, ``ceil(seq_len / block_size) - floor(m / block_size)`` of them. The summaries miss some or all of
+    their tokens. They take the last places of a row, the very newest the last place used.
+
+    Parameters
+    ----------
+    query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
+        See `quest_block_select_paged`. `seq_lens` are today's lengths; `metadata_block_tables` covers them too.
+    tokens_since_metadata_update : int or sequence of int
+        Tokens that each request has got since its summaries were last made; one number for all, or ``(B,)``. The number -1 turns the
+        rule off; within a sequence, -1 forces no newest block of that request.
+    selected_indices : array of int32
+        ``(B, N, k)``, written; ``(B, H, k)`` selects for each query head. Places without a block hold -1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `quest_block_select_paged`. Nothing has been written then.
+
+    Notes
+    -----
+    Where upstream [1]_ differs:
+
+    - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. That is one too few when m is
+      a multiple of block_size and seq_len is not: the block that holds the newest tokens is left to luck. It is one too many when
+      seq_len is a multiple and m is not.
+    - A block that wins by its score and is also forced appears twice there; here it never does.
+    - The first block can be overwritten there when the newest take all places. Here too the newest have precedence, and nothing else has.
+    - All that `quest_block_select_paged` lists.
+    - A number a request is taken here, and any number of tokens since the update.
+
+    References
+    ----------
+    .. [1] The select_attn_ops package of the CANN operator family, quest_block_select_paged_in_out_w.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, maxblocks = rng.standard_normal((1, 4, 64), dtype=np.float32), rng.standard_normal((2, 16, 2, 64), dtype=np.float32)
+    >>> selected = np.empty((1, 2, 4), np.int32)
+    >>> blitz_attn.quest_block_select_paged_in_out_w(q, maxblocks, maxblocks - 1, np.array([[1]]), [179], 3, selected)
+    >>> selected[0, :, 0].tolist(), selected[0, :, -1].tolist()  # block 0, and block 11 of the 3 tokens from 176 on
+    ([0, 0], [11, 11])
+    """
+    per_query_head = _selects_per_query_head(query, maxblocks, selected_indices)
+    if selected_indices is None:
+        raise TypeError("selected_indices: expected an array, got NoneType")
+    off = getattr(tokens_since_metadata_update, "ndim", 0) == 0 and tokens_since_metadata_update == -1
+    _quest(
+        query, maxblocks, minblocks, metadata_block_tables, seq_lens, None, None, per_query_head, 0 if off else 1,
+        tokens_since_metadata_update, False, selected_indices, dtype, None,
+    )  # fmt: skip
+
+
+# ---- All selectors ------------------------------------------------------------------------------------------------
+
+
+def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
+    """(width of the result, blocks of each request or None where the width says all)."""
+    if (k is None) == (budget is None):
+        raise ValueError(f"budget: expected either it or k, got {'neither' if k is None else 'both'}")
+    one = k if k is not None else budget
+    if dense_below is None and isinstance(one, int):
+        if k is None and one < 1:
+            raise ValueError(f"budget: expected at least 1 token, got {one}")
+        return one if k is not None else max(1, one // size), None
+    name = "budget" if k is None else "k"
+    lengths = _arrays.integers(seq_lens, "seq_lens")
+    wanted = _arrays.integers(one, name)
+    if wanted.shape not in ((), lengths.shape) or lengths.ndim != 1:
+        raise ValueError(f"{name}: expected a number, or {lengths.size} of them, one a request, got shape {wanted.shape}")
+    if wanted.size and wanted.min() < 1:
+        raise ValueError(f"{name}: expected at least 1, got {wanted.min()}")
+    blocks = _arrays.np.broadcast_to(_arrays.np.maximum(1, wanted // size) if k is None else wanted, lengths.shape)
+    if dense_below is not None:
+        blocks = _arrays.np.where(lengths < dense_below, -(-lengths // size), blocks)
+    rows = blocks.tolist()
+    return max(rows, default=1) or 1, rows
+
+
+def select_blocks(
+    q: Any,
+    source: Any,
+    tables: Any,
+    seq_lens: Any,
+    k: Any = None,
+    *,
+    budget: Any = None,
+    method: str = "quest",
+    sink: int = 1,
+    recent: Any = 1,
+    per_query_head: bool = False,
+    dense_below: int | None = None,
+    tokens_since_metadata_update: Any = -1,
+    ascending: bool = True,
+    block_size: int | None = None,
+    kv_layout: str = "NHD",
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> tuple[Any, Any]:
+    """The blocks of each request that matter most to its query, by one of several scores.
+
+    Parameters
+    ----------
+    q : array_like
+        ``(B, H, D)``: float32, float16, bfloat16 or float64.
+    source : array_like or tuple of array_like
+        What the method looks at: for quest the pair ``(maxblocks, minblocks)``, for mean the ``meanblocks`` of `quest_prefill_metadata`,
+        for max the key cache.
+    tables : array_like of int32 or int64
+        Pages of `source`: ``metadata_block_tables``, for max ``block_tables``.
+    seq_lens : sequence of int
+        ``(B,)`` tokens of each request.
+    k : int or sequence of int, optional
+        Blocks to select, the forced ones among them; one number for all or ``(B,)``.
+    budget : int or sequence of int, optional
+        The same in tokens: ``max(1, budget // block_size)`` blocks. Give one of the two.
+    method : {"quest", "mean", "max"}
+        A block's score: an upper bound of ``q.k`` from the largest and smallest of each channel; ``q`` times the mean key; or the
+        largest ``q.k`` of all its keys, which reads them all.
+    sink : int
+        First blocks that are always selected.
+    recent : int or sequence of int
+        Newest blocks that are always selected, before sinks where both do not fit; one number for all or ``(B,)``.
+    per_query_head : bool
+        Score each query head by itself. Default: a group's mean query, once for each key/value head.
+    dense_below : int, optional
+        Requests of fewer tokens select all of their blocks.
+    tokens_since_metadata_update : int or sequence of int
+        See `quest_block_select_paged_in_out_w`: selects the newest blocks that summaries do not cover, if `recent` says fewer. -1: all
+        are covered.
+    ascending : bool
+        Order the blocks of a row by number. Otherwise: sinks, then by falling score, then the newest.
+    block_size : int, optional
+        Tokens of a block. Default: the rows of a summary page, for max those of a page.
+    kv_layout : {"NHD", "HND"}
+        Layout of the key cache for max.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    selected : array
+        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``; no block twice, -1 in unused places. K is the largest number of
+        blocks that a request may have.
+    counts : array
+        int32, ``(B, Hkv)`` or ``(B, H)``: places in use.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range.
+
+    See Also
+    --------
+    blitz_attn.paged_select_attention : attends to them.
+    select_and_attend : both in one call.
+
+    Notes
+    -----
+    Of blocks that tie, the lower is selected. quest is after [1]_, mean after the gate of MoBA [2]_.
+
+    References
+    ----------
+    .. [1] J. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024.
+    .. [2] E. Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 4, 64), dtype=np.float32)
+    >>> k_cache = rng.standard_normal((8, 16, 2, 64), dtype=np.float32)
+    >>> tables, seq_lens = np.array([[3, 0, 6, 7, 1]]), [77]
+    >>> selected, counts = blitz_attn.select_blocks(q, k_cache, tables, seq_lens, 3, method="max")
+    >>> exact, exact_counts = blitz_attn.reference.select_blocks(q, k_cache, tables, seq_lens, 3, method="max")
+    >>> bool((selected == exact).all()), bool((counts == exact_counts).all())
+    (True, True)
+    """
+    if not isinstance(method, str):
+        raise TypeError(f"method: expected a string, got {type(method).__name__}")
+    first, second = source if isinstance(source, tuple) and len(source) == 2 and not isinstance(source[1], str) else (source, None)
+    if method == "quest" and second is None:
+        raise TypeError(f"source: expected the pair (maxblocks, minblocks) for method 'quest', got {type(source).__name__}")
+    if method != "quest" and second is not None:
+        raise TypeError(f"source: expected one array for method {method!r}, got a pair")
+    size = block_size
+    if size is None:
+        shape = getattr(first, "shape", ())
+        size = int(shape[2 if method == "max" and kv_layout == "HND" else 1]) if len(shape) == 4 else 1  # other ranks the core refuses
+    if _arrays.integer(size, "block_size") < 1:
+        raise ValueError(f"block_size: expected at least 1 token, got {size}")
+    width, blocks = _budgets(k, budget, dense_below, seq_lens, size)
+    try:
+        return _core.select_blocks(
+            _integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
+            None if second is None else _arrays.readable(second, "minblocks"), tables, seq_lens, width, size, per_query_head, sink,
+            0 if recent is None else recent, tokens_since_metadata_update, blocks, ascending, kv_layout, None, True,
+            _arrays.dtype_name(dtype), num_threads,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"query": "q"}) from error
+
+
+def select_and_attend(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    source: Any = None,
+    metadata_block_tables: Any = None,
+    *,
+    k: Any = None,
+    budget: Any = None,
+    method: str = "quest",
+    sink: int = 1,
+    recent: Any = 1,
+    per_query_head: bool = False,
+    dense_below: int | None = None,
+    tokens_since_metadata_update: Any = -1,
+    scale: float | None = None,
+    kv_layout: str = "NHD",
+    window: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Attention of each request's newest query over the blocks that matter most to it: `select_blocks`, then `paged_select_attention`.
+
+    Parameters
+    ----------
+    q : array_like
+        ``(B, H, D)``, a query a request.
+    k_cache, v_cache, block_tables, seq_lens
+        See `paged_attention`; tables as an array.
+    source, metadata_block_tables : optional
+        See `select_blocks`: summaries and their tables for quest and mean. For max they are `k_cache` and `block_tables`.
+    k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
+        See `select_blocks`.
+    scale, kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
+        See `paged_attention`.
+
+    Returns
+    -------
+    out : array
+        As `paged_select_attention`.
+    lse : array
+        With `return_lse`, as `paged_select_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `select_blocks` and `paged_select_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 4, 64), dtype=np.float32)
+    >>> k_cache, v_cache = (rng.standard_normal((8, 16, 2, 64), dtype=np.float32) for _ in range(2))
+    >>> tables, seq_lens, summary_tables = np.array([[3, 0, 6, 7, 1]]), [77], np.array([[1]])
+    >>> maxblocks, minblocks = (np.empty((2, 16, 2, 64), np.float32) for _ in range(2))
+    >>> blitz_attn.quest_prefill_metadata(k_cache, tables, seq_lens, summary_tables, maxblocks, minblocks)
+    >>> out = blitz_attn.select_and_attend(
+    ...     q, k_cache, v_cache, tables, seq_lens, (maxblocks, minblocks), summary_tables, budget=48)
+    >>> selected, counts = blitz_attn.select_blocks(q, (maxblocks, minblocks), summary_tables, seq_lens, budget=48)
+    >>> exact = blitz_attn.reference.paged_select_attention(q, k_cache, v_cache, tables, seq_lens, selected, counts=counts)
+    >>> bool(np.abs(out - exact).max() < 1e-5)
+    True
+    """
+    if isinstance(method, str) and method == "max":
+        if source is not None or metadata_block_tables is not None:
+            raise ValueError("source: expected None for method 'max', which looks at k_cache itself, got summaries")
+        source, summary_tables = k_cache, block_tables
+    else:
+        if source is None or metadata_block_tables is None:
+            raise ValueError(f"source: expected summaries and metadata_block_tables for method {method!r}, got None")
+        summary_tables = metadata_block_tables
+    size = getattr(k_cache, "shape", ())
+    bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype)) else None
+    selected, counts = select_blocks(
+        q, source, summary_tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
+        dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
+        block_size=int(size[1 if kv_layout == "NHD" else 2]) if len(size) == 4 else None, kv_layout=kv_layout, dtype=bits,
+        num_threads=num_threads,
+    )  # fmt: skip
+    return paged_select_attention(
+        q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks,
+        softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype, kv_dtype=kv_dtype,
+        num_threads=num_threads,
+    )  # fmt: skip

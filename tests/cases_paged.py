@@ -1,0 +1,50 @@
+"""What the suites of the paged operations share: calls over poisoned outputs, comparison with the reference."""
+
+import numpy as np
+
+import blitz_attn
+from blitz_attn import reference, testing
+from cases import ISA_LEVELS, LSE_TOLERANCE, poisoned
+
+CACHE_DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3"]
+
+
+def attend_paged(case, selected=None, tables=None, **options):
+    """(out, lse) of the operation, both written over NaN. `tables` replaces the case's tables and lengths."""
+    q = case.q
+    out = poisoned((*q.shape[:2], case.v_cache.shape[-1]), q)
+    lse = np.full(q.shape[:2], np.nan, np.float64 if case.dtype == "float64" else np.float32)
+    arrays = case.arrays if tables is None else (*case.arrays[:3], *tables)
+    options = {**case.options, **options}
+    if selected is None:
+        results = blitz_attn.paged_attention(*arrays, out=(out, lse), return_lse=True, **options)
+    else:
+        results = blitz_attn.paged_select_attention(*arrays, selected, out=(out, lse), return_lse=True, **options)
+    assert results[0] is out
+    assert results[1] is lse
+    return out, lse
+
+
+def check_paged(case, selected=None, **options):
+    """Hold output and log-sum-exp against the float64 reference, by the error rule, at every instruction set level.
+
+    The rule's factor is 2; results of under 2000 elements, whose few roundings are a matter of luck on both sides, get 3. All
+    elements of a row share the error of its scores, and a decode has few rows: so the largest single error, which is a matter
+    of the unluckiest row on both sides, always gets 3. Returns (out, lse) of the highest level.
+    """
+    both = {**case.options, **options}
+    if selected is None:
+        exact, exact_lse = reference.paged_attention(*case.arrays, return_lse=True, **both)
+    else:
+        exact, exact_lse = reference.paged_select_attention(*case.arrays, selected, return_lse=True, **both)
+    dense = testing.error_of(reference.paged_same_precision(*case.arrays, selected, **both), exact)
+    factor = 2.0 if exact.size >= 2000 else 3.0
+    dense = dense._replace(largest=dense.largest * 3.0 / factor)
+    for level in ISA_LEVELS:
+        with blitz_attn.isa(level):
+            out, lse = attend_paged(case, selected, **options)
+        ours = testing.error_of(out, exact, case.dtype)
+        assert testing.meets_error_rule(ours, dense, case.dtype, factor), f"{level}: error {ours}, of the dense computation {dense}"
+        tolerance = LSE_TOLERANCE[case.dtype]
+        np.testing.assert_allclose(lse, exact_lse, rtol=tolerance, atol=tolerance, err_msg=level)
+    return out, lse

@@ -1,0 +1,176 @@
+"""Writing new tokens into paged caches: bit for bit against the twin, by slots and by tables, with and without summaries."""
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import reference, testing
+from cases import DTYPES, bits_option, dtype_of, same_bits
+from cases_paged import CACHE_DTYPES, attend_paged
+
+KV_HEADS, DIM, V_DIM = 2, 24, 17
+
+
+def empty_like(case, fill=7):
+    """The case's caches and scales without their tokens; `fill` shows where nothing was written."""
+    caches = [np.zeros_like(x) for x in case[1:3]]
+    scales = {name: np.full_like(case.options[name], fill) for name in ("k_scale", "v_scale") if name in case.options}
+    return caches, scales
+
+
+def new_tokens(count, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return [testing.round_to(rng.standard_normal((count, KV_HEADS, dim)), dtype) for dim in (DIM, V_DIM)]
+
+
+def assert_same(got, expected):
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def append_both(tokens, case, **options):
+    """Caches and scales after the operation, held against the twin's."""
+    named = {name: case.options[name] for name in ("kv_layout", "kv_dtype") if name in case.options}
+    results = []
+    for op in (blitz_attn.append_paged_kv, reference.append_paged_kv):
+        caches, scales = empty_like(case)
+        assert op(*tokens, *caches, **scales, **named, **options) is None
+        results.append([*caches, *scales.values()])
+    assert_same(*results)
+    return results[0]
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_dtype", [*CACHE_DTYPES, "float64"])
+def test_by_tables(kv_dtype, kv_layout):
+    """The newest tokens of each request; the rest of the cache stays."""
+    case = testing.make_paged(4, 4, KV_HEADS, [1, 0, 37, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype, kv_layout=kv_layout)
+    tables = {"block_tables": case.block_tables, "seq_lens": case.seq_lens}
+    for q_lens in ([1, 0, 37, 20], [0, 0, 5, 1], [1, 0, 9, 0]):
+        written = append_both(new_tokens(sum(q_lens)), case, q_lens=q_lens, **tables)
+        assert any(x.any() for x in written[:2])
+    one = testing.make_paged(3, 4, KV_HEADS, [1, 17, 16], 8, DIM, V_DIM, kv_dtype=kv_dtype, kv_layout=kv_layout)
+    append_both(new_tokens(3), one, block_tables=one.block_tables, seq_lens=one.seq_lens)
+    indptr, indices, last = one.csr()
+    append_both(new_tokens(3), one, block_tables=(indptr, indices, last))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_converts_to_the_cache(dtype):
+    """float16 and bfloat16 tokens into every cache; float64 is rounded once."""
+    for kv_dtype in CACHE_DTYPES:
+        case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype)
+        tokens = new_tokens(5, dtype)
+        if bits_option(tokens[0]):
+            continue
+        append_both(tokens, case, slot_mapping=[3, 9, 12, 0, 30])
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "float8_e4m3"])
+def test_by_slots(kv_dtype):
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype)
+    slots = np.random.default_rng(2).permutation(len(case.k_cache) * 8)[:11]
+    for dtype in ("int32", "int64"):
+        written = append_both(new_tokens(11), case, slot_mapping=slots.astype(dtype))
+    slots[[0, 4, 7]] = -1  # left out
+    fewer = append_both(new_tokens(11), case, slot_mapping=slots)
+    assert (fewer[0] != 0).any(axis=-1).sum() < (written[0] != 0).any(axis=-1).sum()
+    nothing = append_both(new_tokens(2), case, slot_mapping=[-1, -1])
+    assert not nothing[0].any()
+
+
+@pytest.mark.parametrize("kv_dtype", [*CACHE_DTYPES, "float64"])
+def test_step_by_step_is_the_whole(kv_dtype):
+    """Prompt in chunks, then a token at a time, then attention: the cache that was made at once, bit for bit."""
+    dtype = "float64" if kv_dtype == "float64" else "float32"
+    case = testing.make_paged(2, 4, KV_HEADS, [30, 23], 8, DIM, V_DIM, dtype, kv_dtype, poison=False)
+    tokens = new_tokens(53, dtype, seed=5)
+    starts = np.array([0, 30])
+    whole, whole_scales = empty_like(case)
+    named = {name: case.options[name] for name in ("kv_layout", "kv_dtype") if name in case.options}
+    blitz_attn.append_paged_kv(
+        *tokens, *whole, block_tables=case.block_tables, seq_lens=case.seq_lens, q_lens=[30, 23], **whole_scales, **named
+    )
+    parts, part_scales = empty_like(case)
+    ends = np.array([0, 0])
+    for new in ([12, 20], [15, 0], [1, 1], [1, 1], [1, 1]):
+        begins, ends = ends, ends + new
+        rows = np.concatenate([starts[b] + np.arange(begins[b], ends[b]) for b in range(2)])
+        chunk = [x[rows] for x in tokens]
+        blitz_attn.append_paged_kv(*chunk, *parts, block_tables=case.block_tables, seq_lens=ends, q_lens=new, **part_scales, **named)
+    assert_same([*parts, *part_scales.values()], [*whole, *whole_scales.values()])
+    filled = case._replace(k_cache=parts[0], v_cache=parts[1], options={**case.options, **part_scales})
+    for request, queries in ((0, slice(0, 30)), (1, slice(30, 53))):
+        k, v = (testing.to_float64(x[queries], dtype).swapaxes(0, 1)[None] for x in tokens)
+        exact, _ = testing.reference_attention(case.q[request, :, None][None].astype(np.float64), k, v)
+        limit = {"int8": 0.02, "float8_e4m3": 0.1, "float16": 2e-3, "bfloat16": 1e-2}.get(kv_dtype, 1e-6)
+        assert testing.error_of(attend_paged(filled)[0][request], exact[0, :, 0]).relative < limit
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_summaries_follow(kv_dtype, kv_layout):
+    """After every append the summaries are what summarising the whole gives."""
+    case = testing.make_paged(2, 4, KV_HEADS, [30, 23], 4, DIM, V_DIM, kv_dtype, kv_dtype, kv_layout, poison=False)
+    caches, _ = empty_like(case)
+    named = {name: case.options[name] for name in ("kv_layout", "kv_dtype") if name in case.options}
+    bits = {"dtype": "bfloat16"} if caches[0].dtype == np.uint16 else {}
+    rows, tables = 3, np.array([[4, 0, 2], [1, 5, 3]], np.int32)
+    high, low, exact_high, exact_low = (testing.round_to(np.full((6, rows, KV_HEADS, DIM), np.nan), dtype_of(caches[0])) for _ in range(4))
+    ends = np.array([0, 0])
+    for n, new in enumerate([[5, 4], [0, 1], [1, 0], [13, 7], [1, 1], [1, 1], [9, 9]]):
+        ends = ends + new
+        tokens = new_tokens(sum(new), kv_dtype, seed=n)
+        where = {"block_tables": case.block_tables, "seq_lens": ends, "q_lens": new}
+        blitz_attn.append_paged_kv(*tokens, *caches, maxblocks=high, minblocks=low, metadata_block_tables=tables, **where, **named)
+        reference.quest_prefill_metadata(caches[0], case.block_tables, ends, tables, exact_high, exact_low, kv_layout=kv_layout, **bits)
+        assert same_bits(high, exact_high), new
+        assert same_bits(low, exact_low), new
+
+
+def test_torch_caches():
+    torch = pytest.importorskip("torch")
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM)
+    caches, tokens = [torch.zeros(x.shape) for x in case[1:3]], new_tokens(4)
+    blitz_attn.append_paged_kv(*map(torch.from_numpy, tokens), *caches, slot_mapping=[3, 9, 12, 0])
+    assert_same([x.numpy() for x in caches], append_both(tokens, case, slot_mapping=[3, 9, 12, 0]))
+
+
+# ---- Refusals -----------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "slot twice": ({"slot_mapping": [3, 4, 3]}, "slot_mapping: expected each slot once, got slot 3 twice"),
+    "slot too large": ({"slot_mapping": [0, 1, 10**6]}, "slot_mapping: expected slots from 0 to "),
+    "slot below -1": ({"slot_mapping": [0, 1, -2]}, "slot_mapping: expected slots from 0 to "),
+    "slots too few": ({"slot_mapping": [0, 1]}, "slot_mapping: expected 3 entries"),
+    "no place": ({}, "slot_mapping: expected either it or block_tables, got neither"),
+    "two places": ({"slot_mapping": [0, 1, 2], "block_tables": [[0]], "seq_lens": [3]}, "slot_mapping: expected either"),
+    "page twice": ({"block_tables": [[1], [1]], "seq_lens": [1, 2], "q_lens": [1, 2]}, "block_tables: expected each slot once"),
+    "page out of range": ({"block_tables": [[0, 99]], "seq_lens": [10], "q_lens": [3]}, "block_tables: expected pages from 0 to "),
+    "page below 0": ({"block_tables": [[0, -1]], "seq_lens": [10], "q_lens": [3]}, "block_tables: expected pages from 0 to "),
+    "length beyond the table": ({"block_tables": [[0, 1]], "seq_lens": [17], "q_lens": [3]}, "seq_lens: expected "),
+    "more new than there are": ({"block_tables": [[0, 1]], "seq_lens": [2], "q_lens": [3]}, "q_lens: expected "),
+    "sum of q_lens": ({"block_tables": [[0, 1]], "seq_lens": [9], "q_lens": [2]}, "q_lens: expected lengths that add up"),
+}
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals_leave_the_cache(what, kv_dtype):
+    options, sentence = REFUSED[what]
+    options = {name: np.array(value) for name, value in options.items()}
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype)
+    caches, scales = empty_like(case)
+    before = [x.copy() for x in (*caches, *scales.values())]
+    with pytest.raises(ValueError, match="^" + sentence):
+        blitz_attn.append_paged_kv(*new_tokens(3), *caches, **scales, **options)
+    assert_same([*caches, *scales.values()], before)
+
+
+def test_refuses_what_is_not_finite():
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype="int8")
+    caches, scales = empty_like(case)
+    k, v = new_tokens(2)
+    v[1, 0, 3] = np.inf
+    with pytest.raises(ValueError, match="^v: expected finite numbers"):
+        blitz_attn.append_paged_kv(k, v, *caches, slot_mapping=[0, 1], **scales)
+    assert not caches[0].any()

@@ -1,0 +1,206 @@
+"""One signature for all selectors, and selecting with attending in one call, against their float64 twins."""
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import reference, testing
+from cases import DTYPES, bits_option, dtype_of, same_bits
+from cases_paged import attend_paged
+
+SIZE, DIM = 16, 32
+LENS = [1, 0, 37, 130, 600]
+METHODS = ["quest", "mean", "max"]
+
+
+class Problem:
+    """A cache with all its summaries."""
+
+    def __init__(self, dtype="float32", kv_layout="NHD", heads=8, kv_heads=2, lens=LENS, rows=5, seed=0):
+        self.case = case = testing.make_paged(len(lens), heads, kv_heads, lens, SIZE, DIM, dtype=dtype, kv_layout=kv_layout, seed=seed)
+        pages = -(-case.seq_lens // SIZE)
+        width = -(-int(pages.max()) // rows)
+        self.tables = np.random.default_rng(seed).permutation(len(lens) * width).reshape(len(lens), width)
+        self.bits = bits_option(case.k_cache)
+        self.high, self.low, self.mean = (
+            testing.round_to(np.full((self.tables.size, rows, kv_heads, DIM), np.nan), dtype_of(case.k_cache)) for _ in range(3)
+        )
+        blitz_attn.quest_prefill_metadata(
+            case.k_cache,
+            case.block_tables,
+            case.seq_lens,
+            self.tables,
+            self.high,
+            self.low,
+            meanblocks=self.mean,
+            kv_layout=kv_layout,
+            **self.bits,
+        )
+
+    def source(self, method):
+        return {
+            "quest": ((self.high, self.low), self.tables),
+            "mean": (self.mean, self.tables),
+            "max": (self.case.k_cache, self.case.block_tables),
+        }[method]
+
+    def select(self, op, method, *args, **options):
+        source, tables = self.source(method)
+        layout = {"kv_layout": self.case.options["kv_layout"]}
+        return op(self.case.q, source, tables, self.case.seq_lens, *args, method=method, block_size=SIZE, **layout, **self.bits, **options)
+
+
+def assert_equivalent(got, expected, scores_near):
+    """Equal, but for blocks whose scores are so near that float32 may order them either way."""
+    (selected, counts), (exact, exact_counts) = got, expected
+    assert selected.dtype == counts.dtype == np.int32
+    np.testing.assert_array_equal(counts, exact_counts)
+    assert selected.shape == exact.shape
+    for at in np.ndindex(*counts.shape):
+        n = counts[at]
+        assert (selected[at][n:] == -1).all()
+        only = set(selected[at][:n].tolist()) ^ set(exact[at][:n].tolist())
+        assert len(set(selected[at][:n].tolist())) == n
+        if only:
+            assert np.ptp(scores_near(at, sorted(only))) < 1e-4
+
+
+def scores_of(problem, method, per_query_head):
+    """Score of named blocks of one row, by the definition of the method in float64."""
+    case = problem.case
+    group = 1 if per_query_head else case.q.shape[1] // problem.high.shape[2]
+    q = testing.to_float64(case.q, "bfloat16")
+    q = q.reshape(len(q), -1, group, DIM).mean(axis=2)
+    shared = q.shape[1] // problem.high.shape[2]
+    layout = case.k_cache if case.options["kv_layout"] == "NHD" else case.k_cache.swapaxes(1, 2)
+
+    def near(at, blocks):
+        b, r = at
+        result = []
+        for block in blocks:
+            keys = testing.to_float64(layout[case.block_tables[b, block], :, r // shared], "bfloat16")[: case.seq_lens[b] - block * SIZE]
+            mean = testing.to_float64(problem.mean[problem.tables[b, block // 5], block % 5, r // shared], "bfloat16")
+            by_method = {
+                "quest": lambda k=keys: np.maximum(q[b, r] * k.max(axis=0), q[b, r] * k.min(axis=0)).sum(),
+                "mean": lambda m=mean: q[b, r] @ m,
+                "max": lambda k=keys: (k @ q[b, r]).max(),
+            }
+            result.append(by_method[method]())
+        return np.array(result)
+
+    return near
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selectors(dtype, method, per_query_head, kv_layout, isa_level):
+    problem = Problem(dtype, kv_layout)
+    near = scores_of(problem, method, per_query_head)
+    options = {"per_query_head": per_query_head}
+    for args, more in [
+        ((1,), {}),
+        ((4,), {}),
+        ((6,), {"ascending": False}),
+        ((50,), {}),
+        ((6,), {"sink": 0, "recent": 0}),
+        ((6,), {"sink": 2, "recent": 3}),
+        ((3,), {"sink": 5, "recent": 2}),
+        ((5,), {"recent": [0, 1, 2, 3, 4]}),
+        (([1, 2, 3, 4, 5],), {}),
+        ((), {"budget": 100}),
+        ((), {"budget": [1, 16, 33, 64, 200]}),
+        ((4,), {"dense_below": 131}),
+        ((4,), {"tokens_since_metadata_update": 40}),
+        ((4,), {"tokens_since_metadata_update": [0, 1, 2, 20, 33], "recent": 0}),
+    ]:
+        got, expected = (problem.select(op, method, *args, **options, **more) for op in (blitz_attn.select_blocks, reference.select_blocks))
+        try:
+            assert_equivalent(got, expected, near)
+        except AssertionError as error:
+            raise AssertionError(f"{args}, {more}: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mean_summaries(dtype, isa_level):
+    """Means of a page's tokens, within one rounding of the float64 mean."""
+    problem = Problem(dtype)
+    case = problem.case
+    exact = testing.round_to(np.full(problem.mean.shape, np.nan), dtype)
+    reference.quest_prefill_metadata(
+        case.k_cache, case.block_tables, case.seq_lens, problem.tables, None, None, meanblocks=exact, **problem.bits
+    )
+    rounding = {"float64": 1e-15, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    got, exact = testing.to_float64(problem.mean, dtype), testing.to_float64(exact, dtype)
+    np.testing.assert_allclose(got, exact, rtol=rounding, atol=2e-7 if dtype != "float64" else 1e-15)
+
+
+def test_budget_is_in_tokens(isa_level):
+    problem = Problem()
+    for budget, blocks in ((1, 1), (16, 1), (31, 1), (32, 2), (100, 6), (10**6, 62500)):
+        selected, counts = problem.select(blitz_attn.select_blocks, "quest", budget=budget)
+        assert counts.max() == min(blocks, 38)
+        np.testing.assert_array_equal(
+            selected[..., : min(blocks, 38)], problem.select(blitz_attn.select_blocks, "quest", min(blocks, 38))[0]
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_bits(method, isa_level):
+    """Whatever the threads and the batch."""
+    problem = Problem(lens=[600, 3000, 1, 77, 2000])
+    selected, counts = problem.select(blitz_attn.select_blocks, method, 9)
+    for threads in (1, 2, 5):
+        again = problem.select(blitz_attn.select_blocks, method, 9, num_threads=threads)
+        assert all(same_bits(a, b) for a, b in zip(again, (selected, counts), strict=True))
+    source, tables = problem.source(method)
+    for some in ([1], [4, 2, 0]):
+        case = problem.case
+        part, _ = blitz_attn.select_blocks(case.q[some], source, tables[some], case.seq_lens[some], 9, method=method, block_size=SIZE)
+        np.testing.assert_array_equal(part, selected[some])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_select_and_attend(kv_layout, method, isa_level):
+    """Selecting, then attending to what was selected, bit for bit; with all blocks, paged attention."""
+    problem = Problem(kv_layout=kv_layout)
+    case = problem.case
+    summaries = () if method == "max" else problem.source(method)
+    rules = {"scale": 0.3, "softcap": 5.0, "sinks": np.linspace(-1, 1, 8).astype(np.float32)}
+    selected, counts = problem.select(blitz_attn.select_blocks, method, 5, sink=2)
+    expected = attend_paged(case, selected, counts=counts, **rules)
+    got = blitz_attn.select_and_attend(*case.arrays, *summaries, k=5, sink=2, method=method, return_lse=True, **case.options, **rules)
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    for everything in ({"budget": 10**6}, {"k": 3, "dense_below": 10**6}):
+        got = blitz_attn.select_and_attend(*case.arrays, *summaries, method=method, return_lse=True, **everything, **case.options)
+        assert all(same_bits(a, b) for a, b in zip(got, attend_paged(case), strict=True))
+
+
+def test_select_and_attend_twin():
+    problem = Problem("float64")
+    case = problem.case
+    for method in METHODS:
+        summaries = () if method == "max" else problem.source(method)
+        options = {"budget": 96, "method": method, "return_lse": True, "per_query_head": True, **case.options}
+        got, exact = (op(*case.arrays, *summaries, **options) for op in (blitz_attn.select_and_attend, reference.select_and_attend))
+        np.testing.assert_allclose(got[0], exact[0], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(got[1], exact[1], rtol=1e-12)
+
+
+def test_decode_loop():
+    """Append with summaries, select, attend, a token at a time: with a budget over the length, dense decode."""
+    rng = np.random.default_rng(3)
+    k_cache, v_cache, high, low = np.full((4, 12, SIZE, 2, DIM), np.nan, np.float32)
+    tables, summary_tables = np.array([[7, 2, 9], [1, 11, 4]]), np.array([[5], [8]])
+    for step in range(1, 41):
+        lens = [step, step]
+        q, k, v = (rng.standard_normal((2, h, DIM), dtype=np.float32) for h in (8, 2, 2))
+        summaries = {"maxblocks": high, "minblocks": low, "metadata_block_tables": summary_tables}
+        blitz_attn.append_paged_kv(k, v, k_cache, v_cache, block_tables=tables, seq_lens=lens, **summaries)
+        out = blitz_attn.select_and_attend(q, k_cache, v_cache, tables, lens, (high, low), summary_tables, budget=48)
+        assert same_bits(out, blitz_attn.paged_attention(q, k_cache, v_cache, tables, lens))
+        few = blitz_attn.select_and_attend(q, k_cache, v_cache, tables, lens, (high, low), summary_tables, budget=32)
+        assert np.isfinite(few).all()
+        assert same_bits(few, out) == (step <= 32)
