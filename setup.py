@@ -31,8 +31,11 @@ ISA_FLAGS = {
     "avx512": ("__x86_64__", "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"),
 }
 
-# NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math.
-COMMON_FLAGS = shlex.split("-std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -Wall -Wextra -pthread")
+# NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
+# functions only, so it does not matter how a wide one would be passed (-Wno-psabi).
+COMMON_FLAGS = shlex.split(
+    "-std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -Wall -Wextra -Wno-psabi -pthread"
+)
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 
 LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/ops/*.c"))
@@ -77,7 +80,7 @@ class BuildExt(build_ext):
 
 
 class BuildCheckKernels(BuildExt):
-    """Builds the program that checks every kernel against the portable one, at <build-temp>/checkkernels."""
+    """Builds the program that checks every kernel against plain arithmetic, at <build-temp>/checkkernels."""
 
     description = "build the kernel check program (tests/*.c)"
 
