@@ -23,6 +23,7 @@
 #undef BA_HAVE_V_MAX
 #undef BA_HAVE_V_EXP2
 #undef BA_HAVE_V_CONVERT
+#undef BA_HAVE_V_BYTES
 
 #undef BA_CAT_
 #undef BA_CAT
@@ -151,21 +152,27 @@ BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
 #endif
 #endif
 
-/* One byte an element. e4m3 (no infinity, NaN where all of exponent and mantissa are set) has its bits moved to float's
- * places, whose exponent's bias a multiplication then mends; small numbers go by way of integers, not of subnormals. */
 #ifndef BA_REAL_DOUBLE
-BA_INLINE vec NAME(v_from_i8)(const int8_t *p) {
+#ifndef BA_HAVE_V_BYTES
+BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) {
     typedef int8_t bytes __attribute__((vector_size(BA_LANES)));
     bytes b;
     memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(__builtin_convertvector(b, ivec), vec);
+    return __builtin_convertvector(b, ivec);
 }
-BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) {
     typedef uint8_t bytes __attribute__((vector_size(BA_LANES)));
     bytes b;
     memcpy(&b, p, sizeof b);
-    const ivec bits = __builtin_convertvector(b, ivec), magnitude = bits & 0x7f;
-    const vec normal = (vec)((magnitude << 20) + 0x3c000000); /* exponent bias 7 -> 127 */
+    return __builtin_convertvector(b, ivec);
+}
+#endif
+BA_INLINE vec NAME(v_from_i8)(const int8_t *p) { return __builtin_convertvector(NAME(v_load_i8)(p), vec); }
+/* e4m3 (no infinity, NaN where all of exponent and mantissa are set): the bits are moved to float's places and the exponent's
+ * bias is mended; small numbers go by way of integers, not of subnormals. */
+BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+    const ivec bits = NAME(v_load_u8)(p), magnitude = bits & 0x7f;
+    const vec normal = (vec)((magnitude << 20) + 0x3c000000); /* bias 7 -> 127 */
     const vec small = __builtin_convertvector(magnitude, vec) * 0x1p-9f;
     vec value = NAME(v_select)((ivec)(magnitude < 8), small, normal);
     value = NAME(v_select)((ivec)(magnitude == 0x7f), NAME(v_set1)((real)NAN), value);

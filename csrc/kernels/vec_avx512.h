@@ -19,3 +19,7 @@ BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) {
 BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+
+#define BA_HAVE_V_BYTES 1
+BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }

@@ -7,6 +7,8 @@
 #include "core/pool.h"
 #include "kernels/kernels.h"
 
+enum { SLICES = 4 };
+
 typedef struct probe {
     const ba_probes *kernels;
     double seconds;
@@ -66,14 +68,19 @@ static double measure(ba_isa level, int64_t bytes, double seconds, int num_threa
     probe p = {.kernels = ba_kernels_at(level)->probes, .seconds = seconds, .bytes = bytes, .threads = threads};
     p.rate = calloc((size_t)threads, sizeof *p.rate);
     if (bytes) p.data = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
-    double total = 0;
-    if (p.rate && (!bytes || p.data)) {
+    double best = 0;
+    /* the best of a few slices is the limit: in a slice, threads may have shared a core until the system moved one */
+    p.seconds = seconds / SLICES;
+    for (int slice = 0; slice < SLICES && p.rate && (!bytes || p.data); slice++) {
+        atomic_store(&p.arrived, 0);
         ba_parallel(threads, threads, run_probe, &p);
+        double total = 0;
         for (int i = 0; i < threads; i++) total += p.rate[i];
+        best = total > best ? total : best;
     }
     free(p.rate);
     free(p.data);
-    return total;
+    return best;
 }
 
 double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, 0, seconds, num_threads); }
