@@ -106,7 +106,7 @@ typedef struct ba_block_sparse_args {
 
 #define BA_BLOCK_SPARSE_ARGS_INIT                                                                                                                    \
     {                                                                                                                                                \
-        .block_q = 128, .block_kv = 128, .window = {-1, -1}                                                                                          \
+        .block_q = 128, .block_kv = 128, .window = { -1, -1 }                                                                                        \
     }
 
 BA_API double ba_default_scale(int64_t head_dim);
@@ -131,26 +131,23 @@ typedef struct ba_paged_args {
     ba_tensor k_cache, v_cache; /* dtype of q, or any other of float32, float16, bfloat16, int8, float8_e4m3 (float64 only with float64) */
     ba_tensor k_scale, v_scale; /* float32, what a token's K or V is to be multiplied with; required with int8 and float8_e4m3, else not given */
     ba_kv_layout kv_layout;
-    ba_tensor block_tables;     /* int32 or int64, (B, W); with indptr (N,) */
-    const int64_t *indptr;      /* NULL, or batch + 1: request b's pages are block_tables[indptr[b] .. indptr[b + 1]] */
-    const int64_t *seq_lens;    /* [batch]: tokens in the cache, the new queries' among them */
-    const int64_t *cu_q;        /* NULL, or batch + 1 cumulative numbers of queries */
+    ba_tensor block_tables;  /* int32 or int64, (B, W); with indptr (N,) */
+    const int64_t *indptr;   /* NULL, or batch + 1: request b's pages are block_tables[indptr[b] .. indptr[b + 1]] */
+    const int64_t *seq_lens; /* [batch]: tokens in the cache, the new queries' among them */
+    const int64_t *cu_q;     /* NULL, or batch + 1 cumulative numbers of queries */
     int64_t batch;
-    ba_tensor selected;         /* not given: all pages. Else (B, H_kv or H, K) int: logical pages of each request that are attended */
+    ba_tensor selected;             /* not given: all pages. Else (B, H_kv or H, K) int: logical pages of each request that are attended */
     const int64_t *selected_counts; /* NULL: rows of `selected` end at a -1. Else entries in use, by (request, head axis) */
     double scale;
-    int64_t window;             /* tokens before a query that it sees, itself not counted; -1: all */
-    double softcap;             /* 0: none. Else scores become softcap * tanh(score / softcap) */
-    const float *sinks;         /* NULL, or H: a score a head that takes part in the softmax without a value, and counts in lse */
-    ba_tensor out;              /* the shape of q with v's last dim; dtype of q */
-    ba_tensor lse;              /* not given, or (B, H), with cu_q (T, H); float32 (float64 for float64); natural log */
+    int64_t window;     /* tokens before a query that it sees, itself not counted; -1: all */
+    double softcap;     /* 0: none. Else scores become softcap * tanh(score / softcap) */
+    const float *sinks; /* NULL, or H: a score a head that takes part in the softmax without a value, and counts in lse */
+    ba_tensor out;      /* the shape of q with v's last dim; dtype of q */
+    ba_tensor lse;      /* not given, or (B, H), with cu_q (T, H); float32 (float64 for float64); natural log */
     int num_threads;
 } ba_paged_args;
 
-#define BA_PAGED_ARGS_INIT                                                                                                                           \
-    {                                                                                                                                                \
-        .window = -1                                                                                                                                 \
-    }
+#define BA_PAGED_ARGS_INIT {.window = -1}
 
 BA_API ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
 BA_API ba_status ba_paged_attention(const ba_paged_args *args);
@@ -162,10 +159,10 @@ BA_API ba_status ba_paged_attention(const ba_paged_args *args);
 typedef struct ba_quest_metadata_args {
     ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D) */
     ba_kv_layout kv_layout;
-    ba_tensor block_tables; /* (B, W) int32 or int64 */
+    ba_tensor block_tables;     /* (B, W) int32 or int64 */
     const int64_t *begin, *end; /* [batch]: pages with tokens in [begin, end) are summarised; begin NULL: from 0 on */
     int64_t batch;
-    ba_tensor metadata_tables;  /* (B, M) int32 or int64 */
+    ba_tensor metadata_tables;      /* (B, M) int32 or int64 */
     ba_tensor maxblocks, minblocks; /* written: (summary pages, rows, H_kv, D), dtype of k_cache: largest and smallest of each channel over
                                      * the page's tokens before `end`. NULL data: not wanted */
     ba_tensor meanblocks;           /* the same: the mean of each channel */
@@ -184,19 +181,19 @@ typedef enum ba_select_method {
  * Ties go to the lower page; only pages of the request compete. */
 typedef struct ba_select_args {
     ba_select_method method;
-    ba_tensor q;       /* (B, H, D) */
-    ba_tensor a, b;    /* by method; BA_SELECT_MAX: (pages, page_size, H_kv, D) or BA_HND, else (summary pages, rows, H_kv, D) */
-    ba_kv_layout kv_layout; /* of a for BA_SELECT_MAX */
-    ba_tensor tables;  /* (B, M): metadata_tables; block_tables for BA_SELECT_MAX */
+    ba_tensor q;             /* (B, H, D) */
+    ba_tensor a, b;          /* by method; BA_SELECT_MAX: (pages, page_size, H_kv, D) or BA_HND, else (summary pages, rows, H_kv, D) */
+    ba_kv_layout kv_layout;  /* of a for BA_SELECT_MAX */
+    ba_tensor tables;        /* (B, M): metadata_tables; block_tables for BA_SELECT_MAX */
     const int64_t *seq_lens; /* [batch] */
     int64_t batch, page_size;
-    int per_query_head;      /* 0: the mean of a group's queries is scored, a row a KV head */
-    int64_t sink;            /* first pages that are always selected */
-    const int64_t *recent;   /* NULL: none. [batch]: newest pages that are always selected, before sinks where both do not fit */
-    const int64_t *budget;   /* NULL: the width of selected. [batch]: pages selected at most */
-    int ascending;           /* 0: sinks, then by falling score, then the newest ones, the very newest in the last place used */
-    ba_tensor selected;      /* written: (B, H_kv or H, K) int32; unused places -1 */
-    ba_tensor counts;        /* not given, or written: (B, H_kv or H) int32 */
+    int per_query_head;    /* 0: the mean of a group's queries is scored, a row a KV head */
+    int64_t sink;          /* first pages that are always selected */
+    const int64_t *recent; /* NULL: none. [batch]: newest pages that are always selected, before sinks where both do not fit */
+    const int64_t *budget; /* NULL: the width of selected. [batch]: pages selected at most */
+    int ascending;         /* 0: sinks, then by falling score, then the newest ones, the very newest in the last place used */
+    ba_tensor selected;    /* written: (B, H_kv or H, K) int32; unused places -1 */
+    ba_tensor counts;      /* not given, or written: (B, H_kv or H) int32 */
     int num_threads;
 } ba_select_args;
 
@@ -220,11 +217,11 @@ BA_API const char *ba_num_threads_source(void); /* which of those rules decided,
 typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_COUNT } ba_isa;
 
 BA_API const char *ba_isa_name(ba_isa level);
-BA_API int ba_isa_parse(const char *name);    /* -1: no such level */
-BA_API ba_isa ba_isa_detected(void);          /* the highest level that this CPU, this system and this build have */
-BA_API ba_isa ba_isa_active(void);            /* the highest level in use: detected, or the cap where that is lower */
+BA_API int ba_isa_parse(const char *name);     /* -1: no such level */
+BA_API ba_isa ba_isa_detected(void);           /* the highest level that this CPU, this system and this build have */
+BA_API ba_isa ba_isa_active(void);             /* the highest level in use: detected, or the cap where that is lower */
 BA_API ba_status ba_isa_set_cap(ba_isa level); /* also BLITZ_ATTN_ISA at load time; a cap above the CPU changes nothing */
-BA_API const char *ba_isa_note(void);         /* why the active level is what it is, as one sentence */
+BA_API const char *ba_isa_note(void);          /* why the active level is what it is, as one sentence */
 BA_API const char *ba_cpu_model(void);
 
 /* The kernels in use at a level: writes `name` and `isa` of entry i, returns 0 past the end. */

@@ -58,8 +58,7 @@ static void look(void) {
     const int level = ba_isa_parse(wanted);
     if (level < 0)
         snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (portable, avx2, avx512) and is ignored", wanted);
-    else
-        atomic_store(&cap_level, level);
+    else atomic_store(&cap_level, level);
 }
 
 const char *ba_isa_name(ba_isa level) { return (unsigned)level < BA_ISA_COUNT ? level_names[level] : "unknown"; }
@@ -97,8 +96,7 @@ const char *ba_isa_note(void) {
         snprintf(note, sizeof note, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
     else if (cap < BA_ISA_COUNT - 1 && cap > (int)detected)
         snprintf(note, sizeof note, "%s: the highest that this CPU has; the cap %s is above it", level_names[detected], level_names[cap]);
-    else
-        snprintf(note, sizeof note, "%s: the highest that this CPU and this build have", level_names[detected]);
+    else snprintf(note, sizeof note, "%s: the highest that this CPU and this build have", level_names[detected]);
     return note;
 }
 

@@ -12,9 +12,17 @@ static void build(void) {
     for (int level = 0; level < BA_ISA_COUNT; level++) {
         ba_kernels *table = &tables[level];
 
-        enum { float32 = BA_FLOAT32, float16 = BA_FLOAT16, bfloat16 = BA_BFLOAT16, float64 = BA_FLOAT64, int8 = BA_INT8, float8_e4m3 = BA_FLOAT8_E4M3 };
+        enum {
+            float32 = BA_FLOAT32,
+            float16 = BA_FLOAT16,
+            bfloat16 = BA_BFLOAT16,
+            float64 = BA_FLOAT64,
+            int8 = BA_INT8,
+            float8_e4m3 = BA_FLOAT8_E4M3
+        };
 #define BA_FAMILY(rung, dtype)                                                                                                                       \
-    if ((int)ba_attend_##rung##_##dtype.isa <= level && ba_attend_##rung##_##dtype.isa <= detected) table->attend[dtype] = &ba_attend_##rung##_##dtype;
+    if ((int)ba_attend_##rung##_##dtype.isa <= level && ba_attend_##rung##_##dtype.isa <= detected)                                                  \
+        table->attend[dtype] = &ba_attend_##rung##_##dtype;
 #define BA_CACHE(rung, dtype)                                                                                                                        \
     if ((int)ba_cache_##rung##_##dtype.isa <= level && ba_cache_##rung##_##dtype.isa <= detected) table->cache[dtype] = &ba_cache_##rung##_##dtype;
 #define BA_PROBE(rung)                                                                                                                               \

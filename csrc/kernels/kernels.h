@@ -18,14 +18,14 @@
 
 enum {
     BA_MAX_HEAD_DIM = 576,
-    BA_PANEL_WIDTHS = 2,  /* a wide panel, and a narrow one for what is left over */
-    BA_MAX_LANES = 64,    /* no panel is wider */
-    BA_FEW_AHEAD = 48,    /* keys between a row's prefetch and its use, in the kernels for few queries */
-    BA_FEW_QUERIES = 8,   /* queries that the kernel for few queries takes at most */
-    BA_MAX_CHUNK = 512,   /* keys; tuning.c chooses at most this */
-    BA_PACK_PAD = 16,     /* packed rows are padded to a multiple of this many elements */
-    BA_ALIGN = 64,        /* bytes: panels, accumulators and scratch start on such a boundary */
-    BA_FLOAT_DTYPES = 4,  /* BA_FLOAT32 .. BA_FLOAT64 */
+    BA_PANEL_WIDTHS = 2, /* a wide panel, and a narrow one for what is left over */
+    BA_MAX_LANES = 64,   /* no panel is wider */
+    BA_FEW_AHEAD = 48,   /* keys between a row's prefetch and its use, in the kernels for few queries */
+    BA_FEW_QUERIES = 8,  /* queries that the kernel for few queries takes at most */
+    BA_MAX_CHUNK = 512,  /* keys; tuning.c chooses at most this */
+    BA_PACK_PAD = 16,    /* packed rows are padded to a multiple of this many elements */
+    BA_ALIGN = 64,       /* bytes: panels, accumulators and scratch start on such a boundary */
+    BA_FLOAT_DTYPES = 4, /* BA_FLOAT32 .. BA_FLOAT64 */
 };
 
 /* One panel's queries and state. All arrays are [..][lanes], lanes being the width of the kernel called. */
@@ -103,13 +103,13 @@ typedef BA_MERGE_ROW((*ba_merge_row_fn));
 typedef struct ba_attend_family {
     const char *name;
     ba_isa isa;
-    int64_t lanes[BA_PANEL_WIDTHS];  /* [0] wide, [1] narrow */
-    int64_t real_size;               /* bytes of an accumulator element: 4 or 8 */
-    int64_t q_bytes;                 /* bytes of a packed query element */
-    int64_t scratch_per_key;         /* bytes of scratch a key of the chunk, for a wide panel */
-    int64_t pack_bytes;              /* bytes a K or V element takes once packed; 0: both are read in place */
-    int64_t key_step;                /* attend may be given any part of a chunk that begins at a multiple of this */
-    ba_pack_rows_fn pack_k, pack_v;  /* NULL: read in place */
+    int64_t lanes[BA_PANEL_WIDTHS]; /* [0] wide, [1] narrow */
+    int64_t real_size;              /* bytes of an accumulator element: 4 or 8 */
+    int64_t q_bytes;                /* bytes of a packed query element */
+    int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
+    int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
+    int64_t key_step;               /* attend may be given any part of a chunk that begins at a multiple of this */
+    ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
     ba_attend_fn attend[BA_PANEL_WIDTHS];
     ba_scores_fn scores[BA_PANEL_WIDTHS];

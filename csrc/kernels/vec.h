@@ -256,6 +256,4 @@ BA_INLINE ivec NAME(v_load_ints)(const int32_t *p, int64_t n) {
 }
 
 /* The natural logarithm of l * 2^m; -inf where nothing was attended. */
-BA_INLINE real NAME(log_sum_exp)(real m, real l) {
-    return l == 0 ? -(real)INFINITY : (real)(((double)m + log2((double)l)) * 0x1.62e42fefa39efp-1);
-}
+BA_INLINE real NAME(log_sum_exp)(real m, real l) { return l == 0 ? -(real)INFINITY : (real)(((double)m + log2((double)l)) * 0x1.62e42fefa39efp-1); }

@@ -6,9 +6,7 @@ BA_INLINE vec NAME(v_max)(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (
 
 #define BA_HAVE_V_CONVERT 1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) {
-    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
-}
+BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) { return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16); }
 BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

@@ -19,7 +19,7 @@ enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32 };
 typedef enum panel_width { WIDE, NARROW, FEW } panel_width; /* the first two index a family's arrays */
 
 typedef struct panel_state {
-    ba_panel panel;    /* lo and hi set here, shown to a kernel only where a chunk needs them */
+    ba_panel panel; /* lo and hi set here, shown to a kernel only where a chunk needs them */
     panel_width width;
     int64_t lane, lanes; /* of the tile: the first, and how many */
     ba_range any, all;   /* keys that some lane sees; keys that every lane sees */
@@ -60,8 +60,8 @@ typedef struct call {
     const ba_tuning *tuning;
     ba_plan plan;
     char *scratch;
-    int64_t scratch_bytes; /* a worker */
-    char *parts;           /* states of parts that are to be joined */
+    int64_t scratch_bytes;      /* a worker */
+    char *parts;                /* states of parts that are to be joined */
     const int64_t *part_offset; /* [batch]: bytes, -1 where there is one part only */
 } call;
 
@@ -107,7 +107,9 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
 
 /* ---- Reals: float or double, as the family says ------------------------------------------------------------------- */
 
-static double get_real(const void *data, int64_t at, int64_t real_size) { return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at]; }
+static double get_real(const void *data, int64_t at, int64_t real_size) {
+    return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at];
+}
 
 static void set_real(void *data, int64_t at, double value, int64_t real_size) {
     if (real_size == 4) ((float *)data)[at] = (float)value;
@@ -236,7 +238,9 @@ static int64_t part_bytes(const call *c) {
 static ba_panel part_panel(const call *c, int64_t batch, int64_t kv_head, int64_t part, int64_t lane) {
     const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim);
     char *base = c->parts + c->part_offset[batch] + (kv_head * ba_plan_parts(&c->plan, batch) + part) * part_bytes(c);
-    return (ba_panel){.o = base + lane * pad * real_size, .m = base + (BA_FEW_QUERIES * pad + lane) * real_size, .l = base + (BA_FEW_QUERIES * (pad + 1) + lane) * real_size};
+    return (ba_panel){.o = base + lane * pad * real_size,
+                      .m = base + (BA_FEW_QUERIES * pad + lane) * real_size,
+                      .l = base + (BA_FEW_QUERIES * (pad + 1) + lane) * real_size};
 }
 
 /* Puts a few-query panel's states where the joining finds them. Rows without a query have nothing to join. */
@@ -315,8 +319,8 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
 }
 
 /* Where the chunk's rows of K (or V) lie, and their scales. */
-static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index, int64_t keys,
-                      const void **rows, float *scales) {
+static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index,
+                      int64_t keys, const void **rows, float *scales) {
     const int64_t size = p->kv_element_size;
     if (!p->page_size) {
         const char *first = row_of(view, size, p->cu_kv ? 0 : batch, kv_head, ba_kv_span(p, batch).begin);
@@ -361,8 +365,13 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
             t->walk = 0;
         }
         if (t->walk == n)
-            walks[n++] = (ba_walk){.bitmap = p->listed ? bitmap : NULL, .words = words, .block_kv = p->block_kv, .keys = ba_kv_span(p, item->batch).valid,
-                                   .chunk_keys = c->tuning->chunk_keys, .stop = whole ? INT64_MAX : start + c->plan.split_keys, .range = {INT64_MAX, 0}};
+            walks[n++] = (ba_walk){.bitmap = p->listed ? bitmap : NULL,
+                                   .words = words,
+                                   .block_kv = p->block_kv,
+                                   .keys = ba_kv_span(p, item->batch).valid,
+                                   .chunk_keys = c->tuning->chunk_keys,
+                                   .stop = whole ? INT64_MAX : start + c->plan.split_keys,
+                                   .range = {INT64_MAX, 0}};
         ba_walk *l = &walks[t->walk];
         l->range.lo = ba_min(l->range.lo, t->range.lo);
         l->range.hi = ba_max(l->range.hi, t->range.hi);
@@ -409,10 +418,17 @@ static void run_item(void *context, int64_t index, int worker) {
         chunk_rows *here = &w.chunk[at];
         more = next_chunk(c, item, walks, lists, &w.chunk[!at]);
         if (few) want_next(here, more ? &w.chunk[!at] : NULL);
-        ba_chunk chunk = {.keys = here->keys, .head_dim = p->head_dim, .v_dim = p->v_dim, .key_index = here->key_index,
-                          .k_rows = here->k_rows, .v_rows = here->v_rows, .ahead = few ? BA_FEW_AHEAD : 0,
-                          .k_scale = p->k_scale.data ? here->k_scale : NULL, .v_scale = p->v_scale.data ? here->v_scale : NULL,
-                          .softcap = p->softcap * LOG2_E, .scratch = w.scores};
+        ba_chunk chunk = {.keys = here->keys,
+                          .head_dim = p->head_dim,
+                          .v_dim = p->v_dim,
+                          .key_index = here->key_index,
+                          .k_rows = here->k_rows,
+                          .v_rows = here->v_rows,
+                          .ahead = few ? BA_FEW_AHEAD : 0,
+                          .k_scale = p->k_scale.data ? here->k_scale : NULL,
+                          .v_scale = p->v_scale.data ? here->v_scale : NULL,
+                          .softcap = p->softcap * LOG2_E,
+                          .scratch = w.scores};
         if (c->pack_k && !few) {
             c->pack_k(w.packed_k, w.packed_k_rows, here->k_rows, chunk.k_scale, chunk.keys, p->head_dim);
             chunk.k_rows = w.packed_k_rows;

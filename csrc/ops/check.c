@@ -8,8 +8,7 @@
 ba_text ba_shape_text(const ba_tensor *t) {
     ba_text out;
     size_t used = (size_t)snprintf(out.chars, sizeof out.chars, "(");
-    for (int i = 0; i < t->ndim; i++)
-        used += (size_t)snprintf(out.chars + used, sizeof out.chars - used, i ? ", %" PRId64 : "%" PRId64, t->dims[i]);
+    for (int i = 0; i < t->ndim; i++) used += (size_t)snprintf(out.chars + used, sizeof out.chars - used, i ? ", %" PRId64 : "%" PRId64, t->dims[i]);
     snprintf(out.chars + used, sizeof out.chars - used, t->ndim == 1 ? ",)" : ")");
     return out;
 }

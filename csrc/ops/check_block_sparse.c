@@ -35,8 +35,8 @@ static ba_status check_kind(const char *name, const ba_tensor *t, const char *ax
     if (t->ndim != rank)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s for layout %s, got %s", name, axes, ba_layout_name(layout), ba_shape_text(t).chars);
     if (t->dims[rank - 1] > 1 && t->strides[rank - 1] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements", name,
-                       t->strides[rank - 1]);
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements",
+                       name, t->strides[rank - 1]);
     return ba_check_extent(name, t);
 }
 
@@ -45,15 +45,9 @@ static ba_status take_apart(const char *name, const ba_tensor *t, const char *ax
     BA_TRY(check_kind(name, t, axes, layout));
     out->view.data = t->data;
     switch (layout) {
-    case BA_BNSD:
-        *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, t->strides[0], t->strides[1], t->strides[2]}};
-        break;
-    case BA_BSND:
-        *out = (parts){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, t->strides[0], t->strides[2], t->strides[1]}};
-        break;
-    case BA_TND:
-        *out = (parts){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, t->strides[1], t->strides[0]}};
-        break;
+    case BA_BNSD: *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, t->strides[0], t->strides[1], t->strides[2]}}; break;
+    case BA_BSND: *out = (parts){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, t->strides[0], t->strides[2], t->strides[1]}}; break;
+    case BA_TND: *out = (parts){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, t->strides[1], t->strides[0]}}; break;
     case BA_BSH:
         if (heads < 1) return ba_fail(BA_ERROR_VALUE, "num_heads: expected the number of heads in the last axis for layout BSH, got %" PRId64, heads);
         if (t->dims[2] % heads != 0)
@@ -80,7 +74,8 @@ static ba_status check_cumulative(const char *name, const int64_t *cu, int64_t b
     *longest = 0;
     for (int64_t b = 0; b < batch; b++) {
         if (cu[b + 1] < cu[b])
-            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b], b + 1);
+            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b],
+                           b + 1);
         *longest = ba_max(*longest, cu[b + 1] - cu[b]);
     }
     if (cu[batch] != tokens)
@@ -91,7 +86,8 @@ static ba_status check_cumulative(const char *name, const int64_t *cu, int64_t b
 static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     const ba_tensor *t = &args->blocks;
     if (args->block_q < 1 || args->block_kv < 1)
-        return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q, args->block_kv);
+        return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
+                       args->block_kv);
     p->listed = ba_given(t);
     p->block_q = args->block_q;
     p->block_kv = args->block_kv;
@@ -101,7 +97,9 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     if (t->dtype != BA_UINT16 && t->dtype != BA_INT16 && t->dtype != BA_INT32 && t->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
     if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || (t->dims[1] != 1 && t->dims[1] != p->heads) || t->dims[2] != p->block_rows)
-        return ba_fail(BA_ERROR_VALUE, "sabi: expected shape (%" PRId64 " or 1, %" PRId64 " or 1, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64 " / %" PRId64 "), got %s",
+        return ba_fail(BA_ERROR_VALUE,
+                       "sabi: expected shape (%" PRId64 " or 1, %" PRId64 " or 1, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64
+                       " / %" PRId64 "), got %s",
                        p->batch, p->heads, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
@@ -116,42 +114,63 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     parts q, k, v;
     BA_TRY(take_apart("q", &args->q, q_axes(layout), layout, args->num_heads, &q));
     if (q.dim < 1 || q.dim > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "q: expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q.dim, ba_shape_text(&args->q).chars);
+        return ba_fail(BA_ERROR_VALUE, "q: expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q.dim,
+                       ba_shape_text(&args->q).chars);
     if (q.heads < 1) return ba_fail(BA_ERROR_VALUE, "q: expected at least one head, got %s", ba_shape_text(&args->q).chars);
     BA_TRY(take_apart("k", &args->k, kv_axes(layout, false), layout, kv_heads, &k));
     if (args->k.dtype != args->q.dtype)
         return ba_fail(BA_ERROR_TYPE, "k: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->k.dtype));
     if (k.dim != q.dim)
-        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with D = %" PRId64 " like q, got %s", kv_axes(layout, false), q.dim, ba_shape_text(&args->k).chars);
+        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with D = %" PRId64 " like q, got %s", kv_axes(layout, false), q.dim,
+                       ba_shape_text(&args->k).chars);
     if (k.batch != q.batch)
-        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with B = %" PRId64 " like q, got %s", kv_axes(layout, false), q.batch, ba_shape_text(&args->k).chars);
+        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with B = %" PRId64 " like q, got %s", kv_axes(layout, false), q.batch,
+                       ba_shape_text(&args->k).chars);
     if (k.heads < 1 || q.heads % k.heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "k: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q.heads, k.heads, ba_shape_text(&args->k).chars);
+        return ba_fail(BA_ERROR_VALUE, "k: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q.heads, k.heads,
+                       ba_shape_text(&args->k).chars);
     BA_TRY(take_apart("v", &args->v, kv_axes(layout, true), layout, kv_heads, &v));
     if (args->v.dtype != args->q.dtype)
         return ba_fail(BA_ERROR_TYPE, "v: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->v.dtype));
     if (v.batch != k.batch || v.heads != k.heads || v.tokens != k.tokens)
-        return ba_fail(BA_ERROR_VALUE, "v: expected shape %s with the batch, heads and tokens of k %s, got %s", kv_axes(layout, true), ba_shape_text(&args->k).chars, ba_shape_text(&args->v).chars);
+        return ba_fail(BA_ERROR_VALUE, "v: expected shape %s with the batch, heads and tokens of k %s, got %s", kv_axes(layout, true),
+                       ba_shape_text(&args->k).chars, ba_shape_text(&args->v).chars);
     if (v.dim < 1 || v.dim > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v.dim, ba_shape_text(&args->v).chars);
+        return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v.dim,
+                       ba_shape_text(&args->v).chars);
     if (!isfinite(args->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", args->scale);
     if (args->window[0] < -1 || args->window[1] < -1)
-        return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")", args->window[0], args->window[1]);
+        return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
+                       args->window[0], args->window[1]);
     if (args->num_threads < 0 || args->num_threads > BA_MAX_THREADS)
         return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, args->num_threads);
 
     *p = (ba_problem){
-        .dtype = args->q.dtype, .kv_dtype = args->q.dtype,
-        .element_size = ba_dtype_size(args->q.dtype), .kv_element_size = ba_dtype_size(args->q.dtype),
-        .batch = q.batch, .heads = q.heads, .kv_heads = k.heads, .group = q.heads / k.heads,
-        .q_len = q.tokens, .kv_len = k.tokens, .head_dim = q.dim, .v_dim = v.dim, .scale = args->scale,
-        .q = q.view, .k = k.view, .v = v.view,
-        .causal = args->causal != 0, .window_left = ba_min(args->window[0], INT32_MAX), .window_right = ba_min(args->window[1], INT32_MAX),
+        .dtype = args->q.dtype,
+        .kv_dtype = args->q.dtype,
+        .element_size = ba_dtype_size(args->q.dtype),
+        .kv_element_size = ba_dtype_size(args->q.dtype),
+        .batch = q.batch,
+        .heads = q.heads,
+        .kv_heads = k.heads,
+        .group = q.heads / k.heads,
+        .q_len = q.tokens,
+        .kv_len = k.tokens,
+        .head_dim = q.dim,
+        .v_dim = v.dim,
+        .scale = args->scale,
+        .q = q.view,
+        .k = k.view,
+        .v = v.view,
+        .causal = args->causal != 0,
+        .window_left = ba_min(args->window[0], INT32_MAX),
+        .window_right = ba_min(args->window[1], INT32_MAX),
     };
     if (layout == BA_TND) {
         if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "cu_seqlens_q: expected at least one number, got none");
         if (args->q_lens || args->kv_lens)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv, got some", args->q_lens ? "q_lens" : "kv_lens");
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv, got some",
+                           args->q_lens ? "q_lens" : "kv_lens");
         p->batch = args->batch;
         p->cu_q = args->cu_q;
         p->cu_kv = args->cu_kv;
@@ -159,14 +178,16 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         BA_TRY(check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
     } else {
         if (args->cu_q || args->cu_kv)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some", args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(layout));
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some",
+                           args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(layout));
         p->q_lens = args->q_lens;
         p->kv_lens = args->kv_lens;
         BA_TRY(check_lengths("q_lens", args->q_lens, p->batch, p->q_len));
         BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
     }
     if (p->q_len > INT32_MAX / 2 || p->kv_len > INT32_MAX / 2)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens a sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2, ba_max(p->q_len, p->kv_len));
+        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens a sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
+                       ba_max(p->q_len, p->kv_len));
     BA_TRY(check_blocks(args, p));
 
     *out_shape = args->q;
@@ -196,7 +217,8 @@ ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outp
     if (!ba_given(&args->lse)) return BA_OK;
     BA_TRY(ba_check_output("lse", &args->lse, &lse_shape, false));
     const int64_t *strides = args->lse.strides;
-    p->lse = args->layout == BA_TND ? (ba_view){args->lse.data, 0, strides[1], strides[0]} : (ba_view){args->lse.data, strides[0], strides[1], strides[2]};
+    p->lse =
+        args->layout == BA_TND ? (ba_view){args->lse.data, 0, strides[1], strides[0]} : (ba_view){args->lse.data, strides[0], strides[1], strides[2]};
     return BA_OK;
 }
 

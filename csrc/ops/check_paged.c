@@ -15,7 +15,8 @@ static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout 
     const bool fits = q_dtype == BA_FLOAT64 ? t->dtype == BA_FLOAT64 : t->dtype != BA_FLOAT64 && (ba_is_float(t->dtype) || is_quantised(t->dtype));
     if (!fits)
         return ba_fail(BA_ERROR_TYPE, "%s: expected %s under %s queries, got %s", name,
-                       q_dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q_dtype), ba_dtype_name(t->dtype));
+                       q_dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q_dtype),
+                       ba_dtype_name(t->dtype));
     if (t->ndim != 4) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
     if (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
@@ -29,16 +30,22 @@ static ba_view cache_view(const ba_tensor *t, ba_kv_layout layout) {
     return (ba_view){t->data, t->strides[0], t->strides[1], t->strides[2]};
 }
 
-static ba_status check_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout, ba_view *view) {
+static ba_status check_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout,
+                             ba_view *view) {
     if (!is_quantised(cache->dtype)) {
-        if (ba_given(t)) return ba_fail(BA_ERROR_VALUE, "%s: expected none with a %s %s, got shape %s", name, ba_dtype_name(cache->dtype), cache_name, ba_shape_text(t).chars);
+        if (ba_given(t))
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with a %s %s, got shape %s", name, ba_dtype_name(cache->dtype), cache_name,
+                           ba_shape_text(t).chars);
         return BA_OK;
     }
     const ba_tensor expected = {.ndim = 3, .dims = {cache->dims[0], cache->dims[1], cache->dims[2]}};
-    if (!ba_given(t)) return ba_fail(BA_ERROR_VALUE, "%s: expected scales of shape %s for an %s %s, got none", name, ba_shape_text(&expected).chars, ba_dtype_name(cache->dtype), cache_name);
+    if (!ba_given(t))
+        return ba_fail(BA_ERROR_VALUE, "%s: expected scales of shape %s for an %s %s, got none", name, ba_shape_text(&expected).chars,
+                       ba_dtype_name(cache->dtype), cache_name);
     if (t->dtype != BA_FLOAT32) return ba_fail(BA_ERROR_TYPE, "%s: expected float32, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 3 || t->dims[0] != cache->dims[0] || t->dims[1] != cache->dims[1] || t->dims[2] != cache->dims[2])
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(&expected).chars, cache_name, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(&expected).chars, cache_name,
+                       ba_shape_text(t).chars);
     BA_TRY(ba_check_extent(name, t));
     *view = cache_view(t, layout);
     return BA_OK;
@@ -49,21 +56,29 @@ ba_status ba_check_tables(const ba_tensor *tables, const int64_t *indptr, const 
     if (tables->dtype != BA_INT32 && tables->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "block_tables: expected int32 or int64, got %s", ba_dtype_name(tables->dtype));
     if (tables->ndim != (indptr ? 1 : 2) || (!indptr && tables->dims[0] != batch))
-        return ba_fail(BA_ERROR_VALUE, "block_tables: expected shape %s with %" PRId64 " requests, got %s", indptr ? "(N,)" : "(B, W)", batch, ba_shape_text(tables).chars);
+        return ba_fail(BA_ERROR_VALUE, "block_tables: expected shape %s with %" PRId64 " requests, got %s", indptr ? "(N,)" : "(B, W)", batch,
+                       ba_shape_text(tables).chars);
     BA_TRY(ba_check_extent("block_tables", tables));
     for (int64_t b = 0; indptr && b < batch; b++)
         if (indptr[b] < 0 || indptr[b + 1] < indptr[b] || indptr[b + 1] > tables->dims[0])
-            return ba_fail(BA_ERROR_VALUE, "indptr: expected rising numbers from 0 to %" PRId64 ", got %" PRId64 " and %" PRId64 " at [%" PRId64 "]", tables->dims[0], indptr[b], indptr[b + 1], b);
+            return ba_fail(BA_ERROR_VALUE, "indptr: expected rising numbers from 0 to %" PRId64 ", got %" PRId64 " and %" PRId64 " at [%" PRId64 "]",
+                           tables->dims[0], indptr[b], indptr[b + 1], b);
     if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
     const ba_problem view = {.tables = *tables, .page_indptr = indptr};
     for (int64_t b = 0; b < batch; b++) {
         const int64_t width = indptr ? indptr[b + 1] - indptr[b] : tables->dims[1];
         if (seq_lens[b] < 0 || seq_lens[b] > most_tokens || ba_ceil_div(seq_lens[b], page_size) > width)
-            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected lengths from 0 to what the table's %" PRId64 " pages of %" PRId64 " tokens hold, got %" PRId64 " at [%" PRId64 "]", width, page_size, seq_lens[b], b);
+            return ba_fail(BA_ERROR_VALUE,
+                           "seq_lens: expected lengths from 0 to what the table's %" PRId64 " pages of %" PRId64 " tokens hold, got %" PRId64
+                           " at [%" PRId64 "]",
+                           width, page_size, seq_lens[b], b);
         for (int64_t i = 0; i < ba_ceil_div(seq_lens[b], page_size); i++) {
             const int64_t page = ba_page(&view, b, i);
             if (page < 0 || page >= pages)
-                return ba_fail(BA_ERROR_VALUE, "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64 " of request %" PRId64, pages - 1, page, i, b);
+                return ba_fail(BA_ERROR_VALUE,
+                               "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64
+                               " of request %" PRId64,
+                               pages - 1, page, i, b);
         }
     }
     return BA_OK;
@@ -83,14 +98,21 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64 && t->dtype != BA_INT16)
         return ba_fail(BA_ERROR_TYPE, "selected: expected int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
     if (t->ndim != 3 || t->dims[0] != p->batch || (t->dims[1] != p->kv_heads && t->dims[1] != p->heads))
-        return ba_fail(BA_ERROR_VALUE, "selected: expected shape (%" PRId64 ", %" PRId64 " or %" PRId64 ", K), a row a request and a KV head or query head, got %s", p->batch, p->kv_heads, p->heads, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE,
+                       "selected: expected shape (%" PRId64 ", %" PRId64 " or %" PRId64 ", K), a row a request and a KV head or query head, got %s",
+                       p->batch, p->kv_heads, p->heads, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("selected", t));
     p->listed = true;
-    p->blocks = (ba_tensor){.data = t->data, .dtype = t->dtype, .ndim = 4, .dims = {t->dims[0], t->dims[1], 1, t->dims[2]}, .strides = {t->strides[0], t->strides[1], 0, t->strides[2]}};
+    p->blocks = (ba_tensor){.data = t->data,
+                            .dtype = t->dtype,
+                            .ndim = 4,
+                            .dims = {t->dims[0], t->dims[1], 1, t->dims[2]},
+                            .strides = {t->strides[0], t->strides[1], 0, t->strides[2]}};
     p->block_counts = args->selected_counts;
     for (int64_t i = 0; args->selected_counts && i < t->dims[0] * t->dims[1]; i++)
         if (args->selected_counts[i] < 0 || args->selected_counts[i] > t->dims[2])
-            return ba_fail(BA_ERROR_VALUE, "selected_counts: expected 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 ", %" PRId64 "]", t->dims[2], args->selected_counts[i], i / t->dims[1], i % t->dims[1]);
+            return ba_fail(BA_ERROR_VALUE, "selected_counts: expected 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 ", %" PRId64 "]", t->dims[2],
+                           args->selected_counts[i], i / t->dims[1], i % t->dims[1]);
     return BA_OK;
 }
 
@@ -101,34 +123,62 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
     if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", args->cu_q ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("q", q));
     if (q->dims[2] < 1 || q->dims[2] > BA_MAX_HEAD_DIM || q->dims[1] < 1)
-        return ba_fail(BA_ERROR_VALUE, "q: expected at least one head and a head dim D from 1 to %d, got %s", BA_MAX_HEAD_DIM, ba_shape_text(q).chars);
+        return ba_fail(BA_ERROR_VALUE, "q: expected at least one head and a head dim D from 1 to %d, got %s", BA_MAX_HEAD_DIM,
+                       ba_shape_text(q).chars);
     if (q->dims[2] > 1 && q->strides[2] != 1)
-        return ba_fail(BA_ERROR_VALUE, "q: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements", q->strides[2]);
+        return ba_fail(BA_ERROR_VALUE, "q: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements",
+                       q->strides[2]);
     if (args->batch < 0 || (!args->cu_q && q->dims[0] != args->batch))
         return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], args->batch);
     BA_TRY(check_cache("k_cache", k, args->kv_layout, q->dtype));
-    if (k->dims[3] != q->dims[2]) return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2], ba_shape_text(k).chars);
+    if (k->dims[3] != q->dims[2])
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2], ba_shape_text(k).chars);
     BA_TRY(check_cache("v_cache", v, args->kv_layout, q->dtype));
-    if (v->dtype != k->dtype) return ba_fail(BA_ERROR_TYPE, "v_cache: expected dtype %s like k_cache, got %s", ba_dtype_name(k->dtype), ba_dtype_name(v->dtype));
+    if (v->dtype != k->dtype)
+        return ba_fail(BA_ERROR_TYPE, "v_cache: expected dtype %s like k_cache, got %s", ba_dtype_name(k->dtype), ba_dtype_name(v->dtype));
     for (int i = 0; i < 3; i++)
-        if (v->dims[i] != k->dims[i]) return ba_fail(BA_ERROR_VALUE, "v_cache: expected the first three axes of k_cache %s, got %s", ba_shape_text(k).chars, ba_shape_text(v).chars);
+        if (v->dims[i] != k->dims[i])
+            return ba_fail(BA_ERROR_VALUE, "v_cache: expected the first three axes of k_cache %s, got %s", ba_shape_text(k).chars,
+                           ba_shape_text(v).chars);
     const int64_t page_size = k->dims[args->kv_layout == BA_NHD ? 1 : 2], kv_heads = k->dims[args->kv_layout == BA_NHD ? 2 : 1];
     if (page_size < 1) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at least 1 token, got %s", ba_shape_text(k).chars);
     if (kv_heads < 1 || q->dims[1] % kv_heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1], kv_heads, ba_shape_text(k).chars);
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1],
+                       kv_heads, ba_shape_text(k).chars);
     if (!isfinite(args->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", args->scale);
-    if (!isfinite(args->softcap) || args->softcap < 0) return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %g", args->softcap);
-    if (args->window < -1) return ba_fail(BA_ERROR_VALUE, "window: expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
-    if (args->num_threads < 0 || args->num_threads > BA_MAX_THREADS) return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, args->num_threads);
+    if (!isfinite(args->softcap) || args->softcap < 0)
+        return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %g", args->softcap);
+    if (args->window < -1)
+        return ba_fail(BA_ERROR_VALUE, "window: expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
+    if (args->num_threads < 0 || args->num_threads > BA_MAX_THREADS)
+        return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, args->num_threads);
 
     *p = (ba_problem){
-        .dtype = q->dtype, .kv_dtype = k->dtype, .element_size = ba_dtype_size(q->dtype), .kv_element_size = ba_dtype_size(k->dtype),
-        .batch = args->batch, .heads = q->dims[1], .kv_heads = kv_heads, .group = q->dims[1] / kv_heads,
-        .q_len = 1, .head_dim = q->dims[2], .v_dim = v->dims[3], .scale = args->scale, .softcap = args->softcap, .sinks = args->sinks,
+        .dtype = q->dtype,
+        .kv_dtype = k->dtype,
+        .element_size = ba_dtype_size(q->dtype),
+        .kv_element_size = ba_dtype_size(k->dtype),
+        .batch = args->batch,
+        .heads = q->dims[1],
+        .kv_heads = kv_heads,
+        .group = q->dims[1] / kv_heads,
+        .q_len = 1,
+        .head_dim = q->dims[2],
+        .v_dim = v->dims[3],
+        .scale = args->scale,
+        .softcap = args->softcap,
+        .sinks = args->sinks,
         .q = args->cu_q ? (ba_view){q->data, 0, q->strides[1], q->strides[0]} : (ba_view){q->data, q->strides[0], q->strides[1], 0},
-        .k = cache_view(k, args->kv_layout), .v = cache_view(v, args->kv_layout),
-        .page_size = page_size, .tables = args->block_tables, .page_indptr = args->indptr,
-        .kv_lens = args->seq_lens, .cu_q = args->cu_q, .causal = true, .window_left = ba_min(args->window, INT32_MAX), .window_right = -1,
+        .k = cache_view(k, args->kv_layout),
+        .v = cache_view(v, args->kv_layout),
+        .page_size = page_size,
+        .tables = args->block_tables,
+        .page_indptr = args->indptr,
+        .kv_lens = args->seq_lens,
+        .cu_q = args->cu_q,
+        .causal = true,
+        .window_left = ba_min(args->window, INT32_MAX),
+        .window_right = -1,
     };
     BA_TRY(check_scale("k_scale", &args->k_scale, "k_cache", k, args->kv_layout, &p->k_scale));
     BA_TRY(check_scale("v_scale", &args->v_scale, "v_cache", v, args->kv_layout, &p->v_scale));
@@ -137,11 +187,13 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
     if (args->cu_q) {
         p->q_len = 0;
         if (args->cu_q[0] != 0 || args->cu_q[p->batch] != q->dims[0])
-            return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, q->dims[0], args->cu_q[p->batch] - args->cu_q[0]);
+            return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, q->dims[0],
+                           args->cu_q[p->batch] - args->cu_q[0]);
         for (int64_t b = 0; b < p->batch; b++) {
             const int64_t queries = args->cu_q[b + 1] - args->cu_q[b];
             if (queries < 0 || queries > args->seq_lens[b])
-                return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens' %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", args->seq_lens[b], queries, b);
+                return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens' %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", args->seq_lens[b],
+                               queries, b);
             p->q_len = ba_max(p->q_len, queries);
         }
     }

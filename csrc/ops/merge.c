@@ -24,7 +24,8 @@ typedef struct merge_call {
 static ba_status same_shape(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like) {
     bool same = t->ndim == expected->ndim;
     for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
-    if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(expected).chars, like, ba_shape_text(t).chars);
+    if (!same)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(expected).chars, like, ba_shape_text(t).chars);
     if (t->dtype != expected->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like %s, got %s", name, ba_dtype_name(expected->dtype), like, ba_dtype_name(t->dtype));
     return ba_check_extent(name, t);
@@ -36,7 +37,8 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
     if (!ba_is_float(first->dtype))
         return ba_fail(BA_ERROR_TYPE, "outs[0]: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(first->dtype));
     if (first->ndim != 4) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (B, H, S, Dv), got %s", ba_shape_text(first).chars);
-    ba_tensor lse_shape = {.dtype = first->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {first->dims[0], first->dims[1], first->dims[2]}};
+    ba_tensor lse_shape = {
+        .dtype = first->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {first->dims[0], first->dims[1], first->dims[2]}};
     char name[32];
     for (int64_t i = 0; i <= parts; i++) {
         const bool is_output = i == parts;

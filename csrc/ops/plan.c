@@ -38,8 +38,12 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const int64_t set = rest / tiles, part = rest % tiles, lanes = queries * plan->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     const int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
-    return (ba_tile){.block_row = row, .head = kv_head * p->group + set * plan->shared_heads, .heads = plan->shared_heads,
-                     .first_lane = begin, .lanes = end - begin, .first_query = p->listed ? row * p->block_q : 0};
+    return (ba_tile){.block_row = row,
+                     .head = kv_head * p->group + set * plan->shared_heads,
+                     .heads = plan->shared_heads,
+                     .first_lane = begin,
+                     .lanes = end - begin,
+                     .first_query = p->listed ? row * p->block_q : 0};
 }
 
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
@@ -175,20 +179,26 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
         for (int64_t g = 0; g < problem->kv_heads; g++)
             for (int64_t t = 0; t < tiles; t += plan->group_tiles)
                 for (int64_t part = 0; part < parts; part++)
-                    plan->item[n++] = (ba_item){.first_tile = t, .tiles = ba_min(plan->group_tiles, tiles - t), .batch = (int32_t)b, .kv_head = (int32_t)g, .part = part};
+                    plan->item[n++] = (ba_item){
+                        .first_tile = t, .tiles = ba_min(plan->group_tiles, tiles - t), .batch = (int32_t)b, .kv_head = (int32_t)g, .part = part};
     }
     survey s = {.plan = plan, .bitmaps = (uint64_t *)(plan->item + plan->items), .lock = PTHREAD_MUTEX_INITIALIZER};
-    const double entries = problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
+    const double entries =
+        problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
     ba_parallel(entries > 2e5 ? threads : 1, plan->items, survey_item, &s);
     if (s.failed) {
         const ba_tensor *t = &problem->blocks;
-        const int64_t column = ba_list_entry(t, s.bad[0] * t->strides[0] + s.bad[1] * t->strides[1] + s.bad[2] * t->strides[2] + s.bad[3] * t->strides[3]);
+        const int64_t column =
+            ba_list_entry(t, s.bad[0] * t->strides[0] + s.bad[1] * t->strides[1] + s.bad[2] * t->strides[2] + s.bad[3] * t->strides[3]);
         const int64_t columns = ba_list_columns(problem, s.bad[0]);
         const bool out_of_range = column < 0 || column >= columns;
         if (out_of_range)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected block columns from 0 to %" PRId64 ", or a pad, got %" PRId64 " at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+            return ba_fail(BA_ERROR_VALUE,
+                           "%s: expected block columns from 0 to %" PRId64 ", or a pad, got %" PRId64 " at [%" PRId64 ", %" PRId64 ", %" PRId64
+                           ", %" PRId64 "]",
                            problem->list_name, columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
-        return ba_fail(BA_ERROR_VALUE, "%s: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+        return ba_fail(BA_ERROR_VALUE,
+                       "%s: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
                        problem->list_name, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
     }
     for (int64_t i = 0; i < n; i++) plan->cost += plan->item[i].cost;

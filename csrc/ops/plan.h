@@ -24,9 +24,9 @@ typedef struct ba_item {
 
 typedef struct ba_tile {
     int64_t block_row;
-    int64_t head, heads;        /* query heads head .. head+heads-1 share the list; lane t is query t / heads of head t % heads */
-    int64_t first_lane, lanes;  /* of the block row's (query, head) pairs */
-    int64_t first_query;        /* of the block row */
+    int64_t head, heads;       /* query heads head .. head+heads-1 share the list; lane t is query t / heads of head t % heads */
+    int64_t first_lane, lanes; /* of the block row's (query, head) pairs */
+    int64_t first_query;       /* of the block row */
 } ba_tile;
 
 typedef struct ba_plan {

@@ -43,7 +43,8 @@ static void run_probe(void *context, int64_t item, int worker) {
     /* all threads measure at the same time, or none of them would see the others' load; each waits for those that came */
     atomic_fetch_add(&p->arrived, 1);
     const double patience = now() + 1;
-    while (atomic_load(&p->arrived) < p->threads && now() < patience) {}
+    while (atomic_load(&p->arrived) < p->threads && now() < patience) {
+    }
     volatile float keep = 0;
     double done = 0;
     const double begin = now();

@@ -27,7 +27,7 @@ typedef struct ba_problem {
     ba_tensor tables;
     const int64_t *page_indptr;
     ba_view k_scale, v_scale; /* data NULL: none. A float a token and head, of quantised K and V */
-    ba_view lse; /* data NULL: not wanted. token_stride 1 step a query; elements are float, for float64 double */
+    ba_view lse;              /* data NULL: not wanted. token_stride 1 step a query; elements are float, for float64 double */
     const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */

@@ -22,33 +22,45 @@ static char *page_row(const pages *p, int64_t page, int64_t row, int64_t head) {
 }
 
 static ba_status take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, pages *out) {
-    if (!ba_is_float(t->dtype)) return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    if (!ba_is_float(t->dtype))
+        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 4 || t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM || t->dims[1] < 1 || t->dims[2] < 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name, layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    if (t->dims[3] > 1 && t->strides[3] != 1) return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[3]);
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name,
+                       layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
+    if (t->dims[3] > 1 && t->strides[3] != 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[3]);
     BA_TRY(ba_check_extent(name, t));
     const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
     const int64_t size = ba_dtype_size(t->dtype);
-    *out = (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], t->strides[0] * size, t->strides[row] * size, t->strides[head] * size};
+    *out =
+        (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], t->strides[0] * size, t->strides[row] * size, t->strides[head] * size};
     return BA_OK;
 }
 
 /* Page number `index` of a request's table. */
-static int64_t table_page(const ba_tensor *table, int64_t batch, int64_t index) { return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]); }
+static int64_t table_page(const ba_tensor *table, int64_t batch, int64_t index) {
+    return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]);
+}
 
 /* A table whose first needed[b] pages are within the array. */
 static ba_status check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t page_tokens) {
-    if (t->dtype != BA_INT32 && t->dtype != BA_INT64) return ba_fail(BA_ERROR_TYPE, "%s: expected int32 or int64, got %s", name, ba_dtype_name(t->dtype));
-    if (t->ndim != 2 || t->dims[0] != batch) return ba_fail(BA_ERROR_VALUE, "%s: expected shape (%" PRId64 ", W), got %s", name, batch, ba_shape_text(t).chars);
+    if (t->dtype != BA_INT32 && t->dtype != BA_INT64)
+        return ba_fail(BA_ERROR_TYPE, "%s: expected int32 or int64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != 2 || t->dims[0] != batch)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (%" PRId64 ", W), got %s", name, batch, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent(name, t));
     for (int64_t b = 0; b < batch; b++) {
         const int64_t needed = ba_ceil_div(tokens[b], page_tokens);
         if (tokens[b] < 0 || needed > t->dims[1])
-            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected 0 to the %" PRId64 " tokens that the %" PRId64 " pages of %s cover, got %" PRId64 " at [%" PRId64 "]", t->dims[1] * page_tokens, t->dims[1], name, tokens[b], b);
+            return ba_fail(BA_ERROR_VALUE,
+                           "seq_lens: expected 0 to the %" PRId64 " tokens that the %" PRId64 " pages of %s cover, got %" PRId64 " at [%" PRId64 "]",
+                           t->dims[1] * page_tokens, t->dims[1], name, tokens[b], b);
         for (int64_t i = 0; i < needed; i++) {
             const int64_t page = table_page(t, b, i);
             if (page < 0 || page >= count)
-                return ba_fail(BA_ERROR_VALUE, "%s: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " at [%" PRId64 ", %" PRId64 "]", name, count - 1, page, b, i);
+                return ba_fail(BA_ERROR_VALUE,
+                               "%s: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " at [%" PRId64 ", %" PRId64 "]",
+                               name, count - 1, page, b, i);
         }
     }
     return BA_OK;
@@ -62,12 +74,15 @@ typedef struct summary_call {
     ba_summarise_fn summarise;
 } summary_call;
 
-static ba_status take_summary(const char *name, const ba_tensor *t, const ba_tensor *k_cache, const pages *k, pages *out, int64_t *rows, int64_t *count) {
+static ba_status take_summary(const char *name, const ba_tensor *t, const ba_tensor *k_cache, const pages *k, pages *out, int64_t *rows,
+                              int64_t *count) {
     if (!ba_given(t)) return BA_OK;
     BA_TRY(take_pages(name, t, BA_NHD, out));
-    if (t->dtype != k_cache->dtype) return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(k_cache->dtype), ba_dtype_name(t->dtype));
+    if (t->dtype != k_cache->dtype)
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(k_cache->dtype), ba_dtype_name(t->dtype));
     if (out->heads != k->heads || out->dim != k->dim || (*rows && (out->rows != *rows || out->count != *count)))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (summary pages, rows, %" PRId64 ", %" PRId64 "), the same for each summary, got %s", name, k->heads, k->dim, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (summary pages, rows, %" PRId64 ", %" PRId64 "), the same for each summary, got %s", name,
+                       k->heads, k->dim, ba_shape_text(t).chars);
     *rows = out->rows;
     *count = out->count;
     return BA_OK;
@@ -87,7 +102,8 @@ static void summarise_item(void *context, int64_t item, int worker) {
     for (int64_t page = begin / size; page < ba_round_up(pages_used, rows_a_page); page++) {
         const int64_t summary = table_page(&a->metadata_tables, batch, page / rows_a_page), row = page % rows_a_page;
         const int64_t tokens = ba_min(size, end - page * size);
-        char *high = c->largest.data ? page_row(&c->largest, summary, row, head) : NULL, *low = c->smallest.data ? page_row(&c->smallest, summary, row, head) : NULL;
+        char *high = c->largest.data ? page_row(&c->largest, summary, row, head) : NULL,
+             *low = c->smallest.data ? page_row(&c->smallest, summary, row, head) : NULL;
         char *mean = c->mean.data ? page_row(&c->mean, summary, row, head) : NULL;
         if (tokens <= 0) { /* rows beyond the last page read as 0 */
             const size_t bytes = (size_t)(c->k.dim * ba_dtype_size(a->k_cache.dtype));
@@ -114,7 +130,8 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     if (!rows) return ba_fail(BA_ERROR_VALUE, "maxblocks: expected a summary to write, got none");
     if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
     for (int64_t b = 0; a->begin && b < a->batch; b++)
-        if (a->begin[b] < 0) return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
+        if (a->begin[b] < 0)
+            return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
     BA_TRY(check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows));
     BA_TRY(check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows * rows));
     c.summarise = ba_kernels_active()->cache[a->k_cache.dtype]->summarise;
@@ -168,7 +185,9 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     return used;
 }
 
-static double get_real(const char *data, int64_t at, int64_t real_size) { return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at]; }
+static double get_real(const char *data, int64_t at, int64_t real_size) {
+    return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at];
+}
 static void set_real(char *data, int64_t at, double value, int64_t real_size) {
     if (real_size == 4) ((float *)data)[at] = (float)value;
     else ((double *)data)[at] = value;
@@ -193,7 +212,7 @@ static void load_queries(const select_call *c, const select_scratch *s, int64_t 
     if (c->args->method != BA_SELECT_QUEST) return;
     for (int64_t i = 0; i < queries * pad; i++) {
         const double value = get_real(s->q, i, real);
-        set_real(s->q, i, value > 0 ? value : 0, real); /* meets the largest of a channel */
+        set_real(s->q, i, value > 0 ? value : 0, real);     /* meets the largest of a channel */
         set_real(s->q_low, i, value < 0 ? value : 0, real); /* meets the smallest */
     }
 }
@@ -207,10 +226,12 @@ static void score_pages(const select_call *c, const select_scratch *s, int64_t b
     for (int64_t i = 0; tokens && i < queries * c->most_pages; i++) s->page_scores[i] = -INFINITY;
     for (int64_t at = 0; at < rows; at += PAGES_AT_ONCE) {
         const int64_t some = ba_min(PAGES_AT_ONCE, rows - at);
-        for (int64_t i = 0; i < some; i++) s->rows[i] = page_row(&c->a, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
+        for (int64_t i = 0; i < some; i++)
+            s->rows[i] = page_row(&c->a, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
         c->cache->scores(s->q, queries, s->rows, some, 0, c->dim, s->scores, PAGES_AT_ONCE);
         if (args->method == BA_SELECT_QUEST) {
-            for (int64_t i = 0; i < some; i++) s->rows[i] = page_row(&c->b, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
+            for (int64_t i = 0; i < some; i++)
+                s->rows[i] = page_row(&c->b, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
             c->cache->scores(s->q_low, queries, s->rows, some, 0, c->dim, s->scores_low, PAGES_AT_ONCE);
         }
         for (int64_t g = 0; g < queries; g++)
@@ -229,7 +250,7 @@ static uint64_t order_key(float score, int64_t page) {
     if (score == 0) score = 0; /* -0 is 0 */
     memcpy(&bits, &score, sizeof bits);
     bits = score != score ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return (uint64_t)bits << 32 | (uint32_t)~(uint32_t)page;
+    return (uint64_t)bits << 32 | (uint32_t) ~(uint32_t)page;
 }
 
 static int by_falling_key(const void *left, const void *right) {
@@ -277,7 +298,7 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
     for (int64_t i = 0; i < candidates; i++) s->keys[i] = order_key(scores[sink + i], sink + i);
     if (free_slots > 0 && free_slots < candidates) largest_first(s->keys, candidates, free_slots);
     if (!args->ascending) qsort(s->keys, (size_t)ba_min(free_slots, candidates), sizeof *s->keys, by_falling_key);
-    for (int64_t i = 0; i < free_slots; i++) chosen[used++] = (int32_t)(uint32_t)~(uint32_t)s->keys[i];
+    for (int64_t i = 0; i < free_slots; i++) chosen[used++] = (int32_t)(uint32_t) ~(uint32_t)s->keys[i];
     for (int64_t i = recent; i > 0; i--) chosen[used++] = (int32_t)(n - i);
     if (args->ascending) qsort(chosen, (size_t)used, sizeof *chosen, by_rising_number);
     for (int64_t i = 0; i < width; i++)
@@ -306,27 +327,37 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     const bool quest = a->method == BA_SELECT_QUEST, tokens = a->method == BA_SELECT_MAX;
     const char *a_name = quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks", *table_name = tokens ? "block_tables" : "metadata_block_tables";
     if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, "method: expected quest, mean or max, got %d", (int)a->method);
-    if (!ba_is_float(q->dtype)) return ba_fail(BA_ERROR_TYPE, "query: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
-    if (q->ndim != 3 || q->dims[0] != a->batch || q->dims[1] < 1) return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
-    if (q->dims[2] > 1 && q->strides[2] != 1) return ba_fail(BA_ERROR_VALUE, "query: expected a contiguous last axis, got stride %" PRId64 " elements", q->strides[2]);
+    if (!ba_is_float(q->dtype))
+        return ba_fail(BA_ERROR_TYPE, "query: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
+    if (q->ndim != 3 || q->dims[0] != a->batch || q->dims[1] < 1)
+        return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
+    if (q->dims[2] > 1 && q->strides[2] != 1)
+        return ba_fail(BA_ERROR_VALUE, "query: expected a contiguous last axis, got stride %" PRId64 " elements", q->strides[2]);
     BA_TRY(ba_check_extent("query", q));
     BA_TRY(take_pages(a_name, &a->a, tokens ? a->kv_layout : BA_NHD, &c->a));
-    if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64)) return ba_fail(BA_ERROR_TYPE, "%s: expected float64 with float64 queries and only with them, got %s", a_name, ba_dtype_name(a->a.dtype));
+    if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
+        return ba_fail(BA_ERROR_TYPE, "%s: expected float64 with float64 queries and only with them, got %s", a_name, ba_dtype_name(a->a.dtype));
     if (c->a.dim != q->dims[2] || q->dims[1] % c->a.heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", a_name, q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
+        return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", a_name,
+                       q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
     if (quest) {
         BA_TRY(take_pages("minblocks", &a->b, BA_NHD, &c->b));
         bool same = a->b.dtype == a->a.dtype;
         for (int i = 0; i < 4; i++) same = same && a->b.dims[i] == a->a.dims[i];
-        if (!same) return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars, ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
+        if (!same)
+            return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars,
+                           ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
     }
-    if (a->page_size < 1 || (tokens && a->page_size != c->a.rows)) return ba_fail(BA_ERROR_VALUE, "block_size: expected tokens a page%s, got %" PRId64, tokens ? " like k_cache" : ", at least 1", a->page_size);
+    if (a->page_size < 1 || (tokens && a->page_size != c->a.rows))
+        return ba_fail(BA_ERROR_VALUE, "block_size: expected tokens a page%s, got %" PRId64, tokens ? " like k_cache" : ", at least 1", a->page_size);
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
     BA_TRY(check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, tokens ? a->page_size : a->page_size * c->a.rows));
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
-        if (a->recent && a->recent[b] < 0) return ba_fail(BA_ERROR_VALUE, "recent: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->recent[b], b);
-        if (a->budget && a->budget[b] < 0) return ba_fail(BA_ERROR_VALUE, "budget: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->budget[b], b);
+        if (a->recent && a->recent[b] < 0)
+            return ba_fail(BA_ERROR_VALUE, "recent: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->recent[b], b);
+        if (a->budget && a->budget[b] < 0)
+            return ba_fail(BA_ERROR_VALUE, "budget: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->budget[b], b);
     }
     const int64_t rows = a->per_query_head ? q->dims[1] : c->a.heads;
     ba_tensor expected = {.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, rows, out->ndim == 3 ? out->dims[2] : 0}};
@@ -334,7 +365,8 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, "k: expected at least 1 place a row, got %" PRId64, out->dims[2]);
     expected.ndim = 2;
     if (ba_given(&a->counts)) BA_TRY(ba_check_output("counts", &a->counts, &expected, false));
-    if (a->num_threads < 0 || a->num_threads > BA_MAX_THREADS) return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, a->num_threads);
+    if (a->num_threads < 0 || a->num_threads > BA_MAX_THREADS)
+        return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, a->num_threads);
     c->heads = q->dims[1];
     c->kv_heads = c->a.heads;
     c->group = c->heads / c->kv_heads;

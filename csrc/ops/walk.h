@@ -11,13 +11,13 @@
 #define BA_WALK_END INT64_MAX
 
 typedef struct ba_walk {
-    const uint64_t *bitmap;         /* listed columns; NULL: all keys */
-    int64_t words, block_kv, keys;  /* of the bitmap; of a column; of the sequence */
+    const uint64_t *bitmap;        /* listed columns; NULL: all keys */
+    int64_t words, block_kv, keys; /* of the bitmap; of a column; of the sequence */
     int64_t chunk_keys;
-    int64_t stop;                   /* place in the list where the walk ends */
-    ba_range range;                 /* keys that somebody sees: whole chunks before it are passed over */
-    int64_t column, key, end;       /* where it stands: the next key (BA_WALK_END: none), and the end of its column */
-    int64_t position;               /* of the next key in the list */
+    int64_t stop;             /* place in the list where the walk ends */
+    ba_range range;           /* keys that somebody sees: whole chunks before it are passed over */
+    int64_t column, key, end; /* where it stands: the next key (BA_WALK_END: none), and the end of its column */
+    int64_t position;         /* of the next key in the list */
 } ba_walk;
 
 /* Begins at place `start` (a multiple of chunk_keys) of the list. The fields above `column` are set before. */

@@ -56,10 +56,11 @@ static double default_scale(const ba_block_sparse_args *a) {
 }
 
 /* The arguments, in order: an index and a name for each. */
-#define BSA_ARGUMENTS(X)                                                                                                                             \
-    X(empty)                                                                                                                                         \
-    X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) X(cu_seqlens_kv) X(num_heads)  \
-        X(num_kv_heads) X(return_lse) X(out) X(lse_out) X(dtype) X(num_threads)
+/* clang-format off */
+#define BSA_ARGUMENTS(X) \
+    X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
+    X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(return_lse) X(out) X(lse_out) X(dtype) X(num_threads)
+/* clang-format on */
 #define AS_INDEX(name) BSA_##name,
 #define AS_TEXT(name) #name,
 enum { BSA_ARGUMENTS(AS_INDEX) BSA_COUNT };

@@ -9,11 +9,11 @@
 
 /* The arguments, in order: an index and a name for each. With indptr, block_tables lists pages of all requests one after the
  * other, and last_page_len stands in for seq_lens. */
-#define PAGED_ARGUMENTS(X)                                                                                                                           \
-    X(empty)                                                                                                                                         \
-    X(q)                                                                                                                                             \
-    X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) X(kv_layout) X(window)     \
-        X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads)
+/* clang-format off */
+#define PAGED_ARGUMENTS(X) \
+    X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) \
+    X(kv_layout) X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads)
+/* clang-format on */
 #define AS_INDEX(name) PAGED_##name,
 #define AS_TEXT(name) #name,
 enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
@@ -353,11 +353,11 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* ---- Selecting pages ----------------------------------------------------------------------------------------------- */
 
 /* k is the width of a result that is made here; a and b are what the method scores; recent is a number or one a request. */
-#define SELECT_ARGUMENTS(X)                                                                                                                          \
-    X(empty)                                                                                                                                         \
-    X(method)                                                                                                                                        \
-    X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) X(tokens_since_metadata_update) X(budget)        \
-        X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(dtype) X(num_threads)
+/* clang-format off */
+#define SELECT_ARGUMENTS(X) \
+    X(empty) X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) \
+    X(tokens_since_metadata_update) X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(dtype) X(num_threads)
+/* clang-format on */
 #define AS_SELECT_INDEX(name) SELECT_##name,
 enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
 static const char *const select_names[] = {SELECT_ARGUMENTS(AS_TEXT)};
