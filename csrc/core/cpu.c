@@ -1,11 +1,10 @@
-#include "core/cpu.h"
-
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "blitz_attn.h"
 #include "core/status.h"
 
 static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx512"};

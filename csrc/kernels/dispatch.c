@@ -1,5 +1,4 @@
 /* Which kernel a level has: portable first, then overlaid rung by rung. */
-#include "core/cpu.h"
 #include "kernels/tables.h"
 
 #include <pthread.h>

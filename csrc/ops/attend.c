@@ -8,6 +8,7 @@
 #include "core/arena.h"
 #include "core/status.h"
 #include "ops/plan.h"
+#include "ops/scratch.h"
 #include "ops/walk.h"
 
 #define LOG2_E 0x1.71547652b82fep+0
@@ -65,13 +66,6 @@ typedef struct call {
     const int64_t *part_offset; /* [batch]: bytes, -1 where there is one part only */
 } call;
 
-/* Hands out parts of a memory block; with base NULL it only adds up. */
-static char *take(char *base, int64_t *used, int64_t bytes) {
-    char *part = base ? base + *used : NULL;
-    *used += ba_round_up(bytes, BA_ALIGN);
-    return part;
-}
-
 /* Lanes that a tile's panels have room for: a few-query panel takes BA_FEW_QUERIES, the last of the others may be half empty. */
 static int64_t tile_room(const call *c) { return ba_round_up(c->plan.tile_queries, c->family->lanes[WIDE]); }
 
@@ -82,38 +76,27 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const int64_t pad_k = ba_round_up(p->head_dim, BA_PACK_PAD), pad_v = ba_round_up(p->v_dim, BA_PACK_PAD);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
-    w->q = take(base, &used, lanes * pad_k * f->q_bytes);
-    w->o = take(base, &used, lanes * pad_v * f->real_size);
-    w->ml = take(base, &used, lanes * 2 * f->real_size);
-    w->bounds = (int32_t *)take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
-    w->bitmaps = (uint64_t *)take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->packed_k = take(base, &used, c->pack_k ? keys * pad_k * pack : 0);
-    w->packed_v = take(base, &used, c->pack_v ? keys * pad_v * pack : 0);
-    w->scores = take(base, &used, keys * ba_max(f->scratch_per_key, BA_FEW_QUERIES * f->real_size));
-    w->lse = take(base, &used, BA_MAX_LANES * f->real_size);
-    w->packed_k_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
-    w->packed_v_rows = (const void **)take(base, &used, keys * (int64_t)sizeof(void *));
-    w->rows = (const void **)take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
+    w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
+    w->o = ba_take(base, &used, lanes * pad_v * f->real_size);
+    w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
+    w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
+    w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
+    w->packed_k = ba_take(base, &used, c->pack_k ? keys * pad_k * pack : 0);
+    w->packed_v = ba_take(base, &used, c->pack_v ? keys * pad_v * pack : 0);
+    w->scores = ba_take(base, &used, keys * ba_max(f->scratch_per_key, BA_FEW_QUERIES * f->real_size));
+    w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
+    w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
     for (int i = 0; i < 2; i++) {
-        w->chunk[i].k_rows = (const void **)take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
-        w->chunk[i].v_rows = (const void **)take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
-        w->chunk[i].k_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
-        w->chunk[i].v_scale = (float *)take(base, &used, keys * (int64_t)sizeof(float));
-        w->chunk[i].key_index = (int32_t *)take(base, &used, keys * (int64_t)sizeof(int32_t));
+        w->chunk[i].k_rows = (const void **)ba_take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
+        w->chunk[i].v_rows = (const void **)ba_take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
+        w->chunk[i].k_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
+        w->chunk[i].v_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
+        w->chunk[i].key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     }
-    w->tiles = (tile_state *)take(base, &used, tiles * (int64_t)sizeof(tile_state));
+    w->tiles = (tile_state *)ba_take(base, &used, tiles * (int64_t)sizeof(tile_state));
     return used;
-}
-
-/* ---- Reals: float or double, as the family says ------------------------------------------------------------------- */
-
-static double get_real(const void *data, int64_t at, int64_t real_size) {
-    return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at];
-}
-
-static void set_real(void *data, int64_t at, double value, int64_t real_size) {
-    if (real_size == 4) ((float *)data)[at] = (float)value;
-    else ((double *)data)[at] = value;
 }
 
 /* ---- Queries ------------------------------------------------------------------------------------------------------ */
@@ -163,7 +146,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
     (s->width == FEW ? f->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
-    for (int64_t i = 0; i < room; i++) set_real(s->panel.m, i, f->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, f->real_size);
+    for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, f->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, f->real_size);
     t->range.lo = ba_min(t->range.lo, s->any.lo);
     t->range.hi = ba_max(t->range.hi, s->any.hi);
 }
@@ -200,18 +183,18 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
 /* A sink takes part in the softmax as a key whose value is 0. */
 static void add_sink(const call *c, const panel_state *s, int64_t lane, double sink) {
     const int64_t real_size = c->family->real_size, v_dim = c->problem->v_dim;
-    const double m = get_real(s->panel.m, lane, real_size), l = get_real(s->panel.l, lane, real_size), above = sink * LOG2_E - m;
+    const double m = ba_get_real(s->panel.m, lane, real_size), l = ba_get_real(s->panel.l, lane, real_size), above = sink * LOG2_E - m;
     if (!(above > 0)) {
-        set_real(s->panel.l, lane, l + exp2(above), real_size);
+        ba_set_real(s->panel.l, lane, l + exp2(above), real_size);
         return;
     }
     const double shrink = exp2(-above);
     for (int64_t d = 0; d < v_dim; d++) {
         const int64_t at = s->width == FEW ? lane * BA_FEW_PAD(v_dim) + d : d * c->family->lanes[s->width] + lane;
-        set_real(s->panel.o, at, get_real(s->panel.o, at, real_size) * shrink, real_size);
+        ba_set_real(s->panel.o, at, ba_get_real(s->panel.o, at, real_size) * shrink, real_size);
     }
-    set_real(s->panel.m, lane, sink * LOG2_E, real_size);
-    set_real(s->panel.l, lane, l * shrink + 1, real_size);
+    ba_set_real(s->panel.m, lane, sink * LOG2_E, real_size);
+    ba_set_real(s->panel.l, lane, l * shrink + 1, real_size);
 }
 
 /* Writes out and lse of a panel's first `lanes` lanes, which are lanes `lane` .. of the tile. */
@@ -482,18 +465,18 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     worker_scratch unused;
     c.scratch_bytes = lay_out_scratch(&c, NULL, &unused);
     int64_t used = 0;
-    take(NULL, &used, ba_plan_bytes(&c.plan, threads));
-    take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
-    take(NULL, &used, lay_out_parts(&c, NULL));
-    take(NULL, &used, threads * c.scratch_bytes);
+    ba_take(NULL, &used, ba_plan_bytes(&c.plan, threads));
+    ba_take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
+    ba_take(NULL, &used, lay_out_parts(&c, NULL));
+    ba_take(NULL, &used, threads * c.scratch_bytes);
     char *memory = ba_arena_get((size_t)used);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
     used = 0;
-    char *plan_memory = take(memory, &used, ba_plan_bytes(&c.plan, threads));
-    int64_t *part_offset = (int64_t *)take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
+    char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
+    int64_t *part_offset = (int64_t *)ba_take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
     c.part_offset = part_offset;
-    c.parts = take(memory, &used, lay_out_parts(&c, part_offset));
-    c.scratch = take(memory, &used, threads * c.scratch_bytes);
+    c.parts = ba_take(memory, &used, lay_out_parts(&c, part_offset));
+    c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
 
     const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {

@@ -9,6 +9,7 @@
 #include "core/status.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
+#include "ops/scratch.h"
 
 enum { ROWS_AN_ITEM = 256 };
 
@@ -58,40 +59,35 @@ static int64_t place(const ba_tensor *t, int64_t row) {
     return batch * t->strides[0] + head * t->strides[1] + token * t->strides[2];
 }
 
-static double read_real(const ba_tensor *t, int64_t at) { return t->dtype == BA_FLOAT64 ? ((double *)t->data)[at] : (double)((float *)t->data)[at]; }
-
-static void write_real(void *data, bool is_double, int64_t at, double value) {
-    if (is_double) ((double *)data)[at] = value;
-    else ((float *)data)[at] = (float)value;
-}
+static double lse_of(const ba_tensor *lse, int64_t row) { return ba_get_real(lse->data, place(lse, row), ba_dtype_size(lse->dtype)); }
 
 static void merge_rows(void *context, int64_t item, int worker) {
     const merge_call *c = context;
     const void **rows = (const void **)(c->scratch + worker * c->scratch_bytes);
     void *weights = (void *)(rows + c->parts);
-    const bool is_double = c->lse->dtype == BA_FLOAT64;
+    const int64_t real_size = ba_dtype_size(c->lse->dtype);
     const int64_t element = ba_dtype_size(c->out->dtype);
     for (int64_t row = item * ROWS_AN_ITEM; row < ba_min(c->rows, (item + 1) * ROWS_AN_ITEM); row++) {
         double top = -INFINITY, sum = 0;
         bool is_nan = false;
         for (int64_t n = 0; n < c->parts; n++) {
-            const double lse = read_real(&c->lses[n], place(&c->lses[n], row));
+            const double lse = lse_of(&c->lses[n], row);
             is_nan |= isnan(lse);
             top = lse > top ? lse : top;
         }
         int64_t used = 0;
         for (int64_t n = 0; n < c->parts && (is_nan || top > -INFINITY); n++) {
-            const double lse = read_real(&c->lses[n], place(&c->lses[n], row));
+            const double lse = lse_of(&c->lses[n], row);
             if (lse == -INFINITY) continue; /* an empty part: its output is not looked at */
             sum += exp(lse - top);
             rows[used++] = (const char *)c->outs[n].data + place(&c->outs[n], row) * element;
         }
         for (int64_t n = 0, at = 0; n < c->parts && used; n++) {
-            const double lse = read_real(&c->lses[n], place(&c->lses[n], row));
-            if (lse != -INFINITY) write_real(weights, is_double, at++, exp(lse - top) / sum);
+            const double lse = lse_of(&c->lses[n], row);
+            if (lse != -INFINITY) ba_set_real(weights, at++, exp(lse - top) / sum, real_size);
         }
         c->family->merge_row((char *)c->out->data + place(c->out, row) * element, rows, weights, used, c->out->dims[3]);
-        write_real(c->lse->data, is_double, place(c->lse, row), used ? top + log(sum) : -INFINITY);
+        ba_set_real(c->lse->data, place(c->lse, row), used ? top + log(sum) : -INFINITY, real_size);
     }
 }
 

@@ -10,6 +10,7 @@
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/paged.h"
+#include "ops/scratch.h"
 
 /* A cache or summary array by (page, row, head), whatever its layout. */
 typedef struct pages {
@@ -165,32 +166,18 @@ typedef struct select_scratch {
     const void **rows;
 } select_scratch;
 
-static char *take(char *base, int64_t *used, int64_t bytes) {
-    char *part = base ? base + *used : NULL;
-    *used += ba_round_up(bytes, BA_ALIGN);
-    return part;
-}
-
 static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     const int64_t real = c->family->real_size, queries = BA_FEW_QUERIES;
     int64_t used = 0;
-    s->q = take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
-    s->q_low = take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
-    s->scores = take(base, &used, queries * PAGES_AT_ONCE * real);
-    s->scores_low = take(base, &used, queries * PAGES_AT_ONCE * real);
-    s->page_scores = (float *)take(base, &used, queries * c->most_pages * (int64_t)sizeof(float));
-    s->keys = (uint64_t *)take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
-    s->chosen = (int32_t *)take(base, &used, c->most_pages * (int64_t)sizeof(int32_t));
-    s->rows = (const void **)take(base, &used, PAGES_AT_ONCE * (int64_t)sizeof(void *));
+    s->q = ba_take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
+    s->q_low = ba_take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
+    s->scores = ba_take(base, &used, queries * PAGES_AT_ONCE * real);
+    s->scores_low = ba_take(base, &used, queries * PAGES_AT_ONCE * real);
+    s->page_scores = (float *)ba_take(base, &used, queries * c->most_pages * (int64_t)sizeof(float));
+    s->keys = (uint64_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
+    s->chosen = (int32_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(int32_t));
+    s->rows = (const void **)ba_take(base, &used, PAGES_AT_ONCE * (int64_t)sizeof(void *));
     return used;
-}
-
-static double get_real(const char *data, int64_t at, int64_t real_size) {
-    return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at];
-}
-static void set_real(char *data, int64_t at, double value, int64_t real_size) {
-    if (real_size == 4) ((float *)data)[at] = (float)value;
-    else ((double *)data)[at] = value;
 }
 
 /* Queries first .. first+queries-1 of the (request, KV head)'s group, or in one row their mean. */
@@ -207,13 +194,13 @@ static void load_queries(const select_call *c, const select_scratch *s, int64_t 
             continue;
         }
         c->family->pack_few(s->q_low, &row, 1, c->dim, 1 / (double)c->group);
-        for (int64_t d = 0; d < c->dim; d++) set_real(s->q, d, get_real(s->q, d, real) + get_real(s->q_low, d, real), real);
+        for (int64_t d = 0; d < c->dim; d++) ba_set_real(s->q, d, ba_get_real(s->q, d, real) + ba_get_real(s->q_low, d, real), real);
     }
     if (c->args->method != BA_SELECT_QUEST) return;
     for (int64_t i = 0; i < queries * pad; i++) {
-        const double value = get_real(s->q, i, real);
-        set_real(s->q, i, value > 0 ? value : 0, real);     /* meets the largest of a channel */
-        set_real(s->q_low, i, value < 0 ? value : 0, real); /* meets the smallest */
+        const double value = ba_get_real(s->q, i, real);
+        ba_set_real(s->q, i, value > 0 ? value : 0, real);     /* meets the largest of a channel */
+        ba_set_real(s->q_low, i, value < 0 ? value : 0, real); /* meets the smallest */
     }
 }
 
@@ -236,8 +223,8 @@ static void score_pages(const select_call *c, const select_scratch *s, int64_t b
         }
         for (int64_t g = 0; g < queries; g++)
             for (int64_t i = 0; i < some; i++) {
-                double score = get_real(s->scores, g * PAGES_AT_ONCE + i, real);
-                if (args->method == BA_SELECT_QUEST) score += get_real(s->scores_low, g * PAGES_AT_ONCE + i, real);
+                double score = ba_get_real(s->scores, g * PAGES_AT_ONCE + i, real);
+                if (args->method == BA_SELECT_QUEST) score += ba_get_real(s->scores_low, g * PAGES_AT_ONCE + i, real);
                 float *page = &s->page_scores[g * c->most_pages + (tokens ? (at + i) / args->page_size : at + i)];
                 if (!tokens || score > (double)*page) *page = (float)score;
             }
