@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,8 @@ def test_tables_give_no_page_twice_while_there_are_others():
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_peers_do_the_same(name, dtype):
     """The other libraries are asked the right question: what they return is the float64 answer."""
+    if name == "openvino" and "asan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("OpenVINO loads a library in a way that AddressSanitizer refuses")
     step = paged_operands.draw_decode([40, 40], 4, 2, 16, 8, dtype, seed=3)
     try:
         call, fetch = peers.PEERS[name](peers.Pieces(step), 1)
