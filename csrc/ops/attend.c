@@ -462,6 +462,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     int threads = ba_threads_for(num_threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, threads);
+    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
     worker_scratch unused;
     c.scratch_bytes = lay_out_scratch(&c, NULL, &unused);
     int64_t used = 0;
