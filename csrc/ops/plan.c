@@ -115,6 +115,7 @@ static void survey_item(void *context, int64_t index, int worker) {
     ba_item *item = &plan->item[index];
     uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
     const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
+    if (item->part > 0) return; /* the first part speaks for all of a list's */
     int64_t marked_row = -1, marked_head = -1;
     item->cost = 0;
     for (int64_t t = item->first_tile; t < item->first_tile + item->tiles; t++) {
@@ -201,7 +202,10 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
                        "%s: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
                        problem->list_name, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
     }
-    for (int64_t i = 0; i < n; i++) plan->cost += plan->item[i].cost;
+    for (int64_t i = 0; i < n; i++) {
+        if (plan->item[i].part > 0) plan->item[i].cost = plan->item[i - 1].cost;
+        plan->cost += plan->item[i].cost;
+    }
     qsort(plan->item, (size_t)n, sizeof *plan->item, by_falling_cost);
     return BA_OK;
 }
