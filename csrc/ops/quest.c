@@ -180,20 +180,20 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     return used;
 }
 
-/* Queries first .. first+queries-1 of the (request, KV head)'s group, or in one row their mean. */
+/* Queries first .. first+queries-1 of the (request, KV head)'s group, or alone their mean. */
 static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
     const ba_tensor *q = &c->args->q;
     const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype);
-    const bool mean = !c->args->per_query_head;
-    const void *row;
+    const char *row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first) * q->strides[1]) * size;
+    const void *rows[BA_FEW_QUERIES];
     memset(s->q, 0, (size_t)(BA_FEW_QUERIES * pad * real));
-    for (int64_t g = 0; g < (mean ? c->group : queries); g++) {
-        row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first + g) * q->strides[1]) * size;
-        if (!mean) {
-            c->family->pack_few(s->q + g * pad * real, &row, 1, c->dim, 1);
-            continue;
-        }
-        c->family->pack_few(s->q_low, &row, 1, c->dim, 1 / (double)c->group);
+    if (c->args->per_query_head) {
+        for (int64_t g = 0; g < queries; g++) rows[g] = row + g * q->strides[1] * size;
+        c->family->pack_few(s->q, rows, queries, c->dim, 1);
+    }
+    for (int64_t g = 0; !c->args->per_query_head && g < c->group; g++) {
+        rows[0] = row + g * q->strides[1] * size;
+        c->family->pack_few(s->q_low, rows, 1, c->dim, 1 / (double)c->group);
         for (int64_t d = 0; d < c->dim; d++) ba_set_real(s->q, d, ba_get_real(s->q, d, real) + ba_get_real(s->q_low, d, real), real);
     }
     if (c->args->method != BA_SELECT_QUEST) return;
@@ -215,11 +215,11 @@ static void score_pages(const select_call *c, const select_scratch *s, int64_t b
         const int64_t some = ba_min(PAGES_AT_ONCE, rows - at);
         for (int64_t i = 0; i < some; i++)
             s->rows[i] = page_row(&c->a, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
-        c->cache->scores(s->q, queries, s->rows, some, 0, c->dim, s->scores, PAGES_AT_ONCE);
+        c->cache->scores(s->q, queries, s->rows, 0, NULL, some, c->dim, s->scores, PAGES_AT_ONCE);
         if (args->method == BA_SELECT_QUEST) {
             for (int64_t i = 0; i < some; i++)
                 s->rows[i] = page_row(&c->b, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
-            c->cache->scores(s->q_low, queries, s->rows, some, 0, c->dim, s->scores_low, PAGES_AT_ONCE);
+            c->cache->scores(s->q_low, queries, s->rows, 0, NULL, some, c->dim, s->scores_low, PAGES_AT_ONCE);
         }
         for (int64_t g = 0; g < queries; g++)
             for (int64_t i = 0; i < some; i++) {
