@@ -395,19 +395,6 @@ static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int l
     return true;
 }
 
-/* Which rows of the next chunk are asked for while a head meets its keys: [head][key], so that all heads together ask for
- * the rows of all heads in the order in which these lie. */
-static void find_next(const ba_problem *p, const ba_view *view, int64_t heads, int64_t keys, const void *const *rows, int64_t next_keys,
-                      const void **next) {
-    const int64_t step = view->head_stride * p->kv_element_size;
-    const bool token_major = view->head_stride < view->token_stride;
-    for (int64_t j = 0; j < keys; j++) {
-        const char *row = rows[ba_min(j, next_keys - 1)];
-        const void **to = next + (token_major ? j * heads : j);
-        for (int64_t head = 0; head < heads; head++) to[token_major ? head : head * keys] = row + head * step;
-    }
-}
-
 static const float *find_scales(const ba_view *view, const float *const *at, int64_t head, int64_t keys, float *scales) {
     if (!view->data) return NULL;
     for (int64_t j = 0; j < keys; j++) scales[j] = at[j][head * view->head_stride];
@@ -446,8 +433,9 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
 
 static void run_item(void *context, int64_t index, int worker) {
     const call *c = context;
+    const ba_problem *p = c->problem;
     const ba_item *item = &c->plan.item[index];
-    const int64_t tiles = item->tiles * item->kv_heads;
+    const int64_t tiles = item->tiles * item->kv_heads, size = p->kv_element_size;
     const bool few = ba_plan_few(&c->plan, item->batch), whole = ba_plan_parts(&c->plan, item->batch) == 1;
     worker_scratch w;
     lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
@@ -460,8 +448,8 @@ static void run_item(void *context, int64_t index, int worker) {
         const chunk_rows *here = &w.chunk[at], *next = &w.chunk[!at];
         more = next_chunk(c, item, walks, lists, &w.chunk[!at]);
         if (few && more) {
-            find_next(c->problem, &c->problem->k, item->kv_heads, here->keys, next->k_rows, next->keys, w.k_next);
-            find_next(c->problem, &c->problem->v, item->kv_heads, here->keys, next->v_rows, next->keys, w.v_next);
+            ba_rows_ahead(p->k.head_stride * size, p->k.token_stride * size, item->kv_heads, here->keys, next->k_rows, next->keys, w.k_next);
+            ba_rows_ahead(p->v.head_stride * size, p->v.token_stride * size, item->kv_heads, here->keys, next->v_rows, next->keys, w.v_next);
         }
         for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, head, here, few && more);
     }
