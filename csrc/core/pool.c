@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "core/common.h"
@@ -26,10 +27,10 @@ static struct {
     pthread_mutex_t lock;  /* guards what follows */
     pthread_cond_t wake, done;
     int workers;         /* threads made so far */
-    uint64_t generation; /* counts jobs */
-    int places;          /* workers that may still join the job */
-    int next_worker;     /* number that the next to join gets */
-    int running;         /* workers that joined and have not left */
+    _Atomic uint64_t generation; /* counts jobs; looked at without the lock too */
+    int places;                  /* workers that may still join the job */
+    int next_worker;             /* number that the next to join gets */
+    _Atomic int running;         /* workers that joined and have not left; looked at without the lock too */
     ba_item_fn fn;
     void *context;
     int64_t items;
@@ -45,11 +46,37 @@ static void take_items(ba_item_fn fn, void *context, int64_t items, int worker) 
     }
 }
 
+/* To wake a thread that sleeps takes as long as a small job. Jobs come in rows (the layers of a step, the two rounds of a
+ * selection), so a thread that waits looks about for a moment before it sleeps. */
+#define SPIN_NANOSECONDS 50000
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void relax(void) {
+    for (int i = 0; i < 16; i++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
+#endif
+    }
+}
+
 static void *worker_main(void *unused) {
     (void)unused;
     uint64_t seen = 0;
     pthread_mutex_lock(&pool.lock);
     for (;;) {
+        if (pool.generation == seen || pool.places == 0) {
+            seen = pool.generation;
+            pthread_mutex_unlock(&pool.lock);
+            for (const int64_t until = now() + SPIN_NANOSECONDS; pool.generation == seen && now() < until;) relax();
+            pthread_mutex_lock(&pool.lock);
+        }
         while (pool.generation == seen || pool.places == 0) {
             seen = pool.generation;
             pthread_cond_wait(&pool.wake, &pool.lock);
@@ -120,6 +147,7 @@ void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
 
     take_items(fn, context, items, 0);
 
+    for (const int64_t until = now() + SPIN_NANOSECONDS; pool.running > 0 && now() < until;) relax();
     pthread_mutex_lock(&pool.lock);
     pool.places = 0;
     while (pool.running > 0) pthread_cond_wait(&pool.done, &pool.lock);

@@ -147,7 +147,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 
 /* Two rounds: stretches of pages are scored for all heads at once, since these lie side by side; then each row of the result
  * is chosen from its scores. */
-enum { STRETCH_ROWS = 1024 };
+enum { STRETCH_ROWS = 256 };
 
 typedef struct select_call {
     const ba_select_args *args;
