@@ -26,9 +26,14 @@ def block_sparse_attention(
     lse_out: Any = ...,
     dtype: Any = ...,
     num_threads: Any = ...,
+    cu_rows: Any = ...,
+    routed: Any = ...,
+    q_begin: Any = ...,
+    key_stride: Any = ...,
+    key_last: Any = ...,
 ) -> Any:
     """Checks the inputs, makes outputs with empty(shape, dtype name) where none are given, and fills them. Returns out or (out, lse).
-    An array argument may also be a pair (16-bit array, "bfloat16")."""
+    An array argument may also be a pair (16-bit array, "bfloat16"). The last five are described in blitz_attn.h."""
 
 def merge_states(
     empty: Callable[[tuple[int, ...], str], Any],

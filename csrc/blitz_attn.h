@@ -94,10 +94,18 @@ typedef struct ba_block_sparse_args {
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: the same as num_heads) */
     ba_tensor blocks;                /* not given: every block. Else (B or 1, H or 1, ceil(Sq / block_q), W): columns of kept
                                       * key blocks, in any order, no column twice, the row ends at the first pad */
+    const int64_t *cu_rows;          /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows; blocks is then (H or 1, rows, W), the
+                                      * rows of the sequences one after the other */
     int64_t block_q, block_kv;
+    int routed;                      /* the lists route single queries, or tiles of them (NSA): H_kv is taken as their head axis too, and rows of few
+                                      * queries go by the kernel for few, whose sums have another order: all blocks listed then equals no list only
+                                      * up to rounding */
     double scale; /* finite; ba_default_scale(D) is the usual one */
     int causal;
     int64_t window[2];               /* tokens before, tokens after; -1: no bound */
+    int64_t q_begin;                 /* token number of query 0, where the queries are a stretch of a sequence; -1: they are its last */
+    int64_t key_stride, key_last;    /* 0, 0: a key is a token. Else key j stands for tokens from j * key_stride on, and is seen (causal) from token
+                                      * j * key_stride + key_last on, whose numbers q_begin gives; no window then */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
     const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
     int64_t batch;                   /* BA_TND only: number of sequences */
@@ -106,7 +114,7 @@ typedef struct ba_block_sparse_args {
 
 #define BA_BLOCK_SPARSE_ARGS_INIT                                                                                                                    \
     {                                                                                                                                                \
-        .block_q = 128, .block_kv = 128, .window = { -1, -1 }                                                                                        \
+        .block_q = 128, .block_kv = 128, .window = {-1, -1}, .q_begin = -1                                                                           \
     }
 
 BA_API double ba_default_scale(int64_t head_dim);

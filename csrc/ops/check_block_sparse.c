@@ -83,6 +83,34 @@ static ba_status check_cumulative(const char *name, const int64_t *cu, int64_t b
     return BA_OK;
 }
 
+static bool list_heads_fit(const ba_problem *p, int64_t heads) {
+    return heads == 1 || heads == p->heads || (p->routed && heads == p->kv_heads);
+}
+
+/* Lists of sequences one after the other. */
+static ba_status check_rows_in_a_run(const ba_block_sparse_args *args, ba_problem *p) {
+    const ba_tensor *t = &args->blocks;
+    if (args->layout != BA_TND)
+        return ba_fail(BA_ERROR_VALUE, "cu_rows: expected none with layout %s, whose lists have a batch axis, got some", ba_layout_name(args->layout));
+    int64_t rows = 0;
+    for (int64_t b = 0; b <= p->batch; b++) {
+        if (args->cu_rows[b] != rows)
+            return ba_fail(BA_ERROR_VALUE, "cu_rows: expected %" PRId64 ", the rows of the sequences before, got %" PRId64 " at [%" PRId64 "]", rows,
+                           args->cu_rows[b], b);
+        if (b < p->batch) rows += ba_ceil_div(ba_q_span(p, b).rows, p->block_q);
+    }
+    if (t->ndim != 3 || !list_heads_fit(p, t->dims[0]) || t->dims[1] != rows)
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected shape (%" PRId64 " or 1, %" PRId64 ", W), got %s", p->heads, rows, ba_shape_text(t).chars);
+    BA_TRY(ba_check_extent("sabi", t));
+    p->blocks = (ba_tensor){.data = t->data,
+                            .dtype = t->dtype,
+                            .ndim = 4,
+                            .dims = {1, t->dims[0], rows, t->dims[2]},
+                            .strides = {0, t->strides[0], t->strides[1], t->strides[2]}};
+    p->cu_rows = args->cu_rows;
+    return BA_OK;
+}
+
 static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     const ba_tensor *t = &args->blocks;
     if (args->block_q < 1 || args->block_kv < 1)
@@ -96,14 +124,33 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     if (!p->listed) return BA_OK;
     if (t->dtype != BA_UINT16 && t->dtype != BA_INT16 && t->dtype != BA_INT32 && t->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
-    if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || (t->dims[1] != 1 && t->dims[1] != p->heads) || t->dims[2] != p->block_rows)
+    p->list_name = "sabi";
+    p->routed = args->routed != 0;
+    if (args->cu_rows) return check_rows_in_a_run(args, p);
+    if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || !list_heads_fit(p, t->dims[1]) || t->dims[2] != p->block_rows)
         return ba_fail(BA_ERROR_VALUE,
                        "sabi: expected shape (%" PRId64 " or 1, %" PRId64 " or 1, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64
                        " / %" PRId64 "), got %s",
                        p->batch, p->heads, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
-    p->list_name = "sabi";
+    return BA_OK;
+}
+
+static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p) {
+    p->q_begin = args->q_begin;
+    p->key_stride = args->key_stride;
+    p->key_last = args->key_last;
+    if (args->q_begin < -1 || args->q_begin > INT32_MAX / 2)
+        return ba_fail(BA_ERROR_VALUE, "q_begin: expected a token number from 0 to %d, or -1 for the end of the sequence, got %" PRId64,
+                       INT32_MAX / 2, args->q_begin);
+    if (args->key_stride < 0 || args->key_last < 0)
+        return ba_fail(BA_ERROR_VALUE, "key_stride, key_last: expected at least 0, got %" PRId64 " and %" PRId64, args->key_stride, args->key_last);
+    if (args->key_stride == 0) return BA_OK;
+    if (args->q_begin < 0) return ba_fail(BA_ERROR_VALUE, "q_begin: expected the first query's token number where key_stride is given, got none");
+    if (p->window_left >= 0 || p->window_right >= 0)
+        return ba_fail(BA_ERROR_VALUE, "window: expected no bound where key_stride is given, got (%" PRId64 ", %" PRId64 ")", args->window[0],
+                       args->window[1]);
     return BA_OK;
 }
 
@@ -189,6 +236,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens a sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
                        ba_max(p->q_len, p->kv_len));
     BA_TRY(check_blocks(args, p));
+    BA_TRY(check_positions(args, p));
 
     *out_shape = args->q;
     out_shape->data = NULL;

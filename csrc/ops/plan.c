@@ -48,7 +48,7 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
 
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
     const ba_problem *p = plan->problem;
-    if (!ba_plan_few(plan, batch)) return 1;
+    if (!ba_plan_few_queries(plan, batch)) return 1;
     int64_t keys = ba_kv_span(p, batch).valid;
     if (p->listed) keys = ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv);
     return ba_max(1, ba_ceil_div(keys, plan->split_keys));
@@ -60,7 +60,7 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     memset(bitmap, 0, (size_t)words * sizeof *bitmap);
     const ba_tensor *t = &p->blocks;
     const int64_t list_batch = ba_list_batch(p, batch), list_head = ba_list_head(p, head), step = t->strides[3];
-    const int64_t offset = list_batch * t->strides[0] + list_head * t->strides[1] + row * t->strides[2];
+    const int64_t offset = list_batch * t->strides[0] + list_head * t->strides[1] + ba_list_row(p, batch, row) * t->strides[2];
     const int64_t columns = ba_list_columns(p, batch);
     const int64_t entries = p->block_counts ? p->block_counts[list_batch * t->dims[1] + list_head] : t->dims[3];
     for (int64_t i = 0; i < entries; i++) {
@@ -123,7 +123,7 @@ static void survey_item(void *context, int64_t index, int worker) {
         if (p->listed && (tile.block_row != marked_row || tile.head != marked_head)) {
             int64_t at = 0;
             if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
-                const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), tile.block_row, at};
+                const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 note_bad_entry(s, bad);
                 return;
             }
@@ -155,6 +155,8 @@ static int by_falling_cost(const void *left, const void *right) {
 void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
     *plan = (ba_plan){.problem = problem, .tile_queries = tuning->tile_queries, .split_keys = tuning->split_keys, .parts_most = 1};
     plan->shared_heads = problem->listed && problem->blocks.dims[1] == problem->heads && problem->group > 1 ? 1 : problem->group;
+    plan->few_rows = problem->routed && problem->listed && problem->block_q * plan->shared_heads <= BA_FEW_QUERIES;
+    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES; /* a tile's room in scratch: a row has no more */
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     int64_t tiles = 0;
     for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);

@@ -33,6 +33,7 @@ typedef struct ba_plan {
     const ba_problem *problem;
     int64_t tile_queries, group_tiles;
     int64_t shared_heads; /* heads a tile holds: the group where lists are shared, else 1 */
+    bool few_rows;        /* every row is for the kernel for few queries */
     int64_t items;
     ba_item *item; /* most costly first */
     double cost;   /* of all items */
@@ -52,11 +53,14 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory);
 
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
 
-/* True where the kernel for few queries serves this batch entry. */
-static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) {
+/* True where a batch entry has no more queries than the kernel for few takes. */
+static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
     const int64_t queries = ba_q_span(plan->problem, batch).valid * plan->problem->group;
     return queries > 0 && queries <= BA_FEW_QUERIES;
 }
+
+/* True where that kernel serves this batch entry: all of its queries together, or a row at a time. */
+static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) { return plan->few_rows || ba_plan_few_queries(plan, batch); }
 
 /* Parts that the lists of a batch entry are cut into. */
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);

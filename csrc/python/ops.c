@@ -7,13 +7,13 @@
 
 typedef struct block_sparse_call {
     arg_array q, k, v, blocks, out, lse;
-    arg_list q_lens, kv_lens, cu_q, cu_kv;
+    arg_list q_lens, kv_lens, cu_q, cu_kv, cu_rows;
     ba_block_sparse_args args;
 } block_sparse_call;
 
 static void release_block_sparse(block_sparse_call *call) {
     arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->out, &call->lse};
-    arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv};
+    arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv, &call->cu_rows};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) arg_release(arrays[i]);
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
 }
@@ -26,9 +26,12 @@ static int set_lengths(block_sparse_call *call) {
     a->cu_kv = call->cu_kv.values;
     a->q_lens = call->q_lens.values;
     a->kv_lens = call->kv_lens.values;
+    a->cu_rows = call->cu_rows.values;
     if (a->layout == BA_TND) {
         a->batch = call->cu_q.count - 1; /* -1 without entries, which the library refuses */
-        return call->cu_q.values == NULL ? 0 : arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
+        if (call->cu_q.values == NULL) return 0;
+        if (arg_expect_count(&call->cu_rows, "cu_rows", call->cu_q.count, "as many as cu_seqlens_q has") < 0) return -1;
+        return arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
     }
     const int64_t batch = a->q.ndim > 0 ? a->q.dims[0] : 0;
     if (a->q.ndim != (a->layout == BA_BSH ? 3 : 4)) { /* there is no batch to compare with, and the library refuses q first */
@@ -59,7 +62,8 @@ static double default_scale(const ba_block_sparse_args *a) {
 /* clang-format off */
 #define BSA_ARGUMENTS(X) \
     X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
-    X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(return_lse) X(out) X(lse_out) X(dtype) X(num_threads)
+    X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(return_lse) X(out) X(lse_out) X(dtype) X(num_threads) X(cu_rows) X(routed) X(q_begin) \
+    X(key_stride) X(key_last)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
 #define AS_TEXT(name) #name,
@@ -106,6 +110,11 @@ static int read_block_sparse(module_state *state, PyObject *const *values, block
     if (arg_lengths(state, values[BSA_kv_lens], "kv_lens", &call->kv_lens) < 0) return -1;
     if (arg_lengths(state, values[BSA_cu_seqlens_q], "cu_seqlens_q", &call->cu_q) < 0) return -1;
     if (arg_lengths(state, values[BSA_cu_seqlens_kv], "cu_seqlens_kv", &call->cu_kv) < 0) return -1;
+    if (arg_lengths(state, values[BSA_cu_rows], "cu_rows", &call->cu_rows) < 0) return -1;
+    if (values[BSA_routed] != Py_None && arg_flag(values[BSA_routed], "routed", &a->routed) < 0) return -1;
+    if (read_optional_int64(values[BSA_q_begin], "q_begin", &a->q_begin) < 0) return -1;
+    if (read_optional_int64(values[BSA_key_stride], "key_stride", &a->key_stride) < 0) return -1;
+    if (read_optional_int64(values[BSA_key_last], "key_last", &a->key_last) < 0) return -1;
     return set_lengths(call);
 }
 
