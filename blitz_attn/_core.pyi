@@ -108,6 +108,71 @@ def select_blocks(
 ) -> Any:
     """Returns selected or (selected, counts). k is the width of a result that is made here; budget is in blocks, one a request."""
 
+def block_means(
+    x: Any,
+    out: Any,
+    block_size: Any,
+    stride: Any,
+    cu_seqlens: Any = ...,
+    cu_blocks: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def block_means_backward(
+    dout: Any,
+    dx: Any,
+    more: Any,
+    block_size: Any,
+    stride: Any,
+    cu_seqlens: Any = ...,
+    cu_blocks: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def gate(
+    q: Any,
+    gate_proj_weight: Any,
+    gates: Any,
+    branches: Any,
+    out: Any,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def gate_backward(
+    q: Any,
+    gate_proj_weight: Any,
+    gates: Any,
+    branches: Any,
+    dout: Any,
+    dbranches: Any,
+    dgates: Any,
+    dq: Any,
+    dgate_proj_weight: Any,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def nsa_select(
+    q: Any,
+    k_cmp: Any,
+    lse: Any,
+    block_indices: Any,
+    cmp_block_indices: Any,
+    scale: Any,
+    causal: Any,
+    compress_block_size: Any,
+    compress_stride: Any,
+    select_block_size: Any,
+    q_tile_size: Any,
+    init_blocks: Any,
+    local_blocks: Any,
+    q_begin: Any,
+    tokens: Any,
+    cmp_group: Any,
+    cu_seqlens: Any = ...,
+    cu_blocks: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
 def get_num_threads() -> int: ...
 def set_num_threads(num_threads: int | None) -> None: ...
 def num_threads_source() -> str: ...

@@ -207,6 +207,89 @@ typedef struct ba_select_args {
 
 BA_API ba_status ba_select_blocks(const ba_select_args *args);
 
+/* ---- Native sparse attention: what stands around its three attention branches -------------------------------- */
+
+/* The branches themselves are block-sparse attention: the compressed one with key_stride, the selected one with routed lists, the
+ * window. Arrays are (B, N, H, D), or packed (T, H, D) with cumulative lengths; "real" is float32, for float64 float64. */
+
+enum { BA_MOST_SUMMANDS = 4 };
+
+/* Means of blocks of tokens: block i of a sequence is its tokens from i * stride on; only complete blocks count. */
+typedef struct ba_block_means_args {
+    ba_tensor x;
+    ba_tensor out;                 /* written: (B, blocks, H, D), packed (blocks, H, D); dtype of x, or real */
+    const int64_t *cu, *cu_blocks; /* NULL, or batch + 1 cumulative numbers of the sequences' tokens and blocks */
+    int64_t batch;                 /* number of sequences, with cu */
+    int64_t block_size, stride;
+    int num_threads;
+} ba_block_means_args;
+
+BA_API ba_status ba_block_means(const ba_block_means_args *args);
+
+/* Its gradient, dx = what dout gives to each token, plus the arrays of `more`. */
+typedef struct ba_block_means_backward_args {
+    ba_tensor dout;                   /* like ba_block_means' out, dtype of dx; not given: 0 */
+    ba_tensor dx;                     /* written */
+    ba_tensor more[BA_MOST_SUMMANDS]; /* arrays like dx; the first that is not given ends them */
+    const int64_t *cu, *cu_blocks;
+    int64_t batch;
+    int64_t block_size, stride;
+    int num_threads;
+} ba_block_means_backward_args;
+
+BA_API ba_status ba_block_means_backward(const ba_block_means_backward_args *args);
+
+/* gates = sigmoid(q . weight), three a query head, and out = sum of gates[c] * branch[c]. */
+typedef struct ba_gate_args {
+    ba_tensor q, weight;  /* (.., H, D) and (H, 3, D); not given: the gates are read, or a third each where they are not given either */
+    ba_tensor gates;      /* (.., H, 3) real: read without weight; written with it, where given */
+    ba_tensor branch[3];  /* (.., H, D_v) all of one dtype; not given: only the gates are wanted */
+    ba_tensor out;        /* written: like a branch */
+    int num_threads;
+} ba_gate_args;
+
+BA_API ba_status ba_gate(const ba_gate_args *args);
+
+/* Gradients of ba_gate from dout, its inputs and its gates. */
+typedef struct ba_gate_backward_args {
+    ba_tensor q, weight;   /* not given: no dq, no dweight */
+    ba_tensor gates;       /* not given: a third each */
+    ba_tensor branch[3];   /* needed for all but dbranch */
+    ba_tensor dout;
+    ba_tensor dbranch[3];  /* written: gates[c] * dout */
+    ba_tensor dgates;      /* not given, or written: (.., H, 3) real, dout . branch[c] */
+    ba_tensor dq, dweight; /* written, with weight: like q; (H, 3, D) real */
+    int num_threads;
+} ba_gate_backward_args;
+
+BA_API ba_status ba_gate_backward(const ba_gate_backward_args *args);
+
+/* Which blocks each query, or tile of queries, attends in the selected branch. Ties go to the lower block; rows are written in
+ * rising order and end with -1.
+ *
+ * tile 0: a row a query and KV head. A block's score is the sum of the compressed keys' probabilities, each as often as its
+ * stretches of compress_stride tokens and the block's meet, over the heads of the group; the first init_blocks and the last
+ * local_blocks up to the query's own are always selected; causal: no block after the query's own.
+ * Else: a row a tile of queries and query head. A block's score is its compressed key's product with the mean query; causal:
+ * blocks that begin before the tile's end. compress_stride and select_block are compress_block then. */
+typedef struct ba_nsa_select_args {
+    ba_tensor q, k_cmp;          /* (B, N, H, D) and (B, blocks, H_kv, D), or packed; one dtype */
+    ba_tensor lse;               /* tile 0 only: (B, N, H) or (T, H) real: natural log-sum-exp of each query over the k_cmp that it sees */
+    const int64_t *cu_q, *cu_cmp;
+    int64_t batch;               /* number of sequences, with cu_q */
+    int64_t q_begin;             /* token number of query 0; 0 with cu_q */
+    int64_t tokens;              /* of each whole sequence; with cu_q not looked at */
+    double scale;
+    int causal;
+    int64_t compress_block, compress_stride, select_block, tile, init_blocks, local_blocks;
+    ba_tensor selected;          /* written int32: (B, H_kv, N, n) or (B, H, tiles, n); packed (heads, all rows, n) */
+    ba_tensor selected_cmp;      /* with a tile: not given, or written likewise: the best stretches of cmp_group compressed keys, by their mean score */
+    int64_t cmp_group;
+    int num_threads;
+} ba_nsa_select_args;
+
+BA_API ba_status ba_nsa_select(const ba_nsa_select_args *args);
+
 /* ---- Merging partial attention ----------------------------------------------------------------------------- */
 
 /* The exact attention over the union of disjoint key sets, from each part's (B, H, S, D_v) output and (B, H, S) lse.

@@ -46,3 +46,18 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
             return ba_fail(BA_ERROR_VALUE, "%s: expected every element in a place of its own, got stride 0 on axis %d", name, i);
     return ba_check_extent(name, t);
 }
+
+ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
+    if (!cu) return ba_fail(BA_ERROR_VALUE, "%s: expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name, tokens);
+    if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, "%s: expected 0 at [0], got %" PRId64, name, cu[0]);
+    *longest = 0;
+    for (int64_t b = 0; b < batch; b++) {
+        if (cu[b + 1] < cu[b])
+            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b],
+                           b + 1);
+        *longest = ba_max(*longest, cu[b + 1] - cu[b]);
+    }
+    if (cu[batch] != tokens)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
+    return BA_OK;
+}

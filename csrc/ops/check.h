@@ -20,4 +20,7 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t);
 /* An output's dtype and shape, and that each element has a place of its own. */
 ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);
 
+/* Cumulative lengths: batch + 1 numbers that rise from 0 to `tokens`. Sets *longest to the longest sequence. */
+ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest);
+
 #endif

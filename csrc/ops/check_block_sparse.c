@@ -67,22 +67,6 @@ static ba_status check_lengths(const char *name, const int64_t *lens, int64_t ba
     return BA_OK;
 }
 
-/* Sets *longest to the longest sequence. */
-static ba_status check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
-    if (!cu) return ba_fail(BA_ERROR_VALUE, "%s: expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name, tokens);
-    if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, "%s: expected 0 at [0], got %" PRId64, name, cu[0]);
-    *longest = 0;
-    for (int64_t b = 0; b < batch; b++) {
-        if (cu[b + 1] < cu[b])
-            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b],
-                           b + 1);
-        *longest = ba_max(*longest, cu[b + 1] - cu[b]);
-    }
-    if (cu[batch] != tokens)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
-    return BA_OK;
-}
-
 static bool list_heads_fit(const ba_problem *p, int64_t heads) {
     return heads == 1 || heads == p->heads || (p->routed && heads == p->kv_heads);
 }
@@ -221,8 +205,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         p->batch = args->batch;
         p->cu_q = args->cu_q;
         p->cu_kv = args->cu_kv;
-        BA_TRY(check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q.tokens, &p->q_len));
-        BA_TRY(check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
+        BA_TRY(ba_check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q.tokens, &p->q_len));
+        BA_TRY(ba_check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
     } else {
         if (args->cu_q || args->cu_kv)
             return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some",
