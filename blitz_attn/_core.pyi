@@ -110,6 +110,7 @@ def select_blocks(
 
 def block_means(
     x: Any,
+    weight: Any,
     out: Any,
     block_size: Any,
     stride: Any,

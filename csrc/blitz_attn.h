@@ -217,7 +217,8 @@ enum { BA_MOST_SUMMANDS = 4 };
 /* Means of blocks of tokens: block i of a sequence is its tokens from i * stride on; only complete blocks count. */
 typedef struct ba_block_means_args {
     ba_tensor x;
-    ba_tensor out;                 /* written: (B, blocks, H, D), packed (blocks, H, D); dtype of x, or real */
+    ba_tensor weight;              /* not given, or (H, D, E) real: a mean, as a row, times its head's matrix; rounded once, afterwards */
+    ba_tensor out;                 /* written: (B, blocks, H, D or E), packed (blocks, H, D or E); dtype of x, or real */
     const int64_t *cu, *cu_blocks; /* NULL, or batch + 1 cumulative numbers of the sequences' tokens and blocks */
     int64_t batch;                 /* number of sequences, with cu */
     int64_t block_size, stride;

@@ -129,14 +129,15 @@ static char *sequence_row(const sequences *s, const ba_rows *r, const int64_t *c
 typedef struct pool_call {
     sequences s;
     ba_rows x, out;
+    const ba_tensor *weight; /* NULL: none */
     const ba_kernels *kernels;
     int64_t blocks_an_item, scratch_bytes;
     char *scratch;
 } pool_call;
 
 typedef struct pool_scratch {
-    const void **rows;
-    char *weights, *wide;
+    const void **rows, **weight_rows;
+    char *weights, *wide, *mean, *mapped, *one_zero; /* the last: l = 1 and m = 0, with which a finished panel is what it was */
 } pool_scratch;
 
 static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
@@ -145,7 +146,30 @@ static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
     w->rows = (const void **)ba_take(base, &used, c->s.block * (int64_t)sizeof(void *));
     w->weights = ba_take(base, &used, c->s.block * real_size);
     w->wide = ba_take(base, &used, BA_ROWS_AT_ONCE * ba_round_up(c->x.dim, BA_PACK_PAD) * real_size);
+    w->weight_rows = (const void **)ba_take(base, &used, c->x.dim * (int64_t)sizeof(void *));
+    w->mean = ba_take(base, &used, c->x.dim * real_size);
+    w->mapped = ba_take(base, &used, BA_FEW_PAD(c->out.dim) * real_size);
+    w->one_zero = ba_take(base, &used, 2 * real_size);
     return used;
+}
+
+/* out = mean @ weight of the head, in out's dtype: the rows of weight, each times an element of the mean. */
+static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, char *out) {
+    const ba_attend_family *real = c->kernels->attend[ba_real_of(c->x.dtype)];
+    const int64_t *steps = c->weight->strides;
+    for (int64_t d = 0; d < c->x.dim; d++)
+        w->weight_rows[d] = (const char *)c->weight->data + (head * steps[0] + d * steps[1]) * real->real_size;
+    if (c->out.dtype == ba_real_of(c->x.dtype)) {
+        real->merge_row(out, w->weight_rows, w->mean, c->x.dim, c->out.dim);
+        return;
+    }
+    real->merge_row(w->mapped, w->weight_rows, w->mean, c->x.dim, c->out.dim);
+    ba_set_real(w->one_zero, 0, 1, real->real_size);
+    ba_set_real(w->one_zero, 1, 0, real->real_size);
+    float lse; /* out is of another dtype than double's real */
+    void *rows[] = {out};
+    const ba_panel panel = {.o = w->mapped, .l = w->one_zero, .m = w->one_zero + real->real_size};
+    c->kernels->attend[c->out.dtype]->finish_few(&panel, 1, c->out.dim, rows, &lse);
 }
 
 static void pool_item(void *context, int64_t index, int worker) {
@@ -161,7 +185,11 @@ static void pool_item(void *context, int64_t index, int worker) {
         for (int64_t head = 0; head < c->x.heads; head++) {
             char *out = sequence_row(&c->s, &c->out, c->s.cu_blocks, sequence, block, head);
             for (int64_t t = 0; t < size; t++) w.rows[t] = sequence_row(&c->s, &c->x, c->s.cu, sequence, block * c->s.stride + t, head);
-            if (c->out.dtype == c->x.dtype) {
+            if (c->weight) {
+                memset(w.mean, 0, (size_t)(c->x.dim * real_size));
+                ba_add_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, w.mean);
+                map_mean(c, &w, head, out);
+            } else if (c->out.dtype == c->x.dtype) {
                 c->kernels->attend[c->x.dtype]->merge_row(out, w.rows, w.weights, size, c->x.dim);
             } else {
                 memset(out, 0, (size_t)(c->x.dim * real_size));
@@ -180,7 +208,16 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     if (a->out.dtype != a->x.dtype && a->out.dtype != ba_real_of(a->x.dtype))
         return ba_fail(BA_ERROR_TYPE, "out: expected dtype %s like x, or %s, got %s", ba_dtype_name(a->x.dtype),
                        ba_dtype_name(ba_real_of(a->x.dtype)), ba_dtype_name(a->out.dtype));
-    if (c.out.batch != c.x.batch || c.out.heads != c.x.heads || c.out.dim != c.x.dim)
+    if (ba_given(&a->weight)) {
+        const ba_tensor *t = c.weight = &a->weight;
+        if (t->dtype != ba_real_of(a->x.dtype))
+            return ba_fail(BA_ERROR_TYPE, "weight: expected dtype %s, got %s", ba_dtype_name(ba_real_of(a->x.dtype)), ba_dtype_name(t->dtype));
+        if (t->ndim != 3 || t->dims[0] != c.x.heads || t->dims[1] != c.x.dim || t->dims[2] != c.out.dim || (t->dims[2] > 1 && t->strides[2] != 1))
+            return ba_fail(BA_ERROR_VALUE, "weight: expected shape (%" PRId64 ", %" PRId64 ", %" PRId64 ") with a contiguous last axis, got %s",
+                           c.x.heads, c.x.dim, c.out.dim, ba_shape_text(t).chars);
+        BA_TRY(ba_check_extent("weight", t));
+    }
+    if (c.out.batch != c.x.batch || c.out.heads != c.x.heads || (!c.weight && c.out.dim != c.x.dim))
         return ba_fail(BA_ERROR_VALUE, "out: expected batch, heads and last axis of x %s, got %s", ba_shape_text(&a->x).chars,
                        ba_shape_text(&a->out).chars);
     BA_TRY(ba_check_threads(a->num_threads));

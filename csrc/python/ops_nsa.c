@@ -110,16 +110,16 @@ static int check_disjoint(const held_call *call) {
     } while (0)
 
 PyObject *py_block_means(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"x", "out", "block_size", "stride", "cu_seqlens", "cu_blocks", "dtype", "num_threads"};
-    SORT_ARGUMENTS(block_means, 8, 4);
+    static const char *const names[] = {"x", "weight", "out", "block_size", "stride", "cu_seqlens", "cu_blocks", "dtype", "num_threads"};
+    SORT_ARGUMENTS(block_means, 9, 5);
     held_call call = {0};
     ba_block_means_args a = {0};
     PyObject *result = NULL;
-    const bool failed = begin(&call, module, values[6]) < 0 || hold(&call, values[0], "x", ARG_FLOATS, &a.x) < 0 ||
-                        hold_output(&call, values[1], "out", ARG_FLOATS, &a.out) < 0 || arg_int64(values[2], "block_size", &a.block_size) < 0 ||
-                        arg_int64(values[3], "stride", &a.stride) < 0 ||
-                        hold_sequences(&call, values[4], values[5], &a.cu, &a.cu_blocks, &a.batch) < 0 ||
-                        arg_threads(values[7], "num_threads", &a.num_threads) < 0;
+    const bool failed = begin(&call, module, values[7]) < 0 || hold(&call, values[0], "x", ARG_FLOATS, &a.x) < 0 ||
+                        hold(&call, values[1], "weight", ARG_FLOATS, &a.weight) < 0 || hold_output(&call, values[2], "out", ARG_FLOATS, &a.out) < 0 ||
+                        arg_int64(values[3], "block_size", &a.block_size) < 0 || arg_int64(values[4], "stride", &a.stride) < 0 ||
+                        hold_sequences(&call, values[5], values[6], &a.cu, &a.cu_blocks, &a.batch) < 0 ||
+                        arg_threads(values[8], "num_threads", &a.num_threads) < 0;
     FINISH(failed, ba_block_means(&a));
 }
 
