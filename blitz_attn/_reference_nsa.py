@@ -149,12 +149,10 @@ def _run(q, k, v, name: str, options: dict[str, Any]) -> tuple[Array, NSAContext
         o["mode"], o["compress_block_size"], o["causal"], o["q_tile_size"], o["compress_stride"], o["select_block_size"], o["init_blocks"],
         o["local_blocks"], o["num_selected_blocks"],
     )  # fmt: skip
-    window, most = int(o["window_size"]), o["num_cmp_selected_blocks"]
-    if window < 1:
-        raise ValueError(f"window_size: expected a positive number, got {window}")
-    if most is not None and (how.mode == "paper" or int(most) < 1):
-        what = 'None in mode "paper"' if how.mode == "paper" else "None or a positive number"
-        raise ValueError(f"num_cmp_selected_blocks: expected {what}, got {most}")
+    window, most = core.at_least(1, "window_size", o["window_size"]), o["num_cmp_selected_blocks"]
+    if most is not None and how.mode == "paper":
+        raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {most}')
+    most = None if most is None else core.at_least(1, "num_cmp_selected_blocks", most)
     kind = np.float64 if name == "float64" else np.float32
     q, k, v = (to_float64(x, dtype).astype(kind) for x in (q, k, v))
     offsets = _check_arrays(q, k, v, o["cu_seqlens"])

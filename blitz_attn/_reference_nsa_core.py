@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ._arrays import integer
 from ._reference_dense import _round_in_float32
 
 _STRIP_ELEMENTS = 1 << 22  # scores held at a time: 32 MiB of float64
@@ -92,6 +93,20 @@ def _scores(q: np.ndarray, k: np.ndarray, seen: np.ndarray, scale: float, r: Rou
     return np.where(seen, s, q.dtype.type(-np.inf))
 
 
+def _weighted_sum(p: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """p @ v in which a NaN or inf in v reaches only the rows that see its key (0 * inf would reach all)."""
+    odd = np.flatnonzero(~np.isfinite(v).all(axis=(0, 1, 3)))
+    if odd.size == 0:
+        return p @ v
+    plain = v.copy()
+    plain[:, :, odd] = 0
+    out = p @ plain
+    for j in odd:
+        with np.errstate(invalid="ignore"):
+            out += np.where(seen[..., j, None], p[..., j, None] * v[:, :, j, None], 0)
+    return out
+
+
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, strips: Iterator[Strip], scale: float, r: Rounding
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +125,7 @@ def attend(
         with np.errstate(divide="ignore", invalid="ignore"):
             p = np.where(total == 0, q.dtype.type(0), p / total)
             lse[:, :, rows] = (top + np.log(total))[..., 0]
-        out[:, :, rows] = r(r(p) @ v[:, None, keys])
+        out[:, :, rows] = r(_weighted_sum(r(p), v[:, None, keys], seen))
     return out.reshape(*q.shape[:2], v.shape[2]), lse.reshape(q.shape[:2])
 
 
@@ -218,11 +233,17 @@ def compress_backward(
     return r(dx), dw
 
 
+def at_least(least: int, name: str, value: Any) -> int:
+    """`value` as the integer that it is, from `least` on."""
+    number = integer(value, name)
+    if number < least:
+        raise ValueError(f"{name}: expected {'a positive number' if least else '0 or more'}, got {number}")
+    return number
+
+
 def check_block_sizes(block_size: Any, stride: Any) -> tuple[int, int]:
-    for name, value in (("compress_block_size", block_size), ("compress_stride", stride)):
-        if value is not None and int(value) < 1:
-            raise ValueError(f"{name}: expected a positive number, got {value}")
-    return int(block_size), int(block_size if stride is None else stride)
+    size = at_least(1, "compress_block_size", block_size)
+    return size, size if stride is None else at_least(1, "compress_stride", stride)
 
 
 def check_weight(name: str, w: Any, heads: int, dim: int) -> None:
@@ -342,11 +363,10 @@ def selector(
         "select_block_size": select_block_size,
     }
     for name, value in given.items():
-        if value is not None and int(value) < 1:
-            raise ValueError(f"{name}: expected a positive number, got {value}")
+        if value is not None:
+            at_least(1, name, value)
     for name, value in (("init_blocks", init_blocks), ("local_blocks", local_blocks)):
-        if int(value) < 0:
-            raise ValueError(f"{name}: expected 0 or more, got {value}")
+        at_least(0, name, value)
     size = int(compress_block_size)
     if mode == "mslk":
         for name in ("compress_stride", "select_block_size"):

@@ -8,6 +8,7 @@ import numpy as np
 
 from ._reference_dense import to_float64
 from ._reference_nsa_core import (
+    at_least,
     attend,
     attend_backward,
     check_block_sizes,
@@ -477,9 +478,8 @@ def selected_attention_backward(
 
 
 def _window_rule(window_size, causal):
-    if int(window_size) < 1:
-        raise ValueError(f"window_size: expected a positive number, got {window_size}")
-    return lambda n, rows, heads, keys, kv_heads: window_strips(rows, heads, int(window_size), causal)
+    window = at_least(1, "window_size", window_size)
+    return lambda n, rows, heads, keys, kv_heads: window_strips(rows, heads, window, causal)
 
 
 def window_attention(q, k, v, window_size, *, causal=True, scale=None, cu_seqlens=None, return_lse=False, dtype=None):
