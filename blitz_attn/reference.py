@@ -4,10 +4,11 @@ Every function here has the name and the signature of the operation it mirrors a
 shared with the compiled library, so that the two cannot be wrong together. Score matrices are built a strip of query
 rows at a time: memory stays bounded for sequences of tens of thousands of tokens.
 
-`dense_same_precision` and `paged_same_precision` are the yardsticks of the error rule: the same attention as a plain
+`dense_same_precision`, `dense_same_precision_backward` and `paged_same_precision` are the yardsticks of the error rule: the same attention as a plain
 array program would compute it in the precision of the inputs.
 """
 
+from ._reference_backward import block_sparse_attention_backward, dense_same_precision_backward
 from ._reference_dense import block_sparse_attention, dense_same_precision, merge_states, merge_states_n, round_to, to_float64
 from ._reference_paged import dequantize_kv, paged_attention, paged_same_precision, paged_select_attention, quantize_kv
 from ._reference_quest import (
@@ -23,7 +24,9 @@ from ._reference_quest import (
 __all__ = [
     "append_paged_kv",
     "block_sparse_attention",
+    "block_sparse_attention_backward",
     "dense_same_precision",
+    "dense_same_precision_backward",
     "dequantize_kv",
     "merge_states",
     "merge_states_n",

@@ -55,16 +55,23 @@ static double default_scale(const ba_block_sparse_args *a) {
     return dim > 0 ? ba_default_scale(dim) : 1.0;
 }
 
-/* The arguments, in order: an index and a name for each. */
+/* The arguments, in order: an index and a name for each. Those that forward and backward share come first. */
 /* clang-format off */
 #define BSA_ARGUMENTS(X) \
     X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
-    X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(return_lse) X(out) X(lse_out) X(dtype) X(num_threads)
+    X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(dtype) X(num_threads)
+#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) X(return_lse) X(out) X(lse_out)
+#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
+#define AS_FORWARD_INDEX(name) FORWARD_##name,
+#define AS_BACKWARD_INDEX(name) BACKWARD_##name,
 #define AS_TEXT(name) #name,
 enum { BSA_ARGUMENTS(AS_INDEX) BSA_COUNT };
-static const char *const bsa_names[] = {BSA_ARGUMENTS(AS_TEXT)};
+enum { FORWARD_ARGUMENTS(AS_FORWARD_INDEX) FORWARD_COUNT };
+enum { BACKWARD_ARGUMENTS(AS_BACKWARD_INDEX) BACKWARD_COUNT };
+static const char *const forward_names[] = {FORWARD_ARGUMENTS(AS_TEXT)};
+static const char *const backward_names[] = {BACKWARD_ARGUMENTS(AS_TEXT)};
 
 static int read_optional_int64(PyObject *object, const char *name, int64_t *value) { return object == Py_None ? 0 : arg_int64(object, name, value); }
 
@@ -117,8 +124,8 @@ static int check_disjoint(const block_sparse_call *call) {
 }
 
 PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = bsa_names;
-    SORT_ARGUMENTS(block_sparse_attention, BSA_COUNT, BSA_sabi);
+    const char *const *names = forward_names;
+    SORT_ARGUMENTS(block_sparse_attention, FORWARD_COUNT, BSA_sabi);
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_tensor out_shape = {0}, lse_shape = {0};
@@ -127,15 +134,15 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     ba_status status;
     PyObject *out = NULL, *lse = NULL, *result = NULL;
 
-    if (arg_flag(values[BSA_return_lse], "return_lse", &return_lse) < 0 || read_block_sparse(state, values, &call, &bits_as) < 0) goto done;
+    if (arg_flag(values[FORWARD_return_lse], "return_lse", &return_lse) < 0 || read_block_sparse(state, values, &call, &bits_as) < 0) goto done;
     WITHOUT_GIL(status = ba_block_sparse_check(&call.args, &out_shape, &lse_shape));
     if (arg_check(status) < 0) goto done;
 
-    out = arg_hold_or_make_output(state, values[BSA_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
+    out = arg_hold_or_make_output(state, values[FORWARD_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
     call.args.out = call.out.tensor;
     if (return_lse) {
-        lse = arg_hold_or_make_output(state, values[BSA_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
+        lse = arg_hold_or_make_output(state, values[FORWARD_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
         if (lse == NULL) goto done;
         call.args.lse = call.lse.tensor;
     }
@@ -148,6 +155,61 @@ done:
     release_block_sparse(&call);
     Py_XDECREF(out);
     Py_XDECREF(lse);
+    return result;
+}
+
+/* ---- Its gradients ----------------------------------------------------------------------------------------- */
+
+enum { GRADIENTS = 3 };
+
+PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const output_names[GRADIENTS] = {"dq", "dk", "dv"};
+    const char *const *names = backward_names;
+    SORT_ARGUMENTS(block_sparse_attention_backward, BACKWARD_COUNT, BSA_sabi);
+    module_state *state = PyModule_GetState(module);
+    block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
+    ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
+    arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
+    const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.out, &call.lse, &dout, &dlse};
+    ba_tensor shapes[GRADIENTS] = {{0}}, *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
+    ba_dtype bits_as;
+    ba_status status;
+    PyObject *made[GRADIENTS] = {NULL}, *result = NULL;
+
+    if (read_block_sparse(state, values, &call, &bits_as) < 0) goto done;
+    if (arg_hold(state, values[BACKWARD_out], "out", ARG_FLOATS, bits_as, &call.out) < 0) goto done;
+    if (arg_hold(state, values[BACKWARD_lse], "lse", ARG_LSE, BA_UINT16, &call.lse) < 0) goto done;
+    if (arg_hold(state, values[BACKWARD_dout], "dout", ARG_FLOATS, bits_as, &dout) < 0) goto done;
+    if (values[BACKWARD_dlse] != Py_None && arg_hold(state, values[BACKWARD_dlse], "dlse", ARG_LSE, BA_UINT16, &dlse) < 0) goto done;
+    a.forward = call.args;
+    a.forward.out = call.out.tensor;
+    a.forward.lse = call.lse.tensor;
+    a.dout = dout.tensor;
+    a.dlse = dlse.tensor;
+    WITHOUT_GIL(status = ba_block_sparse_backward_check(&a, &shapes[0], &shapes[1], &shapes[2]));
+    if (arg_check(status) < 0) goto done;
+
+    for (int i = 0; i < GRADIENTS; i++) {
+        PyObject *given = values[BACKWARD_dq + i];
+        made[i] = arg_hold_or_make_output(state, given, values[BSA_empty], &shapes[i], output_names[i], ARG_FLOATS, bits_as, &outputs[i]);
+        if (made[i] == NULL) goto done;
+        *tensors[i] = outputs[i].tensor;
+        for (size_t k = 0; k < sizeof inputs / sizeof *inputs; k++)
+            if (arg_disjoint(&outputs[i], inputs[k]) < 0) goto done;
+        for (int k = 0; k < i; k++)
+            if (arg_disjoint(&outputs[i], &outputs[k]) < 0) goto done;
+    }
+    WITHOUT_GIL(status = ba_block_sparse_attention_backward(&a));
+    if (arg_check(status) < 0) goto done;
+    result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2]);
+done:
+    release_block_sparse(&call);
+    arg_release(&dout);
+    arg_release(&dlse);
+    for (int i = 0; i < GRADIENTS; i++) {
+        arg_release(&outputs[i]);
+        Py_XDECREF(made[i]);
+    }
     return result;
 }
 
