@@ -21,11 +21,11 @@ def block_sparse_attention(
     cu_seqlens_kv: Any = ...,
     num_heads: Any = ...,
     num_kv_heads: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
     return_lse: Any = ...,
     out: Any = ...,
     lse_out: Any = ...,
-    dtype: Any = ...,
-    num_threads: Any = ...,
     cu_rows: Any = ...,
     routed: Any = ...,
     q_begin: Any = ...,
@@ -34,6 +34,40 @@ def block_sparse_attention(
 ) -> Any:
     """Checks the inputs, makes outputs with empty(shape, dtype name) where none are given, and fills them. Returns out or (out, lse).
     An array argument may also be a pair (16-bit array, "bfloat16"). The last five are described in blitz_attn.h."""
+
+def block_sparse_attention_backward(
+    empty: Callable[[tuple[int, ...], str], Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    sabi: Any = ...,
+    block_shape: Any = ...,
+    scale: Any = ...,
+    layout: Any = ...,
+    causal: Any = ...,
+    window: Any = ...,
+    q_lens: Any = ...,
+    kv_lens: Any = ...,
+    cu_seqlens_q: Any = ...,
+    cu_seqlens_kv: Any = ...,
+    num_heads: Any = ...,
+    num_kv_heads: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+    dout: Any = ...,
+    out: Any = ...,
+    lse: Any = ...,
+    dlse: Any = ...,
+    dq: Any = ...,
+    dk: Any = ...,
+    dv: Any = ...,
+    cu_rows: Any = ...,
+    routed: Any = ...,
+    q_begin: Any = ...,
+    key_stride: Any = ...,
+    key_last: Any = ...,
+) -> tuple[Any, Any, Any]:
+    """As block_sparse_attention; out and lse are its results. Returns (dq, dk, dv)."""
 
 def merge_states(
     empty: Callable[[tuple[int, ...], str], Any],

@@ -32,7 +32,7 @@ def floats(x: Any, name: str, dtype: Any, written: bool = False) -> tuple[np.nda
     if kind not in FLOATS:
         hint = ' (dtype="bfloat16" reads uint16 as bfloat16 bits)' if kind == "uint16" else ""
         raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}{hint}")
-    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+    if array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         step = array.strides[-1] / array.itemsize
         raise ValueError(
             f"{name}: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of {step:g} elements"
@@ -292,8 +292,26 @@ def attend(
     try:
         _core.block_sparse_attention(
             None, q, k, v, lists, block_shape, scale, "TND" if packed else "BSND", causal, window, None, None, cu,
-            cu if packed and cu_kv is None else cu_kv, None, None, lse is not None, out, turned, kind, threads, cu_rows, lists is not None,
+            cu if packed and cu_kv is None else cu_kv, None, None, kind, threads, lse is not None, out, turned, cu_rows, lists is not None,
             begin, stride, last,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from error
+
+
+def attend_backward(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, grads: tuple[np.ndarray, ...], kind: str,
+    scale: float, causal: bool, threads: int | None, names: dict[str, str], *, cu: np.ndarray | None = None,
+    cu_kv: np.ndarray | None = None, lists: Any = None, cu_rows: np.ndarray | None = None, block_shape: tuple[int, int] = (128, 128),
+    window: tuple[int, int] | None = None, begin: int = 0, stride: int = 0, last: int = 0,
+) -> None:  # fmt: skip
+    """The gradient of `attend`: fills the three arrays of `grads`."""
+    packed = cu is not None
+    try:
+        _core.block_sparse_attention_backward(
+            None, q, k, v, lists, block_shape, scale, "TND" if packed else "BSND", causal, window, None, None, cu,
+            cu if packed and cu_kv is None else cu_kv, None, None, kind, threads, dout, out, lse if packed else lse.swapaxes(1, 2), None,
+            *grads, cu_rows, lists is not None, begin, stride, last,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from error

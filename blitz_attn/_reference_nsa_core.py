@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._arrays import integer
-from ._reference_dense import _round_in_float32
+from ._reference_dense import round_in_float32
 
 _STRIP_ELEMENTS = 1 << 22  # scores held at a time: 32 MiB of float64
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block: upstream's
@@ -25,7 +25,7 @@ Rounding = Callable[[np.ndarray], np.ndarray]
 
 def rounding_of(name: str) -> Rounding:
     """What a program that computes in dtype `name` does to each intermediate array, which is float64 or float32 here."""
-    return lambda x: x if x.dtype == np.float64 else _round_in_float32(x, name)
+    return lambda x: x if x.dtype == np.float64 else round_in_float32(x, name)
 
 
 # ---- Sequences ----------------------------------------------------------------------------------------------------

@@ -124,6 +124,32 @@ BA_API ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tens
 
 BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
 
+/* ---- Block-sparse attention (backward) --------------------------------------------------------------------- */
+
+/* Gradients of a loss with respect to q, k and v, from those with respect to out and lse. P is recomputed from lse:
+ *
+ *     dS = P (dout v^T - dout . out + dlse)    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
+ *
+ * dk and dv are sums over the query heads of a KV head. A query that sees nothing, or whose lse is -inf, gives 0. What a
+ * query does not see adds exactly nothing. All gradients are the same bits for any number of threads. */
+typedef struct ba_block_sparse_backward_args {
+    ba_block_sparse_args forward; /* as they were in the forward call; out and lse, both required, are what it wrote, and are read here */
+    ba_tensor dout;               /* the shape and dtype of out */
+    ba_tensor dlse;               /* not given: 0. Else the shape and dtype of lse */
+    ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
+} ba_block_sparse_backward_args;
+
+#define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT                                                                                                           \
+    {                                                                                                                                                \
+        .forward = BA_BLOCK_SPARSE_ARGS_INIT                                                                                                         \
+    }
+
+/* Checks all inputs (not dq, dk and dv) and tells the shapes that the outputs must have. */
+BA_API ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape,
+                                                ba_tensor *dv_shape);
+
+BA_API ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args *args);
+
 /* ---- Paged attention: decode and chunked prefill over a paged cache ------------------------------------------ */
 
 typedef enum ba_kv_layout {

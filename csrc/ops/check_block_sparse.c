@@ -6,6 +6,7 @@
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
+#include "ops/backward.h"
 #include "ops/check.h"
 #include "ops/problem.h"
 
@@ -238,6 +239,12 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     return BA_OK;
 }
 
+/* A tensor of a number a query and head, as lse is. */
+static ba_view query_numbers(ba_layout layout, const ba_tensor *t) {
+    if (layout == BA_TND) return (ba_view){t->data, 0, t->strides[1], t->strides[0]};
+    return (ba_view){t->data, t->strides[0], t->strides[1], t->strides[2]};
+}
+
 ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outputs, ba_problem *p) {
     ba_tensor out_shape, lse_shape;
     BA_TRY(check_inputs(args, p, &out_shape, &lse_shape));
@@ -248,9 +255,62 @@ ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outp
     p->out = out.view;
     if (!ba_given(&args->lse)) return BA_OK;
     BA_TRY(ba_check_output("lse", &args->lse, &lse_shape, false));
-    const int64_t *strides = args->lse.strides;
-    p->lse =
-        args->layout == BA_TND ? (ba_view){args->lse.data, 0, strides[1], strides[0]} : (ba_view){args->lse.data, strides[0], strides[1], strides[2]};
+    p->lse = query_numbers(args->layout, &args->lse);
+    return BA_OK;
+}
+
+/* ---- Backward ---------------------------------------------------------------------------------------------------- */
+
+/* What the forward call gave or the loss asks: read, so its places may coincide. */
+static ba_status check_given(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
+    if (!ba_given(t)) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got none", name, ba_shape_text(expected).chars);
+    return ba_check_same(name, t, expected, contiguous_last_axis);
+}
+
+ba_status ba_check_block_sparse_backward(const ba_block_sparse_backward_args *args, bool with_outputs, ba_problem *p, ba_gradients *g) {
+    const ba_block_sparse_args *forward = &args->forward;
+    const ba_layout layout = forward->layout;
+    ba_tensor out_shape, lse_shape;
+    parts view;
+    *g = (ba_gradients){0};
+    BA_TRY(check_inputs(forward, p, &out_shape, &lse_shape));
+    BA_TRY(check_given("out", &forward->out, &out_shape, true));
+    BA_TRY(take_apart("out", &forward->out, q_axes(layout), layout, p->heads, &view));
+    p->out = view.view;
+    BA_TRY(check_given("lse", &forward->lse, &lse_shape, false));
+    p->lse = query_numbers(layout, &forward->lse);
+    BA_TRY(check_given("dout", &args->dout, &out_shape, true));
+    BA_TRY(take_apart("dout", &args->dout, q_axes(layout), layout, p->heads, &view));
+    g->dout = view.view;
+    if (ba_given(&args->dlse)) {
+        BA_TRY(check_given("dlse", &args->dlse, &lse_shape, false));
+        g->dlse = query_numbers(layout, &args->dlse);
+    }
+    const struct {
+        const char *name;
+        const ba_tensor *output, *input;
+        int64_t heads;
+        ba_view *view;
+    } outputs[] = {
+        {"dq", &args->dq, &forward->q, p->heads, &g->dq},
+        {"dk", &args->dk, &forward->k, p->kv_heads, &g->dk},
+        {"dv", &args->dv, &forward->v, p->kv_heads, &g->dv},
+    };
+    for (int i = 0; with_outputs && i < 3; i++) {
+        BA_TRY(ba_check_output(outputs[i].name, outputs[i].output, outputs[i].input, true));
+        BA_TRY(take_apart(outputs[i].name, outputs[i].output, "", layout, outputs[i].heads, &view));
+        *outputs[i].view = view.view;
+    }
+    return BA_OK;
+}
+
+ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape, ba_tensor *dv_shape) {
+    ba_problem problem;
+    ba_gradients gradients;
+    BA_TRY(ba_check_block_sparse_backward(args, false, &problem, &gradients));
+    *dq_shape = args->forward.q;
+    *dk_shape = args->forward.k;
+    *dv_shape = args->forward.v;
     return BA_OK;
 }
 

@@ -34,7 +34,7 @@ typedef struct gate_call {
 typedef struct gate_scratch {
     char *logits;                 /* [3][TOKENS_AT_ONCE] */
     char *gates;                  /* [TOKENS_AT_ONCE][3] */
-    char *row, *ones, *zeros, *lse; /* one row of q or dout as reals; for rounding it to the dtype */
+    char *row;                    /* of q's gradient, as reals */
     char *dlogits;                /* [head][3][TOKENS_A_SUM] */
     char *wide;
     const void **rows;
@@ -46,9 +46,6 @@ static int64_t lay_out(const gate_call *c, char *base, gate_scratch *s) {
     s->logits = ba_take(base, &used, BA_FEW_QUERIES * TOKENS_AT_ONCE * real);
     s->gates = ba_take(base, &used, TOKENS_AT_ONCE * GATES * real);
     s->row = ba_take(base, &used, widest * real);
-    s->ones = ba_take(base, &used, real);
-    s->zeros = ba_take(base, &used, real);
-    s->lse = ba_take(base, &used, real);
     s->dlogits = ba_take(base, &used, c->dweights ? c->heads * GATES * TOKENS_A_SUM * real : 0);
     s->wide = ba_take(base, &used, c->dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
     s->rows = (const void **)ba_take(base, &used, ba_max(TOKENS_A_SUM, GATES) * (int64_t)sizeof(void *));
@@ -100,13 +97,6 @@ static void gate_item(void *context, int64_t item, int worker) {
 
 /* ---- Backward ----------------------------------------------------------------------------------------------------------- */
 
-/* Writes a row of reals, BA_FEW_PAD(dim) of them, in q's dtype. */
-static void write_row(const gate_call *c, const gate_scratch *s, int64_t dim, char *out) {
-    void *rows[] = {out};
-    const ba_panel panel = {.o = s->row, .m = s->zeros, .l = s->ones};
-    c->family->finish_few(&panel, 1, dim, rows, s->lse);
-}
-
 static void backward_token(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t token, int64_t head, int64_t place) {
     const int64_t real = c->real_size, v_dim = c->dout.dim;
     const void *dout = ba_row(&c->dout, batch, token, head), *rows[GATES];
@@ -118,9 +108,8 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
     }
     if (!c->weighted && !c->dgates.data) return;
     for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, token, head);
-    memset(s->row, 0, (size_t)(BA_FEW_PAD(v_dim) * real));
-    c->family->pack_few(s->row, &dout, 1, v_dim, 1);
-    c->kernels->cache[c->dout.dtype]->scores(s->row, 1, rows, GATES, 0, v_dim, s->logits, TOKENS_AT_ONCE);
+    const void *const same[GATES] = {dout, dout, dout};
+    c->family->dot_rows(s->logits, same, rows, GATES, v_dim);
     for (int g = 0; g < GATES; g++) {
         const double dgate = ba_get_real(s->logits, g, real);
         if (c->dgates.data) ba_set_real(ba_row(&c->dgates, batch, token, head), g, dgate, real);
@@ -134,7 +123,7 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
         rows[g] = c->weight + (head * GATES + g) * pad * real;
     }
     c->kernels->attend[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, pad);
-    write_row(c, s, c->dim, ba_row(&c->dq, batch, token, head));
+    c->family->store_row(ba_row(&c->dq, batch, token, head), s->row, c->dim);
 }
 
 static void backward_item(void *context, int64_t item, int worker) {
@@ -142,8 +131,6 @@ static void backward_item(void *context, int64_t item, int worker) {
     const int64_t batch = item / c->items_a_batch, begin = item % c->items_a_batch * TOKENS_A_SUM, n = ba_min(TOKENS_A_SUM, c->tokens - begin);
     gate_scratch s;
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    ba_set_real(s.ones, 0, 1, c->real_size);
-    ba_set_real(s.zeros, 0, 0, c->real_size);
     for (int64_t t = 0; t < n; t++)
         for (int64_t head = 0; head < c->heads; head++) backward_token(c, &s, batch, begin + t, head, t);
     for (int64_t head = 0; c->weighted && head < c->heads; head++) {
@@ -151,7 +138,7 @@ static void backward_item(void *context, int64_t item, int worker) {
         for (int64_t g = 0; g < GATES; g++) {
             char *sum = c->dweights + ((item * c->heads + head) * GATES + g) * c->dim * c->real_size;
             memset(sum, 0, (size_t)(c->dim * c->real_size));
-            ba_add_rows(c->kernels, c->q.dtype, s.rows, s.dlogits + (head * GATES + g) * TOKENS_A_SUM * c->real_size, n, c->dim, s.wide, sum);
+            ba_sum_rows(c->kernels, c->q.dtype, s.rows, s.dlogits + (head * GATES + g) * TOKENS_A_SUM * c->real_size, n, c->dim, s.wide, sum);
         }
     }
 }

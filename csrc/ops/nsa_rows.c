@@ -43,7 +43,7 @@ ba_status ba_check_threads(int num_threads) {
     return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, num_threads);
 }
 
-void ba_add_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,
+void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,
                  void *out) {
     const ba_dtype real = ba_real_of(dtype);
     const ba_attend_family *family = kernels->attend[real];
@@ -137,7 +137,7 @@ typedef struct pool_call {
 
 typedef struct pool_scratch {
     const void **rows, **weight_rows;
-    char *weights, *wide, *mean, *mapped, *one_zero; /* the last: l = 1 and m = 0, with which a finished panel is what it was */
+    char *weights, *wide, *mean, *mapped;
 } pool_scratch;
 
 static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
@@ -149,7 +149,6 @@ static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
     w->weight_rows = (const void **)ba_take(base, &used, c->x.dim * (int64_t)sizeof(void *));
     w->mean = ba_take(base, &used, c->x.dim * real_size);
     w->mapped = ba_take(base, &used, BA_FEW_PAD(c->out.dim) * real_size);
-    w->one_zero = ba_take(base, &used, 2 * real_size);
     return used;
 }
 
@@ -164,12 +163,7 @@ static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, ch
         return;
     }
     real->merge_row(w->mapped, w->weight_rows, w->mean, c->x.dim, c->out.dim);
-    ba_set_real(w->one_zero, 0, 1, real->real_size);
-    ba_set_real(w->one_zero, 1, 0, real->real_size);
-    float lse; /* out is of another dtype than double's real */
-    void *rows[] = {out};
-    const ba_panel panel = {.o = w->mapped, .l = w->one_zero, .m = w->one_zero + real->real_size};
-    c->kernels->attend[c->out.dtype]->finish_few(&panel, 1, c->out.dim, rows, &lse);
+    c->kernels->attend[c->out.dtype]->store_row(out, w->mapped, c->out.dim);
 }
 
 static void pool_item(void *context, int64_t index, int worker) {
@@ -187,13 +181,13 @@ static void pool_item(void *context, int64_t index, int worker) {
             for (int64_t t = 0; t < size; t++) w.rows[t] = sequence_row(&c->s, &c->x, c->s.cu, sequence, block * c->s.stride + t, head);
             if (c->weight) {
                 memset(w.mean, 0, (size_t)(c->x.dim * real_size));
-                ba_add_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, w.mean);
+                ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, w.mean);
                 map_mean(c, &w, head, out);
             } else if (c->out.dtype == c->x.dtype) {
                 c->kernels->attend[c->x.dtype]->merge_row(out, w.rows, w.weights, size, c->x.dim);
             } else {
                 memset(out, 0, (size_t)(c->x.dim * real_size));
-                ba_add_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, out);
+                ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, out);
             }
         }
 }

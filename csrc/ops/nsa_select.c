@@ -121,7 +121,7 @@ static void load_rows(const select_call *c, const select_scratch *s, const stret
             s->pointers[t] = sequence_row(c->args->cu_q, &c->q, at->sequence, begin + t, head);
         }
         memset(row, 0, (size_t)(pad * c->real_size));
-        ba_add_rows(c->kernels, c->q.dtype, s->pointers, s->weights, n, c->dim, s->wide, row);
+        ba_sum_rows(c->kernels, c->q.dtype, s->pointers, s->weights, n, c->dim, s->wide, row);
     }
 }
 

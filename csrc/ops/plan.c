@@ -10,14 +10,11 @@
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
 static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) {
-    const ba_problem *p = plan->problem;
-    return p->listed ? ba_ceil_div(ba_q_span(p, batch).rows, p->block_q) : ba_min(1, ba_q_span(p, batch).rows);
+    return ba_ceil_div(ba_q_span(plan->problem, batch).rows, plan->row_queries);
 }
 
 static int64_t queries_of_row(const ba_plan *plan, int64_t batch, int64_t row) {
-    const ba_problem *p = plan->problem;
-    const int64_t queries = ba_q_span(p, batch).rows;
-    return p->listed ? ba_min(p->block_q, queries - row * p->block_q) : queries;
+    return ba_min(plan->row_queries, ba_q_span(plan->problem, batch).rows - row * plan->row_queries);
 }
 
 static int64_t tiles_of_row(const ba_plan *plan, int64_t queries) { return ba_ceil_div(queries * plan->shared_heads, plan->tile_queries); }
@@ -35,15 +32,22 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const int64_t rows = rows_of_batch(plan, batch), per_row = sets * tiles_of_row(plan, queries_of_row(plan, batch, 0));
     const int64_t row = ba_min(index / per_row, rows - 1), rest = index - row * per_row;
     const int64_t queries = queries_of_row(plan, batch, row), tiles = tiles_of_row(plan, queries);
-    const int64_t set = rest / tiles, part = rest % tiles, lanes = queries * plan->shared_heads;
+    int64_t set = rest / tiles, part = rest % tiles;
+    const int64_t lanes = queries * plan->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
-    const int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
+    int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
+    if (plan->gradients) { /* the same queries of one head after the other: so rows of several tiles are as rows of one */
+        set = rest % sets;
+        part = rest / sets;
+        begin = part * plan->tile_queries;
+        end = ba_min(lanes, begin + plan->tile_queries);
+    }
     return (ba_tile){.block_row = row,
                      .head = kv_head * p->group + set * plan->shared_heads,
                      .heads = plan->shared_heads,
                      .first_lane = begin,
                      .lanes = end - begin,
-                     .first_query = p->listed ? row * p->block_q : 0};
+                     .first_query = row * plan->row_queries};
 }
 
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
@@ -153,7 +157,11 @@ static int by_falling_cost(const void *left, const void *right) {
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
 
 void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
-    *plan = (ba_plan){.problem = problem, .tile_queries = tuning->tile_queries, .split_keys = tuning->split_keys, .parts_most = 1};
+    *plan = (ba_plan){.problem = problem,
+                      .tile_queries = tuning->tile_queries,
+                      .row_queries = problem->listed ? problem->block_q : INT32_MAX,
+                      .split_keys = tuning->split_keys,
+                      .parts_most = 1};
     plan->shared_heads = problem->listed && problem->blocks.dims[1] == problem->heads && problem->group > 1 ? 1 : problem->group;
     plan->few_rows = problem->routed && problem->listed && problem->block_q * plan->shared_heads <= BA_FEW_QUERIES;
     if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES; /* a tile's room in scratch: a row has no more */
@@ -167,6 +175,22 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
         plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles) * parts;
         plan->parts_most = ba_max(plan->parts_most, parts);
     }
+}
+
+void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
+    *plan = (ba_plan){.problem = problem,
+                      .tile_queries = tuning->gradient_queries,
+                      .group_tiles = tuning->gradient_tiles,
+                      .row_queries = problem->listed ? problem->block_q : tuning->gradient_queries,
+                      .shared_heads = 1,
+                      .gradients = true,
+                      .split_keys = INT64_MAX,
+                      .parts_most = 1};
+    const bool lists_shared = !problem->listed || problem->blocks.dims[1] != problem->heads;
+    /* heads share tiles only where one head's rows would leave them half empty */
+    if (lists_shared && plan->row_queries <= plan->tile_queries / problem->group) plan->shared_heads = problem->group;
+    plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
+    for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
 }
 
 int64_t ba_plan_bytes(const ba_plan *plan, int threads) {

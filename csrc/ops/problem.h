@@ -62,6 +62,19 @@ static inline ba_span ba_kv_span(const ba_problem *p, int64_t batch) {
     return (ba_span){0, p->kv_len, p->kv_lens ? p->kv_lens[batch] : p->kv_len};
 }
 
+static inline char *ba_row_of(const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t token) {
+    return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
+}
+
+/* Rows of a sequence's queries and keys. Sequences that lie one after the other share one batch entry and begin at their span's begin. */
+static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
+    return ba_row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
+}
+
+static inline char *ba_key_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t kv_head, int64_t key) {
+    return ba_row_of(view, element_size, p->cu_kv ? 0 : batch, kv_head, ba_kv_span(p, batch).begin + key);
+}
+
 /* The keys that a query sees by the token rules alone: [lo, hi), which is [0, 0) where it sees none. */
 typedef struct ba_range {
     int64_t lo, hi;

@@ -5,6 +5,7 @@
 
 static PyMethodDef methods[] = {
     FUNCTION(block_sparse_attention),
+    FUNCTION(block_sparse_attention_backward),
     FUNCTION(merge_states),
     FUNCTION(paged_attention),
     FUNCTION(quest_metadata),

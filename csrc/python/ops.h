@@ -26,6 +26,7 @@
     } while (0)
 
 DECLARE_FUNCTION(block_sparse_attention);
+DECLARE_FUNCTION(block_sparse_attention_backward);
 DECLARE_FUNCTION(merge_states);
 DECLARE_FUNCTION(paged_attention);
 DECLARE_FUNCTION(quest_metadata);
