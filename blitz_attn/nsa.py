@@ -29,7 +29,9 @@ from ._nsa_arrays import (
     Rules,
     Sequences,
     attend,
+    attend_backward,
     cuts,
+    expect_shape,
     floats,
     lists_of,
     number,
@@ -44,33 +46,43 @@ from ._nsa_arrays import (
 )
 from ._nsa_branches import (
     compressed_attention,
+    compressed_attention_backward,
     selected_attention,
+    selected_attention_backward,
     window_attention,
+    window_attention_backward,
 )
 from ._nsa_gates import compute_gates, gate_and_combine, gates_as_reals, gating_backward, weight_of
 from ._nsa_parts import (
     check_weight,
+    compress_gradients,
     compress_into,
     compress_kv,
     compress_kv_backward,
     compressed_shape,
     list_shape,
+    rounded,
     score_and_select_blocks,
     select_into,
 )
 
 __all__ = [
     "NSAContext",
+    "NSAGradients",
     "compress_kv",
     "compress_kv_backward",
     "compressed_attention",
+    "compressed_attention_backward",
     "compute_gates",
     "gate_and_combine",
     "gating_backward",
     "nsa",
+    "nsa_backward",
     "score_and_select_blocks",
     "selected_attention",
+    "selected_attention_backward",
     "window_attention",
+    "window_attention_backward",
 ]
 
 
@@ -101,6 +113,18 @@ class Call(NamedTuple):
         return self.sequences.tokens is not None
 
 
+class NSAGradients(NamedTuple):
+    """Gradients of the arrays that `nsa` was given, each of its array's shape and dtype; None for one that it was not given."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dw_k_compress: Any
+    dw_v_compress: Any
+    dgate_proj_weight: Any
+    dgates: Any
+
+
 @dataclass(frozen=True, eq=False)
 class NSAContext:
     """What `nsa` leaves for `nsa_backward`. It holds the call's arrays themselves: they must not change in between.
@@ -124,7 +148,7 @@ class NSAContext:
     call: Call
     branches: list[np.ndarray]
     groups: np.ndarray | None
-    like: tuple[Any, ...]  # what the gradients are to be like: q, the weights, the gates
+    like: tuple[Any, ...]  # what the gradients are to be like: q, k, v, the weights, the gates
 
 
 # ---- Forward ------------------------------------------------------------------------------------------------------
@@ -263,7 +287,7 @@ def _context(call: Call, given: dict[str, Any], shape: tuple[int, ...]) -> NSACo
         gates = np.empty((*q.shape[:-1], 3), real) if call.w_gate is not None else np.broadcast_to(np.array(1 / 3, real), (*q.shape[:-1], 3))
     lse = {name: np.empty(q.shape[:-1], real) for name in BRANCHES}
     branches = [np.empty(shape, storage(call.kind)) for _ in BRANCHES]
-    like = tuple(given[name] for name in ("q", "w_k_compress", "w_v_compress", "gate_proj_weight", "gates"))
+    like = tuple(given[name] for name in ("q", "k", "v", "w_k_compress", "w_v_compress", "gate_proj_weight", "gates"))
     return NSAContext(lists, gates, lse, shape, call, branches, groups, like)
 
 
@@ -426,3 +450,115 @@ def nsa(
     for piece in pieces(batch, tokens, call.sequences, call.rules.tile, most):
         _run_piece(call, piece, room, context, result.array)
     return (result.value, context) if return_context else result.value
+
+
+# ---- Backward -----------------------------------------------------------------------------------------------------
+
+
+def _branch_gradients(call: Call, ctx: NSAContext, c: int, dout: np.ndarray, threads: int | None) -> tuple[np.ndarray, ...]:
+    """Gradients of one branch for q and for the keys and values that it attends to."""
+    rules, sequences = call.rules, call.sequences
+    keys, values = (call.k_cmp, call.v_cmp) if c == 0 else (call.k, call.v)
+    grads = tuple(np.empty(x.shape, storage(call.kind)) for x in (call.q, keys, values))
+    options: dict[str, Any] = {"cu": sequences.tokens}
+    if c == 0:
+        options |= {"cu_kv": sequences.blocks, "stride": rules.stride, "last": rules.last}
+        if ctx.groups is not None:
+            options |= {"lists": ctx.groups, "cu_rows": sequences.rows, "block_shape": (rules.tile, CMP_GROUP)}
+    elif c == 1:
+        options |= {"lists": ctx.block_indices, "cu_rows": sequences.rows, "block_shape": (rules.tile, rules.select)}
+    else:
+        options |= {"window": window_of(call.window, rules.causal)}
+    attend_backward(
+        dout, call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], grads, call.kind, call.scale, rules.causal, threads, {}, **options
+    )
+    return grads
+
+
+def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) -> NSAGradients:
+    """Gradients of what `nsa` was given. The selection counts as constant.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of the result, of its shape and dtype.
+    ctx : NSAContext
+        What ``nsa(..., return_context=True)`` returned beside the result. It can be used any number of times.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    NSAGradients
+        ``(dq, dk, dv, dw_k_compress, dw_v_compress, dgate_proj_weight, dgates)``, each of the shape, dtype and kind of its array; None for
+        an array that was not given.
+
+    Raises
+    ------
+    TypeError
+        `ctx` is no context, or `dout` of another kind or dtype than the result.
+    ValueError
+        `dout` of another shape than the result of the call that the context is of.
+
+    See Also
+    --------
+    blitz_attn.reference.nsa_backward : the same in plain float64 NumPy.
+
+    Notes
+    -----
+    Gates first, ``do_c = g_c dout`` and, through the sigmoid, the queries and the weights; then each branch as attention with its
+    log-sum-exp of the forward pass; then what the compressed keys and values got goes back through their weights to the tokens of their
+    blocks. The selection's scores have no gradient, as upstream and in the paper. Nothing depends on the order in which threads come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 96, heads, 16)) for heads in (2, 1, 1))
+    >>> sizes = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 8}
+    >>> out, context = nsa.nsa(q, k, v, **sizes, return_context=True)
+    >>> grads = nsa.nsa_backward(np.ones_like(out), context)
+    >>> step = 1e-5 * rng.standard_normal(v.shape)
+    >>> moved = nsa.nsa(q, k, v + step, **sizes, block_indices=context.block_indices)
+    >>> bool(abs((moved - out).sum() - (grads.dv * step).sum()) < 1e-12)
+    True
+    """
+    if not isinstance(ctx, NSAContext):
+        raise TypeError(f"ctx: expected the context that nsa(..., return_context=True) returns, got {type(ctx).__name__}")
+    call, kind = ctx.call, ctx.call.kind
+    threads = threads_of(num_threads)
+    gradient = same_kind(dout, "dout", kind, kind, "the result")
+    expect_shape(gradient, "dout", ctx.shape, "of the result")
+    q_like, k_like, v_like, *weight_likes = ctx.like
+    dq, dk, dv = (Result(x.shape, kind, like) for x, like in zip((call.q, call.k, call.v), (q_like, k_like, v_like), strict=True))
+
+    douts: list[Any] = [np.empty(ctx.shape, storage(kind)) for _ in BRANCHES]
+    dgates = None if call.gates is None else np.empty(call.gates.shape, real_of(kind))
+    dw_gate = dq_gate = None
+    if call.w_gate is not None:
+        dw_gate, dq_gate = np.empty(call.w_gate.shape, real_of(kind)), np.empty(call.q.shape, storage(kind))
+    gates = None if call.gates is None and call.w_gate is None else ctx.gates
+    _core.gate_backward(
+        None if call.w_gate is None else call.q, call.w_gate, gates, tuple(ctx.branches), gradient, tuple(douts), dgates, dq_gate, dw_gate,
+        kind, threads,
+    )  # fmt: skip
+
+    grads = []
+    for c in range(3):
+        grads.append(_branch_gradients(call, ctx, c, douts[c], threads))
+        douts[c] = None
+    dqs = [x[0] for x in grads] + ([] if dq_gate is None else [dq_gate])
+    one = (None,) if call.packed else ()  # a batch axis: sums know no sequences
+    _core.block_means_backward(None, dq.array[one], tuple(x[one] for x in dqs), 1, 1, None, None, kind, threads)
+    weight_grads = []
+    for n, (x, w, dx) in enumerate(((call.k, call.w_k, dk), (call.v, call.w_v, dv)), 1):
+        more = (grads[1][n], grads[2][n])
+        weight_grads.append(
+            compress_gradients(grads[0][n], x, w, dx.array, more, kind, call.rules.size, call.rules.stride, call.sequences, threads)
+        )
+    made = [
+        None if x is None else rounded(x, real_of(kind), own, like)
+        for x, own, like in zip((*weight_grads, dw_gate, dgates), call.kinds, weight_likes, strict=True)
+    ]
+    return NSAGradients(dq.value, dk.value, dv.value, *made)

@@ -12,7 +12,8 @@
 
 enum {
     GATES = 3,
-    TOKENS_AT_ONCE = 16,  /* whose logits are made together: as many as vectors have lanes at most */
+    TOKENS_AT_ONCE = 8,   /* whose logits are made together */
+    LOGITS_STRIDE = 16,   /* what the kernel asks for */
     TOKENS_AN_ITEM = 64,  /* forward */
     TOKENS_A_SUM = 512,   /* backward: an item's share of dweight is summed by itself, so this fixes its rounding */
 };
@@ -32,8 +33,8 @@ typedef struct gate_call {
 } gate_call;
 
 typedef struct gate_scratch {
-    char *logits;                 /* [3][TOKENS_AT_ONCE] */
-    char *gates;                  /* [TOKENS_AT_ONCE][3] */
+    char *logits;                 /* [3][LOGITS_STRIDE] */
+    char *gates;                  /* [TOKENS_AT_ONCE][head][3] */
     char *row;                    /* of q's gradient, as reals */
     char *dlogits;                /* [head][3][TOKENS_A_SUM] */
     char *wide;
@@ -43,8 +44,8 @@ typedef struct gate_scratch {
 static int64_t lay_out(const gate_call *c, char *base, gate_scratch *s) {
     const int64_t real = c->real_size, widest = BA_FEW_PAD(BA_MAX_HEAD_DIM);
     int64_t used = 0;
-    s->logits = ba_take(base, &used, BA_FEW_QUERIES * TOKENS_AT_ONCE * real);
-    s->gates = ba_take(base, &used, TOKENS_AT_ONCE * GATES * real);
+    s->logits = ba_take(base, &used, BA_FEW_QUERIES * LOGITS_STRIDE * real);
+    s->gates = ba_take(base, &used, TOKENS_AT_ONCE * c->heads * GATES * real);
     s->row = ba_take(base, &used, widest * real);
     s->dlogits = ba_take(base, &used, c->dweights ? c->heads * GATES * TOKENS_A_SUM * real : 0);
     s->wide = ba_take(base, &used, c->dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
@@ -52,29 +53,33 @@ static int64_t lay_out(const gate_call *c, char *base, gate_scratch *s) {
     return used;
 }
 
-static double sigmoid(double x) {
-    const double e = exp(-fabs(x));
+static double sigmoid(double x, int64_t real_size) {
+    const double e = real_size == 4 ? (double)expf(-fabsf((float)x)) : exp(-fabs(x));
     return x >= 0 ? 1 / (1 + e) : e / (1 + e); /* NaN goes through */
 }
 
 /* ---- Forward ---------------------------------------------------------------------------------------------------------- */
 
-/* Gates of one head for tokens begin .. begin+n-1, as [token][3]. */
-static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t begin, int64_t n, int64_t head) {
-    if (c->weighted) {
-        for (int64_t t = 0; t < n; t++) s->rows[t] = ba_row(&c->q, batch, begin + t, head);
-        c->kernels->cache[c->q.dtype]->scores(c->weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size, GATES, s->rows, n, 0, c->dim, s->logits,
-                                              TOKENS_AT_ONCE);
-    }
-    for (int64_t t = 0; t < n; t++)
-        for (int64_t g = 0; g < GATES; g++) {
-            char *gates = c->gates.data ? ba_row(&c->gates, batch, begin + t, head) : NULL;
-            double gate = 1 / 3.0;
-            if (c->weighted) gate = sigmoid(ba_get_real(s->logits, g * TOKENS_AT_ONCE + t, c->real_size));
-            else if (gates) gate = ba_get_real(gates, g, c->real_size);
-            ba_set_real(s->gates, t * GATES + g, gate, c->real_size);
-            if (c->weighted && gates) ba_set_real(gates, g, gate, c->real_size);
+/* Gates of tokens begin .. begin+n-1, as [token][head][3]. */
+static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t begin, int64_t n) {
+    const int64_t real = c->real_size;
+    for (int64_t head = 0; head < c->heads; head++) {
+        if (c->weighted) {
+            for (int64_t t = 0; t < n; t++) s->rows[t] = ba_row(&c->q, batch, begin + t, head);
+            c->kernels->cache[c->q.dtype]->scores(c->weight + head * GATES * BA_FEW_PAD(c->dim) * real, GATES, s->rows, n, 0, c->dim, s->logits,
+                                                  LOGITS_STRIDE);
         }
+        for (int64_t t = 0; t < n; t++) {
+            char *gates = c->gates.data ? ba_row(&c->gates, batch, begin + t, head) : NULL;
+            for (int64_t g = 0; g < GATES; g++) {
+                double gate = 1 / 3.0;
+                if (c->weighted) gate = sigmoid(ba_get_real(s->logits, g * LOGITS_STRIDE + t, real), real);
+                else if (gates) gate = ba_get_real(gates, g, real);
+                ba_set_real(s->gates, (t * c->heads + head) * GATES + g, gate, real);
+                if (c->weighted && gates) ba_set_real(gates, g, gate, real);
+            }
+        }
+    }
 }
 
 static void gate_item(void *context, int64_t item, int worker) {
@@ -84,13 +89,12 @@ static void gate_item(void *context, int64_t item, int worker) {
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t begin = first; begin < ba_min(c->tokens, first + TOKENS_AN_ITEM); begin += TOKENS_AT_ONCE) {
         const int64_t n = ba_min(TOKENS_AT_ONCE, c->tokens - begin);
-        for (int64_t head = 0; head < c->heads; head++) {
-            make_gates(c, &s, batch, begin, n, head);
-            for (int64_t t = 0; c->out.data && t < n; t++) {
-                const void *rows[GATES];
-                for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, begin + t, head);
-                c->family->merge_row(ba_row(&c->out, batch, begin + t, head), rows, s.gates + t * GATES * c->real_size, GATES, c->out.dim);
-            }
+        make_gates(c, &s, batch, begin, n);
+        for (int64_t row = 0; c->out.data && row < n * c->heads; row++) { /* in the order in which they lie in memory */
+            const int64_t token = begin + row / c->heads, head = row % c->heads;
+            const void *rows[GATES];
+            for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, token, head);
+            c->family->merge_row(ba_row(&c->out, batch, token, head), rows, s.gates + row * GATES * c->real_size, GATES, c->out.dim);
         }
     }
 }
