@@ -26,13 +26,13 @@ BRANCHES = ("compressed", "selected", "window")
 # ---- Arrays -------------------------------------------------------------------------------------------------------
 
 
-def floats(x: Any, name: str, dtype: Any, written: bool = False) -> tuple[np.ndarray, str]:
-    """View of a floating-point array whose last axis is contiguous, and the name of its dtype."""
+def floats(x: Any, name: str, dtype: Any, written: bool = False, strided: bool = False) -> tuple[np.ndarray, str]:
+    """View of a floating-point array whose last axis is contiguous (any, where `strided`), and the name of its dtype."""
     array, kind = _arrays.host(x, name, dtype, written)
     if kind not in FLOATS:
         hint = ' (dtype="bfloat16" reads uint16 as bfloat16 bits)' if kind == "uint16" else ""
         raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}{hint}")
-    if array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+    if not strided and array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         step = array.strides[-1] / array.itemsize
         raise ValueError(
             f"{name}: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of {step:g} elements"
@@ -60,7 +60,7 @@ def storage(kind: str) -> str:
 
 def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
     """Contiguous copy (or view) of an array in the dtype of sums for `kind`, and the name of its own dtype."""
-    array, own = floats(x, name, dtype)
+    array, own = floats(x, name, dtype, strided=True)
     if (own == "float64") != (kind == "float64"):
         raise TypeError(f"{name}: expected float64 beside float64 queries and only there, got {own}")
     return np.ascontiguousarray(converted(array, own, real_of(kind))), own
@@ -68,7 +68,7 @@ def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
 
 def expect_shape(x: np.ndarray, name: str, shape: tuple[int, ...], text: str) -> None:
     if x.shape != shape:
-        raise ValueError(f"{name}: expected shape {text} = {shape}, got {x.shape}")
+        raise ValueError(f"{name}: expected shape {shape}, {text}, got {x.shape}")
 
 
 class Result:

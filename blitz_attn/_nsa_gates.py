@@ -75,7 +75,7 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
 
 def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) -> tuple[np.ndarray, str]:
     """Given gates, which may be of any dtype, in that of sums."""
-    array, own = floats(gates, "gates", dtype)
+    array, own = floats(gates, "gates", dtype, strided=True)
     expect_shape(array, "gates", (*shape[:-1], 3), "(..., H, 3)")
     return np.ascontiguousarray(converted(array, own, real_of(kind))), own
 

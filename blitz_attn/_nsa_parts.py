@@ -207,7 +207,7 @@ def compress_kv_backward(
         dy = same_kind(dy_given, names[0], dtype, kind, "k")
         _rank(x, names[1], packed)
         sequences = Sequences.of(cuts(cu_seqlens, x.shape[0]) if packed else None, size, step)
-        expect_shape(dy, names[0], compressed_shape(x, size, step, sequences), "of the compressed array")
+        expect_shape(dy, names[0], compressed_shape(x, size, step, sequences), "as compress_kv gives it")
         w, own = check_weight(w_given, names[2], *x.shape[-2:], dtype, kind)
         dx = Result(x.shape, kind, k)
         dw = compress_gradients(dy, x, w, dx.array, (), kind, size, step, sequences, threads)
