@@ -291,7 +291,7 @@ def attend(
     turned = lse if lse is None or packed else lse.swapaxes(1, 2)
     try:
         _core.block_sparse_attention(
-            None, q, k, v, lists, block_shape, scale, "TND" if packed else "BSND", causal, window, None, None, cu,
+            np.empty, q, k, v, lists, block_shape, scale, "TND" if packed else "BSND", causal, window, None, None, cu,
             cu if packed and cu_kv is None else cu_kv, None, None, kind, threads, lse is not None, out, turned, cu_rows, lists is not None,
             begin, stride, last,
         )  # fmt: skip
@@ -300,8 +300,8 @@ def attend(
 
 
 def attend_backward(
-    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, grads: tuple[np.ndarray, ...], kind: str,
-    scale: float, causal: bool, threads: int | None, names: dict[str, str], *, cu: np.ndarray | None = None,
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, grads: tuple[np.ndarray, ...],
+    kind: str, scale: float, causal: bool, threads: int | None, names: dict[str, str], *, cu: np.ndarray | None = None,
     cu_kv: np.ndarray | None = None, lists: Any = None, cu_rows: np.ndarray | None = None, block_shape: tuple[int, int] = (128, 128),
     window: tuple[int, int] | None = None, begin: int = 0, stride: int = 0, last: int = 0,
 ) -> None:  # fmt: skip
@@ -309,9 +309,9 @@ def attend_backward(
     packed = cu is not None
     try:
         _core.block_sparse_attention_backward(
-            None, q, k, v, lists, block_shape, scale, "TND" if packed else "BSND", causal, window, None, None, cu,
+            np.empty, q, k, v, lists, block_shape, scale, "TND" if packed else "BSND", causal, window, None, None, cu,
             cu if packed and cu_kv is None else cu_kv, None, None, kind, threads, dout, out, lse if packed else lse.swapaxes(1, 2), None,
-            *grads, cu_rows, lists is not None, begin, stride, last,
+            grads[0], grads[1], grads[2], cu_rows, lists is not None, begin, stride, last,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from error

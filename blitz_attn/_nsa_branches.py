@@ -52,7 +52,9 @@ class Branch(NamedTuple):
     options: dict[str, Any]  # keyword arguments of `attend`
 
 
-def _arrays_of(q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any) -> tuple[Any, ...]:
+def _arrays_of(
+    q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
+) -> tuple[Any, ...]:
     dtype = dtype_name(dtype)
     queries, kind = floats(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
@@ -71,7 +73,8 @@ def _compressed(
     size = number(compress_block_size, "compress_block_size")
     step = size if stride is None else number(stride, "compress_stride")
     last = size - 1 if mode_of(mode) == "paper" else 0
-    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), scale, cu_seqlens, dtype, num_threads)
+    names = ("k_cmp", "v_cmp")
+    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k_cmp, v_cmp, names, scale, cu_seqlens, dtype, num_threads)
     sequences = Sequences.of(cu, size, step)
     if cu is not None and sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
         raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {size}, got {keys.shape}")
@@ -109,8 +112,8 @@ def _forward(branch: Branch, causal: bool, names: dict[str, str], like: Any, ret
     out = Result((*branch.q.shape[:-1], branch.v.shape[-1]), branch.kind, like)
     lse = Result(branch.q.shape[:-1], real_of(branch.kind), like) if return_lse else None
     attend(
-        branch.q, branch.k, branch.v, out.array, None if lse is None else lse.array, branch.kind, branch.scale, causal, branch.threads, names,
-        **branch.options,
+        branch.q, branch.k, branch.v, out.array, None if lse is None else lse.array, branch.kind, branch.scale, causal, branch.threads,
+        names, **branch.options,
     )  # fmt: skip
     return out.value if lse is None else (out.value, lse.value)
 
@@ -122,7 +125,7 @@ def _backward(
     given = [same_kind(x, name, dtype_name(dtype), branch.kind, "q") for x, name in ((dout, "dout"), (out, "out"))]
     for x, name in zip(given, ("dout", "out"), strict=True):
         expect_shape(x, name, shape, "of the result")
-    known, own = reals(lse, "lse", None, branch.kind)
+    known, _ = reals(lse, "lse", None, branch.kind)
     expect_shape(known, "lse", branch.q.shape[:-1], "of q without D")
     results = [Result(x.shape, branch.kind, y) for x, y in zip((branch.q, branch.k, branch.v), like, strict=True)]
     attend_backward(
@@ -187,8 +190,9 @@ def compressed_attention(
 
 
 def compressed_attention_backward(
-    dout: Any, q: Any, k_cmp: Any, v_cmp: Any, out: Any, lse: Any, compress_block_size: int, *, stride: int | None = None, causal: bool = True,
-    scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", dtype: Any = None, num_threads: int | None = None,
+    dout: Any, q: Any, k_cmp: Any, v_cmp: Any, out: Any, lse: Any, compress_block_size: int, *, stride: int | None = None,
+    causal: bool = True, scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", dtype: Any = None,
+    num_threads: int | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Gradients of `compressed_attention`.
 
@@ -273,8 +277,8 @@ def selected_attention(
 
 
 def selected_attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1, causal: bool = True,
-    scale: float | None = None, cu_seqlens: Any = None, dtype: Any = None, num_threads: int | None = None,
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1,
+    causal: bool = True, scale: float | None = None, cu_seqlens: Any = None, dtype: Any = None, num_threads: int | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Gradients of `selected_attention`. The selection counts as constant.
 

@@ -54,11 +54,12 @@ def compress_into(
     _core.block_means(x, weight, out, size, stride, sequences.tokens, sequences.blocks, kind, threads)
 
 
-def check_weight(w: Any, name: str, heads: int, dim: int, dtype: Any, kind: str) -> tuple[np.ndarray | None, str]:
-    """A compression weight in the dtype of sums, and its own dtype."""
+def check_weight(w: Any, name: str, shape: tuple[int, ...], dtype: Any, kind: str) -> tuple[np.ndarray | None, str]:
+    """A compression weight of an array of this shape in the dtype of sums, and its own dtype."""
     if w is None:
         return None, kind
     array, own = reals(w, name, dtype, kind)
+    heads, dim = shape[-2:]
     expect_shape(array, name, (heads, dim, dim), "(Hkv, D, D)")
     return array, own
 
@@ -127,7 +128,7 @@ def compress_kv(
         raise ValueError(f"v: expected the tokens and heads of k {keys.shape}, got {values.shape}")
     sequences = Sequences.of(cuts(cu_seqlens, keys.shape[0]) if packed else None, size, step)
     pairs = [
-        (x, check_weight(w, name, *x.shape[-2:], dtype, kind)[0]) for x, w, name in ((keys, w_k, "w_k"), (values, w_v, "w_v"))
+        (x, check_weight(w, name, x.shape, dtype, kind)[0]) for x, w, name in ((keys, w_k, "w_k"), (values, w_v, "w_v"))
     ]
     results = [Result(compressed_shape(x, size, step, sequences), kind, k) for x, _ in pairs]
     for (x, w), result in zip(pairs, results, strict=True):
@@ -136,8 +137,8 @@ def compress_kv(
 
 
 def compress_gradients(
-    dy: np.ndarray, x: np.ndarray, weight: np.ndarray | None, dx: np.ndarray, more: tuple[np.ndarray, ...], kind: str, size: int, stride: int,
-    sequences: Sequences, threads: int | None,
+    dy: np.ndarray, x: np.ndarray, weight: np.ndarray | None, dx: np.ndarray, more: tuple[np.ndarray, ...], kind: str, size: int,
+    stride: int, sequences: Sequences, threads: int | None,
 ) -> np.ndarray | None:  # fmt: skip
     """Fills dx, to which the arrays of `more` are added; returns the gradient of the weight in the dtype of sums."""
     dweight = None
@@ -208,7 +209,7 @@ def compress_kv_backward(
         _rank(x, names[1], packed)
         sequences = Sequences.of(cuts(cu_seqlens, x.shape[0]) if packed else None, size, step)
         expect_shape(dy, names[0], compressed_shape(x, size, step, sequences), "as compress_kv gives it")
-        w, own = check_weight(w_given, names[2], *x.shape[-2:], dtype, kind)
+        w, own = check_weight(w_given, names[2], x.shape, dtype, kind)
         dx = Result(x.shape, kind, k)
         dw = compress_gradients(dy, x, w, dx.array, (), kind, size, step, sequences, threads)
         grads.append(dx.value)
@@ -249,8 +250,8 @@ def lse_into(
     """Log-sum-exp of the compressed branch, without its output for more than one dim."""
     out, lse = np.empty((*q.shape[:-1], 1), storage(kind)), np.empty(q.shape[:-1], real_of(kind))
     attend(
-        q, k_cmp, k_cmp[..., :1], out, lse, kind, scale, rules.causal, threads, COMPRESSED_NAMES, cu=sequences.tokens, cu_kv=sequences.blocks,
-        stride=rules.stride, last=rules.last,
+        q, k_cmp, k_cmp[..., :1], out, lse, kind, scale, rules.causal, threads, COMPRESSED_NAMES, cu=sequences.tokens,
+        cu_kv=sequences.blocks, stride=rules.stride, last=rules.last,
     )  # fmt: skip
     return lse
 

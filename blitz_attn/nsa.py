@@ -186,8 +186,8 @@ def _check(given: dict[str, Any]) -> Call:
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
     sequences = Sequences.of(cuts(given["cu_seqlens"], q.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
-    w_k, kind_k = check_weight(given["w_k_compress"], "w_k_compress", *k.shape[-2:], dtype, kind)
-    w_v, kind_v = check_weight(given["w_v_compress"], "w_v_compress", *v.shape[-2:], dtype, kind)
+    w_k, kind_k = check_weight(given["w_k_compress"], "w_k_compress", k.shape, dtype, kind)
+    w_v, kind_v = check_weight(given["w_v_compress"], "w_v_compress", v.shape, dtype, kind)
     w_gate, kind_gate = weight_of(given["gate_proj_weight"], q, dtype, kind)
     gates, kind_gates = None, kind
     if given["gates"] is not None:
@@ -284,7 +284,8 @@ def _context(call: Call, given: dict[str, Any], shape: tuple[int, ...]) -> NSACo
         groups = np.empty(list_shape(q, call.k.shape[-2], call.rules, call.sequences, call.most_groups), np.int32)
     gates = call.gates
     if gates is None:
-        gates = np.empty((*q.shape[:-1], 3), real) if call.w_gate is not None else np.broadcast_to(np.array(1 / 3, real), (*q.shape[:-1], 3))
+        third = np.broadcast_to(np.array(1 / 3, real), (*q.shape[:-1], 3))
+        gates = third if call.w_gate is None else np.empty(third.shape, real)
     lse = {name: np.empty(q.shape[:-1], real) for name in BRANCHES}
     branches = [np.empty(shape, storage(call.kind)) for _ in BRANCHES]
     like = tuple(given[name] for name in ("q", "k", "v", "w_k_compress", "w_v_compress", "gate_proj_weight", "gates"))
@@ -404,15 +405,16 @@ def nsa(
 
     Notes
     -----
-    ``mode="paper"`` follows the paper [1]_: compressed block i holds tokens ``[i d, i d + l)`` and is visible to query t when it is complete,
-    ``i d + l - 1 <= t``. The probabilities of the compressed branch, summed over the heads of a KV group, score the blocks of l' tokens:
-    block j gets ``p[(l'/d) j + m - n]`` for all ``m < l'/d`` and ``n < l/d`` (Eq. 9 and 10), which is how often the two overlap. Each
+    ``mode="paper"`` follows the paper [1]_: compressed block i holds tokens ``[i d, i d + l)`` and is visible to query t when it is
+    complete, ``i d + l - 1 <= t``. The probabilities of the compressed branch, summed over the heads of a KV group, score the blocks of
+    l' tokens: block j gets ``p[(l'/d) j + m - n]`` for all ``m < l'/d`` and ``n < l/d`` (Eq. 9 and 10), which is how often the two overlap. Each
     query and KV head selects n blocks that begin at or before it.
 
     ``mode="mslk"`` follows upstream's reference [2]_: blocks do not overlap, block j is visible from its *first* token on, and each tile
     of queries and query head selects by the product of the compressed keys with the tile's mean query, among complete blocks that begin
     before the tile's end. Where upstream's fast path differs from its own reference, this follows the reference: selected blocks are
-    not widened to 128 tokens, and the window has W keys, not W + 1. Where the reference is not defined, or not well: N need not be a
+    not widened to 128 tokens, the window has W keys, not W + 1, and reaches both ways where not causal, and the backward pass goes over
+    the very lists of the forward pass. Where the reference is not defined, or not well: N need not be a
     multiple of anything; unused places of a selection are -1 and attend to nothing, where upstream repeats block 0; a query that sees
     no selected token gets 0 from that branch, where upstream gives NaN.
 
@@ -470,8 +472,9 @@ def _branch_gradients(call: Call, ctx: NSAContext, c: int, dout: np.ndarray, thr
     else:
         options |= {"window": window_of(call.window, rules.causal)}
     attend_backward(
-        dout, call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], grads, call.kind, call.scale, rules.causal, threads, {}, **options
-    )
+        dout, call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], grads, call.kind, call.scale, rules.causal, threads, {},
+        **options,
+    )  # fmt: skip
     return grads
 
 

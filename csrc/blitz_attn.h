@@ -97,9 +97,9 @@ typedef struct ba_block_sparse_args {
     const int64_t *cu_rows;          /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows; blocks is then (H or 1, rows, W), the
                                       * rows of the sequences one after the other */
     int64_t block_q, block_kv;
-    int routed;                      /* the lists route single queries, or tiles of them (NSA): H_kv is taken as their head axis too, and rows of few
-                                      * queries go by the kernel for few, whose sums have another order: all blocks listed then equals no list only
-                                      * up to rounding */
+    int routed;   /* the lists route single queries, or tiles of them (NSA): H_kv is taken as their head axis too, and rows of few
+                   * queries go by the kernel for few, whose sums have another order: all blocks listed then equals no list only
+                   * up to rounding */
     double scale; /* finite; ba_default_scale(D) is the usual one */
     int causal;
     int64_t window[2];               /* tokens before, tokens after; -1: no bound */
@@ -112,10 +112,7 @@ typedef struct ba_block_sparse_args {
     int num_threads;                 /* 0: as set (ba_set_num_threads) */
 } ba_block_sparse_args;
 
-#define BA_BLOCK_SPARSE_ARGS_INIT                                                                                                                    \
-    {                                                                                                                                                \
-        .block_q = 128, .block_kv = 128, .window = {-1, -1}, .q_begin = -1                                                                           \
-    }
+#define BA_BLOCK_SPARSE_ARGS_INIT {.block_q = 128, .block_kv = 128, .window = {-1, -1}, .q_begin = -1}
 
 BA_API double ba_default_scale(int64_t head_dim);
 
@@ -139,10 +136,7 @@ typedef struct ba_block_sparse_backward_args {
     ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
 } ba_block_sparse_backward_args;
 
-#define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT                                                                                                           \
-    {                                                                                                                                                \
-        .forward = BA_BLOCK_SPARSE_ARGS_INIT                                                                                                         \
-    }
+#define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT {.forward = BA_BLOCK_SPARSE_ARGS_INIT}
 
 /* Checks all inputs (not dq, dk and dv) and tells the shapes that the outputs must have. */
 BA_API ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape,
@@ -268,10 +262,10 @@ BA_API ba_status ba_block_means_backward(const ba_block_means_backward_args *arg
 
 /* gates = sigmoid(q . weight), three a query head, and out = sum of gates[c] * branch[c]. */
 typedef struct ba_gate_args {
-    ba_tensor q, weight;  /* (.., H, D) and (H, 3, D); not given: the gates are read, or a third each where they are not given either */
-    ba_tensor gates;      /* (.., H, 3) real: read without weight; written with it, where given */
-    ba_tensor branch[3];  /* (.., H, D_v) all of one dtype; not given: only the gates are wanted */
-    ba_tensor out;        /* written: like a branch */
+    ba_tensor q, weight; /* (.., H, D) and (H, 3, D); not given: the gates are read, or a third each where they are not given either */
+    ba_tensor gates;     /* (.., H, 3) real: read without weight; written with it, where given */
+    ba_tensor branch[3]; /* (.., H, D_v) all of one dtype; not given: only the gates are wanted */
+    ba_tensor out;       /* written: like a branch */
     int num_threads;
 } ba_gate_args;
 
@@ -279,9 +273,9 @@ BA_API ba_status ba_gate(const ba_gate_args *args);
 
 /* Gradients of ba_gate from dout, its inputs and its gates. */
 typedef struct ba_gate_backward_args {
-    ba_tensor q, weight;   /* not given: no dq, no dweight */
-    ba_tensor gates;       /* not given: a third each */
-    ba_tensor branch[3];   /* needed for all but dbranch */
+    ba_tensor q, weight; /* not given: no dq, no dweight */
+    ba_tensor gates;     /* not given: a third each */
+    ba_tensor branch[3]; /* needed for all but dbranch */
     ba_tensor dout;
     ba_tensor dbranch[3];  /* written: gates[c] * dout */
     ba_tensor dgates;      /* not given, or written: (.., H, 3) real, dout . branch[c] */
@@ -300,17 +294,17 @@ BA_API ba_status ba_gate_backward(const ba_gate_backward_args *args);
  * Else: a row a tile of queries and query head. A block's score is its compressed key's product with the mean query; causal:
  * blocks that begin before the tile's end. compress_stride and select_block are compress_block then. */
 typedef struct ba_nsa_select_args {
-    ba_tensor q, k_cmp;          /* (B, N, H, D) and (B, blocks, H_kv, D), or packed; one dtype */
-    ba_tensor lse;               /* tile 0 only: (B, N, H) or (T, H) real: natural log-sum-exp of each query over the k_cmp that it sees */
+    ba_tensor q, k_cmp; /* (B, N, H, D) and (B, blocks, H_kv, D), or packed; one dtype */
+    ba_tensor lse;      /* tile 0 only: (B, N, H) or (T, H) real: natural log-sum-exp of each query over the k_cmp that it sees */
     const int64_t *cu_q, *cu_cmp;
-    int64_t batch;               /* number of sequences, with cu_q */
-    int64_t q_begin;             /* token number of query 0; 0 with cu_q */
-    int64_t tokens;              /* of each whole sequence; with cu_q not looked at */
+    int64_t batch;   /* number of sequences, with cu_q */
+    int64_t q_begin; /* token number of query 0; 0 with cu_q */
+    int64_t tokens;  /* of each whole sequence; with cu_q not looked at */
     double scale;
     int causal;
     int64_t compress_block, compress_stride, select_block, tile, init_blocks, local_blocks;
-    ba_tensor selected;          /* written int32: (B, H_kv, N, n) or (B, H, tiles, n); packed (heads, all rows, n) */
-    ba_tensor selected_cmp;      /* with a tile: not given, or written likewise: the best stretches of cmp_group compressed keys, by their mean score */
+    ba_tensor selected;     /* written int32: (B, H_kv, N, n) or (B, H, tiles, n); packed (heads, all rows, n) */
+    ba_tensor selected_cmp; /* with a tile: not given, or written likewise: the best stretches of cmp_group compressed keys, by their mean score */
     int64_t cmp_group;
     int num_threads;
 } ba_nsa_select_args;

@@ -68,15 +68,14 @@ static ba_status check_lengths(const char *name, const int64_t *lens, int64_t ba
     return BA_OK;
 }
 
-static bool list_heads_fit(const ba_problem *p, int64_t heads) {
-    return heads == 1 || heads == p->heads || (p->routed && heads == p->kv_heads);
-}
+static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads == 1 || heads == p->heads || (p->routed && heads == p->kv_heads); }
 
 /* Lists of sequences one after the other. */
 static ba_status check_rows_in_a_run(const ba_block_sparse_args *args, ba_problem *p) {
     const ba_tensor *t = &args->blocks;
     if (args->layout != BA_TND)
-        return ba_fail(BA_ERROR_VALUE, "cu_rows: expected none with layout %s, whose lists have a batch axis, got some", ba_layout_name(args->layout));
+        return ba_fail(BA_ERROR_VALUE, "cu_rows: expected none with layout %s, whose lists have a batch axis, got some",
+                       ba_layout_name(args->layout));
     int64_t rows = 0;
     for (int64_t b = 0; b <= p->batch; b++) {
         if (args->cu_rows[b] != rows)

@@ -12,10 +12,10 @@
 
 enum {
     GATES = 3,
-    TOKENS_AT_ONCE = 8,   /* whose logits are made together */
-    LOGITS_STRIDE = 16,   /* what the kernel asks for */
-    TOKENS_AN_ITEM = 64,  /* forward */
-    TOKENS_A_SUM = 512,   /* backward: an item's share of dweight is summed by itself, so this fixes its rounding */
+    TOKENS_AT_ONCE = 8,  /* whose logits are made together */
+    LOGITS_STRIDE = 16,  /* what the kernel asks for */
+    TOKENS_AN_ITEM = 64, /* forward */
+    TOKENS_A_SUM = 512,  /* backward: an item's share of dweight is summed by itself, so this fixes its rounding */
 };
 
 typedef struct gate_call {
@@ -33,10 +33,10 @@ typedef struct gate_call {
 } gate_call;
 
 typedef struct gate_scratch {
-    char *logits;                 /* [3][LOGITS_STRIDE] */
-    char *gates;                  /* [TOKENS_AT_ONCE][head][3] */
-    char *row;                    /* of q's gradient, as reals */
-    char *dlogits;                /* [head][3][TOKENS_A_SUM] */
+    char *logits;  /* [3][LOGITS_STRIDE] */
+    char *gates;   /* [TOKENS_AT_ONCE][head][3] */
+    char *row;     /* of q's gradient, as reals */
+    char *dlogits; /* [head][3][TOKENS_A_SUM] */
     char *wide;
     const void **rows;
 } gate_scratch;
@@ -159,7 +159,8 @@ static ba_status take_reals(const char *name, const ba_tensor *t, bool packed, c
 static ba_status take_like(const char *name, const ba_tensor *t, bool packed, const ba_rows *like, int64_t dim, ba_rows *out) {
     BA_TRY(ba_take_rows(name, t, packed ? "(T, H, D)" : "(B, N, H, D)", packed, out));
     if (t->dtype != like->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like the other arrays, got %s", name, ba_dtype_name(like->dtype), ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like the other arrays, got %s", name, ba_dtype_name(like->dtype),
+                       ba_dtype_name(t->dtype));
     return ba_rows_like(name, out, like, "the other arrays", dim);
 }
 
@@ -188,8 +189,8 @@ static void widen_weight(const gate_call *c, const ba_tensor *weight) {
     if (!c->weighted) return;
     memset(c->weight, 0, (size_t)weight_bytes(c));
     for (int64_t row = 0; row < c->heads * GATES; row++) {
-        const void *from = (const char *)weight->data +
-                           (row / GATES * weight->strides[0] + row % GATES * weight->strides[1]) * ba_dtype_size(weight->dtype);
+        const void *from =
+            (const char *)weight->data + (row / GATES * weight->strides[0] + row % GATES * weight->strides[1]) * ba_dtype_size(weight->dtype);
         c->kernels->attend[weight->dtype]->pack_few(c->weight + row * BA_FEW_PAD(c->dim) * c->real_size, &from, 1, c->dim, 1);
     }
 }

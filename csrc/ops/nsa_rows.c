@@ -25,8 +25,8 @@ ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, b
     if (dims[2] > 1 && strides[2] != 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, strides[2]);
     BA_TRY(ba_check_extent(name, t));
-    *out = (ba_rows){t->data, t->dtype, packed ? 1 : t->dims[0],         dims[0],           dims[1],
-                     dims[2], packed ? 0 : t->strides[0] * size, strides[0] * size, strides[1] * size};
+    *out = (ba_rows){t->data,           t->dtype,         packed ? 1 : t->dims[0], dims[0], dims[1], dims[2], packed ? 0 : t->strides[0] * size,
+                     strides[0] * size, strides[1] * size};
     return BA_OK;
 }
 
@@ -86,8 +86,9 @@ static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_t
         expected = 0;
         for (int64_t b = 0; b <= s->count; b++) {
             if (s->cu_blocks[b] != expected)
-                return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected %" PRId64 ", the blocks of the sequences before, got %" PRId64 " at [%" PRId64 "]",
-                               expected, s->cu_blocks[b], b);
+                return ba_fail(BA_ERROR_VALUE,
+                               "cu_blocks: expected %" PRId64 ", the blocks of the sequences before, got %" PRId64 " at [%" PRId64 "]", expected,
+                               s->cu_blocks[b], b);
             if (b < s->count) expected += blocks_in(s, s->cu[b + 1] - s->cu[b]);
         }
     } else {
@@ -156,8 +157,7 @@ static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
 static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, char *out) {
     const ba_attend_family *real = c->kernels->attend[ba_real_of(c->x.dtype)];
     const int64_t *steps = c->weight->strides;
-    for (int64_t d = 0; d < c->x.dim; d++)
-        w->weight_rows[d] = (const char *)c->weight->data + (head * steps[0] + d * steps[1]) * real->real_size;
+    for (int64_t d = 0; d < c->x.dim; d++) w->weight_rows[d] = (const char *)c->weight->data + (head * steps[0] + d * steps[1]) * real->real_size;
     if (c->out.dtype == ba_real_of(c->x.dtype)) {
         real->merge_row(out, w->weight_rows, w->mean, c->x.dim, c->out.dim);
         return;
@@ -283,8 +283,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     }
     BA_TRY(ba_check_threads(a->num_threads));
     c.merge_row = ba_kernels_active()->attend[a->dx.dtype]->merge_row;
-    c.scratch_bytes =
-        ba_round_up((BA_MOST_SUMMANDS + ba_ceil_div(c.s.block, c.s.stride)) * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
+    c.scratch_bytes = ba_round_up((BA_MOST_SUMMANDS + ba_ceil_div(c.s.block, c.s.stride)) * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

@@ -24,7 +24,8 @@ typedef struct select_call {
     int64_t sequences, group, list_heads, dim;
     int64_t narrow, wide; /* strides that a compressed block and a selected block are long */
     int64_t lanes, chunk_keys;
-    int64_t most_blocks, width, most_groups, cmp_width; /* blocks of the longest sequence; places of a row; the same of stretches of compressed keys */
+    int64_t most_blocks, width, most_groups,
+        cmp_width; /* blocks of the longest sequence; places of a row; the same of stretches of compressed keys */
     const ba_kernels *kernels;
     const ba_attend_family *family; /* of real */
     int64_t real_size;
@@ -47,12 +48,12 @@ typedef struct select_scratch {
     int32_t *lo, *hi, *key_index;
     char *packed_k;
     const void **k_rows;
-    char *chunk;        /* scores, then probabilities of a chunk: [key][lane] */
-    char *sum;          /* the same summed over heads */
-    char *scores;       /* of blocks: [block][lane] */
-    entry *heap;        /* [lane][places] */
-    int64_t *used;      /* [lane] */
-    char *threshold;    /* [lane]: what a block must score above */
+    char *chunk;     /* scores, then probabilities of a chunk: [key][lane] */
+    char *sum;       /* the same summed over heads */
+    char *scores;    /* of blocks: [block][lane] */
+    entry *heap;     /* [lane][places] */
+    int64_t *used;   /* [lane] */
+    char *threshold; /* [lane]: what a block must score above */
     int32_t *chosen;
 } select_scratch;
 
@@ -91,10 +92,10 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
 /* ---- One sequence and its rows -------------------------------------------------------------------------------------- */
 
 typedef struct stretch {
-    int64_t sequence, head;     /* KV head where by_query, else query head */
-    int64_t first, rows;        /* lanes of the panel, as rows of the sequence's result */
-    int64_t queries, keys;      /* of the sequence: queries here, compressed keys */
-    int64_t blocks;             /* that can be selected */
+    int64_t sequence, head; /* KV head where by_query, else query head */
+    int64_t first, rows;    /* lanes of the panel, as rows of the sequence's result */
+    int64_t queries, keys;  /* of the sequence: queries here, compressed keys */
+    int64_t blocks;         /* that can be selected */
 } stretch;
 
 static int64_t queries_of(const select_call *c, int64_t n) { return c->args->cu_q ? c->args->cu_q[n + 1] - c->args->cu_q[n] : c->q.tokens; }
@@ -139,11 +140,10 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
         double lse = INFINITY; /* makes the probabilities 0 */
         if (i < at->rows && c->by_query) {
             const int64_t query = at->first + i, token = query + a->q_begin;
-            if (a->causal)
-                sees = token < a->compress_block - 1 ? 0 : ba_min(at->keys, (token - (a->compress_block - 1)) / a->compress_stride + 1);
+            if (a->causal) sees = token < a->compress_block - 1 ? 0 : ba_min(at->keys, (token - (a->compress_block - 1)) / a->compress_stride + 1);
             const int64_t *steps = a->lse.strides;
-            const int64_t place = a->cu_q ? (a->cu_q[at->sequence] + query) * steps[0] + head * steps[1]
-                                          : at->sequence * steps[0] + query * steps[1] + head * steps[2];
+            const int64_t place =
+                a->cu_q ? (a->cu_q[at->sequence] + query) * steps[0] + head * steps[1] : at->sequence * steps[0] + query * steps[1] + head * steps[2];
             lse = ba_get_real(a->lse.data, place, c->real_size) * LOG2_E;
             if (lse == -INFINITY) lse = INFINITY;
         }
@@ -182,8 +182,7 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
     }
     const ba_pack_rows_fn pack = c->kernels->cache[c->k.dtype]->pack;
     if (pack) pack(s->packed_k, rows, rows, NULL, keys, c->dim);
-    return (ba_chunk){
-        .keys = keys, .head_dim = c->dim, .v_dim = 1, .k_rows = rows, .v_rows = rows, .key_index = s->key_index, .scratch = s->chunk};
+    return (ba_chunk){.keys = keys, .head_dim = c->dim, .v_dim = 1, .k_rows = rows, .v_rows = rows, .key_index = s->key_index, .scratch = s->chunk};
 }
 
 /* Sum over the group's heads of the probabilities of each compressed key, added to the blocks that it overlaps. */
@@ -301,8 +300,7 @@ static int by_rising_number(const void *left, const void *right) {
 }
 
 /* Writes a row: what is always selected, what the lane's heap holds, in rising order. */
-static void write_row(const select_call *c, const select_scratch *s, const stretch *at, int64_t lane, const rules *r,
-                      const ba_tensor *out) {
+static void write_row(const select_call *c, const select_scratch *s, const stretch *at, int64_t lane, const rules *r, const ba_tensor *out) {
     const int64_t *steps = out->strides, width = out->dims[out->ndim - 1];
     int64_t n = 0, row = at->first + lane;
     for (int64_t b = 0; b < r->init; b++) s->chosen[n++] = (int32_t)b;
@@ -310,7 +308,8 @@ static void write_row(const select_call *c, const select_scratch *s, const stret
     for (int64_t i = 0; i < s->used[lane]; i++) s->chosen[n++] = (int32_t)s->heap[lane * places_kept(c) + i].block;
     qsort(s->chosen, (size_t)n, sizeof *s->chosen, by_rising_number);
     for (int64_t b = 0; c->args->cu_q && b < at->sequence; b++) row += rows_of(c, b);
-    int32_t *to = (int32_t *)out->data + (c->args->cu_q ? at->head * steps[0] + row * steps[1] : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
+    int32_t *to = (int32_t *)out->data +
+                  (c->args->cu_q ? at->head * steps[0] + row * steps[1] : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
     for (int64_t i = 0; i < width; i++) to[i * steps[out->ndim - 1]] = i < n ? s->chosen[i] : -1;
 }
 
@@ -406,16 +405,22 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
     const struct {
         const char *name;
         int64_t value, least;
-    } sizes[] = {{"compress_block_size", a->compress_block, 1}, {"compress_stride", a->compress_stride, 1}, {"select_block_size", a->select_block, 1},
-                 {"q_tile_size", a->tile, 0},                   {"init_blocks", a->init_blocks, 0},         {"local_blocks", a->local_blocks, 0},
+    } sizes[] = {{"compress_block_size", a->compress_block, 1},
+                 {"compress_stride", a->compress_stride, 1},
+                 {"select_block_size", a->select_block, 1},
+                 {"q_tile_size", a->tile, 0},
+                 {"init_blocks", a->init_blocks, 0},
+                 {"local_blocks", a->local_blocks, 0},
                  {"q_begin", a->q_begin, 0}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].least || sizes[i].value > INT32_MAX / 2)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a number from %" PRId64 " to %d, got %" PRId64, sizes[i].name, sizes[i].least, INT32_MAX / 2,
                            sizes[i].value);
     if (a->compress_block % a->compress_stride || a->select_block % a->compress_stride)
-        return ba_fail(BA_ERROR_VALUE, "compress_stride: expected a divisor of compress_block_size = %" PRId64 " and of select_block_size = %" PRId64
-                                       ", got %" PRId64, a->compress_block, a->select_block, a->compress_stride);
+        return ba_fail(BA_ERROR_VALUE,
+                       "compress_stride: expected a divisor of compress_block_size = %" PRId64 " and of select_block_size = %" PRId64
+                       ", got %" PRId64,
+                       a->compress_block, a->select_block, a->compress_stride);
     if (!c->by_query && (a->compress_stride != a->compress_block || a->select_block != a->compress_block))
         return ba_fail(BA_ERROR_VALUE, "compress_stride: expected compress_block_size = %" PRId64 " with tiles, got %" PRId64, a->compress_block,
                        a->compress_stride);
@@ -434,7 +439,8 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     if (!a->cu_q) {
         c->sequences = c->q.batch;
         if (a->tokens < a->q_begin + c->q.tokens)
-            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from %" PRId64 " on, got %" PRId64, a->tokens, a->q_begin, c->q.tokens);
+            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from %" PRId64 " on, got %" PRId64, a->tokens, a->q_begin,
+                           c->q.tokens);
         if (c->k.batch != c->q.batch || c->k.tokens != complete_blocks(a, a->tokens))
             return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", %" PRId64 ", Hkv, D), got %s", c->q.batch, complete_blocks(a, a->tokens),
                            ba_shape_text(&a->k_cmp).chars);

@@ -145,7 +145,8 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     ba_status status;
     PyObject *out = NULL, *lse = NULL, *result = NULL;
 
-    if (arg_flag(values[FORWARD_return_lse], "return_lse", &return_lse) < 0 || read_block_sparse(state, values, values + FORWARD_cu_rows, &call, &bits_as) < 0)
+    if (arg_flag(values[FORWARD_return_lse], "return_lse", &return_lse) < 0 ||
+        read_block_sparse(state, values, values + FORWARD_cu_rows, &call, &bits_as) < 0)
         goto done;
     WITHOUT_GIL(status = ba_block_sparse_check(&call.args, &out_shape, &lse_shape));
     if (arg_check(status) < 0) goto done;

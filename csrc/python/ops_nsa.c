@@ -130,12 +130,11 @@ PyObject *py_block_means_backward(PyObject *module, PyObject *const *args, Py_ss
     held_call call = {0};
     ba_block_means_backward_args a = {0};
     PyObject *result = NULL;
-    const bool failed = begin(&call, module, values[7]) < 0 || hold(&call, values[0], "dout", ARG_FLOATS, &a.dout) < 0 ||
-                        hold_output(&call, values[1], "dx", ARG_FLOATS, &a.dx) < 0 ||
-                        hold_each(&call, values[2], more_names, BA_MOST_SUMMANDS, false, a.more) < 0 ||
-                        arg_int64(values[3], "block_size", &a.block_size) < 0 || arg_int64(values[4], "stride", &a.stride) < 0 ||
-                        hold_sequences(&call, values[5], values[6], &a.cu, &a.cu_blocks, &a.batch) < 0 ||
-                        arg_threads(values[8], "num_threads", &a.num_threads) < 0;
+    const bool failed =
+        begin(&call, module, values[7]) < 0 || hold(&call, values[0], "dout", ARG_FLOATS, &a.dout) < 0 ||
+        hold_output(&call, values[1], "dx", ARG_FLOATS, &a.dx) < 0 || hold_each(&call, values[2], more_names, BA_MOST_SUMMANDS, false, a.more) < 0 ||
+        arg_int64(values[3], "block_size", &a.block_size) < 0 || arg_int64(values[4], "stride", &a.stride) < 0 ||
+        hold_sequences(&call, values[5], values[6], &a.cu, &a.cu_blocks, &a.batch) < 0 || arg_threads(values[8], "num_threads", &a.num_threads) < 0;
     FINISH(failed, ba_block_means_backward(&a));
 }
 
@@ -157,21 +156,19 @@ PyObject *py_gate(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyO
 }
 
 PyObject *py_gate_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"q",         "gate_proj_weight", "gates", "branches",           "dout",  "dbranches",
-                                        "dgates", "dq",               "dgate_proj_weight", "dtype", "num_threads"};
+    static const char *const names[] = {"q",  "gate_proj_weight",  "gates", "branches",   "dout", "dbranches", "dgates",
+                                        "dq", "dgate_proj_weight", "dtype", "num_threads"};
     SORT_ARGUMENTS(gate_backward, 11, 9);
     held_call call = {0};
     ba_gate_backward_args a = {0};
     PyObject *result = NULL;
-    const bool failed = begin(&call, module, values[9]) < 0 || hold(&call, values[0], "q", ARG_FLOATS, &a.q) < 0 ||
-                        hold(&call, values[1], "gate_proj_weight", ARG_FLOATS, &a.weight) < 0 ||
-                        hold(&call, values[2], "gates", ARG_LSE, &a.gates) < 0 ||
-                        hold_each(&call, values[3], branch_names, 3, false, a.branch) < 0 || hold(&call, values[4], "dout", ARG_FLOATS, &a.dout) < 0 ||
-                        hold_each(&call, values[5], gradient_names, 3, true, a.dbranch) < 0 ||
-                        hold_output(&call, values[6], "dgates", ARG_LSE, &a.dgates) < 0 ||
-                        hold_output(&call, values[7], "dq", ARG_FLOATS, &a.dq) < 0 ||
-                        hold_output(&call, values[8], "dgate_proj_weight", ARG_LSE, &a.dweight) < 0 ||
-                        arg_threads(values[10], "num_threads", &a.num_threads) < 0;
+    const bool failed =
+        begin(&call, module, values[9]) < 0 || hold(&call, values[0], "q", ARG_FLOATS, &a.q) < 0 ||
+        hold(&call, values[1], "gate_proj_weight", ARG_FLOATS, &a.weight) < 0 || hold(&call, values[2], "gates", ARG_LSE, &a.gates) < 0 ||
+        hold_each(&call, values[3], branch_names, 3, false, a.branch) < 0 || hold(&call, values[4], "dout", ARG_FLOATS, &a.dout) < 0 ||
+        hold_each(&call, values[5], gradient_names, 3, true, a.dbranch) < 0 || hold_output(&call, values[6], "dgates", ARG_LSE, &a.dgates) < 0 ||
+        hold_output(&call, values[7], "dq", ARG_FLOATS, &a.dq) < 0 || hold_output(&call, values[8], "dgate_proj_weight", ARG_LSE, &a.dweight) < 0 ||
+        arg_threads(values[10], "num_threads", &a.num_threads) < 0;
     FINISH(failed, ba_gate_backward(&a));
 }
 
@@ -189,10 +186,14 @@ static int read_sizes(PyObject *const *values, ba_nsa_select_args *a) {
     const struct {
         int index;
         int64_t *value;
-    } sizes[] = {{SELECT_compress_block_size, &a->compress_block}, {SELECT_compress_stride, &a->compress_stride},
-                 {SELECT_select_block_size, &a->select_block},     {SELECT_q_tile_size, &a->tile},
-                 {SELECT_init_blocks, &a->init_blocks},            {SELECT_local_blocks, &a->local_blocks},
-                 {SELECT_q_begin, &a->q_begin},                    {SELECT_tokens, &a->tokens},
+    } sizes[] = {{SELECT_compress_block_size, &a->compress_block},
+                 {SELECT_compress_stride, &a->compress_stride},
+                 {SELECT_select_block_size, &a->select_block},
+                 {SELECT_q_tile_size, &a->tile},
+                 {SELECT_init_blocks, &a->init_blocks},
+                 {SELECT_local_blocks, &a->local_blocks},
+                 {SELECT_q_begin, &a->q_begin},
+                 {SELECT_tokens, &a->tokens},
                  {SELECT_cmp_group, &a->cmp_group}};
     for (size_t i = 0; i < COUNT_OF(sizes); i++)
         if (arg_int64(values[sizes[i].index], select_names[sizes[i].index], sizes[i].value) < 0) return -1;
@@ -205,14 +206,13 @@ PyObject *py_nsa_select(PyObject *module, PyObject *const *args, Py_ssize_t narg
     held_call call = {0};
     ba_nsa_select_args a = {0};
     PyObject *result = NULL;
-    const bool failed = begin(&call, module, values[SELECT_dtype]) < 0 || hold(&call, values[SELECT_q], "q", ARG_FLOATS, &a.q) < 0 ||
-                        hold(&call, values[SELECT_k_cmp], "k_cmp", ARG_FLOATS, &a.k_cmp) < 0 ||
-                        hold(&call, values[SELECT_lse], "lse", ARG_LSE, &a.lse) < 0 ||
-                        hold_output(&call, values[SELECT_block_indices], "block_indices", ARG_TABLES, &a.selected) < 0 ||
-                        hold_output(&call, values[SELECT_cmp_block_indices], "cmp_block_indices", ARG_TABLES, &a.selected_cmp) < 0 ||
-                        arg_double(values[SELECT_scale], "scale", &a.scale) < 0 || arg_flag(values[SELECT_causal], "causal", &a.causal) < 0 ||
-                        read_sizes(values, &a) < 0 ||
-                        hold_sequences(&call, values[SELECT_cu_seqlens], values[SELECT_cu_blocks], &a.cu_q, &a.cu_cmp, &a.batch) < 0 ||
-                        arg_threads(values[SELECT_num_threads], "num_threads", &a.num_threads) < 0;
+    const bool failed =
+        begin(&call, module, values[SELECT_dtype]) < 0 || hold(&call, values[SELECT_q], "q", ARG_FLOATS, &a.q) < 0 ||
+        hold(&call, values[SELECT_k_cmp], "k_cmp", ARG_FLOATS, &a.k_cmp) < 0 || hold(&call, values[SELECT_lse], "lse", ARG_LSE, &a.lse) < 0 ||
+        hold_output(&call, values[SELECT_block_indices], "block_indices", ARG_TABLES, &a.selected) < 0 ||
+        hold_output(&call, values[SELECT_cmp_block_indices], "cmp_block_indices", ARG_TABLES, &a.selected_cmp) < 0 ||
+        arg_double(values[SELECT_scale], "scale", &a.scale) < 0 || arg_flag(values[SELECT_causal], "causal", &a.causal) < 0 ||
+        read_sizes(values, &a) < 0 || hold_sequences(&call, values[SELECT_cu_seqlens], values[SELECT_cu_blocks], &a.cu_q, &a.cu_cmp, &a.batch) < 0 ||
+        arg_threads(values[SELECT_num_threads], "num_threads", &a.num_threads) < 0;
     FINISH(failed, ba_nsa_select(&a));
 }
