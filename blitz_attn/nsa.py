@@ -407,8 +407,8 @@ def nsa(
     -----
     ``mode="paper"`` follows the paper [1]_: compressed block i holds tokens ``[i d, i d + l)`` and is visible to query t when it is
     complete, ``i d + l - 1 <= t``. The probabilities of the compressed branch, summed over the heads of a KV group, score the blocks of
-    l' tokens: block j gets ``p[(l'/d) j + m - n]`` for all ``m < l'/d`` and ``n < l/d`` (Eq. 9 and 10), which is how often the two overlap. Each
-    query and KV head selects n blocks that begin at or before it.
+    l' tokens: block j gets ``p[(l'/d) j + m - n]`` for all ``m < l'/d`` and ``n < l/d`` (Eq. 9 and 10), which is how often the two
+    overlap. Each query and KV head selects n blocks that begin at or before it.
 
     ``mode="mslk"`` follows upstream's reference [2]_: blocks do not overlap, block j is visible from its *first* token on, and each tile
     of queries and query head selects by the product of the compressed keys with the tile's mean query, among complete blocks that begin
