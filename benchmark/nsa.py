@@ -311,7 +311,7 @@ def measured(problem: Problem, threads: int, dense: Dense, expected: float, args
         if not warmup:  # the first turn needs what the others left
             repeats = 1
         calls |= parts
-    share = 1 / (len(calls) * (repeats + warmup) * len(args.threads))
+    share = problem.tokens / args.tokens[-1] / (len(calls) * (repeats + warmup) * len(args.threads))
     contenders = [
         Contender(
             f"{problem.tokens} tokens, {name}", call, share,
