@@ -1,5 +1,9 @@
 """The functions that torch differentiates: gradcheck by torch itself, dtypes, what is shared and what is refused."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -146,6 +150,14 @@ def test_backward_twice_on_one_graph():
     first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
     for a, b in zip(first, torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_example_trains():
+    """Two steps of the example: seeing it through takes two minutes."""
+    script = Path(__file__).resolve().parent.parent / "examples" / "train_recall.py"
+    options = ["--attention", "nsa", "--steps", "2", "--batch", "2", "--every", "1"]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, encoding="utf-8", timeout=300, check=True)
+    assert [line.split()[:2] for line in done.stdout.splitlines()[2:]] == [["nsa", "1"], ["nsa", "2"]]
 
 
 # ---- What is refused --------------------------------------------------------------------------------------------------------

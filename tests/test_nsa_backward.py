@@ -354,7 +354,7 @@ def test_gating_backward(dtype, weighted, packed):
 
 def check_branch_backward(name, args, options):
     """Gradients of a branch by itself, from the reference's result and log-sum-exp, at every level."""
-    out, lse = (x.astype(np.float32) for x in getattr(reference, name)(*args, return_lse=True, **options))
+    out, lse = (np.ascontiguousarray(x, np.float32) for x in getattr(reference, name)(*args, return_lse=True, **options))
     dout = tensors(out.shape, seed=17)
     call = (dout, *args[:3], out, lse, *args[3:])
     exact = getattr(reference, f"{name}_backward")(*call, **options)
@@ -412,7 +412,7 @@ def test_a_context_of_another_call():
         with pytest.raises(ValueError, match=r"^dout: expected shape .+, got \(2, 40, 4, 16\)"):
             library.nsa_backward(dout, run(*other, **PAPER)[1])
     _, packed = run(q.reshape(80, 4, 16), k.reshape(80, 2, 16), v.reshape(80, 2, 16), cu_seqlens=[0, 40, 80], **PAPER)
-    with pytest.raises(ValueError, match=r"^dout: expected shape \(80, 4, 16\).*, got \(2, 40, 4, 16\)"):
+    with pytest.raises(ValueError, match=r"^dout: expected shape .*\(80, 4, 16\).*, got \(2, 40, 4, 16\)"):
         library.nsa_backward(dout, packed)
 
 

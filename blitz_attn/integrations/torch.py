@@ -62,8 +62,7 @@ def _functions() -> _Functions:
     class BlockSparseAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Any, k: Any, v: Any, sabi: Any, options: dict[str, Any]) -> Any:
-            rows = [_rows(x) for x in (q, k, v)]
-            out, lse = _attend(*rows, sabi, return_lse=True, **options)
+            out, lse = _attend(_rows(q), _rows(k), _rows(v), sabi, return_lse=True, **options)
             ctx.save_for_backward(q, k, v, out, lse)
             ctx.sabi, ctx.options = sabi, options
             ctx.set_materialize_grads(False)
@@ -76,15 +75,15 @@ def _functions() -> _Functions:
             with torch.no_grad():
                 dout = torch.zeros_like(out) if dout is None else _rows(dout)
                 dlse = None if dlse is None else _rows(dlse)
-                rows = [_rows(x) for x in (q, k, v)]
-                grads = _attend_backward(dout, *rows, out.detach(), lse.detach(), ctx.sabi, dlse=dlse, **ctx.options)
+                arrays = (_rows(q), _rows(k), _rows(v), out.detach(), lse.detach(), ctx.sabi)
+                grads = _attend_backward(dout, *arrays, dlse=dlse, **ctx.options)
             wanted = tuple(x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
             return (*once("block_sparse_attention", wanted, sources), None, None)
 
     class NativeSparseAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
-            rows = {name: None if x is None else _rows(x) for name, x in zip(_NSA_TENSORS, tensors, strict=True)}
+            rows: dict[str, Any] = {name: None if x is None else _rows(x) for name, x in zip(_NSA_TENSORS, tensors, strict=True)}
             out, ctx.kept = _nsa(**rows, **options, return_context=True)
             ctx.save_for_backward(*tensors)  # the context holds them too, but only torch notices when one is changed in place
             ctx.num_threads = options.get("num_threads")
