@@ -262,7 +262,7 @@ BA_API ba_status ba_block_means_backward(const ba_block_means_backward_args *arg
 
 /* gates = sigmoid(q . weight), three a query head, and out = sum of gates[c] * branch[c]. */
 typedef struct ba_gate_args {
-    ba_tensor q, weight; /* (.., H, D) and (H, 3, D); not given: the gates are read, or a third each where they are not given either */
+    ba_tensor q, weight; /* (.., H, D) and (H, 3, D) real; not given: the gates are read, or a third each where they are not given either */
     ba_tensor gates;     /* (.., H, 3) real: read without weight; written with it, where given */
     ba_tensor branch[3]; /* (.., H, D_v) all of one dtype; not given: only the gates are wanted */
     ba_tensor out;       /* written: like a branch */

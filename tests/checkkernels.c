@@ -434,6 +434,17 @@ static void check_patterns_in(test_case *c) {
     }
 }
 
+/* Where pack_few puts an element: queries that are taken together stand side by side, a vector of each. */
+static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
+    const int64_t vector = c->s.f->lanes[1];
+    for (int64_t first = 0, together;; first += together) {
+        const int64_t left = c->queries - first;
+        together = vector >= 16 && left >= 8 ? 8 : vector >= 4 && left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (query < first + together)
+            return first * BA_FEW_PAD(c->head_dim) + d / vector * vector * together + (query - first) * vector + d % vector;
+    }
+}
+
 /* pack_queries through scores, whose keys are the axes: each score is one packed element, whatever the family's format. */
 static void check_pack_queries(test_case *c) {
     record *r = &records[PACK_QUERIES];
@@ -449,7 +460,7 @@ static void check_pack_queries(test_case *c) {
         const double *got = NULL;
         if (c->variant == FEW) {
             for (int64_t i = 0; i < c->queries; i++)
-                for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, i * BA_FEW_PAD(c->head_dim) + d);
+                for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, place_of_few(c, i, d));
             got = scores[0];
         } else if (c->s.f->scores[c->variant]) {
             c->s.f->scores[c->variant](&panel, &chunk, place(ROW_MAX, c->lanes * c->s.f->real_size));
@@ -574,7 +585,7 @@ static void check_few_scores(test_case *c) {
         const void **rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, c->keys, c->head_dim);
         const int64_t room = ba_round_up(c->keys, 16), stride = room + pick(20);
         const void *got = place(SCRATCH, ((c->queries - 1) * stride + room) * c->s.f->real_size);
-        c->s.cache->scores(panel.q, c->queries, rows, c->keys, 0, c->head_dim, (void *)(uintptr_t)got, stride);
+        c->s.cache->scores(panel.q, c->queries, rows, 0, NULL, c->keys, c->head_dim, (void *)(uintptr_t)got, stride);
         require(&records[SCORES], neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int64_t i = 0; i < c->queries; i++)
             for (int64_t j = 0; j < c->keys; j++) {

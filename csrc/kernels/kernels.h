@@ -20,7 +20,6 @@ enum {
     BA_MAX_HEAD_DIM = 576,
     BA_PANEL_WIDTHS = 2, /* a wide panel, and a narrow one for what is left over */
     BA_MAX_LANES = 64,   /* no panel is wider */
-    BA_FEW_AHEAD = 48,   /* keys between a row's prefetch and its use, in the kernels for few queries */
     BA_FEW_QUERIES = 8,  /* queries that the kernel for few queries takes at most */
     BA_MAX_CHUNK = 512,  /* keys; tuning.c chooses at most this */
     BA_PACK_PAD = 16,    /* packed rows are padded to a multiple of this many elements */
@@ -43,7 +42,10 @@ typedef struct ba_chunk {
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM */
     const void *const *k_rows; /* [keys]; in the input dtype where the family reads in place, else what pack_k set */
     const void *const *v_rows; /* [keys] */
-    int64_t ahead;             /* entries beyond keys that k_rows and v_rows have: rows that are wanted next, to be prefetched */
+    int64_t k_offset;          /* few only: a row begins so many bytes behind k_rows[j]; the heads of a token share its pointer */
+    int64_t v_offset;
+    const void *const *k_next; /* few only: [keys], rows to be prefetched meanwhile, in the order they lie in; NULL: none */
+    const void *const *v_next;
     const int32_t *key_index;  /* [keys], rising; looked at only where the panel has lo and hi */
     const float *k_scale;      /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
     const float *v_scale;      /* few only: the same of V */
@@ -67,7 +69,7 @@ typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
-/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q is [query][BA_FEW_PAD(head_dim)],
+/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for [queries][BA_FEW_PAD(head_dim)] reals, as pack_few left them,
  * o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [query], and K and V are read in place in the dtype they have.
  * Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
@@ -184,10 +186,11 @@ typedef struct ba_attend_family {
     ba_store_row_fn store_row;
 } ba_attend_family;
 
-/* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. rows
- * has `ahead` entries beyond keys, which are prefetched. */
+/* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. Offset
+ * and next are those of ba_chunk. */
 #define BA_SCORES_FEW(name)                                                                                                                          \
-    void name(const void *q, int64_t queries, const void *const *rows, int64_t keys, int64_t ahead, int64_t dim, void *scores, int64_t stride)
+    void name(const void *q, int64_t queries, const void *const *rows, int64_t offset, const void *const *next, int64_t keys, int64_t dim,           \
+              void *scores, int64_t stride)
 typedef BA_SCORES_FEW((*ba_scores_few_fn));
 
 /* Largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype; NULL: not wanted. Largest and smallest
@@ -237,12 +240,14 @@ const ba_kernels *ba_kernels_active(void);
 typedef struct ba_tuning {
     int64_t chunk_keys;   /* keys a chunk */
     int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t split_keys;   /* keys a part, where a few queries' keys are split among threads: a multiple of chunk_keys */
     int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
     int64_t gradient_keys;    /* keys a chunk of the backward pass */
     int64_t gradient_queries; /* queries of one of its tiles */
     int64_t gradient_tiles;   /* of its tiles that walk side by side */
     double inline_flops;  /* calls with less work than this run in the caller's thread */
+    int64_t split_keys;   /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
+    int64_t few_keys;     /* keys a chunk, where few queries meet the keys of several heads side by side */
+    int64_t few_bytes;    /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
 } ba_tuning;
 
 const ba_tuning *ba_tuning_at(ba_isa level);

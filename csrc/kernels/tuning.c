@@ -6,10 +6,10 @@
  * tile_queries: one widening of a bf16 or fp16 chunk serves this many queries; queries and output stay in L2. */
 /* clang-format off */
 static const ba_tuning rows[BA_ISA_COUNT] = {
-    /*                     chunk_keys  tile_queries  split_keys  group_tiles  gradient: keys  queries  tiles  inline_flops */
-    [BA_ISA_PORTABLE] = {         128,          128,       2048,           4,               128,     128,     4,          4e5 },
-    [BA_ISA_AVX2]     = {         256,          128,       2048,           4,               128,     128,     4,          4e6 },
-    [BA_ISA_AVX512]   = {         256,          128,       2048,           4,               128,     128,     4,          8e6 },
+    /*                     chunk_keys  tile_queries  group_tiles  gradient: keys  queries  tiles  inline_flops  split_keys  few_keys  few_bytes */
+    [BA_ISA_PORTABLE] = {         128,          128,           4,            128,     128,     4,          4e5,       2048,       64, 128 << 10 },
+    [BA_ISA_AVX2]     = {         256,          128,           4,            128,     128,     4,          4e6,       2048,       64, 128 << 10 },
+    [BA_ISA_AVX512]   = {         256,          128,           4,            128,     128,     4,          8e6,       2048,       32, 256 << 10 },
 };
 /* clang-format on */
 

@@ -24,6 +24,8 @@
 #undef BA_HAVE_V_EXP2
 #undef BA_HAVE_V_CONVERT
 #undef BA_HAVE_V_BYTES
+#undef BA_HAVE_V_E4M3
+#undef BA_HAVE_V_REPEAT
 
 #undef BA_CAT_
 #undef BA_CAT
@@ -78,9 +80,21 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 #endif
 #endif
 
+/* Queries that the kernel for few takes at a time, of so many that are left: a power of two. */
+#define BA_FEW_TOGETHER(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
+
 /* The larger of a and b; b where either is NaN (as MAXPS has it). */
 #ifndef BA_HAVE_V_MAX
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a, b); }
+#endif
+
+/* Lane i is p[i % n]; n is a constant, a power of two up to BA_LANES. */
+#ifndef BA_HAVE_V_REPEAT
+BA_INLINE vec NAME(v_repeat)(const real *p, const int n) {
+    vec a;
+    for (int i = 0; i < BA_LANES; i++) a[i] = p[i % n];
+    return a;
+}
 #endif
 
 /* 2^x for x <= 0 or a little above. 0 for -inf and for all that is too small, NaN for NaN. */
@@ -174,6 +188,7 @@ BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) {
 }
 #endif
 BA_INLINE vec NAME(v_from_i8)(const int8_t *p) { return __builtin_convertvector(NAME(v_load_i8)(p), vec); }
+#ifndef BA_HAVE_V_E4M3
 /* e4m3 (no infinity, NaN where all of exponent and mantissa are set): the bits are moved to float's places and the exponent's
  * bias is mended; small numbers go by way of integers, not of subnormals. */
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
@@ -184,6 +199,7 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     value = NAME(v_select)((ivec)(magnitude == 0x7f), NAME(v_set1)((real)NAN), value);
     return (vec)((ivec)value | ((bits & 0x80) << 24));
 }
+#endif
 #endif
 
 /* Two vectors' lanes put together anew, by constants: LOW takes the lanes of a with bit `step` unset and, in between, those
@@ -238,6 +254,16 @@ BA_INLINE vec NAME(v_sum_each)(vec *rows) {
     return rows[0];
 }
 #undef BA_SUM_ROUND
+
+/* Lane i of the result is lane i ^ step of x; step is a constant, a power of two below BA_LANES. */
+#define BA_OTHER(j, step) (((j) ^ (step)) % BA_LANES)
+BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
+    if (step == 8) return BA_INTERLEAVE(BA_OTHER, 8, x, x);
+    if (step == 4) return BA_INTERLEAVE(BA_OTHER, 4, x, x);
+    if (step == 2) return BA_INTERLEAVE(BA_OTHER, 2, x, x);
+    return BA_INTERLEAVE(BA_OTHER, 1, x, x);
+}
+#undef BA_OTHER
 #undef BA_LOW
 #undef BA_HIGH
 #undef BA_LANES_2

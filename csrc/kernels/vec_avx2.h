@@ -14,3 +14,20 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 #define BA_HAVE_V_BYTES 1
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+
+/* By way of float16, whose bias is 8 greater: exponent and mantissa 7 places up, which takes subnormals along; e4m3's only NaN
+ * becomes one. */
+#define BA_HAVE_V_E4M3 1
+BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+    const __m128i bits = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7), _mm_set1_epi16((short)0xbf80));
+    const __m128i nan = _mm_cmpeq_epi16(_mm_or_si128(bits, _mm_set1_epi16((short)0x8000)), _mm_set1_epi16((short)0xbf80));
+    return (vec)_mm256_cvtph_ps(_mm_or_si128(bits, nan)) * 256.0f;
+}
+
+#define BA_HAVE_V_REPEAT 1
+BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
+    if (n == 8) return (vec)_mm256_loadu_ps(p);
+    if (n == 4) return (vec)_mm256_broadcast_ps((const __m128 *)p);
+    if (n == 2) return (vec)_mm256_castpd_ps(_mm256_broadcast_sd((const double *)p));
+    return (vec)_mm256_set1_ps(*p);
+}

@@ -23,3 +23,22 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 #define BA_HAVE_V_BYTES 1
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+
+/* By way of float16, whose bias is 8 greater: exponent and mantissa 7 places up, which takes subnormals along; e4m3's only NaN
+ * becomes one. */
+#define BA_HAVE_V_E4M3 1
+BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+    const __m256i bits =
+        _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7), _mm256_set1_epi16((short)0xbf80));
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_or_si256(bits, _mm256_set1_epi16((short)0x8000)), _mm256_set1_epi16((short)0xbf80));
+    return (vec)_mm512_cvtph_ps(_mm256_or_si256(bits, nan)) * 256.0f;
+}
+
+#define BA_HAVE_V_REPEAT 1
+BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
+    if (n == 16) return (vec)_mm512_loadu_ps(p);
+    if (n == 8) return (vec)_mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+    if (n == 4) return (vec)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    if (n == 2) return (vec)_mm512_castpd_ps(_mm512_broadcastsd_pd(_mm_load_sd((const double *)p)));
+    return (vec)_mm512_set1_ps(*p);
+}

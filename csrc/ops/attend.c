@@ -28,6 +28,7 @@ typedef struct panel_state {
 
 typedef struct tile_state {
     ba_tile tile;
+    int64_t head;   /* KV head: the item's first, or so many after it */
     int walk;       /* index of the list it shares */
     ba_range range; /* keys that some query sees */
     int panels;
@@ -38,8 +39,8 @@ typedef struct tile_state {
 typedef struct chunk_rows {
     int walk;
     int64_t keys;
-    const void **k_rows, **v_rows; /* room for BA_FEW_AHEAD more */
-    float *k_scale, *v_scale;
+    const void **k_rows, **v_rows;          /* of the item's first head */
+    const float **k_scale_at, **v_scale_at; /* likewise */
     int32_t *key_index;
 } chunk_rows;
 
@@ -49,6 +50,8 @@ typedef struct worker_scratch {
     uint64_t *bitmaps;
     char *packed_k, *packed_v, *scores, *lse;
     const void **packed_k_rows, **packed_v_rows, **rows;
+    const void **k_next, **v_next; /* [head][key], rows to be prefetched */
+    float *k_scale, *v_scale;
     chunk_rows chunk[2]; /* the one at hand and the one after it */
     tile_state *tiles;
 } worker_scratch;
@@ -72,7 +75,8 @@ static int64_t tile_room(const call *c) { return ba_round_up(c->plan.tile_querie
 static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t tiles = c->plan.group_tiles, lanes = tiles * tile_room(c), keys = c->tuning->chunk_keys;
+    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->tuning->chunk_keys, c->tuning->few_keys);
+    const int64_t lanes = tiles * ba_max(tile_room(c), c->plan.few_heads * BA_FEW_QUERIES);
     const int64_t pad_k = ba_round_up(p->head_dim, BA_PACK_PAD), pad_v = ba_round_up(p->v_dim, BA_PACK_PAD);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
@@ -88,14 +92,18 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
+    w->k_next = (const void **)ba_take(base, &used, c->plan.few_heads * c->tuning->few_keys * (int64_t)sizeof(void *));
+    w->v_next = (const void **)ba_take(base, &used, c->plan.few_heads * c->tuning->few_keys * (int64_t)sizeof(void *));
+    w->k_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
+    w->v_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
     for (int i = 0; i < 2; i++) {
-        w->chunk[i].k_rows = (const void **)ba_take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
-        w->chunk[i].v_rows = (const void **)ba_take(base, &used, (keys + BA_FEW_AHEAD) * (int64_t)sizeof(void *));
-        w->chunk[i].k_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
-        w->chunk[i].v_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
+        w->chunk[i].k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+        w->chunk[i].v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+        w->chunk[i].k_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
+        w->chunk[i].v_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
         w->chunk[i].key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     }
-    w->tiles = (tile_state *)ba_take(base, &used, tiles * (int64_t)sizeof(tile_state));
+    w->tiles = (tile_state *)ba_take(base, &used, tiles * c->plan.few_heads * (int64_t)sizeof(tile_state));
     return used;
 }
 
@@ -139,14 +147,17 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
     t->range.hi = ba_max(t->range.hi, s->any.hi);
 }
 
-static void open_tile(const call *c, const worker_scratch *w, const ba_item *item, int64_t index, tile_state *t) {
+/* The item's tile number `index`: all tiles of its first head, then those of the next. */
+static void open_tile(const call *c, const worker_scratch *w, const ba_item *item, int64_t index) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
     const bool few = ba_plan_few(&c->plan, item->batch);
-    t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head, index);
+    tile_state *t = &w->tiles[index];
+    t->head = index / item->tiles;
+    t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head + t->head, item->first_tile + index % item->tiles);
     t->range = (ba_range){INT64_MAX, 0};
     t->panels = 0;
-    int64_t at = (index - item->first_tile) * tile_room(c);
+    int64_t at = index * (few ? BA_FEW_QUERIES : tile_room(c));
     for (int64_t lane = 0; lane < t->tile.lanes;) {
         panel_state *s = &t->panel[t->panels++];
         const int64_t left = t->tile.lanes - lane;
@@ -197,8 +208,8 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
     }
     (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, w->lse);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
-        memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)), w->lse + i * f->real_size,
-               (size_t)f->real_size);
+        memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
+               w->lse + i * f->real_size, (size_t)f->real_size);
 }
 
 /* One (batch, KV head)'s states of one part: BA_FEW_QUERIES of o, then of m, then of l. */
@@ -229,7 +240,7 @@ static void keep_part(const call *c, const worker_scratch *w, const ba_item *ite
             if (item->part == 0) write_lanes(c, w, item->batch, tile, &one);
             continue;
         }
-        const ba_panel to = part_panel(c, item->batch, item->kv_head, item->part, query * group + head - item->kv_head * group);
+        const ba_panel to = part_panel(c, item->batch, head / group, item->part, query * group + head % group);
         memcpy(to.o, one.panel.o, (size_t)(pad * real_size));
         memcpy(to.m, one.panel.m, (size_t)real_size);
         memcpy(to.l, one.panel.l, (size_t)real_size);
@@ -260,16 +271,21 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
     const ba_attend_family *f = c->family;
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
-        int64_t begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo), end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi);
-        if (begin >= end) continue;
-        begin -= begin % f->key_step;
-        end = ba_min(ba_round_up(end, f->key_step), whole->keys);
+        int64_t begin = 0, end = whole->keys;
+        if (whole->key_index[0] < s->any.lo || whole->key_index[end - 1] >= s->any.hi) {
+            begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo);
+            end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi);
+            if (begin >= end) continue;
+            begin -= begin % f->key_step;
+            end = ba_min(ba_round_up(end, f->key_step), whole->keys);
+        }
         ba_chunk chunk = *whole;
-        chunk.ahead += chunk.keys - end;
         chunk.keys = end - begin;
         chunk.k_rows += begin;
         chunk.v_rows += begin;
         chunk.key_index += begin;
+        if (chunk.k_next) chunk.k_next += begin;
+        if (chunk.v_next) chunk.v_next += begin;
         if (chunk.k_scale) chunk.k_scale += begin;
         if (chunk.v_scale) chunk.v_scale += begin;
         ba_panel panel = s->panel;
@@ -281,7 +297,7 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
 
 /* Where the chunk's rows of K (or V) lie, and their scales. */
 static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index,
-                      int64_t keys, const void **rows, float *scales) {
+                      int64_t keys, const void **rows, const float **scales) {
     const int64_t size = p->kv_element_size;
     if (!p->page_size) {
         const char *first = ba_key_row(p, view, size, batch, kv_head, 0);
@@ -298,7 +314,7 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
             data = ba_row_of(view, size, page, kv_head, 0);
         }
         rows[j] = data + (key_index[j] - begin) * view->token_stride * size;
-        if (scale->data) scales[j] = *(const float *)ba_row_of(scale, sizeof(float), page, kv_head, key_index[j] - begin);
+        if (scale->data) scales[j] = (const float *)ba_row_of(scale, sizeof(float), page, kv_head, key_index[j] - begin);
     }
 }
 
@@ -308,12 +324,14 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
     const int64_t words = c->plan.bitmap_words, start = item->part * c->plan.split_keys;
     const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
     int n = 0;
-    for (int64_t i = 0; i < item->tiles; i++) {
+    for (int64_t i = 0; i < item->tiles * item->kv_heads; i++) {
         tile_state *t = &w->tiles[i];
         uint64_t *bitmap = w->bitmaps + n * words;
         int64_t at;
         t->walk = n;
-        if (p->listed) {
+        if (t->head > 0) { /* heads of one item share their lists */
+            t->walk = w->tiles[i - item->tiles].walk;
+        } else if (p->listed) {
             const tile_state *before = i ? &w->tiles[i - 1] : NULL;
             if (before && before->tile.block_row == t->tile.block_row && before->tile.head == t->tile.head) {
                 t->walk = before->walk;
@@ -330,7 +348,7 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
                                    .words = words,
                                    .block_kv = p->block_kv,
                                    .keys = ba_kv_span(p, item->batch).valid,
-                                   .chunk_keys = c->tuning->chunk_keys,
+                                   .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few_keys : c->tuning->chunk_keys,
                                    .stop = whole ? INT64_MAX : start + c->plan.split_keys,
                                    .range = {INT64_MAX, 0}};
         ba_walk *l = &walks[t->walk];
@@ -350,58 +368,70 @@ static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int l
     if (walks[next].key == BA_WALK_END) return false;
     chunk->walk = next;
     chunk->keys = ba_walk_take(&walks[next], chunk->key_index);
-    find_rows(p, item->batch, item->kv_head, &p->k, &p->k_scale, chunk->key_index, chunk->keys, chunk->k_rows, chunk->k_scale);
-    find_rows(p, item->batch, item->kv_head, &p->v, &p->v_scale, chunk->key_index, chunk->keys, chunk->v_rows, chunk->v_scale);
+    find_rows(p, item->batch, item->kv_head, &p->k, &p->k_scale, chunk->key_index, chunk->keys, chunk->k_rows, chunk->k_scale_at);
+    find_rows(p, item->batch, item->kv_head, &p->v, &p->v_scale, chunk->key_index, chunk->keys, chunk->v_rows, chunk->v_scale_at);
     return true;
 }
 
-/* Says behind each row array which rows are wanted after it: values after keys, then the next chunk's keys. */
-static void want_next(chunk_rows *chunk, const chunk_rows *next) {
-    for (int64_t i = 0; i < BA_FEW_AHEAD; i++) {
-        chunk->k_rows[chunk->keys + i] = chunk->v_rows[ba_min(i, chunk->keys - 1)];
-        chunk->v_rows[chunk->keys + i] = next ? next->k_rows[ba_min(i, next->keys - 1)] : chunk->v_rows[chunk->keys - 1];
+static const float *find_scales(const ba_view *view, const float *const *at, int64_t head, int64_t keys, float *scales) {
+    if (!view->data) return NULL;
+    for (int64_t j = 0; j < keys; j++) scales[j] = at[j][head * view->head_stride];
+    return scales;
+}
+
+/* The tiles of one head that walk this list meet the chunk. */
+static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, int64_t head, const chunk_rows *here, bool asks) {
+    const ba_problem *p = c->problem;
+    const bool few = ba_plan_few(&c->plan, item->batch);
+    ba_chunk chunk = {.keys = here->keys,
+                      .head_dim = p->head_dim,
+                      .v_dim = p->v_dim,
+                      .key_index = here->key_index,
+                      .k_rows = here->k_rows,
+                      .v_rows = here->v_rows,
+                      .k_offset = head * p->k.head_stride * p->kv_element_size,
+                      .v_offset = head * p->v.head_stride * p->kv_element_size,
+                      .k_next = asks ? w->k_next + head * here->keys : NULL,
+                      .v_next = asks ? w->v_next + head * here->keys : NULL,
+                      .k_scale = find_scales(&p->k_scale, here->k_scale_at, head, here->keys, w->k_scale),
+                      .v_scale = find_scales(&p->v_scale, here->v_scale_at, head, here->keys, w->v_scale),
+                      .softcap = p->softcap * LOG2_E,
+                      .scratch = w->scores};
+    if (c->pack_k && !few) {
+        c->pack_k(w->packed_k, w->packed_k_rows, here->k_rows, chunk.k_scale, chunk.keys, p->head_dim);
+        chunk.k_rows = w->packed_k_rows;
     }
+    if (c->pack_v && !few) {
+        c->pack_v(w->packed_v, w->packed_v_rows, here->v_rows, chunk.v_scale, chunk.keys, p->v_dim);
+        chunk.v_rows = w->packed_v_rows;
+    }
+    for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
+        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk);
 }
 
 static void run_item(void *context, int64_t index, int worker) {
     const call *c = context;
     const ba_problem *p = c->problem;
     const ba_item *item = &c->plan.item[index];
+    const int64_t tiles = item->tiles * item->kv_heads, size = p->kv_element_size;
     const bool few = ba_plan_few(&c->plan, item->batch), whole = ba_plan_parts(&c->plan, item->batch) == 1;
     worker_scratch w;
     lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     ba_walk walks[MAX_GROUP_TILES];
-    for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
+    for (int64_t i = 0; i < tiles; i++) open_tile(c, &w, item, i);
     const int lists = make_walks(c, &w, item, walks);
 
     bool more = next_chunk(c, item, walks, lists, &w.chunk[0]);
     for (int at = 0; more; at = !at) {
-        chunk_rows *here = &w.chunk[at];
+        const chunk_rows *here = &w.chunk[at], *next = &w.chunk[!at];
         more = next_chunk(c, item, walks, lists, &w.chunk[!at]);
-        if (few) want_next(here, more ? &w.chunk[!at] : NULL);
-        ba_chunk chunk = {.keys = here->keys,
-                          .head_dim = p->head_dim,
-                          .v_dim = p->v_dim,
-                          .key_index = here->key_index,
-                          .k_rows = here->k_rows,
-                          .v_rows = here->v_rows,
-                          .ahead = few ? BA_FEW_AHEAD : 0,
-                          .k_scale = p->k_scale.data ? here->k_scale : NULL,
-                          .v_scale = p->v_scale.data ? here->v_scale : NULL,
-                          .softcap = p->softcap * LOG2_E,
-                          .scratch = w.scores};
-        if (c->pack_k && !few) {
-            c->pack_k(w.packed_k, w.packed_k_rows, here->k_rows, chunk.k_scale, chunk.keys, p->head_dim);
-            chunk.k_rows = w.packed_k_rows;
+        if (few && more) {
+            ba_rows_ahead(p->k.head_stride * size, p->k.token_stride * size, item->kv_heads, here->keys, next->k_rows, next->keys, w.k_next);
+            ba_rows_ahead(p->v.head_stride * size, p->v.token_stride * size, item->kv_heads, here->keys, next->v_rows, next->keys, w.v_next);
         }
-        if (c->pack_v && !few) {
-            c->pack_v(w.packed_v, w.packed_v_rows, here->v_rows, chunk.v_scale, chunk.keys, p->v_dim);
-            chunk.v_rows = w.packed_v_rows;
-        }
-        for (int64_t i = 0; i < item->tiles; i++)
-            if (w.tiles[i].walk == here->walk) attend_tile(c, &w.tiles[i], &chunk);
+        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, head, here, few && more);
     }
-    for (int64_t i = 0; i < item->tiles; i++)
+    for (int64_t i = 0; i < tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {
             if (whole) write_lanes(c, &w, item->batch, &w.tiles[i].tile, &w.tiles[i].panel[n]);
             else keep_part(c, &w, item, &w.tiles[i].tile, &w.tiles[i].panel[n]);

@@ -26,8 +26,9 @@ typedef struct gate_call {
     const ba_kernels *kernels;
     const ba_attend_family *family; /* of q, branches and out */
     int64_t real_size;
-    char *weight;   /* [head][3][BA_FEW_PAD(dim)] reals */
-    char *dweights; /* [item][head][3][dim] reals */
+    const ba_tensor *weight;
+    char *packed_weight; /* [head][3 x BA_FEW_PAD(dim)] reals, forward */
+    char *dweights;      /* [item][head][3][dim] reals */
     int64_t items_a_batch, scratch_bytes;
     char *scratch;
 } gate_call;
@@ -53,6 +54,10 @@ static int64_t lay_out(const gate_call *c, char *base, gate_scratch *s) {
     return used;
 }
 
+static char *weight_row(const ba_tensor *weight, int64_t head, int64_t gate) {
+    return (char *)weight->data + (head * weight->strides[0] + gate * weight->strides[1]) * ba_dtype_size(weight->dtype);
+}
+
 static double sigmoid(double x, int64_t real_size) {
     const double e = real_size == 4 ? (double)expf(-fabsf((float)x)) : exp(-fabs(x));
     return x >= 0 ? 1 / (1 + e) : e / (1 + e); /* NaN goes through */
@@ -66,8 +71,8 @@ static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch,
     for (int64_t head = 0; head < c->heads; head++) {
         if (c->weighted) {
             for (int64_t t = 0; t < n; t++) s->rows[t] = ba_row(&c->q, batch, begin + t, head);
-            c->kernels->cache[c->q.dtype]->scores(c->weight + head * GATES * BA_FEW_PAD(c->dim) * real, GATES, s->rows, n, 0, c->dim, s->logits,
-                                                  LOGITS_STRIDE);
+            c->kernels->cache[c->q.dtype]->scores(c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * real, GATES, s->rows, 0, NULL, n, c->dim,
+                                                  s->logits, LOGITS_STRIDE);
         }
         for (int64_t t = 0; t < n; t++) {
             char *gates = c->gates.data ? ba_row(&c->gates, batch, begin + t, head) : NULL;
@@ -120,13 +125,12 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
         dlogit[g] = dgate * gate[g] * (1 - gate[g]);
     }
     if (!c->weighted) return;
-    const int64_t pad = BA_FEW_PAD(c->dim);
     for (int g = 0; g < GATES; g++) {
         ba_set_real(s->gates, g, dlogit[g], real);
         ba_set_real(s->dlogits, (head * GATES + g) * TOKENS_A_SUM + place, dlogit[g], real);
-        rows[g] = c->weight + (head * GATES + g) * pad * real;
+        rows[g] = weight_row(c->weight, head, g);
     }
-    c->kernels->attend[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, pad);
+    c->kernels->attend[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, c->dim);
     c->family->store_row(ba_row(&c->dq, batch, token, head), s->row, c->dim);
 }
 
@@ -165,8 +169,8 @@ static ba_status take_like(const char *name, const ba_tensor *t, bool packed, co
 }
 
 static ba_status check_weight(const ba_tensor *t, const ba_rows *q) {
-    if (!ba_is_float(t->dtype) || (t->dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
-        return ba_fail(BA_ERROR_TYPE, "gate_proj_weight: expected float64 with float64 queries and only with them, got %s", ba_dtype_name(t->dtype));
+    if (t->dtype != ba_real_of(q->dtype))
+        return ba_fail(BA_ERROR_TYPE, "gate_proj_weight: expected %s, got %s", ba_dtype_name(ba_real_of(q->dtype)), ba_dtype_name(t->dtype));
     if (t->ndim != 3 || t->dims[0] != q->heads || t->dims[1] != GATES || t->dims[2] != q->dim || (t->dims[2] > 1 && t->strides[2] != 1))
         return ba_fail(BA_ERROR_VALUE, "gate_proj_weight: expected shape (%" PRId64 ", 3, %" PRId64 ") with a contiguous last axis, got %s", q->heads,
                        q->dim, ba_shape_text(t).chars);
@@ -185,18 +189,17 @@ static void set_sizes(gate_call *c, const ba_rows *like) {
 
 static int64_t weight_bytes(const gate_call *c) { return c->weighted ? c->heads * GATES * BA_FEW_PAD(c->dim) * c->real_size : 0; }
 
-static void widen_weight(const gate_call *c, const ba_tensor *weight) {
-    if (!c->weighted) return;
-    memset(c->weight, 0, (size_t)weight_bytes(c));
-    for (int64_t row = 0; row < c->heads * GATES; row++) {
-        const void *from =
-            (const char *)weight->data + (row / GATES * weight->strides[0] + row % GATES * weight->strides[1]) * ba_dtype_size(weight->dtype);
-        c->kernels->attend[weight->dtype]->pack_few(c->weight + row * BA_FEW_PAD(c->dim) * c->real_size, &from, 1, c->dim, 1);
+/* The three rows of each head as the kernel for few queries wants its queries. */
+static void pack_weight(const gate_call *c) {
+    for (int64_t head = 0; c->weighted && head < c->heads; head++) {
+        const void *rows[GATES];
+        for (int64_t g = 0; g < GATES; g++) rows[g] = weight_row(c->weight, head, g);
+        c->kernels->attend[c->weight->dtype]->pack_few(c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size, rows, GATES, c->dim, 1);
     }
 }
 
 ba_status ba_gate(const ba_gate_args *a) {
-    gate_call c = {.weighted = ba_given(&a->weight)};
+    gate_call c = {.weighted = ba_given(&a->weight), .weight = &a->weight};
     const bool combine = ba_given(&a->out);
     const ba_tensor *leading = c.weighted || !combine ? &a->q : &a->branch[0];
     const bool packed = leading->ndim == 3;
@@ -218,10 +221,10 @@ ba_status ba_gate(const ba_gate_args *a) {
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
     const int64_t bytes = ba_round_up(weight_bytes(&c), BA_ALIGN) + threads * c.scratch_bytes;
-    c.weight = ba_arena_get((size_t)bytes);
-    if (!c.weight) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
-    c.scratch = c.weight + ba_round_up(weight_bytes(&c), BA_ALIGN);
-    widen_weight(&c, &a->weight);
+    c.packed_weight = ba_arena_get((size_t)bytes);
+    if (!c.packed_weight) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
+    c.scratch = c.packed_weight + ba_round_up(weight_bytes(&c), BA_ALIGN);
+    pack_weight(&c);
     ba_parallel(threads, c.batch * c.items_a_batch, gate_item, &c);
     ba_arena_release();
     return BA_OK;
@@ -262,7 +265,7 @@ static void sum_dweights(const gate_call *c, const ba_tensor *dweight) {
 }
 
 ba_status ba_gate_backward(const ba_gate_backward_args *a) {
-    gate_call c = {.weighted = ba_given(&a->weight)};
+    gate_call c = {.weighted = ba_given(&a->weight), .weight = &a->weight};
     BA_TRY(check_backward(a, &c));
     set_sizes(&c, &c.dout);
     c.items_a_batch = ba_ceil_div(c.tokens, TOKENS_A_SUM);
@@ -273,12 +276,11 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
-    const int64_t bytes = ba_round_up(weight_bytes(&c), BA_ALIGN) + sum_bytes + threads * c.scratch_bytes;
-    c.weight = ba_arena_get((size_t)bytes);
-    if (!c.weight) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
-    c.dweights = c.weighted ? c.weight + ba_round_up(weight_bytes(&c), BA_ALIGN) : NULL;
-    c.scratch = c.weight + ba_round_up(weight_bytes(&c), BA_ALIGN) + sum_bytes;
-    widen_weight(&c, &a->weight);
+    const int64_t bytes = sum_bytes + threads * c.scratch_bytes;
+    char *memory = ba_arena_get((size_t)bytes);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
+    c.dweights = c.weighted ? memory : NULL;
+    c.scratch = memory + sum_bytes;
     ba_parallel(threads, items, backward_item, &c);
     if (c.weighted) sum_dweights(&c, &a->dweight);
     ba_arena_release();

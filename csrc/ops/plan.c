@@ -139,20 +139,40 @@ static void survey_item(void *context, int64_t index, int worker) {
         /* few queries cost as much as reading their keys does */
         item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(tile.lanes, BA_FEW_QUERIES) : tile.lanes);
     }
-    item->cost /= (double)ba_plan_parts(plan, item->batch);
+    item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
 }
 
 static int by_falling_cost(const void *left, const void *right) {
     const ba_item *a = left, *b = right;
     if (a->cost != b->cost) return a->cost < b->cost ? 1 : -1;
     if (a->batch != b->batch) return a->batch < b->batch ? -1 : 1;
-    /* the heads of one stretch of keys follow each other: in token-major caches they lie side by side */
     if (a->part != b->part) return a->part < b->part ? -1 : 1;
     if (a->kv_head != b->kv_head) return a->kv_head < b->kv_head ? -1 : 1;
     return a->first_tile < b->first_tile ? -1 : a->first_tile > b->first_tile;
 }
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
+
+/* KV heads of an item of this batch entry, and how many such items there are. */
+static int64_t heads_of_item(const ba_plan *plan, int64_t batch) { return ba_plan_few(plan, batch) ? plan->few_heads : 1; }
+static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
+    return ba_ceil_div(plan->problem->kv_heads, heads_of_item(plan, batch)) * ba_ceil_div(tiles_of_batch(plan, batch), plan->group_tiles) *
+           ba_plan_parts(plan, batch);
+}
+
+/* As many heads as leave their keys in cache; fewer where threads would go without an item, or unevenly with. */
+static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
+    const ba_problem *p = plan->problem;
+    const int64_t bytes = tuning->few_keys * (p->head_dim + p->v_dim) * p->kv_element_size;
+    const bool shared = !plan->few_rows && (!p->listed || p->blocks.dims[1] == 1);
+    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few_bytes / bytes))) : 1;
+    for (;; heads = ba_ceil_div(heads, 2)) {
+        plan->few_heads = heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
+        int64_t items = 0;
+        for (int64_t b = 0; b < p->batch; b++) items += items_of_batch(plan, b);
+        if (heads == 1 || threads == 1 || items >= 8 * (int64_t)threads) return;
+    }
+}
 
 void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
     *plan = (ba_plan){.problem = problem,
@@ -168,10 +188,10 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
     /* smaller items where there are few, so that every thread gets several */
     plan->group_tiles = ba_max(1, ba_min(tuning->group_tiles, tiles / (8 * (int64_t)threads)));
+    choose_few_heads(plan, tuning, threads);
     for (int64_t b = 0; b < problem->batch; b++) {
-        const int64_t parts = ba_plan_parts(plan, b);
-        plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles) * parts;
-        plan->parts_most = ba_max(plan->parts_most, parts);
+        plan->items += items_of_batch(plan, b);
+        plan->parts_most = ba_max(plan->parts_most, ba_plan_parts(plan, b));
     }
 }
 
@@ -182,6 +202,7 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
                       .row_queries = problem->listed ? problem->block_q : tuning->gradient_queries,
                       .shared_heads = 1,
                       .gradients = true,
+                      .few_heads = 1,
                       .split_keys = INT64_MAX,
                       .parts_most = 1};
     const bool lists_shared = !problem->listed || problem->blocks.dims[1] != problem->heads;
@@ -200,12 +221,16 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     plan->item = memory;
     int64_t n = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
-        const int64_t tiles = tiles_of_batch(plan, b), parts = ba_plan_parts(plan, b);
-        for (int64_t g = 0; g < problem->kv_heads; g++)
+        const int64_t tiles = tiles_of_batch(plan, b), parts = ba_plan_parts(plan, b), heads = heads_of_item(plan, b);
+        for (int64_t g = 0; g < problem->kv_heads; g += heads)
             for (int64_t t = 0; t < tiles; t += plan->group_tiles)
                 for (int64_t part = 0; part < parts; part++)
-                    plan->item[n++] = (ba_item){
-                        .first_tile = t, .tiles = ba_min(plan->group_tiles, tiles - t), .batch = (int32_t)b, .kv_head = (int32_t)g, .part = part};
+                    plan->item[n++] = (ba_item){.first_tile = t,
+                                                .tiles = ba_min(plan->group_tiles, tiles - t),
+                                                .batch = (int32_t)b,
+                                                .kv_head = (int32_t)g,
+                                                .kv_heads = (int32_t)ba_min(heads, problem->kv_heads - g),
+                                                .part = part};
     }
     survey s = {.plan = plan, .bitmaps = (uint64_t *)(plan->item + plan->items), .lock = PTHREAD_MUTEX_INITIALIZER};
     const double entries =

@@ -7,7 +7,8 @@
  *
  * Where a sequence has so few queries that the kernel for few queries takes them (decode), its list is also cut into
  * *parts* of split_keys keys, each an item's work, whose states are joined afterwards in their order. Both rules look at
- * nothing but the sequence itself. */
+ * nothing but the sequence itself. Where all heads share the list, such an item walks it for several KV heads at once: in
+ * token-major caches those lie side by side, and memory is read as it lies. */
 #ifndef BA_OPS_PLAN_H
 #define BA_OPS_PLAN_H
 
@@ -15,9 +16,11 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
+enum { BA_MOST_FEW_HEADS = 16 };
+
 typedef struct ba_item {
     int64_t first_tile, tiles;
-    int32_t batch, kv_head;
+    int32_t batch, kv_head, kv_heads; /* of heads kv_head .. kv_head + kv_heads - 1, each */
     int64_t part;
     double cost; /* query-key pairs */
 } ba_item;
@@ -45,6 +48,7 @@ typedef struct ba_plan {
     int64_t bitmap_words;
     int64_t split_keys;
     int64_t parts_most; /* of any batch entry */
+    int64_t few_heads;  /* KV heads of an item at most, where the kernel for few queries serves it */
 } ba_plan;
 
 /* Decides tiles, parts and the number of items. */

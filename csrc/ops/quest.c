@@ -145,89 +145,138 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 
 /* ---- Selection --------------------------------------------------------------------------------------------------------- */
 
-enum { PAGES_AT_ONCE = 256 };
+/* Two rounds: stretches of pages are scored for all heads at once, since these lie side by side; then each row of the result
+ * is chosen from its scores. */
+enum { STRETCH_ROWS = 1024 };
 
 typedef struct select_call {
     const ba_select_args *args;
     pages a, b;
     int64_t heads, kv_heads, group, dim, most_pages;
-    const ba_attend_family *family; /* for the queries' dtype */
+    int64_t rows;                         /* of the result, of a request */
+    int64_t stretch, stretches;           /* pages; how many of a request at most */
+    int64_t chunk_rows;                   /* scored for every head, then the next */
+    const ba_attend_family *family;       /* for the queries' dtype */
     const ba_cache_kernels *cache;
     int64_t scratch_bytes;
     char *scratch;
+    float *page_scores; /* [request][row][most_pages] */
 } select_call;
 
 typedef struct select_scratch {
-    char *q, *q_low; /* packed queries: their parts above and below 0 for BA_SELECT_QUEST */
+    char *q, *q_low; /* [KV head], packed queries: their parts above and below 0 for BA_SELECT_QUEST */
     char *scores, *scores_low;
-    float *page_scores; /* [query][most_pages] */
+    const void **next_a, **next_b; /* [KV head][row] */
+    struct rows_at {
+        const void **a, **b;
+        int64_t count;
+    } rows[2]; /* the ones at hand and those after them */
     uint64_t *keys;
     int32_t *chosen;
-    const void **rows;
 } select_scratch;
 
 static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
-    const int64_t real = c->family->real_size, queries = BA_FEW_QUERIES;
+    const int64_t real = c->family->real_size, queries = BA_FEW_QUERIES, rows = c->chunk_rows;
     int64_t used = 0;
-    s->q = ba_take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
-    s->q_low = ba_take(base, &used, queries * BA_FEW_PAD(c->dim) * real);
-    s->scores = ba_take(base, &used, queries * PAGES_AT_ONCE * real);
-    s->scores_low = ba_take(base, &used, queries * PAGES_AT_ONCE * real);
-    s->page_scores = (float *)ba_take(base, &used, queries * c->most_pages * (int64_t)sizeof(float));
+    s->q = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
+    s->q_low = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
+    s->scores = ba_take(base, &used, queries * rows * real);
+    s->scores_low = ba_take(base, &used, queries * rows * real);
+    s->next_a = (const void **)ba_take(base, &used, c->kv_heads * rows * (int64_t)sizeof(void *));
+    s->next_b = (const void **)ba_take(base, &used, c->kv_heads * rows * (int64_t)sizeof(void *));
+    for (int i = 0; i < 2; i++) {
+        s->rows[i].a = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
+        s->rows[i].b = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
+    }
     s->keys = (uint64_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
     s->chosen = (int32_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(int32_t));
-    s->rows = (const void **)ba_take(base, &used, PAGES_AT_ONCE * (int64_t)sizeof(void *));
     return used;
 }
 
-/* Queries first .. first+queries-1 of the (request, KV head)'s group, or in one row their mean. */
+/* Queries first .. first+queries-1 of the (request, KV head)'s group, or alone their mean. */
 static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
     const ba_tensor *q = &c->args->q;
-    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype);
-    const bool mean = !c->args->per_query_head;
-    const void *row;
-    memset(s->q, 0, (size_t)(BA_FEW_QUERIES * pad * real));
-    for (int64_t g = 0; g < (mean ? c->group : queries); g++) {
-        row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first + g) * q->strides[1]) * size;
-        if (!mean) {
-            c->family->pack_few(s->q + g * pad * real, &row, 1, c->dim, 1);
-            continue;
-        }
-        c->family->pack_few(s->q_low, &row, 1, c->dim, 1 / (double)c->group);
-        for (int64_t d = 0; d < c->dim; d++) ba_set_real(s->q, d, ba_get_real(s->q, d, real) + ba_get_real(s->q_low, d, real), real);
+    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = BA_FEW_QUERIES * pad * real;
+    const char *row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first) * q->strides[1]) * size;
+    char *high = s->q + kv_head * bytes, *low = s->q_low + kv_head * bytes;
+    const void *rows[BA_FEW_QUERIES];
+    memset(high, 0, (size_t)bytes);
+    if (c->args->per_query_head) {
+        for (int64_t g = 0; g < queries; g++) rows[g] = row + g * q->strides[1] * size;
+        c->family->pack_few(high, rows, queries, c->dim, 1);
+    }
+    for (int64_t g = 0; !c->args->per_query_head && g < c->group; g++) {
+        rows[0] = row + g * q->strides[1] * size;
+        c->family->pack_few(low, rows, 1, c->dim, 1 / (double)c->group);
+        for (int64_t d = 0; d < c->dim; d++) ba_set_real(high, d, ba_get_real(high, d, real) + ba_get_real(low, d, real), real);
     }
     if (c->args->method != BA_SELECT_QUEST) return;
     for (int64_t i = 0; i < queries * pad; i++) {
-        const double value = ba_get_real(s->q, i, real);
-        ba_set_real(s->q, i, value > 0 ? value : 0, real);     /* meets the largest of a channel */
-        ba_set_real(s->q_low, i, value < 0 ? value : 0, real); /* meets the smallest */
+        const double value = ba_get_real(high, i, real);
+        ba_set_real(high, i, value > 0 ? value : 0, real); /* meets the largest of a channel */
+        ba_set_real(low, i, value < 0 ? value : 0, real);  /* meets the smallest */
     }
 }
 
-/* Scores of all the request's pages. */
-static void score_pages(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t queries, int64_t n) {
+/* Where rows begin .. of a request lie, for the first head. */
+static void find_chunk(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
+    rows->count = ba_max(0, ba_min(c->chunk_rows, end - begin));
+    for (int64_t i = 0; i < rows->count; i++) {
+        const int64_t page = table_page(&c->args->tables, batch, (begin + i) / c->a.rows), row = (begin + i) % c->a.rows;
+        rows->a[i] = page_row(&c->a, page, row, 0);
+        if (c->args->method == BA_SELECT_QUEST) rows->b[i] = page_row(&c->b, page, row, 0);
+    }
+}
+
+/* Scores of one head's rows, while as many of the next rows are prefetched. */
+static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
+                       const void *const *next, char *scores) {
+    const int64_t bytes = BA_FEW_QUERIES * BA_FEW_PAD(c->dim) * c->family->real_size;
+    c->cache->scores(q + head * bytes, queries, rows, head * p->head_stride, next ? next + head * count : NULL, count, c->dim, scores, c->chunk_rows);
+}
+
+/* Some queries of every head with the rows from `begin` to `end`; out: [query of head 0][most_pages], heads rows_a_head rows apart. */
+static void score_stretch(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
     const ba_select_args *args = c->args;
-    const int64_t real = c->family->real_size;
-    const bool tokens = args->method == BA_SELECT_MAX;
-    const int64_t rows = tokens ? args->seq_lens[batch] : n, rows_a_page = c->a.rows;
-    for (int64_t i = 0; tokens && i < queries * c->most_pages; i++) s->page_scores[i] = -INFINITY;
-    for (int64_t at = 0; at < rows; at += PAGES_AT_ONCE) {
-        const int64_t some = ba_min(PAGES_AT_ONCE, rows - at);
-        for (int64_t i = 0; i < some; i++)
-            s->rows[i] = page_row(&c->a, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
-        c->cache->scores(s->q, queries, s->rows, some, 0, c->dim, s->scores, PAGES_AT_ONCE);
-        if (args->method == BA_SELECT_QUEST) {
-            for (int64_t i = 0; i < some; i++)
-                s->rows[i] = page_row(&c->b, table_page(&args->tables, batch, (at + i) / rows_a_page), (at + i) % rows_a_page, kv_head);
-            c->cache->scores(s->q_low, queries, s->rows, some, 0, c->dim, s->scores_low, PAGES_AT_ONCE);
+    const bool tokens = args->method == BA_SELECT_MAX, quest = args->method == BA_SELECT_QUEST;
+    const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
+    const void **next_a = s->next_a, **next_b = s->next_b;
+    find_chunk(c, batch, begin, end, &s->rows[0]);
+    for (int64_t at = begin, here = 0; at < end; at += c->chunk_rows, here = !here) {
+        const struct rows_at *rows = &s->rows[here], *next = &s->rows[!here];
+        find_chunk(c, batch, at + c->chunk_rows, end, &s->rows[!here]);
+        if (next->count == 0) next_a = next_b = NULL;
+        else ba_rows_ahead(c->a.head_stride, c->a.row_stride, c->kv_heads, rows->count, next->a, next->count, next_a);
+        if (next_b && quest) ba_rows_ahead(c->b.head_stride, c->b.row_stride, c->kv_heads, rows->count, next->b, next->count, next_b);
+        for (int64_t head = 0; head < c->kv_heads; head++) {
+            score_rows(c, &c->a, s->q, queries, head, rows->a, rows->count, next_a, s->scores);
+            if (quest) score_rows(c, &c->b, s->q_low, queries, head, rows->b, rows->count, next_b, s->scores_low);
+            for (int64_t g = 0; g < queries; g++)
+                for (int64_t i = 0; i < rows->count; i++) {
+                    double score = ba_get_real(s->scores, g * c->chunk_rows + i, real);
+                    if (quest) score += ba_get_real(s->scores_low, g * c->chunk_rows + i, real);
+                    float *page = &out[head * row_step + g * c->most_pages + (tokens ? (at + i) / args->page_size : at + i)];
+                    if (!tokens || (at + i) % args->page_size == 0 || score > (double)*page) *page = (float)score;
+                }
         }
-        for (int64_t g = 0; g < queries; g++)
-            for (int64_t i = 0; i < some; i++) {
-                double score = ba_get_real(s->scores, g * PAGES_AT_ONCE + i, real);
-                if (args->method == BA_SELECT_QUEST) score += ba_get_real(s->scores_low, g * PAGES_AT_ONCE + i, real);
-                float *page = &s->page_scores[g * c->most_pages + (tokens ? (at + i) / args->page_size : at + i)];
-                if (!tokens || score > (double)*page) *page = (float)score;
-            }
+    }
+}
+
+static void score_item(void *context, int64_t item, int worker) {
+    const select_call *c = context;
+    const ba_select_args *args = c->args;
+    const int64_t batch = item / c->stretches, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
+    const int64_t first_page = item % c->stretches * c->stretch, end_page = ba_min(n, first_page + c->stretch);
+    const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1, rows_a_head = c->rows / c->kv_heads;
+    const int64_t rows = rows_a_page == 1 ? n : args->seq_lens[batch];
+    if (first_page >= end_page) return;
+    select_scratch s;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t first = 0; first < rows_a_head; first += BA_FEW_QUERIES) {
+        const int64_t queries = ba_min(BA_FEW_QUERIES, rows_a_head - first);
+        for (int64_t head = 0; head < c->kv_heads; head++) load_queries(c, &s, batch, head, first, queries);
+        score_stretch(c, &s, batch, queries, first_page * rows_a_page, ba_min(rows, end_page * rows_a_page),
+                      c->page_scores + (batch * c->rows + first) * c->most_pages);
     }
 }
 
@@ -293,20 +342,13 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
     if (ba_given(&args->counts)) ((int32_t *)args->counts.data)[batch * args->counts.strides[0] + row * args->counts.strides[1]] = (int32_t)used;
 }
 
-/* One (request, KV head). */
-static void select_item(void *context, int64_t item, int worker) {
+/* One row of the result. */
+static void choose_item(void *context, int64_t item, int worker) {
     const select_call *c = context;
-    const ba_select_args *args = c->args;
-    const int64_t batch = item / c->kv_heads, kv_head = item % c->kv_heads, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
-    const int64_t rows = args->per_query_head ? c->group : 1;
+    const int64_t batch = item / c->rows, n = ba_ceil_div(c->args->seq_lens[batch], c->args->page_size);
     select_scratch s;
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    for (int64_t first = 0; first < rows; first += BA_FEW_QUERIES) {
-        const int64_t queries = ba_min(BA_FEW_QUERIES, rows - first);
-        load_queries(c, &s, batch, kv_head, first, queries);
-        score_pages(c, &s, batch, kv_head, queries, n);
-        for (int64_t g = 0; g < queries; g++) choose(c, &s, batch, kv_head * rows + first + g, s.page_scores + g * c->most_pages, n);
-    }
+    choose(c, &s, batch, item % c->rows, c->page_scores + item * c->most_pages, n);
 }
 
 static ba_status check_select(const ba_select_args *a, select_call *c) {
@@ -372,12 +414,21 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         c.most_pages = ba_max(c.most_pages, ba_ceil_div(args->seq_lens[b], args->page_size));
         work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
     }
-    int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
+    const int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
+    c.rows = args->per_query_head ? c.heads : c.kv_heads;
+    c.chunk_rows = ba_tuning_at(ba_isa_active())->few_keys;
+    c.stretch = args->method == BA_SELECT_MAX ? ba_ceil_div(STRETCH_ROWS, args->page_size) : STRETCH_ROWS;
+    c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
-    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
-    ba_parallel(threads, args->batch * c.kv_heads, select_item, &c);
+    const int64_t score_bytes = ba_round_up(args->batch * c.rows * c.most_pages * (int64_t)sizeof(float), BA_ALIGN);
+    char *memory = ba_arena_get((size_t)(score_bytes + threads * c.scratch_bytes));
+    if (!memory)
+        return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(score_bytes + threads * c.scratch_bytes));
+    c.page_scores = (float *)memory;
+    c.scratch = memory + score_bytes;
+    ba_parallel(threads, args->batch * c.stretches, score_item, &c);
+    ba_parallel(threads, args->batch * c.rows, choose_item, &c);
     ba_arena_release();
     return BA_OK;
 }
