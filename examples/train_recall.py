@@ -35,7 +35,7 @@ PAIRS, QUESTIONS = 48, 32
 TOKENS = 2 * PAIRS + QUESTIONS
 WIDTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
 WINDOW = 8
-SPARSE = {"compress_block_size": 4, "num_selected_blocks": 8, "init_blocks": 0, "local_blocks": 1, "window_size": WINDOW}
+SPARSE = {"compress_block_size": 4, "num_selected_blocks": 6, "init_blocks": 0, "local_blocks": 1, "window_size": WINDOW}
 ATTENTIONS = ("dense", "nsa", "window")
 CLOSE = 0.02  # of dense accuracy
 
@@ -125,7 +125,7 @@ def train(kind: str, args: argparse.Namespace) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help="kinds to train (all)")
-    parser.add_argument("--steps", type=int, default=500, help="steps a kind (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="steps a kind (%(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step (%(default)s)")
     parser.add_argument("--rate", type=float, default=4e-3, help="largest learning rate (%(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between lines of the table (%(default)s)")
