@@ -4,8 +4,8 @@ Every function here has the name and the signature of the operation it mirrors a
 shared with the compiled library, so that the two cannot be wrong together. Score matrices are built a strip of query
 rows at a time: memory stays bounded for sequences of tens of thousands of tokens.
 
-`dense_same_precision`, `dense_same_precision_backward` and `paged_same_precision` are the yardsticks of the error rule: the same attention as a plain
-array program would compute it in the precision of the inputs.
+`dense_same_precision`, `dense_same_precision_backward` and `paged_same_precision` are the yardsticks of the error rule: the
+same attention as a plain array program would compute it in the precision of the inputs.
 """
 
 from ._reference_backward import block_sparse_attention_backward, dense_same_precision_backward

@@ -131,10 +131,7 @@ typedef struct ba_block_sparse_backward_args {
     ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
 } ba_block_sparse_backward_args;
 
-#define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT                                                                                                           \
-    {                                                                                                                                                \
-        .forward = BA_BLOCK_SPARSE_ARGS_INIT                                                                                                         \
-    }
+#define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT {.forward = BA_BLOCK_SPARSE_ARGS_INIT}
 
 /* Checks all inputs (not dq, dk and dv) and tells the shapes that the outputs must have. */
 BA_API ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape,

@@ -104,11 +104,11 @@ typedef BA_MERGE_ROW((*ba_merge_row_fn));
  *
  * The first two are a panel's, as in attend; the others are a tile's, whose panels stand one after the other. */
 typedef struct ba_gradient_panel {
-    const void *q;     /* packed by pack_queries, with scale * log2(e) */
-    const void *dout;  /* the gradient of the output, packed by pack_queries, with scale */
-    const void *lse;   /* real [lanes], log2 units; +inf where nothing was attended: all weights are 0 then */
-    const void *delta; /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
-    void *dq;          /* real [head_dim][lanes], added to */
+    const void *q;          /* packed by pack_queries, with scale * log2(e) */
+    const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
+    const void *lse;        /* real [lanes], log2 units; +inf where nothing was attended: all weights are 0 then */
+    const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
+    void *dq;               /* real [head_dim][lanes], added to */
     const int32_t *lo, *hi; /* as in ba_panel */
 } ba_gradient_panel;
 
@@ -235,14 +235,14 @@ const ba_kernels *ba_kernels_active(void);
 /* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;   /* keys a chunk */
-    int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t split_keys;   /* keys a part, where a few queries' keys are split among threads: a multiple of chunk_keys */
-    int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    int64_t chunk_keys;       /* keys a chunk */
+    int64_t tile_queries;     /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t split_keys;       /* keys a part, where a few queries' keys are split among threads: a multiple of chunk_keys */
+    int64_t group_tiles;      /* tiles that walk their lists side by side, so that they meet K and V in cache */
     int64_t gradient_keys;    /* keys a chunk of the backward pass */
     int64_t gradient_queries; /* queries of one of its tiles */
     int64_t gradient_tiles;   /* of its tiles that walk side by side */
-    double inline_flops;  /* calls with less work than this run in the caller's thread */
+    double inline_flops;      /* calls with less work than this run in the caller's thread */
 } ba_tuning;
 
 const ba_tuning *ba_tuning_at(ba_isa level);

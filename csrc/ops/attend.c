@@ -197,8 +197,8 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
     }
     (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, w->lse);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
-        memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)), w->lse + i * f->real_size,
-               (size_t)f->real_size);
+        memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
+               w->lse + i * f->real_size, (size_t)f->real_size);
 }
 
 /* One (batch, KV head)'s states of one part: BA_FEW_QUERIES of o, then of m, then of l. */
@@ -260,7 +260,8 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
     const ba_attend_family *f = c->family;
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
-        int64_t begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo), end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi);
+        int64_t begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo),
+                end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi);
         if (begin >= end) continue;
         begin -= begin % f->key_step;
         end = ba_min(ba_round_up(end, f->key_step), whole->keys);

@@ -9,9 +9,7 @@
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
-static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) {
-    return ba_ceil_div(ba_q_span(plan->problem, batch).rows, plan->row_queries);
-}
+static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) { return ba_ceil_div(ba_q_span(plan->problem, batch).rows, plan->row_queries); }
 
 static int64_t queries_of_row(const ba_plan *plan, int64_t batch, int64_t row) {
     return ba_min(plan->row_queries, ba_q_span(plan->problem, batch).rows - row * plan->row_queries);
