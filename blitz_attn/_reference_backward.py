@@ -11,7 +11,18 @@ import numpy as np
 
 from . import _sabi_lists as lists
 from ._arrays import dtype_name
-from ._reference_dense import Rules, SequenceParts, join_sequences, listed_keys, make_rules, round_in_float32, sequences_of, strips, to_float64, written
+from ._reference_dense import (
+    Rules,
+    SequenceParts,
+    join_sequences,
+    listed_keys,
+    make_rules,
+    round_in_float32,
+    sequences_of,
+    strips,
+    to_float64,
+    written,
+)
 
 __all__ = ["block_sparse_attention_backward", "dense_same_precision_backward"]
 
@@ -87,7 +98,7 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
     if min(block_q, block_kv) < 1:
         raise ValueError(f"block_shape: expected two positive numbers, got {(block_q, block_kv)}")
     sequences = sequences_of(q, k, v, layout, *shape_args)
-    q_lens, kv_lens, cu_q, _, num_heads, num_kv_heads = shape_args
+    q_lens, _, cu_q, _, num_heads, _ = shape_args
     outs, douts = (
         [s.q for s in sequences_of(x, x, x, layout, q_lens, q_lens, cu_q, cu_q, num_heads, num_heads)] for x in (out, dout)
     )  # a tensor of q's kind in all three places
@@ -106,7 +117,7 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
     longest_q, longest_kv = (max((x.shape[1] for x in xs), default=0) for xs in ([s.q for s in sequences], [s.k for s in sequences]))
     if sabi is not None and longest_q and longest_kv:
         kept = lists.check(sabi, longest_q, longest_kv, (block_q, block_kv), batch=len(sequences), heads=heads)
-    results: tuple[list, list, list] = ([], [], [])
+    results = ([], [], [])
     with np.errstate(all="ignore"):
         for b, seq in enumerate(sequences):
             group = heads // seq.k.shape[0]

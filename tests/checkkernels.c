@@ -3,7 +3,8 @@
  *     checkkernels [NAME...]          checks; only kernels whose name contains one of the NAMEs, where given
  *     checkkernels --bench [NAME...]  times attend instead
  *
- * checkkernels_backward.c has the checks of the backward pass; checkkernels_case.c makes the cases; checkkernels_base.c has guarded memory, number formats and the report. */
+ * checkkernels_backward.c has the checks of the backward pass; checkkernels_case.c makes the cases; checkkernels_base.c has guarded memory, number
+ * formats and the report. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "checkkernels.h"
 

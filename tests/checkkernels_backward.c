@@ -187,7 +187,8 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
         for (int64_t d = 0; d < dim; d++) set_element(real_dtype(c), to[j], d, (double)((j + d) % 5) - 2);
     }
     snprintf(case_text, sizeof case_text, "keys=%d dim=%d panels=%d lanes=%d finite=%d", (int)keys, (int)dim, (int)panels, (int)lanes, finite);
-    f->add_rows(&(ba_add_rows){.weights = weights, .panels = panels, .packed = packed, .lanes = lanes, .finite = finite, .keys = keys, .dim = dim, .rows = to});
+    f->add_rows(&(ba_add_rows){
+        .weights = weights, .panels = panels, .packed = packed, .lanes = lanes, .finite = finite, .keys = keys, .dim = dim, .rows = to});
     require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
     for (int64_t j = 0; j < keys; j++)
         for (int64_t d = 0; d < dim; d++) {

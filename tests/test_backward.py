@@ -10,9 +10,10 @@ import pytest
 import blitz_attn
 from blitz_attn import reference, sabi, testing
 from cases import DTYPES, ISA_LEVELS, LAYOUTS, attend, bits_option, dtype_of, lse_shape, out_shape, poisoned, random_lists, same_bits
-from test_matrix import B, BLOCK_SHAPE, COLUMNS, KV_LEN, LISTS, Q_LEN, ROWS, RULES, rule_options, trimmed
+from test_matrix import BLOCK_SHAPE, COLUMNS, KV_LEN, LISTS, Q_LEN, ROWS, RULES, B, rule_options, trimmed
 
 FACTOR = 3.0  # of the error rule, for gradients
+STEP = 1e-4  # of central differences
 NAMES = ("dq", "dk", "dv")
 
 
@@ -87,7 +88,7 @@ def difference_case(name):
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_twin_against_central_differences(name, step=1e-4):
+def test_twin_against_central_differences(name):
     """Every element of q, k and v, through the output and through the log-sum-exp."""
     tensors, lists, options = difference_case(name)
     dout, dlse = rest_of(tensors[0], tensors[2], **options)
@@ -103,17 +104,17 @@ def test_twin_against_central_differences(name, step=1e-4):
         for place in np.ndindex(x.shape):
             kept, values = x[place], []
             for side in (2, 1, -1, -2):
-                x[place] = kept + side * step
+                x[place] = kept + side * STEP
                 values.append(loss())
             x[place] = kept
-            numeric[place] = (8 * (values[1] - values[2]) - (values[0] - values[3])) / (12 * step)
+            numeric[place] = (8 * (values[1] - values[2]) - (values[0] - values[3])) / (12 * STEP)
         apart = np.abs(numeric - gradient).max() / np.abs(gradient).max()
         print(f"{name}, d{what}: largest relative error {apart:.1e}")
         assert apart < 1e-9
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_float64_against_central_differences(name, step=1e-4):
+def test_float64_against_central_differences(name):
     """The operation itself, along random directions: no twin between."""
     tensors, lists, options = difference_case(name)
     dout, dlse = rest_of(tensors[0], tensors[2], **options)
@@ -126,9 +127,9 @@ def test_float64_against_central_differences(name, step=1e-4):
 
     for _ in range(5):
         along = [rng.standard_normal(x.shape) for x in tensors]
-        far, near = (loss(n * step, along) - loss(-n * step, along) for n in (2, 1))
+        far, near = (loss(n * STEP, along) - loss(-n * STEP, along) for n in (2, 1))
         slope = sum((d * g).sum() for d, g in zip(along, results, strict=True))
-        assert abs((8 * near - far) / (12 * step) - slope) < 1e-8 * max(1.0, abs(slope))
+        assert abs((8 * near - far) / (12 * STEP) - slope) < 1e-8 * max(1.0, abs(slope))
 
 
 def test_directional_at_size():

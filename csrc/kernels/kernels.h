@@ -46,11 +46,11 @@ typedef struct ba_chunk {
     int64_t v_offset;
     const void *const *k_next; /* few only: [keys], rows to be prefetched meanwhile, in the order they lie in; NULL: none */
     const void *const *v_next;
-    const int32_t *key_index;  /* [keys], rising; looked at only where the panel has lo and hi */
-    const float *k_scale;      /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
-    const float *v_scale;      /* few only: the same of V */
-    double softcap;            /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
-    void *scratch;             /* keys * scratch_per_key bytes; what is in it on entry does not matter */
+    const int32_t *key_index; /* [keys], rising; looked at only where the panel has lo and hi */
+    const float *k_scale;     /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
+    const float *v_scale;     /* few only: the same of V */
+    double softcap;           /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
+    void *scratch;            /* keys * scratch_per_key bytes; what is in it on entry does not matter */
 } ba_chunk;
 
 /* Lanes n .. lanes-1 of the panel become zero queries. */
@@ -69,9 +69,9 @@ typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
-/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for [queries][BA_FEW_PAD(head_dim)] reals, as pack_few left them,
- * o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [query], and K and V are read in place in the dtype they have.
- * Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
+/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for [queries][BA_FEW_PAD(head_dim)] reals,
+ * as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [query], and K and V are read in place in the dtype they have. Needs
+ * BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
@@ -106,11 +106,11 @@ typedef BA_MERGE_ROW((*ba_merge_row_fn));
  *
  * The first two are a panel's, as in attend; the others are a tile's, whose panels stand one after the other. */
 typedef struct ba_gradient_panel {
-    const void *q;     /* packed by pack_queries, with scale * log2(e) */
-    const void *dout;  /* the gradient of the output, packed by pack_queries, with scale */
-    const void *lse;   /* real [lanes], log2 units; +inf where nothing was attended: all weights are 0 then */
-    const void *delta; /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
-    void *dq;          /* real [head_dim][lanes], added to */
+    const void *q;          /* packed by pack_queries, with scale * log2(e) */
+    const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
+    const void *lse;        /* real [lanes], log2 units; +inf where nothing was attended: all weights are 0 then */
+    const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
+    void *dq;               /* real [head_dim][lanes], added to */
     const int32_t *lo, *hi; /* as in ba_panel */
 } ba_gradient_panel;
 
@@ -238,16 +238,16 @@ const ba_kernels *ba_kernels_active(void);
 /* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;   /* keys a chunk */
-    int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    int64_t chunk_keys;       /* keys a chunk */
+    int64_t tile_queries;     /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t group_tiles;      /* tiles that walk their lists side by side, so that they meet K and V in cache */
     int64_t gradient_keys;    /* keys a chunk of the backward pass */
     int64_t gradient_queries; /* queries of one of its tiles */
     int64_t gradient_tiles;   /* of its tiles that walk side by side */
-    double inline_flops;  /* calls with less work than this run in the caller's thread */
-    int64_t split_keys;   /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
-    int64_t few_keys;     /* keys a chunk, where few queries meet the keys of several heads side by side */
-    int64_t few_bytes;    /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
+    double inline_flops;      /* calls with less work than this run in the caller's thread */
+    int64_t split_keys;       /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
+    int64_t few_keys;         /* keys a chunk, where few queries meet the keys of several heads side by side */
+    int64_t few_bytes;        /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
 } ba_tuning;
 
 const ba_tuning *ba_tuning_at(ba_isa level);

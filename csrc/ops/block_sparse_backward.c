@@ -17,7 +17,7 @@
 
 #define LOG2_E 0x1.71547652b82fep+0
 
-enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32, KEYS_AN_ITEM = 512 };
+enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32, KEYS_AN_ITEM = 512, CACHE_LINE = 64 };
 
 typedef enum panel_width { WIDE, NARROW } panel_width;
 
@@ -30,9 +30,9 @@ typedef struct panel_state {
 
 typedef struct tile_state {
     ba_tile tile;
-    int walk;         /* index of the list it shares */
-    ba_range range;   /* keys that some query sees */
-    char *q, *dout;   /* rows, by pack_tile */
+    int walk;       /* index of the list it shares */
+    ba_range range; /* keys that some query sees */
+    char *q, *dout; /* rows, by pack_tile */
     bool finite_q, finite_dout;
     int panels;
     panel_state panel[MAX_PANELS];
@@ -202,8 +202,7 @@ static void pack_both_ways(const call *c, const worker_scratch *w, const ba_item
 
 static void clear_dq(const call *c, const tile_state *t) {
     const ba_attend_family *f = c->family;
-    for (int n = 0; n < t->panels; n++)
-        memset(t->panel[n].panel.dq, 0, (size_t)(f->lanes[t->panel[n].width] * c->problem->head_dim * f->real_size));
+    for (int n = 0; n < t->panels; n++) memset(t->panel[n].panel.dq, 0, (size_t)(f->lanes[t->panel[n].width] * c->problem->head_dim * f->real_size));
 }
 
 /* A gradient is finished as an output whose weights add up to 1. */
@@ -314,7 +313,14 @@ static void run_panel(const call *c, const panel_state *s, const ba_chunk *whole
     sl->data = slopes;
 }
 
-/* `turn`: NULL once the item may add to the chunk's keys. */
+/* The rows that the tile will add to soon: brought into L2 meanwhile, a few a panel. */
+static void want_key(const call *c, const worker_scratch *w, int64_t j) {
+    const int64_t real = c->family->real_size;
+    for (int64_t at = 0; at < c->problem->head_dim * real; at += CACHE_LINE) __builtin_prefetch((const char *)w->dk_rows[j] + at, 1, 2);
+    for (int64_t at = 0; at < c->problem->v_dim * real; at += CACHE_LINE) __builtin_prefetch((const char *)w->dv_rows[j] + at, 1, 2);
+}
+
+/* `turn`: whether the item may add to the chunk's keys already. */
 static void run_tile(const call *c, const worker_scratch *w, int64_t item, const tile_state *t, const ba_chunk *chunk, bool *turn) {
     const ba_problem *p = c->problem;
     ba_weights weights[MAX_PANELS], slopes[MAX_PANELS];
@@ -322,6 +328,8 @@ static void run_tile(const call *c, const worker_scratch *w, int64_t item, const
     bool some = false;
     for (int n = 0; n < t->panels; n++) {
         run_panel(c, &t->panel[n], chunk, w->weights + at, w->slopes + at, &weights[n], &slopes[n]);
+        const int64_t first = chunk->keys * n / t->panels, end = chunk->keys * (n + 1) / t->panels;
+        for (int64_t j = first; j < end && !*turn; j++) want_key(c, w, j);
         at += chunk->keys * weights[n].width * c->family->real_size;
         some |= weights[n].begin < weights[n].end;
     }
@@ -377,7 +385,8 @@ typedef void (*key_fn)(const call *c, int64_t batch, int64_t kv_head, int64_t ke
 
 static void each_key(const call *c, int64_t index, key_fn fn) {
     const ba_problem *p = c->problem;
-    const int64_t first = index % stretches(p) * KEYS_AN_ITEM, kv_head = index / stretches(p) % p->kv_heads, batch = index / stretches(p) / p->kv_heads;
+    const int64_t first = index % stretches(p) * KEYS_AN_ITEM, kv_head = index / stretches(p) % p->kv_heads,
+                  batch = index / stretches(p) / p->kv_heads;
     for (int64_t key = first; key < ba_min(first + KEYS_AN_ITEM, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
 }
 
