@@ -27,13 +27,13 @@ SIZE_CLASSES = ("L2", "L3", "DRAM", "ragged")
 CURVES = {"Dense": "#000000", "Both": "#D55E00", "Select": "#0072B2", "Attend": "#009E73", "Build": "#CC79A7"}
 
 
-def parse_rows(text: str) -> list[Row]:
+def parse_rows(text: str, first_columns: Sequence[str] = FIRST_COLUMNS) -> list[Row]:
     """Rows of a table, found among any other output: lines with as many cells as the last header line above them."""
     header: list[str] = []
     rows = []
     for line in text.splitlines():
         cells = line.split()
-        if len(cells) > 10 and cells[0] in FIRST_COLUMNS:
+        if len(cells) > 10 and cells[0] in first_columns:
             header = cells
         elif header and len(cells) == len(header):
             rows.append({name: cell_value(name, cell) for name, cell in zip(header, cells, strict=True)})

@@ -7,9 +7,9 @@
 (1, 1, 256, 64)
 """
 
-from . import plot, reference, sabi, testing
+from . import nsa, plot, reference, sabi, testing
 from ._core import __version__
-from .block_sparse import block_sparse_attention
+from .block_sparse import block_sparse_attention, block_sparse_attention_backward
 from .config import get_num_threads, isa, isa_levels, kernels, set_num_threads, show_config
 from .merge import merge_states, merge_states_n
 from .paged import PagedPlan, append_paged_kv, dequantize_kv, paged_attention, paged_select_attention, quantize_kv
@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
     "append_paged_kv",
     "block_sparse_attention",
+    "block_sparse_attention_backward",
     "dequantize_kv",
     "get_num_threads",
     "isa",
@@ -34,6 +35,7 @@ __all__ = [
     "kernels",
     "merge_states",
     "merge_states_n",
+    "nsa",
     "paged_attention",
     "paged_select_attention",
     "plot",

@@ -165,7 +165,7 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
         x, tag = (x, tag) if bits is None else bits
     if not x.dtype.isnative:
         raise TypeError(f"{name}: expected native byte order, got {x.dtype}")
-    if tag is None and x.dtype == {"bfloat16": np.uint16, "float8_e4m3": np.uint8}.get(bits_as):
+    if tag is None and bits_as in ("bfloat16", "float8_e4m3") and x.dtype == (np.uint16 if bits_as == "bfloat16" else np.uint8):
         tag = bits_as
     return x, tag or _plain_name(x.dtype)
 

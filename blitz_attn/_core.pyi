@@ -21,14 +21,53 @@ def block_sparse_attention(
     cu_seqlens_kv: Any = ...,
     num_heads: Any = ...,
     num_kv_heads: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
     return_lse: Any = ...,
     out: Any = ...,
     lse_out: Any = ...,
-    dtype: Any = ...,
-    num_threads: Any = ...,
+    cu_rows: Any = ...,
+    routed: Any = ...,
+    q_begin: Any = ...,
+    key_stride: Any = ...,
+    key_last: Any = ...,
 ) -> Any:
     """Checks the inputs, makes outputs with empty(shape, dtype name) where none are given, and fills them. Returns out or (out, lse).
-    An array argument may also be a pair (16-bit array, "bfloat16")."""
+    An array argument may also be a pair (16-bit array, "bfloat16"). The last five are described in blitz_attn.h."""
+
+def block_sparse_attention_backward(
+    empty: Callable[[tuple[int, ...], str], Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    sabi: Any = ...,
+    block_shape: Any = ...,
+    scale: Any = ...,
+    layout: Any = ...,
+    causal: Any = ...,
+    window: Any = ...,
+    q_lens: Any = ...,
+    kv_lens: Any = ...,
+    cu_seqlens_q: Any = ...,
+    cu_seqlens_kv: Any = ...,
+    num_heads: Any = ...,
+    num_kv_heads: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+    dout: Any = ...,
+    out: Any = ...,
+    lse: Any = ...,
+    dlse: Any = ...,
+    dq: Any = ...,
+    dk: Any = ...,
+    dv: Any = ...,
+    cu_rows: Any = ...,
+    routed: Any = ...,
+    q_begin: Any = ...,
+    key_stride: Any = ...,
+    key_last: Any = ...,
+) -> tuple[Any, Any, Any]:
+    """As block_sparse_attention; out and lse are its results. Returns (dq, dk, dv)."""
 
 def merge_states(
     empty: Callable[[tuple[int, ...], str], Any],
@@ -103,6 +142,72 @@ def select_blocks(
 ) -> Any:
     """Returns selected or (selected, counts). k is the width of a result that is made here; budget is in blocks, one a request."""
 
+def block_means(
+    x: Any,
+    weight: Any,
+    out: Any,
+    block_size: Any,
+    stride: Any,
+    cu_seqlens: Any = ...,
+    cu_blocks: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def block_means_backward(
+    dout: Any,
+    dx: Any,
+    more: Any,
+    block_size: Any,
+    stride: Any,
+    cu_seqlens: Any = ...,
+    cu_blocks: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def gate(
+    q: Any,
+    gate_proj_weight: Any,
+    gates: Any,
+    branches: Any,
+    out: Any,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def gate_backward(
+    q: Any,
+    gate_proj_weight: Any,
+    gates: Any,
+    branches: Any,
+    dout: Any,
+    dbranches: Any,
+    dgates: Any,
+    dq: Any,
+    dgate_proj_weight: Any,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
+def nsa_select(
+    q: Any,
+    k_cmp: Any,
+    lse: Any,
+    block_indices: Any,
+    cmp_block_indices: Any,
+    scale: Any,
+    causal: Any,
+    compress_block_size: Any,
+    compress_stride: Any,
+    select_block_size: Any,
+    q_tile_size: Any,
+    init_blocks: Any,
+    local_blocks: Any,
+    q_begin: Any,
+    tokens: Any,
+    cmp_group: Any,
+    cu_seqlens: Any = ...,
+    cu_blocks: Any = ...,
+    dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None: ...
 def get_num_threads() -> int: ...
 def set_num_threads(num_threads: int | None) -> None: ...
 def num_threads_source() -> str: ...

@@ -123,7 +123,7 @@ def round_to(x: Any, dtype: Any) -> np.ndarray:
     raise ValueError(f"dtype: expected float64, float32, float16 or bfloat16, got {name}")
 
 
-def _round_in_float32(x32: np.ndarray, name: str) -> np.ndarray:
+def round_in_float32(x32: np.ndarray, name: str) -> np.ndarray:
     """float32 values as they would be after a trip through dtype `name`."""
     if name == "float16":
         return x32.astype(np.float16).astype(np.float32)
@@ -164,7 +164,7 @@ def _lengths(name: str, value: Any, full: Sequence[int]) -> list[int]:
     return lengths
 
 
-def _sequences(q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads) -> list[SequenceParts]:
+def sequences_of(q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads) -> list[SequenceParts]:
     """The batch entries of a call in any layout."""
     if layout == "TND":
         cut_q, cut_kv = _offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0]), _offsets("cu_seqlens_kv", cu_seqlens_kv, k.shape[0])
@@ -191,7 +191,7 @@ def _sequences(q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, nu
     return sequences
 
 
-def _join(parts: list[np.ndarray], layout: str, batch_shape: tuple[int, ...]) -> np.ndarray:
+def join_sequences(parts: list[np.ndarray], layout: str, batch_shape: tuple[int, ...]) -> np.ndarray:
     """Per-sequence (heads, tokens, dim) results back into the layout of q."""
     if layout == "TND":
         return np.concatenate([x.swapaxes(0, 1) for x in parts]) if parts else np.zeros(batch_shape)
@@ -221,7 +221,7 @@ class Rules:
         return diagonal - left, diagonal + (min(right, 0) if self.causal else right)
 
 
-def _rules(causal: bool, window: Any) -> Rules:
+def make_rules(causal: bool, window: Any) -> Rules:
     if window is None:
         return Rules(bool(causal), None, None)
     left, right = (int(n) for n in window)
@@ -230,7 +230,7 @@ def _rules(causal: bool, window: Any) -> Rules:
     return Rules(bool(causal), None if left == -1 else left, None if right == -1 else right)
 
 
-def _strips(row_first: int, row_last: int, columns: int) -> Iterator[tuple[int, int]]:
+def strips(row_first: int, row_last: int, columns: int) -> Iterator[tuple[int, int]]:
     step = max(1, _STRIP_ELEMENTS // max(1, columns))
     for start in range(row_first, row_last, step):
         yield start, min(start + step, row_last)
@@ -257,7 +257,7 @@ def _strip(
     s = q @ k.T * q.dtype.type(scale)
     if softcap:
         s = q.dtype.type(softcap) * np.tanh(s / q.dtype.type(softcap))
-    s = _round_in_float32(s, name)
+    s = round_in_float32(s, name)
     if seen is not None:
         s = np.where(seen, s, -np.inf)
     top = s.max(axis=1, keepdims=True)
@@ -268,11 +268,11 @@ def _strip(
     if name in ("float64", "float32"):
         out = _weighted_sum(p, v, seen) / total
     else:  # frameworks normalise before they round P
-        out = _round_in_float32(_weighted_sum(_round_in_float32(p / total, name), v, seen), name)
+        out = round_in_float32(_weighted_sum(round_in_float32(p / total, name), v, seen), name)
     return np.where(total == 0, q.dtype.type(0), out), lse
 
 
-def _listed_keys(row: np.ndarray, width: int, kv_len: int) -> np.ndarray:
+def listed_keys(row: np.ndarray, width: int, kv_len: int) -> np.ndarray:
     """Token positions of the blocks named in one row of a block list."""
     blocks = np.sort(row[row >= 0])
     keys = (blocks[:, None] * width + np.arange(width)).reshape(-1)
@@ -293,10 +293,10 @@ def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shap
         bands = [(0, queries, None)]
     else:
         starts = range(0, queries, step)
-        bands = ((a, min(a + step, queries), _listed_keys(rows[r], block_kv, seq.kv_len)) for r, a in enumerate(starts))
+        bands = ((a, min(a + step, queries), listed_keys(rows[r], block_kv, seq.kv_len)) for r, a in enumerate(starts))
     free = not rules.causal and rules.left is None and rules.right is None
     for band_first, band_last, keys in bands:
-        for first, last in _strips(band_first, band_last, seq.kv_len if keys is None else keys.size):
+        for first, last in strips(band_first, band_last, seq.kv_len if keys is None else keys.size):
             low, high = rules.bounds(np.arange(first, last) // shared + seq.kv_len - seq.q_len)
             if keys is None:  # a run of keys: no gather
                 a, b = max(0, int(low[0])), min(seq.kv_len, int(high[-1]) + 1)
@@ -317,7 +317,7 @@ def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, ret
     block_q, block_kv = (int(n) for n in block_shape)
     if min(block_q, block_kv) < 1:
         raise ValueError(f"block_shape: expected two positive numbers, got {(block_q, block_kv)}")
-    sequences = _sequences(q, k, v, layout, *shape_args)
+    sequences = sequences_of(q, k, v, layout, *shape_args)
     if scale is None:
         head_dim = sequences[0].q.shape[2] if sequences else 1
         scale = 1.0 / math.sqrt(head_dim)
@@ -338,7 +338,7 @@ def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, ret
             outs.append(out_b)
             lses.append(lse_b)
     shape = (*q.shape[:-1], v.shape[-1]) if layout != "BSH" else (*q.shape[:-1], 0)
-    result = _join(outs, layout, shape)
+    result = join_sequences(outs, layout, shape)
     out, lse_out = out if isinstance(out, tuple) else (out, None)
     if not return_lse:
         return written(result, out)
@@ -420,7 +420,7 @@ def block_sparse_attention(
     """
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
-    return _run(tensors, sabi, block_shape, scale, layout, _rules(causal, window), shape_args, "float64", return_lse, out)
+    return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64", return_lse, out)
 
 
 def dense_same_precision(
@@ -482,7 +482,7 @@ def dense_same_precision(
     if name != "float64":
         tensors = [x.astype(np.float32) for x in tensors]
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
-    return _run(tensors, sabi, block_shape, scale, layout, _rules(causal, window), shape_args, name, return_lse, out)
+    return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name, return_lse, out)
 
 
 # ---- Merging ----------------------------------------------------------------------------------------------------

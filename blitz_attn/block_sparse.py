@@ -1,4 +1,5 @@
-"""Block-sparse attention: softmax attention in which lists of key blocks say what each block of queries looks at."""
+"""Block-sparse attention, forward and backward: softmax attention in which lists of key blocks say what each block of queries
+looks at."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from numpy import empty, ndarray
 
 from . import _arrays, _core
 
-__all__ = ["block_sparse_attention"]
+__all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
 
 
 def block_sparse_attention(
@@ -105,6 +106,7 @@ def block_sparse_attention(
     --------
     blitz_attn.sabi : makes, converts and describes block lists.
     blitz_attn.merge_states : joins results over disjoint sets of keys.
+    blitz_attn.block_sparse_attention_backward : its gradients.
     blitz_attn.reference.block_sparse_attention : the same in plain float64 NumPy.
 
     Notes
@@ -138,16 +140,136 @@ def block_sparse_attention(
     ):
         return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv,
-            num_heads, num_kv_heads, return_lse, None, None, None, num_threads,
+            num_heads, num_kv_heads, None, num_threads, return_lse, None, None,
         )  # fmt: skip
 
     family = _arrays.family_of(q)
     out, lse_out = _arrays.split_out(out, return_lse)
     result = _core.block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
-        causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, return_lse,
-        _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), num_threads,
+        causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads,
+        _arrays.dtype_name(dtype), num_threads, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"),
     )  # fmt: skip
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+def block_sparse_attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    sabi: Any = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+    scale: float | None = None,
+    layout: str = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    dlse: Any = None,
+    grads: Any = None,
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> tuple[Any, Any, Any]:
+    """Gradients of `block_sparse_attention` with respect to q, k and v.
+
+    With ``P = exp(scale * q k^T - lse)`` where a query sees a key and 0 elsewhere: ``dS = P * (dout v^T - dout . out + dlse)``,
+    ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. `dk` and `dv` are sums over the query heads that read a
+    key head. A query that sees no key at all gets and gives 0.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of the loss with respect to `out`, of its shape and dtype.
+    q, k, v : array_like
+        As in the forward call: ``(B, H, Sq, D)``, ``(B, Hkv, Skv, D)`` and ``(B, Hkv, Skv, Dv)`` for layout BNSD; float32,
+        float16, bfloat16 or float64.
+    out : array_like
+        What the forward call returned: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
+    lse : array_like
+        The log-sum-exp that it returned: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query
+        whose entry is ``-inf`` attended nothing.
+    sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        As in the forward call: see `block_sparse_attention`.
+    dlse : array_like, optional
+        Gradient of the loss with respect to `lse`, of its shape and dtype: what merging partial results and distillation need.
+        Default: 0.
+    grads : tuple of array, optional
+        Where to write: ``(dq, dk, dv)``, each writable, of the shape and dtype of q, k or v, sharing no memory with any other
+        array of the call; any of them may be None.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Of the shapes, layout and dtype of q, k and v, and the same kind of array as `q`.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind: not an array, an unknown or mixed dtype, foreign byte order, a float where an
+        integer belongs.
+    ValueError
+        An argument of the wrong shape or out of range, such as an `lse` or `out` that does not fit `q`. The text names the
+        argument, what was expected and what came. Nothing has been written then.
+    MemoryError
+        The scratch memory could not be had.
+
+    See Also
+    --------
+    blitz_attn.block_sparse_attention : the forward pass, which gives `out` and `lse` with ``return_lse=True``.
+    blitz_attn.reference.block_sparse_attention_backward : the same in plain float64 NumPy.
+
+    Notes
+    -----
+    Probabilities are recomputed from `lse`; nothing of size Sq x Skv is ever built. Sums are accumulated in float32 (float64
+    for float64), for float16 and bfloat16 in scratch memory of 4 bytes an element of k and v. The results are the same
+    bit for bit whatever the number of threads and whatever else is in the batch. With every block listed, `dq` is that
+    of ``sabi=None`` bit for bit; so are `dk` and `dv` where ``block_shape[0]`` is a multiple of 128, else their sums are taken
+    in another order. What a query does not see, NaN and infinity included, adds exactly nothing.
+
+    The recomputation and the role of ``dout . out`` follow FlashAttention-2 [1]_, algorithm 2.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dout = (rng.standard_normal((1, 2, 256, 64), dtype=np.float32) for _ in range(4))
+    >>> out, lse = blitz_attn.block_sparse_attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> exact = blitz_attn.reference.block_sparse_attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> [bool(np.abs(ours - theirs).max() < 1e-5) for ours, theirs in zip((dq, dk, dv), exact)]
+    [True, True, True]
+    """
+    family = _arrays.family_of(q)
+    if grads is None:
+        grads = (None, None, None)
+    elif not isinstance(grads, tuple) or len(grads) != 3:
+        came = f"a tuple of {len(grads)}" if isinstance(grads, tuple) else type(grads).__name__
+        raise (ValueError if isinstance(grads, tuple) else TypeError)(f"grads: expected a tuple (dq, dk, dv), got {came}")
+    results = _core.block_sparse_attention_backward(
+        family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
+        causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
+        _arrays.readable(dout, "dout"), _arrays.readable(out, "out"), _arrays.readable(lse, "lse"),
+        None if dlse is None else _arrays.readable(dlse, "dlse"),
+        *(_arrays.writable(x, name) for x, name in zip(grads, ("dq", "dk", "dv"), strict=True)),
+    )  # fmt: skip
+    dq, dk, dv = (_arrays.finished(result, given, family) for result, given in zip(results, grads, strict=True))
+    return dq, dk, dv

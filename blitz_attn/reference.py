@@ -4,11 +4,28 @@ Every function here has the name and the signature of the operation it mirrors a
 shared with the compiled library, so that the two cannot be wrong together. Score matrices are built a strip of query
 rows at a time: memory stays bounded for sequences of tens of thousands of tokens.
 
-`dense_same_precision` and `paged_same_precision` are the yardsticks of the error rule: the same attention as a plain
-array program would compute it in the precision of the inputs.
+`dense_same_precision`, `dense_same_precision_backward`, `paged_same_precision` and `nsa_same_precision` are the yardsticks of the
+error rule: the same attention as a plain array program would compute it in the precision of the inputs.
 """
 
+from ._reference_backward import block_sparse_attention_backward, dense_same_precision_backward
 from ._reference_dense import block_sparse_attention, dense_same_precision, merge_states, merge_states_n, round_to, to_float64
+from ._reference_nsa import NSAContext, NSAGradients, nsa, nsa_backward, nsa_same_precision
+from ._reference_nsa_parts import (
+    compress_kv,
+    compress_kv_backward,
+    compressed_attention,
+    compressed_attention_backward,
+    compute_gates,
+    gate_and_combine,
+    gating_backward,
+    score_and_select_blocks,
+    score_blocks,
+    selected_attention,
+    selected_attention_backward,
+    window_attention,
+    window_attention_backward,
+)
 from ._reference_paged import dequantize_kv, paged_attention, paged_same_precision, paged_select_attention, quantize_kv
 from ._reference_quest import (
     append_paged_kv,
@@ -21,12 +38,26 @@ from ._reference_quest import (
 )
 
 __all__ = [
+    "NSAContext",
+    "NSAGradients",
     "append_paged_kv",
     "block_sparse_attention",
+    "block_sparse_attention_backward",
+    "compress_kv",
+    "compress_kv_backward",
+    "compressed_attention",
+    "compressed_attention_backward",
+    "compute_gates",
     "dense_same_precision",
+    "dense_same_precision_backward",
     "dequantize_kv",
+    "gate_and_combine",
+    "gating_backward",
     "merge_states",
     "merge_states_n",
+    "nsa",
+    "nsa_backward",
+    "nsa_same_precision",
     "paged_attention",
     "paged_same_precision",
     "paged_select_attention",
@@ -36,7 +67,13 @@ __all__ = [
     "quest_block_select_paged_in_out_w",
     "quest_prefill_metadata",
     "round_to",
+    "score_and_select_blocks",
+    "score_blocks",
     "select_and_attend",
     "select_blocks",
+    "selected_attention",
+    "selected_attention_backward",
     "to_float64",
+    "window_attention",
+    "window_attention_backward",
 ]

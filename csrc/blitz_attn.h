@@ -94,20 +94,25 @@ typedef struct ba_block_sparse_args {
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: the same as num_heads) */
     ba_tensor blocks;                /* not given: every block. Else (B or 1, H or 1, ceil(Sq / block_q), W): columns of kept
                                       * key blocks, in any order, no column twice, the row ends at the first pad */
+    const int64_t *cu_rows;          /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows; blocks is then (H or 1, rows, W), the
+                                      * rows of the sequences one after the other */
     int64_t block_q, block_kv;
+    int routed;   /* the lists route single queries, or tiles of them (NSA): H_kv is taken as their head axis too, and rows of few
+                   * queries go by the kernel for few, whose sums have another order: all blocks listed then equals no list only
+                   * up to rounding */
     double scale; /* finite; ba_default_scale(D) is the usual one */
     int causal;
     int64_t window[2];               /* tokens before, tokens after; -1: no bound */
+    int64_t q_begin;                 /* token number of query 0, where the queries are a stretch of a sequence; -1: they are its last */
+    int64_t key_stride, key_last;    /* 0, 0: a key is a token. Else key j stands for tokens from j * key_stride on, and is seen (causal) from token
+                                      * j * key_stride + key_last on, whose numbers q_begin gives; no window then */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
     const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
     int64_t batch;                   /* BA_TND only: number of sequences */
     int num_threads;                 /* 0: as set (ba_set_num_threads) */
 } ba_block_sparse_args;
 
-#define BA_BLOCK_SPARSE_ARGS_INIT                                                                                                                    \
-    {                                                                                                                                                \
-        .block_q = 128, .block_kv = 128, .window = { -1, -1 }                                                                                        \
-    }
+#define BA_BLOCK_SPARSE_ARGS_INIT {.block_q = 128, .block_kv = 128, .window = {-1, -1}, .q_begin = -1}
 
 BA_API double ba_default_scale(int64_t head_dim);
 
@@ -115,6 +120,29 @@ BA_API double ba_default_scale(int64_t head_dim);
 BA_API ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
 
 BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
+
+/* ---- Block-sparse attention (backward) --------------------------------------------------------------------- */
+
+/* Gradients of a loss with respect to q, k and v, from those with respect to out and lse. P is recomputed from lse:
+ *
+ *     dS = P (dout v^T - dout . out + dlse)    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
+ *
+ * dk and dv are sums over the query heads of a KV head. A query that sees nothing, or whose lse is -inf, gives 0. What a
+ * query does not see adds exactly nothing. All gradients are the same bits for any number of threads. */
+typedef struct ba_block_sparse_backward_args {
+    ba_block_sparse_args forward; /* as they were in the forward call; out and lse, both required, are what it wrote, and are read here */
+    ba_tensor dout;               /* the shape and dtype of out */
+    ba_tensor dlse;               /* not given: 0. Else the shape and dtype of lse */
+    ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
+} ba_block_sparse_backward_args;
+
+#define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT {.forward = BA_BLOCK_SPARSE_ARGS_INIT}
+
+/* Checks all inputs (not dq, dk and dv) and tells the shapes that the outputs must have. */
+BA_API ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape,
+                                                ba_tensor *dv_shape);
+
+BA_API ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args *args);
 
 /* ---- Paged attention: decode and chunked prefill over a paged cache ------------------------------------------ */
 
@@ -198,6 +226,90 @@ typedef struct ba_select_args {
 } ba_select_args;
 
 BA_API ba_status ba_select_blocks(const ba_select_args *args);
+
+/* ---- Native sparse attention: what stands around its three attention branches -------------------------------- */
+
+/* The branches themselves are block-sparse attention: the compressed one with key_stride, the selected one with routed lists, the
+ * window. Arrays are (B, N, H, D), or packed (T, H, D) with cumulative lengths; "real" is float32, for float64 float64. */
+
+enum { BA_MOST_SUMMANDS = 4 };
+
+/* Means of blocks of tokens: block i of a sequence is its tokens from i * stride on; only complete blocks count. */
+typedef struct ba_block_means_args {
+    ba_tensor x;
+    ba_tensor weight;              /* not given, or (H, D, E) real: a mean, as a row, times its head's matrix; rounded once, afterwards */
+    ba_tensor out;                 /* written: (B, blocks, H, D or E), packed (blocks, H, D or E); dtype of x, or real */
+    const int64_t *cu, *cu_blocks; /* NULL, or batch + 1 cumulative numbers of the sequences' tokens and blocks */
+    int64_t batch;                 /* number of sequences, with cu */
+    int64_t block_size, stride;
+    int num_threads;
+} ba_block_means_args;
+
+BA_API ba_status ba_block_means(const ba_block_means_args *args);
+
+/* Its gradient, dx = what dout gives to each token, plus the arrays of `more`. */
+typedef struct ba_block_means_backward_args {
+    ba_tensor dout;                   /* like ba_block_means' out, dtype of dx; not given: 0 */
+    ba_tensor dx;                     /* written */
+    ba_tensor more[BA_MOST_SUMMANDS]; /* arrays like dx; the first that is not given ends them */
+    const int64_t *cu, *cu_blocks;
+    int64_t batch;
+    int64_t block_size, stride;
+    int num_threads;
+} ba_block_means_backward_args;
+
+BA_API ba_status ba_block_means_backward(const ba_block_means_backward_args *args);
+
+/* gates = sigmoid(q . weight), three a query head, and out = sum of gates[c] * branch[c]. */
+typedef struct ba_gate_args {
+    ba_tensor q, weight; /* (.., H, D) and (H, 3, D) real; not given: the gates are read, or a third each where they are not given either */
+    ba_tensor gates;     /* (.., H, 3) real: read without weight; written with it, where given */
+    ba_tensor branch[3]; /* (.., H, D_v) all of one dtype; not given: only the gates are wanted */
+    ba_tensor out;       /* written: like a branch */
+    int num_threads;
+} ba_gate_args;
+
+BA_API ba_status ba_gate(const ba_gate_args *args);
+
+/* Gradients of ba_gate from dout, its inputs and its gates. */
+typedef struct ba_gate_backward_args {
+    ba_tensor q, weight; /* not given: no dq, no dweight */
+    ba_tensor gates;     /* not given: a third each */
+    ba_tensor branch[3]; /* needed for all but dbranch */
+    ba_tensor dout;
+    ba_tensor dbranch[3];  /* written: gates[c] * dout */
+    ba_tensor dgates;      /* not given, or written: (.., H, 3) real, dout . branch[c] */
+    ba_tensor dq, dweight; /* written, with weight: like q; (H, 3, D) real */
+    int num_threads;
+} ba_gate_backward_args;
+
+BA_API ba_status ba_gate_backward(const ba_gate_backward_args *args);
+
+/* Which blocks each query, or tile of queries, attends in the selected branch. Ties go to the lower block; rows are written in
+ * rising order and end with -1.
+ *
+ * tile 0: a row a query and KV head. A block's score is the sum of the compressed keys' probabilities, each as often as its
+ * stretches of compress_stride tokens and the block's meet, over the heads of the group; the first init_blocks and the last
+ * local_blocks up to the query's own are always selected; causal: no block after the query's own.
+ * Else: a row a tile of queries and query head. A block's score is its compressed key's product with the mean query; causal:
+ * blocks that begin before the tile's end. compress_stride and select_block are compress_block then. */
+typedef struct ba_nsa_select_args {
+    ba_tensor q, k_cmp; /* (B, N, H, D) and (B, blocks, H_kv, D), or packed; one dtype */
+    ba_tensor lse;      /* tile 0 only: (B, N, H) or (T, H) real: natural log-sum-exp of each query over the k_cmp that it sees */
+    const int64_t *cu_q, *cu_cmp;
+    int64_t batch;   /* number of sequences, with cu_q */
+    int64_t q_begin; /* token number of query 0; 0 with cu_q */
+    int64_t tokens;  /* of each whole sequence; with cu_q not looked at */
+    double scale;
+    int causal;
+    int64_t compress_block, compress_stride, select_block, tile, init_blocks, local_blocks;
+    ba_tensor selected;     /* written int32: (B, H_kv, N, n) or (B, H, tiles, n); packed (heads, all rows, n) */
+    ba_tensor selected_cmp; /* with a tile: not given, or written likewise: the best stretches of cmp_group compressed keys, by their mean score */
+    int64_t cmp_group;
+    int num_threads;
+} ba_nsa_select_args;
+
+BA_API ba_status ba_nsa_select(const ba_nsa_select_args *args);
 
 /* ---- Merging partial attention ----------------------------------------------------------------------------- */
 

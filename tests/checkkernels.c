@@ -3,7 +3,8 @@
  *     checkkernels [NAME...]          checks; only kernels whose name contains one of the NAMEs, where given
  *     checkkernels --bench [NAME...]  times attend instead
  *
- * checkkernels_case.c makes the cases; checkkernels_base.c has guarded memory, number formats and the report. */
+ * checkkernels_backward.c has the checks of the backward pass; checkkernels_case.c makes the cases; checkkernels_base.c has guarded memory, number
+ * formats and the report. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "checkkernels.h"
 
@@ -67,7 +68,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 19 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 2,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 25 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 2,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -657,6 +658,7 @@ static void check_subject(const subject *s) {
     c = (test_case){.s = *s};
     guarded_run(check_merge_row, &c, &records[0]);
     report(s->name, "", records, 1);
+    check_backward(s);
 }
 
 static void check_probe(void *context) {

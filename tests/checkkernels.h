@@ -34,6 +34,12 @@ typedef enum buffer {
     PACKED_K_POINTERS,
     PACKED_V_POINTERS,
     ROW_POINTERS,
+    PANEL_DOUT,
+    PANEL_DQ,
+    PANEL_LSE,
+    PANEL_DELTA,
+    SLOPES,
+    TILE_ROWS,
     BUFFERS
 } buffer;
 void *place(buffer which, int64_t bytes);                      /* aligned to BA_ALIGN */
@@ -175,5 +181,10 @@ typedef struct plain_row {
     double out[BA_MAX_HEAD_DIM], out_error[BA_MAX_HEAD_DIM];
 } plain_row;
 void attend_plainly(const test_case *c, int64_t lane, plain_row *r);
+
+/* ---- The backward pass (checkkernels_backward.c) ------------------------------------------------------------------ */
+
+/* Checks and reports a family's kernels for gradients. */
+void check_backward(const subject *s);
 
 #endif

@@ -60,7 +60,7 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("script", ["benchmark.py", "plot.py", "roofline.py", "capture.py", "error_table.py"])
+@pytest.mark.parametrize("script", ["benchmark.py", "plot.py", "roofline.py", "capture.py", "error_table.py", "backward.py"])
 def test_help(script):
     assert "usage:" in run(script, "--help")[0]
 
@@ -243,3 +243,17 @@ def test_quick_calls_are_repeated_within_a_sample():
     contender = _bench.Contender("quick", lambda: calls.append(0), 1.0)
     list(_bench.in_turns([contender], repeats=1, warmup=1, progress=_bench.Progress(1.0, io.StringIO())))
     assert len(calls) > 10
+
+
+# ---- Backward -----------------------------------------------------------------------------------------------------
+
+
+def test_backward_rows():
+    options = ["-S", "200", "-H", "2", "-D", "16", "--block-shape", "32x32", "--sparsities", "0", "0.5", "--repeats", "1", "--no-torch"]
+    lines = run("backward.py", *options, "--dtypes", "float32", "bfloat16", "--threads", "1", "2")[0].splitlines()
+    rows = [line.split() for line in lines if line.split()[:1] in (["float32"], ["bfloat16"])]
+    keys = [(dtype, rule, sparsity, threads) for dtype in ("float32", "bfloat16") for rule in ("all", "causal")
+            for threads in ("1", "2") for sparsity in ("0.00", "0.50")]  # fmt: skip
+    assert [(row[0], row[4], row[6], row[7]) for row in rows] == keys
+    assert all(row[8] == "yes" for row in rows)
+    assert "usage:" in run("backward.py", "--sparsities", "0.5", code=2)[1]

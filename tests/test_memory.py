@@ -66,6 +66,26 @@ def test_scratch_of_a_long_sequence(dtype, threads):
     assert measure(PEAK, dtype, threads) <= threads * 32 * MIB
 
 
+PEAK_BACKWARD = PEAK.partition("forget_peak()")[0] + """
+blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=(block, block), return_lse=True, out=(out, lse), **options)
+dout, grads = v.copy(), tuple(np.zeros_like(x) for x in (q, k, v))
+for x in grads:
+    x[...] = 0
+options.update(block_shape=(block, block), grads=grads, num_threads=threads)
+forget_peak()
+before = status("VmRSS")
+blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, sabi, **options)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_scratch_of_a_long_backward_pass(dtype, threads):
+    sums = 118806 * 2 * 64 * 4 if dtype == "bfloat16" else 0  # float32 sums of dk and dv
+    assert measure(PEAK_BACKWARD, dtype, threads) <= threads * 32 * MIB + sums
+
+
 LEAK = """
 q, k, v = testing.make_qkv(1, 4, 2, 200, 300, 24, dtype="float16")
 sabi = np.array([[1, 0, -1], [2, 1, 0]], np.int32)[None, None]
@@ -73,8 +93,15 @@ sabi = np.array([[1, 0, -1], [2, 1, 0]], np.int32)[None, None]
 def call_all():
     out, lse = blitz_attn.block_sparse_attention(q, k, v, sabi, causal=True, return_lse=True)
     blitz_attn.merge_states(out, lse, out, lse)
+    blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse, sabi, causal=True, dlse=lse)
     try:
         blitz_attn.block_sparse_attention(q, k[..., :8], v, sabi)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError("a wrong shape was accepted")
+    try:
+        blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse[:, 1:], sabi)
     except ValueError:
         pass
     else:

@@ -155,6 +155,19 @@ void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
     pthread_mutex_unlock(&pool.owner);
 }
 
+void ba_pause(int spins) {
+    enum { SPINS = 256 };
+    if (spins >= SPINS) {
+        sched_yield();
+        return;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 /* ---- How many threads ---------------------------------------------------------------------------------------- */
 
 static pthread_once_t threads_looked = PTHREAD_ONCE_INIT;

@@ -15,6 +15,9 @@ typedef void (*ba_item_fn)(void *context, int64_t item, int worker);
  * Returns when all are done. When another caller has the pool, or a thread cannot be made, the caller does all by itself. */
 void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context);
 
+/* For loops that wait for another thread of the same job: a moment's rest, and from some hundred spins on the CPU goes to others. */
+void ba_pause(int spins);
+
 /* The number of threads for a call that asks for `asked` (0: as set). */
 int ba_threads_for(int asked);
 

@@ -46,11 +46,11 @@ typedef struct ba_chunk {
     int64_t v_offset;
     const void *const *k_next; /* few only: [keys], rows to be prefetched meanwhile, in the order they lie in; NULL: none */
     const void *const *v_next;
-    const int32_t *key_index;  /* [keys], rising; looked at only where the panel has lo and hi */
-    const float *k_scale;      /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
-    const float *v_scale;      /* few only: the same of V */
-    double softcap;            /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
-    void *scratch;             /* keys * scratch_per_key bytes; what is in it on entry does not matter */
+    const int32_t *key_index; /* [keys], rising; looked at only where the panel has lo and hi */
+    const float *k_scale;     /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
+    const float *v_scale;     /* few only: the same of V */
+    double softcap;           /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
+    void *scratch;            /* keys * scratch_per_key bytes; what is in it on entry does not matter */
 } ba_chunk;
 
 /* Lanes n .. lanes-1 of the panel become zero queries. */
@@ -69,9 +69,9 @@ typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
-/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for [queries][BA_FEW_PAD(head_dim)] reals, as pack_few left them,
- * o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [query], and K and V are read in place in the dtype they have.
- * Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
+/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for [queries][BA_FEW_PAD(head_dim)] reals,
+ * as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [query], and K and V are read in place in the dtype they have. Needs
+ * BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
@@ -100,6 +100,61 @@ typedef BA_FINISH((*ba_finish_fn));
 #define BA_MERGE_ROW(name) void name(void *out, const void *const *rows, const void *weights, int64_t parts, int64_t dim)
 typedef BA_MERGE_ROW((*ba_merge_row_fn));
 
+/* ---- Gradients. P is recomputed from the log-sum-exp, a tile of panels at a time:
+ *
+ *     dS^T = P^T (V dO^T - delta)    dQ^T += K^T dS^T    dV += P^T dO    dK += dS^T Q
+ *
+ * The first two are a panel's, as in attend; the others are a tile's, whose panels stand one after the other. */
+typedef struct ba_gradient_panel {
+    const void *q;          /* packed by pack_queries, with scale * log2(e) */
+    const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
+    const void *lse;        /* real [lanes], log2 units; +inf where nothing was attended: all weights are 0 then */
+    const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
+    void *dq;               /* real [head_dim][lanes], added to */
+    const int32_t *lo, *hi; /* as in ba_panel */
+} ba_gradient_panel;
+
+/* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T.
+ * Promises what attend does. softcap and scales are not looked at. */
+#define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
+typedef BA_GRADIENT((*ba_gradient_fn));
+
+/* Rows of a tile's lanes: packed[block][lane][i] = rows[lane][block * lane_block + i], as real, the last block filled up with 0.
+ * Returns whether all are finite. */
+#define BA_PACK_TILE(name) bool name(void *packed, const void *const *rows, int64_t lanes, int64_t dim)
+typedef BA_PACK_TILE((*ba_pack_tile_fn));
+
+/* Weights (or slopes) of one panel of a tile. */
+typedef struct ba_weights {
+    const void *data;   /* real [keys][width] */
+    int64_t width;      /* lanes of the panel */
+    int64_t lanes;      /* of them in use */
+    int64_t begin, end; /* keys outside have no weight. Inside [0, keys) they are 0 there, but where begin == end: never looked at */
+} ba_weights;
+
+typedef struct ba_add_rows {
+    const ba_weights *weights; /* [panels] */
+    int64_t panels;
+    const void *packed; /* the rows of all lanes of all panels, by pack_tile */
+    int64_t lanes;      /* how many that are */
+    bool finite;        /* all of packed. Else a weight of 0 adds nothing, whatever the row holds */
+    int64_t keys, dim;
+    void *const *rows; /* [keys]: real [dim] each, added to */
+} ba_add_rows;
+
+/* rows[key][d] += sum over lanes of weight[key][lane] * packed row [lane][d]. A key's sum depends on nothing but its own weights
+ * and the lanes' rows, and goes over the lanes in their order. */
+#define BA_ADD_ROWS(name) void name(const ba_add_rows *a)
+typedef BA_ADD_ROWS((*ba_add_rows_fn));
+
+/* sums[i] = a_rows[i] . b_rows[i], as real, of rows in the input dtype. */
+#define BA_DOT_ROWS(name) void name(void *sums, const void *const *a_rows, const void *const *b_rows, int64_t n, int64_t dim)
+typedef BA_DOT_ROWS((*ba_dot_rows_fn));
+
+/* A row of reals in the input dtype. */
+#define BA_STORE_ROW(name) void name(void *to, const void *from, int64_t dim)
+typedef BA_STORE_ROW((*ba_store_row_fn));
+
 /* All that a driver needs to attend in one dtype. A rung replaces a family as a whole, since its members share formats;
  * parts may be NULL where a family has only the fused kernel. */
 typedef struct ba_attend_family {
@@ -110,6 +165,7 @@ typedef struct ba_attend_family {
     int64_t q_bytes;                /* bytes of a packed query element */
     int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
+    int64_t lane_block;             /* dims that pack_tile keeps together */
     int64_t key_step;               /* attend may be given any part of a chunk that begins at a multiple of this */
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
@@ -123,6 +179,11 @@ typedef struct ba_attend_family {
     ba_finish_fn finish_few;
     ba_join_few_fn join_few;
     ba_merge_row_fn merge_row;
+    ba_gradient_fn gradient[BA_PANEL_WIDTHS];
+    ba_add_rows_fn add_rows;
+    ba_pack_tile_fn pack_tile;
+    ba_dot_rows_fn dot_rows;
+    ba_store_row_fn store_row;
 } ba_attend_family;
 
 /* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. Offset
@@ -177,13 +238,16 @@ const ba_kernels *ba_kernels_active(void);
 /* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;   /* keys a chunk */
-    int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
-    double inline_flops;  /* calls with less work than this run in the caller's thread */
-    int64_t split_keys;   /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
-    int64_t few_keys;     /* keys a chunk, where few queries meet the keys of several heads side by side */
-    int64_t few_bytes;    /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
+    int64_t chunk_keys;       /* keys a chunk */
+    int64_t tile_queries;     /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t group_tiles;      /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    int64_t gradient_keys;    /* keys a chunk of the backward pass */
+    int64_t gradient_queries; /* queries of one of its tiles */
+    int64_t gradient_tiles;   /* of its tiles that walk side by side */
+    double inline_flops;      /* calls with less work than this run in the caller's thread */
+    int64_t split_keys;       /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
+    int64_t few_keys;         /* keys a chunk, where few queries meet the keys of several heads side by side */
+    int64_t few_bytes;        /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
 } ba_tuning;
 
 const ba_tuning *ba_tuning_at(ba_isa level);

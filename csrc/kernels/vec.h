@@ -54,6 +54,12 @@ typedef real_int ivec __attribute__((vector_size(BA_LANES * sizeof(real))));
 
 BA_INLINE vec NAME(v_load)(const real *p) { return *(const NAME(vec_unaligned) *)p; }
 BA_INLINE void NAME(v_store)(real *p, vec a) { *(NAME(vec_unaligned) *)p = a; }
+/* n < BA_LANES reals, the others as 0. */
+BA_INLINE vec NAME(load_reals)(const real *p, int64_t n) {
+    vec a = {0};
+    memcpy(&a, p, (size_t)n * sizeof *p);
+    return a;
+}
 BA_INLINE vec NAME(v_set1)(real a) { return a - (vec){0}; } /* a - 0 and not a + 0: -0 stays -0 */
 BA_INLINE vec NAME(v_select)(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 

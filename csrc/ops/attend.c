@@ -109,18 +109,6 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
 
 /* ---- Queries ------------------------------------------------------------------------------------------------------ */
 
-static int64_t lane_query(const ba_tile *tile, int64_t lane) { return tile->first_query + (tile->first_lane + lane) / tile->heads; }
-static int64_t lane_head(const ba_tile *tile, int64_t lane) { return tile->head + (tile->first_lane + lane) % tile->heads; }
-
-static char *row_of(const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t token) {
-    return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
-}
-
-/* Sequences that lie one after the other share one batch entry and begin at their span's begin. */
-static char *query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
-    return row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
-}
-
 static int64_t panel_room(const call *c, panel_width width) { return width == FEW ? BA_FEW_QUERIES : c->family->lanes[width]; }
 
 /* Packs the panel's queries, and sets its state and ranges. */
@@ -138,7 +126,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
             hi[i] = INT32_MAX;
             continue;
         }
-        const int64_t query = lane_query(&t->tile, s->lane + i);
+        const int64_t query = ba_lane_query(&t->tile, s->lane + i);
         const ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);
         lo[i] = (int32_t)seen.lo;
         hi[i] = (int32_t)seen.hi;
@@ -148,7 +136,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
             s->any.lo = ba_min(s->any.lo, seen.lo);
             s->any.hi = ba_max(s->any.hi, seen.hi);
         }
-        w->rows[i] = query_row(p, &p->q, p->element_size, item->batch, lane_head(&t->tile, s->lane + i), query);
+        w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
     }
     const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : p->v_dim;
     (s->width == FEW ? f->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
@@ -214,14 +202,14 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
     const ba_attend_family *f = c->family;
     const ba_span q = ba_q_span(p, batch);
     for (int64_t i = 0; i < s->lanes; i++) {
-        const int64_t query = lane_query(tile, s->lane + i), head = lane_head(tile, s->lane + i);
-        w->rows[i] = query_row(p, &p->out, p->element_size, batch, head, query);
+        const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
+        w->rows[i] = ba_query_row(p, &p->out, p->element_size, batch, head, query);
         if (p->sinks && query < q.valid) add_sink(c, s, i, (double)p->sinks[head]);
     }
     (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, w->lse);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
-        memcpy(query_row(p, &p->lse, f->real_size, batch, lane_head(tile, s->lane + i), lane_query(tile, s->lane + i)), w->lse + i * f->real_size,
-               (size_t)f->real_size);
+        memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
+               w->lse + i * f->real_size, (size_t)f->real_size);
 }
 
 /* One (batch, KV head)'s states of one part: BA_FEW_QUERIES of o, then of m, then of l. */
@@ -241,7 +229,7 @@ static ba_panel part_panel(const call *c, int64_t batch, int64_t kv_head, int64_
 static void keep_part(const call *c, const worker_scratch *w, const ba_item *item, const ba_tile *tile, const panel_state *s) {
     const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim), group = c->problem->group;
     for (int64_t i = 0; i < s->lanes; i++) {
-        const int64_t query = lane_query(tile, s->lane + i), head = lane_head(tile, s->lane + i);
+        const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
         panel_state one = *s;
         one.panel.o = (char *)s->panel.o + i * pad * real_size;
         one.panel.m = (char *)s->panel.m + i * real_size;
@@ -279,24 +267,14 @@ static void join_item(void *context, int64_t index, int worker) {
 
 /* ---- An item ------------------------------------------------------------------------------------------------------ */
 
-static int64_t first_at_least(const int32_t *sorted, int64_t n, int64_t value) {
-    int64_t low = 0;
-    while (low < n) {
-        const int64_t middle = (low + n) / 2;
-        if (sorted[middle] < value) low = middle + 1;
-        else n = middle;
-    }
-    return low;
-}
-
 static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole) {
     const ba_attend_family *f = c->family;
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
         int64_t begin = 0, end = whole->keys;
         if (whole->key_index[0] < s->any.lo || whole->key_index[end - 1] >= s->any.hi) {
-            begin = first_at_least(whole->key_index, whole->keys, s->any.lo);
-            end = first_at_least(whole->key_index, whole->keys, s->any.hi);
+            begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo);
+            end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi);
             if (begin >= end) continue;
             begin -= begin % f->key_step;
             end = ba_min(ba_round_up(end, f->key_step), whole->keys);
@@ -322,7 +300,7 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
                       int64_t keys, const void **rows, const float **scales) {
     const int64_t size = p->kv_element_size;
     if (!p->page_size) {
-        const char *first = row_of(view, size, p->cu_kv ? 0 : batch, kv_head, ba_kv_span(p, batch).begin);
+        const char *first = ba_key_row(p, view, size, batch, kv_head, 0);
         for (int64_t j = 0; j < keys; j++) rows[j] = first + key_index[j] * view->token_stride * size;
         return;
     }
@@ -333,10 +311,10 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
             begin = key_index[j] - key_index[j] % p->page_size;
             end = begin + p->page_size;
             page = ba_page(p, batch, begin / p->page_size);
-            data = row_of(view, size, page, kv_head, 0);
+            data = ba_row_of(view, size, page, kv_head, 0);
         }
         rows[j] = data + (key_index[j] - begin) * view->token_stride * size;
-        if (scale->data) scales[j] = (const float *)row_of(scale, sizeof(float), page, kv_head, key_index[j] - begin);
+        if (scale->data) scales[j] = (const float *)ba_row_of(scale, sizeof(float), page, kv_head, key_index[j] - begin);
     }
 }
 

@@ -31,7 +31,7 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     return BA_OK;
 }
 
-ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
+ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
     if (t->dtype != expected->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
     bool same = t->ndim == expected->ndim;
@@ -39,10 +39,30 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
     if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
     if (contiguous_last_axis && t->dims[t->ndim - 1] > 1 && t->strides[t->ndim - 1] != 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[t->ndim - 1]);
+    return ba_check_extent(name, t);
+}
+
+ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
+    BA_TRY(ba_check_same(name, t, expected, contiguous_last_axis));
     bool empty = false;
     for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
     for (int i = 0; !empty && i < t->ndim; i++) /* an empty array's strides say nothing */
         if (t->dims[i] > 1 && t->strides[i] == 0)
             return ba_fail(BA_ERROR_VALUE, "%s: expected every element in a place of its own, got stride 0 on axis %d", name, i);
-    return ba_check_extent(name, t);
+    return BA_OK;
+}
+
+ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
+    if (!cu) return ba_fail(BA_ERROR_VALUE, "%s: expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name, tokens);
+    if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, "%s: expected 0 at [0], got %" PRId64, name, cu[0]);
+    *longest = 0;
+    for (int64_t b = 0; b < batch; b++) {
+        if (cu[b + 1] < cu[b])
+            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b],
+                           b + 1);
+        *longest = ba_max(*longest, cu[b + 1] - cu[b]);
+    }
+    if (cu[batch] != tokens)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
+    return BA_OK;
 }

@@ -17,7 +17,13 @@ ba_text ba_shape_text(const ba_tensor *t);
 /* No axis is negative, and every byte of the array has an address: nothing later can overflow. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
+/* The dtype and shape that the other arguments ask of an array, and on request that its last axis is contiguous. */
+ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);
+
 /* An output's dtype and shape, and that each element has a place of its own. */
 ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);
+
+/* Cumulative lengths: batch + 1 numbers that rise from 0 to `tokens`. Sets *longest to the longest sequence. */
+ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest);
 
 #endif

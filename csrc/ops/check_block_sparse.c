@@ -6,6 +6,7 @@
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
+#include "ops/backward.h"
 #include "ops/check.h"
 #include "ops/problem.h"
 
@@ -67,19 +68,30 @@ static ba_status check_lengths(const char *name, const int64_t *lens, int64_t ba
     return BA_OK;
 }
 
-/* Sets *longest to the longest sequence. */
-static ba_status check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
-    if (!cu) return ba_fail(BA_ERROR_VALUE, "%s: expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name, tokens);
-    if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, "%s: expected 0 at [0], got %" PRId64, name, cu[0]);
-    *longest = 0;
-    for (int64_t b = 0; b < batch; b++) {
-        if (cu[b + 1] < cu[b])
-            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b],
-                           b + 1);
-        *longest = ba_max(*longest, cu[b + 1] - cu[b]);
+static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads == 1 || heads == p->heads || (p->routed && heads == p->kv_heads); }
+
+/* Lists of sequences one after the other. */
+static ba_status check_rows_in_a_run(const ba_block_sparse_args *args, ba_problem *p) {
+    const ba_tensor *t = &args->blocks;
+    if (args->layout != BA_TND)
+        return ba_fail(BA_ERROR_VALUE, "cu_rows: expected none with layout %s, whose lists have a batch axis, got some",
+                       ba_layout_name(args->layout));
+    int64_t rows = 0;
+    for (int64_t b = 0; b <= p->batch; b++) {
+        if (args->cu_rows[b] != rows)
+            return ba_fail(BA_ERROR_VALUE, "cu_rows: expected %" PRId64 ", the rows of the sequences before, got %" PRId64 " at [%" PRId64 "]", rows,
+                           args->cu_rows[b], b);
+        if (b < p->batch) rows += ba_ceil_div(ba_q_span(p, b).rows, p->block_q);
     }
-    if (cu[batch] != tokens)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
+    if (t->ndim != 3 || !list_heads_fit(p, t->dims[0]) || t->dims[1] != rows)
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected shape (%" PRId64 " or 1, %" PRId64 ", W), got %s", p->heads, rows, ba_shape_text(t).chars);
+    BA_TRY(ba_check_extent("sabi", t));
+    p->blocks = (ba_tensor){.data = t->data,
+                            .dtype = t->dtype,
+                            .ndim = 4,
+                            .dims = {1, t->dims[0], rows, t->dims[2]},
+                            .strides = {0, t->strides[0], t->strides[1], t->strides[2]}};
+    p->cu_rows = args->cu_rows;
     return BA_OK;
 }
 
@@ -96,14 +108,33 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     if (!p->listed) return BA_OK;
     if (t->dtype != BA_UINT16 && t->dtype != BA_INT16 && t->dtype != BA_INT32 && t->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
-    if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || (t->dims[1] != 1 && t->dims[1] != p->heads) || t->dims[2] != p->block_rows)
+    p->list_name = "sabi";
+    p->routed = args->routed != 0;
+    if (args->cu_rows) return check_rows_in_a_run(args, p);
+    if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || !list_heads_fit(p, t->dims[1]) || t->dims[2] != p->block_rows)
         return ba_fail(BA_ERROR_VALUE,
                        "sabi: expected shape (%" PRId64 " or 1, %" PRId64 " or 1, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64
                        " / %" PRId64 "), got %s",
                        p->batch, p->heads, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
-    p->list_name = "sabi";
+    return BA_OK;
+}
+
+static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p) {
+    p->q_begin = args->q_begin;
+    p->key_stride = args->key_stride;
+    p->key_last = args->key_last;
+    if (args->q_begin < -1 || args->q_begin > INT32_MAX / 2)
+        return ba_fail(BA_ERROR_VALUE, "q_begin: expected a token number from 0 to %d, or -1 for the end of the sequence, got %" PRId64,
+                       INT32_MAX / 2, args->q_begin);
+    if (args->key_stride < 0 || args->key_last < 0)
+        return ba_fail(BA_ERROR_VALUE, "key_stride, key_last: expected at least 0, got %" PRId64 " and %" PRId64, args->key_stride, args->key_last);
+    if (args->key_stride == 0) return BA_OK;
+    if (args->q_begin < 0) return ba_fail(BA_ERROR_VALUE, "q_begin: expected the first query's token number where key_stride is given, got none");
+    if (p->window_left >= 0 || p->window_right >= 0)
+        return ba_fail(BA_ERROR_VALUE, "window: expected no bound where key_stride is given, got (%" PRId64 ", %" PRId64 ")", args->window[0],
+                       args->window[1]);
     return BA_OK;
 }
 
@@ -174,8 +205,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         p->batch = args->batch;
         p->cu_q = args->cu_q;
         p->cu_kv = args->cu_kv;
-        BA_TRY(check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q.tokens, &p->q_len));
-        BA_TRY(check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
+        BA_TRY(ba_check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q.tokens, &p->q_len));
+        BA_TRY(ba_check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
     } else {
         if (args->cu_q || args->cu_kv)
             return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some",
@@ -189,6 +220,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens a sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
                        ba_max(p->q_len, p->kv_len));
     BA_TRY(check_blocks(args, p));
+    BA_TRY(check_positions(args, p));
 
     *out_shape = args->q;
     out_shape->data = NULL;
@@ -206,6 +238,12 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     return BA_OK;
 }
 
+/* A tensor of a number a query and head, as lse is. */
+static ba_view query_numbers(ba_layout layout, const ba_tensor *t) {
+    if (layout == BA_TND) return (ba_view){t->data, 0, t->strides[1], t->strides[0]};
+    return (ba_view){t->data, t->strides[0], t->strides[1], t->strides[2]};
+}
+
 ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outputs, ba_problem *p) {
     ba_tensor out_shape, lse_shape;
     BA_TRY(check_inputs(args, p, &out_shape, &lse_shape));
@@ -216,9 +254,62 @@ ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outp
     p->out = out.view;
     if (!ba_given(&args->lse)) return BA_OK;
     BA_TRY(ba_check_output("lse", &args->lse, &lse_shape, false));
-    const int64_t *strides = args->lse.strides;
-    p->lse =
-        args->layout == BA_TND ? (ba_view){args->lse.data, 0, strides[1], strides[0]} : (ba_view){args->lse.data, strides[0], strides[1], strides[2]};
+    p->lse = query_numbers(args->layout, &args->lse);
+    return BA_OK;
+}
+
+/* ---- Backward ---------------------------------------------------------------------------------------------------- */
+
+/* What the forward call gave or the loss asks: read, so its places may coincide. */
+static ba_status check_given(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
+    if (!ba_given(t)) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got none", name, ba_shape_text(expected).chars);
+    return ba_check_same(name, t, expected, contiguous_last_axis);
+}
+
+ba_status ba_check_block_sparse_backward(const ba_block_sparse_backward_args *args, bool with_outputs, ba_problem *p, ba_gradients *g) {
+    const ba_block_sparse_args *forward = &args->forward;
+    const ba_layout layout = forward->layout;
+    ba_tensor out_shape, lse_shape;
+    parts view;
+    *g = (ba_gradients){0};
+    BA_TRY(check_inputs(forward, p, &out_shape, &lse_shape));
+    BA_TRY(check_given("out", &forward->out, &out_shape, true));
+    BA_TRY(take_apart("out", &forward->out, q_axes(layout), layout, p->heads, &view));
+    p->out = view.view;
+    BA_TRY(check_given("lse", &forward->lse, &lse_shape, false));
+    p->lse = query_numbers(layout, &forward->lse);
+    BA_TRY(check_given("dout", &args->dout, &out_shape, true));
+    BA_TRY(take_apart("dout", &args->dout, q_axes(layout), layout, p->heads, &view));
+    g->dout = view.view;
+    if (ba_given(&args->dlse)) {
+        BA_TRY(check_given("dlse", &args->dlse, &lse_shape, false));
+        g->dlse = query_numbers(layout, &args->dlse);
+    }
+    const struct {
+        const char *name;
+        const ba_tensor *output, *input;
+        int64_t heads;
+        ba_view *view;
+    } outputs[] = {
+        {"dq", &args->dq, &forward->q, p->heads, &g->dq},
+        {"dk", &args->dk, &forward->k, p->kv_heads, &g->dk},
+        {"dv", &args->dv, &forward->v, p->kv_heads, &g->dv},
+    };
+    for (int i = 0; with_outputs && i < 3; i++) {
+        BA_TRY(ba_check_output(outputs[i].name, outputs[i].output, outputs[i].input, true));
+        BA_TRY(take_apart(outputs[i].name, outputs[i].output, "", layout, outputs[i].heads, &view));
+        *outputs[i].view = view.view;
+    }
+    return BA_OK;
+}
+
+ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape, ba_tensor *dv_shape) {
+    ba_problem problem;
+    ba_gradients gradients;
+    BA_TRY(ba_check_block_sparse_backward(args, false, &problem, &gradients));
+    *dq_shape = args->forward.q;
+    *dk_shape = args->forward.k;
+    *dv_shape = args->forward.v;
     return BA_OK;
 }
 

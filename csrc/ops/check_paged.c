@@ -179,6 +179,7 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
         .causal = true,
         .window_left = ba_min(args->window, INT32_MAX),
         .window_right = -1,
+        .q_begin = -1,
     };
     BA_TRY(check_scale("k_scale", &args->k_scale, "k_cache", k, args->kv_layout, &p->k_scale));
     BA_TRY(check_scale("v_scale", &args->v_scale, "v_cache", v, args->kv_layout, &p->v_scale));

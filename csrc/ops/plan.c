@@ -9,15 +9,10 @@
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
-static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) {
-    const ba_problem *p = plan->problem;
-    return p->listed ? ba_ceil_div(ba_q_span(p, batch).rows, p->block_q) : ba_min(1, ba_q_span(p, batch).rows);
-}
+static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) { return ba_ceil_div(ba_q_span(plan->problem, batch).rows, plan->row_queries); }
 
 static int64_t queries_of_row(const ba_plan *plan, int64_t batch, int64_t row) {
-    const ba_problem *p = plan->problem;
-    const int64_t queries = ba_q_span(p, batch).rows;
-    return p->listed ? ba_min(p->block_q, queries - row * p->block_q) : queries;
+    return ba_min(plan->row_queries, ba_q_span(plan->problem, batch).rows - row * plan->row_queries);
 }
 
 static int64_t tiles_of_row(const ba_plan *plan, int64_t queries) { return ba_ceil_div(queries * plan->shared_heads, plan->tile_queries); }
@@ -35,20 +30,27 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const int64_t rows = rows_of_batch(plan, batch), per_row = sets * tiles_of_row(plan, queries_of_row(plan, batch, 0));
     const int64_t row = ba_min(index / per_row, rows - 1), rest = index - row * per_row;
     const int64_t queries = queries_of_row(plan, batch, row), tiles = tiles_of_row(plan, queries);
-    const int64_t set = rest / tiles, part = rest % tiles, lanes = queries * plan->shared_heads;
+    int64_t set = rest / tiles, part = rest % tiles;
+    const int64_t lanes = queries * plan->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
-    const int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
+    int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
+    if (plan->gradients) { /* the same queries of one head after the other: so rows of several tiles are as rows of one */
+        set = rest % sets;
+        part = rest / sets;
+        begin = part * plan->tile_queries;
+        end = ba_min(lanes, begin + plan->tile_queries);
+    }
     return (ba_tile){.block_row = row,
                      .head = kv_head * p->group + set * plan->shared_heads,
                      .heads = plan->shared_heads,
                      .first_lane = begin,
                      .lanes = end - begin,
-                     .first_query = p->listed ? row * p->block_q : 0};
+                     .first_query = row * plan->row_queries};
 }
 
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
     const ba_problem *p = plan->problem;
-    if (!ba_plan_few(plan, batch)) return 1;
+    if (!ba_plan_few_queries(plan, batch)) return 1;
     int64_t keys = ba_kv_span(p, batch).valid;
     if (p->listed) keys = ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv);
     return ba_max(1, ba_ceil_div(keys, plan->split_keys));
@@ -60,7 +62,7 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     memset(bitmap, 0, (size_t)words * sizeof *bitmap);
     const ba_tensor *t = &p->blocks;
     const int64_t list_batch = ba_list_batch(p, batch), list_head = ba_list_head(p, head), step = t->strides[3];
-    const int64_t offset = list_batch * t->strides[0] + list_head * t->strides[1] + row * t->strides[2];
+    const int64_t offset = list_batch * t->strides[0] + list_head * t->strides[1] + ba_list_row(p, batch, row) * t->strides[2];
     const int64_t columns = ba_list_columns(p, batch);
     const int64_t entries = p->block_counts ? p->block_counts[list_batch * t->dims[1] + list_head] : t->dims[3];
     for (int64_t i = 0; i < entries; i++) {
@@ -123,7 +125,7 @@ static void survey_item(void *context, int64_t index, int worker) {
         if (p->listed && (tile.block_row != marked_row || tile.head != marked_head)) {
             int64_t at = 0;
             if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
-                const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), tile.block_row, at};
+                const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 note_bad_entry(s, bad);
                 return;
             }
@@ -162,7 +164,7 @@ static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
 static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few_keys * (p->head_dim + p->v_dim) * p->kv_element_size;
-    const bool shared = !p->listed || p->blocks.dims[1] == 1;
+    const bool shared = !plan->few_rows && (!p->listed || p->blocks.dims[1] == 1);
     int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few_bytes / bytes))) : 1;
     for (;; heads = ba_ceil_div(heads, 2)) {
         plan->few_heads = heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
@@ -173,8 +175,14 @@ static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads
 }
 
 void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
-    *plan = (ba_plan){.problem = problem, .tile_queries = tuning->tile_queries, .split_keys = tuning->split_keys, .parts_most = 1};
+    *plan = (ba_plan){.problem = problem,
+                      .tile_queries = tuning->tile_queries,
+                      .row_queries = problem->listed ? problem->block_q : INT32_MAX,
+                      .split_keys = tuning->split_keys,
+                      .parts_most = 1};
     plan->shared_heads = problem->listed && problem->blocks.dims[1] == problem->heads && problem->group > 1 ? 1 : problem->group;
+    plan->few_rows = problem->routed && problem->listed && problem->block_q * plan->shared_heads <= BA_FEW_QUERIES;
+    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES; /* a tile's room in scratch: a row has no more */
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     int64_t tiles = 0;
     for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
@@ -185,6 +193,23 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
         plan->items += items_of_batch(plan, b);
         plan->parts_most = ba_max(plan->parts_most, ba_plan_parts(plan, b));
     }
+}
+
+void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
+    *plan = (ba_plan){.problem = problem,
+                      .tile_queries = tuning->gradient_queries,
+                      .group_tiles = tuning->gradient_tiles,
+                      .row_queries = problem->listed ? problem->block_q : tuning->gradient_queries,
+                      .shared_heads = 1,
+                      .gradients = true,
+                      .few_heads = 1,
+                      .split_keys = INT64_MAX,
+                      .parts_most = 1};
+    const bool lists_shared = !problem->listed || problem->blocks.dims[1] != problem->heads;
+    /* heads share tiles only where one head's rows would leave them half empty */
+    if (lists_shared && plan->row_queries <= plan->tile_queries / problem->group) plan->shared_heads = problem->group;
+    plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
+    for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
 }
 
 int64_t ba_plan_bytes(const ba_plan *plan, int threads) {

@@ -32,10 +32,16 @@ typedef struct ba_tile {
     int64_t first_query;       /* of the block row */
 } ba_tile;
 
+static inline int64_t ba_lane_query(const ba_tile *tile, int64_t lane) { return tile->first_query + (tile->first_lane + lane) / tile->heads; }
+static inline int64_t ba_lane_head(const ba_tile *tile, int64_t lane) { return tile->head + (tile->first_lane + lane) % tile->heads; }
+
 typedef struct ba_plan {
     const ba_problem *problem;
     int64_t tile_queries, group_tiles;
+    int64_t row_queries;  /* of a row of the grid: block_q; without lists the whole sequence is one */
     int64_t shared_heads; /* heads a tile holds: the group where lists are shared, else 1 */
+    bool few_rows;        /* every row is for the kernel for few queries */
+    bool gradients;       /* laid out by ba_plan_lay_out_gradients */
     int64_t items;
     ba_item *item; /* most costly first */
     double cost;   /* of all items */
@@ -48,6 +54,11 @@ typedef struct ba_plan {
 /* Decides tiles, parts and the number of items. */
 void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads);
 
+/* The same for gradients, where the order of tiles and items decides in which order dK and dV are summed: nothing but the
+ * sequence and its lists decides it. Tiles are full, and without lists they are those of lists of whole tiles. Items of one
+ * (batch, KV head) come in the order in which they are to be summed. */
+void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning);
+
 /* Bytes that the plan needs beside the structure itself. */
 int64_t ba_plan_bytes(const ba_plan *plan, int threads);
 
@@ -56,11 +67,14 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory);
 
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
 
-/* True where the kernel for few queries serves this batch entry. */
-static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) {
+/* True where a batch entry has no more queries than the kernel for few takes. */
+static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
     const int64_t queries = ba_q_span(plan->problem, batch).valid * plan->problem->group;
     return queries > 0 && queries <= BA_FEW_QUERIES;
 }
+
+/* True where that kernel serves this batch entry: all of its queries together, or a row at a time. */
+static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) { return plan->few_rows || ba_plan_few_queries(plan, batch); }
 
 /* Parts that the lists of a batch entry are cut into. */
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);

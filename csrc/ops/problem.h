@@ -31,12 +31,16 @@ typedef struct ba_problem {
     const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */
+    int64_t q_begin;                   /* token number of query 0; -1: the queries are the last tokens of their sequence */
+    int64_t key_stride, key_last;      /* 0: a key is a token. Else key j is seen from token j * key_stride + key_last on */
     bool listed;                       /* false: every block */
+    bool routed;                       /* rows of few queries are for the kernel for few */
     const char *list_name;             /* of the argument, for sentences */
     ba_tensor blocks;
     int64_t block_q, block_kv;
     int64_t block_rows, block_columns; /* of the grid that the lists speak of */
     const int64_t *block_counts;       /* NULL: rows end at a pad. Else entries in use, by (batch, head axis of blocks) */
+    const int64_t *cu_rows;            /* NULL: lists by batch entry. Else where each sequence's rows begin on one axis of rows */
 } ba_problem;
 
 /* Fills `problem` or says what is wrong. Outputs are looked at only where with_outputs. Index list entries are not read
@@ -58,15 +62,29 @@ static inline ba_span ba_kv_span(const ba_problem *p, int64_t batch) {
     return (ba_span){0, p->kv_len, p->kv_lens ? p->kv_lens[batch] : p->kv_len};
 }
 
+static inline char *ba_row_of(const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t token) {
+    return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
+}
+
+/* Rows of a sequence's queries and keys. Sequences that lie one after the other share one batch entry and begin at their span's begin. */
+static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
+    return ba_row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
+}
+
+static inline char *ba_key_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t kv_head, int64_t key) {
+    return ba_row_of(view, element_size, p->cu_kv ? 0 : batch, kv_head, ba_kv_span(p, batch).begin + key);
+}
+
 /* The keys that a query sees by the token rules alone: [lo, hi), which is [0, 0) where it sees none. */
 typedef struct ba_range {
     int64_t lo, hi;
 } ba_range;
 
 static inline ba_range ba_visible_keys(const ba_problem *p, int64_t query, int64_t q_valid, int64_t kv_valid) {
-    const int64_t diagonal = query + kv_valid - q_valid;
+    const int64_t diagonal = query + (p->q_begin >= 0 ? p->q_begin : kv_valid - q_valid);
     ba_range range = {0, kv_valid};
-    if (p->causal) range.hi = ba_min(range.hi, diagonal + 1);
+    if (p->key_stride) range.hi = p->causal ? ba_min(kv_valid, diagonal < p->key_last ? 0 : (diagonal - p->key_last) / p->key_stride + 1) : kv_valid;
+    else if (p->causal) range.hi = ba_min(range.hi, diagonal + 1);
     if (p->window_right >= 0) range.hi = ba_min(range.hi, diagonal + 1 + p->window_right);
     if (p->window_left >= 0) range.lo = ba_max(range.lo, diagonal - p->window_left);
     if (query >= q_valid || range.lo >= range.hi) range = (ba_range){0, 0};
@@ -91,6 +109,8 @@ static inline int64_t ba_list_head(const ba_problem *p, int64_t head) {
     return p->blocks.dims[1] == p->heads ? head : p->blocks.dims[1] == 1 ? 0 : head / p->group;
 }
 static inline int64_t ba_list_batch(const ba_problem *p, int64_t batch) { return p->blocks.dims[0] == 1 ? 0 : batch; }
+/* Place of a sequence's block row on the lists' axis of rows. */
+static inline int64_t ba_list_row(const ba_problem *p, int64_t batch, int64_t row) { return p->cu_rows ? p->cu_rows[batch] + row : row; }
 
 /* Columns that the lists of a batch entry may name: those of its own tokens where it is paged, else those of the padded length. */
 static inline int64_t ba_list_columns(const ba_problem *p, int64_t batch) {

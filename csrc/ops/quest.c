@@ -153,10 +153,10 @@ typedef struct select_call {
     const ba_select_args *args;
     pages a, b;
     int64_t heads, kv_heads, group, dim, most_pages;
-    int64_t rows;                         /* of the result, of a request */
-    int64_t stretch, stretches;           /* pages; how many of a request at most */
-    int64_t chunk_rows;                   /* scored for every head, then the next */
-    const ba_attend_family *family;       /* for the queries' dtype */
+    int64_t rows;                   /* of the result, of a request */
+    int64_t stretch, stretches;     /* pages; how many of a request at most */
+    int64_t chunk_rows;             /* scored for every head, then the next */
+    const ba_attend_family *family; /* for the queries' dtype */
     const ba_cache_kernels *cache;
     int64_t scratch_bytes;
     char *scratch;

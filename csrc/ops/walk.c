@@ -66,3 +66,13 @@ int64_t ba_walk_take(ba_walk *w, int32_t *key_index) {
     }
     return n;
 }
+
+int64_t ba_first_at_least(const int32_t *rising, int64_t n, int64_t value) {
+    int64_t low = 0;
+    while (low < n) {
+        const int64_t middle = (low + n) / 2;
+        if (rising[middle] < value) low = middle + 1;
+        else n = middle;
+    }
+    return low;
+}

@@ -25,4 +25,7 @@ void ba_walk_begin(ba_walk *walk, int64_t start);
 /* Takes the keys up to the next chunk boundary; returns how many. Key numbers rise. */
 int64_t ba_walk_take(ba_walk *walk, int32_t *key_index);
 
+/* Place of the first of n rising numbers that is at least `value`; n where none is. */
+int64_t ba_first_at_least(const int32_t *rising, int64_t n, int64_t value);
+
 #endif

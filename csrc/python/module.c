@@ -5,10 +5,16 @@
 
 static PyMethodDef methods[] = {
     FUNCTION(block_sparse_attention),
+    FUNCTION(block_sparse_attention_backward),
     FUNCTION(merge_states),
     FUNCTION(paged_attention),
     FUNCTION(quest_metadata),
     FUNCTION(select_blocks),
+    FUNCTION(block_means),
+    FUNCTION(block_means_backward),
+    FUNCTION(gate),
+    FUNCTION(gate_backward),
+    FUNCTION(nsa_select),
     FUNCTION(get_num_threads),
     FUNCTION(set_num_threads),
     FUNCTION(num_threads_source),

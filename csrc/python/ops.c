@@ -7,13 +7,13 @@
 
 typedef struct block_sparse_call {
     arg_array q, k, v, blocks, out, lse;
-    arg_list q_lens, kv_lens, cu_q, cu_kv;
+    arg_list q_lens, kv_lens, cu_q, cu_kv, cu_rows;
     ba_block_sparse_args args;
 } block_sparse_call;
 
 static void release_block_sparse(block_sparse_call *call) {
     arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->out, &call->lse};
-    arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv};
+    arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv, &call->cu_rows};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) arg_release(arrays[i]);
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
 }
@@ -26,9 +26,12 @@ static int set_lengths(block_sparse_call *call) {
     a->cu_kv = call->cu_kv.values;
     a->q_lens = call->q_lens.values;
     a->kv_lens = call->kv_lens.values;
+    a->cu_rows = call->cu_rows.values;
     if (a->layout == BA_TND) {
         a->batch = call->cu_q.count - 1; /* -1 without entries, which the library refuses */
-        return call->cu_q.values == NULL ? 0 : arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
+        if (call->cu_q.values == NULL) return 0;
+        if (arg_expect_count(&call->cu_rows, "cu_rows", call->cu_q.count, "as many as cu_seqlens_q has") < 0) return -1;
+        return arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
     }
     const int64_t batch = a->q.ndim > 0 ? a->q.dims[0] : 0;
     if (a->q.ndim != (a->layout == BA_BSH ? 3 : 4)) { /* there is no batch to compare with, and the library refuses q first */
@@ -55,21 +58,31 @@ static double default_scale(const ba_block_sparse_args *a) {
     return dim > 0 ? ba_default_scale(dim) : 1.0;
 }
 
-/* The arguments, in order: an index and a name for each. */
+/* The arguments, in order: an index and a name for each. Those that forward and backward share come first. */
 /* clang-format off */
 #define BSA_ARGUMENTS(X) \
     X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
-    X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(return_lse) X(out) X(lse_out) X(dtype) X(num_threads)
+    X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(dtype) X(num_threads)
+#define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(q_begin) X(key_stride) X(key_last)
+#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) X(return_lse) X(out) X(lse_out) ROUTING_ARGUMENTS(X)
+#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) ROUTING_ARGUMENTS(X)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
+#define AS_ROUTING_INDEX(name) ROUTING_##name,
+#define AS_FORWARD_INDEX(name) FORWARD_##name,
+#define AS_BACKWARD_INDEX(name) BACKWARD_##name,
 #define AS_TEXT(name) #name,
 enum { BSA_ARGUMENTS(AS_INDEX) BSA_COUNT };
-static const char *const bsa_names[] = {BSA_ARGUMENTS(AS_TEXT)};
+enum { ROUTING_ARGUMENTS(AS_ROUTING_INDEX) ROUTING_COUNT };
+enum { FORWARD_ARGUMENTS(AS_FORWARD_INDEX) FORWARD_COUNT };
+enum { BACKWARD_ARGUMENTS(AS_BACKWARD_INDEX) BACKWARD_COUNT };
+static const char *const forward_names[] = {FORWARD_ARGUMENTS(AS_TEXT)};
+static const char *const backward_names[] = {BACKWARD_ARGUMENTS(AS_TEXT)};
 
 static int read_optional_int64(PyObject *object, const char *name, int64_t *value) { return object == Py_None ? 0 : arg_int64(object, name, value); }
 
-/* Everything that is read before outputs exist. */
-static int read_block_sparse(module_state *state, PyObject *const *values, block_sparse_call *call, ba_dtype *bits_as) {
+/* Everything that is read before outputs exist: `values` begin with those of BSA_ARGUMENTS, `routing` with those of ROUTING_ARGUMENTS. */
+static int read_block_sparse(module_state *state, PyObject *const *values, PyObject *const *routing, block_sparse_call *call, ba_dtype *bits_as) {
     ba_block_sparse_args *a = &call->args;
     int64_t block_shape[2];
     ba_dtype dtype;
@@ -106,6 +119,11 @@ static int read_block_sparse(module_state *state, PyObject *const *values, block
     if (arg_lengths(state, values[BSA_kv_lens], "kv_lens", &call->kv_lens) < 0) return -1;
     if (arg_lengths(state, values[BSA_cu_seqlens_q], "cu_seqlens_q", &call->cu_q) < 0) return -1;
     if (arg_lengths(state, values[BSA_cu_seqlens_kv], "cu_seqlens_kv", &call->cu_kv) < 0) return -1;
+    if (arg_lengths(state, routing[ROUTING_cu_rows], "cu_rows", &call->cu_rows) < 0) return -1;
+    if (routing[ROUTING_routed] != Py_None && arg_flag(routing[ROUTING_routed], "routed", &a->routed) < 0) return -1;
+    if (read_optional_int64(routing[ROUTING_q_begin], "q_begin", &a->q_begin) < 0) return -1;
+    if (read_optional_int64(routing[ROUTING_key_stride], "key_stride", &a->key_stride) < 0) return -1;
+    if (read_optional_int64(routing[ROUTING_key_last], "key_last", &a->key_last) < 0) return -1;
     return set_lengths(call);
 }
 
@@ -117,8 +135,8 @@ static int check_disjoint(const block_sparse_call *call) {
 }
 
 PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = bsa_names;
-    SORT_ARGUMENTS(block_sparse_attention, BSA_COUNT, BSA_sabi);
+    const char *const *names = forward_names;
+    SORT_ARGUMENTS(block_sparse_attention, FORWARD_COUNT, BSA_sabi);
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_tensor out_shape = {0}, lse_shape = {0};
@@ -127,15 +145,17 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     ba_status status;
     PyObject *out = NULL, *lse = NULL, *result = NULL;
 
-    if (arg_flag(values[BSA_return_lse], "return_lse", &return_lse) < 0 || read_block_sparse(state, values, &call, &bits_as) < 0) goto done;
+    if (arg_flag(values[FORWARD_return_lse], "return_lse", &return_lse) < 0 ||
+        read_block_sparse(state, values, values + FORWARD_cu_rows, &call, &bits_as) < 0)
+        goto done;
     WITHOUT_GIL(status = ba_block_sparse_check(&call.args, &out_shape, &lse_shape));
     if (arg_check(status) < 0) goto done;
 
-    out = arg_hold_or_make_output(state, values[BSA_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
+    out = arg_hold_or_make_output(state, values[FORWARD_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
     call.args.out = call.out.tensor;
     if (return_lse) {
-        lse = arg_hold_or_make_output(state, values[BSA_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
+        lse = arg_hold_or_make_output(state, values[FORWARD_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
         if (lse == NULL) goto done;
         call.args.lse = call.lse.tensor;
     }
@@ -148,6 +168,61 @@ done:
     release_block_sparse(&call);
     Py_XDECREF(out);
     Py_XDECREF(lse);
+    return result;
+}
+
+/* ---- Its gradients ----------------------------------------------------------------------------------------- */
+
+enum { GRADIENTS = 3 };
+
+PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const output_names[GRADIENTS] = {"dq", "dk", "dv"};
+    const char *const *names = backward_names;
+    SORT_ARGUMENTS(block_sparse_attention_backward, BACKWARD_COUNT, BSA_sabi);
+    module_state *state = PyModule_GetState(module);
+    block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
+    ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
+    arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
+    const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.out, &call.lse, &dout, &dlse};
+    ba_tensor shapes[GRADIENTS] = {{0}}, *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
+    ba_dtype bits_as;
+    ba_status status;
+    PyObject *made[GRADIENTS] = {NULL}, *result = NULL;
+
+    if (read_block_sparse(state, values, values + BACKWARD_cu_rows, &call, &bits_as) < 0) goto done;
+    if (arg_hold(state, values[BACKWARD_out], "out", ARG_FLOATS, bits_as, &call.out) < 0) goto done;
+    if (arg_hold(state, values[BACKWARD_lse], "lse", ARG_LSE, BA_UINT16, &call.lse) < 0) goto done;
+    if (arg_hold(state, values[BACKWARD_dout], "dout", ARG_FLOATS, bits_as, &dout) < 0) goto done;
+    if (values[BACKWARD_dlse] != Py_None && arg_hold(state, values[BACKWARD_dlse], "dlse", ARG_LSE, BA_UINT16, &dlse) < 0) goto done;
+    a.forward = call.args;
+    a.forward.out = call.out.tensor;
+    a.forward.lse = call.lse.tensor;
+    a.dout = dout.tensor;
+    a.dlse = dlse.tensor;
+    WITHOUT_GIL(status = ba_block_sparse_backward_check(&a, &shapes[0], &shapes[1], &shapes[2]));
+    if (arg_check(status) < 0) goto done;
+
+    for (int i = 0; i < GRADIENTS; i++) {
+        PyObject *given = values[BACKWARD_dq + i];
+        made[i] = arg_hold_or_make_output(state, given, values[BSA_empty], &shapes[i], output_names[i], ARG_FLOATS, bits_as, &outputs[i]);
+        if (made[i] == NULL) goto done;
+        *tensors[i] = outputs[i].tensor;
+        for (size_t k = 0; k < sizeof inputs / sizeof *inputs; k++)
+            if (arg_disjoint(&outputs[i], inputs[k]) < 0) goto done;
+        for (int k = 0; k < i; k++)
+            if (arg_disjoint(&outputs[i], &outputs[k]) < 0) goto done;
+    }
+    WITHOUT_GIL(status = ba_block_sparse_attention_backward(&a));
+    if (arg_check(status) < 0) goto done;
+    result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2]);
+done:
+    release_block_sparse(&call);
+    arg_release(&dout);
+    arg_release(&dlse);
+    for (int i = 0; i < GRADIENTS; i++) {
+        arg_release(&outputs[i]);
+        Py_XDECREF(made[i]);
+    }
     return result;
 }
 

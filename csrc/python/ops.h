@@ -1,4 +1,5 @@
-/* The functions of the module blitz_attn._core: those on paged caches in ops_paged.c, all others in ops.c, in this order. What
+/* The functions of the module blitz_attn._core: those on paged caches in ops_paged.c, those of native sparse attention in ops_nsa.c, all
+ * others in ops.c, in this order. What
  * each takes stands in _core.pyi. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
@@ -25,10 +26,16 @@
     } while (0)
 
 DECLARE_FUNCTION(block_sparse_attention);
+DECLARE_FUNCTION(block_sparse_attention_backward);
 DECLARE_FUNCTION(merge_states);
 DECLARE_FUNCTION(paged_attention);
 DECLARE_FUNCTION(quest_metadata);
 DECLARE_FUNCTION(select_blocks);
+DECLARE_FUNCTION(block_means);
+DECLARE_FUNCTION(block_means_backward);
+DECLARE_FUNCTION(gate);
+DECLARE_FUNCTION(gate_backward);
+DECLARE_FUNCTION(nsa_select);
 DECLARE_FUNCTION(get_num_threads);
 DECLARE_FUNCTION(set_num_threads);
 DECLARE_FUNCTION(num_threads_source);

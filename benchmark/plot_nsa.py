@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Draw a table of nsa.py: time, speed-up over dense attention, share of the parts and memory, over the length.
+
+    python benchmark/nsa.py | python benchmark/plot_nsa.py -o nsa.png
+
+Reads the table on stdin and takes nothing else from it. Dense times that were not measured but grown with N^2 are hollow marks, and so
+are the speed-ups over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import _bench  # noqa: F401  (finds the library of this checkout)
+from plot_decode import Row, counted, parse_rows
+
+PASSES = {"fwd": ("forward", "-", "o"), "f+b": ("forward and backward", "--", "s")}
+COLOURS = {"Dense": "#000000", "NSA": "#D55E00"}
+PARTS = {
+    "compress": ("compression", "#999999"),
+    "cmp": ("compressed branch", "#0072B2"),
+    "select": ("selection", "#E69F00"),
+    "slc": ("selected branch", "#D55E00"),
+    "win": ("window", "#009E73"),
+    "gate": ("gates", "#CC79A7"),
+}
+
+
+def known(rows: list[Row], column: str) -> list[Row]:
+    return [row for row in rows if row.get(column) is not None]
+
+
+def draw_times(axes: Any, rows: list[Row]) -> None:
+    for tag, (what, line, mark) in PASSES.items():
+        for name, colour in COLOURS.items():
+            column = f"{name}_{tag}_[ms]"
+            own = known(rows, column)
+            if not own:
+                continue
+            axes.plot([row["N"] for row in own], [row[column] for row in own], line, color=colour, label=f"{name.lower()}, {what}")
+            for row in own:
+                hollow = name == "Dense" and row["Dense_by"] != "run"
+                axes.plot(row["N"], row[column], mark, color=colour, markersize=5, fillstyle="none" if hollow else "full")
+    axes.set_ylabel("milliseconds (hollow: grown with N²)")
+    axes.set_yscale("log")
+
+
+def draw_speedups(axes: Any, rows: list[Row]) -> None:
+    for (tag, (what, line, mark)), colour in zip(PASSES.items(), ("#0072B2", "#009E73"), strict=True):
+        own = known(rows, f"Speedup_{tag}")
+        if not own:
+            continue
+        axes.plot([row["N"] for row in own], [row[f"Speedup_{tag}"] for row in own], line, color=colour, label=what)
+        for row in own:
+            style = {"fillstyle": "full" if row["Dense_by"] == "run" else "none"}
+            axes.plot(row["N"], row[f"Speedup_{tag}"], mark, color=colour, markersize=5, **style)
+    axes.axhline(1.0, color="#999999", linewidth=1)
+    axes.set_ylabel("speed-up over dense causal attention")
+    axes.set_yscale("log")
+
+
+def draw_shares(axes: Any, rows: list[Row]) -> None:
+    own = known(rows, "cmp")
+    bottom = [0.0] * len(own)
+    for part, (label, colour) in PARTS.items():
+        heights = [row[part] for row in own]
+        axes.bar([row["N"] for row in own], heights, [0.6 * row["N"] for row in own], bottom=bottom, color=colour, label=label)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("share of the forward parts")
+
+
+def draw_memory(axes: Any, rows: list[Row]) -> None:
+    for (tag, (what, line, mark)), colour in zip(PASSES.items(), ("#0072B2", "#009E73"), strict=True):
+        own = known(rows, f"{tag.capitalize()}_peak_[MiB]")
+        if own:
+            values = [row[f"{tag.capitalize()}_peak_[MiB]"] for row in own]
+            axes.plot([row["N"] for row in own], values, line, marker=mark, color=colour, markersize=5, label=what)
+    axes.set_ylabel("largest resident memory (MiB)")
+    axes.set_yscale("log")
+
+
+def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
+    """The figure of the rows with the most threads."""
+    from matplotlib.figure import Figure
+
+    threads = max(row["threads"] for row in rows)
+    rows = sorted((row for row in rows if row["threads"] == threads), key=lambda row: row["N"])
+    figure = Figure(figsize=(13, 9), dpi=dpi, layout="constrained")
+    for axes, painter in zip(figure.subplots(2, 2).flat, (draw_times, draw_speedups, draw_shares, draw_memory), strict=True):
+        painter(axes, rows)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens")
+        axes.grid(True, alpha=0.3, which="both")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    usual = "Native sparse attention, {mode}: {dtype}, H = {H} on {H_kv} KV heads, D = {D}, {threads}"
+    figure.suptitle(title or usual.format(**{**rows[0], "threads": counted(threads)}))
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", "-o", default="nsa.png", help="picture to write (%(default)s)")
+    parser.add_argument("--title", help="title of the figure")
+    parser.add_argument("--dpi", type=int, default=120, help="resolution (%(default)s)")
+    args = parser.parse_args(argv)
+    rows = parse_rows(sys.stdin.read(), ("N",))
+    if not rows:
+        print("plot_nsa.py: no row of a table of nsa.py on stdin, so there is nothing to draw", file=sys.stderr)
+        return 1
+    try:
+        draw(rows, args.title, args.dpi).savefig(args.output)
+    except ImportError as error:
+        print(f"plot_nsa.py: needs matplotlib ({error})", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"plot_nsa.py: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.output}: {len(rows)} rows drawn", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""The three branches of native sparse attention, each by itself, and their gradients. Public through `blitz_attn.nsa`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._arrays import dtype_name
+from ._nsa_arrays import (
+    COMPRESSED_NAMES,
+    SELECTED_NAMES,
+    Result,
+    Rules,
+    Sequences,
+    attend,
+    attend_backward,
+    cuts,
+    expect_shape,
+    floats,
+    lists_of,
+    mode_of,
+    number,
+    real_of,
+    reals,
+    same_kind,
+    scale_of,
+    threads_of,
+    window_of,
+)
+
+__all__ = [
+    "compressed_attention",
+    "compressed_attention_backward",
+    "selected_attention",
+    "selected_attention_backward",
+    "window_attention",
+    "window_attention_backward",
+]
+
+
+class Branch(NamedTuple):
+    """Checked arrays of a branch, and how the core is to attend."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    kind: str
+    scale: float
+    threads: int | None
+    packed: bool
+    options: dict[str, Any]  # keyword arguments of `attend`
+
+
+def _arrays_of(
+    q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
+) -> tuple[Any, ...]:
+    dtype = dtype_name(dtype)
+    queries, kind = floats(q, "q", dtype)
+    keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
+    packed = cu_seqlens is not None
+    for x, name in ((queries, "q"), (keys, names[0]), (values, names[1])):
+        if x.ndim != (3 if packed else 4):
+            raise ValueError(f"{name}: expected shape {'(T, H, D)' if packed else '(B, N, H, D)'}, got {x.shape}")
+    cu = cuts(cu_seqlens, queries.shape[0]) if packed else None
+    return queries, keys, values, kind, scale_of(scale, queries.shape[-1]), threads_of(num_threads), cu
+
+
+def _compressed(
+    q: Any, k_cmp: Any, v_cmp: Any, compress_block_size: Any, stride: Any, causal: bool, scale: Any, cu_seqlens: Any, mode: Any, dtype: Any,
+    num_threads: Any,
+) -> tuple[Branch, bool, dict[str, str]]:  # fmt: skip
+    size = number(compress_block_size, "compress_block_size")
+    step = size if stride is None else number(stride, "compress_stride")
+    last = size - 1 if mode_of(mode) == "paper" else 0
+    names = ("k_cmp", "v_cmp")
+    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k_cmp, v_cmp, names, scale, cu_seqlens, dtype, num_threads)
+    sequences = Sequences.of(cu, size, step)
+    if cu is not None and sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
+        raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {size}, got {keys.shape}")
+    options = {"cu": cu, "cu_kv": sequences.blocks, "stride": step, "last": last}
+    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), bool(causal), COMPRESSED_NAMES
+
+
+def _selected(
+    q: Any, k: Any, v: Any, block_indices: Any, block_size: Any, q_tile_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any,
+    num_threads: Any,
+) -> tuple[Branch, bool, dict[str, str]]:  # fmt: skip
+    size, tile = number(block_size, "block_size"), number(q_tile_size, "q_tile_size")
+    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
+    if keys.shape[:-2] != queries.shape[:-2]:
+        raise ValueError(f"k: expected the tokens of q {queries.shape}, got {keys.shape}")
+    rules = Rules("mslk", size, size, size, 1, tile, 0, 0, bool(causal))
+    lengths = [queries.shape[1]] if cu is None else np.diff(cu).tolist()
+    heads = tuple(dict.fromkeys((queries.shape[-2], keys.shape[-2])))
+    lists = lists_of(block_indices, rules, heads, queries.shape[0], lengths, cu is not None)
+    options = {"cu": cu, "lists": lists, "cu_rows": Sequences.of(cu, tile=tile).rows, "block_shape": (tile, size)}
+    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), bool(causal), SELECTED_NAMES
+
+
+def _window(
+    q: Any, k: Any, v: Any, window_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
+) -> tuple[Branch, bool, dict[str, str]]:
+    window = window_of(number(window_size, "window_size"), bool(causal))
+    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
+    if keys.shape[:-2] != queries.shape[:-2]:
+        raise ValueError(f"k: expected the tokens of q {queries.shape}, got {keys.shape}")
+    return Branch(queries, keys, values, kind, factor, threads, cu is not None, {"cu": cu, "window": window}), bool(causal), {}
+
+
+def _forward(branch: Branch, causal: bool, names: dict[str, str], like: Any, return_lse: bool) -> Any:
+    out = Result((*branch.q.shape[:-1], branch.v.shape[-1]), branch.kind, like)
+    lse = Result(branch.q.shape[:-1], real_of(branch.kind), like) if return_lse else None
+    attend(
+        branch.q, branch.k, branch.v, out.array, None if lse is None else lse.array, branch.kind, branch.scale, causal, branch.threads,
+        names, **branch.options,
+    )  # fmt: skip
+    return out.value if lse is None else (out.value, lse.value)
+
+
+def _backward(
+    branch: Branch, causal: bool, names: dict[str, str], dout: Any, out: Any, lse: Any, dtype: Any, like: tuple[Any, Any, Any]
+) -> tuple[Any, Any, Any]:
+    shape = (*branch.q.shape[:-1], branch.v.shape[-1])
+    given = [same_kind(x, name, dtype_name(dtype), branch.kind, "q") for x, name in ((dout, "dout"), (out, "out"))]
+    for x, name in zip(given, ("dout", "out"), strict=True):
+        expect_shape(x, name, shape, "of the result")
+    known, _ = reals(lse, "lse", None, branch.kind)
+    expect_shape(known, "lse", branch.q.shape[:-1], "of q without D")
+    results = [Result(x.shape, branch.kind, y) for x, y in zip((branch.q, branch.k, branch.v), like, strict=True)]
+    attend_backward(
+        given[0], branch.q, branch.k, branch.v, given[1], known, tuple(x.array for x in results), branch.kind, branch.scale, causal,
+        branch.threads, names, **branch.options,
+    )  # fmt: skip
+    return results[0].value, results[1].value, results[2].value
+
+
+def compressed_attention(
+    q: Any, k_cmp: Any, v_cmp: Any, compress_block_size: int, *, stride: int | None = None, causal: bool = True, scale: float | None = None,
+    cu_seqlens: Any = None, mode: str = "paper", return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
+) -> Any:  # fmt: skip
+    """Queries over compressed keys and values: the compressed branch.
+
+    Parameters
+    ----------
+    q : array_like
+        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
+    k_cmp, v_cmp : array_like
+        Of `compress_kv`, same dtype.
+    compress_block_size, stride : int
+        With which they were made.
+    causal : bool
+        A query sees blocks that are complete at it (paper), or that begin at or before it (mslk). False: all.
+    scale : float, optional
+        Factor of the products. Default: ``1 / sqrt(D)``.
+    cu_seqlens : sequence of int, optional
+        ``(sequences + 1,)`` numbers of tokens that rise from 0 to T.
+    mode : {"paper", "mslk"}
+        Which causal rule. The one of mslk looks up to ``compress_block_size - 1`` tokens ahead.
+    return_lse : bool
+        Also return the log-sum-exp.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    out : array
+        Like `q` with the last dimension of `v_cmp`; 0 for queries that see no block.
+    lse : array
+        With `return_lse`: ``(B, N, H)`` or ``(T, H)``, float32 (float64 for float64); -inf for such queries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> q = np.zeros((1, 4, 1, 1))
+    >>> kv = np.array([2.0, 4.0]).reshape(1, 2, 1, 1)
+    >>> [nsa.compressed_attention(q, kv, kv, 2, mode=mode).ravel().tolist() for mode in ("paper", "mslk")]
+    [[0.0, 2.0, 2.0, 3.0], [2.0, 2.0, 3.0, 3.0]]
+    """
+    checked = _compressed(q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads)
+    return _forward(*checked, q, return_lse)
+
+
+def compressed_attention_backward(
+    dout: Any, q: Any, k_cmp: Any, v_cmp: Any, out: Any, lse: Any, compress_block_size: int, *, stride: int | None = None,
+    causal: bool = True, scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", dtype: Any = None,
+    num_threads: int | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Gradients of `compressed_attention`.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of `out`.
+    q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads
+        Its arguments.
+    out, lse : array_like
+        Its results.
+
+    Returns
+    -------
+    dq, dk_cmp, dv_cmp : array
+        Of the shapes and dtype of `q`, `k_cmp` and `v_cmp`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `compressed_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> q = np.zeros((1, 4, 1, 1))
+    >>> kv = np.array([2.0, 4.0]).reshape(1, 2, 1, 1)
+    >>> out, lse = nsa.compressed_attention(q, kv, kv, 2, return_lse=True)
+    >>> nsa.compressed_attention_backward(np.ones_like(out), q, kv, kv, out, lse, 2)[2].ravel().tolist()
+    [2.5, 0.5]
+    """
+    checked = _compressed(q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads)
+    return _backward(*checked, dout, out, lse, dtype, (q, k_cmp, v_cmp))
+
+
+def selected_attention(
+    q: Any, k: Any, v: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1, causal: bool = True, scale: float | None = None,
+    cu_seqlens: Any = None, return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
+) -> Any:  # fmt: skip
+    """Queries over the tokens of the blocks that are listed for them: the selected branch.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
+    block_indices : array_like of int
+        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: no block twice in a row, which ends at the first -1.
+    block_size : int
+        Tokens a block.
+    q_tile_size : int
+        Queries that share a row: 1 for a selection of ``mode="paper"``.
+    causal : bool
+        No token after the query.
+    scale, cu_seqlens, return_lse, dtype, num_threads
+        See `compressed_attention`.
+
+    Returns
+    -------
+    out : array
+        Like `q` with the last dimension of `v`; 0 for queries that see no token.
+    lse : array
+        With `return_lse`: ``(B, N, H)`` or ``(T, H)``; -inf for such queries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> q = np.zeros((1, 4, 1, 1))
+    >>> v = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> listed = np.array([[[[0, -1], [0, -1], [1, -1], [0, 1]]]])
+    >>> nsa.selected_attention(q, q, v, listed, 2).ravel().tolist()
+    [0.0, 0.5, 2.0, 1.5]
+    """
+    checked = _selected(q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads)
+    return _forward(*checked, q, return_lse)
+
+
+def selected_attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1,
+    causal: bool = True, scale: float | None = None, cu_seqlens: Any = None, dtype: Any = None, num_threads: int | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Gradients of `selected_attention`. The selection counts as constant.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of `out`.
+    q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads
+        Its arguments.
+    out, lse : array_like
+        Its results.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Of the shapes and dtype of `q`, `k` and `v`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `selected_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> q = np.zeros((1, 4, 1, 1))
+    >>> v = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> listed = np.array([[[[0], [0], [1], [0]]]])
+    >>> out, lse = nsa.selected_attention(q, q, v, listed, 2, return_lse=True)
+    >>> nsa.selected_attention_backward(np.ones_like(out), q, q, v, out, lse, listed, 2)[2].ravel().tolist()
+    [2.0, 1.0, 1.0, 0.0]
+    """
+    checked = _selected(q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads)
+    return _backward(*checked, dout, out, lse, dtype, (q, k, v))
+
+
+def window_attention(
+    q: Any, k: Any, v: Any, window_size: int, *, causal: bool = True, scale: float | None = None, cu_seqlens: Any = None,
+    return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
+) -> Any:  # fmt: skip
+    """Queries over the tokens around them: the window branch.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
+    window_size : int
+        Keys W that a query sees, its own the last of them.
+    causal : bool
+        False: ``W // 2`` keys before and as many after it, and its own.
+    scale, cu_seqlens, return_lse, dtype, num_threads
+        See `compressed_attention`.
+
+    Returns
+    -------
+    out : array
+        Like `q` with the last dimension of `v`.
+    lse : array
+        With `return_lse`: ``(B, N, H)`` or ``(T, H)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> q = np.zeros((1, 4, 1, 1))
+    >>> v = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> [nsa.window_attention(q, q, v, 2, causal=causal).ravel().tolist() for causal in (True, False)]
+    [[0.0, 0.5, 1.5, 2.5], [0.5, 1.0, 2.0, 2.5]]
+    """
+    return _forward(*_window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads), q, return_lse)
+
+
+def window_attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, window_size: int, *, causal: bool = True, scale: float | None = None,
+    cu_seqlens: Any = None, dtype: Any = None, num_threads: int | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Gradients of `window_attention`.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of `out`.
+    q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads
+        Its arguments.
+    out, lse : array_like
+        Its results.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Of the shapes and dtype of `q`, `k` and `v`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `window_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> q = np.zeros((1, 4, 1, 1))
+    >>> v = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> out, lse = nsa.window_attention(q, q, v, 2, return_lse=True)
+    >>> nsa.window_attention_backward(np.ones_like(out), q, q, v, out, lse, 2)[2].ravel().tolist()
+    [1.5, 1.0, 1.0, 0.5]
+    """
+    return _backward(*_window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads), dout, out, lse, dtype, (q, k, v))

@@ -1,0 +1,193 @@
+"""The gates of native sparse attention and their gradient. Public through `blitz_attn.nsa`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from ._arrays import dtype_name
+from ._formats import converted
+from ._nsa_arrays import Result, expect_shape, floats, real_of, reals, same_kind, threads_of
+from ._nsa_parts import rounded
+
+__all__ = ["compute_gates", "gate_and_combine", "gating_backward"]
+
+
+def _leading(x: np.ndarray, name: str, text: str) -> None:
+    if x.ndim not in (3, 4):
+        raise ValueError(f"{name}: expected shape (B, N, H, {text}) or (T, H, {text}), got {x.shape}")
+
+
+def weight_of(w: Any, q: np.ndarray, dtype: Any, kind: str) -> tuple[np.ndarray | None, str]:
+    """Gate weights in the dtype of sums, and their own dtype."""
+    if w is None:
+        return None, kind
+    array, own = reals(w, "gate_proj_weight", dtype, kind)
+    expect_shape(array, "gate_proj_weight", (q.shape[-2], 3, q.shape[-1]), "(H, 3, D)")
+    return array, own
+
+
+def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, num_threads: int | None = None) -> Any:
+    """Three gates a query head: ``sigmoid(q . weight)``, never normalised.
+
+    Parameters
+    ----------
+    q : array_like
+        ``(B, N, H, D)`` or ``(T, H, D)``: float32, float16, bfloat16 or float64.
+    gate_proj_weight : array_like, optional
+        ``(H, 3, D)``, any of these dtypes (float64 only with float64). Default: every gate is 1/3.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`.
+
+    Returns
+    -------
+    array
+        ``(..., H, 3)``: of the compressed, the selected and the window branch; float32 (float64 for float64), of the kind of `q`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind or shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> nsa.compute_gates(np.ones((1, 1, 2)), np.array([[[0.0, 0], [50, 50], [-50, -50]]])).round(6).tolist()
+    [[[0.5, 1.0, 0.0]]]
+    """
+    threads = threads_of(num_threads)
+    dtype = dtype_name(dtype)
+    queries, kind = floats(q, "q", dtype)
+    _leading(queries, "q", "D")
+    weight, _ = weight_of(gate_proj_weight, queries, dtype, kind)
+    result = Result((*queries.shape[:-1], 3), real_of(kind), q)
+    if weight is None:
+        result.array[...] = 1 / 3
+    else:
+        _core.gate(queries, weight, result.array, None, None, kind, threads)
+    return result.value
+
+
+def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) -> tuple[np.ndarray, str]:
+    """Given gates, which may be of any dtype, in that of sums."""
+    array, own = floats(gates, "gates", dtype, strided=True)
+    expect_shape(array, "gates", (*shape[:-1], 3), "(..., H, 3)")
+    return np.ascontiguousarray(converted(array, own, real_of(kind))), own
+
+
+def _branches(o_cmp: Any, o_slc: Any, o_win: Any, dtype: Any) -> tuple[list[np.ndarray], str]:
+    first, kind = floats(o_cmp, "o_cmp", dtype)
+    _leading(first, "o_cmp", "Dv")
+    others = [same_kind(x, name, dtype, kind, "o_cmp") for x, name in ((o_slc, "o_slc"), (o_win, "o_win"))]
+    for x, name in zip(others, ("o_slc", "o_win"), strict=True):
+        expect_shape(x, name, first.shape, "of o_cmp")
+    return [first, *others], kind
+
+
+def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: Any = None, num_threads: int | None = None) -> Any:
+    """The sum of the branches, each times its gate.
+
+    Parameters
+    ----------
+    o_cmp, o_slc, o_win : array_like
+        ``(B, N, H, Dv)`` or ``(T, H, Dv)``: float32, float16, bfloat16 or float64, all the same.
+    gates : array_like
+        ``(..., H, 3)``, any of these dtypes.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`.
+
+    Returns
+    -------
+    array
+        Of the shape, dtype and kind of `o_cmp`; summed in float32 (float64 for float64) and rounded once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind or shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> one = np.ones((1, 1, 2))
+    >>> nsa.gate_and_combine(one, 2 * one, 4 * one, np.array([[[0.5, 0.25, 1.0]]])).tolist()
+    [[[5.0, 5.0]]]
+    """
+    threads = threads_of(num_threads)
+    dtype = dtype_name(dtype)
+    branches, kind = _branches(o_cmp, o_slc, o_win, dtype)
+    wide, _ = gates_as_reals(gates, branches[0].shape, dtype, kind)
+    result = Result(branches[0].shape, kind, o_cmp)
+    _core.gate(None, None, wide, tuple(branches), result.array, kind, threads)
+    return result.value
+
+
+def gating_backward(
+    q: Any, dout: Any, o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, gate_proj_weight: Any = None, *, dtype: Any = None,
+    num_threads: int | None = None,
+) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
+    """Gradients of `gate_and_combine` over `compute_gates`.
+
+    Parameters
+    ----------
+    q : array_like
+        From which the gates came.
+    dout : array_like
+        Gradient of the result, of its shape and dtype.
+    o_cmp, o_slc, o_win, gates : array_like
+        Arguments of `gate_and_combine`.
+    gate_proj_weight : array_like, optional
+        Argument of `compute_gates`.
+    dtype, num_threads
+        See there.
+
+    Returns
+    -------
+    do_cmp, do_slc, do_win : array
+        Gradients of the branches.
+    dq : array or None
+        Of the queries, through the gates; None without weights.
+    dgate_proj_weight : array or None
+        Of the weights, of their dtype; None without.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind or shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> x, w = np.ones((1, 1, 2)), np.zeros((1, 3, 2))
+    >>> results = nsa.gating_backward(x, x, x, x, x, nsa.compute_gates(x, w), w)
+    >>> results[0].tolist(), results[4].tolist()
+    ([[[0.5, 0.5]]], [[[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]])
+    """
+    threads = threads_of(num_threads)
+    dtype = dtype_name(dtype)
+    branches, kind = _branches(o_cmp, o_slc, o_win, dtype)
+    gradient = same_kind(dout, "dout", dtype, kind, "o_cmp")
+    expect_shape(gradient, "dout", branches[0].shape, "of o_cmp")
+    queries = same_kind(q, "q", dtype, kind, "o_cmp")
+    if queries.shape[:-1] != gradient.shape[:-1]:
+        raise ValueError(f"q: expected the tokens and heads of o_cmp {gradient.shape}, got {queries.shape}")
+    wide, _ = gates_as_reals(gates, gradient.shape, dtype, kind)
+    weight, own = weight_of(gate_proj_weight, queries, dtype, kind)
+    results = [Result(gradient.shape, kind, o_cmp) for _ in range(3)]
+    dq = None if weight is None else Result(queries.shape, kind, q)
+    dweight = None if weight is None else np.empty(weight.shape, real_of(kind))
+    _core.gate_backward(
+        None if weight is None else queries, weight, wide, tuple(branches), gradient, tuple(x.array for x in results), None,
+        None if dq is None else dq.array, dweight, kind, threads,
+    )  # fmt: skip
+    made = None if dweight is None else rounded(dweight, real_of(kind), own, gate_proj_weight)
+    return results[0].value, results[1].value, results[2].value, None if dq is None else dq.value, made

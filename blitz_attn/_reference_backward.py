@@ -1,0 +1,269 @@
+"""float64 twin of the gradients of attention over whole arrays, and their computation in the precision of the inputs. Public
+through `blitz_attn.reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from . import _sabi_lists as lists
+from ._arrays import dtype_name
+from ._reference_dense import (
+    Rules,
+    SequenceParts,
+    join_sequences,
+    listed_keys,
+    make_rules,
+    round_in_float32,
+    sequences_of,
+    strips,
+    to_float64,
+    written,
+)
+
+__all__ = ["block_sparse_attention_backward", "dense_same_precision_backward"]
+
+
+def _outer_sum(weights: np.ndarray, rows: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
+    """weights.T @ rows in which a NaN or inf of a row reaches only what its weights see."""
+    odd = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if odd.size == 0:
+        return weights.T @ rows
+    plain = rows.copy()
+    plain[odd] = 0
+    out = weights.T @ plain
+    for i in odd:
+        term = weights[i, :, None] * rows[i]
+        out += term if seen is None else np.where(seen[i, :, None], term, 0)
+    return out
+
+
+def _strip_gradients(q, k, v, dout, lse, delta, seen, scale, name):
+    """(dq, dk, dv) that a strip of queries and some keys give each other. `name`: the precision that every matrix is rounded to."""
+    number = q.dtype.type
+    s = round_in_float32(q @ k.T * number(scale), name)
+    p = np.exp(s - lse[:, None])
+    if seen is not None:
+        p = np.where(seen, p, number(0))
+    p = round_in_float32(p, name)
+    slope = p * (round_in_float32(dout @ v.T, name) - delta[:, None])
+    if seen is not None:
+        slope = np.where(seen, slope, number(0))
+    slope = round_in_float32(slope, name)
+    mirrored = None if seen is None else seen.T
+    dq = _outer_sum(slope.T, k, mirrored) * number(scale)
+    return dq, _outer_sum(slope, q, seen) * number(scale), _outer_sum(p, dout, seen)
+
+
+def _head_gradients(tensors, seq: SequenceParts, rows, block_shape, rules: Rules, scale, name, sums):
+    """dq of one head; what it adds to its KV head's gradients goes into `sums`, (dk, dv)."""
+    q, k, v, dout, lse, delta = tensors
+    dq = np.zeros_like(q)
+    block_q, block_kv = block_shape
+    bands: Any = [(0, seq.q_len, None)]
+    if rows is not None:
+        starts = range(0, seq.q_len, block_q)
+        bands = ((a, min(a + block_q, seq.q_len), listed_keys(rows[r], block_kv, seq.kv_len)) for r, a in enumerate(starts))
+    for band_first, band_last, keys in bands:
+        keys = np.arange(seq.kv_len) if keys is None else keys
+        for first, last in strips(band_first, band_last, keys.size):
+            low, high = rules.bounds(np.arange(first, last) + seq.kv_len - seq.q_len)
+            pick = keys[(keys >= low[0]) & (keys <= high[-1])]
+            queries = np.arange(first, last)[lse[first:last] != -np.inf]  # the others attended nothing
+            if pick.size == 0 or queries.size == 0:
+                continue
+            seen = (pick >= low[queries - first, None]) & (pick <= high[queries - first, None])
+            mine = (q[queries], k[pick], v[pick], dout[queries], lse[queries], delta[queries])
+            dq[queries], dk, dv = _strip_gradients(*mine, None if seen.all() else seen, scale, name)
+            sums[0][pick] += dk
+            sums[1][pick] += dv
+    return round_in_float32(dq, name)
+
+
+def _numbers_by_sequence(x: np.ndarray, layout: str, sequences: list[SequenceParts]) -> list[np.ndarray]:
+    """(heads, tokens) arrays of the batch entries, from an array of the shape of the log-sum-exp."""
+    if layout != "TND":
+        return list(x)
+    cuts = np.cumsum([s.q.shape[1] for s in sequences])[:-1]
+    return [part.T for part in np.split(x, cuts)]
+
+
+def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, name):
+    """Shared body of the twins. `tensors`: dout, q, k, v, out; `numbers`: lse and dlse, which may be None."""
+    dout, q, k, v, out = tensors
+    block_q, block_kv = (int(n) for n in block_shape)
+    if min(block_q, block_kv) < 1:
+        raise ValueError(f"block_shape: expected two positive numbers, got {(block_q, block_kv)}")
+    sequences = sequences_of(q, k, v, layout, *shape_args)
+    q_lens, _, cu_q, _, num_heads, _ = shape_args
+    outs, douts = (
+        [s.q for s in sequences_of(x, x, x, layout, q_lens, q_lens, cu_q, cu_q, num_heads, num_heads)] for x in (out, dout)
+    )  # a tensor of q's kind in all three places
+    lses = _numbers_by_sequence(numbers[0], layout, sequences)
+    dlses = lses if numbers[1] is None else _numbers_by_sequence(numbers[1], layout, sequences)
+    for what, parts in (("out", outs), ("dout", douts)):
+        if any(x.shape != (*s.q.shape[:2], s.v.shape[2]) for x, s in zip(parts, sequences, strict=True)):
+            raise ValueError(f"{what}: expected the shape of q with v's last dimension, got {(out if what == 'out' else dout).shape}")
+    for what, parts in (("lse", lses), ("dlse", dlses)):
+        if len(parts) != len(sequences) or any(x.shape != s.q.shape[:2] for x, s in zip(parts, sequences, strict=True)):
+            raise ValueError(f"{what}: expected a number a query and head, got {numbers[what == 'dlse'].shape}")
+    heads = sequences[0].q.shape[0] if sequences else 0
+    if scale is None:
+        scale = 1.0 / math.sqrt(sequences[0].q.shape[2] if sequences else 1)
+    kept = None
+    longest_q, longest_kv = (max((x.shape[1] for x in xs), default=0) for xs in ([s.q for s in sequences], [s.k for s in sequences]))
+    if sabi is not None and longest_q and longest_kv:
+        kept = lists.check(sabi, longest_q, longest_kv, (block_q, block_kv), batch=len(sequences), heads=heads)
+    results = ([], [], [])
+    with np.errstate(all="ignore"):
+        for b, seq in enumerate(sequences):
+            group = heads // seq.k.shape[0]
+            dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (seq.q, seq.k, seq.v))
+            for h in range(heads):
+                rows = None if kept is None else kept[b % kept.shape[0], h % kept.shape[1]]
+                delta = (douts[b][h] * outs[b][h]).sum(axis=1)
+                if numbers[1] is not None:
+                    delta = delta - dlses[b][h]
+                head = (seq.q[h], seq.k[h // group], seq.v[h // group], douts[b][h], lses[b][h], delta)
+                dq[h] = _head_gradients(head, seq, rows, (block_q, block_kv), rules, scale, name, (dk[h // group], dv[h // group]))
+            for result, gradient in zip(results, (dq, dk, dv), strict=True):
+                result.append(round_in_float32(gradient, name))
+    joined = [join_sequences(parts, layout, x.shape) for parts, x in zip(results, (q, k, v), strict=True)]
+    return tuple(x.astype(np.float64) for x in joined)
+
+
+def block_sparse_attention_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sabi=None,
+    *,
+    block_shape=(128, 128),
+    scale=None,
+    layout="BNSD",
+    causal=False,
+    window=None,
+    q_lens=None,
+    kv_lens=None,
+    cu_seqlens_q=None,
+    cu_seqlens_kv=None,
+    num_heads=None,
+    num_kv_heads=None,
+    dlse=None,
+    grads=None,
+    dtype=None,
+    num_threads=None,
+):
+    """float64 twin of `blitz_attn.block_sparse_attention_backward`: same arguments, same meaning.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse : array_like
+        As the operation takes them, in any of its layouts and dtypes. Exact gradients need exact `out` and `lse`, such as
+        those of this module's `block_sparse_attention`.
+    sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, dlse
+        See `blitz_attn.block_sparse_attention_backward`.
+    grads : tuple of numpy.ndarray, optional
+        (dq, dk, dv) to write into; any of them may be None.
+    dtype : str, optional
+        ``"bfloat16"`` where the arrays are uint16 bits.
+    num_threads : int, optional
+        Accepted for the sake of the signature.
+
+    Returns
+    -------
+    dq, dk, dv : numpy.ndarray
+        float64, of the shapes of q, k and v.
+
+    Raises
+    ------
+    ValueError
+        A shape, length, block list or option out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> q = np.zeros((1, 1, 1, 1)); k = np.ones((1, 1, 2, 1)); v = np.array([[[[1.0], [3.0]]]])
+    >>> out, lse = reference.block_sparse_attention(q, k, v, return_lse=True)
+    >>> [x.ravel().tolist() for x in reference.block_sparse_attention_backward(np.ones((1, 1, 1, 1)), q, k, v, out, lse)]
+    [[0.0], [0.0, 0.0], [0.5, 0.5]]
+    """
+    tensors = [to_float64(x, dtype) for x in (dout, q, k, v, out)]
+    numbers = (to_float64(lse), None if dlse is None else to_float64(dlse))
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64")
+    return tuple(written(x, given) for x, given in zip(results, grads or (None,) * 3, strict=True))
+
+
+def dense_same_precision_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sabi=None,
+    *,
+    block_shape=(128, 128),
+    scale=None,
+    layout="BNSD",
+    causal=False,
+    window=None,
+    q_lens=None,
+    kv_lens=None,
+    cu_seqlens_q=None,
+    cu_seqlens_kv=None,
+    num_heads=None,
+    num_kv_heads=None,
+    dlse=None,
+    grads=None,
+    dtype=None,
+    num_threads=None,
+):
+    """The gradients of `block_sparse_attention_backward` as a plain array program computes them in the precision of the inputs.
+
+    float32 inputs: every step in float32. float16 and bfloat16 inputs: products summed in float32; the scaled scores, the
+    probabilities, their gradients and the results rounded to the input dtype. float64 inputs: the same as
+    `block_sparse_attention_backward`. The error of this computation against float64 is what the error of the library is
+    held against.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads
+        See `blitz_attn.block_sparse_attention_backward`.
+    num_kv_heads, dlse, grads, dtype, num_threads
+        See `block_sparse_attention_backward` in this module.
+
+    Returns
+    -------
+    dq, dk, dv : numpy.ndarray
+        Like `block_sparse_attention_backward`: float64 arrays, holding the rounded values.
+
+    Raises
+    ------
+    ValueError
+        A shape, length, block list or option out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> q, k, v, dout = (np.float32([[[[0.1 * n, 0.3]] * 3]]) for n in range(4))
+    >>> out, lse = reference.dense_same_precision(q, k, v, return_lse=True)
+    >>> [x.shape for x in reference.dense_same_precision_backward(dout, q, k, v, out, lse)]
+    [(1, 1, 3, 2), (1, 1, 3, 2), (1, 1, 3, 2)]
+    """
+    name = dtype_name(dtype) if dtype is not None else dtype_name(getattr(q, "dtype", np.asarray(q).dtype))
+    kind = np.float64 if name == "float64" else np.float32
+    tensors = [to_float64(x, dtype).astype(kind) for x in (dout, q, k, v, out)]
+    numbers = (to_float64(lse).astype(kind), None if dlse is None else to_float64(dlse).astype(kind))
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name)
+    return tuple(written(x, given) for x, given in zip(results, grads or (None,) * 3, strict=True))

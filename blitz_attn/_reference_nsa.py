@@ -1,0 +1,402 @@
+"""float64 twins of native sparse attention, forward and backward, and the same as a plain array program computes it in lower
+precision. Public through `blitz_attn.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _reference_nsa_core as core
+from ._arrays import dtype_name
+from ._reference_dense import to_float64, written
+
+__all__ = ["NSAContext", "NSAGradients", "nsa", "nsa_backward", "nsa_same_precision"]
+
+Array = np.ndarray
+BRANCHES = ("compressed", "selected", "window")
+
+
+class NSAGradients(NamedTuple):
+    """Gradients of the arrays that `nsa` was given; None for one that it was not."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dw_k_compress: Any
+    dw_v_compress: Any
+    dgate_proj_weight: Any
+    dgates: Any
+
+
+@dataclass
+class Kept:
+    """What one sequence leaves for its gradient: arrays are (heads, tokens, dim), those of `out` and `lse` one a branch."""
+
+    q: Array
+    k: Array
+    v: Array
+    k_cmp: Array
+    v_cmp: Array
+    routing: Array
+    groups: Array | None
+    gates: Array  # (tokens, H, 3)
+    out: list[Array] = field(default_factory=list)
+    lse: list[Array] = field(default_factory=list)
+
+
+@dataclass
+class NSAContext:
+    """What `nsa` leaves for `nsa_backward`."""
+
+    how: core.Selector
+    window: int
+    scale: float
+    offsets: list[int] | None  # of the sequences, where they are packed
+    weights: dict[str, Array | None]  # w_k_compress, w_v_compress, gate_proj_weight
+    given_gates: bool
+    name: str  # the precision that was imitated
+    dtype: Any  # what uint16 bits hold
+    shapes: list[tuple[int, ...]]  # of q, k, v
+    shape: tuple[int, ...]  # of the result
+    sequences: list[Kept]
+    block_indices: Array
+    gates: Array
+    lse: dict[str, Array]  # by branch, (B, N, H) or (T, H)
+
+
+# ---- Checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_arrays(q: Array, k: Array, v: Array, cu_seqlens: Any) -> list[int] | None:
+    packed = cu_seqlens is not None
+    rank, shape = (3, "(T, H, D)") if packed else (4, "(B, N, H, D)")
+    if q.ndim != rank:
+        raise ValueError(f"q: expected shape {shape}, got {q.shape}")
+    if k.ndim != rank or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
+    if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
+    return core.cuts(cu_seqlens, q.shape[0]) if packed else None
+
+
+def _check_gates(gates: Any, gate_proj_weight: Any, q: Array) -> None:
+    heads, dim = q.shape[-2:]
+    if gates is not None and gate_proj_weight is not None:
+        raise ValueError("gates: expected None beside gate_proj_weight, got both")
+    if gates is not None and tuple(gates.shape) != (*q.shape[:-1], 3):
+        raise ValueError(f"gates: expected shape {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
+    if gate_proj_weight is not None and tuple(gate_proj_weight.shape) != (heads, 3, dim):
+        raise ValueError(f"gate_proj_weight: expected shape (H, 3, D) = {(heads, 3, dim)}, got {tuple(gate_proj_weight.shape)}")
+
+
+def _check_routing(indices: Any, how: core.Selector, q: Array, kv_heads: int, offsets: list[int] | None) -> list[Array]:
+    """The rows of each sequence, found to name every block at most once and only blocks that there are."""
+    indices = np.asarray(indices)
+    if indices.dtype.kind not in "iu":
+        raise TypeError(f"block_indices: expected integers, got {indices.dtype}")
+    lengths = [q.shape[1]] * q.shape[0] if offsets is None else [b - a for a, b in pairwise(offsets)]
+    tiles = [-(-n // how.tile) for n in lengths]
+    heads = (kv_heads,) if how.mode == "paper" else (q.shape[-2], kv_heads)
+    leading = (q.shape[0],) if offsets is None else ()
+    rows = (tiles or [-(-q.shape[1] // how.tile)])[0] if offsets is None else sum(tiles)
+    shapes = [(*leading, h, rows) for h in heads]
+    if indices.ndim != len(shapes[0]) + 1 or indices.shape[:-1] not in shapes:
+        raise ValueError(f"block_indices: expected shape {' or '.join(map(str, shapes))} with n more, got {indices.shape}")
+    parts = core.routing_parts(indices, offsets, how.tile)
+    for part, length in zip(parts, lengths, strict=True):
+        blocks = -(-length // how.select_block_size)
+        if part.size and (part.min() < -1 or part.max() >= blocks):
+            odd = part[(part < -1) | (part >= blocks)][0]
+            raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1} or -1, got {odd}")
+        ordered = np.sort(part, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        if twice.any():
+            raise ValueError(f"block_indices: expected every block once in a row, got {ordered[..., 1:][twice][0]} twice")
+    return parts
+
+
+# ---- One call ---------------------------------------------------------------------------------------------------------
+
+
+def _branches(one: Kept, how: core.Selector, window: int) -> list[tuple[Array, Array, Any]]:
+    """Keys, values and rule of the three branches of a sequence."""
+    rows, heads, kv_heads = one.q.shape[1], one.q.shape[0], one.k.shape[0]
+    groups = None if one.groups is None else core.grouped(one.groups, kv_heads)
+    compressed = core.compressed_strips(rows, heads, one.k_cmp.shape[1], how.block_size, how.stride, how.mode, how.causal, groups, how.tile)
+    selected = core.selected_strips(one.routing, rows, heads, kv_heads, how.select_block_size, how.causal, how.tile)
+    return [
+        (one.k_cmp, one.v_cmp, compressed),
+        (one.k, one.v, selected),
+        (one.k, one.v, core.window_strips(rows, heads, window, how.causal)),
+    ]
+
+
+def _turned(x: Array) -> Array:
+    return x.swapaxes(0, 1)
+
+
+def _run(q, k, v, name: str, options: dict[str, Any]) -> tuple[Array, NSAContext]:
+    """Forward in the precision `name`; routing is always found in float64."""
+    o = options
+    dtype = o["dtype"]
+    how = core.selector(
+        o["mode"], o["compress_block_size"], o["causal"], o["q_tile_size"], o["compress_stride"], o["select_block_size"], o["init_blocks"],
+        o["local_blocks"], o["num_selected_blocks"],
+    )  # fmt: skip
+    window, most = core.at_least(1, "window_size", o["window_size"]), o["num_cmp_selected_blocks"]
+    if most is not None and how.mode == "paper":
+        raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {most}')
+    most = None if most is None else core.at_least(1, "num_cmp_selected_blocks", most)
+    kind = np.float64 if name == "float64" else np.float32
+    q, k, v = (to_float64(x, dtype).astype(kind) for x in (q, k, v))
+    offsets = _check_arrays(q, k, v, o["cu_seqlens"])
+    kv_heads = k.shape[-2]
+    for label, w, x in (("w_k_compress", o["w_k_compress"], k), ("w_v_compress", o["w_v_compress"], v)):
+        core.check_weight(label, w, kv_heads, x.shape[-1])
+    _check_gates(o["gates"], o["gate_proj_weight"], q)
+    weights = {
+        label: None if o[label] is None else to_float64(o[label], dtype).astype(kind)
+        for label in ("w_k_compress", "w_v_compress", "gate_proj_weight")
+    }
+    scale = core.default_scale(o["scale"], q)
+    r = core.rounding_of(name)
+    if o["gates"] is None:
+        gates = core.sigmoid_gates(q, weights["gate_proj_weight"], r)
+    else:
+        gates = to_float64(o["gates"], dtype).astype(kind)
+    parts = [core.split(x, offsets) for x in (q, k, v, gates)]
+    routing = None if o["block_indices"] is None else _check_routing(o["block_indices"], how, q, kv_heads, offsets)
+    sequences, outs, listed = [], [], []
+    for n, (qs, ks, vs, gs) in enumerate(zip(*parts, strict=True)):
+        k_cmp = core.compress(ks, how.block_size, how.stride, weights["w_k_compress"], r)
+        v_cmp = core.compress(vs, how.block_size, how.stride, weights["w_v_compress"], r)
+        rows, groups = (None if routing is None else routing[n]), None
+        if rows is None or most is not None:
+            scores = core.sequence_scores(qs.astype(np.float64), k_cmp.astype(np.float64), how, scale)
+            groups = core.cmp_groups(scores, most)
+            rows = core.top_blocks(scores, int(o["num_selected_blocks"])) if rows is None else rows
+        one = Kept(qs, ks, vs, k_cmp, v_cmp, rows, groups, _turned(gs))
+        for keys, values, strips in _branches(one, how, window):
+            out, lse = core.attend(qs, keys, values, strips, scale, r)
+            one.out.append(out)
+            one.lse.append(lse)
+        outs.append(_turned(core.combine([_turned(x) for x in one.out], one.gates, r)))
+        sequences.append(one)
+        listed.append(rows)
+    packed = offsets is not None
+    shape = (*q.shape[:-1], v.shape[-1])
+    lses = {
+        branch: core.join([one.lse[c][..., None] for one in sequences], packed, (*q.shape[:-1], 1))[..., 0]
+        for c, branch in enumerate(BRANCHES)
+    }
+    heads = kv_heads if how.mode == "paper" else q.shape[-2]
+    if o["block_indices"] is not None:
+        indices = np.asarray(o["block_indices"])
+    elif packed:
+        indices = np.concatenate([np.zeros((heads, 0, int(o["num_selected_blocks"])), np.int32), *listed], axis=1)
+    else:
+        indices = np.stack(listed) if listed else np.zeros((0, heads, -(-q.shape[1] // how.tile), int(o["num_selected_blocks"])), np.int32)
+    given, shapes = o["gates"] is not None, [q.shape, k.shape, v.shape]
+    context = NSAContext(how, window, scale, offsets, weights, given, name, dtype, shapes, shape, sequences, indices, gates, lses)
+    return core.join(outs, packed, shape), context
+
+
+def nsa(
+    q, k, v, *, compress_block_size=64, num_selected_blocks=16, window_size=512, w_k_compress=None, w_v_compress=None,
+    gate_proj_weight=None, gates=None, causal=True, scale=None, q_tile_size=256, num_cmp_selected_blocks=None, mode="paper",
+    compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, block_indices=None, cu_seqlens=None, out=None,
+    return_context=False, dtype=None, num_threads=None,
+):  # fmt: skip
+    """float64 twin of `blitz_attn.nsa.nsa`: same arguments, same meaning.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        (B, N, H, D), (B, N, Hkv, D), (B, N, Hkv, Dv); packed (T, H, D) and so on with `cu_seqlens`.
+    compress_block_size : int
+        Tokens l of a compressed block. Only complete blocks are compressed.
+    num_selected_blocks : int
+        Blocks n in a selection, the forced ones among them.
+    window_size : int
+        Keys of the window, the query's own the last of them; not causal: ``window_size // 2`` before and as many after it.
+    w_k_compress, w_v_compress : array_like, optional
+        (Hkv, D, D) and (Hkv, Dv, Dv), applied to the means.
+    gate_proj_weight : array_like, optional
+        (H, 3, D); gates are sigmoid(q . weight), in the order compressed, selected, window.
+    gates : array_like, optional
+        (B, N, H, 3) gates as they are. Neither this nor weights: a third each.
+    causal : bool
+        Not causal, paper mode: all blocks are visible and eligible, and the forced local blocks are those from
+        ``local_blocks // 2`` before the query's own on, so far as they exist.
+    scale : float, optional
+        Default: 1 / sqrt(D).
+    q_tile_size : int
+        mslk mode: queries that share a selection; the last tile of a sequence has fewer.
+    num_cmp_selected_blocks : int, optional
+        mslk mode: the compressed branch sees only that many groups of 128 consecutive compressed keys, those whose members that begin
+        before the end of the tile score highest on average.
+    mode : {"paper", "mslk"}
+        paper: strictly causal, overlapping compression, one selection a query and KV head. mslk: upstream's reference.
+    compress_stride, select_block_size : int, optional
+        paper mode: tokens d between the beginnings of compressed blocks (default l // 2), tokens l' a selected block (default l).
+    init_blocks, local_blocks : int
+        paper mode: blocks forced at the beginning, and at the query, its own included.
+    block_indices : array_like of int, optional
+        The selection to use; see `score_and_select_blocks`. mslk mode also takes one row a KV head.
+    cu_seqlens : sequence of int, optional
+        (sequences + 1,) offsets from 0 to T.
+    out : numpy.ndarray, optional
+        Array to write the result into; it is returned in place of a new one.
+    return_context : bool
+        Return what `nsa_backward` needs too.
+    dtype : str, optional
+        ``"bfloat16"`` where arrays are uint16 bits.
+    num_threads : int, optional
+        Accepted for the sake of the signature.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        float64, like q with the last dimension of v. A branch in which a query sees no key gives it 0.
+    context : NSAContext
+        With `return_context`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size below 1, an array of the wrong shape, a list of blocks that do not exist, an unknown mode.
+
+    Notes
+    -----
+    mslk mode: only complete blocks can be selected, so the tokens behind the last one are reached through the window alone. Unused
+    places of a selection are -1, where upstream repeats block 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> q = np.zeros((1, 4, 1, 1)); v = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> one_hot = np.zeros((1, 4, 1, 3)); one_hot[..., 2] = 1
+    >>> reference.nsa(q, q, v, compress_block_size=2, window_size=2, gates=one_hot).ravel().tolist()
+    [0.0, 0.5, 1.5, 2.5]
+    """
+    options = dict(locals())
+    result, context = _run(q, k, v, "float64", options)
+    result = written(result, out)
+    return (result, context) if return_context else result
+
+
+def nsa_same_precision(q, k, v, *, name=None, **options):
+    """`nsa` and its context as a plain array program computes them in the precision of the inputs.
+
+    float32: every step in float32. float16 and bfloat16: sums in float32, every array that a framework would store rounded
+    to the dtype. Blocks are chosen in float64. `nsa_backward` goes on in the same precision from the context.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As `nsa` takes them.
+    name : str, optional
+        Precision to imitate. Default: that of q.
+    **options
+        Keyword arguments of `nsa`; `out` and `return_context` are not looked at.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        float64 values.
+    context : NSAContext
+        For `nsa_backward`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `nsa`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> x = np.random.default_rng(0).standard_normal((1, 9, 1, 4)).astype(np.float16)
+    >>> rough, context = reference.nsa_same_precision(x, x, x, compress_block_size=2)
+    >>> bool(0 < abs(rough - reference.nsa(x, x, x, compress_block_size=2)).max() < 1e-2)
+    True
+    """
+    name = name or dtype_name(options.get("dtype")) or dtype_name(q.dtype)
+    out, context = _run(q, k, v, name, {**nsa.__kwdefaults__, **options})
+    return out.astype(np.float64), context
+
+
+def nsa_backward(dout, ctx, *, num_threads=None):
+    """float64 twin of `blitz_attn.nsa.nsa_backward`: gradients of what `nsa` was given. Blocks chosen count as constants.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of the result of `nsa`, in its shape.
+    ctx : NSAContext
+        Its context.
+    num_threads : int, optional
+        Accepted for the sake of the signature.
+
+    Returns
+    -------
+    NSAGradients
+        ``(dq, dk, dv, dw_k_compress, dw_v_compress, dgate_proj_weight, dgates)`` in float64, None for what was not given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A context that is none, or that another call made.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import reference
+    >>> q = np.zeros((1, 4, 1, 1)); v = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> out, ctx = reference.nsa(q, q, v, compress_block_size=2, window_size=2, return_context=True)
+    >>> grads = reference.nsa_backward(np.ones_like(out), ctx)
+    >>> [name for name, x in grads._asdict().items() if x is not None]
+    ['dq', 'dk', 'dv']
+    """
+    if not isinstance(ctx, NSAContext):
+        raise TypeError(f"ctx: expected the context that nsa returned, got {type(ctx).__name__}")
+    if tuple(dout.shape) != ctx.shape:
+        raise ValueError(f"dout: expected shape {ctx.shape} of the result that came with ctx, got {tuple(dout.shape)}")
+    kind = np.float64 if ctx.name == "float64" else np.float32
+    r = core.rounding_of(ctx.name)
+    douts = core.split(to_float64(dout, ctx.dtype).astype(kind), ctx.offsets)
+    w_k, w_v, w_gate = (ctx.weights[name] for name in ("w_k_compress", "w_v_compress", "gate_proj_weight"))
+    sums: dict[str, Any] = {name: None if w is None else np.zeros(w.shape) for name, w in ctx.weights.items()}
+    dqs, dks, dvs, dgates = [], [], [], []
+    for dout_one, one in zip(douts, ctx.sequences, strict=True):
+        turned = [_turned(x) for x in one.out]
+        dbranches, dgate, dq_gate, dw_gate = core.gates_backward(_turned(one.q), _turned(dout_one), turned, one.gates, w_gate, r)
+        grads = []
+        for c, (keys, values, strips) in enumerate(_branches(one, ctx.how, ctx.window)):
+            arrays = (_turned(dbranches[c]), one.q, keys, values, one.out[c], one.lse[c])
+            grads.append(core.attend_backward(*arrays, strips, ctx.scale, r))
+        (dq_cmp, dk_cmp, dv_cmp), (dq_slc, dk_slc, dv_slc), (dq_win, dk_win, dv_win) = grads
+        how = ctx.how
+        dk_back, dw_k = core.compress_backward(dk_cmp, one.k, how.block_size, how.stride, w_k, r)
+        dv_back, dw_v = core.compress_backward(dv_cmp, one.v, how.block_size, how.stride, w_v, r)
+        dq = r(dq_cmp + dq_slc + dq_win)
+        dqs.append(dq if dq_gate is None else r(dq + _turned(dq_gate)))
+        dks.append(r(r(dk_slc + dk_win) + dk_back))
+        dvs.append(r(r(dv_slc + dv_win) + dv_back))
+        dgates.append(_turned(dgate))
+        for name, dw in (("w_k_compress", dw_k), ("w_v_compress", dw_v), ("gate_proj_weight", dw_gate)):
+            if dw is not None:
+                sums[name] += dw
+    packed = ctx.offsets is not None
+    joined = [core.join(x, packed, shape).astype(np.float64) for x, shape in zip((dqs, dks, dvs), ctx.shapes, strict=True)]
+    weight_grads = [sums[name] for name in ("w_k_compress", "w_v_compress", "gate_proj_weight")]
+    weight_grads = [None if w is None else r(w.astype(kind)).astype(np.float64) for w in weight_grads]
+    given = core.join(dgates, packed, (*ctx.shape[:-1], 3)).astype(np.float64) if ctx.given_gates else None
+    return NSAGradients(*joined, *weight_grads, given)

@@ -1,0 +1,288 @@
+/* The gates of native sparse attention: three sigmoids a query head, the gated sum of the branches, and the gradients of both. */
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "ops/check.h"
+#include "ops/nsa.h"
+#include "ops/scratch.h"
+
+enum {
+    GATES = 3,
+    TOKENS_AT_ONCE = 8,  /* whose logits are made together */
+    LOGITS_STRIDE = 16,  /* what the kernel asks for */
+    TOKENS_AN_ITEM = 64, /* forward */
+    TOKENS_A_SUM = 512,  /* backward: an item's share of dweight is summed by itself, so this fixes its rounding */
+};
+
+typedef struct gate_call {
+    ba_rows q, branch[GATES], out, gates; /* data NULL: not given */
+    ba_rows dout, dbranch[GATES], dgates, dq;
+    bool weighted;
+    int64_t batch, tokens, heads, dim;
+    const ba_kernels *kernels;
+    const ba_attend_family *family; /* of q, branches and out */
+    int64_t real_size;
+    const ba_tensor *weight;
+    char *packed_weight; /* [head][3 x BA_FEW_PAD(dim)] reals, forward */
+    char *dweights;      /* [item][head][3][dim] reals */
+    int64_t items_a_batch, scratch_bytes;
+    char *scratch;
+} gate_call;
+
+typedef struct gate_scratch {
+    char *logits;  /* [3][LOGITS_STRIDE] */
+    char *gates;   /* [TOKENS_AT_ONCE][head][3] */
+    char *row;     /* of q's gradient, as reals */
+    char *dlogits; /* [head][3][TOKENS_A_SUM] */
+    char *wide;
+    const void **rows;
+} gate_scratch;
+
+static int64_t lay_out(const gate_call *c, char *base, gate_scratch *s) {
+    const int64_t real = c->real_size, widest = BA_FEW_PAD(BA_MAX_HEAD_DIM);
+    int64_t used = 0;
+    s->logits = ba_take(base, &used, BA_FEW_QUERIES * LOGITS_STRIDE * real);
+    s->gates = ba_take(base, &used, TOKENS_AT_ONCE * c->heads * GATES * real);
+    s->row = ba_take(base, &used, widest * real);
+    s->dlogits = ba_take(base, &used, c->dweights ? c->heads * GATES * TOKENS_A_SUM * real : 0);
+    s->wide = ba_take(base, &used, c->dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
+    s->rows = (const void **)ba_take(base, &used, ba_max(TOKENS_A_SUM, GATES) * (int64_t)sizeof(void *));
+    return used;
+}
+
+static char *weight_row(const ba_tensor *weight, int64_t head, int64_t gate) {
+    return (char *)weight->data + (head * weight->strides[0] + gate * weight->strides[1]) * ba_dtype_size(weight->dtype);
+}
+
+static double sigmoid(double x, int64_t real_size) {
+    const double e = real_size == 4 ? (double)expf(-fabsf((float)x)) : exp(-fabs(x));
+    return x >= 0 ? 1 / (1 + e) : e / (1 + e); /* NaN goes through */
+}
+
+/* ---- Forward ---------------------------------------------------------------------------------------------------------- */
+
+/* Gates of tokens begin .. begin+n-1, as [token][head][3]. */
+static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t begin, int64_t n) {
+    const int64_t real = c->real_size;
+    for (int64_t head = 0; head < c->heads; head++) {
+        if (c->weighted) {
+            for (int64_t t = 0; t < n; t++) s->rows[t] = ba_row(&c->q, batch, begin + t, head);
+            c->kernels->cache[c->q.dtype]->scores(c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * real, GATES, s->rows, 0, NULL, n, c->dim,
+                                                  s->logits, LOGITS_STRIDE);
+        }
+        for (int64_t t = 0; t < n; t++) {
+            char *gates = c->gates.data ? ba_row(&c->gates, batch, begin + t, head) : NULL;
+            for (int64_t g = 0; g < GATES; g++) {
+                double gate = 1 / 3.0;
+                if (c->weighted) gate = sigmoid(ba_get_real(s->logits, g * LOGITS_STRIDE + t, real), real);
+                else if (gates) gate = ba_get_real(gates, g, real);
+                ba_set_real(s->gates, (t * c->heads + head) * GATES + g, gate, real);
+                if (c->weighted && gates) ba_set_real(gates, g, gate, real);
+            }
+        }
+    }
+}
+
+static void gate_item(void *context, int64_t item, int worker) {
+    const gate_call *c = context;
+    const int64_t batch = item / c->items_a_batch, first = item % c->items_a_batch * TOKENS_AN_ITEM;
+    gate_scratch s;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t begin = first; begin < ba_min(c->tokens, first + TOKENS_AN_ITEM); begin += TOKENS_AT_ONCE) {
+        const int64_t n = ba_min(TOKENS_AT_ONCE, c->tokens - begin);
+        make_gates(c, &s, batch, begin, n);
+        for (int64_t row = 0; c->out.data && row < n * c->heads; row++) { /* in the order in which they lie in memory */
+            const int64_t token = begin + row / c->heads, head = row % c->heads;
+            const void *rows[GATES];
+            for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, token, head);
+            c->family->merge_row(ba_row(&c->out, batch, token, head), rows, s.gates + row * GATES * c->real_size, GATES, c->out.dim);
+        }
+    }
+}
+
+/* ---- Backward ----------------------------------------------------------------------------------------------------------- */
+
+static void backward_token(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t token, int64_t head, int64_t place) {
+    const int64_t real = c->real_size, v_dim = c->dout.dim;
+    const void *dout = ba_row(&c->dout, batch, token, head), *rows[GATES];
+    double gate[GATES], dlogit[GATES];
+    for (int g = 0; g < GATES; g++) {
+        gate[g] = c->gates.data ? ba_get_real(ba_row(&c->gates, batch, token, head), g, real) : 1 / 3.0;
+        ba_set_real(s->gates, 0, gate[g], real);
+        c->family->merge_row(ba_row(&c->dbranch[g], batch, token, head), &dout, s->gates, 1, v_dim);
+    }
+    if (!c->weighted && !c->dgates.data) return;
+    for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, token, head);
+    const void *const same[GATES] = {dout, dout, dout};
+    c->family->dot_rows(s->logits, same, rows, GATES, v_dim);
+    for (int g = 0; g < GATES; g++) {
+        const double dgate = ba_get_real(s->logits, g, real);
+        if (c->dgates.data) ba_set_real(ba_row(&c->dgates, batch, token, head), g, dgate, real);
+        dlogit[g] = dgate * gate[g] * (1 - gate[g]);
+    }
+    if (!c->weighted) return;
+    for (int g = 0; g < GATES; g++) {
+        ba_set_real(s->gates, g, dlogit[g], real);
+        ba_set_real(s->dlogits, (head * GATES + g) * TOKENS_A_SUM + place, dlogit[g], real);
+        rows[g] = weight_row(c->weight, head, g);
+    }
+    c->kernels->attend[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, c->dim);
+    c->family->store_row(ba_row(&c->dq, batch, token, head), s->row, c->dim);
+}
+
+static void backward_item(void *context, int64_t item, int worker) {
+    const gate_call *c = context;
+    const int64_t batch = item / c->items_a_batch, begin = item % c->items_a_batch * TOKENS_A_SUM, n = ba_min(TOKENS_A_SUM, c->tokens - begin);
+    gate_scratch s;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t t = 0; t < n; t++)
+        for (int64_t head = 0; head < c->heads; head++) backward_token(c, &s, batch, begin + t, head, t);
+    for (int64_t head = 0; c->weighted && head < c->heads; head++) {
+        for (int64_t t = 0; t < n; t++) s.rows[t] = ba_row(&c->q, batch, begin + t, head);
+        for (int64_t g = 0; g < GATES; g++) {
+            char *sum = c->dweights + ((item * c->heads + head) * GATES + g) * c->dim * c->real_size;
+            memset(sum, 0, (size_t)(c->dim * c->real_size));
+            ba_sum_rows(c->kernels, c->q.dtype, s.rows, s.dlogits + (head * GATES + g) * TOKENS_A_SUM * c->real_size, n, c->dim, s.wide, sum);
+        }
+    }
+}
+
+/* ---- The calls ------------------------------------------------------------------------------------------------------------ */
+
+/* (.., H, 3) or (H, 3, D): real, no strides that a row's elements would need. */
+static ba_status take_reals(const char *name, const ba_tensor *t, bool packed, const ba_rows *like, ba_dtype real, ba_rows *out) {
+    BA_TRY(ba_take_rows(name, t, packed ? "(T, H, 3)" : "(B, N, H, 3)", packed, out));
+    if (t->dtype != real) return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(real), ba_dtype_name(t->dtype));
+    return ba_rows_like(name, out, like, "the other arrays", GATES);
+}
+
+static ba_status take_like(const char *name, const ba_tensor *t, bool packed, const ba_rows *like, int64_t dim, ba_rows *out) {
+    BA_TRY(ba_take_rows(name, t, packed ? "(T, H, D)" : "(B, N, H, D)", packed, out));
+    if (t->dtype != like->dtype)
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like the other arrays, got %s", name, ba_dtype_name(like->dtype),
+                       ba_dtype_name(t->dtype));
+    return ba_rows_like(name, out, like, "the other arrays", dim);
+}
+
+static ba_status check_weight(const ba_tensor *t, const ba_rows *q) {
+    if (t->dtype != ba_real_of(q->dtype))
+        return ba_fail(BA_ERROR_TYPE, "gate_proj_weight: expected %s, got %s", ba_dtype_name(ba_real_of(q->dtype)), ba_dtype_name(t->dtype));
+    if (t->ndim != 3 || t->dims[0] != q->heads || t->dims[1] != GATES || t->dims[2] != q->dim || (t->dims[2] > 1 && t->strides[2] != 1))
+        return ba_fail(BA_ERROR_VALUE, "gate_proj_weight: expected shape (%" PRId64 ", 3, %" PRId64 ") with a contiguous last axis, got %s", q->heads,
+                       q->dim, ba_shape_text(t).chars);
+    return ba_check_extent("gate_proj_weight", t);
+}
+
+static void set_sizes(gate_call *c, const ba_rows *like) {
+    c->batch = like->batch;
+    c->tokens = like->tokens;
+    c->heads = like->heads;
+    c->dim = c->q.data ? c->q.dim : 1;
+    c->kernels = ba_kernels_active();
+    c->family = c->kernels->attend[like->dtype];
+    c->real_size = c->family->real_size;
+}
+
+static int64_t weight_bytes(const gate_call *c) { return c->weighted ? c->heads * GATES * BA_FEW_PAD(c->dim) * c->real_size : 0; }
+
+/* The three rows of each head as the kernel for few queries wants its queries. */
+static void pack_weight(const gate_call *c) {
+    for (int64_t head = 0; c->weighted && head < c->heads; head++) {
+        const void *rows[GATES];
+        for (int64_t g = 0; g < GATES; g++) rows[g] = weight_row(c->weight, head, g);
+        c->kernels->attend[c->weight->dtype]->pack_few(c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size, rows, GATES, c->dim, 1);
+    }
+}
+
+ba_status ba_gate(const ba_gate_args *a) {
+    gate_call c = {.weighted = ba_given(&a->weight), .weight = &a->weight};
+    const bool combine = ba_given(&a->out);
+    const ba_tensor *leading = c.weighted || !combine ? &a->q : &a->branch[0];
+    const bool packed = leading->ndim == 3;
+    const char *axes = packed ? "(T, H, D)" : "(B, N, H, D)";
+    const ba_rows *like = leading == &a->q ? &c.q : &c.branch[0];
+    if (leading == &a->q) BA_TRY(ba_take_rows("q", &a->q, axes, packed, &c.q));
+    else BA_TRY(ba_take_rows("o_cmp", &a->branch[0], axes, packed, &c.branch[0]));
+    if (c.weighted) BA_TRY(check_weight(&a->weight, &c.q));
+    if (ba_given(&a->gates)) BA_TRY(take_reals("gates", &a->gates, packed, like, ba_real_of(like->dtype), &c.gates));
+    static const char *const names[] = {"o_cmp", "o_slc", "o_win"};
+    for (int g = 0; combine && g < GATES; g++) BA_TRY(take_like(names[g], &a->branch[g], packed, like, g ? c.branch[0].dim : 0, &c.branch[g]));
+    if (combine) BA_TRY(take_like("out", &a->out, packed, like, c.branch[0].dim, &c.out));
+    BA_TRY(ba_check_threads(a->num_threads));
+
+    set_sizes(&c, like);
+    c.items_a_batch = ba_max(1, ba_ceil_div(c.tokens, TOKENS_AN_ITEM));
+    gate_scratch unused;
+    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
+    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int64_t bytes = ba_round_up(weight_bytes(&c), BA_ALIGN) + threads * c.scratch_bytes;
+    c.packed_weight = ba_arena_get((size_t)bytes);
+    if (!c.packed_weight) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
+    c.scratch = c.packed_weight + ba_round_up(weight_bytes(&c), BA_ALIGN);
+    pack_weight(&c);
+    ba_parallel(threads, c.batch * c.items_a_batch, gate_item, &c);
+    ba_arena_release();
+    return BA_OK;
+}
+
+static ba_status check_backward(const ba_gate_backward_args *a, gate_call *c) {
+    static const char *const names[] = {"o_cmp", "o_slc", "o_win"}, *const gradient_names[] = {"do_cmp", "do_slc", "do_win"};
+    const bool packed = a->dout.ndim == 3, wants_gates = c->weighted || ba_given(&a->dgates);
+    BA_TRY(ba_take_rows("dout", &a->dout, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c->dout));
+    for (int g = 0; g < GATES; g++) {
+        BA_TRY(take_like(gradient_names[g], &a->dbranch[g], packed, &c->dout, c->dout.dim, &c->dbranch[g]));
+        if (wants_gates) BA_TRY(take_like(names[g], &a->branch[g], packed, &c->dout, c->dout.dim, &c->branch[g]));
+    }
+    const ba_dtype real = ba_real_of(c->dout.dtype);
+    if (ba_given(&a->gates)) BA_TRY(take_reals("gates", &a->gates, packed, &c->dout, real, &c->gates));
+    if (ba_given(&a->dgates)) BA_TRY(take_reals("dgates", &a->dgates, packed, &c->dout, real, &c->dgates));
+    if (c->weighted) {
+        BA_TRY(take_like("q", &a->q, packed, &c->dout, 0, &c->q));
+        BA_TRY(check_weight(&a->weight, &c->q));
+        BA_TRY(take_like("dq", &a->dq, packed, &c->dout, c->q.dim, &c->dq));
+        const ba_tensor expected = {.dtype = real, .ndim = 3, .dims = {c->q.heads, GATES, c->q.dim}};
+        BA_TRY(ba_check_output("dgate_proj_weight", &a->dweight, &expected, false));
+    }
+    return ba_check_threads(a->num_threads);
+}
+
+/* The items' sums, in their order and in double. */
+static void sum_dweights(const gate_call *c, const ba_tensor *dweight) {
+    const int64_t items = c->batch * c->items_a_batch;
+    for (int64_t head = 0; head < c->heads; head++)
+        for (int64_t g = 0; g < GATES; g++)
+            for (int64_t d = 0; d < c->dim; d++) {
+                double sum = 0;
+                for (int64_t item = 0; item < items; item++)
+                    sum += ba_get_real(c->dweights, ((item * c->heads + head) * GATES + g) * c->dim + d, c->real_size);
+                ba_set_real(dweight->data, head * dweight->strides[0] + g * dweight->strides[1] + d * dweight->strides[2], sum, c->real_size);
+            }
+}
+
+ba_status ba_gate_backward(const ba_gate_backward_args *a) {
+    gate_call c = {.weighted = ba_given(&a->weight), .weight = &a->weight};
+    BA_TRY(check_backward(a, &c));
+    set_sizes(&c, &c.dout);
+    c.items_a_batch = ba_ceil_div(c.tokens, TOKENS_A_SUM);
+    const int64_t items = c.batch * c.items_a_batch;
+    const int64_t sum_bytes = c.weighted ? ba_round_up(items * c.heads * GATES * c.dim * c.real_size, BA_ALIGN) : 0;
+    c.dweights = c.weighted ? (char *)&c : NULL; /* wanted: not yet where */
+    gate_scratch unused;
+    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
+    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int64_t bytes = sum_bytes + threads * c.scratch_bytes;
+    char *memory = ba_arena_get((size_t)bytes);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
+    c.dweights = c.weighted ? memory : NULL;
+    c.scratch = memory + sum_bytes;
+    ba_parallel(threads, items, backward_item, &c);
+    if (c.weighted) sum_dweights(&c, &a->dweight);
+    ba_arena_release();
+    return BA_OK;
+}

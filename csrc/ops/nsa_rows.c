@@ -1,0 +1,294 @@
+/* Rows of token-major arrays, and the two operations that are nothing but sums of rows: block means, and their gradient. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "ops/check.h"
+#include "ops/nsa.h"
+#include "ops/scratch.h"
+
+enum { TOKENS_AN_ITEM = 256 };
+
+/* ---- Rows --------------------------------------------------------------------------------------------------------- */
+
+ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_rows *out) {
+    const int rank = packed ? 3 : 4;
+    if (!ba_is_float(t->dtype))
+        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != rank) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
+    const int64_t *dims = t->dims + (packed ? 0 : 1), *strides = t->strides + (packed ? 0 : 1), size = ba_dtype_size(t->dtype);
+    if (dims[2] < 1 || dims[2] > BA_MAX_HEAD_DIM || dims[1] < 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with at least one head and a last axis from 1 to %d, got %s", name, axes,
+                       BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
+    if (dims[2] > 1 && strides[2] != 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, strides[2]);
+    BA_TRY(ba_check_extent(name, t));
+    *out = (ba_rows){t->data,           t->dtype,         packed ? 1 : t->dims[0], dims[0], dims[1], dims[2], packed ? 0 : t->strides[0] * size,
+                     strides[0] * size, strides[1] * size};
+    return BA_OK;
+}
+
+ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, const char *of, int64_t dim) {
+    if (r->batch == like->batch && r->tokens == like->tokens && r->heads == like->heads && (dim == 0 || r->dim == dim)) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE,
+                   "%s: expected %" PRId64 " x %" PRId64 " tokens and %" PRId64 " heads like %s, and a last axis of %" PRId64 ", got %" PRId64
+                   " x %" PRId64 ", %" PRId64 " and %" PRId64,
+                   name, like->batch, like->tokens, like->heads, of, dim ? dim : r->dim, r->batch, r->tokens, r->heads, r->dim);
+}
+
+ba_status ba_check_threads(int num_threads) {
+    if (num_threads >= 0 && num_threads <= BA_MAX_THREADS) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, num_threads);
+}
+
+void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,
+                 void *out) {
+    const ba_dtype real = ba_real_of(dtype);
+    const ba_attend_family *family = kernels->attend[real];
+    const ba_pack_rows_fn widen = kernels->cache[dtype]->pack;
+    const void *parts[BA_ROWS_AT_ONCE + 1];
+    double room[BA_ROWS_AT_ONCE + 1]; /* weights, of either size of real */
+    parts[0] = out;
+    ba_set_real(room, 0, 1, family->real_size);
+    for (int64_t at = 0; at < n; at += BA_ROWS_AT_ONCE) {
+        const int64_t some = ba_min(BA_ROWS_AT_ONCE, n - at);
+        if (widen) widen(wide, parts + 1, rows + at, NULL, some, dim);
+        else memcpy(parts + 1, rows + at, (size_t)some * sizeof *rows);
+        memcpy((char *)room + family->real_size, (const char *)weights + at * family->real_size, (size_t)(some * family->real_size));
+        family->merge_row(out, parts, room, some + 1, dim);
+    }
+}
+
+/* ---- Sequences ------------------------------------------------------------------------------------------------------ */
+
+/* Tokens, and blocks of tokens, of every sequence. */
+typedef struct sequences {
+    int64_t count; /* of sequences */
+    const int64_t *cu, *cu_blocks;
+    int64_t tokens, blocks; /* of each where cu is NULL */
+    int64_t block, stride;
+} sequences;
+
+static int64_t blocks_in(const sequences *s, int64_t tokens) { return tokens < s->block ? 0 : (tokens - s->block) / s->stride + 1; }
+
+static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_tensor *blocks, const char *blocks_name) {
+    if (s->block < 1) return ba_fail(BA_ERROR_VALUE, "block_size: expected at least 1 token, got %" PRId64, s->block);
+    if (s->stride < 1) return ba_fail(BA_ERROR_VALUE, "stride: expected at least 1 token, got %" PRId64, s->stride);
+    s->tokens = tokens->tokens;
+    s->blocks = blocks_in(s, s->tokens);
+    int64_t expected = s->blocks;
+    if (s->cu) {
+        int64_t longest;
+        BA_TRY(ba_check_cumulative("cu_seqlens", s->cu, s->count, tokens->tokens, &longest));
+        if (!s->cu_blocks) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
+        expected = 0;
+        for (int64_t b = 0; b <= s->count; b++) {
+            if (s->cu_blocks[b] != expected)
+                return ba_fail(BA_ERROR_VALUE,
+                               "cu_blocks: expected %" PRId64 ", the blocks of the sequences before, got %" PRId64 " at [%" PRId64 "]", expected,
+                               s->cu_blocks[b], b);
+            if (b < s->count) expected += blocks_in(s, s->cu[b + 1] - s->cu[b]);
+        }
+    } else {
+        s->count = tokens->batch;
+    }
+    if (blocks->dims[s->cu ? 0 : 1] == expected) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "%s: expected %" PRId64 " blocks, got %s", blocks_name, expected, ba_shape_text(blocks).chars);
+}
+
+static int64_t tokens_of(const sequences *s, int64_t n) { return s->cu ? s->cu[n + 1] - s->cu[n] : s->tokens; }
+static int64_t blocks_of(const sequences *s, int64_t n) { return s->cu ? s->cu_blocks[n + 1] - s->cu_blocks[n] : s->blocks; }
+
+/* Item `index` of items that are stretches of `size` of a sequence's tokens (or blocks): which sequence, and where it begins there. */
+static int64_t find_stretch(const sequences *s, int64_t (*length)(const sequences *, int64_t), int64_t size, int64_t index, int64_t *sequence) {
+    if (!s->cu) {
+        const int64_t each = ba_ceil_div(length(s, 0), size);
+        *sequence = index / each;
+        return index % each * size;
+    }
+    int64_t n = 0;
+    for (int64_t here; index >= (here = ba_ceil_div(length(s, n), size)); n++) index -= here;
+    *sequence = n;
+    return index * size;
+}
+
+static int64_t stretches(const sequences *s, int64_t (*length)(const sequences *, int64_t), int64_t size) {
+    int64_t total = 0;
+    if (!s->cu) return s->count ? s->count * ba_ceil_div(length(s, 0), size) : 0;
+    for (int64_t n = 0; n < s->count; n++) total += ba_ceil_div(length(s, n), size);
+    return total;
+}
+
+static char *sequence_row(const sequences *s, const ba_rows *r, const int64_t *cu, int64_t sequence, int64_t at, int64_t head) {
+    return s->cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
+}
+
+/* ---- Block means ------------------------------------------------------------------------------------------------------ */
+
+typedef struct pool_call {
+    sequences s;
+    ba_rows x, out;
+    const ba_tensor *weight; /* NULL: none */
+    const ba_kernels *kernels;
+    int64_t blocks_an_item, scratch_bytes;
+    char *scratch;
+} pool_call;
+
+typedef struct pool_scratch {
+    const void **rows, **weight_rows;
+    char *weights, *wide, *mean, *mapped;
+} pool_scratch;
+
+static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
+    const int64_t real_size = ba_dtype_size(ba_real_of(c->x.dtype));
+    int64_t used = 0;
+    w->rows = (const void **)ba_take(base, &used, c->s.block * (int64_t)sizeof(void *));
+    w->weights = ba_take(base, &used, c->s.block * real_size);
+    w->wide = ba_take(base, &used, BA_ROWS_AT_ONCE * ba_round_up(c->x.dim, BA_PACK_PAD) * real_size);
+    w->weight_rows = (const void **)ba_take(base, &used, c->x.dim * (int64_t)sizeof(void *));
+    w->mean = ba_take(base, &used, c->x.dim * real_size);
+    w->mapped = ba_take(base, &used, BA_FEW_PAD(c->out.dim) * real_size);
+    return used;
+}
+
+/* out = mean @ weight of the head, in out's dtype: the rows of weight, each times an element of the mean. */
+static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, char *out) {
+    const ba_attend_family *real = c->kernels->attend[ba_real_of(c->x.dtype)];
+    const int64_t *steps = c->weight->strides;
+    for (int64_t d = 0; d < c->x.dim; d++) w->weight_rows[d] = (const char *)c->weight->data + (head * steps[0] + d * steps[1]) * real->real_size;
+    if (c->out.dtype == ba_real_of(c->x.dtype)) {
+        real->merge_row(out, w->weight_rows, w->mean, c->x.dim, c->out.dim);
+        return;
+    }
+    real->merge_row(w->mapped, w->weight_rows, w->mean, c->x.dim, c->out.dim);
+    c->kernels->attend[c->out.dtype]->store_row(out, w->mapped, c->out.dim);
+}
+
+static void pool_item(void *context, int64_t index, int worker) {
+    const pool_call *c = context;
+    const int64_t real_size = ba_dtype_size(ba_real_of(c->x.dtype)), size = c->s.block;
+    int64_t sequence;
+    const int64_t first = find_stretch(&c->s, blocks_of, c->blocks_an_item, index, &sequence);
+    const int64_t end = ba_min(first + c->blocks_an_item, blocks_of(&c->s, sequence));
+    pool_scratch w;
+    lay_out_pool(c, c->scratch + worker * c->scratch_bytes, &w);
+    for (int64_t t = 0; t < size; t++) ba_set_real(w.weights, t, 1 / (double)size, real_size);
+    for (int64_t block = first; block < end; block++)
+        for (int64_t head = 0; head < c->x.heads; head++) {
+            char *out = sequence_row(&c->s, &c->out, c->s.cu_blocks, sequence, block, head);
+            for (int64_t t = 0; t < size; t++) w.rows[t] = sequence_row(&c->s, &c->x, c->s.cu, sequence, block * c->s.stride + t, head);
+            if (c->weight) {
+                memset(w.mean, 0, (size_t)(c->x.dim * real_size));
+                ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, w.mean);
+                map_mean(c, &w, head, out);
+            } else if (c->out.dtype == c->x.dtype) {
+                c->kernels->attend[c->x.dtype]->merge_row(out, w.rows, w.weights, size, c->x.dim);
+            } else {
+                memset(out, 0, (size_t)(c->x.dim * real_size));
+                ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, out);
+            }
+        }
+}
+
+ba_status ba_block_means(const ba_block_means_args *a) {
+    pool_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride},
+                   .kernels = ba_kernels_active()};
+    const bool packed = a->cu != NULL;
+    BA_TRY(ba_take_rows("x", &a->x, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c.x));
+    BA_TRY(ba_take_rows("out", &a->out, packed ? "(blocks, H, D)" : "(B, blocks, H, D)", packed, &c.out));
+    BA_TRY(check_sequences(&c.s, &c.x, &a->out, "out"));
+    if (a->out.dtype != a->x.dtype && a->out.dtype != ba_real_of(a->x.dtype))
+        return ba_fail(BA_ERROR_TYPE, "out: expected dtype %s like x, or %s, got %s", ba_dtype_name(a->x.dtype),
+                       ba_dtype_name(ba_real_of(a->x.dtype)), ba_dtype_name(a->out.dtype));
+    if (ba_given(&a->weight)) {
+        const ba_tensor *t = c.weight = &a->weight;
+        if (t->dtype != ba_real_of(a->x.dtype))
+            return ba_fail(BA_ERROR_TYPE, "weight: expected dtype %s, got %s", ba_dtype_name(ba_real_of(a->x.dtype)), ba_dtype_name(t->dtype));
+        if (t->ndim != 3 || t->dims[0] != c.x.heads || t->dims[1] != c.x.dim || t->dims[2] != c.out.dim || (t->dims[2] > 1 && t->strides[2] != 1))
+            return ba_fail(BA_ERROR_VALUE, "weight: expected shape (%" PRId64 ", %" PRId64 ", %" PRId64 ") with a contiguous last axis, got %s",
+                           c.x.heads, c.x.dim, c.out.dim, ba_shape_text(t).chars);
+        BA_TRY(ba_check_extent("weight", t));
+    }
+    if (c.out.batch != c.x.batch || c.out.heads != c.x.heads || (!c.weight && c.out.dim != c.x.dim))
+        return ba_fail(BA_ERROR_VALUE, "out: expected batch, heads and last axis of x %s, got %s", ba_shape_text(&a->x).chars,
+                       ba_shape_text(&a->out).chars);
+    BA_TRY(ba_check_threads(a->num_threads));
+    c.blocks_an_item = ba_max(1, TOKENS_AN_ITEM / c.s.block);
+    pool_scratch unused;
+    c.scratch_bytes = lay_out_pool(&c, NULL, &unused);
+    const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
+    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    ba_parallel(threads, stretches(&c.s, blocks_of, c.blocks_an_item), pool_item, &c);
+    ba_arena_release();
+    return BA_OK;
+}
+
+/* ---- Their gradient, and plain sums --------------------------------------------------------------------------------------- */
+
+typedef struct spread_call {
+    sequences s;
+    ba_rows dout, dx, more[BA_MOST_SUMMANDS];
+    int64_t summands;
+    ba_merge_row_fn merge_row;
+    int64_t scratch_bytes;
+    char *scratch;
+} spread_call;
+
+/* Every token gathers from the blocks that it is in, lowest first: nothing is scattered, so nothing depends on the threads. */
+static void spread_item(void *context, int64_t index, int worker) {
+    const spread_call *c = context;
+    const int64_t real_size = ba_dtype_size(ba_real_of(c->dx.dtype));
+    int64_t sequence;
+    const int64_t begin = find_stretch(&c->s, tokens_of, TOKENS_AN_ITEM, index, &sequence);
+    const int64_t end = ba_min(begin + TOKENS_AN_ITEM, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
+    const void **rows = (const void **)(c->scratch + worker * c->scratch_bytes);
+    const int64_t most = BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride);
+    char *weights = (char *)(rows + most);
+    for (int64_t i = 0; i < most; i++) ba_set_real(weights, i, i < c->summands ? 1 : 1 / (double)c->s.block, real_size);
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t first = t < c->s.block ? 0 : (t - c->s.block) / c->s.stride + 1, last = ba_min(t / c->s.stride, blocks - 1);
+        for (int64_t head = 0; head < c->dx.heads; head++) {
+            int64_t n = 0;
+            for (; n < c->summands; n++) rows[n] = sequence_row(&c->s, &c->more[n], c->s.cu, sequence, t, head);
+            for (int64_t block = first; block <= last; block++) rows[n++] = sequence_row(&c->s, &c->dout, c->s.cu_blocks, sequence, block, head);
+            c->merge_row(sequence_row(&c->s, &c->dx, c->s.cu, sequence, t, head), rows, weights, n, c->dx.dim);
+        }
+    }
+}
+
+ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
+    spread_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride}};
+    const bool packed = a->cu != NULL;
+    const char *axes = packed ? "(T, H, D)" : "(B, N, H, D)";
+    BA_TRY(ba_take_rows("dx", &a->dx, axes, packed, &c.dx));
+    if (ba_given(&a->dout)) {
+        BA_TRY(ba_take_rows("dout", &a->dout, packed ? "(blocks, H, D)" : "(B, blocks, H, D)", packed, &c.dout));
+        BA_TRY(check_sequences(&c.s, &c.dx, &a->dout, "dout"));
+        if (a->dout.dtype != a->dx.dtype || c.dout.batch != c.dx.batch || c.dout.heads != c.dx.heads || c.dout.dim != c.dx.dim)
+            return ba_fail(BA_ERROR_VALUE, "dout: expected batch, heads, last axis and dtype of dx %s, got %s", ba_shape_text(&a->dx).chars,
+                           ba_shape_text(&a->dout).chars);
+    } else {
+        c.s = (sequences){.count = c.dx.batch, .tokens = c.dx.tokens, .block = 1, .stride = 1};
+    }
+    for (; c.summands < BA_MOST_SUMMANDS && ba_given(&a->more[c.summands]); c.summands++) {
+        BA_TRY(ba_take_rows("more", &a->more[c.summands], axes, packed, &c.more[c.summands]));
+        BA_TRY(ba_rows_like("more", &c.more[c.summands], &c.dx, "dx", c.dx.dim));
+        if (a->more[c.summands].dtype != a->dx.dtype)
+            return ba_fail(BA_ERROR_TYPE, "more: expected dtype %s like dx, got %s", ba_dtype_name(a->dx.dtype),
+                           ba_dtype_name(a->more[c.summands].dtype));
+    }
+    BA_TRY(ba_check_threads(a->num_threads));
+    c.merge_row = ba_kernels_active()->attend[a->dx.dtype]->merge_row;
+    c.scratch_bytes = ba_round_up((BA_MOST_SUMMANDS + ba_ceil_div(c.s.block, c.s.stride)) * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
+    const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
+    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    ba_parallel(threads, stretches(&c.s, tokens_of, TOKENS_AN_ITEM), spread_item, &c);
+    ba_arena_release();
+    return BA_OK;
+}

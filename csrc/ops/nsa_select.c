@@ -1,0 +1,532 @@
+/* The selection of native sparse attention: which blocks each query (or tile of queries) attends to.
+ *
+ * Rows of the result stand side by side as the lanes of a panel, so that all is vertical: a chunk of compressed keys gives
+ * scores [key][lane], these become block scores [block][lane], and each lane keeps its best in a heap of its own. A thread
+ * holds the block scores of one panel and no more. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "ops/check.h"
+#include "ops/nsa.h"
+#include "ops/scratch.h"
+
+#define LOG2_E 0x1.71547652b82fep+0
+
+typedef struct select_call {
+    const ba_nsa_select_args *args;
+    ba_rows q, k;
+    bool by_query; /* tile 0 */
+    int64_t sequences, group, list_heads, dim;
+    int64_t narrow, wide; /* strides that a compressed block and a selected block are long */
+    int64_t lanes, chunk_keys;
+    int64_t most_blocks, width, most_groups,
+        cmp_width; /* blocks of the longest sequence; places of a row; the same of stretches of compressed keys */
+    const ba_kernels *kernels;
+    const ba_attend_family *family; /* of real */
+    int64_t real_size;
+    int64_t scratch_bytes;
+    char *scratch;
+} select_call;
+
+/* The best so far of one lane: the worst of them on top. */
+typedef struct entry {
+    double score;
+    int64_t block;
+} entry;
+
+typedef struct select_scratch {
+    char *rows; /* [lane][BA_FEW_PAD(dim)] reals: queries, or their means */
+    char *wide, *weights;
+    const void **pointers;
+    char *q, *m; /* panels of the heads whose probabilities are summed */
+    char *l, *alpha, *lowest, *row_max;
+    int32_t *lo, *hi, *key_index;
+    char *packed_k;
+    const void **k_rows;
+    char *chunk;     /* scores, then probabilities of a chunk: [key][lane] */
+    char *sum;       /* the same summed over heads */
+    char *scores;    /* of blocks: [block][lane] */
+    entry *heap;     /* [lane][places] */
+    int64_t *used;   /* [lane] */
+    char *threshold; /* [lane]: what a block must score above */
+    int32_t *chosen;
+} select_scratch;
+
+/* Room for a lane's heap. */
+static int64_t places_kept(const select_call *c) { return ba_max(c->width, c->cmp_width); }
+
+static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
+    const int64_t real = c->real_size, lanes = c->lanes, pad = BA_FEW_PAD(c->dim), keys = c->chunk_keys;
+    const int64_t tile = ba_max(c->args->tile, 1), places = places_kept(c), heads = c->by_query ? c->group : 1;
+    int64_t used = 0;
+    s->rows = ba_take(base, &used, lanes * pad * real);
+    s->wide = ba_take(base, &used, BA_ROWS_AT_ONCE * pad * real);
+    s->weights = ba_take(base, &used, tile * real);
+    s->pointers = (const void **)ba_take(base, &used, ba_max(tile, lanes) * (int64_t)sizeof(void *));
+    s->q = ba_take(base, &used, heads * lanes * pad * c->family->q_bytes);
+    s->m = ba_take(base, &used, heads * lanes * real);
+    s->l = ba_take(base, &used, lanes * real);
+    s->alpha = ba_take(base, &used, lanes * real);
+    s->lowest = ba_take(base, &used, lanes * real);
+    s->row_max = ba_take(base, &used, lanes * real);
+    s->lo = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->hi = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+    s->packed_k = ba_take(base, &used, keys * pad * real);
+    s->k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->chunk = ba_take(base, &used, keys * ba_max(c->family->scratch_per_key, lanes * real));
+    s->sum = ba_take(base, &used, c->by_query ? keys * lanes * real : 0);
+    s->scores = ba_take(base, &used, c->most_blocks * lanes * real);
+    s->heap = (entry *)ba_take(base, &used, lanes * places * (int64_t)sizeof(entry));
+    s->used = (int64_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int64_t));
+    s->threshold = ba_take(base, &used, lanes * real);
+    s->chosen = (int32_t *)ba_take(base, &used, places * (int64_t)sizeof(int32_t));
+    return used;
+}
+
+/* ---- One sequence and its rows -------------------------------------------------------------------------------------- */
+
+typedef struct stretch {
+    int64_t sequence, head; /* KV head where by_query, else query head */
+    int64_t first, rows;    /* lanes of the panel, as rows of the sequence's result */
+    int64_t queries, keys;  /* of the sequence: queries here, compressed keys */
+    int64_t blocks;         /* that can be selected */
+} stretch;
+
+static int64_t queries_of(const select_call *c, int64_t n) { return c->args->cu_q ? c->args->cu_q[n + 1] - c->args->cu_q[n] : c->q.tokens; }
+static int64_t keys_of(const select_call *c, int64_t n) { return c->args->cu_cmp ? c->args->cu_cmp[n + 1] - c->args->cu_cmp[n] : c->k.tokens; }
+static int64_t rows_of(const select_call *c, int64_t n) { return c->by_query ? queries_of(c, n) : ba_ceil_div(queries_of(c, n), c->args->tile); }
+static int64_t tokens_of(const select_call *c, int64_t n) { return c->args->cu_q ? queries_of(c, n) : c->args->tokens; }
+static int64_t blocks_of(const select_call *c, int64_t n) {
+    return c->by_query ? ba_ceil_div(tokens_of(c, n), c->args->select_block) : keys_of(c, n);
+}
+
+static char *sequence_row(const int64_t *cu, const ba_rows *r, int64_t sequence, int64_t at, int64_t head) {
+    return cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
+}
+
+/* The rows of the stretch as reals: queries of one head, or means of tiles. */
+static void load_rows(const select_call *c, const select_scratch *s, const stretch *at, int64_t head) {
+    const int64_t pad = BA_FEW_PAD(c->dim), tile = c->args->tile;
+    for (int64_t i = 0; i < at->rows; i++) {
+        char *row = s->rows + i * pad * c->real_size;
+        const int64_t begin = c->by_query ? at->first + i : (at->first + i) * tile;
+        const int64_t n = c->by_query ? 1 : ba_min(tile, at->queries - begin);
+        for (int64_t t = 0; t < n; t++) {
+            ba_set_real(s->weights, t, 1 / (double)n, c->real_size);
+            s->pointers[t] = sequence_row(c->args->cu_q, &c->q, at->sequence, begin + t, head);
+        }
+        memset(row, 0, (size_t)(pad * c->real_size));
+        ba_sum_rows(c->kernels, c->q.dtype, s->pointers, s->weights, n, c->dim, s->wide, row);
+    }
+}
+
+/* Opens the panel of the g-th head, and says which compressed keys each lane sees, and at most and at least. */
+static ba_panel open_panel(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, int64_t g, int64_t *most, int64_t *least) {
+    const ba_nsa_select_args *a = c->args;
+    const ba_panel panel = {.q = s->q + g * c->lanes * BA_FEW_PAD(c->dim) * c->family->q_bytes, .m = s->m + g * c->lanes * c->real_size, .l = s->l};
+    load_rows(c, s, at, head);
+    for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = s->rows + i * BA_FEW_PAD(c->dim) * c->real_size;
+    c->family->pack_queries[0](panel.q, s->pointers, at->rows, c->dim, c->by_query ? a->scale * LOG2_E : a->scale);
+    *most = 0;
+    *least = at->keys;
+    for (int64_t i = 0; i < c->lanes; i++) {
+        int64_t sees = at->keys;
+        double lse = INFINITY; /* makes the probabilities 0 */
+        if (i < at->rows && c->by_query) {
+            const int64_t query = at->first + i, token = query + a->q_begin;
+            if (a->causal) sees = token < a->compress_block - 1 ? 0 : ba_min(at->keys, (token - (a->compress_block - 1)) / a->compress_stride + 1);
+            const int64_t *steps = a->lse.strides;
+            const int64_t place =
+                a->cu_q ? (a->cu_q[at->sequence] + query) * steps[0] + head * steps[1] : at->sequence * steps[0] + query * steps[1] + head * steps[2];
+            lse = ba_get_real(a->lse.data, place, c->real_size) * LOG2_E;
+            if (lse == -INFINITY) lse = INFINITY;
+        }
+        s->lo[i] = 0;
+        s->hi[i] = (int32_t)sees;
+        if (i < at->rows) {
+            *most = ba_max(*most, sees);
+            *least = ba_min(*least, sees);
+        }
+        ba_set_real(panel.m, i, lse, c->real_size);
+        ba_set_real(panel.l, i, 0, c->real_size);
+    }
+    return panel;
+}
+
+/* ---- Scores ------------------------------------------------------------------------------------------------------------ */
+
+#define DEFINE_ADD(real)                                                                                                                             \
+    static void add_##real(real *restrict to, const real *restrict from, int64_t n) {                                                                \
+        for (int64_t i = 0; i < n; i++) to[i] += from[i];                                                                                            \
+    }
+DEFINE_ADD(float)
+DEFINE_ADD(double)
+
+static void add(char *to, const char *from, int64_t n, int64_t real_size) {
+    if (real_size == 4) add_float((float *)to, (const float *)from, n);
+    else add_double((double *)to, (const double *)from, n);
+}
+
+/* A chunk of compressed keys, ready to be scored. */
+static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const stretch *at, int64_t kv_head, int64_t begin, int64_t keys) {
+    const void **rows = s->k_rows;
+    for (int64_t j = 0; j < keys; j++) {
+        rows[j] = sequence_row(c->args->cu_cmp, &c->k, at->sequence, begin + j, kv_head);
+        s->key_index[j] = (int32_t)(begin + j);
+    }
+    const ba_pack_rows_fn pack = c->kernels->cache[c->k.dtype]->pack;
+    if (pack) pack(s->packed_k, rows, rows, NULL, keys, c->dim);
+    return (ba_chunk){.keys = keys, .head_dim = c->dim, .v_dim = 1, .k_rows = rows, .v_rows = rows, .key_index = s->key_index, .scratch = s->chunk};
+}
+
+/* Sum over the group's heads of the probabilities of each compressed key, added to the blocks that it overlaps. */
+static void score_by_query(const select_call *c, const select_scratch *s, const stretch *at) {
+    const int64_t real = c->real_size, line = c->lanes * real, head = at->head * c->group;
+    int64_t most = 0, least = 0;
+    memset(s->scores, 0, (size_t)(at->blocks * line));
+    for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->lowest, i, real == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, real);
+    ba_panel panel = {0};
+    for (int64_t g = 0; g < c->group; g++) panel = open_panel(c, s, at, head + g, g, &most, &least);
+    for (int64_t begin = 0; begin < most; begin += c->chunk_keys) {
+        const int64_t keys = ba_min(c->chunk_keys, most - begin);
+        const ba_chunk chunk = open_chunk(c, s, at, at->head, begin, keys);
+        if (begin + keys > least) {
+            panel.lo = s->lo;
+            panel.hi = s->hi;
+        }
+        memset(s->sum, 0, (size_t)(keys * line));
+        for (int64_t g = 0; g < c->group; g++) {
+            panel.q = s->q + g * c->lanes * BA_FEW_PAD(c->dim) * c->family->q_bytes;
+            panel.m = s->m + g * c->lanes * c->real_size;
+            c->family->scores[0](&panel, &chunk, s->row_max);
+            c->family->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* m, the log-sum-exp, stays: lowest is not above it */
+            add(s->sum, s->chunk, keys * c->lanes, real);
+        }
+        for (int64_t j = 0; j < keys; j++)
+            for (int64_t n = 0; n < c->narrow; n++) {
+                const int64_t block = (begin + j + n) / c->wide;
+                if (block < at->blocks) add(s->scores + block * line, s->sum + j * line, c->lanes, real);
+            }
+    }
+}
+
+static void score_by_tile(const select_call *c, const select_scratch *s, const stretch *at) {
+    int64_t most, least;
+    const ba_panel panel = open_panel(c, s, at, at->head, 0, &most, &least);
+    for (int64_t begin = 0; begin < at->keys; begin += c->chunk_keys) {
+        const int64_t keys = ba_min(c->chunk_keys, at->keys - begin);
+        const ba_chunk chunk = open_chunk(c, s, at, at->head / c->group, begin, keys);
+        c->family->scores[0](&panel, &chunk, s->row_max);
+        memcpy(s->scores + begin * c->lanes * c->real_size, s->chunk, (size_t)(keys * c->lanes * c->real_size));
+    }
+}
+
+/* ---- The best -------------------------------------------------------------------------------------------------------------- */
+
+static bool is_worse(const entry *a, const entry *b) { return a->score < b->score || (a->score == b->score && a->block > b->block); }
+
+/* Puts `e` at place `i` of a heap of n, the worst on top, and sets it right below. */
+static void sift(entry *heap, int64_t n, int64_t i, entry e) {
+    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && is_worse(&heap[child + 1], &heap[child])) child++;
+        if (!is_worse(&heap[child], &e)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = e;
+}
+
+/* Blocks come in rising order, so that one that ties with the worst so far is left out. */
+static void offer(const select_call *c, const select_scratch *s, int64_t lane, int64_t places, double score, int64_t block) {
+    entry *heap = s->heap + lane * places_kept(c);
+    const entry e = {score, block};
+    int64_t i = s->used[lane];
+    if (i == places) {
+        sift(heap, places, 0, e);
+    } else {
+        s->used[lane]++;
+        for (int64_t above; i > 0 && is_worse(&e, &heap[above = (i - 1) / 2]); i = above) heap[i] = heap[above];
+        heap[i] = e;
+    }
+    if (s->used[lane] == places) ba_set_real(s->threshold, lane, heap[0].score, c->real_size);
+}
+
+/* True where some lane's score is not below its threshold or at it (NaN is not). */
+#define DEFINE_ANY(real)                                                                                                                             \
+    static bool any_##real(const real *score, const real *threshold, int64_t n) {                                                                    \
+        int any = 0;                                                                                                                                 \
+        for (int64_t i = 0; i < n; i++) any |= !(score[i] <= threshold[i]);                                                                          \
+        return any;                                                                                                                                  \
+    }
+DEFINE_ANY(float)
+DEFINE_ANY(double)
+
+/* What is always selected of a row, and what may be: the blocks of [lo, hi) that are not within [local_lo, local_hi). */
+typedef struct rules {
+    int64_t init, local_lo, local_hi; /* always: [0, init) and [local_lo, local_hi) */
+    int64_t hi;
+} rules;
+
+static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
+    const ba_nsa_select_args *a = c->args;
+    rules r = {.hi = at->blocks};
+    if (!c->by_query) {
+        if (a->causal) r.hi = ba_min(r.hi, ba_ceil_div((at->first + row + 1) * a->tile + a->q_begin, a->compress_block));
+        return r;
+    }
+    const int64_t own = (at->first + row + a->q_begin) / a->select_block;
+    if (a->causal) {
+        r.hi = ba_min(r.hi, own + 1);
+        r.local_lo = own + 1 - a->local_blocks;
+        r.local_hi = own + 1;
+    } else {
+        r.local_lo = own - a->local_blocks / 2;
+        r.local_hi = r.local_lo + a->local_blocks;
+    }
+    r.init = ba_min(a->init_blocks, r.hi);
+    r.local_lo = ba_max(r.init, ba_min(r.local_lo, r.hi));
+    r.local_hi = ba_max(r.local_lo, ba_min(r.local_hi, r.hi));
+    return r;
+}
+
+static int by_rising_number(const void *left, const void *right) {
+    const int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
+    return a < b ? -1 : a > b;
+}
+
+/* Writes a row: what is always selected, what the lane's heap holds, in rising order. */
+static void write_row(const select_call *c, const select_scratch *s, const stretch *at, int64_t lane, const rules *r, const ba_tensor *out) {
+    const int64_t *steps = out->strides, width = out->dims[out->ndim - 1];
+    int64_t n = 0, row = at->first + lane;
+    for (int64_t b = 0; b < r->init; b++) s->chosen[n++] = (int32_t)b;
+    for (int64_t b = r->local_lo; b < r->local_hi; b++) s->chosen[n++] = (int32_t)b;
+    for (int64_t i = 0; i < s->used[lane]; i++) s->chosen[n++] = (int32_t)s->heap[lane * places_kept(c) + i].block;
+    qsort(s->chosen, (size_t)n, sizeof *s->chosen, by_rising_number);
+    for (int64_t b = 0; c->args->cu_q && b < at->sequence; b++) row += rows_of(c, b);
+    int32_t *to = (int32_t *)out->data +
+                  (c->args->cu_q ? at->head * steps[0] + row * steps[1] : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
+    for (int64_t i = 0; i < width; i++) to[i * steps[out->ndim - 1]] = i < n ? s->chosen[i] : -1;
+}
+
+static void clear_heaps(const select_call *c, const select_scratch *s) {
+    memset(s->used, 0, (size_t)c->lanes * sizeof *s->used);
+    for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->threshold, i, -INFINITY, c->real_size);
+}
+
+/* A NaN score is the lowest that can be selected: what it comes from shows in the output. */
+static double ordered(const select_call *c, double score) {
+    if (score == score) return score;
+    return c->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023;
+}
+
+static void choose(const select_call *c, const select_scratch *s, const stretch *at) {
+    rules r[BA_MAX_LANES];
+    int64_t end = 0, places[BA_MAX_LANES];
+    clear_heaps(c, s);
+    for (int64_t i = 0; i < at->rows; i++) {
+        r[i] = rules_of(c, at, i);
+        places[i] = c->width - r[i].init - (r[i].local_hi - r[i].local_lo);
+        end = ba_max(end, r[i].hi);
+        if (places[i] == 0) ba_set_real(s->threshold, i, INFINITY, c->real_size);
+    }
+    for (int64_t i = at->rows; i < c->lanes; i++) ba_set_real(s->threshold, i, INFINITY, c->real_size);
+    for (int64_t block = 0; block < end; block++) {
+        const char *scores = s->scores + block * c->lanes * c->real_size;
+        if (!(c->real_size == 4 ? any_float((const float *)scores, (const float *)s->threshold, at->rows)
+                                : any_double((const double *)scores, (const double *)s->threshold, at->rows)))
+            continue;
+        for (int64_t i = 0; i < at->rows; i++) {
+            const double score = ordered(c, ba_get_real(scores, i, c->real_size));
+            if (places[i] == 0 || !(score > ba_get_real(s->threshold, i, c->real_size))) continue;
+            if (block < r[i].init || block >= r[i].hi || (block >= r[i].local_lo && block < r[i].local_hi)) continue;
+            offer(c, s, i, places[i], score, block);
+        }
+    }
+    for (int64_t i = 0; i < at->rows; i++) write_row(c, s, at, i, &r[i], &c->args->selected);
+}
+
+/* The best stretches of compressed keys, by the mean score of those that may be selected. */
+static void choose_stretches(const select_call *c, const select_scratch *s, const stretch *at) {
+    const int64_t size = c->args->cmp_group;
+    const rules none = {0};
+    clear_heaps(c, s);
+    for (int64_t i = 0; i < at->rows; i++) {
+        const int64_t end = rules_of(c, at, i).hi;
+        for (int64_t begin = 0; begin < end; begin += size) {
+            double sum = 0;
+            int64_t members = 0;
+            for (int64_t j = begin; j < ba_min(begin + size, end); j++) {
+                const double score = ba_get_real(s->scores, j * c->lanes + i, c->real_size);
+                if (score == -INFINITY) continue;
+                sum += score;
+                members++;
+            }
+            const double mean = ordered(c, sum / (double)members);
+            if (members && (s->used[i] < c->cmp_width || mean > s->heap[i * places_kept(c)].score)) offer(c, s, i, c->cmp_width, mean, begin / size);
+        }
+        write_row(c, s, at, i, &none, &c->args->selected_cmp);
+    }
+}
+
+/* ---- The call ----------------------------------------------------------------------------------------------------------------- */
+
+static int64_t panels_of(const select_call *c, int64_t n) { return ba_ceil_div(rows_of(c, n), c->lanes); }
+
+static void select_item(void *context, int64_t item, int worker) {
+    const select_call *c = context;
+    stretch at = {0};
+    at.head = item % c->list_heads;
+    item /= c->list_heads;
+    if (c->args->cu_q) {
+        for (int64_t here; item >= (here = panels_of(c, at.sequence)); at.sequence++) item -= here;
+    } else {
+        at.sequence = item / panels_of(c, 0);
+        item %= panels_of(c, 0);
+    }
+    at.first = item * c->lanes;
+    at.rows = ba_min(c->lanes, rows_of(c, at.sequence) - at.first);
+    at.queries = queries_of(c, at.sequence);
+    at.keys = keys_of(c, at.sequence);
+    at.blocks = blocks_of(c, at.sequence);
+    select_scratch s;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    if (c->by_query) score_by_query(c, &s, &at);
+    else score_by_tile(c, &s, &at);
+    choose(c, &s, &at);
+    if (ba_given(&c->args->selected_cmp)) choose_stretches(c, &s, &at);
+}
+
+static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
+    const struct {
+        const char *name;
+        int64_t value, least;
+    } sizes[] = {{"compress_block_size", a->compress_block, 1},
+                 {"compress_stride", a->compress_stride, 1},
+                 {"select_block_size", a->select_block, 1},
+                 {"q_tile_size", a->tile, 0},
+                 {"init_blocks", a->init_blocks, 0},
+                 {"local_blocks", a->local_blocks, 0},
+                 {"q_begin", a->q_begin, 0}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].value < sizes[i].least || sizes[i].value > INT32_MAX / 2)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected a number from %" PRId64 " to %d, got %" PRId64, sizes[i].name, sizes[i].least, INT32_MAX / 2,
+                           sizes[i].value);
+    if (a->compress_block % a->compress_stride || a->select_block % a->compress_stride)
+        return ba_fail(BA_ERROR_VALUE,
+                       "compress_stride: expected a divisor of compress_block_size = %" PRId64 " and of select_block_size = %" PRId64
+                       ", got %" PRId64,
+                       a->compress_block, a->select_block, a->compress_stride);
+    if (!c->by_query && (a->compress_stride != a->compress_block || a->select_block != a->compress_block))
+        return ba_fail(BA_ERROR_VALUE, "compress_stride: expected compress_block_size = %" PRId64 " with tiles, got %" PRId64, a->compress_block,
+                       a->compress_stride);
+    if (!isfinite(a->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", a->scale);
+    c->narrow = a->compress_block / a->compress_stride;
+    c->wide = a->select_block / a->compress_stride;
+    return ba_check_threads(a->num_threads);
+}
+
+static int64_t complete_blocks(const ba_nsa_select_args *a, int64_t tokens) {
+    return tokens < a->compress_block ? 0 : (tokens - a->compress_block) / a->compress_stride + 1;
+}
+
+static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
+    int64_t longest;
+    if (!a->cu_q) {
+        c->sequences = c->q.batch;
+        if (a->tokens < a->q_begin + c->q.tokens)
+            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from %" PRId64 " on, got %" PRId64, a->tokens, a->q_begin,
+                           c->q.tokens);
+        if (c->k.batch != c->q.batch || c->k.tokens != complete_blocks(a, a->tokens))
+            return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", %" PRId64 ", Hkv, D), got %s", c->q.batch, complete_blocks(a, a->tokens),
+                           ba_shape_text(&a->k_cmp).chars);
+        return BA_OK;
+    }
+    c->sequences = a->batch;
+    if (!a->cu_cmp) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
+    BA_TRY(ba_check_cumulative("cu_seqlens", a->cu_q, a->batch, c->q.tokens, &longest));
+    BA_TRY(ba_check_cumulative("cu_blocks", a->cu_cmp, a->batch, c->k.tokens, &longest));
+    for (int64_t b = 0; b < a->batch; b++)
+        if (keys_of(c, b) != complete_blocks(a, queries_of(c, b)))
+            return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected %" PRId64 " blocks of sequence %" PRId64 ", got %" PRId64,
+                           complete_blocks(a, queries_of(c, b)), b, keys_of(c, b));
+    return BA_OK;
+}
+
+static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
+    const bool packed = a->cu_q != NULL;
+    BA_TRY(ba_take_rows("q", &a->q, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c->q));
+    BA_TRY(ba_take_rows("k_cmp", &a->k_cmp, packed ? "(blocks, Hkv, D)" : "(B, blocks, Hkv, D)", packed, &c->k));
+    if (a->k_cmp.dtype != a->q.dtype)
+        return ba_fail(BA_ERROR_TYPE, "k_cmp: expected dtype %s like q, got %s", ba_dtype_name(a->q.dtype), ba_dtype_name(a->k_cmp.dtype));
+    if (c->k.dim != c->q.dim || c->q.heads % c->k.heads)
+        return ba_fail(BA_ERROR_VALUE, "k_cmp: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like q, got %s", c->q.dim,
+                       c->q.heads, ba_shape_text(&a->k_cmp).chars);
+    c->dim = c->q.dim;
+    c->group = c->q.heads / c->k.heads;
+    c->list_heads = c->by_query ? c->k.heads : c->q.heads;
+    BA_TRY(check_sizes(a, c));
+    BA_TRY(check_lengths(a, c));
+    int64_t rows = 0;
+    for (int64_t b = 0; packed && b < a->batch; b++) rows += rows_of(c, b);
+    if (!packed) rows = rows_of(c, 0);
+    ba_tensor expected = {.dtype = BA_INT32, .ndim = 4, .dims = {c->q.batch, c->list_heads, rows, 1}};
+    if (packed) expected = (ba_tensor){.dtype = BA_INT32, .ndim = 3, .dims = {c->list_heads, rows, 1}};
+    const int last = expected.ndim - 1;
+    c->width = expected.dims[last] = a->selected.ndim == expected.ndim ? a->selected.dims[last] : 1;
+    BA_TRY(ba_check_output("block_indices", &a->selected, &expected, false));
+    if (c->width < 1 || a->init_blocks + a->local_blocks > c->width)
+        return ba_fail(BA_ERROR_VALUE, "num_selected_blocks: expected at least init_blocks + local_blocks = %" PRId64 " and 1, got %" PRId64,
+                       a->init_blocks + a->local_blocks, c->width);
+    if (c->by_query) {
+        const ba_dtype real = ba_real_of(a->q.dtype);
+        const ba_tensor lse = {.dtype = real, .ndim = packed ? 2 : 3, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
+        if (!ba_given(&a->lse)) return ba_fail(BA_ERROR_VALUE, "lse: expected the log-sum-exp of the compressed branch, got none");
+        BA_TRY(ba_check_output("lse", &a->lse, &lse, false));
+    }
+    if (!ba_given(&a->selected_cmp)) return BA_OK;
+    if (c->by_query) return ba_fail(BA_ERROR_VALUE, "num_cmp_selected_blocks: expected None without tiles, got some");
+    if (a->cmp_group < 1) return ba_fail(BA_ERROR_VALUE, "cmp_group: expected at least 1 compressed key, got %" PRId64, a->cmp_group);
+    c->cmp_width = expected.dims[last] = a->selected_cmp.ndim == expected.ndim ? a->selected_cmp.dims[last] : 1;
+    BA_TRY(ba_check_output("cmp_block_indices", &a->selected_cmp, &expected, false));
+    if (c->cmp_width < 1) return ba_fail(BA_ERROR_VALUE, "num_cmp_selected_blocks: expected at least 1, got %" PRId64, c->cmp_width);
+    return BA_OK;
+}
+
+/* The highest level in use whose family has its parts: some have the fused kernel alone. */
+static ba_isa level_with_parts(ba_dtype real) {
+    ba_isa level = ba_isa_active();
+    while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->attend[real]->scores[0]) level--;
+    return level;
+}
+
+ba_status ba_nsa_select(const ba_nsa_select_args *args) {
+    select_call c = {.args = args, .by_query = args->tile == 0};
+    BA_TRY(check_select(args, &c));
+    const ba_dtype real = ba_real_of(args->q.dtype);
+    const ba_isa level = level_with_parts(real);
+    c.kernels = ba_kernels_at(level);
+    c.family = c.kernels->attend[real];
+    c.real_size = c.family->real_size;
+    c.lanes = c.family->lanes[0];
+    c.chunk_keys = ba_tuning_at(level)->chunk_keys;
+    int64_t panels = 0;
+    double work = 0;
+    for (int64_t b = 0; b < c.sequences; b++) {
+        c.most_blocks = ba_max(c.most_blocks, blocks_of(&c, b));
+        panels += panels_of(&c, b);
+        work += (double)rows_of(&c, b) * (double)keys_of(&c, b) * (double)(c.q.heads * c.dim);
+    }
+    const int threads = (int)ba_min(work < 2e6 ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
+    select_scratch unused;
+    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    ba_parallel(threads, panels * c.list_heads, select_item, &c);
+    ba_arena_release();
+    return BA_OK;
+}

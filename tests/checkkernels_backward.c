@@ -1,0 +1,272 @@
+/* The kernels of the backward pass against plain double arithmetic: weights and slopes of a panel, rows of dK and dV, and
+ * what brings rows in and out. */
+#include "checkkernels.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { GRADIENT_WEIGHTS, GRADIENT_SLOPES, GRADIENT_DQ, GRADIENT_UNSEEN, PARTS };
+static record records[PARTS];
+
+static operand dout;
+static double lse[BA_MAX_LANES], delta[BA_MAX_LANES];
+
+/* Huge operands get a gradient that is small, so that products of both with K stay in range. */
+static double random_like(const test_case *c) {
+    const double small = c->s.dtype == BA_FLOAT64 ? 0x1p-400 : c->s.dtype == BA_FLOAT16 ? 0x1p-10 : 0x1p-60;
+    return c->fill == TINY ? uniform() * 1e-3 : c->fill == EXACT_HUGE ? (double)(pick(5) - 2) * small : uniform() * 2;
+}
+
+static void fill_dout(const test_case *c, operand *x, int64_t rows, int64_t dim) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t d = 0; d < dim; d++) set_operand(c, x, i, d, random_like(c));
+    if (c->fill == SPECIAL && pick(2)) set_operand(c, x, pick(rows), pick(dim), specials[pick(3)]);
+}
+
+/* ---- A panel ------------------------------------------------------------------------------------------------------ */
+
+/* The log-sum-exp of what a lane sees, as the forward pass would give it; now and then a lane that attended nothing. */
+static double lane_lse(const test_case *c, int64_t lane) {
+    double top = -INFINITY, sum = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t j = 0; j < c->keys; j++) {
+            if (!sees(c, lane, j)) continue;
+            const double s = score_of(c, lane, j).value;
+            if (isnan(s) || s == INFINITY) return NAN;
+            if (pass) sum += exp2(s - top);
+            else top = fmax(top, s);
+        }
+    return sum == 0 || !pick(16) ? INFINITY : top + log2(sum);
+}
+
+static plain_number slope_sum(const test_case *c, int64_t lane, int64_t key) { /* scale * dout . v */
+    double sum = 0, size = 0;
+    for (int64_t d = 0; d < c->v_dim; d++) {
+        const double term = dout.value[lane][d] * c->scale * v.value[key][d];
+        sum += term;
+        size += fabs(term);
+    }
+    return (plain_number){sum, sum_error(c, c->v_dim) * size + tiny(c) * (double)(c->v_dim + 5)};
+}
+
+static void *place_reals(const test_case *c, buffer which, const double *values, int64_t n) {
+    const int64_t real = c->s.f->real_size;
+    void *to = place(which, n * real);
+    for (int64_t i = 0; i < n; i++) set_element(real_dtype(c), to, i, values[i]);
+    return to;
+}
+
+static ba_gradient_panel open_gradients(const test_case *c) {
+    const ba_attend_family *f = c->s.f;
+    const ba_panel forward = open_panel(c);
+    ba_gradient_panel panel = {.q = forward.q, .lo = forward.lo, .hi = forward.hi};
+    const void **rows = place_rows(c, OUT_ROWS, ROW_POINTERS, &dout, 0, c->queries, c->v_dim);
+    void *packed = place(PANEL_DOUT, c->lanes * c->v_dim * f->q_bytes);
+    f->pack_queries[c->variant](packed, rows, c->queries, c->v_dim, c->scale);
+    panel.dout = packed;
+    panel.lse = place_reals(c, PANEL_LSE, lse, c->lanes);
+    panel.delta = place_reals(c, PANEL_DELTA, delta, c->lanes);
+    panel.dq = place(PANEL_DQ, c->lanes * c->head_dim * f->real_size);
+    for (int64_t i = 0; i < c->lanes * c->head_dim; i++) set_element(real_dtype(c), panel.dq, i, (double)(i % 7) - 3);
+    return panel;
+}
+
+static void draw_numbers(test_case *c) {
+    c->softcap = 0;
+    c->scaled = false;
+    fill_dout(c, &dout, c->queries, c->v_dim);
+    for (int64_t i = 0; i < c->lanes; i++) {
+        lse[i] = i < c->queries ? lane_lse(c, i) : 0;
+        delta[i] = i < c->queries ? random_like(c) : 0;
+        if (c->s.f->real_size == 4) { /* as the kernel gets them */
+            lse[i] = (double)(float)lse[i];
+            delta[i] = (double)(float)delta[i];
+        }
+    }
+}
+
+static void check_panel(const test_case *c) {
+    const int64_t real = c->s.f->real_size, keys = c->keys;
+    const ba_gradient_panel panel = open_gradients(c);
+    ba_chunk chunk = open_chunk(c, 0, keys);
+    void *weights = chunk.scratch, *slopes = place(SLOPES, keys * c->lanes * real);
+    chunk.scratch = NULL;
+    c->s.f->gradient[c->variant](&panel, &chunk, weights, slopes);
+    require(&records[GRADIENT_DQ], neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    for (int64_t i = 0; i < c->queries; i++) {
+        for (int64_t j = 0; j < keys; j++) {
+            const double p = real_at(c, weights, j * c->lanes + i), slope = real_at(c, slopes, j * c->lanes + i);
+            if (!sees(c, i, j)) {
+                require(&records[GRADIENT_UNSEEN], p == 0 && slope == 0, "an unseen key has a weight [key][lane]", j, i);
+                continue;
+            }
+            const plain_number s = score_of(c, i, j), dp = slope_sum(c, i, j);
+            const double x = s.value - lse[i];
+            compare(&records[GRADIENT_WEIGHTS], p, exp2(x), 2 * weight_error(c, x) + exp2(x) * fmin(expm1(0.6931471805599453 * s.error), 1e6),
+                    "weight [key][lane]", j, i);
+            const double error = fabs(p) * (dp.error + 3 * unit(c) * (fabs(dp.value) + fabs(delta[i]))) + tiny(c);
+            compare(&records[GRADIENT_SLOPES], slope, p * (dp.value - delta[i]), error, "slope [key][lane]", j, i);
+        }
+        for (int64_t d = 0; d < c->head_dim; d++) {
+            double sum = (double)((d * c->lanes + i) % 7) - 3, size = fabs(sum);
+            for (int64_t j = 0; j < keys; j++) {
+                if (!sees(c, i, j)) continue;
+                const double term = real_at(c, slopes, j * c->lanes + i) * k.value[j][d];
+                sum += term;
+                size += fabs(term);
+            }
+            compare(&records[GRADIENT_DQ], real_at(c, panel.dq, d * c->lanes + i), sum, sum_error(c, keys) * size + tiny(c) * (double)(keys + 5),
+                    "dq [dim][lane]", d, i);
+        }
+    }
+}
+
+static void check_panels(void *context) {
+    test_case *c = context;
+    static const int64_t dims[] = {1, 2, 7, 16, 17, 33, 64, 72, 80, 128, 576};
+    enum { DIMS = sizeof dims / sizeof *dims };
+    const int64_t lanes = most_queries(c);
+    for (int64_t n = 0; n < DIMS * FILLS; n++) {
+        const int64_t dim = dims[n % DIMS];
+        make_case(c, (fill)(n / DIMS), (mask)(n % MASKS), 1 + pick(lanes), 1 + pick(dim > 100 ? 9 : 40), dim, dims[(n * 5 + 3) % DIMS]);
+        draw_numbers(c);
+        check_panel(c);
+    }
+    for (int64_t keys = 1; keys <= BA_MAX_CHUNK; keys += keys < 40 ? 1 : 59) {
+        make_case(c, (fill)(keys % FILLS), (mask)pick(MASKS), lanes, keys, 1 + pick(6), 1 + pick(6));
+        draw_numbers(c);
+        check_panel(c);
+    }
+}
+
+/* ---- Rows of dK and dV -------------------------------------------------------------------------------------------- */
+
+enum { MAX_PANELS = 3 };
+
+/* Rows of a tile of several panels, the last of any width; some panels pass over some keys. */
+static void check_add_rows(test_case *c, record *r, record *packing, int64_t keys, int64_t dim, bool careful) {
+    const ba_attend_family *f = c->s.f;
+    const int64_t real = f->real_size;
+    make_case(c, careful ? SPECIAL : RANDOM, NO_MASK, 1, 1, 1, 1);
+    ba_weights weights[MAX_PANELS];
+    const buffer places[MAX_PANELS] = {SCRATCH, SLOPES, PANEL_Q};
+    const int64_t panels = 1 + pick(MAX_PANELS);
+    int64_t lanes = 0;
+    for (int64_t n = 0; n < panels; n++) {
+        const int64_t width = f->lanes[n == panels - 1 ? pick(2) : 0], used = n == panels - 1 ? 1 + pick(width) : width;
+        void *data = place(places[n], keys * width * real);
+        weights[n] = (ba_weights){data, width, used, 0, keys};
+        if (!pick(3)) weights[n].end = pick(keys + 1);
+        if (!pick(3)) weights[n].begin = pick(weights[n].end + 1);
+        const bool none = weights[n].begin == weights[n].end; /* then they stay NaN */
+        if (none) weights[n].begin = weights[n].end = 0;
+        for (int64_t at = 0; !none && at < keys * width; at++) {
+            const bool inside = at / width >= weights[n].begin && at / width < weights[n].end;
+            set_element(real_dtype(c), data, at, inside && pick(4) ? uniform() : 0);
+        }
+        lanes += used;
+    }
+    for (int64_t i = 0; i < lanes; i++)
+        for (int64_t d = 0; d < dim; d++) set_operand(c, &q, i, d, careful && !pick(dim * 8) ? specials[pick(3)] : uniform());
+    bool finite = true;
+    for (int64_t i = 0; i < lanes; i++)
+        for (int64_t d = 0; d < dim; d++) finite &= isfinite(q.value[i][d]);
+    const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, lanes, dim);
+    const int64_t padded = ba_round_up(dim, f->lane_block);
+    void *packed = place(TILE_ROWS, lanes * padded * real);
+    require(packing, f->pack_tile(packed, rows, lanes, dim) == finite, "finite or not", -1, -1);
+    for (int64_t i = 0; i < lanes; i++)
+        for (int64_t d = 0; d < padded; d++) {
+            const int64_t at = d / f->lane_block * f->lane_block * lanes + i * f->lane_block + d % f->lane_block;
+            compare(packing, real_at(c, packed, at), d < dim ? q.value[i][d] : 0, 0, "packed [lane][dim]", i, d);
+        }
+    void **to = place_tight(K_POINTERS, keys * (int64_t)sizeof *to, sizeof *to);
+    for (int64_t j = 0; j < keys; j++) {
+        to[j] = place_row(OUT_ROWS, j, dim * real);
+        for (int64_t d = 0; d < dim; d++) set_element(real_dtype(c), to[j], d, (double)((j + d) % 5) - 2);
+    }
+    snprintf(case_text, sizeof case_text, "keys=%d dim=%d panels=%d lanes=%d finite=%d", (int)keys, (int)dim, (int)panels, (int)lanes, finite);
+    f->add_rows(&(ba_add_rows){
+        .weights = weights, .panels = panels, .packed = packed, .lanes = lanes, .finite = finite, .keys = keys, .dim = dim, .rows = to});
+    require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    for (int64_t j = 0; j < keys; j++)
+        for (int64_t d = 0; d < dim; d++) {
+            double sum = (double)((j + d) % 5) - 2, size = fabs(sum);
+            int64_t lane = 0;
+            for (int64_t n = 0; n < panels; n++)
+                for (int64_t i = 0; i < weights[n].lanes; i++, lane++) {
+                    if (j < weights[n].begin || j >= weights[n].end) continue;
+                    const double weight = real_at(c, weights[n].data, j * weights[n].width + i);
+                    if (weight == 0) continue;
+                    sum += weight * q.value[lane][d];
+                    size += fabs(weight * q.value[lane][d]);
+                }
+            compare(r, real_at(c, to[j], d), sum, sum_error(c, lanes) * size, "row [key][dim]", j, d);
+        }
+}
+
+/* ---- In and out --------------------------------------------------------------------------------------------------- */
+
+static void check_dots(test_case *c, record *r, int64_t dim) {
+    const ba_attend_family *f = c->s.f;
+    make_case(c, (fill)pick(FILLS), NO_MASK, 1 + pick(f->lanes[WIDE]), 1, dim, 1);
+    for (int64_t i = 0; i < c->queries; i++)
+        for (int64_t d = 0; d < dim; d++) set_operand(c, &dout, i, d, random_like(c));
+    const void **a = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, dim), **b = place_rows(c, V_ROWS, V_POINTERS, &dout, 0, c->queries, dim);
+    void *sums = place_tight(LSE, c->queries * f->real_size, f->real_size);
+    f->dot_rows(sums, a, b, c->queries, dim);
+    require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    for (int64_t i = 0; i < c->queries; i++) {
+        double sum = 0, size = 0;
+        for (int64_t d = 0; d < dim; d++) {
+            sum += q.value[i][d] * dout.value[i][d];
+            size += fabs(q.value[i][d] * dout.value[i][d]);
+        }
+        compare(r, real_at(c, sums, i), sum, sum_error(c, dim) * size + tiny(c) * (double)dim, "sum [.][lane]", 0, i);
+    }
+}
+
+static void check_store(test_case *c, record *r, int64_t dim) {
+    static const double odd[] = {0, NAN, INFINITY, -INFINITY, 1e-45, 6e-8, 65519, 65520, 3.4e38, -1.00390625, 1.01171875};
+    make_case(c, RANDOM, NO_MASK, 1, 1, 1, 1);
+    void *from = place_tight(TILE_ROWS, dim * c->s.f->real_size, c->s.f->real_size), *to = place_row(OUT_ROWS, 0, dim * ba_dtype_size(c->s.dtype));
+    for (int64_t d = 0; d < dim; d++) set_element(real_dtype(c), from, d, pick(3) ? uniform() * exp2((double)pick(40) - 30) : odd[pick(11)]);
+    c->s.f->store_row(to, from, dim);
+    require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    for (int64_t d = 0; d < dim; d++) {
+        unsigned char rounded[8];
+        compare(r, get_element(c->s.dtype, to, d), set_element(c->s.dtype, rounded, 0, real_at(c, from, d)), 0, "stored [.][dim]", 0, d);
+    }
+}
+
+enum { ADD_ROWS, PACK_TILE, DOT_ROWS, STORE_ROW, OTHERS };
+static record others[OTHERS];
+
+static void check_others(void *context) {
+    test_case *c = context;
+    static const int64_t dims[] = {1, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64, 72, 80, 96, 128, 192, 255, 576};
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
+        for (int careful = 0; careful < 2; careful++) check_add_rows(c, &others[ADD_ROWS], &others[PACK_TILE], 1 + pick(70), dims[i], careful);
+        check_dots(c, &others[DOT_ROWS], dims[i]);
+        check_store(c, &others[STORE_ROW], dims[i]);
+    }
+    for (int64_t keys = 1; keys <= BA_MAX_CHUNK; keys += keys < 80 ? 1 : 61)
+        check_add_rows(c, &others[ADD_ROWS], &others[PACK_TILE], keys, 1 + pick(40), false);
+}
+
+void check_backward(const subject *s) {
+    static const char *const names[PARTS] = {"gradient: weights", "gradient: slopes", "gradient: dq", "promise: unseen keys"};
+    static const char *const other_names[OTHERS] = {"add_rows", "pack_tile", "dot_rows", "store_row"};
+    static test_case c;
+    for (int variant = WIDE; variant <= NARROW; variant++) {
+        for (int i = 0; i < PARTS; i++) records[i] = (record){.name = names[i]};
+        c = (test_case){.s = *s, .variant = variant};
+        guarded_run(check_panels, &c, &records[GRADIENT_DQ]);
+        report(s->name, variant == WIDE ? "wide" : "narrow", records, PARTS);
+    }
+    for (int i = 0; i < OTHERS; i++) others[i] = (record){.name = other_names[i]};
+    c = (test_case){.s = *s, .variant = WIDE};
+    guarded_run(check_others, &c, &others[ADD_ROWS]);
+    report(s->name, "", others, OTHERS);
+}

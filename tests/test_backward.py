@@ -1,0 +1,552 @@
+"""Gradients of block-sparse attention: the float64 twin against central differences, then the operation against the twin by the
+error rule, at every level, dtype, layout and shape; and what holds to the bit."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import reference, sabi, testing
+from cases import DTYPES, ISA_LEVELS, LAYOUTS, attend, bits_option, dtype_of, lse_shape, out_shape, poisoned, random_lists, same_bits
+from test_matrix import BLOCK_SHAPE, COLUMNS, KV_LEN, LISTS, Q_LEN, ROWS, RULES, B, rule_options, trimmed
+
+FACTOR = 3.0  # of the error rule, for gradients
+STEP = 1e-4  # of central differences
+NAMES = ("dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def default_threads():
+    yield
+    blitz_attn.set_num_threads(None)
+
+
+def rest_of(q, v, layout="BNSD", seed=100, **heads):
+    """Gradients of the output and of the log-sum-exp."""
+    rng = np.random.default_rng(seed)
+    heads = {name: n for name, n in heads.items() if name in ("num_heads", "num_kv_heads")}
+    dout = testing.round_to(rng.standard_normal(out_shape(q, v, layout, **heads)), dtype_of(q))
+    dlse = rng.standard_normal(lse_shape(q, layout, **heads))
+    return dout, dlse.astype(np.float64 if dtype_of(q) == "float64" else np.float32)
+
+
+def gradients(dout, q, k, v, out, lse, lists=None, **options):
+    """(dq, dk, dv) of the operation, written over NaN."""
+    grads = tuple(poisoned(x.shape, x) for x in (q, k, v))
+    results = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, lists, grads=grads, **bits_option(q), **options)
+    assert all(result is given for result, given in zip(results, grads, strict=True))
+    return results
+
+
+def forward_and_back(q, k, v, lists=None, with_dlse=True, **options):
+    dout, dlse = rest_of(q, v, **options)
+    return gradients(dout, q, k, v, *attend(q, k, v, lists, **options), lists, dlse=dlse if with_dlse else None, **options)
+
+
+def check(q, k, v, lists=None, *, levels=ISA_LEVELS, with_dlse=True, **options):
+    """Hold the gradients against the float64 twin by the error rule, at every instruction set level."""
+    dtype, bits = dtype_of(q), bits_option(q)
+    dout, dlse = rest_of(q, v, **options)
+    more = {"dlse": dlse if with_dlse else None, **bits, **options}
+    exact, plain = (
+        backward(dout, q, k, v, *forward(q, k, v, lists, return_lse=True, **bits, **options), lists, **more)
+        for forward, backward in (
+            (reference.block_sparse_attention, reference.block_sparse_attention_backward),
+            (reference.dense_same_precision, reference.dense_same_precision_backward),
+        )
+    )
+    for level in levels:
+        with blitz_attn.isa(level):
+            results = forward_and_back(q, k, v, lists, with_dlse, **options)
+        for name, ours, theirs, right in zip(NAMES, results, plain, exact, strict=True):
+            error, allowed = testing.error_of(ours, right, dtype), testing.error_of(theirs, right)
+            assert testing.meets_error_rule(error, allowed, dtype, FACTOR), f"{level}, {name}: error {error}, of the dense computation {allowed}"
+
+
+# ---- The twin against central differences -------------------------------------------------------------------------
+
+LISTED = np.array([[[[0, 2, -1], [-1, -1, -1], [1, 0, -1]], [[2, -1, -1], [0, 1, 2], [1, -1, -1]]]])  # blocks of 3 x 3, 2 heads
+
+DIFFERENCES = {
+    "dense": {},
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "lengths": {"q_lens": [5], "kv_lens": [6], "causal": True},
+    "lists": {"sabi": LISTED, "block_shape": (3, 3)},
+    "lists_causal": {"sabi": LISTED[:, :1], "block_shape": (3, 3), "causal": True, "scale": 0.3},
+    "bsh": {"layout": "BSH", "num_heads": 2, "num_kv_heads": 1},
+    "tnd": {"layout": "TND", "cu_seqlens_q": [0, 3, 7], "cu_seqlens_kv": [0, 2, 8], "causal": True},
+}
+
+
+def difference_case(name):
+    options = dict(DIFFERENCES[name])
+    q, k, v = testing.make_qkv(1, 2, 1, 7, 8, 4, 3, dtype="float64", layout=options.get("layout", "BNSD"), seed=3)
+    return (q, k, v), options.pop("sabi", None), options
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_twin_against_central_differences(name):
+    """Every element of q, k and v, through the output and through the log-sum-exp."""
+    tensors, lists, options = difference_case(name)
+    dout, dlse = rest_of(tensors[0], tensors[2], **options)
+
+    def loss():
+        out, lse = reference.block_sparse_attention(*tensors, lists, return_lse=True, **options)
+        return (dout * out).sum() + (dlse * np.where(lse == -np.inf, 0.0, lse)).sum()
+
+    out, lse = reference.block_sparse_attention(*tensors, lists, return_lse=True, **options)
+    exact = reference.block_sparse_attention_backward(dout, *tensors, out, lse, lists, dlse=dlse, **options)
+    for what, x, gradient in zip("qkv", tensors, exact, strict=True):
+        numeric = np.zeros_like(x)
+        for place in np.ndindex(x.shape):
+            kept, values = x[place], []
+            for side in (2, 1, -1, -2):
+                x[place] = kept + side * STEP
+                values.append(loss())
+            x[place] = kept
+            numeric[place] = (8 * (values[1] - values[2]) - (values[0] - values[3])) / (12 * STEP)
+        apart = np.abs(numeric - gradient).max() / np.abs(gradient).max()
+        print(f"{name}, d{what}: largest relative error {apart:.1e}")
+        assert apart < 1e-9
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_float64_against_central_differences(name):
+    """The operation itself, along random directions: no twin between."""
+    tensors, lists, options = difference_case(name)
+    dout, dlse = rest_of(tensors[0], tensors[2], **options)
+    results = forward_and_back(*tensors, lists, **options)
+    rng = np.random.default_rng(1)
+
+    def loss(shift, along):
+        out, lse = attend(*(x + shift * d for x, d in zip(tensors, along, strict=True)), lists, **options)
+        return (dout * out).sum() + (dlse * np.where(lse == -np.inf, 0.0, lse)).sum()
+
+    for _ in range(5):
+        along = [rng.standard_normal(x.shape) for x in tensors]
+        far, near = (loss(n * STEP, along) - loss(-n * STEP, along) for n in (2, 1))
+        slope = sum((d * g).sum() for d, g in zip(along, results, strict=True))
+        assert abs((8 * near - far) / (12 * STEP) - slope) < 1e-8 * max(1.0, abs(slope))
+
+
+def test_directional_at_size():
+    """float64 at the size of a real problem, where the twin would take long."""
+    q, k, v = testing.make_qkv(1, 4, 2, 1500, 1500, 64, dtype="float64")
+    options = {"sabi": sabi.random_with_frame(1500, 1500, (64, 64), 0.7, heads=4), "block_shape": (64, 64), "causal": True}
+    dout, _ = rest_of(q, v)
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, return_lse=True, **options)
+    results = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, **options)
+    rng, step = np.random.default_rng(1), 1e-5
+    along = [rng.standard_normal(x.shape) for x in (q, k, v)]
+    far = [blitz_attn.block_sparse_attention(*(x + s * step * d for x, d in zip((q, k, v), along, strict=True)), **options) for s in (1, -1)]
+    slope = sum((d * g).sum() for d, g in zip(along, results, strict=True))
+    assert abs((dout * (far[0] - far[1])).sum() / (2 * step) - slope) < 1e-6 * abs(slope)
+
+
+# ---- The operation against the twin -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrix(dtype, layout, heads, kv_heads):
+    rng = np.random.default_rng(7)
+    for (rule, (name, kind)), dims in zip(itertools.product(RULES, LISTS.items()), itertools.cycle([(40, 24), (64, 64), (7, 33)])):
+        options = rule_options(rule, layout, heads, kv_heads)
+        q, k, v = trimmed(*testing.make_qkv(B, heads, kv_heads, Q_LEN, KV_LEN, *dims, dtype=dtype, layout=layout), options)
+        lists = None
+        if kind is not None:
+            rows, columns = ROWS, COLUMNS
+            if layout == "TND":
+                rows = -(-int(np.diff(options["cu_seqlens_q"]).max()) // BLOCK_SHAPE[0])
+                columns = -(-int(np.diff(options["cu_seqlens_kv"]).max()) // BLOCK_SHAPE[1])
+            lists = random_lists(rng, B, heads, rows, columns, **kind)
+        try:
+            check(q, k, v, lists, block_shape=BLOCK_SHAPE, with_dlse=rule != "causal", **options)
+        except AssertionError as error:
+            raise AssertionError(f"{rule}, {name}, dims {dims}: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_dims(dtype):
+    dims = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
+    for n, head_dim in enumerate(dims):
+        v_dim = dims[(n * 5 + 3) % len(dims)]
+        q, k, v = testing.make_qkv(1, 2, 1, 35, 70, head_dim, v_dim, dtype=dtype, seed=n)
+        try:
+            check(q, k, v, causal=True)
+        except AssertionError as error:
+            raise AssertionError(f"D {head_dim}, Dv {v_dim}: {error}") from error
+
+
+@pytest.mark.parametrize("block_shape", [(1, 64), (1, 1), (3, 5), (17, 33), (32, 32), (64, 64), (128, 32), (128, 128), (200, 7), (256, 512)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_block_shapes(dtype, block_shape):
+    """Lists of a head each and lists that heads share, over several tiles, items and chunks."""
+    q_len, kv_len = (150, 260) if min(block_shape) < 8 else (430, 600)
+    q, k, v = testing.make_qkv(1, 4, 2, q_len, kv_len, 48, dtype=dtype)
+    grid = -(-q_len // block_shape[0]), -(-kv_len // block_shape[1])
+    for heads in (1, 4):
+        lists = random_lists(np.random.default_rng(heads), 1, heads, *grid, share=0.4, empty=0.1)
+        check(q, k, v, lists, block_shape=block_shape, causal=heads == 4, levels=ISA_LEVELS[-2:])
+
+
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_length(level, causal):
+    """Tails of panels, tiles and chunks."""
+    for tokens in [*range(1, 20), 31, 32, 33, 47, 48, 63, 64, 65, 95, 100, 127, 128, 129, 144, 160, 255, 256, 257, 300, 384, 385]:
+        q, k, v = testing.make_qkv(1, 1, 1, tokens, tokens + tokens // 3, 16, dtype="float32", seed=tokens)
+        check(q, k, v, causal=causal, levels=[level])
+
+
+def test_without_dlse_is_dlse_0():
+    q, k, v = testing.make_qkv(1, 2, 1, 60, 90, 32)
+    dout, dlse = rest_of(q, v)
+    out, lse = attend(q, k, v)
+    without, zero = (gradients(dout, q, k, v, out, lse, dlse=x) for x in (None, np.zeros_like(dlse)))
+    assert all(same_bits(a, b) for a, b in zip(without, zero, strict=True))
+
+
+def test_odd_scales():
+    q, k, v = testing.make_qkv(1, 2, 1, 60, 90, 32)
+    for scale in (0.0, -0.3, 1.0):
+        check(q, k, v, scale=scale)
+
+
+def test_merged_parts_give_the_whole():
+    """Attention over two sets of keys, joined by their log-sum-exps: gradients through `dlse` add up to those of all keys at once."""
+    q, k, v = testing.make_qkv(2, 4, 2, 70, 200, 40, dtype="float64")
+    dout, _ = rest_of(q, v)
+    halves = [(k[:, :, :90].copy(), v[:, :, :90].copy()), (k[:, :, 90:].copy(), v[:, :, 90:].copy())]
+    states = [blitz_attn.block_sparse_attention(q, *half, return_lse=True) for half in halves]
+    out, lse = blitz_attn.merge_states(*states[0], *states[1])
+    whole = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse)
+    parts = []
+    for half, (out_part, lse_part) in zip(halves, states, strict=True):
+        share = np.exp(lse_part - lse)
+        dlse = share * ((dout * out_part).sum(-1) - (dout * out).sum(-1))
+        parts.append(blitz_attn.block_sparse_attention_backward(dout * share[..., None], q, *half, out_part, lse_part, dlse=dlse))
+    np.testing.assert_allclose(parts[0][0] + parts[1][0], whole[0], atol=1e-13)
+    for n in (1, 2):
+        np.testing.assert_allclose(np.concatenate([part[n] for part in parts], axis=2), whole[n], atol=1e-13)
+
+
+# ---- Bit for bit --------------------------------------------------------------------------------------------------
+
+
+def kinds_of_problem():
+    """Calls with many items that add to the same keys, whose costs differ."""
+    for dtype, heads, kv_heads, options in [
+        ("float32", 1, 1, {}),
+        ("float32", 4, 1, {"causal": True}),
+        ("bfloat16", 2, 2, {"block_shape": (64, 64), "density": 0.3}),
+        ("float16", 4, 2, {"block_shape": (1, 32), "density": 0.2, "shared": True}),
+        ("float64", 2, 1, {"block_shape": (128, 32), "density": 0.5, "window": (200, 100)}),
+    ]:
+        tokens = 300 if options.get("block_shape", (9,))[0] == 1 else 1100
+        q, k, v = testing.make_qkv(1, heads, kv_heads, tokens, tokens, 32, dtype=dtype)
+        options = dict(options)
+        density, shared, lists = options.pop("density", None), options.pop("shared", False), None
+        if density:
+            block_q, block_kv = options["block_shape"]
+            rng = np.random.default_rng(5)
+            lists = random_lists(rng, 1, 1 if shared else heads, -(-tokens // block_q), -(-tokens // block_kv), share=density, empty=0.1)
+            lists[:, :, 0] = np.arange(lists.shape[-1])  # one row sees all
+        yield q, k, v, lists, options
+
+
+def test_same_bits_for_any_number_of_threads():
+    for q, k, v, lists, options in kinds_of_problem():
+        expected = forward_and_back(q, k, v, lists, num_threads=1, **options)
+        for num_threads in (2, 3, 4, 8, 2):
+            results = forward_and_back(q, k, v, lists, num_threads=num_threads, **options)
+            assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_same_bits_whatever_else_is_in_the_batch():
+    q, k, v = testing.make_qkv(3, 4, 2, 400, 400, 32)
+    lists = random_lists(np.random.default_rng(3), 3, 4, 13, 13)
+    together = forward_and_back(q, k, v, lists, block_shape=(32, 32), causal=True)
+    dout, dlse = rest_of(q, v)
+    for b in range(3):
+        one = [np.ascontiguousarray(x[b : b + 1]) for x in (q, k, v)]
+        out, lse = attend(*one, lists[b : b + 1], block_shape=(32, 32), causal=True)
+        alone = gradients(dout[b : b + 1], *one, out, lse, lists[b : b + 1], dlse=dlse[b : b + 1], block_shape=(32, 32), causal=True)
+        assert all(same_bits(a, np.ascontiguousarray(x[b : b + 1])) for a, x in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("block_shape", [(128, 128), (256, 64), (128, 33), (64, 64)])
+def test_all_blocks_listed(level, block_shape):
+    """No list and all blocks listed: dq to the bit, dk and dv too where blocks are made of whole tiles."""
+    q, k, v = testing.make_qkv(1, 4, 2, 700, 650, 32)
+    grid = -(-700 // block_shape[0]), -(-650 // block_shape[1])
+    with blitz_attn.isa(level):
+        for options in ({}, {"causal": True}):
+            expected = forward_and_back(q, k, v, **options)
+            for heads in (1, 4):
+                lists = np.tile(np.arange(grid[1], dtype=np.int32), (1, heads, grid[0], 1))
+                results = forward_and_back(q, k, v, lists, block_shape=block_shape, **options)
+                assert same_bits(results[0], expected[0])
+                if block_shape[0] % 128 == 0:
+                    assert same_bits(results[1], expected[1])
+                    assert same_bits(results[2], expected[2])
+
+
+def test_layouts_agree():
+    arrays = testing.make_qkv(2, 4, 2, 90, 130, 32)
+    dout, dlse = rest_of(arrays[0], arrays[2])
+    out, lse = attend(*arrays, causal=True)
+    expected = gradients(dout, *arrays, out, lse, causal=True, dlse=dlse)
+    for layout in LAYOUTS[1:]:
+        options = rule_options("none", layout, 4, 2)
+        if layout == "TND":
+            options.update(cu_seqlens_q=[0, 90, 180], cu_seqlens_kv=[0, 130, 260])
+        laid = [testing.to_layout(x, layout) for x in (dout, *arrays, out)]
+        numbers = [x.swapaxes(1, 2).reshape(-1, 4) if layout == "TND" else x for x in (lse, dlse)]
+        results = gradients(*laid, numbers[0], dlse=numbers[1], causal=True, **options)
+        assert all(same_bits(a, testing.to_layout(b, layout)) for a, b in zip(results, expected, strict=True))
+
+
+# ---- What is not seen ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unseen_is_nothing(dtype, bad):
+    """Rows of every input that nobody may see hold NaN and inf: no bit of any gradient changes."""
+    q, k, v = testing.make_qkv(2, 4, 2, 150, 200, 24, dtype=dtype)
+    lists = random_lists(np.random.default_rng(2), 2, 4, 5, 7, share=0.5, empty=0.2)
+    options = {"block_shape": (32, 32), "causal": True, "q_lens": [100, 150], "kv_lens": [200, 130]}
+    lists = np.where((lists == 2) | (lists == 6), -2, lists)  # nobody sees these columns
+    lists = np.where(lists >= 0, lists, -1)
+    lists = -np.sort(-lists, axis=-1)
+    dout, dlse = rest_of(q, v)
+    out, lse = attend(q, k, v, lists, **options)
+    for level in ISA_LEVELS:
+        with blitz_attn.isa(level):
+            expected = gradients(dout, q, k, v, out, lse, lists, dlse=dlse, **options)
+            assert all(np.isfinite(testing.to_float64(x, "bfloat16")).all() for x in expected)
+            spoilt = [x.copy() for x in (dout, q, k, v, out, lse, dlse)]
+            poison = poisoned((), q) if np.isnan(bad) else testing.round_to(np.full((), bad), dtype)
+            for x in spoilt[2:4]:  # keys and values
+                x[:, :, 64:96] = poison
+                x[:, :, 192:] = poison
+                x[1, :, 130:] = poison
+            blind = np.isneginf(lse)
+            for x in (spoilt[0], spoilt[1], spoilt[4]):  # queries that see nothing
+                x[blind] = poison
+            spoilt[6][blind] = bad
+            results = gradients(*spoilt[:6], lists, dlse=spoilt[6], **options)
+            assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+            assert blind.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_odd_queries_reach_what_they_see(dtype):
+    """A NaN in one query's row, or gradient, reaches its own dq and the keys that it sees, and nothing else, to the bit."""
+    q, k, v = testing.make_qkv(1, 2, 2, 140, 140, 24, dtype=dtype)
+    dout, _ = rest_of(q, v)
+    for level, which in itertools.product(ISA_LEVELS, ("q", "dout")):
+        with blitz_attn.isa(level):
+            out, lse = attend(q, k, v, causal=True)
+            expected = gradients(dout, q, k, v, out, lse, causal=True)
+            given = {"q": q.copy(), "dout": dout.copy()}
+            given[which][0, 1, 50, 3] = poisoned((), q)
+            out, lse = attend(given["q"], k, v, causal=True)
+            results = gradients(given["dout"], given["q"], k, v, out, lse, causal=True)
+        for name, got, want in zip(NAMES, results, expected, strict=True):
+            wide = np.isnan(testing.to_float64(got, "bfloat16"))
+            reached = np.zeros(140, bool)
+            reached[50 if name == "dq" else slice(0, 51)] = True
+            assert not wide[0, 0].any()
+            assert same_bits(got[0, 1, ~reached], want[0, 1, ~reached])
+            assert wide[0, 1, reached].any(axis=-1).all()
+
+
+def test_odd_keys_reach_who_sees_them():
+    q, k, v = testing.make_qkv(1, 1, 1, 100, 100, 20)
+    dout, _ = rest_of(q, v)
+    out, lse = attend(q, k, v, causal=True)
+    expected = gradients(dout, q, k, v, out, lse, causal=True)
+    for which in (1, 2):
+        arrays = [q, k.copy(), v.copy()]
+        arrays[which][0, 0, 60, 5] = np.nan
+        results = gradients(dout, *arrays, *attend(*arrays, causal=True), causal=True)
+        assert same_bits(results[0][0, 0, :60].copy(), expected[0][0, 0, :60].copy())
+        assert np.isnan(results[0][0, 0, 60:]).all()
+
+
+def test_nothing_attended_gives_0():
+    q, k, v = testing.make_qkv(2, 2, 1, 40, 40, 16)
+    for options in ({"kv_lens": [0, 0]}, {"q_lens": [0, 0]}, {"lists": np.full((1, 1, 2, 1), -1, np.int32), "block_shape": (32, 32)}):
+        options = dict(options)
+        lists = options.pop("lists", None)
+        assert all((x == 0).all() for x in forward_and_back(q, k, v, lists, **options))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8, 8), (2, 2, 0, 8)], ids=["no_batch", "no_queries"])
+def test_empty_is_fine(shape):
+    q, k = np.zeros(shape, np.float32), np.ones((shape[0], 1, 8, 8), np.float32)
+    grads = forward_and_back(q, k, k)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    assert all((x == 0).all() for x in grads)
+    none = k[:, :, :0]
+    assert (forward_and_back(np.ones((1, 2, 5, 8), np.float32), np.ones((1, 1, 0, 8), np.float32), np.ones((1, 1, 0, 8), np.float32))[0] == 0).all()
+    assert none.shape[2] == 0
+
+
+# ---- Arrays -------------------------------------------------------------------------------------------------------
+
+
+def test_views_are_read_and_written_in_place():
+    q, k, v = testing.make_qkv(1, 2, 1, 50, 80, 32)
+    dout, dlse = rest_of(q, v)
+    out, lse = attend(q, k, v)
+    expected = gradients(dout, q, k, v, out, lse, dlse=dlse)
+
+    def spread(x):
+        wide = np.full((*x.shape[:-2], 2 * x.shape[-2], x.shape[-1] + 3), np.nan, x.dtype)
+        wide[..., ::2, :-3] = x
+        return wide[..., ::2, :-3]
+
+    grads = tuple(spread(np.full_like(x, np.nan)) for x in (q, k, v))
+    numbers = [np.repeat(x, 2, -1)[..., ::2] for x in (lse, dlse)]
+    blitz_attn.block_sparse_attention_backward(*(spread(x) for x in (dout, q, k, v, out)), numbers[0], dlse=numbers[1], grads=grads)
+    for got, want in zip(grads, expected, strict=True):
+        assert same_bits(np.ascontiguousarray(got), want)
+        assert np.isnan(got.base[..., 1::2, :]).all()
+        assert np.isnan(got.base[..., -3:]).all()
+
+
+def test_one_gradient_for_all_queries():
+    """dout may be a broadcast row, as the gradient of a mean is."""
+    q, k, v = testing.make_qkv(1, 2, 1, 50, 80, 32)
+    out, lse = attend(q, k, v)
+    row = np.linspace(0, 1, 32, dtype=np.float32)
+    dout = np.broadcast_to(row, out.shape)
+    results = gradients(dout, q, k, v, out, lse)
+    assert all(same_bits(a, b) for a, b in zip(results, gradients(dout.copy(), q, k, v, out, lse), strict=True))
+
+
+def test_some_outputs_given():
+    q, k, v = testing.make_qkv(1, 2, 1, 50, 80, 32)
+    dout, _ = rest_of(q, v)
+    out, lse = attend(q, k, v)
+    dk = np.full_like(k, np.nan)
+    results = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, grads=(None, dk, None))
+    assert results[1] is dk
+    assert all(same_bits(a, b) for a, b in zip(results, gradients(dout, q, k, v, out, lse), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch(dtype):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    kind = getattr(torch, dtype)
+    q, k, v, dout = (torch.from_numpy(rng.standard_normal((1, 2, 96, 32), dtype=np.float32)).to(kind) for _ in range(4))
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, causal=True, return_lse=True)
+    results = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, causal=True)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True).backward(dout.double())
+    for got, x in zip(results, inputs, strict=True):
+        assert got.dtype == kind
+        torch.testing.assert_close(got.double(), x.grad, rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-2 if dtype == "bfloat16" else 1e-5)
+
+
+# ---- Bad input ----------------------------------------------------------------------------------------------------
+
+
+def good_call():
+    q, k, v = testing.make_qkv(2, 4, 2, 96, 160, 32, 16)
+    lists = np.tile(np.array([0, 3, -1, -1, -1], np.int32), (2, 4, 3, 1))
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, lists, block_shape=(32, 32), return_lse=True)
+    grads = tuple(np.full_like(x, np.nan) for x in (q, k, v))
+    return {"dout": out.copy(), "q": q, "k": k, "v": v, "out": out, "lse": lse, "sabi": lists, "block_shape": (32, 32), "grads": grads}
+
+
+def with_grad(a, n, x):
+    return {"grads": tuple(x if i == n else g for i, g in enumerate(a["grads"]))}
+
+
+BAD = [
+    ("out_shape", ValueError, r"^out: expected shape \(2, 4, 96, 16\), got \(2, 4, 95, 16\)", lambda a: {"out": a["out"][:, :, 1:].copy()}),
+    ("out_like_q", ValueError, r"^out: expected shape \(2, 4, 96, 16\), got \(2, 4, 96, 32\)", lambda a: {"out": a["q"].copy()}),
+    ("out_dtype", TypeError, r"^out: expected dtype float32, got float64", lambda a: {"out": a["out"].astype(np.float64)}),
+    ("out_none", TypeError, r"^out: expected an array, got NoneType", lambda a: {"out": None}),
+    ("out_last_axis", ValueError, r"^out: expected a contiguous last axis", lambda a: {"out": a["out"].repeat(2, -1)[..., ::2]}),
+    ("lse_shape", ValueError, r"^lse: expected shape \(2, 4, 96\), got \(2, 4, 1\)", lambda a: {"lse": a["lse"][..., :1].copy()}),
+    ("lse_rank", ValueError, r"^lse: expected shape \(2, 4, 96\), got \(2, 96\)", lambda a: {"lse": a["lse"][:, 0].copy()}),
+    ("lse_dtype", TypeError, r"^lse: expected dtype float32, got float64", lambda a: {"lse": a["lse"].astype(np.float64)}),
+    ("lse_half", TypeError, r"^lse: expected float32 or float64, got float16", lambda a: {"lse": a["lse"].astype(np.float16)}),
+    ("lse_none", TypeError, r"^lse: expected an array, got NoneType", lambda a: {"lse": None}),
+    ("dout_shape", ValueError, r"^dout: expected shape \(2, 4, 96, 16\), got", lambda a: {"dout": a["q"].copy()}),
+    ("dout_dtype", TypeError, r"^dout: expected dtype float32, got float16", lambda a: {"dout": a["dout"].astype(np.float16)}),
+    ("dout_list", TypeError, r"^dout: expected an array, got list", lambda a: {"dout": a["dout"].tolist()}),
+    ("dlse_shape", ValueError, r"^dlse: expected shape \(2, 4, 96\), got", lambda a: {"dlse": a["lse"][1:].copy()}),
+    ("dlse_dtype", TypeError, r"^dlse: expected dtype float32, got float64", lambda a: {"dlse": a["lse"].astype(np.float64)}),
+    ("dlse_number", TypeError, r"^dlse: expected an array, got float", lambda a: {"dlse": 1.0}),
+    ("q_rank", ValueError, r"^q: expected shape \(B, H, Sq, D\)", lambda a: {"q": a["q"][0]}),
+    ("k_dim", ValueError, r"^k: expected .* D = 32 like q", lambda a: {"k": a["k"][..., :31].copy()}),
+    ("v_tokens", ValueError, r"^v: expected .* of k", lambda a: {"v": a["v"][:, :, 1:].copy()}),
+    ("entry_beyond", ValueError, r"^sabi: expected .*, got 5 at \[0, 0, 0, 0\]", lambda a: {"sabi": np.full_like(a["sabi"], 5)}),
+    ("entry_twice", ValueError, r"^sabi: expected each block column once a row, got 1 again", lambda a: {"sabi": np.full_like(a["sabi"], 1)}),
+    ("lens", ValueError, r"^q_lens: expected lengths from 0 to 96, got 97", lambda a: {"q_lens": [97, 0]}),
+    ("scale", ValueError, r"^scale: expected a finite number", lambda a: {"scale": float("nan")}),
+    ("threads", ValueError, r"^num_threads: expected", lambda a: {"num_threads": -1}),
+    ("tnd_without", ValueError, r"^q: expected shape \(T, H, D\)", lambda a: {"layout": "TND"}),
+    ("grads_pair", ValueError, r"^grads: expected a tuple \(dq, dk, dv\), got a tuple of 2", lambda a: {"grads": a["grads"][:2]}),
+    ("grads_array", TypeError, r"^grads: expected a tuple \(dq, dk, dv\), got ndarray", lambda a: {"grads": a["grads"][0]}),
+    ("dq_shape", ValueError, r"^dq: expected shape \(2, 4, 96, 32\), got", lambda a: with_grad(a, 0, np.zeros((2, 4, 96, 31), np.float32))),
+    ("dk_shape", ValueError, r"^dk: expected shape \(2, 2, 160, 32\), got", lambda a: with_grad(a, 1, a["grads"][1][:1])),
+    ("dv_dtype", TypeError, r"^dv: expected dtype float32, got float64", lambda a: with_grad(a, 2, a["grads"][2].astype(np.float64))),
+    ("dk_stride_0", ValueError, r"^dk: expected every element in a place of its own|^dk: expected a writable array",
+     lambda a: with_grad(a, 1, np.broadcast_to(a["grads"][1][:1], a["k"].shape))),
+    ("dq_is_q", ValueError, r"^dq: expected memory of its own, got an array that overlaps q", lambda a: with_grad(a, 0, a["q"])),
+    ("dv_is_dout", ValueError, r"^dv: expected memory of its own, got an array that overlaps dout",
+     lambda a: {**with_grad(a, 2, a["v"].copy()), "dout": a["dout"]} | share(a)),
+    ("dk_is_dq", ValueError, r"^dk: expected memory of its own, got an array that overlaps dq", lambda a: overlap(a)),
+]  # fmt: skip
+
+
+def share(a):
+    """dv and dout in one memory."""
+    memory = np.zeros(max(a["v"].size, a["dout"].size), np.float32)
+    dout = memory[: a["dout"].size].reshape(a["dout"].shape)
+    return {"dout": dout, **with_grad(a, 2, memory[: a["v"].size].reshape(a["v"].shape))}
+
+
+def overlap(a):
+    """dq and dk in one memory."""
+    memory = np.zeros(max(a["q"].size, a["k"].size), np.float32)
+    dq, dk = (memory[: x.size].reshape(x.shape) for x in (a["q"], a["k"]))
+    return {"grads": (dq, dk, a["grads"][2])}
+
+
+@pytest.mark.parametrize(("error", "pattern", "changes"), [pytest.param(*case[1:], id=case[0]) for case in BAD])
+def test_refused(error, pattern, changes):
+    arguments = good_call()
+    untouched = arguments["grads"]
+    arguments |= changes(arguments)
+    with pytest.raises(error, match=pattern) as caught:
+        blitz_attn.block_sparse_attention_backward(**arguments)
+    assert re.match(r"^[\w\[\], ]+: expected .+, got .+", str(caught.value), re.DOTALL)
+    assert all(np.isnan(x).all() for x in untouched)
+
+
+def test_a_tensor_that_needs_a_gradient_is_refused():
+    torch = pytest.importorskip("torch")
+    x = torch.ones((1, 1, 4, 4))
+    lse = torch.zeros((1, 1, 4))
+    with pytest.raises(ValueError, match=r"^dout: expected a tensor that needs no gradient"):
+        blitz_attn.block_sparse_attention_backward(x.clone().requires_grad_(), x, x, x, x, lse)
+
+
+def test_every_thread_count_of_a_small_call():
+    q, k, v = testing.make_qkv(1, 1, 1, 3, 5, 8)
+    expected = forward_and_back(q, k, v, num_threads=1)
+    assert all(same_bits(a, b) for a, b in zip(forward_and_back(q, k, v, num_threads=64), expected, strict=True))

@@ -1,0 +1,166 @@
+"""The interface of upstream's sparse_attn package: its names, argument order, shapes and words."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from blitz_attn import reference
+from blitz_attn.compat import mslk
+from cases_nsa import WEIGHTS, problem, tensors
+
+SIZES = (16, 3, 21)  # compress_block_size, num_selected_blocks, window_size
+NAMED = {"compress_block_size": 16, "num_selected_blocks": 3, "window_size": 21, "mode": "mslk", "q_tile_size": 32}
+
+
+def upstream_weights(options):
+    return options["w_k_compress"], options["w_v_compress"], options["gate_proj_weight"]
+
+
+def test_argument_order():
+    """As upstream's signatures have it; later additions of upstream's stand last."""
+    orders = {
+        "nsa": "Q K V compress_block_size num_selected_blocks window_size W_k_compress W_v_compress gate_proj_weight causal softmax_scale "
+        "q_tile_size n_block_size cu_seqlens max_seqlen num_cmp_selected_blocks",
+        "nsa_forward_reference": "Q K V compress_block_size num_selected_blocks window_size W_k_compress W_v_compress gate_proj_weight causal "
+        "softmax_scale q_tile_size _block_indices",
+        "nsa_backward_reference": "Q K V dO compress_block_size num_selected_blocks window_size W_k_compress W_v_compress gate_proj_weight "
+        "causal softmax_scale q_tile_size _block_indices",
+        "compute_block_indices_reference": "Q K compress_block_size num_selected_blocks W_k_compress causal softmax_scale q_tile_size",
+        "compress_kv": "K V block_size W_k W_v",
+        "fused_compress_kv": "K V block_size W_k W_v cu_seqlens max_seqlen",
+        "fused_compress_kv_backward": "dK_cmp dV_cmp K V block_size W_k W_v cu_seqlens",
+        "score_and_select_blocks": "Q K_cmp num_selected_blocks compress_block_size causal q_tile_size softmax_scale",
+        "fused_score_and_select_blocks": "Q K_cmp num_selected_blocks compress_block_size causal q_tile_size softmax_scale cu_seqlens max_seqlen",
+        "compute_gates": "Q gate_proj_weight chunk_size",
+        "gate_and_combine": "O_cmp O_slc O_sld gates chunk_size",
+        "fused_gate_and_combine": "Q O_cmp O_slc O_sld gate_proj_weight",
+        "fused_gating_backward": "Q dO O_cmp O_slc O_sld gates gate_proj_weight",
+    }
+    orders["nsa_forward"] = orders["nsa"]
+    assert set(orders) == set(mslk.__all__)
+    for name, order in orders.items():
+        assert list(inspect.signature(getattr(mslk, name)).parameters) == order.split()
+    defaults = {name: p.default for name, p in inspect.signature(mslk.nsa).parameters.items()}
+    assert (defaults["compress_block_size"], defaults["num_selected_blocks"], defaults["window_size"]) == (64, 16, 512)
+    assert (defaults["q_tile_size"], defaults["n_block_size"], defaults["causal"]) == (256, 128, True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("call", ["nsa", "nsa_forward"])
+def test_whole(call, causal):
+    q, k, v, options = problem(150, 4, 2, 16, weights=WEIGHTS[:3])
+    out = getattr(mslk, call)(q, k, v, *SIZES, *upstream_weights(options), causal, 0.3, 32)
+    expected = reference.nsa(q, k, v, causal=causal, scale=0.3, **NAMED, **options)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    again = mslk.nsa_forward_reference(q, k, v, *SIZES, *upstream_weights(options), causal, 0.3, 32)
+    np.testing.assert_array_equal(again, expected)
+
+
+def test_packed():
+    q, k, v, options = problem([33, 150, 7], 4, 2, 16, packed=True)
+    out = mslk.nsa(q, k, v, *SIZES, q_tile_size=32, cu_seqlens=options["cu_seqlens"], max_seqlen=150)
+    np.testing.assert_allclose(out, reference.nsa(q, k, v, **NAMED, **options), rtol=1e-4, atol=1e-5)
+
+
+def test_references():
+    """Upstream's gradients by name, with its frozen indices."""
+    q, k, v, options = problem(100, 4, 2, 8, dtype="float64", weights=WEIGHTS[:3])
+    chosen = mslk.compute_block_indices_reference(q, k, 16, 3, options["w_k_compress"], q_tile_size=32)
+    assert chosen.dtype == np.int64
+    assert chosen.shape == (2, 4, 4, 3)
+    call = {"q_tile_size": 32, "_block_indices": chosen}
+    out = mslk.nsa_forward_reference(q, k, v, *SIZES, *upstream_weights(options), **call)
+    exact, context = reference.nsa(q, k, v, return_context=True, **NAMED, **options)
+    np.testing.assert_array_equal(out, exact)
+    dout = tensors(out.shape, dtype="float64", seed=2)
+    grads = mslk.nsa_backward_reference(q, k, v, dout, *SIZES, *upstream_weights(options), **call)
+    assert list(grads) == ["dQ", "dK", "dV", "dW_k_compress", "dW_v_compress", "dgate_proj_weight"]
+    for ours, expected in zip(grads.values(), reference.nsa_backward(dout, context), strict=False):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_compression_pads_as_upstream_does():
+    _, k, v, options = problem([33, 0, 150, 7], 4, 2, 16, packed=True, weights=WEIGHTS[:2])
+    cu, weights = options["cu_seqlens"], (options["w_k_compress"], options["w_v_compress"])
+    for given in ((), weights):
+        padded = mslk.fused_compress_kv(k, v, 16, *given, cu_seqlens=cu, max_seqlen=150)
+        assert [x.shape for x in padded] == [(4, 9, 2, 16)] * 2
+        grads = mslk.fused_compress_kv_backward(*padded, k, v, 16, *given, cu_seqlens=cu)
+        for n, (a, b) in enumerate(((0, 33), (33, 33), (33, 183), (183, 190))):
+            one = mslk.compress_kv(k[None, a:b], v[None, a:b], 16, *given)
+            own = mslk.fused_compress_kv_backward(*one, k[None, a:b], v[None, a:b], 16, *given)
+            for x, y, dx, dy in zip(padded, one, grads, own[:2], strict=False):
+                np.testing.assert_array_equal(x[n, : y.shape[1]], y[0])
+                assert (x[n, y.shape[1] :] == 0).all()
+                np.testing.assert_allclose(dx[a:b], dy[0], rtol=1e-6, atol=1e-7)
+        assert (grads[2] is None) == (not given)
+
+
+def test_selection():
+    q, k, v, options = problem([33, 150, 7], 4, 2, 16, packed=True, dtype="float64")
+    cu = options["cu_seqlens"]
+    k_cmp, _ = mslk.fused_compress_kv(k, v, 16, cu_seqlens=cu)
+    chosen = np.asarray(mslk.fused_score_and_select_blocks(q, k_cmp, 3, 16, True, 32, cu_seqlens=cu))
+    assert chosen.shape == (3, 4, 5, 3)
+    for n, (a, b) in enumerate(((0, 33), (33, 183), (183, 190))):
+        blocks, tiles = (b - a) // 16, -(-(b - a) // 32)
+        one = np.asarray(mslk.score_and_select_blocks(q[None, a:b], k_cmp[n : n + 1, :blocks], 3, 16, True, 32))
+        width = min(3, blocks) or 3
+        assert one.shape == (1, 4, tiles, width)
+        np.testing.assert_array_equal(chosen[n, :, :tiles, :width], one[0])
+        assert (chosen[n, :, :tiles, width:] == -1).all()
+        assert (chosen[n, :, tiles:] == -1).all()
+
+
+def test_gates():
+    q, o_cmp, o_slc, o_sld, dout = (tensors((2, 40, 4, 16), seed=n) for n in range(5))
+    weight = tensors((4, 3, 16), seed=9)
+    gates = mslk.compute_gates(q, weight, chunk_size=7)
+    expected = reference.compute_gates(q, weight)
+    np.testing.assert_allclose(gates, expected, rtol=1e-5, atol=1e-6)
+    out = mslk.fused_gate_and_combine(q, o_cmp, o_slc, o_sld, weight)
+    np.testing.assert_allclose(out, reference.gate_and_combine(o_cmp, o_slc, o_sld, expected), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(mslk.gate_and_combine(o_cmp, o_slc, o_sld, gates, chunk_size=7), out)
+    third = mslk.fused_gate_and_combine(q, o_cmp, o_slc, o_sld)
+    np.testing.assert_allclose(third, (o_cmp + o_slc + o_sld) / 3, rtol=1e-5, atol=1e-6)
+    ours = mslk.fused_gating_backward(q, dout, o_cmp, o_slc, o_sld, gates, weight)
+    for x, exact in zip(ours, reference.gating_backward(q, dout, o_cmp, o_slc, o_sld, expected, weight), strict=True):
+        np.testing.assert_allclose(x, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"K": (2, 40, 3, 8), "V": (2, 40, 3, 8)}, "^K: expected "),
+        ({"W_k_compress": (2, 8, 7)}, "^W_k_compress: expected "),
+        ({"W_v_compress": (1, 8, 8)}, "^W_v_compress: expected "),
+        ({"gate_proj_weight": (4, 2, 8)}, "^gate_proj_weight: expected "),
+        ({"window_size": 0}, "^window_size: expected "),
+        ({"softmax_scale": float("nan")}, "^softmax_scale: expected "),
+    ],
+)
+def test_errors_are_in_upstream_names(changes, sentence):
+    arrays = {"Q": (2, 40, 4, 8), "K": (2, 40, 2, 8), "V": (2, 40, 2, 8)}
+    arguments = {name: tensors(x) if isinstance(x, tuple) else x for name, x in {**arrays, **changes}.items()}
+    with pytest.raises(ValueError, match=sentence):
+        mslk.nsa(**arguments)
+
+
+def test_torch_gradients():
+    """As upstream's nsa, this one is differentiable."""
+    torch = pytest.importorskip("torch")
+    q, k, v, options = problem(100, 4, 2, 16, weights=WEIGHTS[:3])
+    leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v, *upstream_weights(options))]
+    out = mslk.nsa(*leaves[:3], *SIZES, *leaves[3:], q_tile_size=32)
+    assert isinstance(out, torch.Tensor)
+    dout = tensors(q.shape, seed=4)
+    out.backward(torch.from_numpy(dout))
+    exact = reference.nsa_backward(dout, reference.nsa(q, k, v, return_context=True, **NAMED, **options)[1])
+    for leaf, expected in zip(leaves, exact, strict=False):
+        np.testing.assert_allclose(leaf.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(mslk.nsa(*leaves[:3], *SIZES, *leaves[3:], q_tile_size=32), out)
+    padded = mslk.fused_compress_kv(leaves[1].detach()[0], leaves[2].detach()[0], 16, cu_seqlens=[0, 33, 100])
+    assert isinstance(padded[0], torch.Tensor)
+    assert padded[0].shape == (2, 4, 2, 16)

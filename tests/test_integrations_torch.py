@@ -1,0 +1,200 @@
+"""The functions that torch differentiates: gradcheck by torch itself, dtypes, what is shared and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from blitz_attn import reference, sabi  # noqa: E402
+from blitz_attn.integrations import torch as functions  # noqa: E402
+from cases_nsa import WEIGHTS, one_hot, problem, tensors  # noqa: E402
+
+SIZES = {"compress_block_size": 4, "num_selected_blocks": 3, "window_size": 5}
+MODES = {"paper": SIZES, "mslk": {**SIZES, "mode": "mslk", "q_tile_size": 8}, "mslk_not_causal": {**SIZES, "mode": "mslk", "causal": False}}
+ATTENTION = {
+    "dense": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (4, 0)},
+    "listed": {"block_shape": (8, 4), "causal": True},
+    "short": {"kv_lens": [9, 20], "q_lens": [20, 7]},
+}
+
+
+def leaves(*arrays):
+    return [torch.from_numpy(np.array(x)).requires_grad_() for x in arrays]
+
+
+def attention_inputs(name, layout="BNSD"):
+    shapes = [(2, heads, 20, dim) for heads, dim in ((4, 5), (2, 5), (2, 3))]
+    q, k, v = (tensors(shape, dtype="float64", seed=n) for n, shape in enumerate(shapes))
+    lists = None
+    if name == "listed":
+        mask = np.random.default_rng(0).random((2, 4, 3, 5)) < 0.5
+        lists = sabi.from_block_mask(mask)
+    return leaves(q, k, v), lists, ATTENTION[name]
+
+
+# ---- torch's own check --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(ATTENTION))
+def test_gradcheck_of_attention(name):
+    arrays, lists, options = attention_inputs(name)
+    assert torch.autograd.gradcheck(lambda q, k, v: functions.block_sparse_attention(q, k, v, lists, **options), arrays)
+
+
+@pytest.mark.parametrize("name", ["dense", "causal"])
+def test_gradcheck_of_the_log_sum_exp(name):
+    """Alone, and together with the output."""
+    arrays, lists, options = attention_inputs(name)
+    assert torch.autograd.gradcheck(lambda q, k, v: functions.block_sparse_attention(q, k, v, lists, return_lse=True, **options), arrays)
+    assert torch.autograd.gradcheck(lambda q, k: functions.block_sparse_attention(q, k, arrays[2], return_lse=True, **options)[1], arrays[:2])
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("weights", [(), WEIGHTS[:3], (*WEIGHTS[:2], "gates")], ids=["plain", "weights", "gates"])
+def test_gradcheck_of_nsa(mode, weights):
+    """With frozen routing: the choice of blocks is not continuous."""
+    q, k, v, options = problem(22, 4, 2, 5, 3, batch=1, dtype="float64", weights=weights)
+    routing = reference.nsa(q, k, v, return_context=True, **MODES[mode], **options)[1].block_indices
+    names = list(options)
+
+    def call(q, k, v, *given):
+        return functions.nsa(q, k, v, block_indices=routing, **MODES[mode], **dict(zip(names, given, strict=True)))
+
+    assert torch.autograd.gradcheck(call, leaves(q, k, v, *options.values()))
+
+
+@pytest.mark.parametrize("branch", [0, 1, 2], ids=["compressed", "selected", "window"])
+def test_gradcheck_of_upstream_sizes(branch):
+    """B1 N256 H2 D32 l64 k2 W128 T256, a branch alone, along random directions."""
+    q, k, v, _ = problem(256, 2, 2, 32, batch=1, dtype="float64")
+    gates = torch.from_numpy(one_hot(q, branch))
+    options = {"mode": "mslk", "num_selected_blocks": 2, "window_size": 128}
+    routing = reference.nsa(q, k, v, return_context=True, **options)[1].block_indices
+    call = lambda *x: functions.nsa(*x, gates=gates, block_indices=routing, **options)  # noqa: E731
+    assert torch.autograd.gradcheck(call, leaves(q, k, v), fast_mode=True)
+
+
+def test_gradcheck_packed():
+    q, k, v, options = problem([7, 0, 15, 1], 4, 2, 5, 3, packed=True, dtype="float64")
+    routing = reference.nsa(q, k, v, return_context=True, **SIZES, **options)[1].block_indices
+    assert torch.autograd.gradcheck(lambda *x: functions.nsa(*x, block_indices=routing, **SIZES, **options), leaves(q, k, v))
+
+
+# ---- Against the calls of the library ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype):
+    """Results and gradients are tensors of that dtype, near those of float64."""
+    q, k, v, options = problem(40, 4, 2, 16, dtype="float64", weights=WEIGHTS[:3])
+    low = [torch.from_numpy(x).to(dtype).requires_grad_() for x in (q, k, v, *options.values())]
+    wide = [x.detach().double().requires_grad_() for x in low]
+    names = list(options)
+    for arrays in (low, wide):
+        out = functions.nsa(*arrays[:3], **SIZES, **dict(zip(names, arrays[3:], strict=True)))
+        assert out.dtype == arrays[0].dtype
+        out.double().square().sum().backward()
+    close = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}[dtype]
+    for a, b in zip(low, wide, strict=True):
+        assert a.grad.dtype == dtype
+        difference = (a.grad.double() - b.grad).norm() / b.grad.norm()
+        assert difference < close  # a block may be chosen otherwise in low precision
+
+
+def test_against_torch_attention():
+    q, k, v = (torch.randn(2, heads, 50, 16, requires_grad=True) for heads in (4, 2, 2))
+    weight = torch.randn(2, 4, 50, 16)
+    ours = torch.autograd.grad((functions.block_sparse_attention(q, k, v, causal=True) * weight).sum(), (q, k, v))
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for a, b in zip(ours, torch.autograd.grad((dense * weight).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_views_need_no_copies():
+    """What a model hands over: (B, S, H, D) seen as (B, H, S, D), a slice of a joint projection, an expanded gradient, and a last axis
+    that is not contiguous."""
+    joint = torch.randn(2, 30, 8, 16, requires_grad=True)
+    q, k, v = joint[:, :, :4], joint[:, :, 4:6], joint[:, :, 6:]
+    out = functions.block_sparse_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    out.sum().backward()
+    expected = joint.grad.clone()
+    joint.grad = None
+    functions.block_sparse_attention(q, k, v, layout="BSND", causal=True).sum().backward()
+    torch.testing.assert_close(joint.grad, expected, rtol=1e-5, atol=1e-6)
+    turned = joint.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    functions.block_sparse_attention(turned[:, :, :4], turned[:, :, 4:6], turned[:, :, 6:], layout="BSND", causal=True).sum().backward()
+    torch.testing.assert_close(turned.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_only_what_is_wanted():
+    q, k, v, options = problem(40, weights=WEIGHTS[:3])
+    q, k, v, *weights = leaves(q, k, v, *options.values())
+    k.requires_grad_(False)
+    weights[0].requires_grad_(False)
+    functions.nsa(q, k, v, **SIZES, **dict(zip(options, weights, strict=True))).sum().backward()
+    assert k.grad is None
+    assert weights[0].grad is None
+    assert all(x.grad is not None for x in (q, v, *weights[1:]))
+    assert not functions.nsa(q.detach(), k, v.detach(), **SIZES).requires_grad
+
+
+def test_backward_twice_on_one_graph():
+    q, k, v = leaves(*problem(40)[:3])
+    out = functions.nsa(q, k, v, **SIZES)
+    first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_example_trains():
+    """Two steps of the example: seeing it through takes two minutes."""
+    script = Path(__file__).resolve().parent.parent / "examples" / "train_recall.py"
+    options = ["--attention", "nsa", "--steps", "2", "--batch", "2", "--every", "1"]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, encoding="utf-8", timeout=300, check=True)
+    assert [line.split()[:2] for line in done.stdout.splitlines()[2:]] == [["nsa", "1"], ["nsa", "2"]]
+
+
+# ---- What is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["block_sparse_attention", "nsa"])
+def test_no_gradient_of_a_gradient(name):
+    if name == "nsa":
+        arrays = leaves(*problem(20, dtype="float64")[:3])
+        out = functions.nsa(*arrays, **SIZES)
+    else:
+        arrays, _, _ = attention_inputs("dense")
+        out = functions.block_sparse_attention(*arrays)
+    grads = torch.autograd.grad(out.square().sum(), arrays, create_graph=True)
+    plain = torch.autograd.grad(
+        (functions.nsa(*arrays, **SIZES) if name == "nsa" else functions.block_sparse_attention(*arrays)).square().sum(), arrays
+    )
+    for a, b in zip(grads, plain, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match=rf"^{name}: expected to be differentiated once, got a request for the gradient of its gradient"):
+        grads[0].sum().backward()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_inputs_changed_in_place(which):
+    for call in (lambda *x: functions.nsa(*x, **SIZES), lambda *x: functions.block_sparse_attention(*x, layout="BSND")):
+        arrays = [x.detach().clone() for x in leaves(*problem(40)[:3])]
+        arrays[0 if which else 1].requires_grad_()
+        out = call(*arrays)
+        arrays[which].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_errors_are_those_of_the_library():
+    q, k, v = leaves(*problem(40)[:3])
+    with pytest.raises(ValueError, match="^window_size: expected "):
+        functions.nsa(q, k, v, window_size=0)
+    with pytest.raises(ValueError, match="^k: expected "):
+        functions.block_sparse_attention(q, k[..., :3], v, layout="BSND")
