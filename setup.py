@@ -26,9 +26,12 @@ os.chdir(Path(__file__).resolve().parent)
 # One line an instruction set: the file csrc/kernels/<name>.c, the compiler's macro of the architecture that has it, and
 # the flags of that one file. On another architecture, and with a compiler that refuses the flags, every file is told
 # BA_NO_<name>, and csrc/kernels/<name>.c comes out empty.
+AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 ISA_FLAGS = {
     "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
-    "avx512": ("__x86_64__", "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"),
+    "avx512": ("__x86_64__", AVX512),
+    "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16"),
+    "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16"),
 }
 
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static

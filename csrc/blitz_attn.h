@@ -214,7 +214,7 @@ BA_API ba_status ba_set_num_threads(int num_threads);
 BA_API const char *ba_num_threads_source(void); /* which of those rules decided, as a short text */
 
 /* Levels in rising order; a CPU (and a cap) allows a level and all below it. */
-typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_COUNT } ba_isa;
+typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_AVX512_BF16, BA_ISA_AMX, BA_ISA_COUNT } ba_isa;
 
 BA_API const char *ba_isa_name(ba_isa level);
 BA_API int ba_isa_parse(const char *name);     /* -1: no such level */

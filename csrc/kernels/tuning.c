@@ -9,6 +9,8 @@ static const ba_tuning rows[BA_ISA_COUNT] = {
     [BA_ISA_PORTABLE] = {         128,          128,       2048,           4,          4e5 },
     [BA_ISA_AVX2]     = {         256,          128,       2048,           4,          4e6 },
     [BA_ISA_AVX512]   = {         256,          128,       2048,           4,          8e6 },
+    [BA_ISA_AVX512_BF16] = {      256,          128,       2048,           4,          8e6 },
+    [BA_ISA_AMX]      = {         512,          128,       2048,           4,          3e7 },
 };
 /* clang-format on */
 

@@ -23,6 +23,7 @@
 #undef BA_HAVE_V_MAX
 #undef BA_HAVE_V_EXP2
 #undef BA_HAVE_V_CONVERT
+#undef BA_HAVE_V_SHORT
 #undef BA_HAVE_V_BYTES
 
 #undef BA_CAT_
@@ -92,6 +93,26 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     const vec scale = (vec)((ivec)t << 23); /* 2^round(x), and 0 at -127 */
     return NAME(exp2_poly)(f) * scale;
 #endif
+}
+#endif
+
+#if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_SHORT)
+/* a * b + c with one rounding, whatever the compiler makes of the text around it. */
+BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
+    vec y;
+    for (int i = 0; i < BA_LANES; i++) y[i] = fmaf(a[i], b[i], c[i]);
+    return y;
+}
+/* 2^x where an error of 2.7e-6 does not show, for every x: infinity where it is too large. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
+/* Two positive numbers rounded to bfloat16, half up, side by side: the first in the lower half. */
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
+    return ((((ivec)even + 0x8000) >> 16) & 0xffff) | (((ivec)odd + 0x8000) & -0x10000);
+}
+BA_INLINE bool NAME(v_any)(ivec mask) {
+    real_int any = 0;
+    for (int i = 0; i < BA_LANES; i++) any |= mask[i];
+    return any != 0;
 }
 #endif
 

@@ -11,6 +11,24 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     return (vec)_mm512_scalef_ps((__m512)NAME(exp2_poly)(f), (__m512)(x - f));
 }
 
+#define BA_HAVE_V_SHORT 1
+BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+/* VSCALEFPS rounds the exponent down by itself, so the fraction is taken from below. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) {
+    const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vec p = f * 0x1.bb7cd8p-7f + 0x1.aa13eep-5f;
+    p = p * f + 0x1.ee798ap-3f;
+    p = p * f + 0x1.62d166p-1f;
+    p = p * f + 0x1.00002cp+0f;
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i a = _mm512_add_epi32((__m512i)even, half), b = _mm512_add_epi32((__m512i)odd, half);
+    return (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_alignr_epi8(a, a, 2), b); /* not a shift: another port */
+}
+BA_INLINE bool NAME(v_any)(ivec mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+
 #define BA_HAVE_V_CONVERT 1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) {

@@ -73,7 +73,7 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
     const int64_t tiles = c->plan.group_tiles, lanes = tiles * tile_room(c), keys = c->tuning->chunk_keys;
-    const int64_t pad_k = ba_round_up(p->head_dim, BA_PACK_PAD), pad_v = ba_round_up(p->v_dim, BA_PACK_PAD);
+    const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad), packed = ba_round_up(keys, f->key_pad);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
     w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
@@ -81,8 +81,8 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
     w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->packed_k = ba_take(base, &used, c->pack_k ? keys * pad_k * pack : 0);
-    w->packed_v = ba_take(base, &used, c->pack_v ? keys * pad_v * pack : 0);
+    w->packed_k = ba_take(base, &used, c->pack_k ? packed * pad_k * pack : 0);
+    w->packed_v = ba_take(base, &used, c->pack_v ? packed * pad_v * pack : 0);
     w->scores = ba_take(base, &used, keys * ba_max(f->scratch_per_key, BA_FEW_QUERIES * f->real_size));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -142,7 +142,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
         }
         w->rows[i] = query_row(p, &p->q, p->element_size, item->batch, lane_head(&t->tile, s->lane + i), query);
     }
-    const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : p->v_dim;
+    const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == FEW ? f->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
@@ -166,8 +166,8 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
         const int64_t room = panel_room(c, s->width);
         s->lane = lane;
         s->lanes = ba_min(left, room);
-        s->panel.q = w->q + at * ba_round_up(p->head_dim, BA_PACK_PAD) * f->q_bytes;
-        s->panel.o = w->o + at * ba_round_up(p->v_dim, BA_PACK_PAD) * f->real_size;
+        s->panel.q = w->q + at * ba_round_up(p->head_dim, f->dim_pad) * f->q_bytes;
+        s->panel.o = w->o + at * ba_round_up(p->v_dim, f->dim_pad) * f->real_size;
         s->panel.m = w->ml + at * 2 * f->real_size;
         s->panel.l = w->ml + (at * 2 + room) * f->real_size;
         s->panel.lo = w->bounds + at * 2;
@@ -410,6 +410,7 @@ static void run_item(void *context, int64_t index, int worker) {
                           .ahead = few ? BA_FEW_AHEAD : 0,
                           .k_scale = p->k_scale.data ? here->k_scale : NULL,
                           .v_scale = p->v_scale.data ? here->v_scale : NULL,
+                          .scale = p->scale * LOG2_E,
                           .softcap = p->softcap * LOG2_E,
                           .scratch = w.scores};
         if (c->pack_k && !few) {
@@ -439,6 +440,7 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     c->pack_v = c->family->pack_v;
     c->few = c->family->few;
     if (p->kv_dtype != p->dtype) {
+        c->family = kernels->vector[p->dtype];
         c->pack_k = c->pack_v = kernels->cache[p->kv_dtype]->pack;
         c->few = kernels->cache[p->kv_dtype]->few;
     }
@@ -457,8 +459,9 @@ static int64_t lay_out_parts(const call *c, int64_t *offset) {
 
 ba_status ba_attend(const ba_problem *problem, int num_threads) {
     const ba_isa level = ba_isa_active();
-    call c = {.problem = problem, .tuning = ba_tuning_at(level)};
+    call c = {.problem = problem};
     choose_kernels(&c, problem, level);
+    c.tuning = ba_tuning_at(c.family->isa);
     int threads = ba_threads_for(num_threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, threads);
