@@ -231,6 +231,8 @@ BA_API int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa
 
 /* fp32 multiply-adds of a level's widest vectors, all threads together, in FLOP/s. 0 where the level is not available. */
 BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
+/* The same of bfloat16 tile products. 0 where the level has no tiles. */
+BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
 /* Reads `bytes` a thread over and over, in bytes/s, all threads together. */
 BA_API double ba_probe_read(ba_isa level, int64_t bytes, double seconds, int num_threads);
 

@@ -28,7 +28,7 @@ extern const ba_attend_family ba_attend_emulated_float32, ba_attend_emulated_flo
 extern const ba_cache_kernels ba_cache_emulated_float32, ba_cache_emulated_float16, ba_cache_emulated_bfloat16, ba_cache_emulated_int8,
     ba_cache_emulated_float8_e4m3;
 extern const ba_attend_family ba_attend_emulated_amx_bfloat16; /* emulated_amx.c */
-extern const ba_probes ba_probes_emulated;
+extern const ba_probes ba_probes_emulated, ba_probes_emulated_amx;
 
 static const listed list[] = {
 #define BA_FAMILY(level, dtype) {"attend_" #dtype "_" #level, &ba_attend_##level##_##dtype, NULL, (ba_dtype)dtype},
@@ -61,6 +61,7 @@ static const struct {
 #define BA_PROBE(level) {"probe_" #level, &ba_probes_##level},
 #include "kernels/kernels.inc"
     BA_PROBE(emulated)
+    BA_PROBE(emulated_amx)
 #undef BA_FAMILY
 #undef BA_CACHE
 #undef BA_PROBE
@@ -69,7 +70,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 19 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 2,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 19 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -671,6 +672,10 @@ static void check_probe(void *context) {
         for (int i = 0; i < BA_MAX_LANES; i++) sink[i] = NAN;
         const double once = p->flops(data, 1, sink);
         require(r, once > 0 && p->flops(data, 3, sink) == 3 * once && isfinite(sink[0]), "operations counted", -1, -1);
+        if (!p->tile_flops || bytes > 512) continue;
+        for (int i = 0; i < BA_MAX_LANES; i++) sink[i] = NAN;
+        const double tiles = p->tile_flops(data, 1, sink);
+        require(r, tiles > 0 && isfinite(sink[0]) && p->tile_flops(data, 2, sink) == 2 * tiles && isfinite(sink[0]), "tile operations counted", -1, -1);
     }
 }
 

@@ -151,6 +151,7 @@ typedef struct ba_cache_kernels {
 } ba_cache_kernels;
 
 /* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.
+ * tile_flops: the same of products of bfloat16 tiles that stay where they are; NULL where there are no tiles.
  * read: sums n bytes (a multiple of 512) and returns a value that depends on all of them. */
 #define BA_PROBE_FLOPS(name) double name(const float *operands, int64_t rounds, float *sink)
 typedef BA_PROBE_FLOPS((*ba_probe_flops_fn));
@@ -159,7 +160,7 @@ typedef BA_PROBE_READ((*ba_probe_read_fn));
 
 typedef struct ba_probes {
     ba_isa isa;
-    ba_probe_flops_fn flops;
+    ba_probe_flops_fn flops, tile_flops;
     ba_probe_read_fn read;
 } ba_probes;
 

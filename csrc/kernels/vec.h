@@ -109,6 +109,24 @@ BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_select)((ivec)(x > 120),
 BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
     return ((((ivec)even + 0x8000) >> 16) & 0xffff) | (((ivec)odd + 0x8000) & -0x10000);
 }
+#if BA_LANES == 16
+/* Four times 16 bytes. */
+BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
+    const void *const from[4] = {a, b, c, d};
+    vec x;
+    for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, from[i], 16);
+    return x;
+}
+/* 8 rows of 4 quarters of 8 elements of 16 bits: in each quarter for itself, rows become columns. */
+BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
+    uint16_t from[8][4][8], to[8][4][8];
+    memcpy(from, rows, sizeof from);
+    for (int i = 0; i < 8; i++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int j = 0; j < 8; j++) to[i][quarter][j] = from[j][quarter][i];
+    memcpy(rows, to, sizeof to);
+}
+#endif
 BA_INLINE bool NAME(v_any)(ivec mask) {
     real_int any = 0;
     for (int i = 0; i < BA_LANES; i++) any |= mask[i];
