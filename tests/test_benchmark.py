@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import blitz_attn
 from blitz_attn.plot import COLUMNS, parse_table
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"

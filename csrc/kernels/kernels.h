@@ -44,6 +44,9 @@ typedef struct ba_chunk {
     const void *const *k_rows; /* [keys]; in the input dtype where the family reads in place, else what pack_k set */
     const void *const *v_rows; /* [keys] */
     int64_t ahead;             /* entries beyond keys that k_rows and v_rows have: rows that are wanted next, to be prefetched */
+    const void *const *next_k; /* [next_rows] rows of K and of V as they lie, which another call wants soon: a kernel may prefetch them */
+    const void *const *next_v;
+    int64_t next_rows;
     const int32_t *key_index;  /* [keys], rising; looked at only where the panel has lo and hi */
     const float *k_scale;      /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
     const float *v_scale;      /* few only: the same of V */

@@ -278,7 +278,22 @@ static int64_t first_at_least(const int32_t *sorted, int64_t n, int64_t value) {
     return low;
 }
 
-static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole) {
+/* Rows that the chunk after this one begins with, shared out among the panels that come before it. */
+typedef struct share {
+    const chunk_rows *rows; /* NULL: there is no such chunk */
+    int64_t panels, panel;
+} share;
+
+static void share_out(share *s, ba_chunk *chunk) {
+    if (!s->rows) return;
+    const int64_t begin = s->rows->keys * s->panel / s->panels, end = s->rows->keys * (s->panel + 1) / s->panels;
+    chunk->next_k = s->rows->k_rows + begin;
+    chunk->next_v = s->rows->v_rows + begin;
+    chunk->next_rows = end - begin;
+    s->panel++;
+}
+
+static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole, share *next) {
     const ba_attend_family *f = c->family;
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
@@ -294,6 +309,7 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
         chunk.key_index += begin;
         if (chunk.k_scale) chunk.k_scale += begin;
         if (chunk.v_scale) chunk.v_scale += begin;
+        if (s->width != FEW) share_out(next, &chunk);
         ba_panel panel = s->panel;
         if (chunk.key_index[0] >= s->all.lo && chunk.key_index[chunk.keys - 1] < s->all.hi) panel.lo = panel.hi = NULL;
         if (s->width == FEW) c->few(&panel, s->lanes, &chunk);
@@ -421,8 +437,11 @@ static void run_item(void *context, int64_t index, int worker) {
             c->pack_v(w.packed_v, w.packed_v_rows, here->v_rows, chunk.v_scale, chunk.keys, p->v_dim);
             chunk.v_rows = w.packed_v_rows;
         }
+        share next = {more ? &w.chunk[!at] : NULL, 0, 0};
         for (int64_t i = 0; i < item->tiles; i++)
-            if (w.tiles[i].walk == here->walk) attend_tile(c, &w.tiles[i], &chunk);
+            if (w.tiles[i].walk == here->walk) next.panels += w.tiles[i].panels;
+        for (int64_t i = 0; i < item->tiles; i++)
+            if (w.tiles[i].walk == here->walk) attend_tile(c, &w.tiles[i], &chunk, &next);
     }
     for (int64_t i = 0; i < item->tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {
