@@ -19,7 +19,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark smollm2 test build checkkernels lint lint-code lint-layout format asan coverage clean
+.PHONY: benchmark smollm2 test build checkkernels check-emulated lint lint-code lint-layout format asan coverage clean
 .NOTPARALLEL:
 
 # benchmark.py's exit status would be lost in the pipe, so a file stands for its success.
@@ -47,6 +47,15 @@ build:
 checkkernels:
 	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/temp
 	@$(RUN) build/temp/checkkernels
+
+# Every level as plain C: the wide and the tile kernels on a CPU that lacks them. The kernel checks, and some of the suite.
+EMULATED_TESTS = tests/test_config.py tests/test_nan.py tests/test_paged_select.py tests/test_merge.py
+check-emulated: export BLITZ_ATTN_EMULATED = 1
+check-emulated:
+	@$(call find_python) "$$python" setup.py -q build --build-base build/emulated --build-lib build/emulated/lib --build-temp build/emulated/temp && \
+	  "$$python" setup.py -q build_checkkernels --build-temp build/emulated/temp && build/emulated/temp/checkkernels && \
+	  cd build/emulated && PYTHONPATH="$(CURDIR)/build/emulated/lib" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
+	  $(addprefix ../../,$(EMULATED_TESTS)) $(ARGS)
 
 lint: lint-code lint-layout
 

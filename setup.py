@@ -5,7 +5,8 @@ up) and today's disagree about the licence field of ``[project]``.
 
 Besides the usual commands there is ``python setup.py build_checkkernels``, which builds the kernel check program
 (tests/*.c) over the same sources with the same flags. Environment variables that the build looks at: ``CC``,
-``CFLAGS`` and the like as always, and ``BLITZ_ATTN_CFLAGS``, whose flags come last of all (sanitizers, ``-Werror``).
+``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come last of all (sanitizers, ``-Werror``), and
+``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C.
 """
 
 import os
@@ -26,9 +27,12 @@ os.chdir(Path(__file__).resolve().parent)
 # One line an instruction set: the file csrc/kernels/<name>.c, the compiler's macro of the architecture that has it, and
 # the flags of that one file. On another architecture, and with a compiler that refuses the flags, every file is told
 # BA_NO_<name>, and csrc/kernels/<name>.c comes out empty.
+AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 ISA_FLAGS = {
     "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
-    "avx512": ("__x86_64__", "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"),
+    "avx512": ("__x86_64__", AVX512),
+    "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16"),
+    "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16"),
 }
 
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
@@ -36,6 +40,10 @@ ISA_FLAGS = {
 COMMON_FLAGS = shlex.split(
     "-std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -Wall -Wextra -Wno-psabi -pthread"
 )
+# Every level as plain C, whatever the CPU: vectors in vec.h's generic forms, tiles in tile.h's. For checks (make check-emulated).
+EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
+if EMULATED:
+    COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 
 LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/ops/*.c"))
@@ -99,6 +107,9 @@ def usable_isas(compiler):
     usable = {}
     for name, (architecture, flags) in ISA_FLAGS.items():
         if architecture not in macros:
+            continue
+        if EMULATED:
+            usable[name] = []
             continue
         if predefined_macros(compiler, shlex.split(flags)):
             usable[name] = shlex.split(flags)

@@ -4,7 +4,8 @@
     python benchmark/roofline.py                 # every level and 1..n threads; some seconds
     python benchmark/roofline.py --threads 2     # two threads only
 
-Prints one row a measurement: `flops` rows give F, the fp32 FMA peak of a level's widest vectors in GFLOP/s; `read` rows give GB/s when
+Prints one row a measurement: `flops` rows give F, the fp32 FMA peak of a level's widest vectors in GFLOP/s; `tiles` rows
+give P, that of products of bfloat16 tiles with random operands, where the CPU has tiles; `read` rows give GB/s when
 every thread reads its own memory over and over, small enough to stay in the cache named. All threads together. Columns are split by
 white space; lines that start with # are not data.
 """
@@ -70,13 +71,15 @@ def measure(threads: int, isas: list[str] | None = None, levels: tuple[str, ...]
     Returns
     -------
     dict
-        ``{"threads": n, "flops": {isa: GFLOP/s}, "read": {level: GB/s}, "read_bytes": {level: bytes a thread}}``. Reads
+        ``{"threads": n, "flops": {isa: GFLOP/s}, "tiles": {isa: GFLOP/s}, "read": {level: GB/s}, "read_bytes": {level: bytes a thread}}``. Reads
         use the highest level of `isas`.
     """
     isas = isas or list(blitz_attn.isa_levels(available=True))
     sizes = {level: size for level, size in read_sizes(threads).items() if level in levels}
+    tiles = {isa: float(_core.probe_tile_flops(isa, seconds, threads)) for isa in isas}
     return {
         "threads": threads,
+        "tiles": {isa: value for isa, value in tiles.items() if value},
         "flops": {isa: float(_core.probe_flops(isa, seconds, threads)) for isa in isas},
         "read": {level: float(_core.probe_read(isas[-1], size, seconds, threads)) for level, size in sizes.items()},
         "read_bytes": sizes,
@@ -95,6 +98,8 @@ def main(argv=None) -> int:
         limits = measure(threads, isas, seconds=args.seconds)
         for isa, value in limits["flops"].items():
             print(f"{'flops':>6} {isa:>12} {threads:>8} {0:>15} {value:>10.1f} GFLOP/s", flush=True)
+        for isa, value in limits["tiles"].items():
+            print(f"{'tiles':>6} {isa:>12} {threads:>8} {0:>15} {value:>10.1f} GFLOP/s", flush=True)
         for level, value in limits["read"].items():
             print(f"{'read':>6} {level:>12} {threads:>8} {limits['read_bytes'][level]:>15} {value:>10.1f} GB/s", flush=True)
     return 0

@@ -221,5 +221,8 @@ def kernels(level: str | None = ...) -> list[tuple[str, str]]: ...
 def probe_flops(level: str, seconds: float, num_threads: int | None = ...) -> float:
     """GFLOP/s of float32 multiply-adds, all threads together."""
 
+def probe_tile_flops(level: str, seconds: float, num_threads: int | None = ...) -> float:
+    """The same of bfloat16 tile products; 0 where the level has no tiles."""
+
 def probe_read(level: str, num_bytes: int, seconds: float, num_threads: int | None = ...) -> float:
     """GB/s of reading num_bytes a thread over and over, all threads together."""

@@ -326,7 +326,7 @@ BA_API ba_status ba_set_num_threads(int num_threads);
 BA_API const char *ba_num_threads_source(void); /* which of those rules decided, as a short text */
 
 /* Levels in rising order; a CPU (and a cap) allows a level and all below it. */
-typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_COUNT } ba_isa;
+typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_AVX512_BF16, BA_ISA_AMX, BA_ISA_COUNT } ba_isa;
 
 BA_API const char *ba_isa_name(ba_isa level);
 BA_API int ba_isa_parse(const char *name);     /* -1: no such level */
@@ -343,6 +343,8 @@ BA_API int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa
 
 /* fp32 multiply-adds of a level's widest vectors, all threads together, in FLOP/s. 0 where the level is not available. */
 BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
+/* The same of bfloat16 tile products. 0 where the level has no tiles. */
+BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
 /* Reads `bytes` a thread over and over, in bytes/s, all threads together. */
 BA_API double ba_probe_read(ba_isa level, int64_t bytes, double seconds, int num_threads);
 

@@ -28,7 +28,8 @@ typedef struct listed {
 extern const ba_attend_family ba_attend_emulated_float32, ba_attend_emulated_float16, ba_attend_emulated_bfloat16; /* emulated_wide.c */
 extern const ba_cache_kernels ba_cache_emulated_float32, ba_cache_emulated_float16, ba_cache_emulated_bfloat16, ba_cache_emulated_int8,
     ba_cache_emulated_float8_e4m3;
-extern const ba_probes ba_probes_emulated;
+extern const ba_attend_family ba_attend_emulated_amx_bfloat16; /* emulated_amx.c */
+extern const ba_probes ba_probes_emulated, ba_probes_emulated_amx;
 
 static const listed list[] = {
 #define BA_FAMILY(level, dtype) {"attend_" #dtype "_" #level, &ba_attend_##level##_##dtype, NULL, (ba_dtype)dtype},
@@ -41,6 +42,7 @@ static const listed list[] = {
     BA_FAMILY(emulated, float32)
     BA_FAMILY(emulated, float16)
     BA_FAMILY(emulated, bfloat16)
+    BA_FAMILY(emulated_amx, bfloat16)
     BA_CACHE(emulated, float32)
     BA_CACHE(emulated, float16)
     BA_CACHE(emulated, bfloat16)
@@ -60,6 +62,7 @@ static const struct {
 #define BA_PROBE(level) {"probe_" #level, &ba_probes_##level},
 #include "kernels/kernels.inc"
     BA_PROBE(emulated)
+    BA_PROBE(emulated_amx)
 #undef BA_FAMILY
 #undef BA_CACHE
 #undef BA_PROBE
@@ -68,7 +71,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 25 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 2,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 25 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -264,7 +267,11 @@ static void attend_ranges(const test_case *c, const key_range *ranges, int n, la
         memset(to, 0, sizeof *state);
         memcpy(to, (char *)panel.m + lane * real, (size_t)real);
         memcpy(to + real, (char *)panel.l + lane * real, (size_t)real);
-        for (int64_t d = 0; d < c->v_dim; d++) memcpy(to + (2 + d) * real, (char *)panel.o + o_index(c, d, lane) * real, (size_t)real);
+        for (int64_t d = 0; d < c->v_dim; d++) {
+            char *o = (char *)panel.o + o_index(c, d, lane) * real;
+            if (c->s.f->flushes && real_at(c, o, 0) == 0) set_element(real_dtype(c), o, 0, 0); /* of either sign */
+            memcpy(to + (2 + d) * real, o, (size_t)real);
+        }
     }
 }
 
@@ -400,6 +407,8 @@ static void make_single(test_case *c, int64_t v_dim) {
     set_operand(c, &q, 0, 0, 1);
 }
 
+static double visible_number(const test_case *c, double x) { return fabs(x) < tiny(c) ? 0 : x; }
+
 /* Every pattern of K and V is read as the number that it stands for: K exactly, V up to the roundings of its weight, which
  * are far less than what lies between two patterns. */
 static void check_patterns_in(test_case *c) {
@@ -413,10 +422,12 @@ static void check_patterns_in(test_case *c) {
         set_element(real_dtype(c), panel.l, 0, 0);
         const ba_chunk chunk = open_chunk(c, 0, 1);
         attend(c, &panel, &chunk);
-        const double want = get_element(c->s.kv_dtype, k.raw[0], 0);
+        const double want = visible_number(c, get_element(c->s.kv_dtype, k.raw[0], 0));
         record *r = &records[packs ? PACK_K : ATTEND];
         if (isnan(want)) require(r, isnan(real_at(c, panel.l, 0)), "a NaN that does not show in l [pattern]", bits, -1);
-        else if (isfinite(want)) compare(r, real_at(c, panel.m, 0), want, 0, "key [pattern]", bits, -1);
+        else if (isfinite(want) && exp_unit(c) == 0) compare(r, real_at(c, panel.m, 0), want, 0, "key [pattern]", bits, -1);
+        else if (isfinite(want)) /* m is a whole number near it */
+            compare(r, real_at(c, panel.m, 0) + log2(real_at(c, panel.l, 0)), want, 2 * exp_unit(c) + unit(c) * fabs(want), "key [pattern]", bits, -1);
     }
     for (int64_t bits = 0; bits < patterns; bits += ba_min(512, patterns)) {
         make_single(c, ba_min(512, patterns));
@@ -428,9 +439,9 @@ static void check_patterns_in(test_case *c) {
         const ba_chunk chunk = open_chunk(c, 0, 1);
         attend(c, &panel, &chunk);
         for (int64_t d = 0; d < c->v_dim; d++) {
-            const double want = get_element(c->s.kv_dtype, v.raw[0], d);
-            compare(&records[packs ? PACK_V : ATTEND], real_at(c, panel.o, o_index(c, d, 0)), want, 4 * unit(c) * fabs(want) + 2 * tiny(c),
-                    "value [pattern]", bits + d, -1);
+            const double want = visible_number(c, get_element(c->s.kv_dtype, v.raw[0], d));
+            compare(&records[packs ? PACK_V : ATTEND], real_at(c, panel.o, o_index(c, d, 0)) / real_at(c, panel.l, 0), want,
+                    (4 * unit(c) + exp_unit(c) + weight_unit(c)) * fabs(want) + 2 * tiny(c), "value [pattern]", bits + d, -1);
         }
     }
 }
@@ -674,6 +685,10 @@ static void check_probe(void *context) {
         for (int i = 0; i < BA_MAX_LANES; i++) sink[i] = NAN;
         const double once = p->flops(data, 1, sink);
         require(r, once > 0 && p->flops(data, 3, sink) == 3 * once && isfinite(sink[0]), "operations counted", -1, -1);
+        if (!p->tile_flops || bytes > 512) continue;
+        for (int i = 0; i < BA_MAX_LANES; i++) sink[i] = NAN;
+        const double tiles = p->tile_flops(data, 1, sink);
+        require(r, tiles > 0 && isfinite(sink[0]) && p->tile_flops(data, 2, sink) == 2 * tiles && isfinite(sink[0]), "tile operations counted", -1, -1);
     }
 }
 
@@ -684,6 +699,7 @@ static void check_dispatch(void) {
     r->name = "tables";
     for (int level = 0; level < BA_ISA_COUNT; level++) {
         const ba_attend_family *families[BA_DTYPE_COUNT] = {0};
+        const ba_attend_family *vectors[BA_DTYPE_COUNT] = {0};
         const ba_cache_kernels *caches[BA_DTYPE_COUNT] = {0};
         for (int i = 0; i < LISTED; i++) {
             const listed *l = &list[i];
@@ -691,11 +707,13 @@ static void check_dispatch(void) {
             if (strstr(l->name, "emulated") || (int)isa > level || isa > ba_isa_detected()) continue;
             if (l->cache) caches[l->dtype] = l->cache;
             else families[l->dtype] = l->family;
+            if (!l->cache && (l->family->pack_bytes == 0 || l->family->pack_bytes == l->family->real_size)) vectors[l->dtype] = l->family;
         }
         for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
             require(r, ba_kernels_at((ba_isa)level)->cache[dtype] == caches[dtype], "cache kernel [dtype][level]", dtype, level);
             if (dtype < BA_FLOAT_DTYPES)
-                require(r, ba_kernels_at((ba_isa)level)->attend[dtype] == families[dtype], "family [dtype][level]", dtype, level);
+                require(r, ba_kernels_at((ba_isa)level)->attend[dtype] == families[dtype] && ba_kernels_at((ba_isa)level)->vector[dtype] == vectors[dtype],
+                        "family [dtype][level]", dtype, level);
         }
     }
     report("dispatch", "", r, 1);

@@ -94,7 +94,7 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
     const double scales[] = {1, 0.125, 1.4426950408889634 / sqrt((double)head_dim), -0.3, 0, 0.7};
     c->scale = exact ? 0.125 : scales[pick(6)];
     c->softcap = pick(4) ? 0 : pick(2) ? 8 : 50;
-    c->scaled = (c->variant == FEW || (c->s.pack_k && c->s.pack_v)) && pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
+    c->scaled = (c->variant == FEW || (c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size)) && pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
     int64_t index = pick(4) ? pick(1000) : INT32_MAX - 4 * MAX_KEYS;
     for (int64_t j = 0; j < keys; j++) {
         c->key_index[j] = (int32_t)(index += 1 + (pick(4) == 0 ? pick(3) : 0));
@@ -122,7 +122,8 @@ const void **place_rows(const test_case *c, row_pool pool, buffer pointers, cons
 static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffer packed, buffer pointers, const void **rows, const float *scales,
                                  int64_t keys, int64_t dim) {
     const void **row = place_tight(pointers, keys * (int64_t)sizeof *row, sizeof *row);
-    pack(place(packed, keys * ba_round_up(dim, BA_PACK_PAD) * c->s.pack_bytes), row, rows, scales, keys, dim);
+    const int64_t room = ba_round_up(keys, c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
+    pack(place(packed, room * c->s.pack_bytes), row, rows, scales, keys, dim);
     return row;
 }
 
@@ -134,7 +135,7 @@ int64_t o_stride(const test_case *c) { return c->variant == FEW ? BA_FEW_PAD(c->
 int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return c->variant == FEW ? lane * o_stride(c) + d : d * c->lanes + lane; }
 
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
-    const int64_t real = c->s.f->real_size, o_bytes = (c->variant == FEW ? BA_FEW_PAD(c->v_dim) : c->v_dim) * c->lanes * real;
+    const int64_t real = c->s.f->real_size, o_bytes = (c->variant == FEW ? BA_FEW_PAD(c->v_dim) : ba_round_up(c->v_dim, c->s.f->dim_pad)) * c->lanes * real;
     ba_panel panel = {.o = place(o, o_bytes), .m = place(m, c->lanes * real), .l = place(l, c->lanes * real)};
     memset(panel.o, 0, (size_t)o_bytes);
     memset(panel.l, 0, (size_t)(c->lanes * real));
@@ -150,7 +151,7 @@ ba_panel open_panel(const test_case *c) {
         panel.q = place(PANEL_Q, c->queries * BA_FEW_PAD(c->head_dim) * f->real_size);
         f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
     } else {
-        panel.q = place(PANEL_Q, c->lanes * c->head_dim * f->q_bytes);
+        panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
     }
     if (c->mask == NO_MASK) return panel;
@@ -161,7 +162,7 @@ ba_panel open_panel(const test_case *c) {
 
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
     const subject *s = &c->s;
-    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .softcap = c->softcap};
+    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap};
     const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, first, keys, c->head_dim);
     const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, first, keys, c->v_dim);
     const float *k_scale = c->scaled ? place_copy(K_SCALES, c->k_scale + first, keys, sizeof *k_scale) : NULL;
@@ -193,7 +194,10 @@ void **place_out_rows(const test_case *c) { /* for the queries in use and none b
 /* ---- What plain arithmetic says ----------------------------------------------------------------------------------- */
 
 double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* double's own error too */
-double tiny(const test_case *c) { return smallest_of(real_dtype(c)); }
+double tiny(const test_case *c) { return c->variant != FEW && c->s.f->flushes ? 0x1p-126 : smallest_of(real_dtype(c)); }
+/* Of weights as they meet values, and of exp2, beyond reals' roundings: few queries have reals throughout. */
+double weight_unit(const test_case *c) { return c->variant != FEW ? c->s.f->weight_unit : 0; }
+double exp_unit(const test_case *c) { return c->variant != FEW ? c->s.f->exp_unit : 0; }
 
 /* The sum of n terms is off by at most n - 1 units of the terms' sizes, in whatever order; and each term by a few. */
 double sum_error(const test_case *c, int64_t n) { return (double)(n + 5) * unit(c); }
@@ -202,15 +206,16 @@ static double k_factor(const test_case *c, int64_t key) { return c->scaled ? c->
 double v_factor(const test_case *c, int64_t key) { return c->scaled ? c->v_scale[key] : 1; }
 
 plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 units */
-    double sum = 0, size = 0, key_size = 0;
+    double sum = 0, size = 0, other_size = 0;
     for (int64_t d = 0; d < c->head_dim; d++) {
         const double query = lane < c->queries ? q.value[lane][d] * c->scale : 0; /* 0, and so NaN where the key is not finite */
         const double term = query * k.value[key][d] * k_factor(c, key);
         sum += term;
         size += fabs(term);
-        key_size += fabs(k.value[key][d]);
+        other_size += fabs(k.value[key][d]);
+        if (c->s.f->flushes) other_size += fabs(query) + fabs(c->scale * k.value[key][d]);
     }
-    plain_number s = {sum, c->fill == EXACT_HUGE ? 0 : sum_error(c, c->head_dim) * size + tiny(c) * ((double)c->head_dim + key_size)};
+    plain_number s = {sum, c->fill == EXACT_HUGE ? 0 : sum_error(c, c->head_dim) * size + tiny(c) * ((double)c->head_dim + other_size)};
     if (c->softcap != 0) {
         s.value = c->softcap * tanh(s.value / c->softcap);
         s.error += c->softcap * 8 * unit(c);
@@ -220,7 +225,7 @@ plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 u
 
 /* Error of a weight 2^x of a score x below the maximum: the polynomial's, and that of the subtraction. */
 double weight_error(const test_case *c, double x) {
-    return exp2(x) * unit(c) * (4 + fmin(fabs(x), 2000)) + (c->s.f->real_size == 4 ? 0x1p-126 : 0x1p-1022);
+    return exp2(x) * (unit(c) * (4 + fmin(fabs(x), 2000)) + exp_unit(c)) + (c->s.f->real_size == 4 ? 0x1p-126 : 0x1p-1022);
 }
 
 /* Attention of one lane over all keys of the case, and how far a kernel may be from it: errors of scores become relative
@@ -257,7 +262,7 @@ void attend_plainly(const test_case *c, int64_t lane, plain_row *r) {
             moved += slack[j] * fabs(value);
         }
         r->out[d] = sum == 0 && total == 0 ? 0 : total / sum;
-        moved += sum_slack * fabs(r->out[d]) + sum_error(c, n) * size + tiny(c) * (double)(n + 5);
+        moved += sum_slack * fabs(r->out[d]) + (sum_error(c, n) + weight_unit(c)) * size + tiny(c) * (double)(n + 5);
         const double error = moved / fmax(sum, 1e-300);
         r->out_error[d] = error + unit_of(c->s.dtype) * (fabs(r->out[d]) + error) + smallest_of(c->s.dtype);
     }

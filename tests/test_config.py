@@ -1,6 +1,7 @@
 """What the library says about the machine, and the caps on instruction sets."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -138,6 +139,25 @@ def test_unknown_environment_cap_is_told_and_passed_over():
     assert report["active"] == _core.isa_detected()
     assert "sse9" in report["why"]
     assert all(level in report["why"] for level in blitz_attn.isa_levels())
+
+
+def test_refused_permission_is_told_and_passed_over():
+    """Linux refuses tiles where a thread's signal stack could not hold their state: a lower level is used, and the report says why."""
+    if "amx" not in blitz_attn.isa_levels(available=True) or sys.platform != "linux" or _core.probe_tile_flops("amx", 0.01, 1) < 100:
+        pytest.skip("the CPU has no amx")
+    program = """if True:
+        import ctypes, mmap
+        class Stack(ctypes.Structure):
+            _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+        memory = mmap.mmap(-1, 8192)
+        stack = Stack(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, 8192)  # tiles alone take as much
+        assert ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(stack), None) == 0
+        import blitz_attn, json
+        print(json.dumps(blitz_attn.show_config("dict")["isa"]))
+    """
+    report = json.loads(python("-c", program))
+    assert report["active"] == report["detected"] == "avx512_bf16"
+    assert "refused" in report["why"]
 
 
 # ---- Kernels ------------------------------------------------------------------------------------------------------

@@ -75,10 +75,12 @@ def passed(output):
 def test_every_kernel(objects):
     output = run(ROOT / BUILD / "checkkernels")
     assert passed(output) > 0
-    for level in [*cases.ISA_LEVELS, "emulated"]:
-        for dtype in ("float32", "float16", "bfloat16"):
-            for variant in ("wide", "narrow", "few"):
-                assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
+    listed = re.findall(r"^BA_FAMILY\((\w+), (\w+)\)$", (ROOT / "csrc/kernels/kernels.inc").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {("portable", "float64"), ("avx2", "float16"), ("avx512", "float32"), ("amx", "bfloat16")} <= set(listed)
+    emulated = [("emulated", dtype) for dtype in ("float32", "float16", "bfloat16")] + [("emulated_amx", "bfloat16")]
+    for level, dtype in [*(pair for pair in listed if pair[0] in cases.ISA_LEVELS), *emulated]:
+        for variant in ("wide", "narrow", "few"):
+            assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
     assert not re.search(rf"_({'|'.join(cases.ISA_LEVELS)}) .*skipped", output)
 
 

@@ -1,26 +1,68 @@
+#define _DEFAULT_SOURCE /* syscall */
+#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "blitz_attn.h"
+#include "core/common.h"
 #include "core/status.h"
 
-static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx512"};
+#define LEVELS "portable, avx2, avx512, avx512_bf16, amx"
+static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
 
 static pthread_once_t looked = PTHREAD_ONCE_INIT;
 static ba_isa detected_level = BA_ISA_PORTABLE;
 static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
+static char refusal_note[160]; /* why the CPU's highest level is not used */
+
+#if defined(__x86_64__) && !defined(BA_EMULATED)
+static bool cpuid_has_avx512_bf16(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5;
+}
+
+/* Tiles and their bfloat16 products in the CPU, and tiles among what the system saves. */
+static bool cpuid_has_amx(void) {
+    unsigned eax, ebx, ecx, edx, low, high;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 24) || !(edx & 1u << 22)) return false;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 27)) return false;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;
+}
+
+/* Linux saves tiles for processes only that have asked. The permission holds for all threads and for children. */
+static bool asked_for_tiles(void) {
+#ifdef __linux__
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0) return true;
+    snprintf(refusal_note, sizeof refusal_note, "the CPU has amx, but the system refused permission to use it (%s)", strerror(errno));
+#else
+    snprintf(refusal_note, sizeof refusal_note, "the CPU has amx, which this library uses on Linux only");
+#endif
+    return false;
+}
+#endif
 
 /* __builtin_cpu_supports asks CPUID and XGETBV both: an instruction set that the system does not save is not there. F16C,
  * which not every compiler's builtin knows by name, is older than AVX2 and in every CPU that has it. A level that this
  * build was made without is not there either. */
 static ba_isa detect(void) {
     ba_isa level = BA_ISA_PORTABLE;
-#if defined(__x86_64__)
+#ifdef BA_EMULATED
+    level = BA_ISA_COUNT - 1; /* every level is plain C */
+#elif defined(__x86_64__)
     __builtin_cpu_init();
 #ifndef BA_NO_avx2
     if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return level;
@@ -31,6 +73,14 @@ static ba_isa detect(void) {
           __builtin_cpu_supports("avx512vl")))
         return level;
     level = BA_ISA_AVX512;
+#endif
+#ifndef BA_NO_avx512_bf16
+    if (!cpuid_has_avx512_bf16()) return level;
+    level = BA_ISA_AVX512_BF16;
+#endif
+#ifndef BA_NO_amx
+    if (!cpuid_has_amx() || !asked_for_tiles()) return level;
+    level = BA_ISA_AMX;
 #endif
 #endif
     return level;
@@ -56,7 +106,7 @@ static void look(void) {
     if (!wanted || !*wanted) return;
     const int level = ba_isa_parse(wanted);
     if (level < 0)
-        snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (portable, avx2, avx512) and is ignored", wanted);
+        snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (" LEVELS ") and is ignored", wanted);
     else atomic_store(&cap_level, level);
 }
 
@@ -80,14 +130,14 @@ ba_isa ba_isa_active(void) {
 }
 
 ba_status ba_isa_set_cap(ba_isa level) {
-    if ((unsigned)level >= BA_ISA_COUNT) return ba_fail(BA_ERROR_VALUE, "isa: expected one of portable, avx2, avx512, got level %d", (int)level);
+    if ((unsigned)level >= BA_ISA_COUNT) return ba_fail(BA_ERROR_VALUE, "isa: expected one of " LEVELS ", got level %d", (int)level);
     ba_isa_detected(); /* so that the environment is read before, not after */
     atomic_store(&cap_level, (int)level);
     return BA_OK;
 }
 
 const char *ba_isa_note(void) {
-    static _Thread_local char note[256];
+    static _Thread_local char note[384];
     const ba_isa detected = ba_isa_detected();
     const int cap = atomic_load(&cap_level);
     if (environment_note[0]) return environment_note;
@@ -95,6 +145,7 @@ const char *ba_isa_note(void) {
         snprintf(note, sizeof note, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
     else if (cap < BA_ISA_COUNT - 1 && cap > (int)detected)
         snprintf(note, sizeof note, "%s: the highest that this CPU has; the cap %s is above it", level_names[detected], level_names[cap]);
+    else if (refusal_note[0]) snprintf(note, sizeof note, "%s: %s", level_names[detected], refusal_note);
     else snprintf(note, sizeof note, "%s: the highest that this CPU and this build have", level_names[detected]);
     return note;
 }

@@ -30,8 +30,8 @@ enum {
 /* One panel's queries and state. All arrays are [..][lanes], lanes being the width of the kernel called. */
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
-    void *o;           /* real [v_dim][lanes], starts as 0 */
-    void *m;           /* real [lanes], log2 units, starts as minus the largest finite number */
+    void *o;           /* real [round_up(v_dim, dim_pad)][lanes], starts as 0 */
+    void *m;           /* real [lanes], log2 units: what weights are relative to; starts as minus the largest finite number */
     void *l;           /* real [lanes], starts as 0 */
     const int32_t *lo; /* NULL: every lane sees every key of the chunk. Else lane sees key j when lo <= key_index[j] < hi */
     const int32_t *hi;
@@ -44,28 +44,31 @@ typedef struct ba_chunk {
     const void *const *v_rows; /* [keys] */
     int64_t k_offset;          /* few only: a row begins so many bytes behind k_rows[j]; the heads of a token share its pointer */
     int64_t v_offset;
-    const void *const *k_next; /* few only: [keys], rows to be prefetched meanwhile, in the order they lie in; NULL: none */
-    const void *const *v_next;
+    const void *const *k_next; /* NULL: none. Rows that are wanted next, as they lie: few is given [keys] and prefetches them */
+    const void *const *v_next; /* meanwhile, the others [next_rows], which they may prefetch */
+    int64_t next_rows;
     const int32_t *key_index; /* [keys], rising; looked at only where the panel has lo and hi */
     const float *k_scale;     /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
     const float *v_scale;     /* few only: the same of V */
+    double scale;             /* what pack_queries was given: a family whose packed queries do not carry it multiplies scores with it */
     double softcap;           /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
     void *scratch;            /* keys * scratch_per_key bytes; what is in it on entry does not matter */
 } ba_chunk;
 
-/* Lanes n .. lanes-1 of the panel become zero queries. */
+/* Lanes n .. lanes-1 of the panel become zero queries. The panel has room for lanes * round_up(dim, dim_pad) * q_bytes. */
 #define BA_PACK_QUERIES(name) void name(void *panel, const void *const *q_rows, int64_t n, int64_t dim, double scale)
 typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 
-/* Brings rows of K (or V) into the form that attend reads. Fills packed (keys * round_up(dim, BA_PACK_PAD) * pack_bytes
- * bytes) and sets packed_rows[0 .. keys-1] to what attend must be given as its rows. Row j is multiplied with scales[j]
- * (NULL: with 1). */
+/* Brings rows of K (or V) into the form that attend reads. Fills packed (round_up(keys, key_pad) * round_up(dim, dim_pad) *
+ * pack_bytes bytes) and sets packed_rows[0 .. keys-1] to what attend must be given as its rows; rows that will do as they
+ * are may stay. Row j is multiplied with scales[j] (NULL: with 1); only where rows become reals may there be scales. */
 #define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, const float *scales, int64_t keys, int64_t dim)
 typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 
 /* The fused kernel: one chunk's scores, softmax and values added to one panel's state.
  * Promises: a lane's result depends on nothing but its own query, its own visible keys and where the chunk begins;
- * keys that a lane does not see add exactly nothing, whatever is in their rows (NaN and infinity included). */
+ * keys that a lane does not see add exactly nothing, whatever is in their rows (NaN and infinity included).
+ * Where the family flushes, the sign of a zero in o may differ; finish writes such a zero as +0. */
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
@@ -161,12 +164,16 @@ typedef struct ba_attend_family {
     const char *name;
     ba_isa isa;
     int64_t lanes[BA_PANEL_WIDTHS]; /* [0] wide, [1] narrow */
+    int64_t dim_pad, key_pad;       /* dims of packed queries, rows and o, and keys of packed rows, have room up to a multiple of these */
     int64_t real_size;              /* bytes of an accumulator element: 4 or 8 */
     int64_t q_bytes;                /* bytes of a packed query element */
     int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
     int64_t lane_block;             /* dims that pack_tile keeps together */
     int64_t key_step;               /* attend may be given any part of a chunk that begins at a multiple of this */
+    double weight_unit;             /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
+    double exp_unit;                /* the same of exp2 */
+    bool flushes;                   /* inputs, products and o count as 0 below real's normal range */
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
     ba_attend_fn attend[BA_PANEL_WIDTHS];
@@ -209,6 +216,7 @@ typedef struct ba_cache_kernels {
 } ba_cache_kernels;
 
 /* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.
+ * tile_flops: the same of products of bfloat16 tiles that stay where they are; NULL where there are no tiles.
  * read: sums n bytes (a multiple of 512) and returns a value that depends on all of them. */
 #define BA_PROBE_FLOPS(name) double name(const float *operands, int64_t rounds, float *sink)
 typedef BA_PROBE_FLOPS((*ba_probe_flops_fn));
@@ -217,7 +225,7 @@ typedef BA_PROBE_READ((*ba_probe_read_fn));
 
 typedef struct ba_probes {
     ba_isa isa;
-    ba_probe_flops_fn flops;
+    ba_probe_flops_fn flops, tile_flops;
     ba_probe_read_fn read;
 } ba_probes;
 
@@ -225,6 +233,7 @@ typedef struct ba_probes {
 
 typedef struct ba_kernels {
     const ba_attend_family *attend[BA_FLOAT_DTYPES]; /* by dtype */
+    const ba_attend_family *vector[BA_FLOAT_DTYPES]; /* the highest family whose packed rows are reals: also for K and V of another dtype */
     const ba_cache_kernels *cache[BA_DTYPE_COUNT];   /* by dtype of K and V; NULL where they cannot have it */
     const ba_probes *probes;
 } ba_kernels;
@@ -250,6 +259,7 @@ typedef struct ba_tuning {
     int64_t few_bytes;        /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
 } ba_tuning;
 
+/* The row of the level that a family belongs to is the family's. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

@@ -23,6 +23,7 @@
 #undef BA_HAVE_V_MAX
 #undef BA_HAVE_V_EXP2
 #undef BA_HAVE_V_CONVERT
+#undef BA_HAVE_V_SHORT
 #undef BA_HAVE_V_BYTES
 #undef BA_HAVE_V_E4M3
 #undef BA_HAVE_V_REPEAT
@@ -112,6 +113,44 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     const vec scale = (vec)((ivec)t << 23); /* 2^round(x), and 0 at -127 */
     return NAME(exp2_poly)(f) * scale;
 #endif
+}
+#endif
+
+#if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_SHORT)
+/* a * b + c with one rounding, whatever the compiler makes of the text around it. */
+BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
+    vec y;
+    for (int i = 0; i < BA_LANES; i++) y[i] = fmaf(a[i], b[i], c[i]);
+    return y;
+}
+/* 2^x where an error of 2.7e-6 does not show, for every x: infinity where it is too large. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
+/* Two positive numbers rounded to bfloat16, half up, side by side: the first in the lower half. */
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
+    return ((((ivec)even + 0x8000) >> 16) & 0xffff) | (((ivec)odd + 0x8000) & -0x10000);
+}
+#if BA_LANES == 16
+/* Four times 16 bytes. */
+BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
+    const void *const from[4] = {a, b, c, d};
+    vec x;
+    for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, from[i], 16);
+    return x;
+}
+/* 8 rows of 4 quarters of 8 elements of 16 bits: in each quarter for itself, rows become columns. */
+BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
+    uint16_t from[8][4][8], to[8][4][8];
+    memcpy(from, rows, sizeof from);
+    for (int i = 0; i < 8; i++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int j = 0; j < 8; j++) to[i][quarter][j] = from[j][quarter][i];
+    memcpy(rows, to, sizeof to);
+}
+#endif
+BA_INLINE bool NAME(v_any)(ivec mask) {
+    real_int any = 0;
+    for (int i = 0; i < BA_LANES; i++) any |= mask[i];
+    return any != 0;
 }
 #endif
 

@@ -11,6 +11,48 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     return (vec)_mm512_scalef_ps((__m512)NAME(exp2_poly)(f), (__m512)(x - f));
 }
 
+#define BA_HAVE_V_SHORT 1
+BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+/* VSCALEFPS rounds the exponent down by itself, so the fraction is taken from below. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) {
+    const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vec p = f * 0x1.bb7cd8p-7f + 0x1.aa13eep-5f;
+    p = p * f + 0x1.ee798ap-3f;
+    p = p * f + 0x1.62d166p-1f;
+    p = p * f + 0x1.00002cp+0f;
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(-0x10000);
+    const __m512i a = _mm512_add_epi32((__m512i)even, half), b = _mm512_add_epi32((__m512i)odd, half);
+    return (ivec)_mm512_ternarylogic_epi32(upper, b, _mm512_alignr_epi8(a, a, 2), 0xca); /* no shift: that port has the multiplications */
+}
+BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
+    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a));
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)b), 1);
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)c), 2);
+    return (vec)_mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)d), 3);
+}
+BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
+    __m512i a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* rows i and i + 4, then 2 apart, then 1: what was 4 rows away is next */
+        a[2 * i] = _mm512_unpacklo_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
+        a[2 * i + 1] = _mm512_unpackhi_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[2 * i] = _mm512_unpacklo_epi16(a[i], a[i + 4]);
+        b[2 * i + 1] = _mm512_unpackhi_epi16(a[i], a[i + 4]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        rows[2 * i] = (vec)_mm512_unpacklo_epi16(b[i], b[i + 4]);
+        rows[2 * i + 1] = (vec)_mm512_unpackhi_epi16(b[i], b[i + 4]);
+    }
+}
+BA_INLINE bool NAME(v_any)(ivec mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+
 #define BA_HAVE_V_CONVERT 1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) {

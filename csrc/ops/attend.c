@@ -75,9 +75,9 @@ static int64_t tile_room(const call *c) { return ba_round_up(c->plan.tile_querie
 static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->tuning->chunk_keys, c->tuning->few_keys);
+    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->tuning->chunk_keys, c->tuning->few_keys), packed = ba_round_up(keys, f->key_pad);
     const int64_t lanes = tiles * ba_max(tile_room(c), c->plan.few_heads * BA_FEW_QUERIES);
-    const int64_t pad_k = ba_round_up(p->head_dim, BA_PACK_PAD), pad_v = ba_round_up(p->v_dim, BA_PACK_PAD);
+    const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
     w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
@@ -85,8 +85,8 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
     w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->packed_k = ba_take(base, &used, c->pack_k ? keys * pad_k * pack : 0);
-    w->packed_v = ba_take(base, &used, c->pack_v ? keys * pad_v * pack : 0);
+    w->packed_k = ba_take(base, &used, c->pack_k ? packed * pad_k * pack : 0);
+    w->packed_v = ba_take(base, &used, c->pack_v ? packed * pad_v * pack : 0);
     w->scores = ba_take(base, &used, keys * ba_max(f->scratch_per_key, BA_FEW_QUERIES * f->real_size));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -138,7 +138,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
         }
         w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
     }
-    const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : p->v_dim;
+    const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == FEW ? f->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
@@ -165,8 +165,8 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
         const int64_t room = panel_room(c, s->width);
         s->lane = lane;
         s->lanes = ba_min(left, room);
-        s->panel.q = w->q + at * ba_round_up(p->head_dim, BA_PACK_PAD) * f->q_bytes;
-        s->panel.o = w->o + at * ba_round_up(p->v_dim, BA_PACK_PAD) * f->real_size;
+        s->panel.q = w->q + at * ba_round_up(p->head_dim, f->dim_pad) * f->q_bytes;
+        s->panel.o = w->o + at * ba_round_up(p->v_dim, f->dim_pad) * f->real_size;
         s->panel.m = w->ml + at * 2 * f->real_size;
         s->panel.l = w->ml + (at * 2 + room) * f->real_size;
         s->panel.lo = w->bounds + at * 2;
@@ -267,7 +267,22 @@ static void join_item(void *context, int64_t index, int worker) {
 
 /* ---- An item ------------------------------------------------------------------------------------------------------ */
 
-static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole) {
+/* Rows that the chunk after this one begins with, shared out among the panels that come before it. */
+typedef struct share {
+    const chunk_rows *rows; /* NULL: there is no such chunk */
+    int64_t panels, panel;
+} share;
+
+static void share_out(share *s, ba_chunk *chunk) {
+    if (!s->rows) return;
+    const int64_t begin = s->rows->keys * s->panel / s->panels, end = s->rows->keys * (s->panel + 1) / s->panels;
+    chunk->k_next = s->rows->k_rows + begin;
+    chunk->v_next = s->rows->v_rows + begin;
+    chunk->next_rows = end - begin;
+    s->panel++;
+}
+
+static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole, share *next) {
     const ba_attend_family *f = c->family;
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
@@ -288,6 +303,7 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
         if (chunk.v_next) chunk.v_next += begin;
         if (chunk.k_scale) chunk.k_scale += begin;
         if (chunk.v_scale) chunk.v_scale += begin;
+        if (s->width != FEW) share_out(next, &chunk);
         ba_panel panel = s->panel;
         if (chunk.key_index[0] >= s->all.lo && chunk.key_index[chunk.keys - 1] < s->all.hi) panel.lo = panel.hi = NULL;
         if (s->width == FEW) c->few(&panel, s->lanes, &chunk);
@@ -379,10 +395,10 @@ static const float *find_scales(const ba_view *view, const float *const *at, int
     return scales;
 }
 
-/* The tiles of one head that walk this list meet the chunk. */
-static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, int64_t head, const chunk_rows *here, bool asks) {
+/* The tiles of one head that walk this list meet the chunk. `next`: the chunk after it, or NULL. */
+static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, int64_t head, const chunk_rows *here, const chunk_rows *next) {
     const ba_problem *p = c->problem;
-    const bool few = ba_plan_few(&c->plan, item->batch);
+    const bool few = ba_plan_few(&c->plan, item->batch), asks = few && next;
     ba_chunk chunk = {.keys = here->keys,
                       .head_dim = p->head_dim,
                       .v_dim = p->v_dim,
@@ -395,6 +411,7 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
                       .v_next = asks ? w->v_next + head * here->keys : NULL,
                       .k_scale = find_scales(&p->k_scale, here->k_scale_at, head, here->keys, w->k_scale),
                       .v_scale = find_scales(&p->v_scale, here->v_scale_at, head, here->keys, w->v_scale),
+                      .scale = p->scale * LOG2_E,
                       .softcap = p->softcap * LOG2_E,
                       .scratch = w->scores};
     if (c->pack_k && !few) {
@@ -405,8 +422,11 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
         c->pack_v(w->packed_v, w->packed_v_rows, here->v_rows, chunk.v_scale, chunk.keys, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
+    share shares = {next, 0, 0};
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
-        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk);
+        if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;
+    for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
+        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk, &shares);
 }
 
 static void run_item(void *context, int64_t index, int worker) {
@@ -429,7 +449,7 @@ static void run_item(void *context, int64_t index, int worker) {
             ba_rows_ahead(p->k.head_stride * size, p->k.token_stride * size, item->kv_heads, here->keys, next->k_rows, next->keys, w.k_next);
             ba_rows_ahead(p->v.head_stride * size, p->v.token_stride * size, item->kv_heads, here->keys, next->v_rows, next->keys, w.v_next);
         }
-        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, head, here, few && more);
+        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, head, here, more ? next : NULL);
     }
     for (int64_t i = 0; i < tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {
@@ -447,6 +467,7 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     c->pack_v = c->family->pack_v;
     c->few = c->family->few;
     if (p->kv_dtype != p->dtype) {
+        c->family = kernels->vector[p->dtype];
         c->pack_k = c->pack_v = kernels->cache[p->kv_dtype]->pack;
         c->few = kernels->cache[p->kv_dtype]->few;
     }
@@ -465,8 +486,9 @@ static int64_t lay_out_parts(const call *c, int64_t *offset) {
 
 ba_status ba_attend(const ba_problem *problem, int num_threads) {
     const ba_isa level = ba_isa_active();
-    call c = {.problem = problem, .tuning = ba_tuning_at(level)};
+    call c = {.problem = problem};
     choose_kernels(&c, problem, level);
+    c.tuning = ba_tuning_at(c.family->isa);
     int threads = ba_threads_for(num_threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, threads);

@@ -448,7 +448,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
     const ba_isa level = ba_isa_active();
     call c = {.problem = problem,
               .gradients = gradients,
-              .family = ba_kernels_at(level)->attend[problem->dtype],
+              .family = ba_kernels_at(level)->vector[problem->dtype],
               .tuning = ba_tuning_at(level),
               .dk = gradients->dk,
               .dv = gradients->dv};

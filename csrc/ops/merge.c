@@ -93,7 +93,7 @@ static void merge_rows(void *context, int64_t item, int worker) {
 
 ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
     BA_TRY(check_merge(parts, outs, lses, out, lse));
-    merge_call c = {.family = ba_kernels_active()->attend[out->dtype], .parts = parts, .outs = outs, .lses = lses, .out = out, .lse = lse};
+    merge_call c = {.family = ba_kernels_active()->vector[out->dtype], .parts = parts, .outs = outs, .lses = lses, .out = out, .lse = lse};
     c.rows = out->dims[0] * out->dims[1] * out->dims[2];
     c.scratch_bytes = ba_round_up(parts * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
     const int64_t items = ba_ceil_div(c.rows, ROWS_AN_ITEM);

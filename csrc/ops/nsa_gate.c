@@ -130,7 +130,7 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
         ba_set_real(s->dlogits, (head * GATES + g) * TOKENS_A_SUM + place, dlogit[g], real);
         rows[g] = weight_row(c->weight, head, g);
     }
-    c->kernels->attend[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, c->dim);
+    c->kernels->vector[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, c->dim);
     c->family->store_row(ba_row(&c->dq, batch, token, head), s->row, c->dim);
 }
 
@@ -183,7 +183,7 @@ static void set_sizes(gate_call *c, const ba_rows *like) {
     c->heads = like->heads;
     c->dim = c->q.data ? c->q.dim : 1;
     c->kernels = ba_kernels_active();
-    c->family = c->kernels->attend[like->dtype];
+    c->family = c->kernels->vector[like->dtype];
     c->real_size = c->family->real_size;
 }
 
@@ -194,7 +194,7 @@ static void pack_weight(const gate_call *c) {
     for (int64_t head = 0; c->weighted && head < c->heads; head++) {
         const void *rows[GATES];
         for (int64_t g = 0; g < GATES; g++) rows[g] = weight_row(c->weight, head, g);
-        c->kernels->attend[c->weight->dtype]->pack_few(c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size, rows, GATES, c->dim, 1);
+        c->kernels->vector[c->weight->dtype]->pack_few(c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size, rows, GATES, c->dim, 1);
     }
 }
 

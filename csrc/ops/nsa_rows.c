@@ -46,7 +46,7 @@ ba_status ba_check_threads(int num_threads) {
 void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,
                  void *out) {
     const ba_dtype real = ba_real_of(dtype);
-    const ba_attend_family *family = kernels->attend[real];
+    const ba_attend_family *family = kernels->vector[real];
     const ba_pack_rows_fn widen = kernels->cache[dtype]->pack;
     const void *parts[BA_ROWS_AT_ONCE + 1];
     double room[BA_ROWS_AT_ONCE + 1]; /* weights, of either size of real */
@@ -155,7 +155,7 @@ static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
 
 /* out = mean @ weight of the head, in out's dtype: the rows of weight, each times an element of the mean. */
 static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, char *out) {
-    const ba_attend_family *real = c->kernels->attend[ba_real_of(c->x.dtype)];
+    const ba_attend_family *real = c->kernels->vector[ba_real_of(c->x.dtype)];
     const int64_t *steps = c->weight->strides;
     for (int64_t d = 0; d < c->x.dim; d++) w->weight_rows[d] = (const char *)c->weight->data + (head * steps[0] + d * steps[1]) * real->real_size;
     if (c->out.dtype == ba_real_of(c->x.dtype)) {
@@ -163,7 +163,7 @@ static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, ch
         return;
     }
     real->merge_row(w->mapped, w->weight_rows, w->mean, c->x.dim, c->out.dim);
-    c->kernels->attend[c->out.dtype]->store_row(out, w->mapped, c->out.dim);
+    c->kernels->vector[c->out.dtype]->store_row(out, w->mapped, c->out.dim);
 }
 
 static void pool_item(void *context, int64_t index, int worker) {
@@ -184,7 +184,7 @@ static void pool_item(void *context, int64_t index, int worker) {
                 ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, w.mean);
                 map_mean(c, &w, head, out);
             } else if (c->out.dtype == c->x.dtype) {
-                c->kernels->attend[c->x.dtype]->merge_row(out, w.rows, w.weights, size, c->x.dim);
+                c->kernels->vector[c->x.dtype]->merge_row(out, w.rows, w.weights, size, c->x.dim);
             } else {
                 memset(out, 0, (size_t)(c->x.dim * real_size));
                 ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, out);
@@ -282,7 +282,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
                            ba_dtype_name(a->more[c.summands].dtype));
     }
     BA_TRY(ba_check_threads(a->num_threads));
-    c.merge_row = ba_kernels_active()->attend[a->dx.dtype]->merge_row;
+    c.merge_row = ba_kernels_active()->vector[a->dx.dtype]->merge_row;
     c.scratch_bytes = ba_round_up((BA_MOST_SUMMANDS + ba_ceil_div(c.s.block, c.s.stride)) * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);

@@ -500,7 +500,7 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
 /* The highest level in use whose family has its parts: some have the fused kernel alone. */
 static ba_isa level_with_parts(ba_dtype real) {
     ba_isa level = ba_isa_active();
-    while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->attend[real]->scores[0]) level--;
+    while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->vector[real]->scores[0]) level--;
     return level;
 }
 
@@ -510,7 +510,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     const ba_dtype real = ba_real_of(args->q.dtype);
     const ba_isa level = level_with_parts(real);
     c.kernels = ba_kernels_at(level);
-    c.family = c.kernels->attend[real];
+    c.family = c.kernels->vector[real];
     c.real_size = c.family->real_size;
     c.lanes = c.family->lanes[0];
     c.chunk_keys = ba_tuning_at(level)->chunk_keys;

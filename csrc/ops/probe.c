@@ -11,6 +11,7 @@ enum { SLICES = 4 };
 
 typedef struct probe {
     const ba_probes *kernels;
+    ba_probe_flops_fn flops;
     double seconds;
     int64_t bytes; /* 0: flops are counted */
     float *data;   /* bytes a thread, one after the other */
@@ -55,7 +56,7 @@ static void run_probe(void *context, int64_t item, int worker) {
             for (int64_t r = 0; r < repeats; r++) keep = keep + p->kernels->read(data, p->bytes);
             done += (double)repeats * (double)p->bytes;
         } else {
-            done += p->kernels->flops(operands, 1000, sink);
+            done += p->flops(operands, 1000, sink);
             keep = keep + sink[0];
         }
         elapsed = now() - begin;
@@ -63,10 +64,12 @@ static void run_probe(void *context, int64_t item, int worker) {
     p->rate[item] = done / elapsed;
 }
 
-static double measure(ba_isa level, int64_t bytes, double seconds, int num_threads) {
+static double measure(ba_isa level, bool tiles, int64_t bytes, double seconds, int num_threads) {
     if ((unsigned)level >= BA_ISA_COUNT || level > ba_isa_detected() || seconds <= 0 || bytes < 0) return 0;
     const int threads = ba_threads_for(num_threads);
     probe p = {.kernels = ba_kernels_at(level)->probes, .seconds = seconds, .bytes = bytes, .threads = threads};
+    p.flops = tiles ? p.kernels->tile_flops : p.kernels->flops;
+    if (!p.flops) return 0;
     p.rate = calloc((size_t)threads, sizeof *p.rate);
     if (bytes) p.data = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
     double best = 0;
@@ -84,8 +87,10 @@ static double measure(ba_isa level, int64_t bytes, double seconds, int num_threa
     return best;
 }
 
-double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, 0, seconds, num_threads); }
+double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, false, 0, seconds, num_threads); }
+
+double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads) { return measure(level, true, 0, seconds, num_threads); }
 
 double ba_probe_read(ba_isa level, int64_t bytes, double seconds, int num_threads) {
-    return bytes > 0 ? measure(level, ba_round_up(bytes, 512), seconds, num_threads) : 0;
+    return bytes > 0 ? measure(level, false, ba_round_up(bytes, 512), seconds, num_threads) : 0;
 }

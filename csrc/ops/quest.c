@@ -407,7 +407,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     select_call c = {.args = args, .most_pages = 1};
     BA_TRY(check_select(args, &c));
     const ba_kernels *kernels = ba_kernels_active();
-    c.family = kernels->attend[args->q.dtype];
+    c.family = kernels->vector[args->q.dtype];
     c.cache = kernels->cache[args->a.dtype];
     double work = 0;
     for (int64_t b = 0; b < args->batch; b++) {

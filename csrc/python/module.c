@@ -26,6 +26,7 @@ static PyMethodDef methods[] = {
     FUNCTION(cpu_model),
     FUNCTION(kernels),
     FUNCTION(probe_flops),
+    FUNCTION(probe_tile_flops),
     FUNCTION(probe_read),
     {NULL, NULL, 0, NULL},
 };

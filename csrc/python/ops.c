@@ -409,6 +409,18 @@ PyObject *py_probe_flops(PyObject *module, PyObject *const *args, Py_ssize_t nar
     return PyFloat_FromDouble(rate * 1e-9);
 }
 
+PyObject *py_probe_tile_flops(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"level", "seconds", "num_threads"};
+    (void)module;
+    SORT_ARGUMENTS(probe_tile_flops, 3, 2);
+    ba_isa level;
+    double seconds, rate;
+    int threads;
+    if (read_probe(values[0], values[1], values[2], &level, &seconds, &threads) < 0) return NULL;
+    WITHOUT_GIL(rate = ba_probe_tile_flops(level, seconds, threads));
+    return PyFloat_FromDouble(rate * 1e-9);
+}
+
 PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     static const char *const names[] = {"level", "num_bytes", "seconds", "num_threads"};
     (void)module;

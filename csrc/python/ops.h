@@ -47,6 +47,7 @@ DECLARE_FUNCTION(isa_note);
 DECLARE_FUNCTION(cpu_model);
 DECLARE_FUNCTION(kernels);
 DECLARE_FUNCTION(probe_flops);
+DECLARE_FUNCTION(probe_tile_flops);
 DECLARE_FUNCTION(probe_read);
 
 #endif

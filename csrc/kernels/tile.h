@@ -1,0 +1,82 @@
+/* Tiles: eight registers of 16 rows of 64 bytes, and what AMX does with them. Each operation is an instruction, or C that
+ * gives the same bits where BA_TILE_EMULATED is defined, so that code over tiles is checked on a machine that lacks them.
+ *
+ * Tile numbers are literals. An instruction that loads or stores says so to the compiler by a "memory" clobber: gcc 12's own
+ * intrinsics do not, and it then moves or drops the stores that filled the memory. */
+#ifndef BA_TILE_H
+#define BA_TILE_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { BA_TILE_ROWS = 16, BA_TILE_ROW_BYTES = 64, BA_TILE_BYTES = 1024 };
+
+#ifndef BA_TILE_EMULATED
+
+/* Palette 1, and all eight tiles of full size. */
+static const struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} ba_tile_config __attribute__((aligned(64))) = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* A thread's tiles exist from configure to release. */
+static inline void ba_tile_configure(void) { __asm__ volatile("ldtilecfg %0" : : "m"(ba_tile_config)); }
+static inline void ba_tile_release(void) { __asm__ volatile("tilerelease"); }
+
+#define BA_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : : : "memory")
+#define BA_TILE_LOAD(t, p, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
+/* Memory that is read once: it shall not drive anything else out of the first cache. */
+#define BA_TILE_STREAM(t, p, stride) __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
+#define BA_TILE_STORE(t, p, stride) __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((int64_t)(stride)) : "memory")
+/* c (float [16][16]) += a (bfloat16 [16][32]) times b (bfloat16 pairs [16][16][2]). */
+#define BA_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
+
+#else
+
+static _Thread_local unsigned char ba_tiles[8][BA_TILE_BYTES];
+
+static inline void ba_tile_configure(void) { memset(ba_tiles, 0, sizeof ba_tiles); }
+static inline void ba_tile_release(void) { memset(ba_tiles, 0xff, sizeof ba_tiles); }
+
+static inline void ba_tile_load(int t, const void *p, int64_t stride) {
+    for (int r = 0; r < BA_TILE_ROWS; r++) memcpy(ba_tiles[t] + r * BA_TILE_ROW_BYTES, (const char *)p + r * stride, BA_TILE_ROW_BYTES);
+}
+static inline void ba_tile_store(int t, void *p, int64_t stride) {
+    for (int r = 0; r < BA_TILE_ROWS; r++) memcpy((char *)p + r * stride, ba_tiles[t] + r * BA_TILE_ROW_BYTES, BA_TILE_ROW_BYTES);
+}
+
+/* Numbers below the normal range count as 0, before and after. */
+static inline float ba_tile_flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
+static inline float ba_tile_element(const unsigned char *p) {
+    const uint32_t bits = (uint32_t)p[0] << 16 | (uint32_t)p[1] << 24;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return ba_tile_flush(x);
+}
+
+/* Even and odd products are summed apart, from 0 on, and then added. */
+static inline void ba_tile_dot(int c, int a, int b) {
+    for (int m = 0; m < BA_TILE_ROWS; m++)
+        for (int n = 0; n < 16; n++) {
+            float sum[2] = {0, 0}, old;
+            for (int k = 0; k < 16; k++)
+                for (int i = 0; i < 2; i++)
+                    sum[i] = ba_tile_flush(fmaf(ba_tile_element(ba_tiles[a] + m * BA_TILE_ROW_BYTES + k * 4 + i * 2),
+                                                ba_tile_element(ba_tiles[b] + k * BA_TILE_ROW_BYTES + n * 4 + i * 2), sum[i]));
+            unsigned char *at = ba_tiles[c] + m * BA_TILE_ROW_BYTES + n * 4;
+            memcpy(&old, at, sizeof old);
+            const float both = ba_tile_flush(sum[0] + sum[1]), result = ba_tile_flush(ba_tile_flush(old) + both);
+            memcpy(at, &result, sizeof result);
+        }
+}
+
+#define BA_TILE_ZERO(t) memset(ba_tiles[t], 0, BA_TILE_BYTES)
+#define BA_TILE_LOAD(t, p, stride) ba_tile_load(t, p, stride)
+#define BA_TILE_STREAM(t, p, stride) ba_tile_load(t, p, stride)
+#define BA_TILE_STORE(t, p, stride) ba_tile_store(t, p, stride)
+#define BA_TILE_DOT(c, a, b) ba_tile_dot(c, a, b)
+
+#endif
+#endif
