@@ -61,8 +61,7 @@ static const struct {
 #define BA_CACHE(level, dtype)
 #define BA_PROBE(level) {"probe_" #level, &ba_probes_##level},
 #include "kernels/kernels.inc"
-    BA_PROBE(emulated)
-    BA_PROBE(emulated_amx)
+    BA_PROBE(emulated) BA_PROBE(emulated_amx)
 #undef BA_FAMILY
 #undef BA_CACHE
 #undef BA_PROBE
@@ -427,7 +426,8 @@ static void check_patterns_in(test_case *c) {
         if (isnan(want)) require(r, isnan(real_at(c, panel.l, 0)), "a NaN that does not show in l [pattern]", bits, -1);
         else if (isfinite(want) && exp_unit(c) == 0) compare(r, real_at(c, panel.m, 0), want, 0, "key [pattern]", bits, -1);
         else if (isfinite(want)) /* m is a whole number near it */
-            compare(r, real_at(c, panel.m, 0) + log2(real_at(c, panel.l, 0)), want, 2 * exp_unit(c) + unit(c) * fabs(want), "key [pattern]", bits, -1);
+            compare(r, real_at(c, panel.m, 0) + log2(real_at(c, panel.l, 0)), want, 2 * exp_unit(c) + unit(c) * fabs(want), "key [pattern]", bits,
+                    -1);
     }
     for (int64_t bits = 0; bits < patterns; bits += ba_min(512, patterns)) {
         make_single(c, ba_min(512, patterns));
@@ -452,8 +452,7 @@ static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     for (int64_t first = 0, together;; first += together) {
         const int64_t left = c->queries - first;
         together = vector >= 16 && left >= 8 ? 8 : vector >= 4 && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (query < first + together)
-            return first * BA_FEW_PAD(c->head_dim) + d / vector * vector * together + (query - first) * vector + d % vector;
+        if (query < first + together) return first * BA_FEW_PAD(c->head_dim) + d / vector * vector * together + (query - first) * vector + d % vector;
     }
 }
 
@@ -688,7 +687,8 @@ static void check_probe(void *context) {
         if (!p->tile_flops || bytes > 512) continue;
         for (int i = 0; i < BA_MAX_LANES; i++) sink[i] = NAN;
         const double tiles = p->tile_flops(data, 1, sink);
-        require(r, tiles > 0 && isfinite(sink[0]) && p->tile_flops(data, 2, sink) == 2 * tiles && isfinite(sink[0]), "tile operations counted", -1, -1);
+        require(r, tiles > 0 && isfinite(sink[0]) && p->tile_flops(data, 2, sink) == 2 * tiles && isfinite(sink[0]), "tile operations counted", -1,
+                -1);
     }
 }
 
@@ -712,7 +712,9 @@ static void check_dispatch(void) {
         for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
             require(r, ba_kernels_at((ba_isa)level)->cache[dtype] == caches[dtype], "cache kernel [dtype][level]", dtype, level);
             if (dtype < BA_FLOAT_DTYPES)
-                require(r, ba_kernels_at((ba_isa)level)->attend[dtype] == families[dtype] && ba_kernels_at((ba_isa)level)->vector[dtype] == vectors[dtype],
+                require(r,
+                        ba_kernels_at((ba_isa)level)->attend[dtype] == families[dtype] &&
+                            ba_kernels_at((ba_isa)level)->vector[dtype] == vectors[dtype],
                         "family [dtype][level]", dtype, level);
         }
     }

@@ -166,9 +166,9 @@ int64_t o_index(const test_case *c, int64_t d, int64_t lane);
 
 /* What plain arithmetic says, and how far a kernel may be from it. */
 double unit(const test_case *c);
-double tiny(const test_case *c);     /* below, a number may count as 0 */
-double exp_unit(const test_case *c); /* of exp2, beyond unit */
-double weight_unit(const test_case *c); /* of a weight as it meets a value, beyond unit */
+double tiny(const test_case *c);                       /* below, a number may count as 0 */
+double exp_unit(const test_case *c);                   /* of exp2, beyond unit */
+double weight_unit(const test_case *c);                /* of a weight as it meets a value, beyond unit */
 double sum_error(const test_case *c, int64_t n);       /* of n terms, relative to the sum of their sizes */
 double weight_error(const test_case *c, double score); /* of 2^score */
 double v_factor(const test_case *c, int64_t key);

@@ -94,7 +94,8 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
     const double scales[] = {1, 0.125, 1.4426950408889634 / sqrt((double)head_dim), -0.3, 0, 0.7};
     c->scale = exact ? 0.125 : scales[pick(6)];
     c->softcap = pick(4) ? 0 : pick(2) ? 8 : 50;
-    c->scaled = (c->variant == FEW || (c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size)) && pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
+    c->scaled = (c->variant == FEW || (c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size)) &&
+                pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
     int64_t index = pick(4) ? pick(1000) : INT32_MAX - 4 * MAX_KEYS;
     for (int64_t j = 0; j < keys; j++) {
         c->key_index[j] = (int32_t)(index += 1 + (pick(4) == 0 ? pick(3) : 0));
@@ -135,7 +136,8 @@ int64_t o_stride(const test_case *c) { return c->variant == FEW ? BA_FEW_PAD(c->
 int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return c->variant == FEW ? lane * o_stride(c) + d : d * c->lanes + lane; }
 
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
-    const int64_t real = c->s.f->real_size, o_bytes = (c->variant == FEW ? BA_FEW_PAD(c->v_dim) : ba_round_up(c->v_dim, c->s.f->dim_pad)) * c->lanes * real;
+    const int64_t real = c->s.f->real_size,
+                  o_bytes = (c->variant == FEW ? BA_FEW_PAD(c->v_dim) : ba_round_up(c->v_dim, c->s.f->dim_pad)) * c->lanes * real;
     ba_panel panel = {.o = place(o, o_bytes), .m = place(m, c->lanes * real), .l = place(l, c->lanes * real)};
     memset(panel.o, 0, (size_t)o_bytes);
     memset(panel.l, 0, (size_t)(c->lanes * real));

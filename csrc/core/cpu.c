@@ -105,8 +105,7 @@ static void look(void) {
     const char *wanted = getenv("BLITZ_ATTN_ISA");
     if (!wanted || !*wanted) return;
     const int level = ba_isa_parse(wanted);
-    if (level < 0)
-        snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (" LEVELS ") and is ignored", wanted);
+    if (level < 0) snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (" LEVELS ") and is ignored", wanted);
     else atomic_store(&cap_level, level);
 }
 

@@ -26,7 +26,7 @@ static struct {
     pthread_mutex_t owner; /* held by the caller whose job it is */
     pthread_mutex_t lock;  /* guards what follows */
     pthread_cond_t wake, done;
-    int workers;         /* threads made so far */
+    int workers;                 /* threads made so far */
     _Atomic uint64_t generation; /* counts jobs; looked at without the lock too */
     int places;                  /* workers that may still join the job */
     int next_worker;             /* number that the next to join gets */

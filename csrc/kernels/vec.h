@@ -126,9 +126,7 @@ BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
 /* 2^x where an error of 2.7e-6 does not show, for every x: infinity where it is too large. */
 BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
 /* Two positive numbers rounded to bfloat16, half up, side by side: the first in the lower half. */
-BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
-    return ((((ivec)even + 0x8000) >> 16) & 0xffff) | (((ivec)odd + 0x8000) & -0x10000);
-}
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) { return ((((ivec)even + 0x8000) >> 16) & 0xffff) | (((ivec)odd + 0x8000) & -0x10000); }
 #if BA_LANES == 16
 /* Four times 16 bytes. */
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
