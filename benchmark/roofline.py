@@ -71,8 +71,8 @@ def measure(threads: int, isas: list[str] | None = None, levels: tuple[str, ...]
     Returns
     -------
     dict
-        ``{"threads": n, "flops": {isa: GFLOP/s}, "tiles": {isa: GFLOP/s}, "read": {level: GB/s}, "read_bytes": {level: bytes a thread}}``. Reads
-        use the highest level of `isas`.
+        ``{"threads": n, "flops": {isa: GFLOP/s}, "tiles": {isa: GFLOP/s}, "read": {level: GB/s}, "read_bytes": {level: bytes a thread}}``.
+        Reads use the highest level of `isas`.
     """
     isas = isas or list(blitz_attn.isa_levels(available=True))
     sizes = {level: size for level, size in read_sizes(threads).items() if level in levels}

@@ -5,7 +5,8 @@ import numpy as np
 import blitz_attn
 from blitz_attn import reference, testing
 
-ISA_LEVELS = blitz_attn.isa_levels(available=True)
+# A level that has no kernels of its own runs those of the level below: once is enough.
+ISA_LEVELS = tuple(level for level in blitz_attn.isa_levels(available=True) if level in blitz_attn.kernels(level).values())
 DTYPES = ["float32", "float16", "bfloat16", "float64"]
 LAYOUTS = ["BNSD", "BSND", "BSH", "TND"]
 

@@ -9,7 +9,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import DTYPES, bits_option, dtype_of, poisoned, same_bits
+from cases import DTYPES, ISA_LEVELS, bits_option, dtype_of, poisoned, same_bits
 from cases_nsa import UPSTREAM, WEIGHTS, alone, one_hot, problem, sequences, tensors
 from cases_nsa_library import IS_REFERENCE, check, check_selection, exact_scores, library, routing_of, run
 
@@ -482,7 +482,7 @@ def test_compress(dtype, size, stride):
 def check_branch(name, args, options, lse_tolerance=1e-5):
     """A branch by itself: result and log-sum-exp of the reference, at every level."""
     exact, exact_lse = getattr(reference, name)(*args, return_lse=True, **options)
-    for level in blitz_attn.isa_levels(available=True):
+    for level in ISA_LEVELS:
         with blitz_attn.isa(level):
             out, lse = getattr(library, name)(*args, return_lse=True, **options)
         np.testing.assert_allclose(out, exact, rtol=1e-5, atol=2e-6, err_msg=level)

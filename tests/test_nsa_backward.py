@@ -8,7 +8,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import DTYPES, bits_option, dtype_of, same_bits
+from cases import DTYPES, ISA_LEVELS, bits_option, dtype_of, same_bits
 from cases_nsa import GRADIENTS, UPSTREAM, WEIGHTS, alone, one_hot, problem, sequences, tensors
 from cases_nsa_library import IS_REFERENCE, check_backward, library, routing_of, run
 from test_nsa import MODES, MSLK, PAPER, both_modes, every_mode
@@ -358,7 +358,7 @@ def check_branch_backward(name, args, options):
     dout = tensors(out.shape, seed=17)
     call = (dout, *args[:3], out, lse, *args[3:])
     exact = getattr(reference, f"{name}_backward")(*call, **options)
-    for level in blitz_attn.isa_levels(available=True):
+    for level in ISA_LEVELS:
         with blitz_attn.isa(level):
             ours = getattr(library, f"{name}_backward")(*call, **options)
         for a, b in zip(ours, exact, strict=True):
