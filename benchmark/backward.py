@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 import roofline
 from _bench import Column, Contender, Progress, Table, in_turns, parameters
