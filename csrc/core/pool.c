@@ -56,14 +56,16 @@ static int64_t now(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static void relax(void) {
-    for (int i = 0; i < 16; i++) {
+static void pause_once(void) {
 #if defined(__x86_64__)
-        __builtin_ia32_pause();
+    __builtin_ia32_pause();
 #elif defined(__aarch64__)
-        __asm__ volatile("yield");
+    __asm__ volatile("yield");
 #endif
-    }
+}
+
+static void relax(void) {
+    for (int i = 0; i < 16; i++) pause_once();
 }
 
 static void *worker_main(void *unused) {
@@ -161,11 +163,7 @@ void ba_pause(int spins) {
         sched_yield();
         return;
     }
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
+    pause_once();
 }
 
 /* ---- How many threads ---------------------------------------------------------------------------------------- */
