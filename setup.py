@@ -33,6 +33,7 @@ ISA_FLAGS = {
     "avx512": ("__x86_64__", AVX512),
     "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16"),
     "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16"),
+    "neon": ("__aarch64__", ""),
 }
 
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
@@ -148,7 +149,7 @@ setup(
     author="blitz_attn contributors",
     license="BSD-3-Clause",
     license_files=["LICENSE"],
-    keywords="attention sparse-attention block-sparse flash-attention numpy simd avx2 avx512",
+    keywords="attention sparse-attention block-sparse flash-attention numpy simd avx2 avx512 neon",
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -325,8 +325,12 @@ BA_API int ba_get_num_threads(void);
 BA_API ba_status ba_set_num_threads(int num_threads);
 BA_API const char *ba_num_threads_source(void); /* which of those rules decided, as a short text */
 
-/* Levels in rising order; a CPU (and a cap) allows a level and all below it. */
+/* Levels in rising order, of the architecture that this is compiled for; a CPU (and a cap) allows a level and all below it. */
+#ifdef __aarch64__
+typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_NEON, BA_ISA_COUNT } ba_isa;
+#else
 typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_AVX512_BF16, BA_ISA_AMX, BA_ISA_COUNT } ba_isa;
+#endif
 
 BA_API const char *ba_isa_name(ba_isa level);
 BA_API int ba_isa_parse(const char *name);     /* -1: no such level */

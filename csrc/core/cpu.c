@@ -17,8 +17,13 @@
 #include "core/common.h"
 #include "core/status.h"
 
+#ifdef __aarch64__
+#define LEVELS "portable, neon"
+static const char *const level_names[BA_ISA_COUNT] = {"portable", "neon"};
+#else
 #define LEVELS "portable, avx2, avx512, avx512_bf16, amx"
 static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
+#endif
 
 static pthread_once_t looked = PTHREAD_ONCE_INIT;
 static ba_isa detected_level = BA_ISA_PORTABLE;
@@ -82,6 +87,8 @@ static ba_isa detect(void) {
     if (!cpuid_has_amx() || !asked_for_tiles()) return level;
     level = BA_ISA_AMX;
 #endif
+#elif defined(__aarch64__) && !defined(BA_NO_neon)
+    level = BA_ISA_NEON; /* part of the architecture */
 #endif
     return level;
 }

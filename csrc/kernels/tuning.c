@@ -8,10 +8,14 @@
 static const ba_tuning rows[BA_ISA_COUNT] = {
     /*                     chunk_keys  tile_queries  group_tiles  gradient: keys  queries  tiles  inline_flops  split_keys  few_keys  few_bytes */
     [BA_ISA_PORTABLE] = {         128,          128,           4,            128,     128,     4,          4e5,       2048,       64, 128 << 10 },
+#ifdef __aarch64__ /* not timed yet */
+    [BA_ISA_NEON]     = {         256,          128,           4,            128,     128,     4,          2e6,       2048,       64, 128 << 10 },
+#else
     [BA_ISA_AVX2]     = {         256,          128,           4,            128,     128,     4,          4e6,       2048,       64, 128 << 10 },
     [BA_ISA_AVX512]   = {         256,          128,           4,            128,     128,     4,          8e6,       2048,       32, 256 << 10 },
     [BA_ISA_AVX512_BF16] = {      256,          128,           4,            128,     128,     4,          8e6,       2048,       32, 256 << 10 },
     [BA_ISA_AMX]      = {         512,          128,           4,            128,     128,     4,          3e7,       2048,       32, 256 << 10 },
+#endif
 };
 /* clang-format on */
 

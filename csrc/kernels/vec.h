@@ -27,6 +27,12 @@
 #undef BA_HAVE_V_BYTES
 #undef BA_HAVE_V_E4M3
 #undef BA_HAVE_V_REPEAT
+#undef BA_HAVE_V_AT_LEAST
+#undef BA_HAVE_V_TO_BF16
+#undef BA_HAVE_ELEMENTS
+#undef BA_HAVE_FEW_SUMS
+#undef BA_FEW_SUMS
+#undef BA_TOGETHER
 
 #undef BA_CAT_
 #undef BA_CAT
@@ -78,15 +84,35 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 #include "kernels/vec_avx512.h"
 #elif BA_LANES == 8 && defined(__AVX2__)
 #include "kernels/vec_avx2.h"
+#elif BA_LANES == 4 && defined(BA_NEON)
+#include "kernels/vec_neon.h"
 #endif
 #endif
 
 /* Queries that the kernel for few takes at a time, of so many that are left: a power of two. */
 #define BA_FEW_TOGETHER(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
 
+/* Sums that it keeps in registers over so many vectors of V, at most. */
+#ifndef BA_HAVE_FEW_SUMS
+#define BA_FEW_SUMS(vectors) ((vectors) == 8 ? 2 * BA_LANES : BA_LANES)
+#endif
+
 /* The larger of a and b; b where either is NaN (as MAXPS has it). */
 #ifndef BA_HAVE_V_MAX
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a, b); }
+#endif
+
+/* The larger of x and a number; NaN where x is. */
+#ifndef BA_HAVE_V_AT_LEAST
+BA_INLINE vec NAME(v_at_least)(vec x, real least) { return NAME(v_max)(NAME(v_set1)(least), x); }
+#endif
+
+/* Neighbours in memory, n of them, for products that take one after the other; n is 1 or BA_TOGETHER. v_element: the i-th in every lane. */
+#ifndef BA_HAVE_ELEMENTS
+#define BA_TOGETHER 1
+typedef const real *NAME(elements);
+BA_INLINE const real *NAME(v_elements)(const real *p, const int n) { return (void)n, p; }
+BA_INLINE vec NAME(v_element)(const real *p, const int i) { return NAME(v_set1)(p[i]); }
 #endif
 
 /* Lane i is p[i % n]; n is a constant, a power of two up to BA_LANES. */
@@ -106,7 +132,7 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     for (int i = 0; i < BA_LANES; i++) y[i] = exp2(x[i]);
     return y;
 #else
-    x = NAME(v_max)(NAME(v_set1)(-127.0f), x);          /* in this order NaN goes through */
+    x = NAME(v_at_least)(x, -127.0f);
     const vec magic = NAME(v_set1)(0x1.8p23f + 127.0f); /* its sum has the rounded integer, bias included, in the low mantissa bits */
     const vec t = x + magic;
     const vec f = x - (t - magic);
