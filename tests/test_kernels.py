@@ -1,6 +1,7 @@
 """The C side by itself: every kernel against plain arithmetic, each header alone, and a C program that knows the public header only."""
 
 import os
+import platform
 import re
 import runpy
 import shlex
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -27,11 +29,10 @@ def plain_environment():
     return {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "BLITZ_ATTN_CFLAGS")}
 
 
-def run(*command, **options):
+def run(*command, environment=None, **options):
     """Standard output of a command; its whole output as the failure where it fails."""
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment(), timeout=600, check=False, **options
-    )
+    env = {**plain_environment(), **(environment or {})}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=600, check=False, **options)
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout[-8000:]}"
     return done.stdout
 
@@ -71,14 +72,20 @@ def passed(output):
     return int(count)
 
 
+def listed(kind):
+    """(level, dtype) of the lines BA_<kind>(level, dtype) of kernels.inc."""
+    text = (ROOT / "csrc/kernels/kernels.inc").read_text(encoding="utf-8")
+    return re.findall(rf"^BA_{kind}\((\w+), (\w+)\)$", text, re.MULTILINE)
+
+
 @pytest.mark.skipif(SANITIZED, reason="make asan runs its own build of it")
 def test_every_kernel(objects):
     output = run(ROOT / BUILD / "checkkernels")
     assert passed(output) > 0
-    listed = re.findall(r"^BA_FAMILY\((\w+), (\w+)\)$", (ROOT / "csrc/kernels/kernels.inc").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {("portable", "float64"), ("avx2", "float16"), ("avx512", "float32"), ("amx", "bfloat16")} <= set(listed)
+    families = listed("FAMILY")
+    assert {("portable", "float64"), ("avx2", "float16"), ("avx512", "float32"), ("amx", "bfloat16"), ("neon", "bfloat16")} <= set(families)
     emulated = [("emulated", dtype) for dtype in ("float32", "float16", "bfloat16")] + [("emulated_amx", "bfloat16")]
-    for level, dtype in [*(pair for pair in listed if pair[0] in cases.ISA_LEVELS), *emulated]:
+    for level, dtype in [*(pair for pair in families if pair[0] in cases.ISA_LEVELS), *emulated]:
         for variant in ("wide", "narrow", "few"):
             assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
     assert not re.search(rf"_({'|'.join(cases.ISA_LEVELS)}) .*skipped", output)
@@ -107,65 +114,161 @@ PROGRAM = r"""
 #include <stdio.h>
 #include <string.h>
 
-enum { H = 2, S = 37, D = 5, BLOCK = 16, COLUMNS = 3 };
+enum { H = 2, S = 203, D = 21, BLOCK = 32, COLUMNS = 7 };
 static float q[H][S][D], k[S][D], v[S][D], out[H][S][D], lse[H][S];
-static const int32_t lists[COLUMNS][2] = {{0, -1}, {1, 0}, {2, 0}};
+static uint16_t q16[H][S][D], k16[S][D], v16[S][D], out16[H][S][D];
+static int32_t lists[COLUMNS][2];
 
 static ba_tensor tensor(void *data, ba_dtype dtype, int64_t heads, int64_t rows, int64_t columns) {
     ba_tensor t = {data, dtype, 4, {1, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}};
     return t;
 }
 
-int main(void) {
-    for (int i = 0; i < S; i++)
-        for (int d = 0; d < D; d++) {
-            for (int h = 0; h < H; h++) q[h][i][d] = (float)sin(h + 7 * i + d);
-            k[i][d] = (float)cos(3 * i + d);
-            v[i][d] = (float)sin(2 * i + 5 * d);
-        }
-    ba_block_sparse_args a = BA_BLOCK_SPARSE_ARGS_INIT;
-    a.q = tensor(q, BA_FLOAT32, H, S, D);
-    a.k = tensor(k, BA_FLOAT32, 1, S, D);
-    a.v = tensor(v, BA_FLOAT32, 1, S, D);
-    a.out = tensor(out, BA_FLOAT32, H, S, D);
-    a.lse = tensor(lse, BA_FLOAT32, H, S, 1);
-    a.lse.ndim = 3;
-    a.blocks = tensor((void *)(uintptr_t)lists, BA_INT32, 1, COLUMNS, 2);
-    a.block_q = a.block_kv = BLOCK;
-    a.scale = ba_default_scale(D);
-    a.causal = 1;
+/* A number of few bits, the same in float32 and bfloat16. */
+static float put(uint16_t *to, double value) {
+    uint32_t bits;
+    float x = (float)value;
+    memcpy(&bits, &x, sizeof bits);
+    *to = (uint16_t)(bits >> 16);
+    bits &= 0xffff0000u;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static float widened(uint16_t bits) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, sizeof x);
+    return x;
+}
+
+/* Every output against double arithmetic. */
+static int check(const ba_block_sparse_args *a, double tolerance) {
     ba_tensor out_shape, lse_shape;
-    if (ba_block_sparse_check(&a, &out_shape, &lse_shape) != BA_OK || out_shape.dims[1] != H || lse_shape.dims[2] != S) return puts("shapes"), 1;
-    if (ba_block_sparse_attention(&a) != BA_OK) return puts(ba_last_error()), 1;
+    if (ba_block_sparse_check(a, &out_shape, &lse_shape) != BA_OK || out_shape.dims[1] != H || lse_shape.dims[2] != S) return puts("shapes"), 1;
+    if (ba_block_sparse_attention(a) != BA_OK) return puts(ba_last_error()), 1;
     for (int h = 0; h < H; h++)
         for (int i = 0; i < S; i++) {
             double sum = 0, mean[D] = {0};
             for (int j = 0; j <= i; j++) {
                 if (j / BLOCK != lists[i / BLOCK][0] && j / BLOCK != lists[i / BLOCK][1]) continue;
                 double score = 0;
-                for (int d = 0; d < D; d++) score += (double)q[h][i][d] * k[j][d] * a.scale;
+                for (int d = 0; d < D; d++) score += (double)q[h][i][d] * k[j][d] * a->scale;
                 sum += exp(score);
                 for (int d = 0; d < D; d++) mean[d] += exp(score) * v[j][d];
             }
             if (!(fabs(lse[h][i] - log(sum)) < 1e-5)) return printf("lse %d %d: %g %g\n", h, i, lse[h][i], log(sum)), 1;
-            for (int d = 0; d < D; d++)
-                if (!(fabs(out[h][i][d] - mean[d] / sum) < 1e-5)) return printf("out %d %d %d\n", h, i, d), 1;
+            for (int d = 0; d < D; d++) {
+                const double got = a->out.dtype == BA_FLOAT32 ? out[h][i][d] : widened(out16[h][i][d]);
+                if (!(fabs(got - mean[d] / sum) < tolerance)) return printf("out %d %d %d: %g %g\n", h, i, d, got, mean[d] / sum), 1;
+            }
         }
+    return 0;
+}
+
+int main(void) {
+    for (int i = 0; i < S; i++)
+        for (int d = 0; d < D; d++) {
+            for (int h = 0; h < H; h++) q[h][i][d] = put(&q16[h][i][d], sin(h + 7 * i + d));
+            k[i][d] = put(&k16[i][d], cos(3 * i + d));
+            v[i][d] = put(&v16[i][d], sin(2 * i + 5 * d));
+        }
+    for (int i = 0; i < COLUMNS; i++) {
+        lists[i][0] = i;
+        lists[i][1] = i / 2 < i ? i / 2 : -1;
+    }
+    memset(out, 0xff, sizeof out);
+    memset(out16, 0xff, sizeof out16);
+    ba_block_sparse_args a = BA_BLOCK_SPARSE_ARGS_INIT;
+    a.lse = tensor(lse, BA_FLOAT32, H, S, 1);
+    a.lse.ndim = 3;
+    a.blocks = tensor(lists, BA_INT32, 1, COLUMNS, 2);
+    a.block_q = a.block_kv = BLOCK;
+    a.scale = ba_default_scale(D);
+    a.causal = 1;
+    for (int narrow = 0; narrow < 2; narrow++) {
+        const ba_dtype dtype = narrow ? BA_BFLOAT16 : BA_FLOAT32;
+        memset(lse, 0xff, sizeof lse);
+        a.q = tensor(narrow ? (void *)q16 : q, dtype, H, S, D);
+        a.k = tensor(narrow ? (void *)k16 : k, dtype, 1, S, D);
+        a.v = tensor(narrow ? (void *)v16 : v, dtype, 1, S, D);
+        a.out = tensor(narrow ? (void *)out16 : out, dtype, H, S, D);
+        if (check(&a, narrow ? 0x1p-8 : 1e-5)) return 1;
+    }
     a.k.dims[3] = D - 1;
     if (ba_block_sparse_attention(&a) != BA_ERROR_VALUE || strncmp(ba_last_error(), "k: ", 3) != 0) return puts(ba_last_error()), 1;
-    return puts("right"), 0;
+    return printf("right at %s\n", ba_isa_name(ba_isa_active())), 0;
 }
 """
 
 
-def test_c_program_with_the_public_header_alone(objects, flags, tmp_path):
-    shutil.copy(ROOT / "csrc/blitz_attn.h", tmp_path)
-    (tmp_path / "program.c").write_text(PROGRAM, encoding="utf-8")
-    run(*compiler("CC"), *flags, "-Werror", "-pedantic", f"-I{tmp_path}", "-c", tmp_path / "program.c", "-o", tmp_path / "program.o")
+def build_program(compile_command, objects, flags, folder):
+    """PROGRAM, with the public header and the library's objects and nothing else."""
+    shutil.copy(ROOT / "csrc/blitz_attn.h", folder)
+    (folder / "program.c").write_text(PROGRAM, encoding="utf-8")
+    run(*compile_command, *flags, "-Werror", "-pedantic", f"-I{folder}", "-c", folder / "program.c", "-o", folder / "program.o")
     library = [path for name, path in objects.items() if name.startswith("csrc/")]
-    run(*compiler("CC"), "-pthread", tmp_path / "program.o", *library, "-o", tmp_path / "program", "-lm")
-    assert run(tmp_path / "program") == "right\n"
+    run(*compile_command, "-pthread", folder / "program.o", *library, "-o", folder / "program", "-lm")
+    return folder / "program"
 
+
+@pytest.mark.parametrize("level", cases.ISA_LEVELS)
+def test_c_program_with_the_public_header_alone(level, objects, flags, tmp_path):
+    program = build_program(compiler("CC"), objects, flags, tmp_path)
+    assert run(program, environment={"BLITZ_ATTN_ISA": level}) == f"right at {level}\n"
+
+
+# ---- aarch64, cross-built and emulated ----------------------------------------------------------------------------
+
+CROSS_COMPILER = "aarch64-linux-gnu-gcc"
+CROSS_LIBRARIES = Path("/usr/aarch64-linux-gnu")
+# A CPU without any extension: what these levels may use is what every CPU of the architecture has.
+EMULATOR = ("qemu-aarch64", "-L", CROSS_LIBRARIES, "-cpu", "cortex-a57")
+CROSS_BUILD = "build/aarch64"
+CROSS_LEVELS = ("portable", "neon")
+
+
+@pytest.fixture(scope="module")
+def cross_objects():
+    """The library and checks for aarch64: name of the source -> object file. Skips without the tools, unless BLITZ_ATTN_NEED_AARCH64 is set."""
+    if platform.machine() in ("aarch64", "arm64"):
+        pytest.skip("this is aarch64: test_every_kernel checks its levels")
+    missing = [tool for tool in (CROSS_COMPILER, EMULATOR[0]) if not shutil.which(tool)]
+    if missing:
+        (pytest.fail if os.environ.get("BLITZ_ATTN_NEED_AARCH64") else pytest.skip)(
+            f"no {' and no '.join(missing)} (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)"
+        )
+    pytest.importorskip("setuptools")
+    run(sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", CROSS_BUILD, cwd=ROOT, environment={"CC": CROSS_COMPILER})
+    return {path.relative_to(ROOT / CROSS_BUILD).with_suffix("").as_posix(): str(path) for path in (ROOT / CROSS_BUILD).rglob("*.o")}
+
+
+def test_every_aarch64_kernel(cross_objects):
+    with ThreadPoolExecutor() as pool:
+        reports = list(pool.map(lambda level: run(*EMULATOR, ROOT / CROSS_BUILD / "checkkernels", level), CROSS_LEVELS))
+    for level, output in zip(CROSS_LEVELS, reports, strict=True):
+        passed(output)
+        assert "skipped" not in output
+        families = [dtype for at, dtype in listed("FAMILY") if at == level]
+        caches = [dtype for at, dtype in listed("CACHE") if at == level]
+        assert {"float32", "float16", "bfloat16"} <= set(families)
+        assert {"float32", "float16", "bfloat16", "int8", "float8_e4m3"} <= set(caches)
+        checks = [f"attend_{dtype}_{level} {variant} attend" for dtype in families for variant in ("wide", "narrow", "few")]
+        checks += [f"attend_{dtype}_{level}  {kernel}" for dtype in families for kernel in ("merge_row", "add_rows")]
+        checks += [f"cache_{dtype}_{level} few attend" for dtype in caches]
+        checks += [f"probe_{level}  flops and read", "dispatch  tables"]
+        for check in checks:
+            assert re.search(rf"^{check} +ok ", output, re.MULTILINE), f"{check}: was not checked"
+
+
+def test_c_program_on_aarch64(cross_objects, flags, tmp_path):
+    program = build_program([CROSS_COMPILER], cross_objects, flags, tmp_path)
+    for level in CROSS_LEVELS:
+        assert run(*EMULATOR, program, environment={"BLITZ_ATTN_ISA": level}) == f"right at {level}\n"
+    assert run(*EMULATOR, program) == f"right at {CROSS_LEVELS[-1]}\n"
+
+
+# ---- Headers ------------------------------------------------------------------------------------------------------
 
 HEADERS = sorted(path.relative_to(ROOT).as_posix() for folder in ("csrc", "tests") for path in (ROOT / folder).rglob("*.h"))
 FRAGMENTS = ("csrc/kernels/vec_",)  # parts of vec.h
