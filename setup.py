@@ -34,6 +34,7 @@ ISA_FLAGS = {
     "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16"),
     "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16"),
     "neon": ("__aarch64__", ""),
+    "neon_bf16": ("__aarch64__", "-march=armv8.2-a+bf16"),
 }
 
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static

@@ -327,7 +327,7 @@ BA_API const char *ba_num_threads_source(void); /* which of those rules decided,
 
 /* Levels in rising order, of the architecture that this is compiled for; a CPU (and a cap) allows a level and all below it. */
 #ifdef __aarch64__
-typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_NEON, BA_ISA_COUNT } ba_isa;
+typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_NEON, BA_ISA_NEON_BF16, BA_ISA_COUNT } ba_isa;
 #else
 typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_AVX512_BF16, BA_ISA_AMX, BA_ISA_COUNT } ba_isa;
 #endif

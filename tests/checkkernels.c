@@ -707,7 +707,7 @@ static void check_dispatch(void) {
             if (strstr(l->name, "emulated") || (int)isa > level || isa > ba_isa_detected()) continue;
             if (l->cache) caches[l->dtype] = l->cache;
             else families[l->dtype] = l->family;
-            if (!l->cache && (l->family->pack_bytes == 0 || l->family->pack_bytes == l->family->real_size)) vectors[l->dtype] = l->family;
+            if (!l->cache && l->family->gradient[0]) vectors[l->dtype] = l->family;
         }
         for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
             require(r, ba_kernels_at((ba_isa)level)->cache[dtype] == caches[dtype], "cache kernel [dtype][level]", dtype, level);

@@ -8,6 +8,11 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,8 +23,8 @@
 #include "core/status.h"
 
 #ifdef __aarch64__
-#define LEVELS "portable, neon"
-static const char *const level_names[BA_ISA_COUNT] = {"portable", "neon"};
+#define LEVELS "portable, neon, neon_bf16"
+static const char *const level_names[BA_ISA_COUNT] = {"portable", "neon", "neon_bf16"};
 #else
 #define LEVELS "portable, avx2, avx512, avx512_bf16, amx"
 static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
@@ -60,6 +65,21 @@ static bool asked_for_tiles(void) {
 }
 #endif
 
+#if defined(__aarch64__) && !defined(BA_EMULATED)
+static bool cpu_has_bf16(void) {
+#if defined(__linux__)
+    enum { BF16 = 1 << 14 }; /* HWCAP2_BF16, which older headers do not name */
+    return getauxval(AT_HWCAP2) & BF16;
+#elif defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, NULL, 0) == 0 && has;
+#else
+    return false;
+#endif
+}
+#endif
+
 /* __builtin_cpu_supports asks CPUID and XGETBV both: an instruction set that the system does not save is not there. F16C,
  * which not every compiler's builtin knows by name, is older than AVX2 and in every CPU that has it. A level that this
  * build was made without is not there either. */
@@ -89,6 +109,10 @@ static ba_isa detect(void) {
 #endif
 #elif defined(__aarch64__) && !defined(BA_NO_neon)
     level = BA_ISA_NEON; /* part of the architecture */
+#ifndef BA_NO_neon_bf16
+    if (!cpu_has_bf16()) return level;
+    level = BA_ISA_NEON_BF16;
+#endif
 #endif
     return level;
 }

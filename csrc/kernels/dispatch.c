@@ -22,7 +22,7 @@ static void build(void) {
 #define BA_FAMILY(rung, dtype)                                                                                                                       \
     if ((int)ba_attend_##rung##_##dtype.isa <= level && ba_attend_##rung##_##dtype.isa <= detected) {                                                \
         table->attend[dtype] = &ba_attend_##rung##_##dtype;                                                                                          \
-        if (ba_attend_##rung##_##dtype.weight_unit == 0) table->vector[dtype] = &ba_attend_##rung##_##dtype;                                         \
+        if (ba_attend_##rung##_##dtype.gradient[0]) table->vector[dtype] = &ba_attend_##rung##_##dtype;                                              \
     }
 #define BA_CACHE(rung, dtype)                                                                                                                        \
     if ((int)ba_cache_##rung##_##dtype.isa <= level && ba_cache_##rung##_##dtype.isa <= detected) table->cache[dtype] = &ba_cache_##rung##_##dtype;

@@ -233,7 +233,7 @@ typedef struct ba_probes {
 
 typedef struct ba_kernels {
     const ba_attend_family *attend[BA_FLOAT_DTYPES]; /* by dtype */
-    const ba_attend_family *vector[BA_FLOAT_DTYPES]; /* the highest family whose packed rows are reals: also for K and V of another dtype */
+    const ba_attend_family *vector[BA_FLOAT_DTYPES]; /* the highest family with gradients, whose rows are reals: also for K and V of another dtype */
     const ba_cache_kernels *cache[BA_DTYPE_COUNT];   /* by dtype of K and V; NULL where they cannot have it */
     const ba_probes *probes;
 } ba_kernels;

@@ -20,6 +20,9 @@
 #if defined(__aarch64__) && !defined(BA_NO_neon)
 #define BA_HAVE_neon 1
 #endif
+#if defined(__aarch64__) && !defined(BA_NO_neon_bf16) && !defined(BA_EMULATED)
+#define BA_HAVE_neon_bf16 1
+#endif
 
 #define BA_FAMILY(level, dtype) extern const ba_attend_family ba_attend_##level##_##dtype;
 #define BA_PROBE(level) extern const ba_probes ba_probes_##level;
