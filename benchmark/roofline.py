@@ -65,6 +65,12 @@ def peak_flops(threads: int, isa: str | None = None, seconds: float = 0.15) -> f
     return float(_core.probe_flops(isa or _core.isa_active(), seconds, threads))
 
 
+def peak(dtype: str, threads: int, seconds: float = 0.15) -> tuple[str, float]:
+    """What binds attention of `dtype` at the active level: its name (P for bfloat16 where there are tiles, else F) and GFLOP/s of all threads."""
+    tiles = float(_core.probe_tile_flops(_core.isa_active(), seconds, threads)) if dtype == "bfloat16" else 0.0
+    return ("P", tiles) if tiles else ("F", peak_flops(threads, seconds=seconds))
+
+
 def measure(threads: int, isas: list[str] | None = None, levels: tuple[str, ...] = READ_LEVELS, seconds: float = 0.2) -> dict:
     """Measure the machine's limits with `threads` threads.
 
