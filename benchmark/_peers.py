@@ -14,7 +14,7 @@ from _bench import Contender
 Step = Callable[[], Any]
 Fetch = Callable[[], np.ndarray]  # the result in the shape of the queries, float32
 
-PAUSE_SECONDS = 0.03  # after a call on several threads: whoever ran may spin for a while, OpenBLAS for 2^26 cycles
+PAUSE_SECONDS = 0.03  # after a call on several threads: whoever ran may spin for a while
 
 
 class UnavailableError(Exception):
@@ -36,9 +36,9 @@ def reason_of(error: Exception) -> str:
     return (lines or [type(error).__name__])[0][:120]
 
 
-def pause() -> Contender:
+def pause(seconds: float = PAUSE_SECONDS) -> Contender:
     """A turn in which nobody runs."""
-    return Contender("pause", lambda: time.sleep(PAUSE_SECONDS), 0.0)
+    return Contender("pause", lambda: time.sleep(seconds), 0.0)
 
 
 def imported_torch() -> Any:

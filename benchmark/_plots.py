@@ -41,8 +41,8 @@ def plot_main(
 ) -> int:
     """The command: a table of `source` on stdin to a picture. Returns the exit code."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = script.removeprefix("plot_").removesuffix(".py") + ".png"
-    parser.add_argument("--output", "-o", default="benchmark.png" if script == "plot.py" else default, help="picture to write (%(default)s)")
+    default = "benchmark.png" if script == "plot.py" else script.removeprefix("plot_").removesuffix(".py") + ".png"
+    parser.add_argument("--output", "-o", default=default, help="picture to write (%(default)s)")
     parser.add_argument("--title", help="title of the figure")
     parser.add_argument("--dpi", type=int, default=120, help="resolution (%(default)s)")
     args = parser.parse_args(argv)

@@ -6,11 +6,12 @@
     python benchmark/peers.py -S 512 2048 -D 64 --dtypes bfloat16 --peers torch flex
     python benchmark/peers.py --merge part1.log part2.log                         # the last tables, of what was measured in pieces
 
-Contenders are what is installed of NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with an
-equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` brings them. Each is asked for the same result, and timed
-only if its error against float64 is within the dtype's. Rows: `Share_of_limit` is GFLOP/s of what is attended over the limit of our kernels on
-the same threads (F, or P for bfloat16 where the CPU has tiles); `Over_ours` is the time over this library's: above 1, this library is
-quicker. A contender that cannot do a cell, or would take longer than --most-seconds for it, has a row without a time, and the reason behind a #.
+Contenders are what is installed of NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with
+an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` brings them. Each is asked for the same
+result, and timed only if its error against float64 is within the dtype's. Rows: `Share_of_limit` is GFLOP/s of what is attended over the
+machine's limit on the same threads (F, or P for bfloat16 where the CPU has tiles); `Over_ours` is the time over this library's: above 1,
+this library is quicker. A contender that cannot do a cell, or would take longer than --most-seconds for it, has a row without a time, and
+the reason behind a #.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 
 import _bench
 import blitz_attn
-import prefill_peers
 import roofline
 from _bench import Column, Contender, Progress, Table, in_turns
 from _peers import Fetch, Step, UnavailableError, pause, reason_of
@@ -84,8 +84,7 @@ class Cell:
 
     def values(self) -> dict[str, Any]:
         rule = "causal" if self.causal else "all"
-        names = {"dtype": self.dtype, "D": self.head_dim, "rule": rule, "sparsity": self.sparsity, "H": self.heads, "S": self.tokens}
-        return names
+        return {"dtype": self.dtype, "D": self.head_dim, "rule": rule, "sparsity": self.sparsity, "H": self.heads, "S": self.tokens}
 
     @property
     def kind(self) -> tuple:
@@ -188,7 +187,7 @@ def checked(name: str, threads: int, cell: Cell, question: Question, bounds: Bou
     if error > LARGEST_ERROR[cell.dtype]:
         raise UnavailableError(f"error {error:.1e} against float64: not the same result, not timed")
     if taken * (bounds.calls - 1) > bounds.args.most_seconds:
-        raise UnavailableError(f"a call took {taken:.2g} s, more than --most-seconds {bounds.args.most_seconds:g} for {bounds.calls} of them")
+        raise UnavailableError(f"a call took {taken:.2g} s: too long for {bounds.calls} in --most-seconds {bounds.args.most_seconds:g}")
     return run, error
 
 
@@ -214,7 +213,7 @@ def measured(cell: Cell, args: argparse.Namespace, bounds: Bounds, progress: Pro
                 continue
             contenders.append(((name, threads), Contender(name, run, 0.0, settle=SETTLE_SECONDS)))
             if threads > 1:
-                contenders.append((("pause", 0), pause()))
+                contenders.append((("pause", 0), pause((OURS if name == OWN else PEERS[name]).rest)))
     times: dict[tuple[str, int], Any] = {}
     for index, timing in in_turns([contender for _, contender in contenders], args.repeats, args.warmup, progress):
         times[contenders[index][0]] = timing
@@ -299,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes (all)")
     what.add_argument("--sparsities", type=share, nargs="*", metavar="s", help=f"shares of {BLOCK}x{BLOCK} blocks to drop (0 0.5 0.9)")
     what.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="causal attention too (yes)")
-    what.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS), help="libraries to compare with (all that are installed)")
+    what.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS), help="libraries (all that are installed)")
     what.add_argument("--seed", type=int, default=1234, help="of operands and lists (%(default)s)")
     what.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="measure nothing: the summary of the tables in these files")
     timing = result.add_argument_group("timing")
@@ -333,7 +332,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     progress = Progress(sum(costs))
     table = Table(COLUMNS, sys.stdout, progress)
     versions = {PEERS[name].package: PEERS[name].version for name in args.peers}
-    records = Records(args.csv, args.json, {"cpu": _core.cpu_model(), "isa": _core.isa_active(), "versions": versions, "options": vars(args)})
+    about = {"cpu": _core.cpu_model(), "isa": _core.isa_active(), "versions": versions, "options": vars(args)}
+    records = Records(args.csv, args.json, about)
     progress.note(f"{len(cells)} cells, each with {' and '.join(map(str, args.threads))} threads")
     named = ", ".join(f"{package} {number}" for package, number in versions.items())
     options = _bench.parameters(BLOCK_SHAPE=f"{BLOCK}x{BLOCK}", ISA=_core.isa_active(), REPEATS=args.repeats, SEED=args.seed)

@@ -117,7 +117,8 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return plot_main(argv, "plot_decode.py", __doc__, "a table of decode.py or quest.py", lambda text: parse_rows(text, FIRST_COLUMNS), draw)
+    source = "a table of decode.py or quest.py"
+    return plot_main(argv, "plot_decode.py", __doc__, source, lambda text: parse_rows(text, FIRST_COLUMNS), draw)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The same attention of a whole sequence by other libraries, where they are installed: each over its own favourite form of the same operands.
+"""The same attention of a whole sequence by other libraries, where they are installed.
 
-What a library needs besides q, k and v (a mask, a list of blocks, another layout) is made once, outside its time.
+Each works over its own favourite form of the same operands. What a library needs besides q, k and v (a mask, a list of blocks, another
+layout) is made once, outside its time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ import numpy as np
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 import check
-from _peers import Fetch, Step, UnavailableError, imported_torch, onnx_bound, onnx_session, openvino_sdpa, reason_of, torch_tensor, version
+from _peers import (
+    PAUSE_SECONDS,
+    Fetch,
+    Step,
+    UnavailableError,
+    imported_torch,
+    onnx_bound,
+    onnx_session,
+    openvino_sdpa,
+    reason_of,
+    torch_tensor,
+    version,
+)
 from blitz_attn import sabi, testing
 from operands import Operands
 
@@ -52,7 +65,7 @@ class Question:
         return None if self.lists is None else sabi.to_token_mask(self.lists, tokens, tokens, (BLOCK, BLOCK))
 
     def error_of(self, out: np.ndarray) -> float:
-        """Relative error of `out` (B, H, S, D) against float64 in the Frobenius norm, on 32 rows of every head; infinite where not finite."""
+        """Relative error of `out` (B, H, S, D) against float64, by Frobenius norms of 32 rows of every head; infinite where not finite."""
         q, k, v = self.arrays
         bits = self.operands.bits
         rows = check.sample_rows(q.shape[2], k.shape[2], q.shape[1], 32, 0)
@@ -246,6 +259,7 @@ class Peer:
     make: Callable[[Question, int], tuple[Step, Fetch]]
     package: str  # whose version is shown
     bytes_a_pair: tuple[int, int]  # memory that it takes for each query-key pair of a head: without and with a list. A guess from above
+    rest: float = PAUSE_SECONDS  # how long its threads may spin after a call
 
     @property
     def version(self) -> str | None:
@@ -253,7 +267,7 @@ class Peer:
 
 
 PEERS = {
-    "numpy": Peer(numpy_lines, "numpy", (14, 14)),
+    "numpy": Peer(numpy_lines, "numpy", (14, 14), rest=0.15),  # OpenBLAS: 2^28 cycles
     "torch": Peer(torch_sdpa, "torch", (0, 6)),
     "flex": Peer(torch_flex, "torch", (0, 1)),
     "onnxruntime": Peer(onnxruntime_mha, "onnxruntime", (0, 10)),
