@@ -249,6 +249,13 @@ def by_cell(rows: Iterable[dict[str, Any]]) -> dict[tuple, dict[str, dict[str, A
     return cells
 
 
+def merged(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The rows of several tables as one table's."""
+    rows = [row for path in paths for row in parse_rows(path.read_text(encoding="utf-8"), ("dtype",))]
+    rows.sort(key=lambda row: (DTYPES.index(row["dtype"]), row["D"], row["S"], row["rule"], row["sparsity"], row["threads"]))
+    return [row for found in by_cell(rows).values() for row in found.values()]
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A line a cell: our rate and its share, and everybody else's time over ours."""
     names = [name for name in PEERS if any(row["contender"] == name for row in rows)]
@@ -356,7 +363,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.merge:
-        rows = [row for path in args.merge for row in parse_rows(path.read_text(encoding="utf-8"), ("dtype",))]
+        rows = merged(args.merge)
     else:
         with blitz_attn.isa(args.isa):
             rows = run(args)

@@ -228,9 +228,14 @@ def openvino(question: Question, threads: int) -> tuple[Step, Fetch]:
     return openvino_sdpa(arrays, question.dtype, threads, question.causal)
 
 
+def _cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def jax_sdpa(question: Question, threads: int) -> tuple[Step, Fetch]:
     """jax.nn.dot_product_attention, jit-compiled. Its threads are as many as the CPUs that the process may use when it starts."""
-    if threads != len(os.sched_getaffinity(0)):
+    if threads != _cpus():
         raise UnavailableError(f"its threads cannot be set in a running process (taskset gives it {threads})")
     try:
         import jax

@@ -96,7 +96,7 @@ def test_everybody_is_asked_the_same(name, dtype, kind):
     asked = question(kind, dtype)
     peer = prefill_peers.OURS if name == "ours" else peers.PEERS[name]
     try:
-        call, fetch = peer.make(asked, len(os.sched_getaffinity(0)) if name == "jax" else 1)
+        call, fetch = peer.make(asked, prefill_peers._cpus() if name == "jax" else 1)
         call()
     except UnavailableError as reason:
         pytest.skip(str(reason))
