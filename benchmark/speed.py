@@ -7,9 +7,9 @@
 
 A row is one operation of a small fixed set (operations.py) at one level with one number of threads; its number is the share of the limit
 that binds it (F, P or R), the median over turns, limits measured in the same turns. `Spread` is half the range of the middle half of the
-turns, over the median. A row is flagged where its median moved by more than both spreads twice over and by more than a twentieth: what
-moves by less may be the machine. Records are kept by machine in benchmark/machines: CPU model, number of threads, level and cache sizes,
-and nothing else of it.
+turns, over the median. A row is flagged where its median moved by more than both spreads twice over and by more than a twentieth (0.15
+where R binds): what moves by less may be the machine. Records are kept by machine in benchmark/machines: CPU model, number of threads,
+level and cache sizes, and nothing else of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from blitz_attn import _core
 from operations import Point, every_operation, measured
 
 MACHINES = Path(__file__).resolve().parent / "machines"
-LEAST_MOVE = 0.05  # between two runs of the same build, medians differ by this much on a machine that others share
+# Between two runs of the same build, medians differ by this much on a machine that others share: caches and memory more than arithmetic.
+LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}
 REPEATS = 7
 
 COLUMNS = (
@@ -97,10 +98,10 @@ def row_of(point: Point) -> dict[str, Any]:
     }
 
 
-def moved(was: Sequence[float], now: Sequence[float]) -> tuple[float, str]:
+def moved(was: Sequence[float], now: Sequence[float], bound: str) -> tuple[float, str]:
     """How much a share moved, as a part of what it was, and the flag: faster, slower, or - where it may be noise."""
     change = statistics.median(now) / statistics.median(was) - 1
-    noise = max(LEAST_MOVE, 2 * (spread(was) + spread(now)))
+    noise = max(LEAST_MOVE[bound], 2 * (spread(was) + spread(now)))
     return change, "-" if abs(change) <= noise else "faster" if change > 0 else "SLOWER"
 
 
@@ -114,7 +115,7 @@ def values_of(row: dict[str, Any], was: dict[str, Any] | None) -> dict[str, Any]
         "Spread": spread(row["shares"]),
     }
     if was:
-        change, flag = moved(was["shares"], row["shares"])
+        change, flag = moved(was["shares"], row["shares"], row["bound"])
         values |= {"Was": statistics.median(was["shares"]), "Its_spread": spread(was["shares"]), "Moved": change, "Flag": flag}
     return values
 

@@ -273,17 +273,18 @@ def test_a_record_tells_nothing_of_its_host(few_operations, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "flag"),
+    ("was", "now", "bound", "flag"),
     [
-        ([0.8] * 5, [0.7] * 5, "SLOWER"),
-        ([0.5] * 5, [0.6] * 5, "faster"),
-        ([0.8] * 5, [0.77] * 5, "-"),  # less than a twentieth
-        ([0.8, 0.7, 0.9, 0.6, 1.0], [0.7, 0.6, 0.8, 0.5, 0.9], "-"),  # less than the spreads
-        ([0.8], [0.4], "SLOWER"),
+        ([0.8] * 5, [0.7] * 5, "F", "SLOWER"),
+        ([0.8] * 5, [0.7] * 5, "R", "-"),
+        ([0.5] * 5, [0.6] * 5, "R", "faster"),
+        ([0.8] * 5, [0.77] * 5, "P", "-"),  # less than a twentieth
+        ([0.8, 0.7, 0.9, 0.6, 1.0], [0.7, 0.6, 0.8, 0.5, 0.9], "F", "-"),  # less than the spreads
+        ([0.8], [0.4], "F", "SLOWER"),
     ],
 )
-def test_what_counts_as_moved(was, now, flag):
-    assert speed.moved(was, now)[1] == flag
+def test_what_counts_as_moved(was, now, bound, flag):
+    assert speed.moved(was, now, bound)[1] == flag
 
 
 @pytest.mark.parametrize(("text", "sentence"), [(None, "make bench-record makes a record"), ("half a", "not a record, for it is not JSON")])
