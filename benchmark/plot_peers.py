@@ -37,7 +37,8 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
 
     widest, most = max(row["D"] for row in rows), max(row["threads"] for row in rows)
     rows = [row for row in rows if row["D"] == widest and row["threads"] == most]
-    dtypes, rules = list(dict.fromkeys(row["dtype"] for row in rows)), list(dict.fromkeys(attended(row) for row in rows))
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    rules = list(dict.fromkeys(attended(row) for row in sorted(rows, key=lambda row: (row["rule"], row["sparsity"]))))
     figure = Figure(figsize=(5 * len(dtypes) + 1, 3.4 * len(rules) + 0.6), dpi=dpi, layout="constrained")
     grid = figure.subplots(len(rules), len(dtypes), squeeze=False, sharex=True)
     for across, dtype in enumerate(dtypes):
