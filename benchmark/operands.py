@@ -10,6 +10,7 @@ import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
+from _peers import UnavailableError, imported_torch, torch_tensor
 from blitz_attn import testing
 
 
@@ -71,17 +72,12 @@ def draw(batch: int, heads: int, kv_heads: int, tokens: int, head_dim: int, dtyp
 
 def _torch_dense(operands: Operands, threads: int) -> Callable[[], Any]:
     try:
-        import torch
-    except ImportError:
+        torch = imported_torch()
+    except UnavailableError:
         raise SystemExit("benchmark.py: --reference torch: torch is not installed: pip install torch, or use --reference own") from None
 
-    def tensor(x: np.ndarray):
-        if operands.dtype == "bfloat16":
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(x)
-
     torch.set_num_threads(threads)
-    q, k, v = (tensor(x) for x in operands.views[:3])
+    q, k, v = (torch_tensor(x, operands.dtype) for x in operands.views[:3])
     options = {"is_causal": bool(operands.options.get("causal")), "scale": operands.options.get("scale")}
     if k.shape[1] != q.shape[1]:
         options["enable_gqa"] = True

@@ -9,16 +9,14 @@ a second panel: the softmax mass that the kept blocks hold. Its speeds are the m
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import _bench  # noqa: F401  (finds the library of this checkout)
+from _plots import Row, plot_main
 from blitz_attn.plot import parse_table, plot_speedup
 
-Row = dict[str, Any]
 CHOOSER_COLOURS = {"mean-pool": "#0072B2", "oracle": "#D55E00"}
 LINES = ("-", "--", ":", "-.")
 MARKERS = "osD^"
@@ -69,25 +67,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "-o", default="benchmark.png", help="picture to write (%(default)s)")
-    parser.add_argument("--title", help="title of the figure (the problem's sizes)")
-    parser.add_argument("--dpi", type=int, default=120, help="resolution (%(default)s)")
-    args = parser.parse_args(argv)
-    rows = parse_table(sys.stdin.read())
-    if not rows:
-        print("plot.py: no row of a benchmark table on stdin, so there is nothing to draw", file=sys.stderr)
-        return 1
-    try:
-        draw(rows, args.title, args.dpi).savefig(args.output)
-    except ImportError as error:
-        print(f"plot.py: needs matplotlib ({error})", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"plot.py: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.output}: {len(rows)} rows drawn", file=sys.stderr)
-    return 0
+    return plot_main(argv, "plot.py", __doc__, "a benchmark table", parse_table, draw)
 
 
 if __name__ == "__main__":

@@ -11,33 +11,17 @@ model says, and the speed-up over dense decode.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import _bench  # noqa: F401  (finds the library of this checkout)
-from blitz_attn.plot import _cell as cell_value
+from _plots import Row, counted, parse_rows, plot_main
 
-Row = dict[str, Any]
 FIRST_COLUMNS = ("cell", "context")  # of decode.py and quest.py
 COLOURS = {"float32": "#0072B2", "float16": "#56B4E9", "bfloat16": "#009E73", "int8": "#E69F00", "float8_e4m3": "#D55E00"}
 PEER_MARKS = {"torch": "v", "onnxruntime": "s", "openvino": "x"}
 SIZE_CLASSES = ("L2", "L3", "DRAM", "ragged")
 CURVES = {"Dense": "#000000", "Both": "#D55E00", "Select": "#0072B2", "Attend": "#009E73", "Build": "#CC79A7"}
-
-
-def parse_rows(text: str, first_columns: Sequence[str] = FIRST_COLUMNS) -> list[Row]:
-    """Rows of a table, found among any other output: lines with as many cells as the last header line above them."""
-    header: list[str] = []
-    rows = []
-    for line in text.splitlines():
-        cells = line.split()
-        if len(cells) > 10 and cells[0] in first_columns:
-            header = cells
-        elif header and len(cells) == len(header):
-            rows.append({name: cell_value(name, cell) for name, cell in zip(header, cells, strict=True)})
-    return rows
 
 
 def panels(rows: list[Row]) -> dict[str, list[Row]]:
@@ -47,10 +31,6 @@ def panels(rows: list[Row]) -> dict[str, list[Row]]:
         name = row["cell"] if row["cell"] in SIZE_CLASSES else "models"
         found.setdefault(f"{name}, {counted(row['threads'])}", []).append(row)
     return found
-
-
-def counted(threads: int) -> str:
-    return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def bar_name(row: Row) -> str:
@@ -132,27 +112,13 @@ def draw_quest(rows: list[Row], title: str | None, dpi: int) -> Any:
     return figure
 
 
+def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
+    return (draw_quest if "context" in rows[0] else draw_decode)(rows, title, dpi)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "-o", default="decode.png", help="picture to write (%(default)s)")
-    parser.add_argument("--title", help="title of the figure")
-    parser.add_argument("--dpi", type=int, default=120, help="resolution (%(default)s)")
-    args = parser.parse_args(argv)
-    rows = parse_rows(sys.stdin.read())
-    if not rows:
-        print("plot_decode.py: no row of a table of decode.py or quest.py on stdin, so there is nothing to draw", file=sys.stderr)
-        return 1
-    try:
-        draw = draw_quest if "context" in rows[0] else draw_decode
-        draw(rows, args.title, args.dpi).savefig(args.output)
-    except ImportError as error:
-        print(f"plot_decode.py: needs matplotlib ({error})", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"plot_decode.py: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.output}: {len(rows)} rows drawn", file=sys.stderr)
-    return 0
+    source = "a table of decode.py or quest.py"
+    return plot_main(argv, "plot_decode.py", __doc__, source, lambda text: parse_rows(text, FIRST_COLUMNS), draw)
 
 
 if __name__ == "__main__":

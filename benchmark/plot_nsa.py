@@ -9,13 +9,11 @@ are the speed-ups over them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import _bench  # noqa: F401  (finds the library of this checkout)
-from plot_decode import Row, counted, parse_rows
+from _plots import Row, counted, parse_rows, plot_main
 
 PASSES = {"fwd": ("forward", "-", "o"), "f+b": ("forward and backward", "--", "s")}
 COLOURS = {"Dense": "#000000", "NSA": "#D55E00"}
@@ -103,25 +101,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "-o", default="nsa.png", help="picture to write (%(default)s)")
-    parser.add_argument("--title", help="title of the figure")
-    parser.add_argument("--dpi", type=int, default=120, help="resolution (%(default)s)")
-    args = parser.parse_args(argv)
-    rows = parse_rows(sys.stdin.read(), ("N",))
-    if not rows:
-        print("plot_nsa.py: no row of a table of nsa.py on stdin, so there is nothing to draw", file=sys.stderr)
-        return 1
-    try:
-        draw(rows, args.title, args.dpi).savefig(args.output)
-    except ImportError as error:
-        print(f"plot_nsa.py: needs matplotlib ({error})", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"plot_nsa.py: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.output}: {len(rows)} rows drawn", file=sys.stderr)
-    return 0
+    return plot_main(argv, "plot_nsa.py", __doc__, "a table of nsa.py", lambda text: parse_rows(text, ("N",)), draw)
 
 
 if __name__ == "__main__":

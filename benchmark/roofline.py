@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
-"""What this machine can do at most: fp32 multiply-adds and reads, measured through the library's own vector code.
+"""What this machine can do at most, measured through the library's own vector code, and how near its operations come.
 
-    python benchmark/roofline.py                 # every level and 1..n threads; some seconds
-    python benchmark/roofline.py --threads 2     # two threads only
+    python benchmark/roofline.py | tee roofline.log | python benchmark/plot_roofline.py    # a minute or so
+    python benchmark/roofline.py --threads 2 --no-operations                               # limits only, two threads only
 
-Prints one row a measurement: `flops` rows give F, the fp32 FMA peak of a level's widest vectors in GFLOP/s; `tiles` rows
+First one row a limit: `flops` rows give F, the fp32 FMA peak of a level's widest vectors in GFLOP/s; `tiles` rows
 give P, that of products of bfloat16 tiles with random operands, where the CPU has tiles; `read` rows give GB/s when
-every thread reads its own memory over and over, small enough to stay in the cache named. All threads together. Columns are split by
-white space; lines that start with # are not data.
+every thread reads its own memory over and over, small enough to stay in the cache named. All threads together. Then one row an
+operation of a small fixed set: its flops over its operands and results counted once, what it reaches, and the share of the limit that binds
+it (F or P for its arithmetic, R for reading), measured in the same turns. Columns are split by white space.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
+from _bench import Column, Progress, Table
 from blitz_attn import _core
 
 READ_LEVELS = ("L1", "L2", "L3", "DRAM")
@@ -65,6 +70,12 @@ def peak_flops(threads: int, isa: str | None = None, seconds: float = 0.15) -> f
     return float(_core.probe_flops(isa or _core.isa_active(), seconds, threads))
 
 
+def peak(dtype: str, threads: int, seconds: float = 0.15) -> tuple[str, float]:
+    """What binds arithmetic of `dtype` at the active level: P for bfloat16 where there are tiles, else F; and its GFLOP/s, all threads."""
+    tiles = float(_core.probe_tile_flops(_core.isa_active(), seconds, threads)) if dtype == "bfloat16" else 0.0
+    return ("P", tiles) if tiles else ("F", peak_flops(threads, seconds=seconds))
+
+
 def measure(threads: int, isas: list[str] | None = None, levels: tuple[str, ...] = READ_LEVELS, seconds: float = 0.2) -> dict:
     """Measure the machine's limits with `threads` threads.
 
@@ -86,22 +97,79 @@ def measure(threads: int, isas: list[str] | None = None, levels: tuple[str, ...]
     }
 
 
+LIMIT_COLUMNS = (
+    Column("what", 6),
+    Column("level", 12),
+    Column("threads", 8),
+    Column("bytes_a_thread", 15),
+    Column("value", 10, ".1f"),
+    Column("unit", 7),
+)
+OPERATION_COLUMNS = (
+    Column("operation", 22),
+    Column("dtype", 9),
+    Column("level", 12),
+    Column("threads", 8),
+    Column("flop/byte", 10, ".2f"),
+    Column("Time_[usec]", 12, ".1f"),
+    Column("GFLOP/s", 9, ".1f"),
+    Column("GB/s", 7, ".1f"),
+    Column("Bound_by", 8),
+    Column("Share_of_limit", 14, ".3f"),
+)
+
+
+def limit_rows(limits: dict) -> Iterator[dict[str, Any]]:
+    """The table's rows of what `measure` found."""
+    for what, unit in (("flops", "GFLOP/s"), ("tiles", "GFLOP/s"), ("read", "GB/s")):
+        for level, value in limits[what].items():
+            size = limits["read_bytes"][level] if what == "read" else 0
+            yield {"what": what, "level": level, "threads": limits["threads"], "bytes_a_thread": size, "value": value, "unit": unit}
+
+
+def operation_rows(threads: list[int], repeats: int, progress: Progress) -> Iterator[dict[str, Any]]:
+    """The table's rows of the fixed set of operations."""
+    import operations  # which measures its limits with this module
+
+    for point in operations.measured(operations.every_operation(), threads, repeats, progress):
+        seconds = statistics.median(point.seconds)
+        yield {
+            "operation": point.operation.name.replace(", ", ",").replace(" ", "_"),
+            "dtype": point.operation.dtype,
+            "level": point.level,
+            "threads": point.threads,
+            "flop/byte": point.operation.intensity,
+            "Time_[usec]": seconds * 1e6,
+            "GFLOP/s": point.rate,
+            "GB/s": point.operation.bytes / seconds / 1e9,
+            "Bound_by": point.bound,
+            "Share_of_limit": point.median,
+        }
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads (1 .. what the library uses)")
     parser.add_argument("--isa", nargs="+", help="levels (all that this CPU has)")
     parser.add_argument("--seconds", type=float, default=0.3, help="time a measurement (%(default)s)")
+    parser.add_argument("--operations", action=argparse.BooleanOptionalAction, default=True, help="measure operations too (yes)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of the operations, of which the median counts (%(default)s)")
     args = parser.parse_args(argv)
     isas = args.isa or list(blitz_attn.isa_levels(available=True))
-    print(f"{'what':>6} {'level':>12} {'threads':>8} {'bytes_a_thread':>15} {'value':>10} unit")
-    for threads in args.threads or range(1, blitz_attn.get_num_threads() + 1):
-        limits = measure(threads, isas, seconds=args.seconds)
-        for isa, value in limits["flops"].items():
-            print(f"{'flops':>6} {isa:>12} {threads:>8} {0:>15} {value:>10.1f} GFLOP/s", flush=True)
-        for isa, value in limits["tiles"].items():
-            print(f"{'tiles':>6} {isa:>12} {threads:>8} {0:>15} {value:>10.1f} GFLOP/s", flush=True)
-        for level, value in limits["read"].items():
-            print(f"{'read':>6} {level:>12} {threads:>8} {limits['read_bytes'][level]:>15} {value:>10.1f} GB/s", flush=True)
+    counts = list(args.threads or range(1, blitz_attn.get_num_threads() + 1))
+    progress = Progress(1.0)
+    table = Table(LIMIT_COLUMNS, sys.stdout, progress)
+    table.names()
+    for threads in counts:
+        for values in limit_rows(measure(threads, isas, seconds=args.seconds)):
+            table.row(values)
+    if args.operations:
+        table = Table(OPERATION_COLUMNS, sys.stdout, progress)
+        table.line("")
+        table.names()
+        with blitz_attn.isa(args.isa[-1] if args.isa else None):
+            for values in operation_rows(sorted({counts[0], counts[-1]}), args.repeats, progress):
+                table.row(values)
     return 0
 
 

@@ -17,16 +17,22 @@ BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 EXAMPLE = BENCHMARK.parent / "examples" / "smollm2_paged.py"
 sys.path.append(str(BENCHMARK))
 
+import decode_peers as peers  # noqa: E402
 import paged_operands  # noqa: E402
-import peers  # noqa: E402
 import quest  # noqa: E402
-from plot_decode import panels, parse_rows  # noqa: E402
+from _peers import UnavailableError  # noqa: E402
+from _plots import parse_rows as rows_of  # noqa: E402
+from plot_decode import FIRST_COLUMNS, panels  # noqa: E402
 from test_benchmark import is_png  # noqa: E402
 from test_benchmark import run as run_words  # noqa: E402
 
 ALL_DTYPES = tuple(paged_operands.ITEM_BYTES)
 DECODE = "--shapes 2x4x2x50 1x3x3x33 --page 16 --head-dim 24 --repeats 1 --threads 1 2 --peers"
 QUEST = "--contexts 100 512 --blocks 4 8 -H 4 --kv-heads 2 -D 16 --page 16 --repeats 1 --threads 1 --dtype float32"
+
+
+def parse_rows(text):
+    return rows_of(text, FIRST_COLUMNS)
 
 
 def run(script, options="", *more, **how):
@@ -173,7 +179,7 @@ def test_peers_do_the_same(name, dtype):
     step = paged_operands.draw_decode([40, 40], 4, 2, 16, 8, dtype, seed=3)
     try:
         call, fetch = peers.PEERS[name](peers.Pieces(step), 1)
-    except peers.UnavailableError as reason:
+    except UnavailableError as reason:
         pytest.skip(str(reason))
     call()
     call()  # a cache in place must not have moved

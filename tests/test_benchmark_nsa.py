@@ -9,7 +9,7 @@ from test_benchmark import BENCHMARK, is_png  # finds the scripts
 from test_benchmark_decode import run
 
 import nsa  # isort: skip
-from plot_decode import parse_rows  # isort: skip
+from _plots import parse_rows  # isort: skip
 
 SIZES = "-H 4 --kv-heads 2 -D 16 --block 16 --selected 4 --window 21 --tile 32 --repeats 1"
 TABLE = f"--tokens 100 257 {SIZES} --threads 1 2"

@@ -1,0 +1,316 @@
+"""peers.py, roofline.py and speed.py at sizes that take no time: what they print, what they refuse, that the others are asked the right question."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blitz_attn import sabi
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+sys.path.append(str(BENCHMARK))
+
+import _bench  # noqa: E402
+import operations  # noqa: E402
+import peers  # noqa: E402
+import prefill_peers  # noqa: E402
+import speed  # noqa: E402
+from _peers import UnavailableError  # noqa: E402
+from _plots import parse_rows  # noqa: E402
+from operands import draw  # noqa: E402
+from test_benchmark import is_png  # noqa: E402
+from test_benchmark import run as run_words  # noqa: E402
+
+TINY = "-S 130 300 -H 2 -D 16 --dtypes float32 bfloat16 --sparsities 0 0.5 --repeats 1 --threads 1 2 --peers"
+UNDER_ASAN = "asan" in os.environ.get("LD_PRELOAD", "")
+
+
+def run(script, options="", *more, **how):
+    return run_words(script, *options.split(), *more, **how)
+
+
+@pytest.mark.parametrize("script", ["peers.py", "plot_peers.py", "plot_roofline.py", "speed.py"])
+def test_help(script):
+    assert "usage:" in run(script, "--help")[0]
+
+
+# ---- peers.py ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table():
+    return run("peers.py", TINY)[0]
+
+
+def test_rows_are_right_and_complete(table):
+    rows = parse_rows(table, ("dtype",))
+    cells = [(dtype, tokens, rule, sparsity, threads)
+             for dtype in ("float32", "bfloat16") for tokens in (130, 300)
+             for rule, sparsity in (("all", 0), ("all", 0.5), ("causal", 0)) for threads in (1, 2)]  # fmt: skip
+    assert [tuple(row[name] for name in ("dtype", "S", "rule", "sparsity", "threads")) for row in rows] == cells
+    for row in rows:
+        assert (row["contender"], row["Equal"], row["Over_ours"]) == ("ours", "yes", 1)
+        assert row["Error"] < prefill_peers.LARGEST_ERROR[row["dtype"]]
+        assert row["GFLOP/s"] > 0
+        assert row["Limit_[GFLOP/s]"] > 0
+    dense = rows[0]
+    assert dense["GFLOP/s"] == pytest.approx(2 * 4 * 16 * 130**2 / dense["Time_[usec]"] / 1e3, rel=1e-2, abs=0.1)
+    assert "# cells with a peer ahead (below 512 tokens: by more than a tenth): 0 of 0" in table
+
+
+def test_pieces_are_merged(table, tmp_path):
+    (tmp_path / "one.log").write_text(table)
+    (tmp_path / "again.log").write_text(table)
+    lines = run("peers.py", "--merge", tmp_path / "one.log", tmp_path / "again.log")[0].splitlines()
+    assert lines[0].split()[1:8] == list(peers.CELL_COLUMNS)
+    assert len(lines) == 1 + 24 + 1
+
+
+def test_plot_draws_the_table(table, tmp_path):
+    pytest.importorskip("matplotlib")
+    run("plot_peers.py", "--dpi 40 -o", tmp_path / "figure.png", stdin=table)
+    assert is_png(tmp_path / "figure.png")
+    error = run("plot_peers.py", "-o", tmp_path / "none.png", stdin="no table\n", code=1)[1]
+    assert error == "plot_peers.py: no row of a table of peers.py on stdin, so there is nothing to draw\n"
+
+
+def question(kind, dtype, tokens=256, heads=2):
+    """A question of each kind: everything, causal, or a list with another head another row."""
+    lists = sabi.random_with_frame(tokens, tokens, (128, 128), 0.5, heads=heads, seed=3) if kind == "list" else None
+    return prefill_peers.Question(draw(1, heads, heads, tokens, 16, dtype, "BNSD", 5), lists, kind == "causal")
+
+
+@pytest.mark.filterwarnings("ignore")  # what they warn of is theirs
+@pytest.mark.parametrize("kind", ["dense", "causal", "list"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["ours", *peers.PEERS])
+def test_everybody_is_asked_the_same(name, dtype, kind):
+    if UNDER_ASAN and name != "ours":
+        pytest.skip("other libraries do things that AddressSanitizer refuses")
+    if name == "flex" and dtype != "float32":
+        pytest.skip("a compilation each: one dtype is enough")
+    asked = question(kind, dtype)
+    peer = prefill_peers.OURS if name == "ours" else peers.PEERS[name]
+    try:
+        call, fetch = peer.make(asked, prefill_peers._cpus() if name == "jax" else 1)
+        call()
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    except ValueError as reason:  # how JAX says that it has no such product
+        assert name == "jax"
+        pytest.skip(str(reason).splitlines()[0])
+    assert asked.error_of(fetch()) < prefill_peers.LARGEST_ERROR[dtype]
+
+
+@pytest.mark.parametrize("kind", ["dense", "causal", "list"])
+def test_the_check_takes_no_wrong_answer(kind):
+    asked = question(kind, "float32")
+    call, fetch = prefill_peers.blitz(asked, 1)
+    call()
+    right = fetch()
+    assert asked.error_of(right) < 1e-6
+    for other in {"dense", "causal", "list"} - {kind}:
+        assert question(other, "float32").error_of(right) > 0.1
+    wrong = right.copy()
+    wrong[0, 1, -1, 0] = np.nan  # the last row is always looked at
+    assert asked.error_of(wrong) == np.inf
+
+
+def bounds(most_seconds):
+    return peers.Bounds(argparse.Namespace(repeats=3, warmup=1, most_seconds=most_seconds, seed=0))
+
+
+CELL = peers.Cell("float32", 16, 2, 16384, False, 0.9)
+
+
+def test_a_contender_is_left_out_before_it_takes_too_long(monkeypatch):
+    """A shorter sequence says how long it would take; the long one is never called."""
+    lengths = []
+
+    def make(asked, threads):
+        lengths.append(asked.shape[2])
+        return lambda: _bench.time.sleep(0.005), None
+
+    monkeypatch.setitem(peers.PEERS, "torch", prefill_peers.Peer(make, "numpy", (0, 0)))
+    asked = CELL.ask(0)
+    with pytest.raises(UnavailableError, match=r"6 calls of about \S+ s: more than --most-seconds 1"):
+        bounds(1.0).prepare("torch", 1, CELL, asked)
+    assert lengths == [CELL.shorter().tokens]
+    assert bounds(1000.0).prepare("torch", 1, CELL, asked)
+    assert lengths[1:] == [CELL.shorter().tokens, 16384]
+
+
+def test_the_shorter_sequence_has_a_list_too():
+    assert CELL.shorter().tokens < 16384 / 2
+    assert (sabi.counts(CELL.shorter().ask(0).lists) > 0).all()
+    short = peers.Cell("float32", 16, 2, 600, False, 0.0)
+    assert short.shorter() is short
+
+
+def test_a_contender_is_left_out_before_it_takes_all_memory(monkeypatch):
+    monkeypatch.setattr(peers, "memory_available", lambda: 1 << 20)
+    with pytest.raises(UnavailableError, match=r"needs about \d+ GiB"):
+        bounds(10.0).prepare("numpy", 1, CELL, CELL.ask(0))
+
+
+def test_reasons_stand_in_the_table(monkeypatch, capsys):
+    def refuse(asked, threads):
+        raise RuntimeError("Exception from somewhere:\n\nno such kernel\nmore")
+
+    monkeypatch.setitem(peers.PEERS, "numpy", prefill_peers.Peer(refuse, "numpy", (0, 0)))
+    wrong = prefill_peers.Peer(lambda asked, threads: (lambda: None, lambda: np.zeros(asked.shape, np.float32)), "numpy", (0, 0))
+    monkeypatch.setitem(peers.PEERS, "jax", wrong)
+    options = "-S 128 -H 1 -D 16 --dtypes float32 --sparsities 0 --no-causal --repeats 1 --threads 1 --peers numpy jax"
+    assert peers.main(options.split()) == 0
+    rows = {line.split()[7]: line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["float32"]}
+    assert rows["numpy"].endswith("N/A  # no such kernel")
+    assert rows["jax"].endswith("N/A  # error 1.0e+00 against float64: not the same result, not timed")
+
+
+def test_who_is_ahead():
+    def row(name, tokens, ratio, rule="all"):
+        cell = {"dtype": "float32", "D": 64, "rule": rule, "sparsity": 0.0, "H": 4, "S": tokens, "threads": 1}
+        return cell | {"contender": name, "Over_ours": ratio, "GFLOP/s": 10.0, "Share_of_limit": 0.5}
+
+    rows = [row("ours", 256, 1.0), row("torch", 256, 0.95), row("ours", 512, 1.0), row("torch", 512, 0.95), row("jax", 512, 0.5),
+            row("ours", 512, 1.0, "causal"), row("torch", 512, None, "causal")]  # fmt: skip
+    lines = list(peers.verdict(rows))
+    assert lines[0].endswith(": 1 of 3")
+    assert lines[1:] == [
+        "# 0.50  jax: float32 D=64 S=512 sparsity 0, threads 1",
+        "# 0.95  torch: float32 D=64 S=512 sparsity 0, threads 1",
+    ]
+    summary = list(peers.summary(rows))
+    assert summary[0].split()[-2:] == ["torch/ours", "jax/ours"]
+    assert [line.split()[-2:] for line in summary[1:]] == [["0.95", "N/A"], ["0.95", "0.50"], ["N/A", "N/A"]]
+
+
+# ---- roofline.py ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_operations(monkeypatch):
+    chosen = [operations.small("float32"), operations.select("bfloat16"), operations.forward("dense", "bfloat16", tokens=256)]
+    monkeypatch.setattr(operations, "every_operation", lambda: chosen)
+    monkeypatch.setattr(speed, "every_operation", lambda: chosen)
+
+
+def test_every_operation_fills_its_output(monkeypatch):
+    """Small forms of all of them: `measured` refuses an output with elements that were not written."""
+    for name, value in (("TOKENS", 512), ("LARGE_BYTES", 1 << 21), ("SETTLE_SECONDS", 0.0), ("PROBE_SECONDS", 0.001)):
+        monkeypatch.setattr(operations, name, value)
+    chosen = operations.every_operation()
+    points = list(operations.measured(chosen, [1], 1, _bench.Progress(1.0)))
+    assert [point.operation for point in points] == chosen
+    assert len({point.key for point in points}) == len(points)
+    assert all(point.rate > 0 and len(point.shares) == 1 and point.shares[0] > 0 for point in points)
+    assert {point.bound for point in points} <= {"F", "P", "R"}
+    assert {point.operation.dtype for point in points} >= {"float32", "float16", "bfloat16", "int8"}
+
+
+def test_shares_follow_from_the_limits(monkeypatch):
+    monkeypatch.setattr(operations._core, "probe_flops", lambda level, seconds, threads: 100.0)
+    monkeypatch.setattr(operations._core, "probe_tile_flops", lambda level, seconds, threads: 0.0)
+    monkeypatch.setattr(operations._core, "probe_read", lambda level, size, seconds, threads: 2.0)
+    operation = operations.few("float32", 1)
+    (point,) = operations.measured([operation], [1], 3, _bench.Progress(1.0))
+    assert point.bound == "R"  # half a flop a byte: 2 GB/s allow one GFLOP/s
+    assert operation.bytes == pytest.approx(2 * 8 * 4097 * 128 * 4)
+    for share, seconds in zip(point.shares, point.seconds, strict=True):
+        assert share == pytest.approx(operation.bytes / 2e9 / seconds)
+
+
+def test_roofline_prints_and_draws(few_operations, capsys, tmp_path):
+    import roofline
+
+    assert roofline.main(["--threads", "1", "--seconds", "0.01", "--repeats", "1"]) == 0
+    text = capsys.readouterr().out
+    limits, points = (parse_rows(text, (first,)) for first in ("what", "operation"))
+    assert {row["what"] for row in limits if "what" in row} >= {"flops", "read"}
+    points = [row for row in points if "operation" in row]
+    assert [row["operation"] for row in points] == ["small_call", "select", "dense"]
+    assert points[2]["flop/byte"] == 128  # 4 D flop a pair over 4 x 2 D bytes a token, 256 pairs a token
+    pytest.importorskip("matplotlib")
+    run("plot_roofline.py", "--dpi 40 -o", tmp_path / "figure.png", stdin=text)
+    assert is_png(tmp_path / "figure.png")
+    cut = "".join(line + "\n" for line in text.splitlines() if line.split()[:1] != ["operation"])
+    assert "expected limits and operations" in run("plot_roofline.py", "-o", tmp_path / "none.png", stdin=cut.split("\n\n")[0], code=1)[1]
+
+
+# ---- speed.py ------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_compared_with(few_operations, tmp_path, capsys):
+    record = tmp_path / "record.json"
+    options = ["--threads", "1", "--repeats", "2", "--file", str(record)]
+    assert speed.main(["--record", *options]) == 0
+    kept = json.loads(record.read_text())
+    assert [row["operation"] for row in kept["rows"]] == ["small call", "select", "dense"]
+    assert set(kept) == {"machine", "version", "commit", "compiler", "date", "rows"}
+    assert set(kept["machine"]) == {"cpu", "threads", "level", "caches"}
+    for row in kept["rows"]:  # as if everything had been ten times as near to the limits
+        row["shares"] = [10 * share for share in row["shares"]]
+    del kept["rows"][1]
+    record.write_text(json.dumps(kept))
+    capsys.readouterr()
+    assert speed.main(["--compare", *options]) == 0
+    rows = parse_rows(capsys.readouterr().out, ("operation",))
+    assert [row["operation"] for row in rows] == ["small_call", "select", "dense"]
+    assert rows[1]["Was"] is None
+    assert all(row["Was"] == pytest.approx(10 * row["Share"], rel=0.95) for row in (rows[0], rows[2]))
+
+
+def test_a_record_tells_nothing_of_its_host(few_operations, tmp_path):
+    """Nor of its folders: CPU model, threads, level and caches are all that there is of the machine."""
+    assert speed.main(["--record", "--threads", "1", "--repeats", "1", "--file", str(tmp_path / "r.json")]) == 0
+    assert str(tmp_path) not in (tmp_path / "r.json").read_text()
+    named = {"cpu": "Some(R) CPU(TM) @ 2.0 GHz/x", "threads": 4, "level": "avx2", "caches": {"L2": 1 << 20, "L1": 1 << 15}}
+    assert speed.tag(named) == "some-cpu-2.0-ghz-x-4-avx2-l1.32k-l2.1024k"
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "bound", "flag"),
+    [
+        ([0.8] * 5, [0.7] * 5, "F", "SLOWER"),
+        ([0.8] * 5, [0.7] * 5, "R", "-"),
+        ([0.5] * 5, [0.6] * 5, "R", "faster"),
+        ([0.8] * 5, [0.77] * 5, "P", "-"),  # less than a twentieth
+        ([0.8, 0.7, 0.9, 0.6, 1.0], [0.7, 0.6, 0.8, 0.5, 0.9], "F", "-"),  # less than the spreads
+        ([0.8], [0.4], "F", "SLOWER"),
+    ],
+)
+def test_what_counts_as_moved(was, now, bound, flag):
+    assert speed.moved(was, now, bound)[1] == flag
+
+
+@pytest.mark.parametrize(("text", "sentence"), [(None, "make bench-record makes a record"), ("half a", "not a record, for it is not JSON")])
+def test_no_record(text, sentence, tmp_path, capsys):
+    record = tmp_path / "record.json"
+    if text:
+        record.write_text(text)
+    assert speed.main(["--compare", "--file", str(record)]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_contenders_settle_outside_the_clock():
+    calls = []
+
+    def call():
+        calls.append(0)
+        _bench.time.sleep(0.004)
+
+    contender = _bench.Contender("cold", call, 1.0, settle=0.01)
+    ((_, timing),) = _bench.in_turns([contender], repeats=2, warmup=1, progress=_bench.Progress(1.0))
+    assert len(timing.samples) == 2
+    assert len(calls) >= 3 * (1 + 2)  # a timed call and some ahead of it, in every turn
+
+
+def test_records_of_this_repository_can_be_read():
+    for path in speed.MACHINES.glob("*.json"):
+        kept = speed.read(path)
+        assert path.stem == speed.tag(kept["machine"])
+        assert all(row["shares"] and len(row["key"].split(", ")) >= 4 for row in kept["rows"])
