@@ -154,9 +154,6 @@ BA_INLINE bool NAME(v_any)(ivec mask) {
 #endif
 
 #ifndef BA_REAL_DOUBLE
-/* What rounding to bfloat16, half up, leaves of a positive number. */
-BA_INLINE vec NAME(v_rest_bf16)(vec p) { return p - (vec)(((ivec)p + 0x8000) & -0x10000); }
-
 /* n elements of 16 bits, two a lane, and zeros where there are fewer than 2 * BA_LANES. */
 BA_INLINE vec NAME(v_load_pairs)(const uint16_t *p, int64_t n) {
     uint16_t all[2 * BA_LANES] = {0};
