@@ -28,7 +28,8 @@ typedef struct listed {
 extern const ba_attend_family ba_attend_emulated_float32, ba_attend_emulated_float16, ba_attend_emulated_bfloat16; /* emulated_wide.c */
 extern const ba_cache_kernels ba_cache_emulated_float32, ba_cache_emulated_float16, ba_cache_emulated_bfloat16, ba_cache_emulated_int8,
     ba_cache_emulated_float8_e4m3;
-extern const ba_attend_family ba_attend_emulated_amx_bfloat16; /* emulated_amx.c */
+extern const ba_attend_family ba_attend_emulated_pairs_bfloat16; /* emulated_pairs.c */
+extern const ba_attend_family ba_attend_emulated_amx_bfloat16;   /* emulated_amx.c */
 extern const ba_probes ba_probes_emulated, ba_probes_emulated_amx;
 
 static const listed list[] = {
@@ -42,6 +43,7 @@ static const listed list[] = {
     BA_FAMILY(emulated, float32)
     BA_FAMILY(emulated, float16)
     BA_FAMILY(emulated, bfloat16)
+    BA_FAMILY(emulated_pairs, bfloat16)
     BA_FAMILY(emulated_amx, bfloat16)
     BA_CACHE(emulated, float32)
     BA_CACHE(emulated, float16)
@@ -783,5 +785,6 @@ int main(int argc, char **argv) {
     }
     if (timing) return 0;
     check_dispatch();
+    if (ba_isa_detected() >= BA_ISA_AVX512_BF16) check_dot_pairs();
     return report_total();
 }

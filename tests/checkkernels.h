@@ -189,4 +189,9 @@ void attend_plainly(const test_case *c, int64_t lane, plain_row *r);
 /* Checks and reports a family's kernels for gradients. */
 void check_backward(const subject *s);
 
+/* ---- Dot products of pairs (emulated_pairs.c) ---------------------------------------------------------------------- */
+
+/* Checks that what stands for VDPBF16PS where it is emulated gives its bits; only where the CPU has it. */
+void check_dot_pairs(void);
+
 #endif

@@ -156,7 +156,7 @@ def test_refused_permission_is_told_and_passed_over():
         print(json.dumps(blitz_attn.show_config("dict")["isa"]))
     """
     report = json.loads(python("-c", program))
-    assert report["active"] == report["detected"] == "avx512_bf16"
+    assert report["active"] == report["detected"] == "avx512"  # such CPUs are faster without avx512_bf16
     assert "refused" in report["why"]
 
 

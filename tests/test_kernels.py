@@ -83,8 +83,17 @@ def test_every_kernel(objects):
     output = run(ROOT / BUILD / "checkkernels")
     assert passed(output) > 0
     families = listed("FAMILY")
-    assert {("portable", "float64"), ("avx2", "float16"), ("avx512", "float32"), ("amx", "bfloat16"), ("neon", "float16"), ("neon_bf16", "bfloat16")} <= set(families)
-    emulated = [("emulated", dtype) for dtype in ("float32", "float16", "bfloat16")] + [("emulated_amx", "bfloat16")]
+    assert {
+        ("portable", "float64"),
+        ("avx2", "float16"),
+        ("avx512", "float32"),
+        ("avx512_bf16", "bfloat16"),
+        ("amx", "bfloat16"),
+        ("neon", "float16"),
+        ("neon_bf16", "bfloat16"),
+    } <= set(families)
+    emulated = [("emulated", dtype) for dtype in ("float32", "float16", "bfloat16")]
+    emulated += [("emulated_pairs", "bfloat16"), ("emulated_amx", "bfloat16")]
     for level, dtype in [*(pair for pair in families if pair[0] in cases.ISA_LEVELS), *emulated]:
         for variant in ("wide", "narrow", "few"):
             assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"

@@ -24,6 +24,7 @@
 #undef BA_HAVE_V_EXP2
 #undef BA_HAVE_V_CONVERT
 #undef BA_HAVE_V_SHORT
+#undef BA_HAVE_V_DOT
 #undef BA_HAVE_V_BYTES
 #undef BA_HAVE_V_E4M3
 #undef BA_HAVE_V_REPEAT
@@ -176,6 +177,42 @@ BA_INLINE bool NAME(v_any)(ivec mask) {
     for (int i = 0; i < BA_LANES; i++) any |= mask[i];
     return any != 0;
 }
+#endif
+
+#ifndef BA_REAL_DOUBLE
+/* n elements of 16 bits, two a lane, and zeros where there are fewer than 2 * BA_LANES. */
+BA_INLINE vec NAME(v_load_pairs)(const uint16_t *p, int64_t n) {
+    uint16_t all[2 * BA_LANES] = {0};
+    memcpy(all, p, (size_t)ba_min(n, 2 * BA_LANES) * sizeof *p);
+    vec x;
+    memcpy(&x, all, sizeof x);
+    return x;
+}
+/* The same two elements in every lane; where n is 1, the upper one is 0. */
+BA_INLINE ivec NAME(v_repeat_pair)(const uint16_t *p, const int n) {
+    int32_t pair = 0;
+    memcpy(&pair, p, (size_t)n * sizeof *p);
+    return pair - (ivec){0};
+}
+
+/* sum + a.upper * b.upper + a.lower * b.lower of pairs of bfloat16, rounded once a product, in this order; numbers below the normal range
+ * count as 0 before and after. VDPBF16PS, or C that gives the same bits. */
+#ifndef BA_HAVE_V_DOT
+BA_INLINE float NAME(flush)(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
+BA_INLINE float NAME(fma_flushed)(float a, float b, float c) {
+    const float y = fmaf(a, b, c);
+    /* small is what would be below the normal range if rounded as a normal number is */
+    return fabsf(y) == 0x1p-126f && fabs((double)a * b + c) < 0x1.ffffffp-127 ? copysignf(0, y) : NAME(flush)(y);
+}
+BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) {
+    const vec a_upper = (vec)(a & -0x10000), b_upper = (vec)(b & -0x10000), a_lower = (vec)(a << 16), b_lower = (vec)(b << 16);
+    for (int i = 0; i < BA_LANES; i++) {
+        const float upper = NAME(fma_flushed)(NAME(flush)(a_upper[i]), NAME(flush)(b_upper[i]), NAME(flush)(sum[i]));
+        sum[i] = NAME(fma_flushed)(NAME(flush)(a_lower[i]), NAME(flush)(b_lower[i]), upper);
+    }
+    return sum;
+}
+#endif
 #endif
 
 /* tanh from exp2: both ends exact, and close to 0 off by a unit of 1 at most. */

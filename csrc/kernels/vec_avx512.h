@@ -53,6 +53,11 @@ BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
 }
 BA_INLINE bool NAME(v_any)(ivec mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
 
+#ifdef __AVX512BF16__
+#define BA_HAVE_V_DOT 1
+BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#endif
+
 #define BA_HAVE_V_CONVERT 1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) {
