@@ -179,6 +179,7 @@ typedef struct ba_attend_family {
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
     int64_t lane_block;             /* dims that pack_tile keeps together */
     int64_t key_step;               /* attend may be given any part of a chunk that begins at a multiple of this */
+    int64_t few_group;              /* few and pack_few are for so many query heads a KV head and more; below, those of the vector family serve */
     double weight_unit;             /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
     double exp_unit;                /* the same of exp2 */
     bool flushes;                   /* inputs, products and o count as 0 below real's normal range */

@@ -60,6 +60,7 @@ typedef struct call {
     const ba_attend_family *family;
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_attend_few_fn few;
+    ba_pack_queries_fn pack_few;
     const ba_tuning *tuning;
     ba_plan plan;
     char *scratch;
@@ -136,7 +137,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
         w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
     }
     const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
-    (s->width == FEW ? f->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
+    (s->width == FEW ? c->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
     for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, f->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, f->real_size);
@@ -434,7 +435,6 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
 
 static void run_item(void *context, int64_t index, int worker) {
     const call *c = context;
-    const ba_problem *p = c->problem;
     const ba_item *item = &c->plan.item[index];
     const int64_t tiles = item->tiles * item->kv_heads;
     const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
@@ -464,11 +464,15 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     c->family = kernels->attend[p->dtype];
     c->pack_k = c->family->pack_k;
     c->pack_v = c->family->pack_v;
-    c->few = c->family->few;
+    /* by the group and not by a panel's queries: lists of single heads shall give what shared ones give, to the bit */
+    const ba_attend_family *few = p->group >= c->family->few_group ? c->family : kernels->vector[p->dtype];
+    c->few = few->few;
+    c->pack_few = few->pack_few;
     if (p->kv_dtype != p->dtype) {
         c->family = kernels->vector[p->dtype];
         c->pack_k = c->pack_v = kernels->cache[p->kv_dtype]->pack;
         c->few = kernels->cache[p->kv_dtype]->few;
+        c->pack_few = c->family->pack_few;
     }
 }
 
