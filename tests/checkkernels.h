@@ -166,6 +166,7 @@ int64_t o_index(const test_case *c, int64_t d, int64_t lane);
 
 /* What plain arithmetic says, and how far a kernel may be from it. */
 double unit(const test_case *c);
+bool few_are_own(const test_case *c);
 double tiny(const test_case *c);                       /* below, a number may count as 0 */
 double exp_unit(const test_case *c);                   /* of exp2, beyond unit */
 double weight_unit(const test_case *c);                /* of a weight as it meets a value, beyond unit */

@@ -138,10 +138,11 @@ int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return c->variant
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
     const int64_t real = c->s.f->real_size,
                   o_bytes = (c->variant == FEW ? BA_FEW_PAD(c->v_dim) : ba_round_up(c->v_dim, c->s.f->dim_pad)) * c->lanes * real;
-    ba_panel panel = {.o = place(o, o_bytes), .m = place(m, c->lanes * real), .l = place(l, c->lanes * real)};
+    const int64_t lanes = c->variant == FEW ? BA_FEW_QUERIES : c->lanes;
+    ba_panel panel = {.o = place(o, o_bytes), .m = place(m, lanes * real), .l = place(l, lanes * real)};
     memset(panel.o, 0, (size_t)o_bytes);
-    memset(panel.l, 0, (size_t)(c->lanes * real));
-    for (int64_t i = 0; i < c->lanes; i++) set_element(real_dtype(c), panel.m, i, -largest_of(real_dtype(c)));
+    memset(panel.l, 0, (size_t)(lanes * real));
+    for (int64_t i = 0; i < lanes; i++) set_element(real_dtype(c), panel.m, i, -largest_of(real_dtype(c)));
     return panel;
 }
 
@@ -150,15 +151,19 @@ ba_panel open_panel(const test_case *c) {
     ba_panel panel = empty_state(c, PANEL_O, PANEL_M, PANEL_L);
     const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the pointers end at the guard */
     if (c->variant == FEW) {
-        panel.q = place(PANEL_Q, c->queries * BA_FEW_PAD(c->head_dim) * f->real_size);
+        panel.q = place(PANEL_Q, BA_FEW_QUERIES * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
     } else {
         panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
     }
     if (c->mask == NO_MASK) return panel;
-    panel.lo = place_copy(PANEL_LO, c->lo, c->lanes, sizeof *c->lo);
-    panel.hi = place_copy(PANEL_HI, c->hi, c->lanes, sizeof *c->hi);
+    int32_t lo[BA_MAX_LANES] = {0}, hi[BA_MAX_LANES]; /* where there is no query, all is seen */
+    for (int i = 0; i < BA_MAX_LANES; i++) hi[i] = INT32_MAX;
+    memcpy(lo, c->lo, (size_t)c->lanes * sizeof *lo);
+    memcpy(hi, c->hi, (size_t)c->lanes * sizeof *hi);
+    panel.lo = place_copy(PANEL_LO, lo, c->variant == FEW ? BA_FEW_QUERIES : c->lanes, sizeof *lo);
+    panel.hi = place_copy(PANEL_HI, hi, c->variant == FEW ? BA_FEW_QUERIES : c->lanes, sizeof *hi);
     return panel;
 }
 
@@ -196,9 +201,11 @@ void **place_out_rows(const test_case *c) { /* for the queries in use and none b
 /* ---- What plain arithmetic says ----------------------------------------------------------------------------------- */
 
 double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* double's own error too */
-double tiny(const test_case *c) { return c->variant != FEW && c->s.f->flushes ? 0x1p-126 : smallest_of(real_dtype(c)); }
-/* Of weights as they meet values, and of exp2, beyond reals' roundings: few queries have reals throughout. */
-double weight_unit(const test_case *c) { return c->variant != FEW ? c->s.f->weight_unit : 0; }
+/* A kernel for few with a format of its own. Caches have that of reals. */
+bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && c->s.f->few_group > 0; }
+double tiny(const test_case *c) { return (c->variant != FEW || few_are_own(c)) && c->s.f->flushes ? 0x1p-126 : smallest_of(real_dtype(c)); }
+/* Of weights as they meet values, and of exp2, beyond reals' roundings. A few queries' weights come with what their rounding left. */
+double weight_unit(const test_case *c) { return c->variant != FEW ? c->s.f->weight_unit : few_are_own(c) ? c->s.f->weight_unit * c->s.f->weight_unit : 0; }
 double exp_unit(const test_case *c) { return c->variant != FEW ? c->s.f->exp_unit : 0; }
 
 /* The sum of n terms is off by at most n - 1 units of the terms' sizes, in whatever order; and each term by a few. */

@@ -37,6 +37,13 @@ typedef struct ba_panel {
     const int32_t *hi;
 } ba_panel;
 
+/* Rows that are wanted after those at hand: `bytes` bytes from `offset` on of each. The kernels for few ask for them while they
+ * work, a little at every step. */
+typedef struct ba_ahead {
+    const void *const *rows;
+    int64_t count, offset, bytes;
+} ba_ahead;
+
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM */
@@ -44,8 +51,9 @@ typedef struct ba_chunk {
     const void *const *v_rows; /* [keys] */
     int64_t k_offset;          /* few only: a row begins so many bytes behind k_rows[j]; the heads of a token share its pointer */
     int64_t v_offset;
-    const void *const *k_next; /* NULL: none. Rows that are wanted next, as they lie: few is given [keys] and prefetches them */
-    const void *const *v_next; /* meanwhile, the others [next_rows], which they may prefetch */
+    ba_ahead k_ahead, v_ahead; /* few only */
+    const void *const *k_next; /* the others: [next_rows] rows that are wanted next, as they lie, which they may prefetch; NULL: none */
+    const void *const *v_next;
     int64_t next_rows;
     const int32_t *key_index; /* [keys], rising; looked at only where the panel has lo and hi */
     const float *k_scale;     /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
@@ -72,9 +80,9 @@ typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
-/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for [queries][BA_FEW_PAD(head_dim)] reals,
- * as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [query], and K and V are read in place in the dtype they have. Needs
- * BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
+/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes,
+ * as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have.
+ * Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
@@ -171,6 +179,7 @@ typedef struct ba_attend_family {
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
     int64_t lane_block;             /* dims that pack_tile keeps together */
     int64_t key_step;               /* attend may be given any part of a chunk that begins at a multiple of this */
+    int64_t few_group;              /* few and pack_few are for so many query heads a KV head and more; below, those of the vector family serve */
     double weight_unit;             /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
     double exp_unit;                /* the same of exp2 */
     bool flushes;                   /* inputs, products and o count as 0 below real's normal range */
@@ -194,9 +203,9 @@ typedef struct ba_attend_family {
 } ba_attend_family;
 
 /* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. Offset
- * and next are those of ba_chunk. */
+ * and ahead are those of ba_chunk. */
 #define BA_SCORES_FEW(name)                                                                                                                          \
-    void name(const void *q, int64_t queries, const void *const *rows, int64_t offset, const void *const *next, int64_t keys, int64_t dim,           \
+    void name(const void *q, int64_t queries, const void *const *rows, int64_t offset, const ba_ahead *ahead, int64_t keys, int64_t dim,             \
               void *scores, int64_t stride)
 typedef BA_SCORES_FEW((*ba_scores_few_fn));
 

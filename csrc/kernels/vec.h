@@ -12,6 +12,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/asking.h"
 #include "kernels/kernels.h"
 
 /* An ISA file may include this once for float and once for double. */
@@ -161,6 +162,16 @@ BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c,
     vec x;
     for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, from[i], 16);
     return x;
+}
+/* Two rows of 32 elements of 16 bits: elements of the same place side by side, those of the first 16 places and those of the others. */
+BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
+    uint16_t from[2][32], to[32][2];
+    memcpy(from[0], a, sizeof from[0]);
+    memcpy(from[1], b, sizeof from[1]);
+    for (int i = 0; i < 32; i++)
+        for (int j = 0; j < 2; j++) to[i][j] = from[j][i];
+    memcpy(a, to, sizeof *a);
+    memcpy(b, to + 16, sizeof *b);
 }
 /* 8 rows of 4 quarters of 8 elements of 16 bits: in each quarter for itself, rows become columns. */
 BA_INLINE void NAME(v_transpose_octets)(vec *rows) {

@@ -33,6 +33,15 @@ BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c,
     x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)c), 2);
     return (vec)_mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)d), 3);
 }
+BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
+    /* elements 0, 32, 1, 33, .. of both rows as one, and from 16 on */
+    const __m512i low = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008, 0x270007, 0x260006, 0x250005,
+                                         0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i x = (__m512i)*a, y = (__m512i)*b;
+    *a = (vec)_mm512_permutex2var_epi16(x, low, y);
+    *b = (vec)_mm512_permutex2var_epi16(x, high, y);
+}
 BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
     __m512i a[8], b[8];
 #pragma GCC unroll 4

@@ -50,7 +50,6 @@ typedef struct worker_scratch {
     uint64_t *bitmaps;
     char *packed_k, *packed_v, *scores, *lse;
     const void **packed_k_rows, **packed_v_rows, **rows;
-    const void **k_next, **v_next; /* [head][key], rows to be prefetched */
     float *k_scale, *v_scale;
     chunk_rows chunk[2]; /* the one at hand and the one after it */
     tile_state *tiles;
@@ -61,6 +60,7 @@ typedef struct call {
     const ba_attend_family *family;
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_attend_few_fn few;
+    ba_pack_queries_fn pack_few;
     const ba_tuning *tuning;
     ba_plan plan;
     char *scratch;
@@ -92,8 +92,6 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_next = (const void **)ba_take(base, &used, c->plan.few_heads * c->tuning->few_keys * (int64_t)sizeof(void *));
-    w->v_next = (const void **)ba_take(base, &used, c->plan.few_heads * c->tuning->few_keys * (int64_t)sizeof(void *));
     w->k_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
     w->v_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
     for (int i = 0; i < 2; i++) {
@@ -139,7 +137,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
         w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
     }
     const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
-    (s->width == FEW ? f->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
+    (s->width == FEW ? c->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
     for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, f->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, f->real_size);
@@ -395,10 +393,14 @@ static const float *find_scales(const ba_view *view, const float *const *at, int
     return scales;
 }
 
+static ba_ahead rows_ahead(const ba_view *view, int64_t bytes, int64_t size, const ba_item *item, int64_t head, const void *const *rows, int64_t keys) {
+    return ba_rows_ahead(view->head_stride * size, view->token_stride * size, item->kv_heads, head, bytes, rows, keys);
+}
+
 /* The tiles of one head that walk this list meet the chunk. `next`: the chunk after it, or NULL. */
 static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, int64_t head, const chunk_rows *here, const chunk_rows *next) {
     const ba_problem *p = c->problem;
-    const bool few = ba_plan_few(&c->plan, item->batch), asks = few && next;
+    const bool few = ba_plan_few(&c->plan, item->batch);
     ba_chunk chunk = {.keys = here->keys,
                       .head_dim = p->head_dim,
                       .v_dim = p->v_dim,
@@ -407,13 +409,15 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      .k_next = asks ? w->k_next + head * here->keys : NULL,
-                      .v_next = asks ? w->v_next + head * here->keys : NULL,
                       .k_scale = find_scales(&p->k_scale, here->k_scale_at, head, here->keys, w->k_scale),
                       .v_scale = find_scales(&p->v_scale, here->v_scale_at, head, here->keys, w->v_scale),
                       .scale = p->scale * LOG2_E,
                       .softcap = p->softcap * LOG2_E,
                       .scratch = w->scores};
+    if (few && next) {
+        chunk.k_ahead = rows_ahead(&p->k, p->head_dim * p->kv_element_size, p->kv_element_size, item, head, next->k_rows, next->keys);
+        chunk.v_ahead = rows_ahead(&p->v, p->v_dim * p->kv_element_size, p->kv_element_size, item, head, next->v_rows, next->keys);
+    }
     if (c->pack_k && !few) {
         c->pack_k(w->packed_k, w->packed_k_rows, here->k_rows, chunk.k_scale, chunk.keys, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
@@ -431,10 +435,9 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
 
 static void run_item(void *context, int64_t index, int worker) {
     const call *c = context;
-    const ba_problem *p = c->problem;
     const ba_item *item = &c->plan.item[index];
-    const int64_t tiles = item->tiles * item->kv_heads, size = p->kv_element_size;
-    const bool few = ba_plan_few(&c->plan, item->batch), whole = ba_plan_parts(&c->plan, item->batch) == 1;
+    const int64_t tiles = item->tiles * item->kv_heads;
+    const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
     worker_scratch w;
     lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     ba_walk walks[MAX_GROUP_TILES];
@@ -445,10 +448,6 @@ static void run_item(void *context, int64_t index, int worker) {
     for (int at = 0; more; at = !at) {
         const chunk_rows *here = &w.chunk[at], *next = &w.chunk[!at];
         more = next_chunk(c, item, walks, lists, &w.chunk[!at]);
-        if (few && more) {
-            ba_rows_ahead(p->k.head_stride * size, p->k.token_stride * size, item->kv_heads, here->keys, next->k_rows, next->keys, w.k_next);
-            ba_rows_ahead(p->v.head_stride * size, p->v.token_stride * size, item->kv_heads, here->keys, next->v_rows, next->keys, w.v_next);
-        }
         for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, head, here, more ? next : NULL);
     }
     for (int64_t i = 0; i < tiles; i++)
@@ -465,11 +464,15 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     c->family = kernels->attend[p->dtype];
     c->pack_k = c->family->pack_k;
     c->pack_v = c->family->pack_v;
-    c->few = c->family->few;
+    /* by the group and not by a panel's queries: lists of single heads shall give what shared ones give, to the bit */
+    const ba_attend_family *few = p->group >= c->family->few_group ? c->family : kernels->vector[p->dtype];
+    c->few = few->few;
+    c->pack_few = few->pack_few;
     if (p->kv_dtype != p->dtype) {
         c->family = kernels->vector[p->dtype];
         c->pack_k = c->pack_v = kernels->cache[p->kv_dtype]->pack;
         c->few = kernels->cache[p->kv_dtype]->few;
+        c->pack_few = c->family->pack_few;
     }
 }
 

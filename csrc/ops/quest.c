@@ -166,7 +166,6 @@ typedef struct select_call {
 typedef struct select_scratch {
     char *q, *q_low; /* [KV head], packed queries: their parts above and below 0 for BA_SELECT_QUEST */
     char *scores, *scores_low;
-    const void **next_a, **next_b; /* [KV head][row] */
     struct rows_at {
         const void **a, **b;
         int64_t count;
@@ -182,8 +181,6 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     s->q_low = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
     s->scores = ba_take(base, &used, queries * rows * real);
     s->scores_low = ba_take(base, &used, queries * rows * real);
-    s->next_a = (const void **)ba_take(base, &used, c->kv_heads * rows * (int64_t)sizeof(void *));
-    s->next_b = (const void **)ba_take(base, &used, c->kv_heads * rows * (int64_t)sizeof(void *));
     for (int i = 0; i < 2; i++) {
         s->rows[i].a = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
         s->rows[i].b = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
@@ -228,11 +225,12 @@ static void find_chunk(const select_call *c, int64_t batch, int64_t begin, int64
     }
 }
 
-/* Scores of one head's rows, while as many of the next rows are prefetched. */
+/* Scores of one head's rows, while its share of the next rows is prefetched. */
 static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
-                       const void *const *next, char *scores) {
+                       const void *const *next, int64_t next_count, char *scores) {
     const int64_t bytes = BA_FEW_QUERIES * BA_FEW_PAD(c->dim) * c->family->real_size;
-    c->cache->scores(q + head * bytes, queries, rows, head * p->head_stride, next ? next + head * count : NULL, count, c->dim, scores, c->chunk_rows);
+    const ba_ahead ahead = ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), next, next_count);
+    c->cache->scores(q + head * bytes, queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
 }
 
 /* Some queries of every head with the rows from `begin` to `end`; out: [query of head 0][most_pages], heads rows_a_head rows apart. */
@@ -240,17 +238,13 @@ static void score_stretch(const select_call *c, select_scratch *s, int64_t batch
     const ba_select_args *args = c->args;
     const bool tokens = args->method == BA_SELECT_MAX, quest = args->method == BA_SELECT_QUEST;
     const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
-    const void **next_a = s->next_a, **next_b = s->next_b;
     find_chunk(c, batch, begin, end, &s->rows[0]);
     for (int64_t at = begin, here = 0; at < end; at += c->chunk_rows, here = !here) {
         const struct rows_at *rows = &s->rows[here], *next = &s->rows[!here];
         find_chunk(c, batch, at + c->chunk_rows, end, &s->rows[!here]);
-        if (next->count == 0) next_a = next_b = NULL;
-        else ba_rows_ahead(c->a.head_stride, c->a.row_stride, c->kv_heads, rows->count, next->a, next->count, next_a);
-        if (next_b && quest) ba_rows_ahead(c->b.head_stride, c->b.row_stride, c->kv_heads, rows->count, next->b, next->count, next_b);
         for (int64_t head = 0; head < c->kv_heads; head++) {
-            score_rows(c, &c->a, s->q, queries, head, rows->a, rows->count, next_a, s->scores);
-            if (quest) score_rows(c, &c->b, s->q_low, queries, head, rows->b, rows->count, next_b, s->scores_low);
+            score_rows(c, &c->a, s->q, queries, head, rows->a, rows->count, next->a, next->count, s->scores);
+            if (quest) score_rows(c, &c->b, s->q_low, queries, head, rows->b, rows->count, next->b, next->count, s->scores_low);
             for (int64_t g = 0; g < queries; g++)
                 for (int64_t i = 0; i < rows->count; i++) {
                     double score = ba_get_real(s->scores, g * c->chunk_rows + i, real);

@@ -22,16 +22,13 @@ static inline void ba_set_real(void *data, int64_t at, double value, int64_t rea
     else ((double *)data)[at] = value;
 }
 
-/* Which of the next rows are asked for while a head meets its own: next[head][row], so that all heads together ask for the rows
- * of all heads in the order in which these lie. Steps are bytes; rows are those of the first head. */
-static inline void ba_rows_ahead(int64_t head_step, int64_t row_step, int64_t heads, int64_t count, const void *const *rows, int64_t rows_count,
-                                 const void **next) {
-    const bool heads_side_by_side = head_step < row_step;
-    for (int64_t j = 0; j < count; j++) {
-        const char *row = rows[ba_min(j, rows_count - 1)];
-        const void **to = next + (heads_side_by_side ? j * heads : j);
-        for (int64_t head = 0; head < heads; head++) to[heads_side_by_side ? head : head * count] = row + head * head_step;
-    }
+/* What one of the heads that are met in turn asks for of the next rows, which are those of the first head. Where the heads of a token
+ * lie side by side, whole tokens: so all heads together ask in the order in which memory lies. Steps are bytes. */
+static inline ba_ahead ba_rows_ahead(int64_t head_step, int64_t row_step, int64_t heads, int64_t head, int64_t bytes, const void *const *rows,
+                                     int64_t count) {
+    if (head_step < bytes || head_step > 2 * bytes || head_step >= row_step) return (ba_ahead){rows, count, head * head_step, bytes};
+    const int64_t begin = count * head / heads, end = count * (head + 1) / heads;
+    return (ba_ahead){rows + begin, end - begin, 0, (heads - 1) * head_step + bytes};
 }
 
 #endif

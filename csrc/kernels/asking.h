@@ -1,0 +1,42 @@
+/* Asking for rows ahead of their use. They lie where pages put them, which no hardware prefetcher can tell; and what is asked for in a
+ * burst holds up the loads behind it, while a pause leaves memory idle. So the kernels for few ask a line or a few at every step of
+ * their work, in the order in which the rows lie. Into L2: L1 has no room for them. */
+#ifndef BA_ASKING_H
+#define BA_ASKING_H
+
+#include "kernels/kernels.h"
+
+enum { BA_LINE_BYTES = 64 };
+
+typedef struct ba_asking {
+    const char *at, *stop; /* of the row at hand */
+    const void *const *row, *const *end;
+    int64_t offset, bytes;
+    int64_t share; /* lines: a sixteenth of all */
+} ba_asking;
+
+static inline ba_asking ba_asking_for(ba_ahead ahead) {
+    ba_asking a = {NULL, NULL, ahead.rows, ahead.rows, ahead.offset, ahead.bytes, 0};
+    if (ahead.count <= 0) return a;
+    a.end = ahead.rows + ahead.count;
+    a.at = (const char *)*a.row + a.offset;
+    a.stop = a.at + a.bytes;
+    a.share = ba_ceil_div(ahead.count * ba_ceil_div(a.bytes, BA_LINE_BYTES), 16);
+    return a;
+}
+
+static inline void ba_ask(ba_asking *a) {
+    if (a->row == a->end) return;
+    __builtin_prefetch(a->at, 0, 2);
+    a->at += BA_LINE_BYTES;
+    if (a->at < a->stop || ++a->row == a->end) return;
+    a->at = (const char *)*a->row + a->offset;
+    a->stop = a->at + a->bytes;
+}
+
+/* `part` shares for every eight queries: what takes longer asks for more. */
+static inline void ba_ask_share(ba_asking *a, int64_t part) {
+    for (int64_t lines = ba_ceil_div(a->share * part, 8); lines > 0; lines--) ba_ask(a);
+}
+
+#endif
