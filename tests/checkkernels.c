@@ -380,7 +380,8 @@ static void check_together(test_case *c) {
         make_case(c, n % FILLS, pick(MASKS), 1 + pick(most_queries(c)), n % 2 ? 1 + pick(40) : 1 + pick(BA_MAX_CHUNK), dim_at(pick(SHORT_DIMS)),
                   dim_at(pick(SHORT_DIMS)));
         if (n % 3 == 0) c->head_dim = c->v_dim = n % 2 ? 128 : 64; /* as most have it */
-        if (n % 3 == 0) make_case(c, n % FILLS, n % 4 ? NO_MASK : pick(MASKS), most_queries(c), BA_MAX_CHUNK - pick(2) * pick(40), c->head_dim, c->v_dim);
+        if (n % 3 == 0)
+            make_case(c, n % FILLS, n % 4 ? NO_MASK : pick(MASKS), most_queries(c), BA_MAX_CHUNK - pick(2) * pick(40), c->head_dim, c->v_dim);
         const ba_panel empty = open_panel(c);
         const ba_chunk all = open_chunk(c, 0, c->keys);
         const int64_t o_size = ba_round_up(c->v_dim, f->dim_pad) * c->lanes;
@@ -388,7 +389,8 @@ static void check_together(test_case *c) {
         for (int way = 0; way < 2; way++)
             for (int i = 0; i < PANELS; i++) {
                 float *state = states[way][i];
-                panels[way][i] = (ba_panel){.q = empty.q, .lo = empty.lo, .hi = empty.hi, .o = state, .m = state + o_size, .l = state + o_size + c->lanes};
+                panels[way][i] =
+                    (ba_panel){.q = empty.q, .lo = empty.lo, .hi = empty.hi, .o = state, .m = state + o_size, .l = state + o_size + c->lanes};
                 memcpy(panels[way][i].o, empty.o, (size_t)o_size * sizeof(float));
                 memcpy(panels[way][i].m, empty.m, (size_t)c->lanes * sizeof(float));
                 memcpy(panels[way][i].l, empty.l, (size_t)c->lanes * sizeof(float));

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 
 enum { ALIGN = 64, HUGE_PAGE = 2 << 20 };
-static const size_t KEEP_BYTES = (size_t)8 << 20;
+static const size_t KEEP_BYTES = (size_t)32 << 20;
 
 typedef struct arena {
     void *data;
@@ -25,7 +25,7 @@ static void make_key(void) { pthread_key_create(&key, free_at_thread_exit); }
 static void resize(size_t bytes) {
     pthread_once(&key_made, make_key);
     free(mine.data);
-    const size_t align = bytes > KEEP_BYTES ? HUGE_PAGE : ALIGN;
+    const size_t align = bytes > 2 * HUGE_PAGE ? HUGE_PAGE : ALIGN;
     bytes = (bytes + align - 1) / align * align;
     mine.data = bytes ? aligned_alloc(align, bytes) : NULL;
 #if defined(__linux__)

@@ -175,12 +175,12 @@ typedef struct ba_attend_family {
     int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
     int64_t lane_block;             /* dims that pack_tile keeps together */
-    bool pack_groups;               /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
-                                     * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
-    int64_t key_step;               /* attend may be given any part of a chunk that begins at a multiple of this */
-    double weight_unit;             /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
-    double exp_unit;                /* the same of exp2 */
-    bool flushes;                   /* inputs, products and o count as 0 below real's normal range */
+    bool pack_groups;   /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
+                         * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
+    int64_t key_step;   /* attend may be given any part of a chunk that begins at a multiple of this */
+    double weight_unit; /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
+    double exp_unit;    /* the same of exp2 */
+    bool flushes;       /* inputs, products and o count as 0 below real's normal range */
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
     ba_attend_fn attend[BA_PANEL_WIDTHS];
@@ -255,10 +255,11 @@ const ba_kernels *ba_kernels_active(void);
 /* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;       /* keys a chunk */
-    int64_t tile_queries;     /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t group_tiles;      /* tiles that walk their lists side by side, so that they meet K and V in cache */
-    int64_t most_tiles;       /* the same where rows of the grid are so short that tiles have fewer queries: their queries are to be as many, in tiles up to this */
+    int64_t chunk_keys;   /* keys a chunk */
+    int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    int64_t most_tiles; /* the same where rows of the grid are so short that tiles have fewer queries: their queries are to be as many, in tiles up to
+                           this */
     int64_t gradient_keys;    /* keys a chunk of the backward pass */
     int64_t gradient_queries; /* queries of one of its tiles */
     int64_t gradient_tiles;   /* of its tiles that walk side by side */

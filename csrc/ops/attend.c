@@ -75,7 +75,7 @@ typedef struct call {
     const ba_tuning *tuning;
     ba_plan plan;
     char *scratch;
-    int64_t scratch_bytes;      /* a worker */
+    int64_t scratch_bytes; /* a worker */
     shared_rows k_shared, v_shared;
     char *parts;                /* states of parts that are to be joined */
     const int64_t *part_offset; /* [batch]: bytes, -1 where there is one part only */
@@ -377,8 +377,9 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
 
 /* ---- K and V, packed once ------------------------------------------------------------------------------------------- */
 
-/* Tiles meet a key as often as their lists hold it, and packing it costs as much as meeting it with some thirty queries. Where packing leaves whole groups
- * of keys that do not depend on the chunk that they are part of, and blocks are made of such groups, all keys are packed before the work begins. */
+/* Tiles meet a key as often as their lists hold it, and packing it costs as much as meeting it with some thirty queries. Where packing leaves whole
+ * groups of keys that do not depend on the chunk that they are part of, and blocks are made of such groups, all keys are packed before the work
+ * begins. */
 
 static bool is_shared(const call *c, int64_t batch) { return c->v_shared.data && c->v_shared.offset[batch * c->problem->kv_heads] >= 0; }
 
@@ -408,8 +409,8 @@ static bool may_share(const call *c) {
 }
 
 /* A group's keys as they are shared: `rows` of one stretch of keys of one head. */
-static void pack_stretch(const call *c, const shared_rows *s, ba_pack_rows_fn pack, const ba_view *view, int64_t dim, int64_t head, int64_t begin, int64_t keys,
-                         const worker_scratch *w) {
+static void pack_stretch(const call *c, const shared_rows *s, ba_pack_rows_fn pack, const ba_view *view, int64_t dim, int64_t head, int64_t begin,
+                         int64_t keys, const worker_scratch *w) {
     const ba_problem *p = c->problem;
     char *to = s->data + s->offset[head] + begin * s->row_bytes;
     const char *row = ba_key_row(p, view, p->kv_element_size, head / p->kv_heads, head % p->kv_heads, begin);
@@ -629,7 +630,8 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     ba_take(NULL, &used, lay_out_parts(&c, NULL));
     ba_take(NULL, &used, threads * c.scratch_bytes);
     int64_t shared_bytes = 0;
-    if (may_share(&c)) shared_bytes = lay_out_shared(&c, &c.k_shared, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, problem->v_dim, NULL);
+    if (may_share(&c))
+        shared_bytes = lay_out_shared(&c, &c.k_shared, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, problem->v_dim, NULL);
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take(NULL, &used, shared_bytes);
     char *memory = ba_arena_get((size_t)used);

@@ -188,7 +188,9 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
     /* smaller items where there are few, so that every thread gets several */
     const int64_t lanes = ba_min(plan->tile_queries, plan->row_queries * plan->shared_heads);
-    const int64_t side_by_side = plan->few_rows ? tuning->group_tiles : ba_max(tuning->group_tiles, ba_min(tuning->most_tiles, tuning->group_tiles * plan->tile_queries / lanes));
+    const int64_t side_by_side = plan->few_rows
+                                     ? tuning->group_tiles
+                                     : ba_max(tuning->group_tiles, ba_min(tuning->most_tiles, tuning->group_tiles * plan->tile_queries / lanes));
     plan->group_tiles = ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
     choose_few_heads(plan, tuning, threads);
     for (int64_t b = 0; b < problem->batch; b++) {
