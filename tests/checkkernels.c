@@ -381,7 +381,7 @@ static void check_together(test_case *c) {
                   dim_at(pick(SHORT_DIMS)));
         if (n % 3 == 0) c->head_dim = c->v_dim = n % 2 ? 128 : 64; /* as most have it */
         if (n % 3 == 0)
-            make_case(c, n % FILLS, n % 4 ? NO_MASK : pick(MASKS), most_queries(c), BA_MAX_CHUNK - pick(2) * pick(40), c->head_dim, c->v_dim);
+            make_case(c, n % FILLS, n % 4 ? NO_MASK : pick(MASKS), most_queries(c), BA_MAX_CHUNK - pick(2) * (16 + pick(16)), c->head_dim, c->v_dim);
         const ba_panel empty = open_panel(c);
         const ba_chunk all = open_chunk(c, 0, c->keys);
         const int64_t o_size = ba_round_up(c->v_dim, f->dim_pad) * c->lanes;
@@ -398,12 +398,12 @@ static void check_together(test_case *c) {
         for (int round = 0; round < 3; round++) {
             ba_chunk chunks[PANELS];
             for (int i = 0; i < PANELS; i++) {
-                const int64_t begin = pick(2) * pick(ba_ceil_div(c->keys, f->key_step)) * f->key_step;
+                const int64_t begin = (i > 0) * pick(2) * pick(ba_ceil_div(c->keys, f->key_step)) * f->key_step;
                 chunks[i] = all;
                 chunks[i].k_rows += begin;
                 chunks[i].v_rows += begin;
                 if (all.key_index) chunks[i].key_index += begin;
-                chunks[i].keys = pick(2) ? c->keys - begin : 1 + pick(c->keys - begin);
+                chunks[i].keys = i == 0 || pick(2) ? c->keys - begin : 1 + pick(c->keys - begin);
             }
             const int64_t used = 1 + pick(PANELS);
             f->attend_many[c->variant](panels[0], chunks, used);
