@@ -72,7 +72,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 25 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 27 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -83,7 +83,7 @@ static subject subject_of(const listed *l) {
 
 static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few"};
 
-enum { PACK_QUERIES, PACK_K, PACK_V, SCORES, SOFTMAX, VALUES, COMPOSED, ATTEND, JOIN, FINISH, SUMMARISE, UNSEEN, CUT, ALONE, KERNELS };
+enum { PACK_QUERIES, PACK_K, PACK_V, SCORES, SOFTMAX, VALUES, COMPOSED, ATTEND, JOIN, FINISH, SUMMARISE, UNSEEN, CUT, ALONE, TOGETHER, KERNELS };
 static record records[KERNELS];
 
 static void clear_records(void) {
@@ -102,6 +102,7 @@ static void clear_records(void) {
         [UNSEEN] = "promise: unseen keys",
         [CUT] = "promise: cut chunks",
         [ALONE] = "promise: lanes alone",
+        [TOGETHER] = "attend_many",
     };
     for (int i = 0; i < KERNELS; i++) records[i] = (record){.name = names[i]};
 }
@@ -369,6 +370,50 @@ static void check_promises(test_case *c) {
         check_unseen(c, ranges);
         check_cuts(c, ranges);
         check_alone(c, ranges);
+    }
+}
+
+/* Several panels at once, each with other keys of a chunk, end as they do one after the other. */
+static void check_together(test_case *c) {
+    enum { PANELS = 5, STATE = (BA_MAX_HEAD_DIM + 2) * BA_MAX_LANES };
+    static float states[2][PANELS][STATE] __attribute__((aligned(BA_ALIGN)));
+    const ba_attend_family *f = c->s.f;
+    for (int n = 0; n < 60; n++) {
+        make_case(c, n % FILLS, pick(MASKS), 1 + pick(most_queries(c)), n % 2 ? 1 + pick(40) : 1 + pick(BA_MAX_CHUNK), dim_at(pick(SHORT_DIMS)),
+                  dim_at(pick(SHORT_DIMS)));
+        if (n % 3 == 0) c->head_dim = c->v_dim = n % 2 ? 128 : 64; /* as most have it */
+        if (n % 3 == 0)
+            make_case(c, n % FILLS, n % 4 ? NO_MASK : pick(MASKS), most_queries(c), BA_MAX_CHUNK - pick(2) * (16 + pick(16)), c->head_dim, c->v_dim);
+        const ba_panel empty = open_panel(c);
+        const ba_chunk all = open_chunk(c, 0, c->keys);
+        const int64_t o_size = ba_round_up(c->v_dim, f->dim_pad) * c->lanes;
+        ba_panel panels[2][PANELS];
+        for (int way = 0; way < 2; way++)
+            for (int i = 0; i < PANELS; i++) {
+                float *state = states[way][i];
+                panels[way][i] =
+                    (ba_panel){.q = empty.q, .lo = empty.lo, .hi = empty.hi, .o = state, .m = state + o_size, .l = state + o_size + c->lanes};
+                memcpy(panels[way][i].o, empty.o, (size_t)o_size * sizeof(float));
+                memcpy(panels[way][i].m, empty.m, (size_t)c->lanes * sizeof(float));
+                memcpy(panels[way][i].l, empty.l, (size_t)c->lanes * sizeof(float));
+            }
+        for (int round = 0; round < 3; round++) {
+            ba_chunk chunks[PANELS];
+            for (int i = 0; i < PANELS; i++) {
+                const int64_t begin = (i > 0) * pick(2) * pick(ba_ceil_div(c->keys, f->key_step)) * f->key_step;
+                chunks[i] = all;
+                chunks[i].k_rows += begin;
+                chunks[i].v_rows += begin;
+                if (all.key_index) chunks[i].key_index += begin;
+                chunks[i].keys = i == 0 || pick(2) ? c->keys - begin : 1 + pick(c->keys - begin);
+            }
+            const int64_t used = 1 + pick(PANELS);
+            f->attend_many[c->variant](panels[0], chunks, used);
+            for (int64_t i = 0; i < used; i++) f->attend[c->variant](&panels[1][i], &chunks[i]);
+        }
+        for (int i = 0; i < PANELS; i++)
+            require(&records[TOGETHER], memcmp(states[0][i], states[1][i], (size_t)(o_size + 2 * c->lanes) * sizeof(float)) == 0,
+                    "not what attend gives, of panel", -1, i);
     }
 }
 
@@ -647,6 +692,7 @@ static void check_variant(void *context) {
     check_promises(c);
     check_patterns_in(c);
     if (!c->s.cache) check_finish(c);
+    if (c->variant != FEW && c->s.f->attend_many[c->variant]) check_together(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
     if (c->variant == FEW && c->s.cache && c->s.cache->summarise) check_summarise(c);

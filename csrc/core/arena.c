@@ -1,10 +1,14 @@
+#if defined(__linux__)
+#define _GNU_SOURCE /* madvise */
+#include <sys/mman.h>
+#endif
 #include "core/arena.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { ALIGN = 64 };
-static const size_t KEEP_BYTES = (size_t)8 << 20;
+enum { ALIGN = 64, HUGE_PAGE = 2 << 20 };
+static const size_t KEEP_BYTES = (size_t)32 << 20;
 
 typedef struct arena {
     void *data;
@@ -21,13 +25,18 @@ static void make_key(void) { pthread_key_create(&key, free_at_thread_exit); }
 static void resize(size_t bytes) {
     pthread_once(&key_made, make_key);
     free(mine.data);
-    mine.data = bytes ? aligned_alloc(ALIGN, bytes) : NULL;
+    const size_t align = bytes > 2 * HUGE_PAGE ? HUGE_PAGE : ALIGN;
+    bytes = (bytes + align - 1) / align * align;
+    mine.data = bytes ? aligned_alloc(align, bytes) : NULL;
+#if defined(__linux__)
+    if (mine.data && align == HUGE_PAGE) madvise(mine.data, bytes, MADV_HUGEPAGE); /* fewer faults, and fewer misses in the translation cache */
+#endif
     mine.bytes = mine.data ? bytes : 0;
     pthread_setspecific(key, mine.data);
 }
 
 void *ba_arena_get(size_t bytes) {
-    if (bytes > mine.bytes || !mine.data) resize((bytes + ALIGN) / ALIGN * ALIGN);
+    if (bytes > mine.bytes || !mine.data) resize(bytes + 1);
     return mine.data;
 }
 

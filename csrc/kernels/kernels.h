@@ -80,6 +80,11 @@ typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
+/* The same for n different panels of one width, panel i with chunk i, and to the bit with the same result: a family that has it works ahead across
+ * their borders. The chunks agree in all but keys, rows and what is wanted next. */
+#define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
+typedef BA_ATTEND_MANY((*ba_attend_many_fn));
+
 /* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes,
  * as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have.
  * Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
@@ -178,14 +183,17 @@ typedef struct ba_attend_family {
     int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
     int64_t lane_block;             /* dims that pack_tile keeps together */
-    int64_t key_step;               /* attend may be given any part of a chunk that begins at a multiple of this */
-    int64_t few_group;              /* few and pack_few are for so many query heads a KV head and more; below, those of the vector family serve */
-    double weight_unit;             /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
-    double exp_unit;                /* the same of exp2 */
-    bool flushes;                   /* inputs, products and o count as 0 below real's normal range */
+    bool pack_groups;   /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
+                         * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
+    int64_t key_step;   /* attend may be given any part of a chunk that begins at a multiple of this */
+    int64_t few_group;  /* few and pack_few are for so many query heads a KV head and more; below, those of the vector family serve */
+    double weight_unit; /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
+    double exp_unit;    /* the same of exp2 */
+    bool flushes;       /* inputs, products and o count as 0 below real's normal range */
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
     ba_attend_fn attend[BA_PANEL_WIDTHS];
+    ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: nothing is gained by it */
     ba_scores_fn scores[BA_PANEL_WIDTHS];
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];
     ba_values_fn values[BA_PANEL_WIDTHS];
@@ -256,15 +264,18 @@ const ba_kernels *ba_kernels_active(void);
 /* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;       /* keys a chunk */
-    int64_t tile_queries;     /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t group_tiles;      /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    int64_t chunk_keys;   /* keys a chunk */
+    int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    int64_t most_tiles; /* the same where rows of the grid are so short that tiles have fewer queries: their queries are to be as many, in tiles up to
+                           this */
     int64_t gradient_keys;    /* keys a chunk of the backward pass */
     int64_t gradient_queries; /* queries of one of its tiles */
     int64_t gradient_tiles;   /* of its tiles that walk side by side */
     double inline_flops;      /* calls with less work than this run in the caller's thread */
     int64_t split_keys;       /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
     int64_t few_keys;         /* keys a chunk, where few queries meet the keys of several heads side by side */
+    int64_t shared_bytes;     /* of packed K and V at most, where they are packed once for all items; 0: they are not */
     int64_t few_bytes;        /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
 } ba_tuning;
 

@@ -15,7 +15,7 @@
 
 /* ---- Scratch ------------------------------------------------------------------------------------------------------ */
 
-enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32 };
+enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32, MANY = 16 /* panels that a kernel is given at once at most */ };
 
 typedef enum panel_width { WIDE, NARROW, FEW } panel_width; /* the first two index a family's arrays */
 
@@ -39,7 +39,8 @@ typedef struct tile_state {
 typedef struct chunk_rows {
     int walk;
     int64_t keys;
-    const void **k_rows, **v_rows;          /* of the item's first head */
+    const void **k_rows, **v_rows;          /* of the item's first head, those before `whole` as they are shared */
+    int64_t whole;                          /* keys of whole groups, where K and V are packed once for all items; else 0 */
     const float **k_scale_at, **v_scale_at; /* likewise */
     int32_t *key_index;
 } chunk_rows;
@@ -53,7 +54,17 @@ typedef struct worker_scratch {
     float *k_scale, *v_scale;
     chunk_rows chunk[2]; /* the one at hand and the one after it */
     tile_state *tiles;
+    ba_panel *panels; /* [MANY], with their chunks: to be given to the kernel together */
+    ba_chunk *chunks;
 } worker_scratch;
+
+/* K (or V) as pack_k (or pack_v) leaves it, packed once for all items. */
+typedef struct shared_rows {
+    char *data;        /* [batch][KV head][group of key_pad keys]; NULL: each item packs its chunks */
+    int64_t row_bytes; /* of a packed key */
+    int64_t *offset;   /* [batch][KV head]: where its keys begin in data, in bytes; -1 where each item packs its chunks */
+    bool *in_place;    /* [batch][KV head]: its keys were left where they are */
+} shared_rows;
 
 typedef struct call {
     const ba_problem *problem;
@@ -64,7 +75,8 @@ typedef struct call {
     const ba_tuning *tuning;
     ba_plan plan;
     char *scratch;
-    int64_t scratch_bytes;      /* a worker */
+    int64_t scratch_bytes; /* a worker */
+    shared_rows k_shared, v_shared;
     char *parts;                /* states of parts that are to be joined */
     const int64_t *part_offset; /* [batch]: bytes, -1 where there is one part only */
 } call;
@@ -102,6 +114,8 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
         w->chunk[i].key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     }
     w->tiles = (tile_state *)ba_take(base, &used, tiles * c->plan.few_heads * (int64_t)sizeof(tile_state));
+    w->panels = (ba_panel *)ba_take(base, &used, MANY * (int64_t)sizeof(ba_panel));
+    w->chunks = (ba_chunk *)ba_take(base, &used, MANY * (int64_t)sizeof(ba_chunk));
     return used;
 }
 
@@ -280,7 +294,23 @@ static void share_out(share *s, ba_chunk *chunk) {
     s->panel++;
 }
 
-static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole, share *next) {
+/* Panels of one width that are to meet their chunks together. */
+typedef struct batch {
+    panel_width width;
+    int64_t n;
+    ba_panel *panels;
+    ba_chunk *chunks;
+} batch;
+
+static void flush(const call *c, batch *many) {
+    const ba_attend_family *f = c->family;
+    if (many->n && f->attend_many[many->width]) f->attend_many[many->width](many->panels, many->chunks, many->n);
+    else
+        for (int64_t i = 0; i < many->n; i++) f->attend[many->width](&many->panels[i], &many->chunks[i]);
+    many->n = 0;
+}
+
+static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole, share *next, batch *many) {
     const ba_attend_family *f = c->family;
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
@@ -304,8 +334,14 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
         if (s->width != FEW) share_out(next, &chunk);
         ba_panel panel = s->panel;
         if (chunk.key_index[0] >= s->all.lo && chunk.key_index[chunk.keys - 1] < s->all.hi) panel.lo = panel.hi = NULL;
-        if (s->width == FEW) c->few(&panel, s->lanes, &chunk);
-        else f->attend[s->width](&panel, &chunk);
+        if (s->width == FEW) {
+            c->few(&panel, s->lanes, &chunk);
+            continue;
+        }
+        if (many->n == MANY || many->width != s->width) flush(c, many);
+        many->width = s->width;
+        many->panels[many->n] = panel;
+        many->chunks[many->n++] = chunk;
     }
 }
 
@@ -315,7 +351,12 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
     const int64_t size = p->kv_element_size;
     if (!p->page_size) {
         const char *first = ba_key_row(p, view, size, batch, kv_head, 0);
-        for (int64_t j = 0; j < keys; j++) rows[j] = first + key_index[j] * view->token_stride * size;
+        const int64_t step = view->token_stride * size;
+        for (int64_t j = 0; j < keys;) { /* keys come in stretches that lie side by side */
+            const int32_t begin = key_index[j];
+            const char *row = first + begin * step;
+            for (const int64_t at = j; j < keys && key_index[j] == begin + (j - at); j++, row += step) rows[j] = row;
+        }
         return;
     }
     const char *data = NULL;
@@ -331,6 +372,78 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
         if (scale->data) scales[j] = (const float *)ba_row_of(scale, sizeof(float), page, kv_head, key_index[j] - begin);
     }
 }
+
+/* ---- K and V, packed once ------------------------------------------------------------------------------------------- */
+
+/* Tiles meet a key as often as their lists hold it, and packing it costs as much as meeting it with some thirty queries. Where packing leaves whole
+ * groups of keys that do not depend on the chunk that they are part of, and blocks are made of such groups, all keys are packed before the work
+ * begins. */
+
+static bool is_shared(const call *c, int64_t batch) { return c->v_shared.data && c->v_shared.offset[batch * c->problem->kv_heads] >= 0; }
+
+/* Lays one of the two out in memory (NULL: counts its bytes). */
+static int64_t lay_out_shared(const call *c, shared_rows *s, int64_t dim, char *memory) {
+    const ba_problem *p = c->problem;
+    const int64_t heads = p->batch * p->kv_heads;
+    int64_t used = 0, at = 0;
+    s->row_bytes = ba_round_up(dim, c->family->dim_pad) * c->family->pack_bytes;
+    s->offset = (int64_t *)ba_take(memory, &used, heads * (int64_t)sizeof *s->offset);
+    s->in_place = (bool *)ba_take(memory, &used, heads * (int64_t)sizeof *s->in_place);
+    for (int64_t i = 0; i < heads; i++) {
+        const bool few = ba_plan_few(&c->plan, i / p->kv_heads);
+        if (memory) {
+            s->offset[i] = few ? -1 : at;
+            s->in_place[i] = false;
+        }
+        if (!few) at += ba_round_up(ba_kv_span(p, i / p->kv_heads).valid, c->family->key_pad) * s->row_bytes;
+    }
+    s->data = ba_take(memory, &used, at);
+    return used;
+}
+
+static bool may_share(const call *c) {
+    const ba_problem *p = c->problem;
+    return c->family->pack_groups && c->pack_k == c->family->pack_k && !p->page_size && !(p->listed && p->block_kv % c->family->key_pad);
+}
+
+/* A group's keys as they are shared: `rows` of one stretch of keys of one head. */
+static void pack_stretch(const call *c, const shared_rows *s, ba_pack_rows_fn pack, const ba_view *view, int64_t dim, int64_t head, int64_t begin,
+                         int64_t keys, const worker_scratch *w) {
+    const ba_problem *p = c->problem;
+    char *to = s->data + s->offset[head] + begin * s->row_bytes;
+    const char *row = ba_key_row(p, view, p->kv_element_size, head / p->kv_heads, head % p->kv_heads, begin);
+    for (int64_t j = 0; j < keys; j++, row += view->token_stride * p->kv_element_size) w->chunk->v_rows[j] = row;
+    pack(to, w->packed_v_rows, w->chunk->v_rows, NULL, keys, dim);
+    if (begin == 0) s->in_place[head] = w->packed_v_rows[0] == w->chunk->v_rows[0];
+}
+
+static void share_item(void *context, int64_t index, int worker) {
+    const call *c = context;
+    const ba_problem *p = c->problem;
+    const int64_t heads = p->batch * p->kv_heads, head = index % heads, begin = index / heads * c->tuning->chunk_keys;
+    int64_t keys = ba_min(c->tuning->chunk_keys, ba_kv_span(p, head / p->kv_heads).valid - begin);
+    keys -= keys % c->family->key_pad; /* the last keys are no whole group */
+    if (keys <= 0 || c->v_shared.offset[head] < 0) return;
+    worker_scratch w;
+    lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
+    pack_stretch(c, &c->k_shared, c->pack_k, &p->k, p->head_dim, head, begin, keys, &w);
+    pack_stretch(c, &c->v_shared, c->pack_v, &p->v, p->v_dim, head, begin, keys, &w);
+}
+
+/* Packs K and V if that is less work than packing chunks: whether tiles meet a key several times. */
+static void share_rows(call *c, int threads) {
+    const ba_problem *p = c->problem;
+    const int64_t lanes = ba_min(c->plan.tile_queries, c->plan.row_queries * c->plan.shared_heads);
+    int64_t keys = 0, longest = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        keys += p->kv_heads * ba_kv_span(p, b).valid;
+        longest = ba_max(longest, ba_kv_span(p, b).valid);
+    }
+    if (c->plan.cost < 2.0 * (double)lanes * (double)keys) c->v_shared.data = NULL;
+    if (c->v_shared.data) ba_parallel(threads, ba_ceil_div(longest, c->tuning->chunk_keys) * p->batch * p->kv_heads, share_item, c);
+}
+
+/* ---- An item's chunks ----------------------------------------------------------------------------------------------- */
 
 /* Tiles whose lists are equal share one walk. Returns the number of walks. */
 static int make_walks(const call *c, const worker_scratch *w, const ba_item *item, ba_walk *walks) {
@@ -373,6 +486,16 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
     return n;
 }
 
+/* Where the chunk's rows of K (or V) lie: those that are shared, and the others. */
+static void take_rows(const call *c, const ba_item *item, const ba_view *view, const ba_view *scale, const shared_rows *s, const chunk_rows *chunk,
+                      const void **rows, const float **scales) {
+    const int64_t head = item->batch * c->problem->kv_heads + item->kv_head;
+    int64_t at = 0;
+    if (chunk->whole && !s->in_place[head])
+        for (const char *first = s->data + s->offset[head]; at < chunk->whole; at++) rows[at] = first + chunk->key_index[at] * s->row_bytes;
+    find_rows(c->problem, item->batch, item->kv_head, view, scale, chunk->key_index + at, chunk->keys - at, rows + at, scales + at);
+}
+
 /* The next chunk of the list that is furthest behind: so lists that overlap meet in cache. False when all are at their end. */
 static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int lists, chunk_rows *chunk) {
     const ba_problem *p = c->problem;
@@ -382,8 +505,9 @@ static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int l
     if (walks[next].key == BA_WALK_END) return false;
     chunk->walk = next;
     chunk->keys = ba_walk_take(&walks[next], chunk->key_index);
-    find_rows(p, item->batch, item->kv_head, &p->k, &p->k_scale, chunk->key_index, chunk->keys, chunk->k_rows, chunk->k_scale_at);
-    find_rows(p, item->batch, item->kv_head, &p->v, &p->v_scale, chunk->key_index, chunk->keys, chunk->v_rows, chunk->v_scale_at);
+    chunk->whole = is_shared(c, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad : 0; /* the last group has keys that no query sees */
+    take_rows(c, item, &p->k, &p->k_scale, &c->k_shared, chunk, chunk->k_rows, chunk->k_scale_at);
+    take_rows(c, item, &p->v, &p->v_scale, &c->v_shared, chunk, chunk->v_rows, chunk->v_scale_at);
     return true;
 }
 
@@ -418,19 +542,24 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
         chunk.k_ahead = rows_ahead(&p->k, p->head_dim * p->kv_element_size, p->kv_element_size, item, head, next->k_rows, next->keys);
         chunk.v_ahead = rows_ahead(&p->v, p->v_dim * p->kv_element_size, p->kv_element_size, item, head, next->v_rows, next->keys);
     }
-    if (c->pack_k && !few) {
-        c->pack_k(w->packed_k, w->packed_k_rows, here->k_rows, chunk.k_scale, chunk.keys, p->head_dim);
+    const int64_t whole = here->whole, others = chunk.keys - whole;
+    if (c->pack_k && !few && others) {
+        memcpy(w->packed_k_rows, here->k_rows, (size_t)whole * sizeof *here->k_rows);
+        c->pack_k(w->packed_k, w->packed_k_rows + whole, here->k_rows + whole, chunk.k_scale, others, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
     }
-    if (c->pack_v && !few) {
-        c->pack_v(w->packed_v, w->packed_v_rows, here->v_rows, chunk.v_scale, chunk.keys, p->v_dim);
+    if (c->pack_v && !few && others) {
+        memcpy(w->packed_v_rows, here->v_rows, (size_t)whole * sizeof *here->v_rows);
+        c->pack_v(w->packed_v, w->packed_v_rows + whole, here->v_rows + whole, chunk.v_scale, others, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
     share shares = {next, 0, 0};
+    batch many = {.panels = w->panels, .chunks = w->chunks};
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
         if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
-        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk, &shares);
+        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk, &shares, &many);
+    flush(c, &many);
 }
 
 static void run_item(void *context, int64_t index, int worker) {
@@ -503,6 +632,11 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     ba_take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
     ba_take(NULL, &used, lay_out_parts(&c, NULL));
     ba_take(NULL, &used, threads * c.scratch_bytes);
+    int64_t shared_bytes = 0;
+    if (may_share(&c))
+        shared_bytes = lay_out_shared(&c, &c.k_shared, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, problem->v_dim, NULL);
+    if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
+    ba_take(NULL, &used, shared_bytes);
     char *memory = ba_arena_get((size_t)used);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
     used = 0;
@@ -511,11 +645,17 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     c.part_offset = part_offset;
     c.parts = ba_take(memory, &used, lay_out_parts(&c, part_offset));
     c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
+    if (shared_bytes) {
+        char *shared = ba_take(memory, &used, shared_bytes);
+        shared += lay_out_shared(&c, &c.k_shared, problem->head_dim, shared);
+        lay_out_shared(&c, &c.v_shared, problem->v_dim, shared);
+    }
 
     const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
         if (flops < c.tuning->inline_flops) threads = 1;
+        share_rows(&c, threads);
         ba_parallel(threads, c.plan.items, run_item, &c);
         if (c.plan.parts_most > 1) ba_parallel(threads, problem->batch * problem->kv_heads, join_item, &c);
     }

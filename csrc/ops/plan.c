@@ -187,7 +187,11 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     int64_t tiles = 0;
     for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
     /* smaller items where there are few, so that every thread gets several */
-    plan->group_tiles = ba_max(1, ba_min(tuning->group_tiles, tiles / (8 * (int64_t)threads)));
+    const int64_t lanes = ba_min(plan->tile_queries, plan->row_queries * plan->shared_heads);
+    const int64_t side_by_side = plan->few_rows
+                                     ? tuning->group_tiles
+                                     : ba_max(tuning->group_tiles, ba_min(tuning->most_tiles, tuning->group_tiles * plan->tile_queries / lanes));
+    plan->group_tiles = ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
     choose_few_heads(plan, tuning, threads);
     for (int64_t b = 0; b < problem->batch; b++) {
         plan->items += items_of_batch(plan, b);
