@@ -1,4 +1,4 @@
-/* The kernels of the backward pass against plain double arithmetic: weights and slopes of a panel, rows of dK and dV, and
+/* The kernels of the backward pass against plain double arithmetic: weights and slopes of a panel, rows of dK and dV, whole tiles, and
  * what brings rows in and out. */
 #include "checkkernels.h"
 
@@ -62,7 +62,7 @@ static ba_gradient_panel open_gradients(const test_case *c) {
     const ba_panel forward = open_panel(c);
     ba_gradient_panel panel = {.q = forward.q, .lo = forward.lo, .hi = forward.hi};
     const void **rows = place_rows(c, OUT_ROWS, ROW_POINTERS, &dout, 0, c->queries, c->v_dim);
-    void *packed = place(PANEL_DOUT, c->lanes * c->v_dim * f->q_bytes);
+    void *packed = place(PANEL_DOUT, c->lanes * ba_round_up(c->v_dim, f->dim_pad) * f->q_bytes);
     f->pack_queries[c->variant](packed, rows, c->queries, c->v_dim, c->scale);
     panel.dout = packed;
     panel.lse = place_reals(c, PANEL_LSE, lse, c->lanes);
@@ -206,6 +206,130 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
         }
 }
 
+/* ---- A tile at a time --------------------------------------------------------------------------------------------- */
+
+enum { TILE_DQ, TILE_DK, TILE_DV, TILE_PARTS };
+static record tile_records[TILE_PARTS];
+
+/* A sum as it should be, and how far a kernel may be from it. Weights are 0 below real's range. */
+typedef struct plain_sum {
+    double value, size, error;
+} plain_sum;
+
+static void add_term(plain_sum *sum, plain_number weight, double x) {
+    if (fabs(weight.value) < 0x1p-149) return; /* whatever x is */
+    sum->value += weight.value * x;
+    sum->size += fabs(weight.value * x);
+    sum->error += weight.error * fabs(x);
+}
+
+static void compare_sum(const test_case *c, record *r, double got, const plain_sum *sum, int64_t terms, const char *what, int64_t row,
+                        int64_t column) {
+    compare(r, got, sum->value, sum->error + sum_error(c, terms) * sum->size + tiny(c) * (double)(terms + 5), what, row, column);
+}
+
+/* Rows that lie apart, or side by side. */
+static void **place_sums(const test_case *c, bool apart, buffer pointers, int64_t dim) {
+    void **to = place_tight(pointers, c->keys * (int64_t)sizeof *to, sizeof *to);
+    const int64_t bytes = ba_round_up(dim, BA_PACK_PAD) * c->s.f->real_size;
+    char *const together = place(WEIGHTS, c->keys * bytes);
+    for (int64_t j = 0; j < c->keys; j++) {
+        to[j] = apart ? place_row(OUT_ROWS, j, bytes) : together + j * bytes;
+        for (int64_t d = 0; d < dim; d++) set_element(real_dtype(c), to[j], d, (double)((j + d) % 5) - 2);
+    }
+    return to;
+}
+
+static const void **pack_for_tile(const test_case *c, ba_pack_rows_fn pack, const void **rows, buffer packed, buffer pointers, int64_t dim) {
+    const ba_attend_family *f = c->s.f;
+    const void **to = place_tight(pointers, c->keys * (int64_t)sizeof *to, sizeof *to);
+    pack(place(packed, ba_round_up(c->keys, f->key_pad) * ba_round_up(dim, f->dim_pad) * f->pack_bytes), to, rows, NULL, c->keys, dim);
+    return to;
+}
+
+static void check_tile(const test_case *c) {
+    static plain_number weight[MAX_KEYS][BA_MAX_LANES], slope[MAX_KEYS][BA_MAX_LANES];
+    const ba_attend_family *f = c->s.f;
+    const int64_t real = f->real_size, keys = c->keys, padded = ba_round_up(c->head_dim, f->dim_pad);
+    const int64_t bytes = f->lanes[WIDE] * ba_round_up(keys, f->key_pad) * f->pack_bytes;
+    ba_tile_panel panel = {.panel = open_gradients(c), .width = c->lanes, .lanes = c->queries, .begin = 0, .end = keys};
+    panel.panel.dq = place(PANEL_O, c->lanes * padded * real);
+    for (int64_t i = 0; i < c->lanes * padded; i++) set_element(real_dtype(c), panel.panel.dq, i, (double)(i % 7) - 3);
+    const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim);
+    ba_gradient_tile tile = {.panel = &panel, .panels = 1, .scale = c->scale, .weights = place(SCRATCH, bytes), .slopes = place(SLOPES, bytes)};
+    void *packed = place(TILE_ROWS, f->lanes[WIDE] * ba_round_up(c->head_dim, f->lane_block) * real);
+    tile.finite_q = f->pack_tile(packed, rows, c->queries, c->head_dim);
+    tile.q_rows = packed;
+    rows = place_rows(c, Q_ROWS, ROW_POINTERS, &dout, 0, c->queries, c->v_dim);
+    packed = place(PROBE, f->lanes[WIDE] * ba_round_up(c->v_dim, f->lane_block) * real);
+    tile.finite_dout = f->pack_tile(packed, rows, c->queries, c->v_dim);
+    tile.dout_rows = packed;
+    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, keys, c->head_dim);
+    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, keys, c->v_dim);
+    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale};
+    chunk.k_rows = pack_for_tile(c, f->pack_k, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim);
+    chunk.v_rows = pack_for_tile(c, f->pack_k, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
+    tile.k_columns = pack_for_tile(c, f->pack_v, k_rows, OTHER_O, ROW_MAX, c->head_dim);
+    if (c->mask != NO_MASK) chunk.key_index = memcpy(place_tight(KEY_INDEX, keys * 4, 4), c->key_index, (size_t)keys * 4);
+    f->gradient_tile(&tile, &chunk);
+    tile.dk_rows = place_sums(c, true, ALPHA, c->head_dim);
+    tile.dv_rows = place_sums(c, false, LSE, c->v_dim);
+    f->add_tile(&tile, &chunk);
+    require(&tile_records[TILE_DQ], neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    for (int64_t i = 0; i < c->queries; i++)
+        for (int64_t j = 0; j < keys; j++) {
+            weight[j][i] = slope[j][i] = (plain_number){0, 0};
+            if (!sees(c, i, j)) continue;
+            const plain_number s = score_of(c, i, j), dp = slope_sum(c, i, j);
+            const double x = s.value - lse[i], w = exp2(x), t = dp.value - delta[i];
+            const double error = 2 * weight_error(c, x) + w * fmin(expm1(0.6931471805599453 * s.error), 1e6);
+            weight[j][i] = (plain_number){w, error + weight_unit(c) * w};
+            slope[j][i] = (plain_number){w * t, error * fabs(t) + w * (dp.error + 3 * unit(c) * (fabs(dp.value) + fabs(delta[i]))) +
+                                                    weight_unit(c) * fabs(w * t) + tiny(c)};
+        }
+    for (int64_t i = 0; i < c->queries; i++)
+        for (int64_t d = 0; d < c->head_dim; d++) {
+            const double start = (double)((d * c->lanes + i) % 7) - 3;
+            plain_sum sum = {start, fabs(start), 0};
+            for (int64_t j = 0; j < keys; j++) {
+                if (!sees(c, i, j)) continue;
+                sum.value += slope[j][i].value * k.value[j][d];
+                sum.size += fabs(slope[j][i].value * k.value[j][d]);
+                sum.error += slope[j][i].error * fabs(k.value[j][d]);
+            }
+            compare_sum(c, &tile_records[TILE_DQ], real_at(c, panel.panel.dq, d * c->lanes + i), &sum, keys, "dq [dim][lane]", d, i);
+        }
+    for (int64_t j = 0; j < keys; j++)
+        for (int64_t d = 0; d < ba_max(c->head_dim, c->v_dim); d++) {
+            const double start = (double)((j + d) % 5) - 2;
+            plain_sum dk = {start, fabs(start), 0}, dv_sum = dk;
+            for (int64_t i = 0; i < c->queries; i++) {
+                if (!sees(c, i, j)) continue;
+                add_term(&dk, slope[j][i], q.value[i][d]);
+                add_term(&dv_sum, weight[j][i], dout.value[i][d]);
+            }
+            if (d < c->head_dim) compare_sum(c, &tile_records[TILE_DK], real_at(c, tile.dk_rows[j], d), &dk, c->queries, "dk [key][dim]", j, d);
+            if (d < c->v_dim) compare_sum(c, &tile_records[TILE_DV], real_at(c, tile.dv_rows[j], d), &dv_sum, c->queries, "dv [key][dim]", j, d);
+        }
+}
+
+static void check_tiles(void *context) {
+    test_case *c = context;
+    static const int64_t dims[] = {1, 2, 7, 16, 17, 33, 64, 72, 80, 128, 576};
+    enum { DIMS = sizeof dims / sizeof *dims };
+    for (int64_t n = 0; n < DIMS * FILLS; n++) {
+        const int64_t dim = dims[n % DIMS];
+        make_case(c, (fill)(n / DIMS), (mask)(n % MASKS), 1 + pick(most_queries(c)), 1 + pick(dim > 100 ? 9 : 70), dim, dims[(n * 5 + 3) % DIMS]);
+        draw_numbers(c);
+        check_tile(c);
+    }
+    for (int64_t keys = 1; keys <= BA_MAX_CHUNK; keys += keys < 70 ? 1 : 59) {
+        make_case(c, (fill)(keys % FILLS), (mask)pick(MASKS), most_queries(c), keys, 1 + pick(6), 1 + pick(6));
+        draw_numbers(c);
+        check_tile(c);
+    }
+}
+
 /* ---- In and out --------------------------------------------------------------------------------------------------- */
 
 static void check_dots(test_case *c, record *r, int64_t dim) {
@@ -259,7 +383,14 @@ void check_backward(const subject *s) {
     static const char *const names[PARTS] = {"gradient: weights", "gradient: slopes", "gradient: dq", "promise: unseen keys"};
     static const char *const other_names[OTHERS] = {"add_rows", "pack_tile", "dot_rows", "store_row"};
     static test_case c;
-    if (!s->f->gradient[0]) return; /* the backward pass takes a vector family */
+    static const char *const tile_names[TILE_PARTS] = {"gradient_tile: dq", "add_tile: dk", "add_tile: dv"};
+    for (int variant = WIDE; variant <= NARROW && s->f->gradient_tile; variant++) {
+        for (int i = 0; i < TILE_PARTS; i++) tile_records[i] = (record){.name = tile_names[i]};
+        c = (test_case){.s = *s, .variant = variant};
+        guarded_run(check_tiles, &c, &tile_records[TILE_DQ]);
+        report(s->name, variant == WIDE ? "wide" : "narrow", tile_records, TILE_PARTS);
+    }
+    if (!s->f->gradient[0]) return; /* the backward pass takes a vector family, or one over tiles */
     for (int variant = WIDE; variant <= NARROW; variant++) {
         for (int i = 0; i < PARTS; i++) records[i] = (record){.name = names[i]};
         c = (test_case){.s = *s, .variant = variant};

@@ -135,7 +135,8 @@ typedef struct ba_gradient_panel {
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
 typedef BA_GRADIENT((*ba_gradient_fn));
 
-/* Rows of a tile's lanes: packed[block][lane][i] = rows[lane][block * lane_block + i], as real, the last block filled up with 0.
+/* Rows of a tile's lanes: packed[block][lane][i] = rows[lane][block * lane_block + i], as real, the last block filled up with 0; for
+ * add_tile in a format of the family's own, of no more than round_up(lanes, lanes[0]) * round_up(dim, lane_block) * real_size bytes.
  * Returns whether all are finite. */
 #define BA_PACK_TILE(name) bool name(void *packed, const void *const *rows, int64_t lanes, int64_t dim)
 typedef BA_PACK_TILE((*ba_pack_tile_fn));
@@ -162,6 +163,31 @@ typedef struct ba_add_rows {
  * and the lanes' rows, and goes over the lanes in their order. */
 #define BA_ADD_ROWS(name) void name(const ba_add_rows *a)
 typedef BA_ADD_ROWS((*ba_add_rows_fn));
+
+/* Where products want a tile's panels together, a family has these two instead of gradient and add_rows: all panels' weights, slopes
+ * and dQ, then all that the tile adds to rows of dK and dV. Both promise what those do. weights and slopes are as the
+ * family rounds them, by weight_unit. */
+typedef struct ba_tile_panel {
+    ba_gradient_panel panel; /* q and dout as pack_queries leaves them */
+    int64_t width, lanes;    /* of the panel, and in use; only the last may be narrow, or not full */
+    int64_t begin, end;      /* keys of the chunk that some lane sees lie in between */
+} ba_tile_panel;
+
+enum { BA_MOST_TILE_PANELS = 32 };
+
+typedef struct ba_gradient_tile {
+    const ba_tile_panel *panel; /* [panels] */
+    int64_t panels;
+    double scale;                          /* what pack_queries was given for dout: a family whose packed rows do not carry it multiplies with it */
+    const void *const *k_columns;          /* [keys]: K by pack_v; the chunk's k_rows and v_rows are by pack_k */
+    void *weights, *slopes;                /* panels * lanes[0] * round_up(keys, key_pad) * pack_bytes each, from one to the other */
+    const void *q_rows, *dout_rows;        /* of all lanes of all panels, by pack_tile. The rest is for add_tile only */
+    bool finite_q, finite_dout;            /* all of them, as pack_tile says */
+    void *const *dk_rows, *const *dv_rows; /* [keys]: real [round_up(dim, BA_PACK_PAD)] each, added to */
+} ba_gradient_tile;
+
+#define BA_GRADIENT_TILE(name) void name(const ba_gradient_tile *tile, const ba_chunk *chunk)
+typedef BA_GRADIENT_TILE((*ba_gradient_tile_fn));
 
 /* sums[i] = a_rows[i] . b_rows[i], as real, of rows in the input dtype. */
 #define BA_DOT_ROWS(name) void name(void *sums, const void *const *a_rows, const void *const *b_rows, int64_t n, int64_t dim)
@@ -205,6 +231,7 @@ typedef struct ba_attend_family {
     ba_merge_row_fn merge_row;
     ba_gradient_fn gradient[BA_PANEL_WIDTHS];
     ba_add_rows_fn add_rows;
+    ba_gradient_tile_fn gradient_tile, add_tile;
     ba_pack_tile_fn pack_tile;
     ba_dot_rows_fn dot_rows;
     ba_store_row_fn store_row;

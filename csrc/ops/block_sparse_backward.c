@@ -17,7 +17,7 @@
 
 #define LOG2_E 0x1.71547652b82fep+0
 
-enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32, KEYS_AN_ITEM = 512, CACHE_LINE = 64 };
+enum { MAX_GROUP_TILES = 16, MAX_PANELS = BA_MOST_TILE_PANELS, KEYS_AN_ITEM = 512, CACHE_LINE = 64 };
 
 typedef enum panel_width { WIDE, NARROW } panel_width;
 
@@ -42,8 +42,8 @@ typedef struct worker_scratch {
     char *q, *dout, *dq, *q_rows, *dout_rows, *lanes; /* tiles one after the other */
     int32_t *bounds;
     uint64_t *bitmaps;
-    char *weights, *slopes, *packed_k, *packed_v, *reals;
-    const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows, **rows, **more_rows;
+    char *weights, *slopes, *packed_k, *packed_v, *packed_columns, *reals;
+    const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows, **k_columns, **rows, **more_rows;
     void **dk_rows, **dv_rows;
     int32_t *key_index;
     tile_state *tiles;
@@ -88,11 +88,13 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->slopes = ba_take(base, &used, room * keys * f->real_size);
     w->packed_k = ba_take(base, &used, f->pack_k ? keys * pad_k * f->pack_bytes : 0);
     w->packed_v = ba_take(base, &used, f->pack_v ? keys * pad_v * f->pack_bytes : 0);
+    w->packed_columns = ba_take(base, &used, f->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
     w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
     w->k_rows = (const void **)ba_take(base, &used, keys * pointer);
     w->v_rows = (const void **)ba_take(base, &used, keys * pointer);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * pointer);
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * pointer);
+    w->k_columns = (const void **)ba_take(base, &used, keys * pointer);
     w->dk_rows = (void **)ba_take(base, &used, keys * pointer);
     w->dv_rows = (void **)ba_take(base, &used, keys * pointer);
     w->rows = (const void **)ba_take(base, &used, room * pointer);
@@ -275,6 +277,15 @@ static ba_chunk open_chunk(const call *c, const worker_scratch *w, const ba_item
     find_keys(p, &p->v, p->kv_element_size, item, w->key_index, keys, (void **)w->v_rows);
     find_keys(p, &c->dk, f->real_size, item, w->key_index, keys, w->dk_rows);
     find_keys(p, &c->dv, f->real_size, item, w->key_index, keys, w->dv_rows);
+    if (f->gradient_tile) {
+        f->pack_v(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
+        f->pack_k(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
+        f->pack_k(w->packed_v, w->packed_v_rows, w->v_rows, NULL, keys, p->v_dim);
+        chunk.k_rows = w->packed_k_rows;
+        chunk.v_rows = w->packed_v_rows;
+        chunk.scale = p->scale * LOG2_E;
+        return chunk;
+    }
     if (f->pack_k) {
         f->pack_k(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
@@ -320,6 +331,42 @@ static void want_key(const call *c, const worker_scratch *w, int64_t j) {
     for (int64_t at = 0; at < c->problem->v_dim * real; at += CACHE_LINE) __builtin_prefetch((const char *)w->dv_rows[j] + at, 1, 2);
 }
 
+static void wait_for_turn(const call *c, int64_t item, const ba_chunk *chunk, bool *turn) {
+    if (!*turn) ba_turn_wait(c->turns, item, chunk->key_index[chunk->keys - 1]);
+    *turn = true;
+}
+
+/* The same in one go, by families over tiles. */
+static void run_whole_tile(const call *c, const worker_scratch *w, int64_t item, const tile_state *t, const ba_chunk *chunk, bool *turn) {
+    ba_tile_panel panels[MAX_PANELS];
+    bool some = false;
+    for (int n = 0; n < t->panels; n++) {
+        const panel_state *s = &t->panel[n];
+        panels[n] = (ba_tile_panel){.panel = s->panel,
+                                    .width = c->family->lanes[s->width],
+                                    .lanes = s->lanes,
+                                    .begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo),
+                                    .end = ba_first_at_least(chunk->key_index, chunk->keys, s->any.hi)};
+        some |= panels[n].begin < panels[n].end;
+    }
+    if (!some) return;
+    const ba_gradient_tile tile = {.panel = panels,
+                                   .panels = t->panels,
+                                   .scale = c->problem->scale,
+                                   .k_columns = w->k_columns,
+                                   .weights = w->weights,
+                                   .slopes = w->slopes,
+                                   .q_rows = t->q,
+                                   .dout_rows = t->dout,
+                                   .finite_q = t->finite_q,
+                                   .finite_dout = t->finite_dout,
+                                   .dk_rows = w->dk_rows,
+                                   .dv_rows = w->dv_rows};
+    c->family->gradient_tile(&tile, chunk);
+    wait_for_turn(c, item, chunk, turn);
+    c->family->add_tile(&tile, chunk);
+}
+
 /* `turn`: whether the item may add to the chunk's keys already. */
 static void run_tile(const call *c, const worker_scratch *w, int64_t item, const tile_state *t, const ba_chunk *chunk, bool *turn) {
     const ba_problem *p = c->problem;
@@ -334,8 +381,7 @@ static void run_tile(const call *c, const worker_scratch *w, int64_t item, const
         some |= weights[n].begin < weights[n].end;
     }
     if (!some) return;
-    if (!*turn) ba_turn_wait(c->turns, item, chunk->key_index[chunk->keys - 1]);
-    *turn = true;
+    wait_for_turn(c, item, chunk, turn);
     ba_add_rows add = {.panels = t->panels, .lanes = t->tile.lanes, .keys = chunk->keys};
     add.weights = weights;
     add.packed = t->dout;
@@ -359,6 +405,8 @@ static void run_item(void *context, int64_t index, int worker) {
     ba_walk walks[MAX_GROUP_TILES];
     for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
     const int lists = make_walks(c, &w, item, walks);
+    void (*const run)(const call *, const worker_scratch *, int64_t, const tile_state *, const ba_chunk *, bool *) =
+        c->family->gradient_tile ? run_whole_tile : run_tile;
     for (int64_t i = 0; i < item->tiles; i++) {
         clear_dq(c, &w.tiles[i]);
         if (walks[w.tiles[i].walk].key != BA_WALK_END) pack_both_ways(c, &w, item, &w.tiles[i]);
@@ -370,7 +418,7 @@ static void run_item(void *context, int64_t index, int worker) {
         const ba_chunk chunk = open_chunk(c, &w, item, ba_walk_take(&walks[next], w.key_index));
         bool turn = false;
         for (int64_t i = 0; i < item->tiles; i++)
-            if (w.tiles[i].walk == next) run_tile(c, &w, index, &w.tiles[i], &chunk, &turn);
+            if (w.tiles[i].walk == next) run(c, &w, index, &w.tiles[i], &chunk, &turn);
     }
     ba_turn_pass(c->turns, index, BA_TURN_OVER);
     for (int64_t i = 0; i < item->tiles; i++) write_dq(c, &w, item, &w.tiles[i]);
@@ -446,9 +494,10 @@ static void set_turns(const call *c, int64_t *last) {
 
 static ba_status run(const ba_problem *problem, const ba_gradients *gradients, int num_threads) {
     const ba_isa level = ba_isa_active();
+    const ba_attend_family *family = ba_kernels_at(level)->attend[problem->dtype];
     call c = {.problem = problem,
               .gradients = gradients,
-              .family = ba_kernels_at(level)->vector[problem->dtype],
+              .family = family->gradient_tile ? family : ba_kernels_at(level)->vector[problem->dtype],
               .tuning = ba_tuning_at(level),
               .dk = gradients->dk,
               .dv = gradients->dv};
