@@ -7,6 +7,7 @@
 
 #include "core/arena.h"
 #include "core/status.h"
+#include "ops/attend_by_block.h"
 #include "ops/plan.h"
 #include "ops/scratch.h"
 #include "ops/walk.h"
@@ -206,7 +207,7 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
         w->rows[i] = ba_query_row(p, &p->out, p->element_size, batch, head, query);
         if (p->sinks && query < q.valid) add_sink(c, s, i, (double)p->sinks[head]);
     }
-    (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, w->lse);
+    (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
         memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
                w->lse + i * f->real_size, (size_t)f->real_size);
@@ -395,8 +396,9 @@ static const float *find_scales(const ba_view *view, const float *const *at, int
     return scales;
 }
 
-/* The tiles of one head that walk this list meet the chunk. `next`: the chunk after it, or NULL. */
-static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, int64_t head, const chunk_rows *here, const chunk_rows *next) {
+/* The tiles of one head that walk this list, and see keys of `range`, meet the chunk. `next`: the chunk after it, or NULL. */
+static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, const ba_range *range, int64_t head, const chunk_rows *here,
+                        const chunk_rows *next) {
     const ba_problem *p = c->problem;
     const bool few = ba_plan_few(&c->plan, item->batch), asks = few && next;
     ba_chunk chunk = {.keys = here->keys,
@@ -414,12 +416,22 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
                       .scale = p->scale * LOG2_E,
                       .softcap = p->softcap * LOG2_E,
                       .scratch = w->scores};
+    if (!few && chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
+        int64_t skip = ba_min(ba_first_at_least(chunk.key_index, chunk.keys, range->lo), chunk.keys - 1);
+        skip -= skip % c->family->key_step;
+        chunk.keys -= skip;
+        chunk.key_index += skip;
+        chunk.k_rows += skip;
+        chunk.v_rows += skip;
+        if (chunk.k_scale) chunk.k_scale += skip;
+        if (chunk.v_scale) chunk.v_scale += skip;
+    }
     if (c->pack_k && !few) {
-        c->pack_k(w->packed_k, w->packed_k_rows, here->k_rows, chunk.k_scale, chunk.keys, p->head_dim);
+        c->pack_k(w->packed_k, w->packed_k_rows, chunk.k_rows, chunk.k_scale, chunk.keys, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
     }
     if (c->pack_v && !few) {
-        c->pack_v(w->packed_v, w->packed_v_rows, here->v_rows, chunk.v_scale, chunk.keys, p->v_dim);
+        c->pack_v(w->packed_v, w->packed_v_rows, chunk.v_rows, chunk.v_scale, chunk.keys, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
     share shares = {next, 0, 0};
@@ -449,7 +461,7 @@ static void run_item(void *context, int64_t index, int worker) {
             ba_rows_ahead(p->k.head_stride * size, p->k.token_stride * size, item->kv_heads, here->keys, next->k_rows, next->keys, w.k_next);
             ba_rows_ahead(p->v.head_stride * size, p->v.token_stride * size, item->kv_heads, here->keys, next->v_rows, next->keys, w.v_next);
         }
-        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, head, here, more ? next : NULL);
+        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, &walks[here->walk].range, head, here, more ? next : NULL);
     }
     for (int64_t i = 0; i < tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {
@@ -490,6 +502,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     choose_kernels(&c, problem, level);
     c.tuning = ba_tuning_at(c.family->isa);
     int threads = ba_threads_for(num_threads);
+    if (ba_attends_by_block(problem, c.family)) return ba_attend_by_block(problem, c.family, threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, threads);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
