@@ -19,7 +19,7 @@ from ._sentences import renamed
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block
-PIECE_ELEMENTS = 1 << 24  # of one branch's output that are worked off at a time, where nobody wants them all
+PIECE_ELEMENTS = 1 << 22  # of one branch's output that are worked off at a time, where nobody wants them all
 BRANCHES = ("compressed", "selected", "window")
 
 

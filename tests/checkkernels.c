@@ -72,7 +72,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 27 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 32 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -81,7 +81,7 @@ static subject subject_of(const listed *l) {
     return (subject){l->name, f, l->cache, real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size, l->cache->few};
 }
 
-static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few"};
+static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "rows"};
 
 enum { PACK_QUERIES, PACK_K, PACK_V, SCORES, SOFTMAX, VALUES, COMPOSED, ATTEND, JOIN, FINISH, SUMMARISE, UNSEEN, CUT, ALONE, TOGETHER, KERNELS };
 static record records[KERNELS];
@@ -175,7 +175,7 @@ static void run_parts(const test_case *c, const ba_panel *panel, const ba_chunk 
 }
 
 static void finish(const test_case *c, const ba_panel *panel, void **out_rows, void *lse) {
-    const ba_finish_fn fn = c->variant == FEW ? c->s.f->finish_few : c->s.f->finish[c->variant];
+    const ba_finish_fn fn = in_rows(c) ? c->s.f->finish_few : c->s.f->finish[c->variant];
     fn(panel, c->queries, c->v_dim, out_rows, lse);
     require(&records[FINISH], neighbours_untouched(), "wrote beside a buffer", -1, -1);
 }
@@ -195,7 +195,7 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
     static plain_row want[BA_MAX_LANES];
     for (int64_t i = 0; i < c->queries; i++) attend_plainly(c, i, &want[i]);
     const ba_attend_family *f = c->s.f;
-    const bool has_parts = c->variant != FEW && f->scores[c->variant] && f->softmax[c->variant] && f->values[c->variant];
+    const bool has_parts = !in_rows(c) && f->scores[c->variant] && f->softmax[c->variant] && f->values[c->variant];
     for (int way = ATTEND; way <= JOIN; way++) {
         const bool by_parts = way == JOIN && has_parts, joined = way == JOIN && c->variant == FEW;
         record *r = &records[by_parts ? COMPOSED : way];
@@ -256,6 +256,9 @@ typedef struct key_range {
     int64_t begin, end;
 } key_range;
 
+/* Chunks may begin at a multiple of so many keys of another. */
+static int64_t step_of(const test_case *c) { return c->variant == ROWS ? BA_ROW_KEYS : c->s.f->key_step; }
+
 static void attend_ranges(const test_case *c, const key_range *ranges, int n, lane_state *state) {
     const int64_t real = c->s.f->real_size;
     const ba_panel panel = open_panel(c);
@@ -302,7 +305,7 @@ static void check_unseen(const test_case *c, const key_range *ranges) {
 
 /* A chunk may be cut short to what some lane sees of it, and cut in two where no lane's keys are parted. */
 static void check_cuts(const test_case *c, const key_range *ranges) {
-    const int64_t step = c->s.f->key_step, begin = ranges[1].begin;
+    const int64_t step = step_of(c), begin = ranges[1].begin;
     int64_t first = c->keys, end = begin;
     for (int64_t j = begin; j < c->keys; j++)
         for (int64_t i = 0; i < c->lanes; i++)
@@ -346,7 +349,7 @@ static void check_alone(test_case *c, const key_range *ranges) {
 
     test_case other = *c;
     other.scratch_fill = 0x3f;
-    if (c->variant == FEW) set_variant(&other, FEW, 1 + pick(c->queries));
+    if (in_rows(c)) set_variant(&other, c->variant, 1 + pick(c->queries));
     else set_variant(&other, c->variant == WIDE ? NARROW : WIDE, ba_min(c->queries, ba_min(c->s.f->lanes[WIDE], c->s.f->lanes[NARROW])));
     attend_ranges(&other, ranges, 2, changed);
     for (int64_t i = 0; i < other.queries; i++) same_bits(r, i, "the width of the panel shows in [.][lane]");
@@ -361,7 +364,7 @@ static void check_alone(test_case *c, const key_range *ranges) {
 }
 
 static void check_promises(test_case *c) {
-    const int64_t lanes = most_queries(c), step = c->s.f->key_step;
+    const int64_t lanes = most_queries(c), step = step_of(c);
     for (int n = 0; n < 120; n++) {
         const int64_t before = pick(2) * step; /* a chunk that went before */
         make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), before + 1 + pick(5 * step), 1 + pick(40), 1 + pick(40));
@@ -522,7 +525,7 @@ static void check_pack_queries(test_case *c) {
             for (int64_t i = 0; i < c->queries; i++)
                 for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, place_of_few(c, i, d));
             got = scores[0];
-        } else if (c->s.f->scores[c->variant]) {
+        } else if (c->variant != ROWS && c->s.f->scores[c->variant]) {
             c->s.f->scores[c->variant](&panel, &chunk, place(ROW_MAX, c->lanes * c->s.f->real_size));
             for (int64_t d = 0; d < c->keys; d++)
                 for (int64_t i = 0; i < c->lanes; i++) scores[d][i] = real_at(c, chunk.scratch, d * c->lanes + i);
@@ -691,8 +694,8 @@ static void check_variant(void *context) {
     check_attend(c);
     check_promises(c);
     check_patterns_in(c);
-    if (!c->s.cache) check_finish(c);
-    if (c->variant != FEW && c->s.f->attend_many[c->variant]) check_together(c);
+    if (!c->s.cache && c->variant != ROWS) check_finish(c);
+    if (c->variant <= 1 && c->s.f->attend_many[c->variant]) check_together(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
     if (c->variant == FEW && c->s.cache && c->s.cache->summarise) check_summarise(c);
@@ -705,8 +708,9 @@ static void check_merge_row(void *context) {
 
 static void check_subject(const subject *s) {
     static test_case c;
-    for (int variant = WIDE; variant <= FEW; variant++) {
+    for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* that is the family itself */
+        if (variant == ROWS && (s->cache || !s->f->attend_rows)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_variant, &c, &records[ATTEND]);
@@ -784,11 +788,12 @@ enum { SLICES = 10 }; /* of which the best counts, for what else the machine doe
 /* attend over one chunk that stays in cache, on one thread: an upper bound on what a driver can make of it. */
 static void bench(const subject *s) {
     static test_case c;
-    for (int variant = WIDE; variant <= FEW; variant++)
+    for (int variant = WIDE; variant < VARIANTS; variant++)
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
             if (variant != FEW && s->cache) continue; /* the family's own, once packed */
+            if (variant == ROWS && !s->f->attend_rows) continue;
             c = (test_case){.s = *s, .variant = variant};
-            make_case(&c, RANDOM, NO_MASK, variant == FEW ? BA_FEW_QUERIES : s->f->lanes[variant], ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
+            make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
             c.softcap = 0;
             const ba_panel panel = open_panel(&c);
             const ba_chunk chunk = open_chunk(&c, 0, c.keys);

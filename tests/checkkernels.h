@@ -111,8 +111,9 @@ typedef struct subject {
     ba_attend_few_fn few;
 } subject;
 
-/* How the queries stand: WIDE and NARROW are the panel widths of kernels.h, FEW its kernel for a few queries. */
-enum { WIDE, NARROW, FEW, VARIANTS };
+/* How the queries stand: WIDE and NARROW are the panel widths of kernels.h, FEW its kernel for a few queries, ROWS that for queries with states of
+ * their own. */
+enum { WIDE, NARROW, FEW, ROWS, VARIANTS };
 
 enum { MAX_CHUNKS = 3, MAX_KEYS = MAX_CHUNKS * BA_MAX_CHUNK, ROW_BYTES = BA_MAX_HEAD_DIM * sizeof(double) };
 
@@ -144,6 +145,7 @@ extern operand q, k, v;
 extern const double specials[3]; /* NaN and the infinities */
 
 /* Draws everything but the kernel, the variant and the sizes. What was placed before is forgotten. */
+bool in_rows(const test_case *c); /* FEW and ROWS: o is [query][dim] */
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
 void set_variant(test_case *c, int variant, int64_t queries);
 void set_operand(const test_case *c, operand *x, int64_t row, int64_t d, double value);

@@ -68,7 +68,10 @@ void draw_range(test_case *c, int64_t lane) {
     c->hi[lane] = hi;
 }
 
-int64_t most_queries(const test_case *c) { return c->variant == FEW ? BA_FEW_QUERIES : c->s.f->lanes[c->variant]; }
+bool in_rows(const test_case *c) { return c->variant == FEW || c->variant == ROWS; }
+int64_t most_queries(const test_case *c) {
+    return c->variant == FEW ? BA_FEW_QUERIES : c->variant == ROWS ? BA_ROW_QUERIES : c->s.f->lanes[c->variant];
+}
 
 static void describe(const test_case *c) {
     snprintf(case_text, sizeof case_text, "queries=%d keys=%d head_dim=%d v_dim=%d fill=%s mask=%s scale=%.9g softcap=%g scaled=%d key_index[0]=%d",
@@ -78,7 +81,7 @@ static void describe(const test_case *c) {
 
 void set_variant(test_case *c, int variant, int64_t queries) {
     c->variant = variant;
-    c->lanes = variant == FEW ? queries : c->s.f->lanes[variant];
+    c->lanes = in_rows(c) ? queries : c->s.f->lanes[variant];
     c->queries = queries;
 }
 
@@ -132,12 +135,11 @@ static void *place_copy(buffer which, const void *data, int64_t n, int64_t eleme
     return memcpy(place_tight(which, n * element, element), data, (size_t)(n * element));
 }
 
-int64_t o_stride(const test_case *c) { return c->variant == FEW ? BA_FEW_PAD(c->v_dim) : 1; }
-int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return c->variant == FEW ? lane * o_stride(c) + d : d * c->lanes + lane; }
+int64_t o_stride(const test_case *c) { return in_rows(c) ? BA_FEW_PAD(c->v_dim) : 1; }
+int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return in_rows(c) ? lane * o_stride(c) + d : d * c->lanes + lane; }
 
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
-    const int64_t real = c->s.f->real_size,
-                  o_bytes = (c->variant == FEW ? BA_FEW_PAD(c->v_dim) : ba_round_up(c->v_dim, c->s.f->dim_pad)) * c->lanes * real;
+    const int64_t real = c->s.f->real_size, o_bytes = (in_rows(c) ? BA_FEW_PAD(c->v_dim) : ba_round_up(c->v_dim, c->s.f->dim_pad)) * c->lanes * real;
     const int64_t lanes = c->variant == FEW ? BA_FEW_QUERIES : c->lanes;
     ba_panel panel = {.o = place(o, o_bytes), .m = place(m, lanes * real), .l = place(l, lanes * real)};
     memset(panel.o, 0, (size_t)o_bytes);
@@ -153,6 +155,8 @@ ba_panel open_panel(const test_case *c) {
     if (c->variant == FEW) {
         panel.q = place(PANEL_Q, BA_FEW_QUERIES * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
+    } else if (c->variant == ROWS) {
+        panel.q = memcpy(place_tight(PANEL_Q, c->queries * (int64_t)sizeof *rows, sizeof *rows), rows, (size_t)c->queries * sizeof *rows);
     } else {
         panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
@@ -175,8 +179,10 @@ ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
     const float *k_scale = c->scaled ? place_copy(K_SCALES, c->k_scale + first, keys, sizeof *k_scale) : NULL;
     const float *v_scale = c->scaled ? place_copy(V_SCALES, c->v_scale + first, keys, sizeof *v_scale) : NULL;
     const bool packs = c->variant != FEW;
-    chunk.k_rows = packs && s->pack_k ? place_packed(c, s->pack_k, PACKED_K, PACKED_K_POINTERS, k_rows, k_scale, keys, c->head_dim) : k_rows;
-    chunk.v_rows = packs && s->pack_v ? place_packed(c, s->pack_v, PACKED_V, PACKED_V_POINTERS, v_rows, v_scale, keys, c->v_dim) : v_rows;
+    const ba_pack_rows_fn pack_k = c->variant == ROWS ? s->f->pack_row_keys : s->pack_k,
+                          pack_v = c->variant == ROWS ? s->f->pack_row_values : s->pack_v;
+    chunk.k_rows = packs && pack_k ? place_packed(c, pack_k, PACKED_K, PACKED_K_POINTERS, k_rows, k_scale, keys, c->head_dim) : k_rows;
+    chunk.v_rows = packs && pack_v ? place_packed(c, pack_v, PACKED_V, PACKED_V_POINTERS, v_rows, v_scale, keys, c->v_dim) : v_rows;
     if (!packs) {
         chunk.k_scale = k_scale;
         chunk.v_scale = v_scale;
@@ -188,8 +194,15 @@ ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
 }
 
 void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
-    if (c->variant == FEW) c->s.few(panel, c->queries, chunk);
-    else c->s.f->attend[c->variant](panel, chunk);
+    if (c->variant == FEW) {
+        c->s.few(panel, c->queries, chunk);
+    } else if (c->variant == ROWS) {
+        char *rows[BA_ROW_QUERIES];
+        for (int64_t i = 0; i < c->queries; i++) rows[i] = (char *)panel->o + i * o_stride(c) * c->s.f->real_size;
+        ba_panel each = *panel;
+        each.o = rows;
+        c->s.f->attend_rows(&each, c->queries, chunk);
+    } else c->s.f->attend[c->variant](panel, chunk);
 }
 
 void **place_out_rows(const test_case *c) { /* for the queries in use and none beyond */

@@ -238,6 +238,27 @@ def test_same_bits_for_any_number_of_threads(mode):
         np.testing.assert_array_equal(routing_of(own), routing_of(context))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1), (9, 1)])
+@pytest.mark.parametrize("size", [16, 64, 100])
+def test_queries_meet_at_blocks(size, heads, kv_heads):
+    """At some levels queries of a longer stretch meet block by block: many of them, blocks longer and shorter than what they meet at a
+    time; alone, in threads and with strangers, every query gets the same bits."""
+    rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
+    q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype="bfloat16", batch=2)
+    _, context = check(q, k, v, **rules)
+    assert same_bits(run(q, k, v, num_threads=1, **rules)[0], run(q, k, v, num_threads=3, **rules)[0])
+    lists = routing_of(context)
+    bits = {"block_size": size, "return_lse": True, **bits_option(q)}
+    whole, lse = library.selected_attention(q, k, v, lists, **bits)
+    one, one_lse = library.selected_attention(q[:1], k[:1], v[:1], lists[:1], **bits)
+    assert same_bits(np.ascontiguousarray(whole[:1]), one)
+    assert same_bits(np.ascontiguousarray(lse[:1]), one_lse)
+    cut = lists[:, :, ::-1]  # other queries side by side
+    turned, _ = library.selected_attention(np.ascontiguousarray(q[:, ::-1]), k, v, np.ascontiguousarray(cut), causal=False, **bits)
+    straight, _ = library.selected_attention(q, k, v, lists, causal=False, **bits)
+    assert same_bits(np.ascontiguousarray(turned[:, ::-1]), straight)
+
+
 @both_modes
 def test_the_rest_of_the_batch_does_not_matter(mode):
     q, k, v, _ = problem(90, batch=3)
@@ -446,15 +467,17 @@ def test_dead_rows_are_zero():
     assert (early[:, 15:] != 0).any(-1).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @both_modes
-def test_bad_values_stay_with_those_who_see_them(mode, bad):
-    q, k, v, _ = problem(150, 2, 1, 16, batch=1)
+def test_bad_values_stay_with_those_who_see_them(mode, bad, dtype):
+    q, k, v, _ = problem(150, 2, 1, 16, batch=1, dtype=dtype)
     routing = routing_of(run(q, k, v, **mode)[1])
     clean, _ = run(q, k, v, block_indices=routing, **mode)
-    v[0, 100, 0, 3] = bad
+    v[0, 100, 0, 3] = testing.round_to(np.float32(bad), dtype)
     out, _ = run(q, k, v, block_indices=routing, **mode)
     assert same_bits(np.ascontiguousarray(out[:, :96]), np.ascontiguousarray(clean[:, :96]))
+    out, clean = (testing.to_float64(x, dtype) for x in (out, clean))
     assert not np.isfinite(out[0, 112:121, :, 3]).any()  # the window and the compressed block reach it
     others = [n for n in range(16) if n != 3]
     np.testing.assert_allclose(out[..., others], clean[..., others], rtol=1e-5, atol=1e-6)

@@ -21,6 +21,8 @@ enum {
     BA_PANEL_WIDTHS = 2, /* a wide panel, and a narrow one for what is left over */
     BA_MAX_LANES = 64,   /* no panel is wider */
     BA_FEW_QUERIES = 8,  /* queries that the kernel for few queries takes at most */
+    BA_ROW_QUERIES = 64, /* queries that attend_rows takes at most */
+    BA_ROW_KEYS = 64,    /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
     BA_MAX_CHUNK = 512,  /* keys; tuning.c chooses at most this */
     BA_PACK_PAD = 16,    /* packed rows are padded to a multiple of this many elements */
     BA_ALIGN = 64,       /* bytes: panels, accumulators and scratch start on such a boundary */
@@ -92,6 +94,11 @@ typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
 
+/* The same for queries (1 .. BA_ROW_QUERIES) that meet at this chunk alone, each of which keeps its state for itself: panel->q is const void
+ * *[queries], rows in the input dtype, o is void *[queries], rows of BA_FEW_PAD(v_dim) reals, m, l, lo and hi are [queries]. Rows of K and V are what
+ * pack_row_keys and pack_row_values set, which fill round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes. No scratch, offsets, scales
+ * or next rows are looked at. */
+
 /* Joins states of the same queries over other keys: into += from. */
 #define BA_JOIN_FEW(name) void name(const ba_panel *into, const ba_panel *from, int64_t queries, int64_t v_dim)
 typedef BA_JOIN_FEW((*ba_join_few_fn));
@@ -107,7 +114,7 @@ typedef BA_SOFTMAX((*ba_softmax_fn));
 #define BA_VALUES(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *alpha)
 typedef BA_VALUES((*ba_values_fn));
 
-/* Writes the n first lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype (0 where l is 0), and
+/* Writes the n first lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype (0 where l is 0), and, unless lse is NULL,
  * lse[i] = (m + log2 l) * ln 2 as real (-inf where l is 0). */
 #define BA_FINISH(name) void name(const ba_panel *panel, int64_t n, int64_t v_dim, void *const *out_rows, void *lse)
 typedef BA_FINISH((*ba_finish_fn));
@@ -228,6 +235,8 @@ typedef struct ba_attend_family {
     ba_pack_queries_fn pack_few;
     ba_finish_fn finish_few;
     ba_join_few_fn join_few;
+    ba_attend_few_fn attend_rows; /* NULL, as the next two: few will do */
+    ba_pack_rows_fn pack_row_keys, pack_row_values;
     ba_merge_row_fn merge_row;
     ba_gradient_fn gradient[BA_PANEL_WIDTHS];
     ba_add_rows_fn add_rows;
@@ -299,6 +308,7 @@ typedef struct ba_tuning {
     int64_t gradient_keys;    /* keys a chunk of the backward pass */
     int64_t gradient_queries; /* queries of one of its tiles */
     int64_t gradient_tiles;   /* of its tiles that walk side by side */
+    int64_t meeting_lanes;    /* queries whose states stay in L2 while they meet block by block */
     double inline_flops;      /* calls with less work than this run in the caller's thread */
     int64_t split_keys;       /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
     int64_t few_keys;         /* keys a chunk, where few queries meet the keys of several heads side by side */

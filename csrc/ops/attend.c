@@ -7,6 +7,7 @@
 
 #include "core/arena.h"
 #include "core/status.h"
+#include "ops/attend_by_block.h"
 #include "ops/plan.h"
 #include "ops/scratch.h"
 #include "ops/walk.h"
@@ -218,7 +219,7 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
         w->rows[i] = ba_query_row(p, &p->out, p->element_size, batch, head, query);
         if (p->sinks && query < q.valid) add_sink(c, s, i, (double)p->sinks[head]);
     }
-    (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, w->lse);
+    (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
         memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
                w->lse + i * f->real_size, (size_t)f->real_size);
@@ -521,8 +522,9 @@ static ba_ahead rows_ahead(const ba_view *view, int64_t bytes, int64_t size, con
     return ba_rows_ahead(view->head_stride * size, view->token_stride * size, item->kv_heads, head, bytes, rows, keys);
 }
 
-/* The tiles of one head that walk this list meet the chunk. `next`: the chunk after it, or NULL. */
-static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, int64_t head, const chunk_rows *here, const chunk_rows *next) {
+/* The tiles of one head that walk this list, and see keys of `range`, meet the chunk. `next`: the chunk after it, or NULL. */
+static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, const ba_range *range, int64_t head, const chunk_rows *here,
+                        const chunk_rows *next) {
     const ba_problem *p = c->problem;
     const bool few = ba_plan_few(&c->plan, item->batch);
     ba_chunk chunk = {.keys = here->keys,
@@ -542,15 +544,26 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
         chunk.k_ahead = rows_ahead(&p->k, p->head_dim * p->kv_element_size, p->kv_element_size, item, head, next->k_rows, next->keys);
         chunk.v_ahead = rows_ahead(&p->v, p->v_dim * p->kv_element_size, p->kv_element_size, item, head, next->v_rows, next->keys);
     }
-    const int64_t whole = here->whole, others = chunk.keys - whole;
+    int64_t skip = 0;
+    if (!few && chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
+        skip = ba_min(ba_first_at_least(chunk.key_index, chunk.keys, range->lo), chunk.keys - 1);
+        skip -= skip % c->family->key_step;
+        chunk.keys -= skip;
+        chunk.key_index += skip;
+        chunk.k_rows += skip;
+        chunk.v_rows += skip;
+        if (chunk.k_scale) chunk.k_scale += skip;
+        if (chunk.v_scale) chunk.v_scale += skip;
+    }
+    const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
     if (c->pack_k && !few && others) {
-        memcpy(w->packed_k_rows, here->k_rows, (size_t)whole * sizeof *here->k_rows);
-        c->pack_k(w->packed_k, w->packed_k_rows + whole, here->k_rows + whole, chunk.k_scale, others, p->head_dim);
+        memcpy(w->packed_k_rows, chunk.k_rows, (size_t)whole * sizeof *chunk.k_rows);
+        c->pack_k(w->packed_k, w->packed_k_rows + whole, chunk.k_rows + whole, chunk.k_scale, others, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
     }
     if (c->pack_v && !few && others) {
-        memcpy(w->packed_v_rows, here->v_rows, (size_t)whole * sizeof *here->v_rows);
-        c->pack_v(w->packed_v, w->packed_v_rows + whole, here->v_rows + whole, chunk.v_scale, others, p->v_dim);
+        memcpy(w->packed_v_rows, chunk.v_rows, (size_t)whole * sizeof *chunk.v_rows);
+        c->pack_v(w->packed_v, w->packed_v_rows + whole, chunk.v_rows + whole, chunk.v_scale, others, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
     share shares = {next, 0, 0};
@@ -577,7 +590,7 @@ static void run_item(void *context, int64_t index, int worker) {
     for (int at = 0; more; at = !at) {
         const chunk_rows *here = &w.chunk[at], *next = &w.chunk[!at];
         more = next_chunk(c, item, walks, lists, &w.chunk[!at]);
-        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, head, here, more ? next : NULL);
+        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, &walks[here->walk].range, head, here, more ? next : NULL);
     }
     for (int64_t i = 0; i < tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {
@@ -622,6 +635,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     choose_kernels(&c, problem, level);
     c.tuning = ba_tuning_at(c.family->isa);
     int threads = ba_threads_for(num_threads);
+    if (ba_attends_by_block(problem, c.family)) return ba_attend_by_block(problem, c.family, threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, threads);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */

@@ -5,7 +5,6 @@
  * holds the block scores of one panel and no more. */
 #include <inttypes.h>
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/arena.h"
@@ -110,13 +109,17 @@ static char *sequence_row(const int64_t *cu, const ba_rows *r, int64_t sequence,
     return cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
 }
 
-/* The rows of the stretch as reals: queries of one head, or means of tiles. */
-static void load_rows(const select_call *c, const select_scratch *s, const stretch *at, int64_t head) {
+/* Packs the rows of the stretch: queries of one head, or means of tiles. */
+static void pack_rows(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, void *panel) {
     const int64_t pad = BA_FEW_PAD(c->dim), tile = c->args->tile;
+    if (c->by_query) {
+        for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = sequence_row(c->args->cu_q, &c->q, at->sequence, at->first + i, head);
+        c->kernels->vector[c->q.dtype]->pack_queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * LOG2_E);
+        return;
+    }
     for (int64_t i = 0; i < at->rows; i++) {
         char *row = s->rows + i * pad * c->real_size;
-        const int64_t begin = c->by_query ? at->first + i : (at->first + i) * tile;
-        const int64_t n = c->by_query ? 1 : ba_min(tile, at->queries - begin);
+        const int64_t begin = (at->first + i) * tile, n = ba_min(tile, at->queries - begin);
         for (int64_t t = 0; t < n; t++) {
             ba_set_real(s->weights, t, 1 / (double)n, c->real_size);
             s->pointers[t] = sequence_row(c->args->cu_q, &c->q, at->sequence, begin + t, head);
@@ -124,15 +127,15 @@ static void load_rows(const select_call *c, const select_scratch *s, const stret
         memset(row, 0, (size_t)(pad * c->real_size));
         ba_sum_rows(c->kernels, c->q.dtype, s->pointers, s->weights, n, c->dim, s->wide, row);
     }
+    for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = s->rows + i * pad * c->real_size;
+    c->family->pack_queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale);
 }
 
 /* Opens the panel of the g-th head, and says which compressed keys each lane sees, and at most and at least. */
 static ba_panel open_panel(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, int64_t g, int64_t *most, int64_t *least) {
     const ba_nsa_select_args *a = c->args;
     const ba_panel panel = {.q = s->q + g * c->lanes * BA_FEW_PAD(c->dim) * c->family->q_bytes, .m = s->m + g * c->lanes * c->real_size, .l = s->l};
-    load_rows(c, s, at, head);
-    for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = s->rows + i * BA_FEW_PAD(c->dim) * c->real_size;
-    c->family->pack_queries[0](panel.q, s->pointers, at->rows, c->dim, c->by_query ? a->scale * LOG2_E : a->scale);
+    pack_rows(c, s, at, head, panel.q);
     *most = 0;
     *least = at->keys;
     for (int64_t i = 0; i < c->lanes; i++) {
@@ -294,9 +297,13 @@ static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
     return r;
 }
 
-static int by_rising_number(const void *left, const void *right) {
-    const int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
-    return a < b ? -1 : a > b;
+static void sort_rising(int32_t *x, int64_t n) { /* a row has few places */
+    for (int64_t i = 1; i < n; i++) {
+        const int32_t here = x[i];
+        int64_t j = i;
+        for (; j > 0 && x[j - 1] > here; j--) x[j] = x[j - 1];
+        x[j] = here;
+    }
 }
 
 /* Writes a row: what is always selected, what the lane's heap holds, in rising order. */
@@ -306,7 +313,7 @@ static void write_row(const select_call *c, const select_scratch *s, const stret
     for (int64_t b = 0; b < r->init; b++) s->chosen[n++] = (int32_t)b;
     for (int64_t b = r->local_lo; b < r->local_hi; b++) s->chosen[n++] = (int32_t)b;
     for (int64_t i = 0; i < s->used[lane]; i++) s->chosen[n++] = (int32_t)s->heap[lane * places_kept(c) + i].block;
-    qsort(s->chosen, (size_t)n, sizeof *s->chosen, by_rising_number);
+    sort_rising(s->chosen, n);
     for (int64_t b = 0; c->args->cu_q && b < at->sequence; b++) row += rows_of(c, b);
     int32_t *to = (int32_t *)out->data +
                   (c->args->cu_q ? at->head * steps[0] + row * steps[1] : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);

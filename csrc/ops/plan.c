@@ -7,6 +7,8 @@
 
 #include "core/status.h"
 
+enum { MOST_ENTRIES = 1 << 20 }; /* of an item's lists, where these are turned around */
+
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
 static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) { return ba_ceil_div(ba_q_span(plan->problem, batch).rows, plan->row_queries); }
@@ -174,14 +176,18 @@ static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads
     }
 }
 
+static int64_t heads_of_list(const ba_problem *p) { return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group; }
+
+bool ba_plan_few_rows(const ba_problem *p) { return p->routed && p->listed && p->block_q * heads_of_list(p) <= BA_FEW_QUERIES; }
+
 void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
     *plan = (ba_plan){.problem = problem,
                       .tile_queries = tuning->tile_queries,
                       .row_queries = problem->listed ? problem->block_q : INT32_MAX,
                       .split_keys = tuning->split_keys,
                       .parts_most = 1};
-    plan->shared_heads = problem->listed && problem->blocks.dims[1] == problem->heads && problem->group > 1 ? 1 : problem->group;
-    plan->few_rows = problem->routed && problem->listed && problem->block_q * plan->shared_heads <= BA_FEW_QUERIES;
+    plan->shared_heads = heads_of_list(problem);
+    plan->few_rows = ba_plan_few_rows(problem);
     if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES; /* a tile's room in scratch: a row has no more */
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     int64_t tiles = 0;
@@ -197,6 +203,23 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
         plan->items += items_of_batch(plan, b);
         plan->parts_most = ba_max(plan->parts_most, ba_plan_parts(plan, b));
     }
+}
+
+void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
+    *plan = (ba_plan){.problem = problem,
+                      .tile_queries = BA_FEW_QUERIES,
+                      .row_queries = problem->block_q,
+                      .shared_heads = heads_of_list(problem),
+                      .few_rows = true,
+                      .few_heads = 1,
+                      .split_keys = INT64_MAX,
+                      .parts_most = 1,
+                      .bitmap_words = ba_ceil_div(problem->block_columns, 64)};
+    int64_t tiles = 0;
+    for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
+    const int64_t most = ba_min(tuning->meeting_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
+    plan->group_tiles = ba_max(1, ba_min(most, tiles / (4 * (int64_t)threads)));
+    for (int64_t b = 0; b < problem->batch; b++) plan->items += items_of_batch(plan, b);
 }
 
 void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {

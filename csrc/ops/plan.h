@@ -54,6 +54,9 @@ typedef struct ba_plan {
 /* Decides tiles, parts and the number of items. */
 void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads);
 
+/* The same where all rows are for queries that meet at blocks: a tile is a row, and an item has many. */
+void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads);
+
 /* The same for gradients, where the order of tiles and items decides in which order dK and dV are summed: nothing but the
  * sequence and its lists decides it. Tiles are full, and without lists they are those of lists of whole tiles. Items of one
  * (batch, KV head) come in the order in which they are to be summed. */
@@ -66,6 +69,9 @@ int64_t ba_plan_bytes(const ba_plan *plan, int threads);
 ba_status ba_plan_make(ba_plan *plan, int threads, void *memory);
 
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
+
+/* True where the lists route so few queries each that no panel is for them. */
+bool ba_plan_few_rows(const ba_problem *problem);
 
 /* True where a batch entry has no more queries than the kernel for few takes. */
 static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {

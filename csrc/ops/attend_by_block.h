@@ -1,0 +1,14 @@
+/* The forward driver for lists that route single queries, block by block. Internal. */
+#ifndef BA_OPS_ATTEND_BY_BLOCK_H
+#define BA_OPS_ATTEND_BY_BLOCK_H
+
+#include "kernels/kernels.h"
+#include "ops/problem.h"
+
+/* True where it can serve this problem with this family. */
+bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *family);
+
+/* Promises what ba_attend does. */
+ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads);
+
+#endif
