@@ -218,7 +218,9 @@ double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c)
 bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && c->s.f->few_group > 0; }
 double tiny(const test_case *c) { return (c->variant != FEW || few_are_own(c)) && c->s.f->flushes ? 0x1p-126 : smallest_of(real_dtype(c)); }
 /* Of weights as they meet values, and of exp2, beyond reals' roundings. A few queries' weights come with what their rounding left. */
-double weight_unit(const test_case *c) { return c->variant != FEW ? c->s.f->weight_unit : few_are_own(c) ? c->s.f->weight_unit * c->s.f->weight_unit : 0; }
+double weight_unit(const test_case *c) {
+    return c->variant != FEW ? c->s.f->weight_unit : few_are_own(c) ? c->s.f->weight_unit * c->s.f->weight_unit : 0;
+}
 double exp_unit(const test_case *c) { return c->variant != FEW ? c->s.f->exp_unit : 0; }
 
 /* The sum of n terms is off by at most n - 1 units of the terms' sizes, in whatever order; and each term by a few. */

@@ -87,9 +87,9 @@ typedef BA_ATTEND((*ba_attend_fn));
 #define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
-/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes,
- * as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have.
- * Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
+/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for BA_FEW_QUERIES * round_up(head_dim,
+ * dim_pad) * q_bytes, as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in
+ * the dtype they have. Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));

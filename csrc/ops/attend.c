@@ -518,7 +518,8 @@ static const float *find_scales(const ba_view *view, const float *const *at, int
     return scales;
 }
 
-static ba_ahead rows_ahead(const ba_view *view, int64_t bytes, int64_t size, const ba_item *item, int64_t head, const void *const *rows, int64_t keys) {
+static ba_ahead rows_ahead(const ba_view *view, int64_t bytes, int64_t size, const ba_item *item, int64_t head, const void *const *rows,
+                           int64_t keys) {
     return ba_rows_ahead(view->head_stride * size, view->token_stride * size, item->kv_heads, head, bytes, rows, keys);
 }
 

@@ -229,7 +229,8 @@ static void find_chunk(const select_call *c, int64_t batch, int64_t begin, int64
 static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
                        const void *const *next, int64_t next_count, char *scores) {
     const int64_t bytes = BA_FEW_QUERIES * BA_FEW_PAD(c->dim) * c->family->real_size;
-    const ba_ahead ahead = ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), next, next_count);
+    const ba_ahead ahead =
+        ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), next, next_count);
     c->cache->scores(q + head * bytes, queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
 }
 
