@@ -838,6 +838,8 @@ int main(int argc, char **argv) {
     }
     if (timing) return 0;
     check_dispatch();
+#ifdef BA_HAVE_avx512_bf16
     if (ba_isa_detected() >= BA_ISA_AVX512_BF16) check_dot_pairs();
+#endif
     return report_total();
 }

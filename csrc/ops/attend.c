@@ -60,10 +60,11 @@ typedef struct worker_scratch {
 } worker_scratch;
 
 /* K (or V) as pack_k (or pack_v) leaves it, packed once for all items. */
+#define NOT_SHARED INT64_MIN
 typedef struct shared_rows {
     char *data;        /* [batch][KV head][group of key_pad keys]; NULL: each item packs its chunks */
     int64_t row_bytes; /* of a packed key */
-    int64_t *offset;   /* [batch][KV head]: where its keys begin in data, in bytes; -1 where each item packs its chunks */
+    int64_t *offset;   /* [batch][KV head]: where its key 0 would begin in data, in bytes; NOT_SHARED where each item packs its chunks */
     bool *in_place;    /* [batch][KV head]: its keys were left where they are */
 } shared_rows;
 
@@ -380,7 +381,16 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
  * groups of keys that do not depend on the chunk that they are part of, and blocks are made of such groups, all keys are packed before the work
  * begins. */
 
-static bool is_shared(const call *c, int64_t batch) { return c->v_shared.data && c->v_shared.offset[batch * c->problem->kv_heads] >= 0; }
+static bool is_shared(const call *c, int64_t batch) { return c->v_shared.data && c->v_shared.offset[batch * c->problem->kv_heads] != NOT_SHARED; }
+
+/* Keys that some query of the batch entry may see, from the beginning of a stretch on: a window over a part of a sequence is narrow. */
+static ba_range shared_range(const call *c, int64_t batch) {
+    const ba_problem *p = c->problem;
+    const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
+    if (p->listed || queries < 1) return (ba_range){0, keys};
+    const ba_range first = ba_visible_keys(p, 0, queries, keys), last = ba_visible_keys(p, queries - 1, queries, keys);
+    return (ba_range){first.lo - first.lo % c->tuning->chunk_keys, last.hi};
+}
 
 /* Lays one of the two out in memory (NULL: counts its bytes). */
 static int64_t lay_out_shared(const call *c, shared_rows *s, int64_t dim, char *memory) {
@@ -392,11 +402,12 @@ static int64_t lay_out_shared(const call *c, shared_rows *s, int64_t dim, char *
     s->in_place = (bool *)ba_take(memory, &used, heads * (int64_t)sizeof *s->in_place);
     for (int64_t i = 0; i < heads; i++) {
         const bool few = ba_plan_few(&c->plan, i / p->kv_heads);
+        const ba_range range = shared_range(c, i / p->kv_heads);
         if (memory) {
-            s->offset[i] = few ? -1 : at;
+            s->offset[i] = few ? NOT_SHARED : at - range.lo * s->row_bytes;
             s->in_place[i] = false;
         }
-        if (!few) at += ba_round_up(ba_kv_span(p, i / p->kv_heads).valid, c->family->key_pad) * s->row_bytes;
+        if (!few) at += ba_round_up(ba_max(0, range.hi + c->tuning->chunk_keys - range.lo), c->tuning->chunk_keys) * s->row_bytes;
     }
     s->data = ba_take(memory, &used, at);
     return used;
@@ -415,16 +426,18 @@ static void pack_stretch(const call *c, const shared_rows *s, ba_pack_rows_fn pa
     const char *row = ba_key_row(p, view, p->kv_element_size, head / p->kv_heads, head % p->kv_heads, begin);
     for (int64_t j = 0; j < keys; j++, row += view->token_stride * p->kv_element_size) w->chunk->v_rows[j] = row;
     pack(to, w->packed_v_rows, w->chunk->v_rows, NULL, keys, dim);
-    if (begin == 0) s->in_place[head] = w->packed_v_rows[0] == w->chunk->v_rows[0];
+    if (begin == shared_range(c, head / p->kv_heads).lo) s->in_place[head] = w->packed_v_rows[0] == w->chunk->v_rows[0];
 }
 
 static void share_item(void *context, int64_t index, int worker) {
     const call *c = context;
     const ba_problem *p = c->problem;
-    const int64_t heads = p->batch * p->kv_heads, head = index % heads, begin = index / heads * c->tuning->chunk_keys;
-    int64_t keys = ba_min(c->tuning->chunk_keys, ba_kv_span(p, head / p->kv_heads).valid - begin);
+    const int64_t heads = p->batch * p->kv_heads, head = index % heads, valid = ba_kv_span(p, head / p->kv_heads).valid;
+    const ba_range range = shared_range(c, head / p->kv_heads);
+    const int64_t begin = range.lo + index / heads * c->tuning->chunk_keys;
+    int64_t keys = begin < range.hi ? ba_min(c->tuning->chunk_keys, valid - begin) : 0;
     keys -= keys % c->family->key_pad; /* the last keys are no whole group */
-    if (keys <= 0 || c->v_shared.offset[head] < 0) return;
+    if (keys <= 0 || c->v_shared.offset[head] == NOT_SHARED) return;
     worker_scratch w;
     lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     pack_stretch(c, &c->k_shared, c->pack_k, &p->k, p->head_dim, head, begin, keys, &w);
@@ -437,8 +450,9 @@ static void share_rows(call *c, int threads) {
     const int64_t lanes = ba_min(c->plan.tile_queries, c->plan.row_queries * c->plan.shared_heads);
     int64_t keys = 0, longest = 0;
     for (int64_t b = 0; b < p->batch; b++) {
-        keys += p->kv_heads * ba_kv_span(p, b).valid;
-        longest = ba_max(longest, ba_kv_span(p, b).valid);
+        const ba_range range = shared_range(c, b);
+        keys += p->kv_heads * ba_max(0, range.hi - range.lo);
+        longest = ba_max(longest, range.hi - range.lo);
     }
     if (c->plan.cost < 2.0 * (double)lanes * (double)keys) c->v_shared.data = NULL;
     if (c->v_shared.data) ba_parallel(threads, ba_ceil_div(longest, c->tuning->chunk_keys) * p->batch * p->kv_heads, share_item, c);
