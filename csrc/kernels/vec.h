@@ -193,11 +193,9 @@ BA_INLINE bool NAME(v_any)(ivec mask) {
 #ifndef BA_REAL_DOUBLE
 /* n elements of 16 bits, two a lane, and zeros where there are fewer than 2 * BA_LANES. */
 BA_INLINE vec NAME(v_load_pairs)(const uint16_t *p, int64_t n) {
-    if (n >= 2 * BA_LANES) return NAME(v_load)((const real *)(const void *)p);
-    uint16_t all[2 * BA_LANES] = {0};
-    memcpy(all, p, (size_t)n * sizeof *p);
-    vec x;
-    memcpy(&x, all, sizeof x);
+    vec x = {0};
+    if (n >= 2 * BA_LANES) memcpy(&x, p, sizeof x); /* of any alignment */
+    else memcpy(&x, p, (size_t)n * sizeof *p);
     return x;
 }
 /* The same two elements in every lane; where n is 1, the upper one is 0. */
