@@ -389,7 +389,7 @@ static ba_range shared_range(const call *c, int64_t batch) {
     const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
     if (p->listed || queries < 1) return (ba_range){0, keys};
     const ba_range first = ba_visible_keys(p, 0, queries, keys), last = ba_visible_keys(p, queries - 1, queries, keys);
-    return (ba_range){first.lo - first.lo % c->tuning->chunk_keys, last.hi};
+    return (ba_range){first.lo - first.lo % c->tuning->chunk_keys, last.hi ? last.hi : keys}; /* 0: the last may see none where others do */
 }
 
 /* Lays one of the two out in memory (NULL: counts its bytes). */
