@@ -47,6 +47,7 @@ class Cache:
     dtype: str
     k: np.ndarray  # (pages, page_size, H_kv, D)
     v: np.ndarray
+    memory: np.ndarray  # the bytes of both
     scales: dict[str, np.ndarray] = field(default_factory=dict)  # k_scale and v_scale, where it is quantised
     bits: dict[str, str] = field(default_factory=dict)  # kv_dtype, where the arrays are bare bits
 
@@ -67,11 +68,10 @@ def _on_a_line(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _tiled(part: np.ndarray, tokens: int) -> np.ndarray:
-    """`part` over and over along its first axis, `tokens` long."""
-    whole = _on_a_line((tokens, *part.shape[1:]), part.dtype)
-    for start in range(0, tokens, part.shape[0]):
-        whole[start : start + part.shape[0]] = part[: tokens - start]
+def _tile(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """`part` over and over along the first axis of `whole`."""
+    for start in range(0, len(whole), len(part)):
+        whole[start : start + len(part)] = part[: len(whole) - start]
     return whole
 
 
@@ -81,16 +81,19 @@ def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, 
     rng = np.random.default_rng(seed)
     tokens = pages * page
     scales = {}
-    arrays = []
+    parts = []
     for name in ("k", "v"):
         drawn = rng.standard_normal((min(DRAWN_TOKENS, tokens), kv_heads, head_dim), dtype=np.float32)
         if dtype in QUANTISED:
             drawn, scale = blitz_attn.quantize_kv(drawn, dtype)
-            scales[f"{name}_scale"] = _tiled(scale, tokens).reshape(pages, page, kv_heads)
+            whole = _on_a_line((tokens, kv_heads), scale.dtype)
+            scales[f"{name}_scale"] = _tile(whole, scale).reshape(pages, page, kv_heads)
         else:
             drawn = testing.round_to(drawn, dtype)
-        arrays.append(_tiled(drawn, tokens).reshape(pages, page, kv_heads, head_dim))
-    return Cache(dtype, *arrays, scales, {"kv_dtype": dtype} if arrays[0].dtype in (np.uint16, np.uint8) else {})
+        parts.append(drawn)
+    memory = _on_a_line((2, tokens, kv_heads, head_dim), parts[0].dtype)
+    k, v = (_tile(whole, part).reshape(pages, page, kv_heads, head_dim) for whole, part in zip(memory, parts, strict=True))
+    return Cache(dtype, k, v, memory.view(np.uint8).reshape(-1), scales, {"kv_dtype": dtype} if k.dtype in (np.uint16, np.uint8) else {})
 
 
 def draw_tables(lengths: Sequence[int], page: int, pages: int, rng: np.random.Generator) -> np.ndarray:

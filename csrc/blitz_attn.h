@@ -349,8 +349,9 @@ BA_API int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa
 BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
 /* The same of bfloat16 tile products. 0 where the level has no tiles. */
 BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
-/* Reads `bytes` a thread over and over, in bytes/s, all threads together. */
-BA_API double ba_probe_read(ba_isa level, int64_t bytes, double seconds, int num_threads);
+/* Reads over and over, in bytes/s, all threads together: the `bytes` of `data`, shared out among the threads, or, where it is NULL,
+ * `bytes` a thread of memory of its own. 0 where data has fewer than 512 bytes a thread. */
+BA_API double ba_probe_read(ba_isa level, const void *data, int64_t bytes, double seconds, int num_threads);
 
 #ifdef __cplusplus
 }

@@ -179,6 +179,8 @@ def test_probes():
     for level in blitz_attn.isa_levels(available=True):
         assert _core.probe_flops(level, 0.01, 1) > 0.1  # GFLOP/s
         assert _core.probe_read(level, 1 << 16, 0.01, 1) > 0.1  # GB/s
+        assert _core.probe_read(level, np.ones(1 << 15, np.uint8), 0.01, 2) > 0.1
+        assert _core.probe_read(level, b"a few bytes", 0.01, 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,7 @@ def test_probes():
         (lambda: _core.probe_flops("portable", 0.01, 0), ValueError),
         (lambda: _core.probe_read("portable", 0, 0.01), ValueError),
         (lambda: _core.probe_read("portable", 1.5, 0.01), TypeError),
+        (lambda: _core.probe_read("portable", b"", 0.01), ValueError),
     ],
 )
 def test_probes_refuse(call, error):

@@ -273,7 +273,7 @@ typedef struct ba_cache_kernels {
  * read: sums n bytes (a multiple of 512) and returns a value that depends on all of them. */
 #define BA_PROBE_FLOPS(name) double name(const float *operands, int64_t rounds, float *sink)
 typedef BA_PROBE_FLOPS((*ba_probe_flops_fn));
-#define BA_PROBE_READ(name) float name(const float *data, int64_t bytes)
+#define BA_PROBE_READ(name) int name(const char *data, int64_t bytes)
 typedef BA_PROBE_READ((*ba_probe_read_fn));
 
 typedef struct ba_probes {

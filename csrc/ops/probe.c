@@ -7,14 +7,15 @@
 #include "core/pool.h"
 #include "kernels/kernels.h"
 
-enum { SLICES = 4 };
+enum { SLICES = 4, PROBE_STEP = 512 /* bytes: what a turn of any level's loop reads divides it */ };
 
 typedef struct probe {
     const ba_probes *kernels;
     ba_probe_flops_fn flops;
     double seconds;
-    int64_t bytes; /* 0: flops are counted */
-    float *data;   /* bytes a thread, one after the other */
+    int64_t bytes;    /* 0: flops are counted */
+    float *made;      /* bytes a thread, one after the other: written first, by the thread that reads them */
+    const char *data; /* the same, or the caller's */
     _Atomic int arrived;
     int threads;
     double *rate; /* a thread */
@@ -36,11 +37,11 @@ static void run_probe(void *context, int64_t item, int worker) {
         operands[i] = 0.5f + (float)(seed >> 8) * 0x1p-26f;
     }
     const int64_t floats = p->bytes / (int64_t)sizeof(float);
-    float *data = p->data ? p->data + item * floats : NULL;
-    for (int64_t i = 0; i < floats; i++) {
+    for (int64_t i = 0; p->made && i < floats; i++) {
         seed = seed * 1664525u + 1013904223u;
-        data[i] = (float)(seed >> 8) * 0x1p-24f;
+        p->made[item * floats + i] = (float)(seed >> 8) * 0x1p-24f;
     }
+    const char *data = p->data ? p->data + item * p->bytes : NULL;
     /* all threads measure at the same time, or none of them would see the others' load; each waits for those that came */
     atomic_fetch_add(&p->arrived, 1);
     const double patience = now() + 1;
@@ -53,7 +54,7 @@ static void run_probe(void *context, int64_t item, int worker) {
     do {
         if (p->bytes) {
             int64_t repeats = 1 + (1 << 20) / p->bytes;
-            for (int64_t r = 0; r < repeats; r++) keep = keep + p->kernels->read(data, p->bytes);
+            for (int64_t r = 0; r < repeats; r++) keep = keep + (float)p->kernels->read(data, p->bytes);
             done += (double)repeats * (double)p->bytes;
         } else {
             done += p->flops(operands, 1000, sink);
@@ -64,14 +65,15 @@ static void run_probe(void *context, int64_t item, int worker) {
     p->rate[item] = done / elapsed;
 }
 
-static double measure(ba_isa level, bool tiles, int64_t bytes, double seconds, int num_threads) {
+static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes, double seconds, int num_threads) {
     if ((unsigned)level >= BA_ISA_COUNT || level > ba_isa_detected() || seconds <= 0 || bytes < 0) return 0;
     const int threads = ba_threads_for(num_threads);
     probe p = {.kernels = ba_kernels_at(level)->probes, .seconds = seconds, .bytes = bytes, .threads = threads};
     p.flops = tiles ? p.kernels->tile_flops : p.kernels->flops;
     if (!p.flops) return 0;
     p.rate = calloc((size_t)threads, sizeof *p.rate);
-    if (bytes) p.data = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
+    if (bytes && !data) p.made = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
+    p.data = data ? data : (const char *)p.made;
     double best = 0;
     /* the best of a few slices is the limit: in a slice, threads may have shared a core until the system moved one */
     p.seconds = seconds / SLICES;
@@ -83,14 +85,16 @@ static double measure(ba_isa level, bool tiles, int64_t bytes, double seconds, i
         best = total > best ? total : best;
     }
     free(p.rate);
-    free(p.data);
+    free(p.made);
     return best;
 }
 
-double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, false, 0, seconds, num_threads); }
+double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, false, NULL, 0, seconds, num_threads); }
 
-double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads) { return measure(level, true, 0, seconds, num_threads); }
+double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads) { return measure(level, true, NULL, 0, seconds, num_threads); }
 
-double ba_probe_read(ba_isa level, int64_t bytes, double seconds, int num_threads) {
-    return bytes > 0 ? measure(level, false, ba_round_up(bytes, 512), seconds, num_threads) : 0;
+double ba_probe_read(ba_isa level, const void *data, int64_t bytes, double seconds, int num_threads) {
+    if (data) bytes /= ba_threads_for(num_threads);
+    bytes = data ? bytes - bytes % PROBE_STEP : ba_round_up(bytes, PROBE_STEP);
+    return bytes > 0 ? measure(level, false, data, bytes, seconds, num_threads) : 0;
 }

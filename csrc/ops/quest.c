@@ -10,6 +10,7 @@
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/paged.h"
+#include "kernels/asking.h"
 #include "ops/scratch.h"
 
 /* A cache or summary array by (page, row, head), whatever its layout. */
@@ -147,7 +148,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 
 /* Two rounds: stretches of pages are scored for all heads at once, since these lie side by side; then each row of the result
  * is chosen from its scores. */
-enum { STRETCH_ROWS = 256 };
+enum { STRETCH_ROWS = 256, STRETCHES_A_THREAD = 2 /* at least, where a thread gets as many rows */ };
 
 typedef struct select_call {
     const ba_select_args *args;
@@ -225,13 +226,33 @@ static void find_chunk(const select_call *c, int64_t batch, int64_t begin, int64
     }
 }
 
+static ba_ahead rows_ahead(const select_call *c, const pages *p, int64_t head, const void *const *rows, int64_t count) {
+    return ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), rows, count);
+}
+
 /* Scores of one head's rows, while its share of the next rows is prefetched. */
 static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
                        const void *const *next, int64_t next_count, char *scores) {
     const int64_t bytes = BA_FEW_QUERIES * BA_FEW_PAD(c->dim) * c->family->real_size;
-    const ba_ahead ahead =
-        ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), next, next_count);
+    const ba_ahead ahead = rows_ahead(c, p, head, next, next_count);
     c->cache->scores(q + head * bytes, queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
+}
+
+/* The first rows of a stretch, which no chunk before them asks for. */
+static void ask_for_all(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
+    for (int64_t head = 0; head < c->kv_heads; head++) {
+        ba_asking asking = ba_asking_for(rows_ahead(c, p, head, rows, count));
+        while (asking.row < asking.end) ba_ask(&asking);
+    }
+}
+
+/* A page's score: that of its row, or the sum of those of its two rows. */
+static void round_scores(int64_t real_size, const char *scores, const char *low, int64_t count, float *out) {
+    if (real_size == 4 && low) {
+        for (int64_t i = 0; i < count; i++) out[i] = ((const float *)scores)[i] + ((const float *)low)[i];
+    } else {
+        for (int64_t i = 0; i < count; i++) out[i] = (float)(ba_get_real(scores, i, real_size) + (low ? ba_get_real(low, i, real_size) : 0));
+    }
 }
 
 /* Some queries of every head with the rows from `begin` to `end`; out: [query of head 0][most_pages], heads rows_a_head rows apart. */
@@ -240,19 +261,27 @@ static void score_stretch(const select_call *c, select_scratch *s, int64_t batch
     const bool tokens = args->method == BA_SELECT_MAX, quest = args->method == BA_SELECT_QUEST;
     const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
     find_chunk(c, batch, begin, end, &s->rows[0]);
+    ask_for_all(c, &c->a, s->rows[0].a, s->rows[0].count);
+    if (quest) ask_for_all(c, &c->b, s->rows[0].b, s->rows[0].count);
     for (int64_t at = begin, here = 0; at < end; at += c->chunk_rows, here = !here) {
         const struct rows_at *rows = &s->rows[here], *next = &s->rows[!here];
         find_chunk(c, batch, at + c->chunk_rows, end, &s->rows[!here]);
         for (int64_t head = 0; head < c->kv_heads; head++) {
             score_rows(c, &c->a, s->q, queries, head, rows->a, rows->count, next->a, next->count, s->scores);
             if (quest) score_rows(c, &c->b, s->q_low, queries, head, rows->b, rows->count, next->b, next->count, s->scores_low);
-            for (int64_t g = 0; g < queries; g++)
-                for (int64_t i = 0; i < rows->count; i++) {
-                    double score = ba_get_real(s->scores, g * c->chunk_rows + i, real);
-                    if (quest) score += ba_get_real(s->scores_low, g * c->chunk_rows + i, real);
-                    float *page = &out[head * row_step + g * c->most_pages + (tokens ? (at + i) / args->page_size : at + i)];
-                    if (!tokens || (at + i) % args->page_size == 0 || score > (double)*page) *page = (float)score;
+            for (int64_t g = 0; g < queries; g++) {
+                const int64_t first = g * c->chunk_rows * real;
+                float *row = out + head * row_step + g * c->most_pages;
+                if (!tokens) {
+                    round_scores(real, s->scores + first, quest ? s->scores_low + first : NULL, rows->count, row + at);
+                    continue;
                 }
+                for (int64_t i = 0; i < rows->count; i++) {
+                    const double score = ba_get_real(s->scores + first, i, real);
+                    float *page = &row[(at + i) / args->page_size];
+                    if ((at + i) % args->page_size == 0 || score > (double)*page) *page = (float)score;
+                }
+            }
         }
     }
 }
@@ -289,23 +318,32 @@ static int by_falling_key(const void *left, const void *right) {
     return a < b ? 1 : a > b ? -1 : 0;
 }
 
-/* Brings the `count` largest of n keys to the front, in any order (Hoare's selection; keys are all different). */
+static void swap_keys(uint64_t *a, uint64_t *b) {
+    const uint64_t key = *a;
+    *a = *b;
+    *b = key;
+}
+
+/* Brings the `count` largest of n keys to the front, in any order (keys are all different): quickselect, whose walk over the keys
+ * (Lomuto's) has no branch that a random key could mislead. */
 static void largest_first(uint64_t *keys, int64_t n, int64_t count) {
-    int64_t low = 0, high = n - 1;
-    while (low < high) {
-        const uint64_t pivot = keys[low + (high - low) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (keys[i] > pivot) i++;
-            while (keys[j] < pivot) j--;
-            if (i > j) break;
-            const uint64_t swap = keys[i];
-            keys[i++] = keys[j];
-            keys[j--] = swap;
+    for (int64_t low = 0, high = n; high - low > 1;) {
+        uint64_t *last = &keys[high - 1], *middle = &keys[low + (high - low) / 2];
+        if (keys[low] > *middle) swap_keys(&keys[low], middle); /* the median of three goes last */
+        if (keys[low] > *last) swap_keys(&keys[low], last);
+        if (*middle < *last) swap_keys(middle, last);
+        const uint64_t pivot = *last;
+        int64_t larger = low;
+        for (int64_t i = low; i < high - 1; i++) {
+            const uint64_t key = keys[i];
+            keys[i] = keys[larger];
+            keys[larger] = key;
+            larger += key > pivot;
         }
-        if (count - 1 <= j) high = j;
-        else if (count - 1 >= i) low = i;
-        else return;
+        swap_keys(&keys[larger], last);
+        if (larger == count || larger + 1 == count) return;
+        if (larger > count) high = larger;
+        else low = larger + 1;
     }
 }
 
@@ -405,14 +443,18 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     c.family = kernels->vector[args->q.dtype];
     c.cache = kernels->cache[args->a.dtype];
     double work = 0;
+    int64_t pages = 0;
     for (int64_t b = 0; b < args->batch; b++) {
-        c.most_pages = ba_max(c.most_pages, ba_ceil_div(args->seq_lens[b], args->page_size));
+        const int64_t own = ba_ceil_div(args->seq_lens[b], args->page_size);
+        c.most_pages = ba_max(c.most_pages, own);
+        pages += own;
         work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
     }
     const int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
     c.chunk_rows = ba_tuning_at(ba_isa_active())->few_keys;
-    c.stretch = args->method == BA_SELECT_MAX ? ba_ceil_div(STRETCH_ROWS, args->page_size) : STRETCH_ROWS;
+    const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
+    c.stretch = ba_ceil_div(ba_max(STRETCH_ROWS, pages * rows_a_page / (STRETCHES_A_THREAD * threads)), rows_a_page);
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);

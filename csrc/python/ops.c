@@ -422,18 +422,22 @@ PyObject *py_probe_tile_flops(PyObject *module, PyObject *const *args, Py_ssize_
 }
 
 PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"level", "num_bytes", "seconds", "num_threads"};
+    static const char *const names[] = {"level", "memory", "seconds", "num_threads"};
     (void)module;
     SORT_ARGUMENTS(probe_read, 4, 3);
     ba_isa level;
     int64_t bytes;
-    double seconds, rate;
+    double seconds, rate = 0;
     int threads;
-    if (read_probe(values[0], values[2], values[3], &level, &seconds, &threads) < 0 || arg_int64(values[1], names[1], &bytes) < 0) return NULL;
-    if (bytes < 1) {
-        PyErr_Format(PyExc_ValueError, "num_bytes: expected a positive number, got %lld", (long long)bytes);
-        return NULL;
-    }
-    WITHOUT_GIL(rate = ba_probe_read(level, bytes, seconds, threads));
+    Py_buffer data = {0};
+    if (read_probe(values[0], values[2], values[3], &level, &seconds, &threads) < 0) return NULL;
+    if (PyObject_CheckBuffer(values[1])) {
+        if (PyObject_GetBuffer(values[1], &data, PyBUF_SIMPLE) < 0) return NULL;
+        bytes = data.len;
+    } else if (arg_int64(values[1], names[1], &bytes) < 0) return NULL;
+    if (bytes < 1) PyErr_Format(PyExc_ValueError, "memory: expected a positive number of bytes, got %lld", (long long)bytes);
+    else WITHOUT_GIL(rate = ba_probe_read(level, data.buf, bytes, seconds, threads));
+    PyBuffer_Release(&data);
+    if (bytes < 1) return NULL;
     return PyFloat_FromDouble(rate * 1e-9);
 }
