@@ -105,6 +105,7 @@ class Layers:
         rows = -(-self.count // self.page)  # summary pages of a layer; a summary page has as many rows as a page has tokens
         summaries = np.zeros((2, self.layers * rows, self.page, args.kv_heads, args.head_dim), cache.k.dtype)
         self.high, self.low = summaries
+        self.summaries = summaries.view(np.uint8).reshape(-1)
         self.summary_tables = [np.arange(n * rows, (n + 1) * rows, dtype=np.int32)[None] for n in range(self.layers)]
         self.selected = [np.zeros((1, args.kv_heads, self.blocks), np.int32) for _ in range(self.layers)]
         self.bits = bits_options(cache.k)
@@ -177,8 +178,8 @@ def measured(layers: Layers, args: argparse.Namespace, progress: Progress) -> li
     reads: dict[tuple[str, int], list[float]] = {}
 
     def probe(threads: int) -> None:
-        for what, size in (("all", layers.kv_bytes * layers.dense_layers), ("select", layers.summary_bytes * layers.layers)):
-            found = float(_core.probe_read(isa, max(min(size, 1 << 28) // threads, 4096), PROBE_SECONDS, threads))
+        for what, memory in (("all", layers.steps[0].cache.memory), ("select", layers.summaries)):
+            found = float(_core.probe_read(isa, memory[: 1 << 28], PROBE_SECONDS, threads))
             reads.setdefault((what, threads), []).append(found)
 
     def with_threads(threads: int, call: Callable[[], None]) -> Callable[[], None]:

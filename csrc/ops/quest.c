@@ -171,6 +171,7 @@ typedef struct select_scratch {
         const void **a, **b;
         int64_t count;
     } rows[2]; /* the ones at hand and those after them */
+    float *largest;
     uint64_t *keys;
     int32_t *chosen;
 } select_scratch;
@@ -186,6 +187,7 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
         s->rows[i].a = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
         s->rows[i].b = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
     }
+    s->largest = (float *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(float));
     s->keys = (uint64_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
     s->chosen = (int32_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(int32_t));
     return used;
@@ -347,6 +349,30 @@ static void largest_first(uint64_t *keys, int64_t n, int64_t count) {
     }
 }
 
+/* Keys of some pages from `first` on, among which are the `count` best of n; returns how many. Pages are dealt out to groups: `count` of these
+ * have a largest score that is no less than the count-th of these, so pages with less than that are out. */
+static int64_t best_keys(const float *scores, int64_t first, int64_t n, int64_t count, float *largest, uint64_t *keys) {
+    const int64_t groups = ba_max(2 * count, n / 16);
+    if (count > 0 && 2 * groups <= n) {
+        for (int64_t i = 0; i < groups; i++) largest[i] = scores[i] == scores[i] ? scores[i] : -INFINITY;
+        for (int64_t begin = groups; begin < n; begin += groups)
+            for (int64_t i = 0; i < ba_min(groups, n - begin); i++) largest[i] = scores[begin + i] > largest[i] ? scores[begin + i] : largest[i];
+        for (int64_t i = 0; i < groups; i++) keys[i] = order_key(largest[i], i);
+        largest_first(keys, groups, count);
+        float least = INFINITY;
+        for (int64_t i = 0; i < count; i++) {
+            const float score = largest[(uint32_t) ~(uint32_t)keys[i]];
+            least = score < least ? score : least;
+        }
+        int64_t used = 0;
+        for (int64_t i = 0; i < n; i++)
+            if (scores[i] >= least) keys[used++] = order_key(scores[i], first + i);
+        if (used >= count) return used; /* fewer: NaN */
+    }
+    for (int64_t i = 0; i < n; i++) keys[i] = order_key(scores[i], first + i);
+    return n;
+}
+
 static int by_rising_number(const void *left, const void *right) {
     const int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
     return a < b ? -1 : a > b;
@@ -364,9 +390,9 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
     int32_t *chosen = s->chosen;
     int64_t used = 0;
     for (int64_t i = 0; i < sink; i++) chosen[used++] = (int32_t)i;
-    for (int64_t i = 0; i < candidates; i++) s->keys[i] = order_key(scores[sink + i], sink + i);
-    if (free_slots > 0 && free_slots < candidates) largest_first(s->keys, candidates, free_slots);
-    if (!args->ascending) qsort(s->keys, (size_t)ba_min(free_slots, candidates), sizeof *s->keys, by_falling_key);
+    const int64_t keys = best_keys(scores + sink, sink, candidates, free_slots, s->largest, s->keys);
+    if (free_slots > 0 && free_slots < keys) largest_first(s->keys, keys, free_slots);
+    if (!args->ascending) qsort(s->keys, (size_t)ba_min(free_slots, keys), sizeof *s->keys, by_falling_key);
     for (int64_t i = 0; i < free_slots; i++) chosen[used++] = (int32_t)(uint32_t) ~(uint32_t)s->keys[i];
     for (int64_t i = recent; i > 0; i--) chosen[used++] = (int32_t)(n - i);
     if (args->ascending) qsort(chosen, (size_t)used, sizeof *chosen, by_rising_number);
