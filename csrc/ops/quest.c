@@ -7,10 +7,10 @@
 #include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
+#include "kernels/asking.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/paged.h"
-#include "kernels/asking.h"
 #include "ops/scratch.h"
 
 /* A cache or summary array by (page, row, head), whatever its layout. */
@@ -74,7 +74,10 @@ typedef struct summary_call {
     const ba_quest_metadata_args *args;
     pages k, largest, smallest, mean; /* data NULL: not wanted */
     ba_summarise_fn summarise;
+    int64_t stretches; /* of SUMMARY_PAGES, of a request at most, from its first stale page on */
 } summary_call;
+
+enum { SUMMARY_PAGES = 16 };
 
 static ba_status take_summary(const char *name, const ba_tensor *t, const ba_tensor *k_cache, const pages *k, pages *out, int64_t *rows,
                               int64_t *count) {
@@ -90,18 +93,28 @@ static ba_status take_summary(const char *name, const ba_tensor *t, const ba_ten
     return BA_OK;
 }
 
-/* One (request, KV head). */
+/* Heads that lie side by side in each array are one wide head: memory is then read in one piece. */
+static void join_heads(summary_call *c) {
+    const int64_t step = c->k.dim * ba_dtype_size(c->args->k_cache.dtype);
+    pages *const all[] = {&c->k, &c->largest, &c->smallest, &c->mean};
+    for (int i = 0; i < 4; i++)
+        if (all[i]->data && all[i]->head_stride != step) return;
+    c->k.dim *= c->k.heads;
+    c->k.heads = 1;
+}
+
+/* A stretch of a (request, KV head)'s pages. */
 static void summarise_item(void *context, int64_t item, int worker) {
     (void)worker;
     const summary_call *c = context;
     const ba_quest_metadata_args *a = c->args;
-    const int64_t batch = item / c->k.heads, head = item % c->k.heads, size = c->k.rows;
+    const int64_t batch = item / c->stretches / c->k.heads, head = item / c->stretches % c->k.heads, size = c->k.rows;
     const int64_t rows_a_page = c->largest.data ? c->largest.rows : c->smallest.data ? c->smallest.rows : c->mean.rows;
     const int64_t begin = a->begin ? a->begin[batch] : 0, end = a->end[batch];
     if (end <= begin) return;
     const void *rows[1024];
-    const int64_t pages_used = ba_ceil_div(end, size);
-    for (int64_t page = begin / size; page < ba_round_up(pages_used, rows_a_page); page++) {
+    const int64_t first = begin / size + item % c->stretches * SUMMARY_PAGES, stop = ba_round_up(ba_ceil_div(end, size), rows_a_page);
+    for (int64_t page = first; page < ba_min(stop, first + SUMMARY_PAGES); page++) {
         const int64_t summary = table_page(&a->metadata_tables, batch, page / rows_a_page), row = page % rows_a_page;
         const int64_t tokens = ba_min(size, end - page * size);
         char *high = c->largest.data ? page_row(&c->largest, summary, row, head) : NULL,
@@ -138,9 +151,14 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     BA_TRY(check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows * rows));
     c.summarise = ba_kernels_active()->cache[a->k_cache.dtype]->summarise;
     double tokens = 0;
-    for (int64_t b = 0; b < a->batch; b++) tokens += (double)ba_max(0, a->end[b] - (a->begin ? a->begin[b] : 0));
+    for (int64_t b = 0; b < a->batch; b++) {
+        const int64_t begin = a->begin ? a->begin[b] : 0;
+        tokens += (double)ba_max(0, a->end[b] - begin);
+        c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, SUMMARY_PAGES));
+    }
     const bool small = tokens * (double)(c.k.heads * c.k.dim) < 1e6;
-    ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads, summarise_item, &c);
+    join_heads(&c);
+    ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
     return BA_OK;
 }
 
