@@ -270,7 +270,7 @@ typedef struct ba_cache_kernels {
 
 /* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.
  * tile_flops: the same of products of bfloat16 tiles that stay where they are; NULL where there are no tiles.
- * read: sums n bytes (a multiple of 512) and returns a value that depends on all of them. */
+ * read: the exclusive or of the 32-bit words of n bytes (a multiple of 512). */
 #define BA_PROBE_FLOPS(name) double name(const float *operands, int64_t rounds, float *sink)
 typedef BA_PROBE_FLOPS((*ba_probe_flops_fn));
 #define BA_PROBE_READ(name) int name(const char *data, int64_t bytes)
