@@ -139,55 +139,80 @@ class Sequences(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a call that is worked off by itself: some sequences, or a stretch of one of them.
+    """A part of a call that is worked off by itself: some sequences, or some heads of one of them and a stretch of its queries.
 
-    The first four cut arrays of queries, of keys, of compressed keys and of list rows down to it.
+    The first four cut arrays of queries, of keys, of compressed keys and of gate weights down to it.
     """
 
     queries: tuple[Any, ...]
     keys: tuple[Any, ...]
     blocks: tuple[Any, ...]
-    rows: tuple[Any, ...]  # of lists: one axis further in where there is a batch axis
+    heads: tuple[slice, slice]  # query heads and KV heads
+    rows: tuple[Any, ...]  # of lists: the axes before and after that of heads
     sequences: Sequences
     begin: int  # token number of the first query
     tokens: int  # of a whole sequence; packed: not looked at
 
+    def lists(self, array: np.ndarray, kv_heads: int) -> np.ndarray:
+        """Rows of the piece of lists that have an axis of query heads, or one of KV heads."""
+        before, after = self.rows
+        return array[(*before, self.heads[array.shape[-3] == kv_heads], after)]
 
-def pieces(batch: int, tokens: int, sequences: Sequences, tile: int, most: int) -> Iterator[Piece]:
-    """The whole call in pieces of about `most` tokens, cut between tiles."""
-    most = max(tile, most // tile * tile)
+
+ALL = slice(None)
+
+
+def _pieces_of_one(tokens: int, tile: int, most: int, heads: tuple[int, int]) -> Iterator[tuple[tuple[slice, slice], int, int]]:
+    """Heads and queries of the pieces of one sequence: as many heads as a piece has room for all queries of, but at least one KV head.
+
+    Stretches of queries are of one length, or a tile more: none is a few queries.
+    """
+    kv_heads, group = heads[1], heads[0] // heads[1]
+    once = min(max(1, most // max(1, group * tokens)), kv_heads)
+    rows = -(-tokens // tile)
+    stretches = -(-rows // max(1, most // (group * once * tile)))
+    for head in range(0, kv_heads, once):
+        end = min(head + once, kv_heads)
+        for n in range(stretches):
+            begin, stop = (rows * (n + i) // stretches * tile for i in range(2))
+            yield (slice(head * group, end * group), slice(head, end)), begin, min(stop, tokens)
+
+
+def pieces(batch: int, tokens: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
+    """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
+
+    A piece goes over all keys of its heads, each time anew: so heads are parted first, and queries only where one head has too many.
+    """
+    alone = Sequences(None, None, None)
     if sequences.tokens is None:
-        if batch * tokens <= most:
-            everything = (slice(None),)
-            yield Piece(everything, everything, everything, (slice(None),) * 3, sequences, 0, tokens)
+        if batch * tokens * heads[0] <= most:
+            everything = (ALL,)
+            yield Piece(everything, everything, everything, (ALL, ALL), ((ALL,), ALL), sequences, 0, tokens)
             return
         for b in range(batch):
             one = slice(b, b + 1)
-            for begin in range(0, tokens, most):
-                end = min(begin + most, tokens)
-                rows = slice(begin // tile, -(-end // tile))
-                yield Piece((one, slice(begin, end)), (one,), (one,), (one, slice(None), rows), Sequences(None, None, None), begin, tokens)
+            for cut, begin, end in _pieces_of_one(tokens, tile, most, heads):
+                rows, keys = slice(begin // tile, -(-end // tile)), (one, ALL, cut[1])
+                yield Piece((one, slice(begin, end), cut[0]), keys, keys, cut, ((one,), rows), alone, begin, tokens)
         return
     cu, cu_blocks, cu_rows = (np.asarray(x) for x in sequences)
-    at, count = 0, len(cu) - 1
+    at, count, together = 0, len(cu) - 1, max(1, most // heads[0])
     while at < count:
         length = int(cu[at + 1] - cu[at])
-        if length > most:
+        if length > together:
             whole, inner, lists = (slice(int(x[at]), int(x[at + 1])) for x in (cu, cu_blocks, cu_rows))
-            for begin in range(0, length, most):
-                end = min(begin + most, length)
+            for cut, begin, end in _pieces_of_one(length, tile, most, heads):
                 rows = slice(lists.start + begin // tile, lists.start - (-end // tile))
                 stretch = slice(whole.start + begin, whole.start + end)
-                yield Piece(
-                    (None, stretch), (None, whole), (None, inner), (None, slice(None), rows), Sequences(None, None, None), begin, length
-                )  # fmt: skip
+                tokens_of, blocks_of = (None, whole, cut[1]), (None, inner, cut[1])
+                yield Piece((None, stretch, cut[0]), tokens_of, blocks_of, cut, ((None,), rows), alone, begin, length)
             at += 1
             continue
-        last = int(np.searchsorted(cu, cu[at] + most, "right")) - 1
+        last = int(np.searchsorted(cu, cu[at] + together, "right")) - 1
         last = min(max(last, at + 1), count)
-        cut = [slice(int(x[at]), int(x[last])) for x in (cu, cu_blocks, cu_rows)]
+        tokens_, blocks_, rows_ = (slice(int(x[at]), int(x[last])) for x in (cu, cu_blocks, cu_rows))
         local = Sequences(*(np.ascontiguousarray(x[at : last + 1] - x[at]) for x in (cu, cu_blocks, cu_rows)))
-        yield Piece((cut[0],), (cut[0],), (cut[1],), (slice(None), cut[2]), local, 0, 0)
+        yield Piece((tokens_,), (tokens_,), (blocks_,), (ALL, ALL), ((), rows_), local, 0, 0)
         at = last
 
 

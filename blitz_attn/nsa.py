@@ -211,9 +211,9 @@ class Room:
     def __init__(self) -> None:
         self.memory: dict[str, np.ndarray] = {}
 
-    def array(self, name: str, shape: tuple[int, ...], dtype: Any, whole: np.ndarray | None, where: tuple[Any, ...]) -> np.ndarray:
-        if whole is not None:
-            return whole[where]
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any, kept: np.ndarray | None) -> np.ndarray:
+        if kept is not None:
+            return kept
         count = int(np.prod(shape))
         if name not in self.memory or self.memory[name].size < count:
             self.memory[name] = np.empty(count, dtype)
@@ -231,24 +231,26 @@ def _run_piece(call: Call, piece: Piece, room: Room, keep: NSAContext | None, ou
     rules, kind, cu = call.rules, call.kind, piece.sequences.tokens
     q, result = call.q[piece.queries], out[piece.queries]
     k, v, k_cmp, v_cmp = call.k[piece.keys], call.v[piece.keys], call.k_cmp[piece.blocks], call.v_cmp[piece.blocks]
-    whole = [None] * 3 if keep is None else keep.branches
     branches = [
-        room.array(name, result.shape, storage(kind), x, piece.queries) for name, x in zip(BRANCHES, whole, strict=True)
+        room.array(name, result.shape, storage(kind), None if keep is None else keep.branches[c][piece.queries])
+        for c, name in enumerate(BRANCHES)
     ]
     lse: list[np.ndarray | None] = [None] * 3
     for c, name in enumerate(BRANCHES):
         if keep is not None or (rules.by_query and c == 0 and call.lists is None):
-            lse[c] = room.array(f"{name} lse", q.shape[:-1], real_of(kind), None if keep is None else keep.lse[name], piece.queries)
+            lse[c] = room.array(f"{name} lse", q.shape[:-1], real_of(kind), None if keep is None else keep.lse[name][piece.queries])
 
-    chosen, groups = None, None
+    def lists(name: str, width: int, kept: np.ndarray | None) -> np.ndarray:
+        shape = list_shape(q, k.shape[-2], rules, piece.sequences, width)
+        return room.array(name, shape, np.int32, None if kept is None else piece.lists(kept, kv_heads))
+
+    chosen, groups, kv_heads = None, None, call.k.shape[-2]
     if call.lists is not None:
-        chosen = call.lists[piece.rows]
+        chosen = piece.lists(call.lists, kv_heads)
     if call.most_groups is not None:
-        shape = list_shape(q, k.shape[-2], rules, piece.sequences, call.most_groups)
-        groups = room.array("groups", shape, np.int32, None if keep is None else keep.groups, piece.rows)
+        groups = lists("groups", call.most_groups, None if keep is None else keep.groups)
     if chosen is None or groups is not None:
-        kept = None if keep is None or call.lists is not None else keep.block_indices
-        selected = room.array("lists", list_shape(q, k.shape[-2], rules, piece.sequences, rules.count), np.int32, kept, piece.rows)
+        selected = lists("lists", rules.count, None if keep is None or call.lists is not None else keep.block_indices)
         if not rules.by_query:
             _select(call, piece, q, k_cmp, None, selected, groups)
 
@@ -270,7 +272,8 @@ def _run_piece(call: Call, piece: Piece, room: Room, keep: NSAContext | None, ou
     gates = None if call.gates is None else call.gates[piece.queries]
     if call.w_gate is not None and keep is not None:
         gates = keep.gates[piece.queries]
-    _core.gate(None if call.w_gate is None else q, call.w_gate, gates, tuple(branches), result, kind, call.threads)
+    weight = None if call.w_gate is None else call.w_gate[piece.heads[0]]
+    _core.gate(None if weight is None else q, weight, gates, tuple(branches), result, kind, call.threads)
 
 
 def _context(call: Call, given: dict[str, Any], shape: tuple[int, ...]) -> NSAContext:
@@ -446,10 +449,10 @@ def nsa(
     context = _context(call, given, shape) if return_context else None
     for x, w, made in ((call.k, call.w_k, call.k_cmp), (call.v, call.w_v, call.v_cmp)):
         compress_into(x, w, made, call.kind, call.rules.size, call.rules.stride, call.sequences, call.threads)
-    most = max(1, PIECE_ELEMENTS // max(1, shape[-1] * shape[-2]))
     batch, tokens = (0, shape[0]) if call.packed else shape[:2]
     room = Room()
-    for piece in pieces(batch, tokens, call.sequences, call.rules.tile, most):
+    heads = (call.q.shape[-2], call.k.shape[-2])
+    for piece in pieces(batch, tokens, call.sequences, call.rules.tile, PIECE_ELEMENTS // shape[-1], heads):
         _run_piece(call, piece, room, context, result.array)
     return (result.value, context) if return_context else result.value
 

@@ -2,6 +2,7 @@
 packed sequences, threads, causality, bad input. `BLITZ_ATTN_TEST_NSA`: see cases_nsa_library.py."""
 
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -257,6 +258,34 @@ def test_queries_meet_at_blocks(size, heads, kv_heads):
     turned, _ = library.selected_attention(np.ascontiguousarray(q[:, ::-1]), k, v, np.ascontiguousarray(cut), causal=False, **bits)
     straight, _ = library.selected_attention(q, k, v, lists, causal=False, **bits)
     assert same_bits(np.ascontiguousarray(turned[:, ::-1]), straight)
+
+
+@pytest.mark.skipif(IS_REFERENCE, reason="the reference does everything at once")
+@pytest.mark.parametrize("elements", [1 << 10, 1 << 12, 1 << 14, 40_000])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", ["paper", "mslk", "mslk_groups"])
+def test_pieces_change_nothing(mode, packed, elements, monkeypatch):
+    """Long calls are worked off in pieces, of one head's queries or of many heads: same bits, and the context is whole."""
+    rules = {**MSLK, "num_cmp_selected_blocks": 1} if mode == "mslk_groups" else MODES[mode]
+    q, k, v, options = problem(480, 12, 3, 16, 24, batch=1 if packed else 2, weights=WEIGHTS[:3])
+    if packed:
+        q, k, v = (x[0] for x in (q, k, v))
+        options["cu_seqlens"] = [0, 48, 288, 288, 480]
+    expected, context = run(q, k, v, **rules, **options)
+    monkeypatch.setattr(sys.modules["blitz_attn.nsa"], "PIECE_ELEMENTS", elements)
+    out, own = run(q, k, v, **rules, **options)
+    assert same_bits(out, expected)
+    assert same_bits(library.nsa(q, k, v, **rules, **options), expected)
+    for kept, before in ((own.lse, context.lse), (dict(enumerate(own.branches)), dict(enumerate(context.branches)))):
+        assert all(same_bits(np.ascontiguousarray(x), np.ascontiguousarray(before[n])) for n, x in kept.items())
+    np.testing.assert_array_equal(routing_of(own), routing_of(context))
+    given = {**options, "block_indices": routing_of(context)}
+    assert same_bits(run(q, k, v, **rules, **given)[0], expected)
+    if mode == "mslk":  # one list for the heads of a KV head
+        given["block_indices"] = np.ascontiguousarray(routing_of(context)[..., ::4, :, :])
+        cut = library.nsa(q, k, v, **rules, **given)
+        monkeypatch.undo()
+        assert same_bits(cut, library.nsa(q, k, v, **rules, **given))
 
 
 @both_modes

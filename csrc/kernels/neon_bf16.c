@@ -27,6 +27,7 @@
 #define BA_FROM(p) NAME(v_from_bf16)(p)
 #define BA_TO(p, v) NAME(v_to_bf16)(p, v)
 #define BA_DTYPE bfloat16
+#define BA_FLUSHES
 #include "kernels/rows.inc"
 
 /* [pair of dims][lane][2], not scaled. */

@@ -125,6 +125,10 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
 
 static int64_t panel_room(const call *c, panel_width width) { return width == FEW ? BA_FEW_QUERIES : c->family->lanes[width]; }
 
+static void ask_for_row(const void *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += BA_ALIGN) __builtin_prefetch((const char *)row + at, 0, 2);
+}
+
 /* Packs the panel's queries, and sets its state and ranges. */
 static void open_panel(const call *c, const worker_scratch *w, const ba_item *item, tile_state *t, panel_state *s) {
     const ba_problem *p = c->problem;
@@ -151,6 +155,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
             s->any.hi = ba_max(s->any.hi, seen.hi);
         }
         w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
+        ask_for_row(w->rows[i], p->head_dim * p->element_size); /* rows of one head are far apart */
     }
     const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == FEW ? c->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
@@ -210,6 +215,10 @@ static void add_sink(const call *c, const panel_state *s, int64_t lane, double s
     ba_set_real(s->panel.l, lane, l * shrink + 1, real_size);
 }
 
+static void ask_for_row_to_write(const void *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += BA_ALIGN) __builtin_prefetch((const char *)row + at, 1, 2);
+}
+
 /* Writes out and lse of a panel's first `lanes` lanes, which are lanes `lane` .. of the tile. */
 static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, const ba_tile *tile, const panel_state *s) {
     const ba_problem *p = c->problem;
@@ -218,6 +227,7 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
         w->rows[i] = ba_query_row(p, &p->out, p->element_size, batch, head, query);
+        ask_for_row_to_write(w->rows[i], p->v_dim * p->element_size);
         if (p->sinks && query < q.valid) add_sink(c, s, i, (double)p->sinks[head]);
     }
     (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
@@ -387,9 +397,10 @@ static bool is_shared(const call *c, int64_t batch) { return c->v_shared.data &&
 static ba_range shared_range(const call *c, int64_t batch) {
     const ba_problem *p = c->problem;
     const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
-    if (p->listed || queries < 1) return (ba_range){0, keys};
+    if (queries < 1) return (ba_range){0, keys};
     const ba_range first = ba_visible_keys(p, 0, queries, keys), last = ba_visible_keys(p, queries - 1, queries, keys);
-    return (ba_range){first.lo - first.lo % c->tuning->chunk_keys, last.hi ? last.hi : keys}; /* 0: the last may see none where others do */
+    /* a list's chunks are not cut at multiples of chunk_keys; and the last query may see none where others do */
+    return (ba_range){p->listed ? 0 : first.lo - first.lo % c->tuning->chunk_keys, last.hi ? last.hi : keys};
 }
 
 /* Lays one of the two out in memory (NULL: counts its bytes). */
