@@ -363,8 +363,21 @@ static void check_alone(test_case *c, const key_range *ranges) {
     for (int64_t i = 0; i < c->lanes; i++) same_bits(r, i, "a mask that hides nothing shows in [.][lane]");
 }
 
+/* Where a family has cuts, a chunk may be cut in two wherever its lanes' keys are. */
+static void check_long_cuts(test_case *c) {
+    for (int n = 0; n < 12; n++) {
+        make_case(c, n % FILLS, n % 3 ? pick(MASKS) : NO_MASK, most_queries(c), BA_CUT_KEYS + 1 + pick(BA_MAX_CHUNK - BA_CUT_KEYS),
+                  n % 2 ? 64 : 1 + pick(40), n % 2 ? 64 : 1 + pick(40));
+        const key_range all[] = {{0, c->keys}}, halves[] = {{0, BA_CUT_KEYS}, {BA_CUT_KEYS, c->keys}};
+        attend_ranges(c, all, 1, whole);
+        attend_ranges(c, halves, 2, changed);
+        for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "a cut shows in [.][lane]");
+    }
+}
+
 static void check_promises(test_case *c) {
     const int64_t lanes = most_queries(c), step = step_of(c);
+    if (c->variant <= 1 && c->s.f->has_cuts) check_long_cuts(c);
     for (int n = 0; n < 120; n++) {
         const int64_t before = pick(2) * step; /* a chunk that went before */
         make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), before + 1 + pick(5 * step), 1 + pick(40), 1 + pick(40));

@@ -173,7 +173,7 @@ ba_panel open_panel(const test_case *c) {
 
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
     const subject *s = &c->s;
-    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap};
+    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap, .place = first};
     const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, first, keys, c->head_dim);
     const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, first, keys, c->v_dim);
     const float *k_scale = c->scaled ? place_copy(K_SCALES, c->k_scale + first, keys, sizeof *k_scale) : NULL;

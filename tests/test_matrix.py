@@ -199,11 +199,12 @@ def test_empty_axes(dtype, sizes):
 
 @pytest.mark.parametrize("rule", [{}, {"causal": True}, {"window": (100, 20)}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_same_bits(dtype, rule, isa_level):
+@pytest.mark.parametrize("size", [64, 32])
+def test_same_bits(size, dtype, rule, isa_level):
     """On a problem with work for several threads: their number, the batch, the order of a row and a list of all blocks."""
     q, k, v = testing.make_qkv(2, 4, 2, 700, 900, 64, dtype=dtype)
-    lists = sabi.random_with_frame(700, 900, (64, 64), 0.5, batch=2, heads=4, dtype="int32")
-    options = {"block_shape": (64, 64), **rule}
+    lists = sabi.random_with_frame(700, 900, (size, size), 0.5, batch=2, heads=4, dtype="int32")
+    options = {"block_shape": (size, size), **rule}
 
     def assert_same(got, expected):
         assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
@@ -214,7 +215,7 @@ def test_same_bits(dtype, rule, isa_level):
     assert_same(attend(q[1:], k[1:], v[1:], lists[1:], **options), (out[1:], lse[1:]))
     assert_same(attend(q, k, v, backwards(lists), **options), (out, lse))
     dense = attend(q, k, v, **options)
-    for block_shape in ((64, 64), (100, 7), (1024, 1024)):
+    for block_shape in ((64, 64), (100, 7), (1024, 1024), (16, 32)):
         assert_same(attend(q, k, v, sabi.dense(700, 900, block_shape), **{**options, "block_shape": block_shape}), dense)
 
 

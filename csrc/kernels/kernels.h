@@ -24,6 +24,7 @@ enum {
     BA_ROW_QUERIES = 64, /* queries that attend_rows takes at most */
     BA_ROW_KEYS = 64,    /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
     BA_MAX_CHUNK = 512,  /* keys; tuning.c chooses at most this */
+    BA_CUT_KEYS = 256,   /* a chunk may be cut at a multiple of this many keys, and none of its bits change, where a family has cuts */
     BA_PACK_PAD = 16,    /* packed rows are padded to a multiple of this many elements */
     BA_ALIGN = 64,       /* bytes: panels, accumulators and scratch start on such a boundary */
     BA_FLOAT_DTYPES = 4, /* BA_FLOAT32 .. BA_FLOAT64 */
@@ -57,6 +58,7 @@ typedef struct ba_chunk {
     const void *const *k_next; /* the others: [next_rows] rows that are wanted next, as they lie, which they may prefetch; NULL: none */
     const void *const *v_next;
     int64_t next_rows;
+    int64_t place;            /* where the chunk is a part of one that is cut: of its first key in that one */
     const int32_t *key_index; /* [keys], rising; looked at only where the panel has lo and hi */
     const float *k_scale;     /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
     const float *v_scale;     /* few only: the same of V */
@@ -219,6 +221,7 @@ typedef struct ba_attend_family {
     bool pack_groups;   /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
                          * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
     int64_t key_step;   /* attend may be given any part of a chunk that begins at a multiple of this */
+    bool has_cuts;      /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
     int64_t few_group;  /* few and pack_few are for so many query heads a KV head and more; below, those of the vector family serve */
     double weight_unit; /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
     double exp_unit;    /* the same of exp2 */
@@ -300,7 +303,8 @@ const ba_kernels *ba_kernels_active(void);
 /* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;   /* keys a chunk */
+    int64_t chunk_keys; /* keys a chunk */
+    int64_t list_keys;  /* the same of a list whose row has one panel, for a family that has cuts: a multiple of BA_CUT_KEYS, as chunk_keys is then */
     int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
     int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
     int64_t most_tiles; /* the same where rows of the grid are so short that tiles have fewer queries: their queries are to be as many, in tiles up to

@@ -2,21 +2,22 @@
 
 /* Found by measuring (benchmark/README.md says how and what else was tried).
  * chunk_keys: scores of a wide panel and its packed queries stay in L1 together.
+ * list_keys: a row does not keep its turn for so long that other rows no longer find the keys they share in L2.
  * gradient_*: weights and slopes of a tile over a chunk, and the chunk's rows of K, V, dK and dV, stay in L2.
  * meeting_lanes: their sums, float [v_dim] each, take half of L2 at v_dim = 128; half as many were no faster.
  * tile_queries: one widening of a bf16 or fp16 chunk serves this many queries; queries and output stay in L2. */
 /* clang-format off */
 static const ba_tuning rows[BA_ISA_COUNT] = {
-    /*                     chunk_keys  tile_queries  group_tiles  most_tiles  gradient: keys  queries  tiles  meeting_lanes  inline_flops  split_keys  few_keys  shared_bytes  few_bytes */
-    [BA_ISA_PORTABLE] = {         128,          128,           4,          4,            128,     128,     4,          2048,          4e5,       2048,       64,            0, 128 << 10 },
+    /*                     chunk_keys  list_keys  tile_queries  group_tiles  most_tiles  gradient: keys  queries  tiles  meeting_lanes  inline_flops  split_keys  few_keys  shared_bytes  few_bytes */
+    [BA_ISA_PORTABLE] = {         128,        0,          128,           4,          4,            128,     128,     4,          2048,          4e5,       2048,       64,            0, 128 << 10 },
 #ifdef __aarch64__ /* not timed yet */
-    [BA_ISA_NEON]     = {         256,          128,           4,          4,            128,     128,     4,          2048,          2e6,       2048,       64,            0, 128 << 10 },
-    [BA_ISA_NEON_BF16] = {       256,          128,           4,          4,            128,     128,     4,          2048,          2e6,       2048,       64,            0, 128 << 10 },
+    [BA_ISA_NEON]     = {         256,        0,          128,           4,          4,            128,     128,     4,          2048,          2e6,       2048,       64,            0, 128 << 10 },
+    [BA_ISA_NEON_BF16] = {       256,        0,          128,           4,          4,            128,     128,     4,          2048,          2e6,       2048,       64,            0, 128 << 10 },
 #else
-    [BA_ISA_AVX2]     = {         256,          128,           4,          4,            128,     128,     4,          2048,          4e6,       2048,       64,            0, 128 << 10 },
-    [BA_ISA_AVX512]   = {         256,          128,           4,          4,            128,     128,     4,          2048,          8e6,       2048,       32,            0, 256 << 10 },
-    [BA_ISA_AVX512_BF16] = {      256,          128,           4,          4,            128,     128,     4,          2048,          8e6,       2048,       32,            0, 256 << 10 },
-    [BA_ISA_AMX]      = {         512,          128,           8,         16,            128,     128,     4,          2048,          3e7,       2048,       32,    512 << 20, 256 << 10 },
+    [BA_ISA_AVX2]     = {         256,        0,          128,           4,          4,            128,     128,     4,          2048,          4e6,       2048,       64,            0, 128 << 10 },
+    [BA_ISA_AVX512]   = {         256,        0,          128,           4,          4,            128,     128,     4,          2048,          8e6,       2048,       32,            0, 256 << 10 },
+    [BA_ISA_AVX512_BF16] = {      256,        0,          128,           4,          4,            128,     128,     4,          2048,          8e6,       2048,       32,            0, 256 << 10 },
+    [BA_ISA_AMX]      = {         512,      256,          128,           8,         32,            128,     128,     4,          2048,          3e7,       2048,       32,    512 << 20, 256 << 10 },
 #endif
 };
 /* clang-format on */

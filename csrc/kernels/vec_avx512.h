@@ -23,9 +23,10 @@ BA_INLINE vec NAME(v_exp2_short)(vec x) {
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
-    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(-0x10000);
+    /* 0x8000 and 0xffff, as floats: gcc would make whole numbers anew each time */
+    const __m512i half = (__m512i)_mm512_set1_ps(0x1p-134f), lower = (__m512i)_mm512_set1_ps(0x1.fffep-134f);
     const __m512i a = _mm512_add_epi32((__m512i)even, half), b = _mm512_add_epi32((__m512i)odd, half);
-    return (ivec)_mm512_ternarylogic_epi32(upper, b, _mm512_alignr_epi8(a, a, 2), 0xca); /* no shift: that port has the multiplications */
+    return (ivec)_mm512_ternarylogic_epi32(lower, _mm512_alignr_epi8(a, a, 2), b, 0xca); /* no shift: that port has the multiplications */
 }
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
     __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a));

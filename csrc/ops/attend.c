@@ -16,7 +16,7 @@
 
 /* ---- Scratch ------------------------------------------------------------------------------------------------------ */
 
-enum { MAX_GROUP_TILES = 16, MAX_PANELS = 32, MANY = 16 /* panels that a kernel is given at once at most */ };
+enum { MAX_GROUP_TILES = 32, MAX_PANELS = 32, MANY = 16 /* panels that a kernel is given at once at most */ };
 
 typedef enum panel_width { WIDE, NARROW, FEW } panel_width; /* the first two index a family's arrays */
 
@@ -53,7 +53,7 @@ typedef struct worker_scratch {
     char *packed_k, *packed_v, *scores, *lse;
     const void **packed_k_rows, **packed_v_rows, **rows;
     float *k_scale, *v_scale;
-    chunk_rows chunk[2]; /* the one at hand and the one after it */
+    chunk_rows chunk[MANY + 2]; /* a ring: those whose panels are collected, the one at hand and the one after it */
     tile_state *tiles;
     ba_panel *panels; /* [MANY], with their chunks: to be given to the kernel together */
     ba_chunk *chunks;
@@ -75,6 +75,8 @@ typedef struct call {
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     const ba_tuning *tuning;
+    int64_t chunk_keys;
+    int chunks; /* of the ring: 2 where panels of one chunk only are collected */
     ba_plan plan;
     char *scratch;
     int64_t scratch_bytes; /* a worker */
@@ -84,12 +86,14 @@ typedef struct call {
 } call;
 
 /* Lanes that a tile's panels have room for: a few-query panel takes BA_FEW_QUERIES, the last of the others may be half empty. */
-static int64_t tile_room(const call *c) { return ba_round_up(c->plan.tile_queries, c->family->lanes[WIDE]); }
+static int64_t tile_room(const call *c) {
+    return ba_round_up(ba_min(c->plan.tile_queries, c->plan.row_queries * c->plan.shared_heads), c->family->lanes[WIDE]);
+}
 
 static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->tuning->chunk_keys, c->tuning->few_keys), packed = ba_round_up(keys, f->key_pad);
+    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->chunk_keys, c->tuning->few_keys), packed = ba_round_up(keys, f->key_pad);
     const int64_t lanes = tiles * ba_max(tile_room(c), c->plan.few_heads * BA_FEW_QUERIES);
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
@@ -108,7 +112,7 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
     w->k_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
     w->v_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < c->chunks; i++) {
         w->chunk[i].k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
         w->chunk[i].v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
         w->chunk[i].k_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
@@ -306,10 +310,12 @@ static void share_out(share *s, ba_chunk *chunk) {
     s->panel++;
 }
 
-/* Panels of one width that are to meet their chunks together. */
+/* Panels of one width that are to meet their chunks together: each panel once. */
 typedef struct batch {
     panel_width width;
     int64_t n;
+    uint64_t walks; /* a bit each: whose panels they are */
+    int older;      /* chunks that came before the one at hand, and are still waited for */
     ba_panel *panels;
     ba_chunk *chunks;
 } batch;
@@ -320,6 +326,8 @@ static void flush(const call *c, batch *many) {
     else
         for (int64_t i = 0; i < many->n; i++) f->attend[many->width](&many->panels[i], &many->chunks[i]);
     many->n = 0;
+    many->walks = 0;
+    many->older = 0;
 }
 
 static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole, share *next, batch *many) {
@@ -339,6 +347,7 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
         chunk.k_rows += begin;
         chunk.v_rows += begin;
         chunk.key_index += begin;
+        chunk.place += begin;
         if (chunk.k_next) chunk.k_next += begin;
         if (chunk.v_next) chunk.v_next += begin;
         if (chunk.k_scale) chunk.k_scale += begin;
@@ -352,6 +361,7 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
         }
         if (many->n == MANY || many->width != s->width) flush(c, many);
         many->width = s->width;
+        many->walks |= (uint64_t)1 << t->walk;
         many->panels[many->n] = panel;
         many->chunks[many->n++] = chunk;
     }
@@ -445,8 +455,8 @@ static void share_item(void *context, int64_t index, int worker) {
     const ba_problem *p = c->problem;
     const int64_t heads = p->batch * p->kv_heads, head = index % heads, valid = ba_kv_span(p, head / p->kv_heads).valid;
     const ba_range range = shared_range(c, head / p->kv_heads);
-    const int64_t begin = range.lo + index / heads * c->tuning->chunk_keys;
-    int64_t keys = begin < range.hi ? ba_min(c->tuning->chunk_keys, valid - begin) : 0;
+    const int64_t begin = range.lo + index / heads * c->chunk_keys;
+    int64_t keys = begin < range.hi ? ba_min(c->chunk_keys, valid - begin) : 0;
     keys -= keys % c->family->key_pad; /* the last keys are no whole group */
     if (keys <= 0 || c->v_shared.offset[head] == NOT_SHARED) return;
     worker_scratch w;
@@ -466,7 +476,7 @@ static void share_rows(call *c, int threads) {
         longest = ba_max(longest, range.hi - range.lo);
     }
     if (c->plan.cost < 2.0 * (double)lanes * (double)keys) c->v_shared.data = NULL;
-    if (c->v_shared.data) ba_parallel(threads, ba_ceil_div(longest, c->tuning->chunk_keys) * p->batch * p->kv_heads, share_item, c);
+    if (c->v_shared.data) ba_parallel(threads, ba_ceil_div(longest, c->chunk_keys) * p->batch * p->kv_heads, share_item, c);
 }
 
 /* ---- An item's chunks ----------------------------------------------------------------------------------------------- */
@@ -501,7 +511,7 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
                                    .words = words,
                                    .block_kv = p->block_kv,
                                    .keys = ba_kv_span(p, item->batch).valid,
-                                   .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few_keys : c->tuning->chunk_keys,
+                                   .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few_keys : c->chunk_keys,
                                    .stop = whole ? INT64_MAX : start + c->plan.split_keys,
                                    .range = {INT64_MAX, 0}};
         ba_walk *l = &walks[t->walk];
@@ -515,11 +525,19 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
 /* Where the chunk's rows of K (or V) lie: those that are shared, and the others. */
 static void take_rows(const call *c, const ba_item *item, const ba_view *view, const ba_view *scale, const shared_rows *s, const chunk_rows *chunk,
                       const void **rows, const float **scales) {
-    const int64_t head = item->batch * c->problem->kv_heads + item->kv_head;
-    int64_t at = 0;
-    if (chunk->whole && !s->in_place[head])
-        for (const char *first = s->data + s->offset[head]; at < chunk->whole; at++) rows[at] = first + chunk->key_index[at] * s->row_bytes;
-    find_rows(c->problem, item->batch, item->kv_head, view, scale, chunk->key_index + at, chunk->keys - at, rows + at, scales + at);
+    const ba_problem *p = c->problem;
+    const int64_t head = item->batch * p->kv_heads + item->kv_head, group = c->family->key_pad;
+    if (chunk->whole) {
+        const bool in_place = s->in_place[head];
+        const char *first = in_place ? ba_key_row(p, view, p->kv_element_size, item->batch, item->kv_head, 0) : s->data + s->offset[head];
+        const int64_t step = in_place ? view->token_stride * p->kv_element_size : s->row_bytes;
+        for (int64_t at = 0; at < chunk->whole; at += group) { /* keys of a group lie side by side */
+            const char *row = first + chunk->key_index[at] * step;
+            for (int64_t j = 0; j < group; j++) rows[at + j] = row + j * step;
+        }
+    }
+    const int64_t at = chunk->whole;
+    find_rows(p, item->batch, item->kv_head, view, scale, chunk->key_index + at, chunk->keys - at, rows + at, scales + at);
 }
 
 /* The next chunk of the list that is furthest behind: so lists that overlap meet in cache. False when all are at their end. */
@@ -550,7 +568,7 @@ static ba_ahead rows_ahead(const ba_view *view, int64_t bytes, int64_t size, con
 
 /* The tiles of one head that walk this list, and see keys of `range`, meet the chunk. `next`: the chunk after it, or NULL. */
 static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, const ba_range *range, int64_t head, const chunk_rows *here,
-                        const chunk_rows *next) {
+                        const chunk_rows *next, batch *many) {
     const ba_problem *p = c->problem;
     const bool few = ba_plan_few(&c->plan, item->batch);
     ba_chunk chunk = {.keys = here->keys,
@@ -576,12 +594,15 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
         skip -= skip % c->family->key_step;
         chunk.keys -= skip;
         chunk.key_index += skip;
+        chunk.place = skip;
         chunk.k_rows += skip;
         chunk.v_rows += skip;
         if (chunk.k_scale) chunk.k_scale += skip;
         if (chunk.v_scale) chunk.v_scale += skip;
     }
     const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
+    const bool alone = c->chunks == 2 || (others && !few); /* chunks that are packed here share the memory for it */
+    if (alone || many->walks >> here->walk & 1) flush(c, many);
     if (c->pack_k && !few && others) {
         memcpy(w->packed_k_rows, chunk.k_rows, (size_t)whole * sizeof *chunk.k_rows);
         c->pack_k(w->packed_k, w->packed_k_rows + whole, chunk.k_rows + whole, chunk.k_scale, others, p->head_dim);
@@ -593,12 +614,11 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
         chunk.v_rows = w->packed_v_rows;
     }
     share shares = {next, 0, 0};
-    batch many = {.panels = w->panels, .chunks = w->chunks};
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
         if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
-        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk, &shares, &many);
-    flush(c, &many);
+        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk, &shares, many);
+    if (alone) flush(c, many);
 }
 
 static void run_item(void *context, int64_t index, int worker) {
@@ -612,12 +632,17 @@ static void run_item(void *context, int64_t index, int worker) {
     for (int64_t i = 0; i < tiles; i++) open_tile(c, &w, item, i);
     const int lists = make_walks(c, &w, item, walks);
 
+    batch many = {.panels = w.panels, .chunks = w.chunks};
     bool more = next_chunk(c, item, walks, lists, &w.chunk[0]);
-    for (int at = 0; more; at = !at) {
-        const chunk_rows *here = &w.chunk[at], *next = &w.chunk[!at];
-        more = next_chunk(c, item, walks, lists, &w.chunk[!at]);
-        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, &walks[here->walk].range, head, here, more ? next : NULL);
+    for (int at = 0; more; many.older++) {
+        const chunk_rows *here = &w.chunk[at];
+        at = (at + 1) % c->chunks;
+        if (many.older + 2 > c->chunks) flush(c, &many);
+        more = next_chunk(c, item, walks, lists, &w.chunk[at]);
+        const chunk_rows *next = more ? &w.chunk[at] : NULL;
+        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, &walks[here->walk].range, head, here, next, &many);
     }
+    flush(c, &many);
     for (int64_t i = 0; i < tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {
             if (whole) write_lanes(c, &w, item->batch, &w.tiles[i].tile, &w.tiles[i].panel[n]);
@@ -644,6 +669,16 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     }
 }
 
+/* Rows of one panel take small bites of their lists, so that rows side by side meet at a key while it is in cache; those of more take large ones,
+ * since each bite fetches their state. */
+static void choose_chunks(call *c) {
+    c->chunk_keys = c->tuning->chunk_keys;
+    c->chunks = 2;
+    if (!c->problem->listed || !c->family->has_cuts) return;
+    if (c->plan.row_queries * c->plan.shared_heads <= c->family->lanes[WIDE]) c->chunk_keys = c->tuning->list_keys;
+    if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = MANY + 2;
+}
+
 /* Where each batch entry's parts begin; returns the bytes of all. */
 static int64_t lay_out_parts(const call *c, int64_t *offset) {
     int64_t bytes = 0;
@@ -664,6 +699,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     if (ba_attends_by_block(problem, c.family)) return ba_attend_by_block(problem, c.family, threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, threads);
+    choose_chunks(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
     worker_scratch unused;
     c.scratch_bytes = lay_out_scratch(&c, NULL, &unused);
