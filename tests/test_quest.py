@@ -213,6 +213,28 @@ def test_ties_go_to_the_lower_page(dtype, isa_level):
     assert select((query, flat, flat, tables, lens), 4)[0, 0].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("nan_share", [0, 0.02, 0.9])
+def test_a_few_of_many_pages(nan_share):
+    """Scores that are small integers, so exact and often equal: one right answer whatever k, NaN being chosen last."""
+    rng = np.random.default_rng(3)
+    rows, kv_heads, dim = 4, 2, 4
+    for n in (1, 31, 64, 257, 1000):
+        summary_pages = -(-n // rows)
+        shape = (summary_pages, rows, kv_heads, dim)
+        high = rng.integers(-2, 3, shape).astype(np.float32)
+        high[rng.random(shape) < nan_share] = np.nan
+        low = high - rng.integers(0, 2, shape).astype(np.float32)
+        query = rng.integers(-1, 2, (1, kv_heads, dim)).astype(np.float32)
+        tables = np.arange(summary_pages, dtype=np.int32)[None]
+        pages = [x.reshape(-1, kv_heads, dim)[:n] for x in (high, low)]
+        scores = (np.maximum(query, 0) * pages[0] + np.minimum(query, 0) * pages[1]).sum(axis=-1).T
+        for k in {1, min(n, 2), min(n, 7), max(1, n // 9), n}:
+            selected = blitz_attn.quest_block_select_paged(query, high, low, tables, np.array([n * rows]), k)
+            for row, score in zip(selected[0], scores, strict=True):
+                best = np.lexsort((np.arange(n), -np.nan_to_num(score), np.isnan(score)))[:k]
+                assert row.tolist() == best.tolist()
+
+
 def test_order_is_by_falling_score(isa_level):
     problem = drawn(2, 4, 2, [700, 300], 16, 32)
     selected, scores = select(problem, 12), scores_of(problem, 16)
