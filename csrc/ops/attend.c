@@ -129,8 +129,11 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
 
 static int64_t panel_room(const call *c, panel_width width) { return width == FEW ? BA_FEW_QUERIES : c->family->lanes[width]; }
 
-static void ask_for_row(const void *row, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += BA_ALIGN) __builtin_prefetch((const char *)row + at, 0, 2);
+static void ask_for_row(const void *row, int64_t bytes, const bool to_write) {
+    for (int64_t at = 0; at < bytes; at += BA_ALIGN) {
+        if (to_write) __builtin_prefetch((const char *)row + at, 1, 2);
+        else __builtin_prefetch((const char *)row + at, 0, 2);
+    }
 }
 
 /* Packs the panel's queries, and sets its state and ranges. */
@@ -159,7 +162,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
             s->any.hi = ba_max(s->any.hi, seen.hi);
         }
         w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
-        ask_for_row(w->rows[i], p->head_dim * p->element_size); /* rows of one head are far apart */
+        ask_for_row(w->rows[i], p->head_dim * p->element_size, false); /* rows of one head are far apart */
     }
     const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == FEW ? c->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
@@ -219,10 +222,6 @@ static void add_sink(const call *c, const panel_state *s, int64_t lane, double s
     ba_set_real(s->panel.l, lane, l * shrink + 1, real_size);
 }
 
-static void ask_for_row_to_write(const void *row, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += BA_ALIGN) __builtin_prefetch((const char *)row + at, 1, 2);
-}
-
 /* Writes out and lse of a panel's first `lanes` lanes, which are lanes `lane` .. of the tile. */
 static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, const ba_tile *tile, const panel_state *s) {
     const ba_problem *p = c->problem;
@@ -231,7 +230,7 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
         w->rows[i] = ba_query_row(p, &p->out, p->element_size, batch, head, query);
-        ask_for_row_to_write(w->rows[i], p->v_dim * p->element_size);
+        ask_for_row(w->rows[i], p->v_dim * p->element_size, true);
         if (p->sinks && query < q.valid) add_sink(c, s, i, (double)p->sinks[head]);
     }
     (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
