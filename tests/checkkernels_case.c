@@ -187,7 +187,7 @@ ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
         chunk.k_scale = k_scale;
         chunk.v_scale = v_scale;
     }
-    const int64_t bytes = packs ? keys * s->f->scratch_per_key : BA_FEW_QUERIES * ba_round_up(keys, 16) * s->f->real_size;
+    const int64_t bytes = packs ? keys * s->f->scratch_per_key : BA_FEW_SCRATCH(keys, c->v_dim) * s->f->real_size;
     chunk.scratch = memset(place(SCRATCH, bytes), c->scratch_fill, (size_t)bytes);
     if (c->mask != NO_MASK) chunk.key_index = place_copy(KEY_INDEX, c->key_index + first, keys, sizeof *c->key_index);
     return chunk;
@@ -195,7 +195,7 @@ ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
 
 void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
     if (c->variant == FEW) {
-        c->s.few(panel, c->queries, chunk);
+        c->s.few(panel, c->queries, chunk, 1);
     } else if (c->variant == ROWS) {
         char *rows[BA_ROW_QUERIES];
         for (int64_t i = 0; i < c->queries; i++) rows[i] = (char *)panel->o + i * o_stride(c) * c->s.f->real_size;

@@ -34,9 +34,9 @@ static inline void ba_ask(ba_asking *a) {
     a->stop = a->at + a->bytes;
 }
 
-/* `part` shares for every eight queries: what takes longer asks for more. */
-static inline void ba_ask_share(ba_asking *a, int64_t part) {
-    for (int64_t lines = ba_ceil_div(a->share * part, 8); lines > 0; lines--) ba_ask(a);
+/* `part` shares for every eight queries of one of the heads that are met meanwhile: what takes longer asks for more. */
+static inline void ba_ask_share(ba_asking *a, int64_t part, int64_t heads) {
+    for (int64_t lines = ba_ceil_div(a->share * part, 8 * heads); lines > 0; lines--) ba_ask(a);
 }
 
 #endif

@@ -21,6 +21,7 @@ enum {
     BA_PANEL_WIDTHS = 2, /* a wide panel, and a narrow one for what is left over */
     BA_MAX_LANES = 64,   /* no panel is wider */
     BA_FEW_QUERIES = 8,  /* queries that the kernel for few queries takes at most */
+    BA_MOST_FEW_HEADS = 16, /* heads that it takes at most */
     BA_ROW_QUERIES = 64, /* queries that attend_rows takes at most */
     BA_ROW_KEYS = 64,    /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
     BA_MAX_CHUNK = 512,  /* keys; tuning.c chooses at most this */
@@ -89,17 +90,22 @@ typedef BA_ATTEND((*ba_attend_fn));
 #define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
-/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty: panel->q has room for BA_FEW_QUERIES * round_up(head_dim,
- * dim_pad) * q_bytes, as pack_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in
- * the dtype they have. Needs BA_FEW_QUERIES * round_up(keys, 16) reals of scratch. */
+/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty, of one or several heads (1 .. BA_MOST_FEW_HEADS) whose keys
+ * lie side by side, head i's panel with its chunk: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes, as pack_few left
+ * them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have. Needs
+ * BA_FEW_SCRATCH reals of scratch a head. The chunks agree in all but offsets, scales and scratch, the panels in lo and hi; what is ahead is told by
+ * the first chunk. A head's bits do not depend on those beside it. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
-#define BA_ATTEND_FEW(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
+#define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
+#define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
 
 /* The same for queries (1 .. BA_ROW_QUERIES) that meet at this chunk alone, each of which keeps its state for itself: panel->q is const void
  * *[queries], rows in the input dtype, o is void *[queries], rows of BA_FEW_PAD(v_dim) reals, m, l, lo and hi are [queries]. Rows of K and V are what
  * pack_row_keys and pack_row_values set, which fill round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes. No scratch, offsets, scales
  * or next rows are looked at. */
+#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
+typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
 
 /* Joins states of the same queries over other keys: into += from. */
 #define BA_JOIN_FEW(name) void name(const ba_panel *into, const ba_panel *from, int64_t queries, int64_t v_dim)
@@ -238,7 +244,7 @@ typedef struct ba_attend_family {
     ba_pack_queries_fn pack_few;
     ba_finish_fn finish_few;
     ba_join_few_fn join_few;
-    ba_attend_few_fn attend_rows; /* NULL, as the next two: few will do */
+    ba_attend_rows_fn attend_rows; /* NULL, as the next two: few will do */
     ba_pack_rows_fn pack_row_keys, pack_row_values;
     ba_merge_row_fn merge_row;
     ba_gradient_fn gradient[BA_PANEL_WIDTHS];
@@ -318,6 +324,7 @@ typedef struct ba_tuning {
     int64_t few_keys;         /* keys a chunk, where few queries meet the keys of several heads side by side */
     int64_t shared_bytes;     /* of packed K and V at most, where they are packed once for all items; 0: they are not */
     int64_t few_bytes;        /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
+    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
 } ba_tuning;
 
 /* The row of the level that a family belongs to is the family's. */

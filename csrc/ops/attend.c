@@ -90,6 +90,11 @@ static int64_t tile_room(const call *c) {
     return ba_round_up(ba_min(c->plan.tile_queries, c->plan.row_queries * c->plan.shared_heads), c->family->lanes[WIDE]);
 }
 
+/* Bytes of scratch that a head needs of the kernel for few queries. */
+static int64_t few_scratch(const call *c) {
+    return ba_round_up(BA_FEW_SCRATCH(c->tuning->few_keys, c->problem->v_dim) * c->family->real_size, BA_ALIGN);
+}
+
 static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
@@ -105,13 +110,13 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
     w->packed_k = ba_take(base, &used, c->pack_k ? packed * pad_k * pack : 0);
     w->packed_v = ba_take(base, &used, c->pack_v ? packed * pad_v * pack : 0);
-    w->scores = ba_take(base, &used, keys * ba_max(f->scratch_per_key, BA_FEW_QUERIES * f->real_size));
+    w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.few_heads * few_scratch(c)));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
-    w->v_scale = (float *)ba_take(base, &used, keys * (int64_t)sizeof(float));
+    w->k_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
+    w->v_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     for (int i = 0; i < c->chunks; i++) {
         w->chunk[i].k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
         w->chunk[i].v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -309,6 +314,19 @@ static void share_out(share *s, ba_chunk *chunk) {
     s->panel++;
 }
 
+/* Leaves out the first `keys` keys. */
+static void skip_keys(ba_chunk *chunk, int64_t keys) {
+    chunk->keys -= keys;
+    chunk->place += keys;
+    chunk->key_index += keys;
+    chunk->k_rows += keys;
+    chunk->v_rows += keys;
+    if (chunk->k_next) chunk->k_next += keys;
+    if (chunk->v_next) chunk->v_next += keys;
+    if (chunk->k_scale) chunk->k_scale += keys;
+    if (chunk->v_scale) chunk->v_scale += keys;
+}
+
 /* Panels of one width that are to meet their chunks together: each panel once. */
 typedef struct batch {
     panel_width width;
@@ -329,35 +347,30 @@ static void flush(const call *c, batch *many) {
     many->older = 0;
 }
 
+/* The panel as it meets the keys of the chunk that it sees, which are left of it: bounds are shown only where they matter. False where there are none. */
+static bool meet(const call *c, const panel_state *s, ba_panel *panel, ba_chunk *chunk) {
+    int64_t begin = 0, end = chunk->keys;
+    if (chunk->key_index[0] < s->any.lo || chunk->key_index[end - 1] >= s->any.hi) {
+        begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo);
+        end = ba_first_at_least(chunk->key_index, chunk->keys, s->any.hi);
+        if (begin >= end) return false;
+        begin -= begin % c->family->key_step;
+        end = ba_min(ba_round_up(end, c->family->key_step), chunk->keys);
+    }
+    skip_keys(chunk, begin);
+    chunk->keys = end - begin;
+    *panel = s->panel;
+    if (chunk->key_index[0] >= s->all.lo && chunk->key_index[chunk->keys - 1] < s->all.hi) panel->lo = panel->hi = NULL;
+    return true;
+}
+
 static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whole, share *next, batch *many) {
-    const ba_attend_family *f = c->family;
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
-        int64_t begin = 0, end = whole->keys;
-        if (whole->key_index[0] < s->any.lo || whole->key_index[end - 1] >= s->any.hi) {
-            begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo);
-            end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi);
-            if (begin >= end) continue;
-            begin -= begin % f->key_step;
-            end = ba_min(ba_round_up(end, f->key_step), whole->keys);
-        }
+        ba_panel panel;
         ba_chunk chunk = *whole;
-        chunk.keys = end - begin;
-        chunk.k_rows += begin;
-        chunk.v_rows += begin;
-        chunk.key_index += begin;
-        chunk.place += begin;
-        if (chunk.k_next) chunk.k_next += begin;
-        if (chunk.v_next) chunk.v_next += begin;
-        if (chunk.k_scale) chunk.k_scale += begin;
-        if (chunk.v_scale) chunk.v_scale += begin;
-        if (s->width != FEW) share_out(next, &chunk);
-        ba_panel panel = s->panel;
-        if (chunk.key_index[0] >= s->all.lo && chunk.key_index[chunk.keys - 1] < s->all.hi) panel.lo = panel.hi = NULL;
-        if (s->width == FEW) {
-            c->few(&panel, s->lanes, &chunk);
-            continue;
-        }
+        if (!meet(c, s, &panel, &chunk)) continue;
+        share_out(next, &chunk);
         if (many->n == MANY || many->width != s->width) flush(c, many);
         many->width = s->width;
         many->walks |= (uint64_t)1 << t->walk;
@@ -560,17 +573,10 @@ static const float *find_scales(const ba_view *view, const float *const *at, int
     return scales;
 }
 
-static ba_ahead rows_ahead(const ba_view *view, int64_t bytes, int64_t size, const ba_item *item, int64_t head, const void *const *rows,
-                           int64_t keys) {
-    return ba_rows_ahead(view->head_stride * size, view->token_stride * size, item->kv_heads, head, bytes, rows, keys);
-}
-
-/* The tiles of one head that walk this list, and see keys of `range`, meet the chunk. `next`: the chunk after it, or NULL. */
-static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, const ba_range *range, int64_t head, const chunk_rows *here,
-                        const chunk_rows *next, batch *many) {
+/* A chunk as one head of the item meets it, the `place`-th of those that meet theirs together. */
+static ba_chunk head_chunk(const call *c, const worker_scratch *w, int64_t head, int64_t place, const chunk_rows *here) {
     const ba_problem *p = c->problem;
-    const bool few = ba_plan_few(&c->plan, item->batch);
-    ba_chunk chunk = {.keys = here->keys,
+    return (ba_chunk){.keys = here->keys,
                       .head_dim = p->head_dim,
                       .v_dim = p->v_dim,
                       .key_index = here->key_index,
@@ -578,36 +584,66 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      .k_scale = find_scales(&p->k_scale, here->k_scale_at, head, here->keys, w->k_scale),
-                      .v_scale = find_scales(&p->v_scale, here->v_scale_at, head, here->keys, w->v_scale),
+                      .k_scale = find_scales(&p->k_scale, here->k_scale_at, head, here->keys, w->k_scale + place * here->keys),
+                      .v_scale = find_scales(&p->v_scale, here->v_scale_at, head, here->keys, w->v_scale + place * here->keys),
                       .scale = p->scale * LOG2_E,
                       .softcap = p->softcap * LOG2_E,
-                      .scratch = w->scores};
-    if (few && next) {
-        chunk.k_ahead = rows_ahead(&p->k, p->head_dim * p->kv_element_size, p->kv_element_size, item, head, next->k_rows, next->keys);
-        chunk.v_ahead = rows_ahead(&p->v, p->v_dim * p->kv_element_size, p->kv_element_size, item, head, next->v_rows, next->keys);
+                      .scratch = w->scores + place * few_scratch(c)};
+}
+
+/* The rows of `heads` heads, from `head` on, which lie side by side if they are several. */
+static ba_ahead rows_ahead(const ba_view *view, int64_t dim, int64_t size, int64_t head, int64_t heads, const void *const *rows, int64_t keys) {
+    return (ba_ahead){rows, keys, head * view->head_stride * size, ((heads - 1) * view->head_stride + dim) * size};
+}
+
+/* The same where the kernel for few queries serves them: one panel a tile; heads whose rows lie side by side meet the chunk together. */
+static void attend_few(const call *c, const worker_scratch *w, const ba_item *item, const chunk_rows *here, const chunk_rows *next) {
+    const ba_problem *p = c->problem;
+    const int64_t size = p->kv_element_size;
+    const bool beside = ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) &&
+                        ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
+    const int64_t together = beside ? item->kv_heads : 1;
+    const bool followed = ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->followed_bytes;
+    for (int64_t i = 0; i < item->tiles; i++) {
+        if (w->tiles[i].walk != here->walk) continue;
+        for (int64_t first = 0; first < item->kv_heads; first += together) {
+            int64_t n = 0, lanes = 0;
+            for (int64_t head = first; head < first + together; head++) {
+                const panel_state *s = &w->tiles[head * item->tiles + i].panel[0];
+                w->chunks[n] = head_chunk(c, w, head, n, here);
+                n += meet(c, s, &w->panels[n], &w->chunks[n]); /* all or none: they see the same keys */
+                lanes = s->lanes;
+            }
+            if (!n) continue;
+            if (next && !(beside && followed)) {
+                w->chunks->k_ahead = rows_ahead(&p->k, p->head_dim, size, first, together, next->k_rows, next->keys);
+                w->chunks->v_ahead = rows_ahead(&p->v, p->v_dim, size, first, together, next->v_rows, next->keys);
+            }
+            c->few(w->panels, lanes, w->chunks, n);
+        }
     }
+}
+
+/* The tiles of one head that walk this list, and see keys of `range`, meet the chunk. `next`: the chunk after it, or NULL. */
+static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, const ba_range *range, int64_t head, const chunk_rows *here,
+                        const chunk_rows *next, batch *many) {
+    const ba_problem *p = c->problem;
+    ba_chunk chunk = head_chunk(c, w, head, 0, here);
     int64_t skip = 0;
-    if (!few && chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
+    if (chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
         skip = ba_min(ba_first_at_least(chunk.key_index, chunk.keys, range->lo), chunk.keys - 1);
         skip -= skip % c->family->key_step;
-        chunk.keys -= skip;
-        chunk.key_index += skip;
-        chunk.place = skip;
-        chunk.k_rows += skip;
-        chunk.v_rows += skip;
-        if (chunk.k_scale) chunk.k_scale += skip;
-        if (chunk.v_scale) chunk.v_scale += skip;
+        skip_keys(&chunk, skip);
     }
     const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
-    const bool alone = c->chunks == 2 || (others && !few); /* chunks that are packed here share the memory for it */
+    const bool alone = c->chunks == 2 || others; /* chunks that are packed here share the memory for it */
     if (alone || many->walks >> here->walk & 1) flush(c, many);
-    if (c->pack_k && !few && others) {
+    if (c->pack_k && others) {
         memcpy(w->packed_k_rows, chunk.k_rows, (size_t)whole * sizeof *chunk.k_rows);
         c->pack_k(w->packed_k, w->packed_k_rows + whole, chunk.k_rows + whole, chunk.k_scale, others, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
     }
-    if (c->pack_v && !few && others) {
+    if (c->pack_v && others) {
         memcpy(w->packed_v_rows, chunk.v_rows, (size_t)whole * sizeof *chunk.v_rows);
         c->pack_v(w->packed_v, w->packed_v_rows + whole, chunk.v_rows + whole, chunk.v_scale, others, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
@@ -639,7 +675,9 @@ static void run_item(void *context, int64_t index, int worker) {
         if (many.older + 2 > c->chunks) flush(c, &many);
         more = next_chunk(c, item, walks, lists, &w.chunk[at]);
         const chunk_rows *next = more ? &w.chunk[at] : NULL;
-        for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, &walks[here->walk].range, head, here, next, &many);
+        if (ba_plan_few(&c->plan, item->batch)) attend_few(c, &w, item, here, next);
+        else
+            for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, &walks[here->walk].range, head, here, next, &many);
     }
     flush(c, &many);
     for (int64_t i = 0; i < tiles; i++)

@@ -16,8 +16,6 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-enum { BA_MOST_FEW_HEADS = 16 };
-
 typedef struct ba_item {
     int64_t first_tile, tiles;
     int32_t batch, kv_head, kv_heads; /* of heads kv_head .. kv_head + kv_heads - 1, each */
