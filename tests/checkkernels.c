@@ -102,7 +102,7 @@ static void clear_records(void) {
         [UNSEEN] = "promise: unseen keys",
         [CUT] = "promise: cut chunks",
         [ALONE] = "promise: lanes alone",
-        [TOGETHER] = "attend_many",
+        [TOGETHER] = "together",
     };
     for (int i = 0; i < KERNELS; i++) records[i] = (record){.name = names[i]};
 }
@@ -433,6 +433,50 @@ static void check_together(test_case *c) {
     }
 }
 
+/* Heads that meet their chunks together get the bits that each gets alone, whatever lies between them, and whether or not rows are told to be ahead. */
+static void check_heads(test_case *c) {
+    enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
+    static double states[2][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
+    static double scratch[HEADS][BA_FEW_QUERIES * (BA_MAX_CHUNK + BA_MAX_HEAD_DIM)] __attribute__((aligned(BA_ALIGN)));
+    const int64_t real = c->s.f->real_size;
+    for (int n = 0; n < 60; n++) {
+        const int64_t heads = 2 + pick(HEADS - 1), keys = n % 3 ? 1 + pick(70) : 1 + pick(BA_MAX_CHUNK);
+        make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * (1 + pick(SHORT_DIMS)),
+                  heads * (1 + pick(SHORT_DIMS)));
+        const int64_t k_step = c->head_dim / heads, v_step = c->v_dim / heads; /* a row holds all heads, and often something behind them */
+        c->head_dim = k_step - (k_step > 1 ? pick(2) : 0);
+        c->v_dim = v_step - (v_step > 1 ? pick(2) : 0);
+        const ba_panel empty = open_panel(c);
+        const ba_chunk all = open_chunk_of(c, 0, c->keys, heads * k_step, heads * v_step);
+        const int64_t o_size = BA_FEW_QUERIES * BA_FEW_PAD(c->v_dim) * real, ml_size = BA_FEW_QUERIES * real;
+        ba_panel panels[2][HEADS];
+        ba_chunk chunks[HEADS];
+        for (int i = 0; i < heads; i++) {
+            chunks[i] = all;
+            chunks[i].k_offset = i * k_step * ba_dtype_size(c->s.kv_dtype);
+            chunks[i].v_offset = i * v_step * ba_dtype_size(c->s.kv_dtype);
+            chunks[i].scratch = scratch[i];
+            for (int way = 0; way < 2; way++) {
+                char *state = (char *)states[way][i];
+                panels[way][i] = (ba_panel){.q = empty.q, .lo = empty.lo, .hi = empty.hi, .o = state, .m = state + o_size, .l = state + o_size + ml_size};
+                memset(state, 0, (size_t)(o_size + 2 * ml_size));
+                memcpy(panels[way][i].m, empty.m, (size_t)ml_size);
+            }
+        }
+        for (int round = 0; round < 2; round++) {
+            if (pick(2)) {
+                chunks->k_ahead = (ba_ahead){all.k_rows, pick(all.keys + 1), 0, heads * k_step * ba_dtype_size(c->s.kv_dtype)};
+                chunks->v_ahead = (ba_ahead){all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype)};
+            }
+            c->s.few(panels[0], c->queries, chunks, heads);
+            for (int i = 0; i < heads; i++) c->s.few(&panels[1][i], c->queries, &chunks[i], 1);
+        }
+        for (int i = 0; i < heads; i++)
+            require(&records[TOGETHER], memcmp(states[0][i], states[1][i], (size_t)(o_size + 2 * ml_size)) == 0, "not what a head alone gives, of head", -1,
+                    i);
+    }
+}
+
 /* An empty state changes no bit of the one that it joins, nor does the other way round. */
 static void check_empty_join(test_case *c) {
     for (int n = 0; n < 20; n++) {
@@ -711,6 +755,7 @@ static void check_variant(void *context) {
     if (!c->s.cache && c->variant != ROWS) check_finish(c);
     if (c->variant <= 1 && c->s.f->attend_many[c->variant]) check_together(c);
     if (c->variant == FEW) check_empty_join(c);
+    if (c->variant == FEW) check_heads(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
     if (c->variant == FEW && c->s.cache && c->s.cache->summarise) check_summarise(c);
 }

@@ -159,6 +159,8 @@ void **place_out_rows(const test_case *c);
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l);
 ba_panel open_panel(const test_case *c);
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
+/* The same of rows that are longer than what is read of them. */
+ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim);
 void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk);
 
 ba_dtype real_dtype(const test_case *c);

@@ -171,11 +171,13 @@ ba_panel open_panel(const test_case *c) {
     return panel;
 }
 
-ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) {
+ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) { return open_chunk_of(c, first, keys, c->head_dim, c->v_dim); }
+
+ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim) {
     const subject *s = &c->s;
     ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap, .place = first};
-    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, first, keys, c->head_dim);
-    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, first, keys, c->v_dim);
+    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, first, keys, k_dim);
+    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, first, keys, v_dim);
     const float *k_scale = c->scaled ? place_copy(K_SCALES, c->k_scale + first, keys, sizeof *k_scale) : NULL;
     const float *v_scale = c->scaled ? place_copy(V_SCALES, c->v_scale + first, keys, sizeof *v_scale) : NULL;
     const bool packs = c->variant != FEW;
