@@ -3,8 +3,8 @@
  *     checkkernels [NAME...]          checks; only kernels whose name contains one of the NAMEs, where given
  *     checkkernels --bench [NAME...]  times attend instead
  *
- * checkkernels_backward.c has the checks of the backward pass; checkkernels_case.c makes the cases; checkkernels_base.c has guarded memory, number
- * formats and the report. */
+ * checkkernels_promises.c has what holds to the bit, checkkernels_backward.c the checks of the backward pass; checkkernels_case.c makes the cases;
+ * checkkernels_base.c has guarded memory, number formats and the report. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "checkkernels.h"
 
@@ -83,8 +83,7 @@ static subject subject_of(const listed *l) {
 
 static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "rows"};
 
-enum { PACK_QUERIES, PACK_K, PACK_V, SCORES, SOFTMAX, VALUES, COMPOSED, ATTEND, JOIN, FINISH, SUMMARISE, UNSEEN, CUT, ALONE, TOGETHER, KERNELS };
-static record records[KERNELS];
+record records[KERNELS];
 
 static void clear_records(void) {
     static const char *const names[KERNELS] = {
@@ -219,10 +218,6 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
     }
 }
 
-static const int64_t long_dims[] = {48, 64, 80, 96, 128, 192, 255, 576};
-enum { SHORT_DIMS = 40, DIMS = SHORT_DIMS + sizeof long_dims / sizeof *long_dims };
-static int64_t dim_at(int64_t i) { return i < SHORT_DIMS ? i + 1 : long_dims[i - SHORT_DIMS]; }
-
 static void check_attend(test_case *c) {
     const int64_t lanes = most_queries(c), step = c->s.f->key_step;
     int64_t n = 0;
@@ -244,262 +239,6 @@ static void check_attend(test_case *c) {
     }
     make_case(c, RANDOM, STAIRS, lanes, MAX_KEYS, 7, 5);
     check_case(c, BA_MAX_CHUNK);
-}
-
-/* ---- Promises that hold to the bit -------------------------------------------------------------------------------- */
-
-typedef struct lane_state {
-    unsigned char bytes[(BA_MAX_HEAD_DIM + 2) * sizeof(double)];
-} lane_state;
-
-typedef struct key_range {
-    int64_t begin, end;
-} key_range;
-
-/* Chunks may begin at a multiple of so many keys of another. */
-static int64_t step_of(const test_case *c) { return c->variant == ROWS ? BA_ROW_KEYS : c->s.f->key_step; }
-
-static void attend_ranges(const test_case *c, const key_range *ranges, int n, lane_state *state) {
-    const int64_t real = c->s.f->real_size;
-    const ba_panel panel = open_panel(c);
-    for (int i = 0; i < n; i++) {
-        if (ranges[i].begin >= ranges[i].end) continue;
-        const ba_chunk chunk = open_chunk(c, ranges[i].begin, ranges[i].end - ranges[i].begin);
-        attend(c, &panel, &chunk);
-    }
-    for (int64_t lane = 0; lane < c->lanes; lane++) {
-        unsigned char *to = state[lane].bytes;
-        memset(to, 0, sizeof *state);
-        memcpy(to, (char *)panel.m + lane * real, (size_t)real);
-        memcpy(to + real, (char *)panel.l + lane * real, (size_t)real);
-        for (int64_t d = 0; d < c->v_dim; d++) {
-            char *o = (char *)panel.o + o_index(c, d, lane) * real;
-            if (c->s.f->flushes && real_at(c, o, 0) == 0) set_element(real_dtype(c), o, 0, 0); /* of either sign */
-            memcpy(to + (2 + d) * real, o, (size_t)real);
-        }
-    }
-}
-
-static lane_state whole[BA_MAX_LANES], changed[BA_MAX_LANES];
-
-static void same_bits(record *r, int64_t lane, const char *what) {
-    require(r, memcmp(&whole[lane], &changed[lane], sizeof *whole) == 0, what, -1, lane);
-}
-
-/* A key that a lane does not see may hold anything. */
-static void check_unseen(const test_case *c, const key_range *ranges) {
-    static const double worst[] = {NAN, INFINITY, -INFINITY, 0x1.fcp127, -0x1.fcp127};
-    const int64_t j = pick(c->keys), some = pick(c->head_dim), some_v = pick(c->v_dim);
-    static unsigned char k_row[ROW_BYTES], v_row[ROW_BYTES];
-    memcpy(k_row, k.raw[j], ROW_BYTES);
-    memcpy(v_row, v.raw[j], ROW_BYTES);
-    const double value = worst[pick(5)];
-    for (int64_t d = some; d < c->head_dim; d++) set_element(c->s.kv_dtype, k.raw[j], d, value);
-    for (int64_t d = some_v; d < c->v_dim; d++) set_element(c->s.kv_dtype, v.raw[j], d, value);
-    attend_ranges(c, ranges, 2, changed);
-    for (int64_t i = 0; i < c->lanes; i++)
-        if (!sees(c, i, j)) same_bits(&records[UNSEEN], i, "what an unseen key holds shows in [.][lane]");
-    memcpy(k.raw[j], k_row, ROW_BYTES);
-    memcpy(v.raw[j], v_row, ROW_BYTES);
-}
-
-/* A chunk may be cut short to what some lane sees of it, and cut in two where no lane's keys are parted. */
-static void check_cuts(const test_case *c, const key_range *ranges) {
-    const int64_t step = step_of(c), begin = ranges[1].begin;
-    int64_t first = c->keys, end = begin;
-    for (int64_t j = begin; j < c->keys; j++)
-        for (int64_t i = 0; i < c->lanes; i++)
-            if (sees(c, i, j)) {
-                first = ba_min(first, j);
-                end = j + 1;
-            }
-    const key_range seen[] = {ranges[0], {begin + (first - begin) / step * step, end}};
-    attend_ranges(c, seen, 2, changed);
-    for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "leaving out keys that no lane sees shows in [.][lane]");
-
-    const int64_t cut = ba_min(begin + step * (1 + pick(ba_ceil_div(c->keys - begin, step))), c->keys);
-    const key_range halves[] = {ranges[0], {begin, cut}, {cut, c->keys}};
-    attend_ranges(c, halves, 3, changed);
-    for (int64_t i = 0; i < c->lanes; i++) {
-        bool before = false, after = false;
-        for (int64_t j = begin; j < c->keys; j++)
-            if (sees(c, i, j)) *(j < cut ? &before : &after) = true;
-        if (!before || !after) same_bits(&records[CUT], i, "a cut that parts none of its keys shows in [.][lane]");
-    }
-}
-
-/* A lane does not know of the other lanes, of the width of its panel, of what scratch held, or of a mask that hides nothing. */
-static void check_alone(test_case *c, const key_range *ranges) {
-    record *r = &records[ALONE];
-    const int64_t lane = pick(c->queries);
-    const double kept = q.value[lane][0];
-    set_operand(c, &q, lane, 0, specials[pick(3)]);
-    attend_ranges(c, ranges, 2, changed);
-    for (int64_t i = 0; i < c->lanes; i++)
-        if (i != lane) same_bits(r, i, "another lane's query shows in [.][lane]");
-    set_operand(c, &q, lane, 0, kept);
-
-    const int32_t lo = c->lo[lane], hi = c->hi[lane];
-    draw_range(c, lane);
-    attend_ranges(c, ranges, 2, changed);
-    for (int64_t i = 0; i < c->lanes; i++)
-        if (i != lane) same_bits(r, i, "another lane's mask shows in [.][lane]");
-    c->lo[lane] = lo;
-    c->hi[lane] = hi;
-
-    test_case other = *c;
-    other.scratch_fill = 0x3f;
-    if (in_rows(c)) set_variant(&other, c->variant, 1 + pick(c->queries));
-    else set_variant(&other, c->variant == WIDE ? NARROW : WIDE, ba_min(c->queries, ba_min(c->s.f->lanes[WIDE], c->s.f->lanes[NARROW])));
-    attend_ranges(&other, ranges, 2, changed);
-    for (int64_t i = 0; i < other.queries; i++) same_bits(r, i, "the width of the panel shows in [.][lane]");
-
-    other = *c;
-    other.mask = NO_MASK;
-    attend_ranges(&other, ranges, 2, whole);
-    other.mask = ALL_SEEN;
-    for (int64_t i = 0; i < c->lanes; i++) draw_range(&other, i);
-    attend_ranges(&other, ranges, 2, changed);
-    for (int64_t i = 0; i < c->lanes; i++) same_bits(r, i, "a mask that hides nothing shows in [.][lane]");
-}
-
-/* Where a family has cuts, a chunk may be cut in two wherever its lanes' keys are. */
-static void check_long_cuts(test_case *c) {
-    for (int n = 0; n < 12; n++) {
-        make_case(c, n % FILLS, n % 3 ? pick(MASKS) : NO_MASK, most_queries(c), BA_CUT_KEYS + 1 + pick(BA_MAX_CHUNK - BA_CUT_KEYS),
-                  n % 2 ? 64 : 1 + pick(40), n % 2 ? 64 : 1 + pick(40));
-        const key_range all[] = {{0, c->keys}}, halves[] = {{0, BA_CUT_KEYS}, {BA_CUT_KEYS, c->keys}};
-        attend_ranges(c, all, 1, whole);
-        attend_ranges(c, halves, 2, changed);
-        for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "a cut shows in [.][lane]");
-    }
-}
-
-static void check_promises(test_case *c) {
-    const int64_t lanes = most_queries(c), step = step_of(c);
-    if (c->variant <= 1 && c->s.f->has_cuts) check_long_cuts(c);
-    for (int n = 0; n < 120; n++) {
-        const int64_t before = pick(2) * step; /* a chunk that went before */
-        make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), before + 1 + pick(5 * step), 1 + pick(40), 1 + pick(40));
-        const key_range ranges[] = {{0, before}, {before, c->keys}};
-        attend_ranges(c, ranges, 2, whole);
-        check_unseen(c, ranges);
-        check_cuts(c, ranges);
-        check_alone(c, ranges);
-    }
-}
-
-/* Several panels at once, each with other keys of a chunk, end as they do one after the other. */
-static void check_together(test_case *c) {
-    enum { PANELS = 5, STATE = (BA_MAX_HEAD_DIM + 2) * BA_MAX_LANES };
-    static float states[2][PANELS][STATE] __attribute__((aligned(BA_ALIGN)));
-    const ba_attend_family *f = c->s.f;
-    for (int n = 0; n < 60; n++) {
-        make_case(c, n % FILLS, pick(MASKS), 1 + pick(most_queries(c)), n % 2 ? 1 + pick(40) : 1 + pick(BA_MAX_CHUNK), dim_at(pick(SHORT_DIMS)),
-                  dim_at(pick(SHORT_DIMS)));
-        if (n % 3 == 0) c->head_dim = c->v_dim = n % 2 ? 128 : 64; /* as most have it */
-        if (n % 3 == 0)
-            make_case(c, n % FILLS, n % 4 ? NO_MASK : pick(MASKS), most_queries(c), BA_MAX_CHUNK - pick(2) * (16 + pick(16)), c->head_dim, c->v_dim);
-        const ba_panel empty = open_panel(c);
-        const ba_chunk all = open_chunk(c, 0, c->keys);
-        const int64_t o_size = ba_round_up(c->v_dim, f->dim_pad) * c->lanes;
-        ba_panel panels[2][PANELS];
-        for (int way = 0; way < 2; way++)
-            for (int i = 0; i < PANELS; i++) {
-                float *state = states[way][i];
-                panels[way][i] =
-                    (ba_panel){.q = empty.q, .lo = empty.lo, .hi = empty.hi, .o = state, .m = state + o_size, .l = state + o_size + c->lanes};
-                memcpy(panels[way][i].o, empty.o, (size_t)o_size * sizeof(float));
-                memcpy(panels[way][i].m, empty.m, (size_t)c->lanes * sizeof(float));
-                memcpy(panels[way][i].l, empty.l, (size_t)c->lanes * sizeof(float));
-            }
-        for (int round = 0; round < 3; round++) {
-            ba_chunk chunks[PANELS];
-            for (int i = 0; i < PANELS; i++) {
-                const int64_t begin = (i > 0) * pick(2) * pick(ba_ceil_div(c->keys, f->key_step)) * f->key_step;
-                chunks[i] = all;
-                chunks[i].k_rows += begin;
-                chunks[i].v_rows += begin;
-                if (all.key_index) chunks[i].key_index += begin;
-                chunks[i].keys = i == 0 || pick(2) ? c->keys - begin : 1 + pick(c->keys - begin);
-            }
-            const int64_t used = 1 + pick(PANELS);
-            f->attend_many[c->variant](panels[0], chunks, used);
-            for (int64_t i = 0; i < used; i++) f->attend[c->variant](&panels[1][i], &chunks[i]);
-        }
-        for (int i = 0; i < PANELS; i++)
-            require(&records[TOGETHER], memcmp(states[0][i], states[1][i], (size_t)(o_size + 2 * c->lanes) * sizeof(float)) == 0,
-                    "not what attend gives, of panel", -1, i);
-    }
-}
-
-/* Heads that meet their chunks together get the bits that each gets alone, whatever lies between them, and whether or not rows are told to be ahead. */
-static void check_heads(test_case *c) {
-    enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
-    static double states[2][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
-    static double scratch[HEADS][BA_FEW_QUERIES * (BA_MAX_CHUNK + BA_MAX_HEAD_DIM)] __attribute__((aligned(BA_ALIGN)));
-    const int64_t real = c->s.f->real_size;
-    for (int n = 0; n < 60; n++) {
-        const int64_t heads = 2 + pick(HEADS - 1), keys = n % 3 ? 1 + pick(70) : 1 + pick(BA_MAX_CHUNK);
-        make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * (1 + pick(SHORT_DIMS)),
-                  heads * (1 + pick(SHORT_DIMS)));
-        const int64_t k_step = c->head_dim / heads, v_step = c->v_dim / heads; /* a row holds all heads, and often something behind them */
-        c->head_dim = k_step - (k_step > 1 ? pick(2) : 0);
-        c->v_dim = v_step - (v_step > 1 ? pick(2) : 0);
-        const ba_panel empty = open_panel(c);
-        const ba_chunk all = open_chunk_of(c, 0, c->keys, heads * k_step, heads * v_step);
-        const int64_t o_size = BA_FEW_QUERIES * BA_FEW_PAD(c->v_dim) * real, ml_size = BA_FEW_QUERIES * real;
-        ba_panel panels[2][HEADS];
-        ba_chunk chunks[HEADS];
-        for (int i = 0; i < heads; i++) {
-            chunks[i] = all;
-            chunks[i].k_offset = i * k_step * ba_dtype_size(c->s.kv_dtype);
-            chunks[i].v_offset = i * v_step * ba_dtype_size(c->s.kv_dtype);
-            chunks[i].scratch = scratch[i];
-            for (int way = 0; way < 2; way++) {
-                char *state = (char *)states[way][i];
-                panels[way][i] = (ba_panel){.q = empty.q, .lo = empty.lo, .hi = empty.hi, .o = state, .m = state + o_size, .l = state + o_size + ml_size};
-                memset(state, 0, (size_t)(o_size + 2 * ml_size));
-                memcpy(panels[way][i].m, empty.m, (size_t)ml_size);
-            }
-        }
-        for (int round = 0; round < 2; round++) {
-            if (pick(2)) {
-                chunks->k_ahead = (ba_ahead){all.k_rows, pick(all.keys + 1), 0, heads * k_step * ba_dtype_size(c->s.kv_dtype)};
-                chunks->v_ahead = (ba_ahead){all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype)};
-            }
-            c->s.few(panels[0], c->queries, chunks, heads);
-            for (int i = 0; i < heads; i++) c->s.few(&panels[1][i], c->queries, &chunks[i], 1);
-        }
-        for (int i = 0; i < heads; i++)
-            require(&records[TOGETHER], memcmp(states[0][i], states[1][i], (size_t)(o_size + 2 * ml_size)) == 0, "not what a head alone gives, of head", -1,
-                    i);
-    }
-}
-
-/* An empty state changes no bit of the one that it joins, nor does the other way round. */
-static void check_empty_join(test_case *c) {
-    for (int n = 0; n < 20; n++) {
-        make_case(c, RANDOM, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(20), 1 + pick(20), 1 + pick(40));
-        const ba_panel full = open_panel(c), empty = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
-        const ba_chunk chunk = open_chunk(c, 0, c->keys);
-        attend(c, &full, &chunk);
-        const size_t bytes = (size_t)(c->queries * o_stride(c) * c->s.f->real_size);
-        static unsigned char kept[BA_FEW_QUERIES * BA_MAX_HEAD_DIM * sizeof(double)];
-        memcpy(kept, full.o, bytes);
-        c->s.f->join_few(&full, &empty, c->queries, c->v_dim);
-        for (int64_t i = 0; i < c->queries; i++)
-            for (int64_t d = 0; d < c->v_dim; d++)
-                compare(&records[JOIN], real_at(c, full.o, o_index(c, d, i)), real_at(c, kept, o_index(c, d, i)), 0,
-                        "o joined with nothing [dim][lane]", d, i);
-        const ba_panel into = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
-        c->s.f->join_few(&into, &full, c->queries, c->v_dim);
-        for (int64_t i = 0; i < c->queries; i++)
-            for (int64_t d = 0; d < c->v_dim; d++)
-                compare(&records[JOIN], real_at(c, into.o, o_index(c, d, i)), real_at(c, kept, o_index(c, d, i)), 0,
-                        "o joined into nothing [dim][lane]", d, i);
-        require(&records[JOIN], neighbours_untouched(), "wrote beside a buffer", -1, -1);
-    }
 }
 
 /* ---- Formats ------------------------------------------------------------------------------------------------------ */

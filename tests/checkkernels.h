@@ -168,6 +168,10 @@ double real_at(const test_case *c, const void *data, int64_t index);
 int64_t o_stride(const test_case *c);
 int64_t o_index(const test_case *c, int64_t d, int64_t lane);
 
+/* Dims that checks go through: all short ones, then some long ones. */
+enum { SHORT_DIMS = 40, DIMS = SHORT_DIMS + 8 };
+int64_t dim_at(int64_t i);
+
 /* What plain arithmetic says, and how far a kernel may be from it. */
 double unit(const test_case *c);
 bool few_are_own(const test_case *c);
@@ -188,6 +192,18 @@ typedef struct plain_row {
     double out[BA_MAX_HEAD_DIM], out_error[BA_MAX_HEAD_DIM];
 } plain_row;
 void attend_plainly(const test_case *c, int64_t lane, plain_row *r);
+
+/* ---- What is found of one kernel (checkkernels.c) ------------------------------------------------------------------- */
+
+enum { PACK_QUERIES, PACK_K, PACK_V, SCORES, SOFTMAX, VALUES, COMPOSED, ATTEND, JOIN, FINISH, SUMMARISE, UNSEEN, CUT, ALONE, TOGETHER, KERNELS };
+extern record records[KERNELS];
+
+/* ---- Promises that hold to the bit (checkkernels_promises.c) -------------------------------------------------------- */
+
+void check_promises(test_case *c);
+void check_together(test_case *c);
+void check_heads(test_case *c);
+void check_empty_join(test_case *c);
 
 /* ---- The backward pass (checkkernels_backward.c) ------------------------------------------------------------------ */
 

@@ -7,7 +7,7 @@
 #include <string.h>
 
 enum { GRADIENT_WEIGHTS, GRADIENT_SLOPES, GRADIENT_DQ, GRADIENT_UNSEEN, PARTS };
-static record records[PARTS];
+static record gradient_records[PARTS];
 
 static operand dout;
 static double lse[BA_MAX_LANES], delta[BA_MAX_LANES];
@@ -93,20 +93,20 @@ static void check_panel(const test_case *c) {
     void *weights = chunk.scratch, *slopes = place(SLOPES, keys * c->lanes * real);
     chunk.scratch = NULL;
     c->s.f->gradient[c->variant](&panel, &chunk, weights, slopes);
-    require(&records[GRADIENT_DQ], neighbours_untouched(), "wrote beside a buffer", -1, -1);
+    require(&gradient_records[GRADIENT_DQ], neighbours_untouched(), "wrote beside a buffer", -1, -1);
     for (int64_t i = 0; i < c->queries; i++) {
         for (int64_t j = 0; j < keys; j++) {
             const double p = real_at(c, weights, j * c->lanes + i), slope = real_at(c, slopes, j * c->lanes + i);
             if (!sees(c, i, j)) {
-                require(&records[GRADIENT_UNSEEN], p == 0 && slope == 0, "an unseen key has a weight [key][lane]", j, i);
+                require(&gradient_records[GRADIENT_UNSEEN], p == 0 && slope == 0, "an unseen key has a weight [key][lane]", j, i);
                 continue;
             }
             const plain_number s = score_of(c, i, j), dp = slope_sum(c, i, j);
             const double x = s.value - lse[i];
-            compare(&records[GRADIENT_WEIGHTS], p, exp2(x), 2 * weight_error(c, x) + exp2(x) * fmin(expm1(0.6931471805599453 * s.error), 1e6),
-                    "weight [key][lane]", j, i);
+            compare(&gradient_records[GRADIENT_WEIGHTS], p, exp2(x),
+                    2 * weight_error(c, x) + exp2(x) * fmin(expm1(0.6931471805599453 * s.error), 1e6), "weight [key][lane]", j, i);
             const double error = fabs(p) * (dp.error + 3 * unit(c) * (fabs(dp.value) + fabs(delta[i]))) + tiny(c);
-            compare(&records[GRADIENT_SLOPES], slope, p * (dp.value - delta[i]), error, "slope [key][lane]", j, i);
+            compare(&gradient_records[GRADIENT_SLOPES], slope, p * (dp.value - delta[i]), error, "slope [key][lane]", j, i);
         }
         for (int64_t d = 0; d < c->head_dim; d++) {
             double sum = (double)((d * c->lanes + i) % 7) - 3, size = fabs(sum);
@@ -116,8 +116,8 @@ static void check_panel(const test_case *c) {
                 sum += term;
                 size += fabs(term);
             }
-            compare(&records[GRADIENT_DQ], real_at(c, panel.dq, d * c->lanes + i), sum, sum_error(c, keys) * size + tiny(c) * (double)(keys + 5),
-                    "dq [dim][lane]", d, i);
+            compare(&gradient_records[GRADIENT_DQ], real_at(c, panel.dq, d * c->lanes + i), sum,
+                    sum_error(c, keys) * size + tiny(c) * (double)(keys + 5), "dq [dim][lane]", d, i);
         }
     }
 }
@@ -392,10 +392,10 @@ void check_backward(const subject *s) {
     }
     if (!s->f->gradient[0]) return; /* the backward pass takes a vector family, or one over tiles */
     for (int variant = WIDE; variant <= NARROW; variant++) {
-        for (int i = 0; i < PARTS; i++) records[i] = (record){.name = names[i]};
+        for (int i = 0; i < PARTS; i++) gradient_records[i] = (record){.name = names[i]};
         c = (test_case){.s = *s, .variant = variant};
-        guarded_run(check_panels, &c, &records[GRADIENT_DQ]);
-        report(s->name, variant == WIDE ? "wide" : "narrow", records, PARTS);
+        guarded_run(check_panels, &c, &gradient_records[GRADIENT_DQ]);
+        report(s->name, variant == WIDE ? "wide" : "narrow", gradient_records, PARTS);
     }
     for (int i = 0; i < OTHERS; i++) others[i] = (record){.name = other_names[i]};
     c = (test_case){.s = *s, .variant = WIDE};

@@ -68,6 +68,11 @@ void draw_range(test_case *c, int64_t lane) {
     c->hi[lane] = hi;
 }
 
+int64_t dim_at(int64_t i) {
+    static const int64_t long_dims[DIMS - SHORT_DIMS] = {48, 64, 80, 96, 128, 192, 255, 576};
+    return i < SHORT_DIMS ? i + 1 : long_dims[i - SHORT_DIMS];
+}
+
 bool in_rows(const test_case *c) { return c->variant == FEW || c->variant == ROWS; }
 int64_t most_queries(const test_case *c) {
     return c->variant == FEW ? BA_FEW_QUERIES : c->variant == ROWS ? BA_ROW_QUERIES : c->s.f->lanes[c->variant];

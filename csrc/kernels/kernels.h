@@ -18,17 +18,17 @@
 
 enum {
     BA_MAX_HEAD_DIM = 576,
-    BA_PANEL_WIDTHS = 2, /* a wide panel, and a narrow one for what is left over */
-    BA_MAX_LANES = 64,   /* no panel is wider */
-    BA_FEW_QUERIES = 8,  /* queries that the kernel for few queries takes at most */
+    BA_PANEL_WIDTHS = 2,    /* a wide panel, and a narrow one for what is left over */
+    BA_MAX_LANES = 64,      /* no panel is wider */
+    BA_FEW_QUERIES = 8,     /* queries that the kernel for few queries takes at most */
     BA_MOST_FEW_HEADS = 16, /* heads that it takes at most */
-    BA_ROW_QUERIES = 64, /* queries that attend_rows takes at most */
-    BA_ROW_KEYS = 64,    /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
-    BA_MAX_CHUNK = 512,  /* keys; tuning.c chooses at most this */
-    BA_CUT_KEYS = 256,   /* a chunk may be cut at a multiple of this many keys, and none of its bits change, where a family has cuts */
-    BA_PACK_PAD = 16,    /* packed rows are padded to a multiple of this many elements */
-    BA_ALIGN = 64,       /* bytes: panels, accumulators and scratch start on such a boundary */
-    BA_FLOAT_DTYPES = 4, /* BA_FLOAT32 .. BA_FLOAT64 */
+    BA_ROW_QUERIES = 64,    /* queries that attend_rows takes at most */
+    BA_ROW_KEYS = 64,       /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
+    BA_MAX_CHUNK = 512,     /* keys; tuning.c chooses at most this */
+    BA_CUT_KEYS = 256,      /* a chunk may be cut at a multiple of this many keys, and none of its bits change, where a family has cuts */
+    BA_PACK_PAD = 16,       /* packed rows are padded to a multiple of this many elements */
+    BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start on such a boundary */
+    BA_FLOAT_DTYPES = 4,    /* BA_FLOAT32 .. BA_FLOAT64 */
 };
 
 /* One panel's queries and state. All arrays are [..][lanes], lanes being the width of the kernel called. */

@@ -347,7 +347,8 @@ static void flush(const call *c, batch *many) {
     many->older = 0;
 }
 
-/* The panel as it meets the keys of the chunk that it sees, which are left of it: bounds are shown only where they matter. False where there are none. */
+/* The panel as it meets the keys of the chunk that it sees, which are left of it: bounds are shown only where they matter. False where there are
+ * none. */
 static bool meet(const call *c, const panel_state *s, ba_panel *panel, ba_chunk *chunk) {
     int64_t begin = 0, end = chunk->keys;
     if (chunk->key_index[0] < s->any.lo || chunk->key_index[end - 1] >= s->any.hi) {
@@ -600,8 +601,8 @@ static ba_ahead rows_ahead(const ba_view *view, int64_t dim, int64_t size, int64
 static void attend_few(const call *c, const worker_scratch *w, const ba_item *item, const chunk_rows *here, const chunk_rows *next) {
     const ba_problem *p = c->problem;
     const int64_t size = p->kv_element_size;
-    const bool beside = ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) &&
-                        ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
+    const bool beside =
+        ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) && ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
     const int64_t together = beside ? item->kv_heads : 1;
     const bool followed = ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->followed_bytes;
     for (int64_t i = 0; i < item->tiles; i++) {
