@@ -17,6 +17,7 @@ typedef enum buffer {
     OTHER_M,
     OTHER_L,
     PANEL_LO,
+    ROW_LANES,
     PANEL_HI,
     SCRATCH,
     ROW_MAX,

@@ -18,17 +18,16 @@
 
 enum {
     BA_MAX_HEAD_DIM = 576,
-    BA_PANEL_WIDTHS = 2, /* a wide panel, and a narrow one for what is left over */
-    BA_MAX_LANES = 64,   /* no panel is wider */
-    BA_FEW_QUERIES = 8,  /* queries that the kernel for few queries takes at most */
+    BA_PANEL_WIDTHS = 2,    /* a wide panel, and a narrow one for what is left over */
+    BA_MAX_LANES = 64,      /* no panel is wider */
+    BA_FEW_QUERIES = 8,     /* queries that the kernel for few queries takes at most */
     BA_MOST_FEW_HEADS = 16, /* heads that it takes at most */
-    BA_ROW_QUERIES = 64, /* queries that attend_rows takes at most */
-    BA_ROW_KEYS = 64,    /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
-    BA_MAX_CHUNK = 512,  /* keys; tuning.c chooses at most this */
-    BA_CUT_KEYS = 256,   /* a chunk may be cut at a multiple of this many keys, and none of its bits change, where a family has cuts */
-    BA_PACK_PAD = 16,    /* packed rows are padded to a multiple of this many elements */
-    BA_ALIGN = 64,       /* bytes: panels, accumulators and scratch start on such a boundary */
-    BA_FLOAT_DTYPES = 4, /* BA_FLOAT32 .. BA_FLOAT64 */
+    BA_ROW_KEYS = 64,       /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
+    BA_MAX_CHUNK = 512,     /* keys; tuning.c chooses at most this */
+    BA_CUT_KEYS = 256,      /* a chunk may be cut at a multiple of this many keys, and none of its bits change, where a family has cuts */
+    BA_PACK_PAD = 16,       /* packed rows are padded to a multiple of this many elements */
+    BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start on such a boundary */
+    BA_FLOAT_DTYPES = 4,    /* BA_FLOAT32 .. BA_FLOAT64 */
 };
 
 /* One panel's queries and state. All arrays are [..][lanes], lanes being the width of the kernel called. */
@@ -100,11 +99,12 @@ typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
 
-/* The same for queries (1 .. BA_ROW_QUERIES) that meet at this chunk alone, each of which keeps its state for itself: panel->q is const void
- * *[queries], rows in the input dtype, o is void *[queries], rows of BA_FEW_PAD(v_dim) reals, m, l, lo and hi are [queries]. Rows of K and V are what
- * pack_row_keys and pack_row_values set, which fill round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes. No scratch, offsets, scales
- * or next rows are looked at. */
-#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
+/* The same for any number of queries that meet at this chunk alone, each of which keeps its state for itself: `lanes` says which of the
+ * panel's they are, none twice. panel->q is [lane][round_up(head_dim, dim_pad)] in the input dtype, filled up with 0, o is
+ * [lane][BA_FEW_PAD(v_dim)], m, l, lo and hi are [lane]. Rows of K and V are what pack_row_keys and pack_row_values set, which fill
+ * round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes: of each BA_ROW_KEYS keys only the first row's pointer is looked at,
+ * which is where their room begins. No scratch, offsets, scales or next rows are looked at. */
+#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
 
 /* Joins states of the same queries over other keys: into += from. */
