@@ -72,7 +72,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 32 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 34 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -90,6 +90,7 @@ static void clear_records(void) {
         [PACK_QUERIES] = "pack_queries",
         [PACK_K] = "pack_k",
         [PACK_V] = "pack_v",
+        [PROBABILITIES] = "add_probabilities",
         [SCORES] = "scores",
         [SOFTMAX] = "softmax",
         [VALUES] = "values",
@@ -97,6 +98,7 @@ static void clear_records(void) {
         [ATTEND] = "attend",
         [JOIN] = "join",
         [FINISH] = "finish",
+        [CHOOSE] = "choose",
         [SUMMARISE] = "summarise",
         [UNSEEN] = "promise: unseen keys",
         [CUT] = "promise: cut chunks",
@@ -455,6 +457,91 @@ static void check_few_scores(test_case *c) {
     }
 }
 
+static void check_probabilities(test_case *c) {
+    record *r = &records[PROBABILITIES];
+    for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
+        make_case(c, n % FILLS, n % MASKS, 1 + pick(c->s.f->lanes[WIDE]), 1 + pick(n % 7 ? 100 : BA_MAX_CHUNK), dim_at(n / FILLS % DIMS), 1);
+        c->softcap = 0;
+        const ba_panel panel = open_panel(c);
+        const ba_chunk chunk = open_chunk(c, 0, c->keys);
+        float *sums = place(ALPHA, c->keys * c->lanes * (int64_t)sizeof *sums);
+        for (int64_t i = 0; i < c->keys * c->lanes; i++) sums[i] = 1;
+        double m[BA_MAX_LANES];
+        for (int64_t i = 0; i < c->lanes; i++) {
+            m[i] = pick(9) ? score_of(c, i, pick(c->keys)).value + 4 * uniform() : INFINITY;
+            set_element(BA_FLOAT32, panel.m, i, isnan(m[i]) ? 0 : m[i]);
+            m[i] = real_at(c, panel.m, i);
+        }
+        c->s.f->add_probabilities(&panel, &chunk, sums);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t i = 0; i < c->queries; i++)
+            for (int64_t j = 0; j < c->keys; j++) {
+                const plain_number s = score_of(c, i, j);
+                const double x = s.value - m[i], got = (double)sums[j * c->lanes + i];
+                if (!sees(c, i, j)) compare(r, got, 1, 0, "unseen [key][lane]", j, i);
+                else if (isnan(x)) require(r, isnan(got), "NaN [key][lane]", j, i);
+                else if (x < 60) /* else what is tiny of a score's error is large */
+                    compare(r, got, 1 + exp2(x), unit(c) * (1 + exp2(x)) + 2 * weight_error(c, x) + exp2(x) * expm1(0.7 * fmin(s.error, 100)),
+                            "sum [key][lane]", j, i);
+            }
+    }
+}
+
+/* Of the blocks that are left, the one that comes next: one that is always chosen, or the best; -1: none may be chosen. */
+static int64_t next_choice(const ba_choice *choice, const double *score, const bool *taken, int64_t row) {
+    int64_t best = -1;
+    for (int64_t b = 0; b < choice->hi[row]; b++) {
+        const bool always = b < choice->init[row] || (b >= choice->local_lo[row] && b < choice->local_hi[row]);
+        if (taken[b] || (score[b] == -INFINITY && !always)) continue;
+        if (always) return b;
+        if (best < 0 || score[b] > score[best]) best = b;
+    }
+    return best;
+}
+
+static void check_choose(test_case *c) {
+    record *r = &records[CHOOSE];
+    enum { MOST_BLOCKS = 200 };
+    const double odd[] = {0, -0.0, INFINITY, -INFINITY, NAN, 1, -1, largest_of(real_dtype(c)), -largest_of(real_dtype(c)), 1e-40};
+    for (int n = 0; n < 600; n++) {
+        static double score[BA_CHOOSE_ROWS][MOST_BLOCKS];
+        ba_choice choice = {.rows = 1 + pick(BA_CHOOSE_ROWS), .blocks = pick(MOST_BLOCKS + 1)};
+        choice.stride = choice.rows + pick(9);
+        choice.width = 1 + pick(n % 5 ? 20 : MOST_BLOCKS);
+        flip_side();
+        forget_places();
+        void *scores = place(WEIGHTS, ba_max(1, choice.blocks * choice.stride) * c->s.f->real_size);
+        for (int64_t i = 0; i < choice.rows; i++) {
+            choice.hi[i] = (int32_t)(pick(3) ? choice.blocks : pick(choice.blocks + 1));
+            choice.init[i] = (int32_t)ba_min(pick(3), ba_min(choice.width, choice.hi[i]));
+            choice.local_hi[i] = (int32_t)(pick(2) ? choice.hi[i] : choice.init[i] + pick(choice.hi[i] - choice.init[i] + 1));
+            choice.local_lo[i] = (int32_t)ba_max(choice.init[i], choice.local_hi[i] - ba_min(pick(3), choice.width - choice.init[i]));
+            for (int64_t b = 0; b < choice.blocks; b++) {
+                set_element(real_dtype(c), scores, b * choice.stride + i, n % 3 == 0 ? uniform() : n % 3 == 1 ? (double)pick(4) : odd[pick(10)]);
+                score[i][b] = real_at(c, scores, b * choice.stride + i);
+                if (isnan(score[i][b])) score[i][b] = -largest_of(real_dtype(c));
+            }
+        }
+        choice.scores = scores;
+        choice.keys = place(SCRATCH, ba_max(1, choice.blocks * BA_CHOOSE_ROWS) * c->s.f->real_size);
+        choice.lists = place(TILE_ROWS, BA_CHOOSE_ROWS * (choice.width + 1) * (int64_t)sizeof *choice.lists);
+        c->s.f->choose(&choice);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t i = 0; i < choice.rows; i++) {
+            bool taken[MOST_BLOCKS] = {false};
+            int64_t length = 0, block;
+            for (; length < choice.width && (block = next_choice(&choice, score[i], taken, i)) >= 0; length++) taken[block] = true;
+            compare(r, choice.lengths[i], (double)length, 0, "length [.][row]", 0, i);
+            const int32_t *list = choice.lists + i * (choice.width + 1);
+            for (int64_t b = 0, at = 0; b < choice.blocks && length == choice.lengths[i]; b++)
+                if (taken[b]) {
+                    compare(r, list[at], (double)b, 0, "block [place][row]", at, i);
+                    at++;
+                }
+        }
+    }
+}
+
 static void check_summarise(test_case *c) {
     record *r = &records[SUMMARISE];
     const ba_dtype dtype = c->s.kv_dtype;
@@ -493,6 +580,8 @@ static void check_variant(void *context) {
     check_patterns_in(c);
     if (!c->s.cache && c->variant != ROWS) check_finish(c);
     if (c->variant <= 1 && c->s.f->attend_many[c->variant]) check_together(c);
+    if (c->variant == WIDE && !c->s.cache && c->s.f->add_probabilities) check_probabilities(c);
+    if (c->variant == WIDE && !c->s.cache && c->s.f->choose) check_choose(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW) check_heads(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);

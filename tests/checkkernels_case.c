@@ -75,7 +75,7 @@ int64_t dim_at(int64_t i) {
 
 bool in_rows(const test_case *c) { return c->variant == FEW || c->variant == ROWS; }
 int64_t most_queries(const test_case *c) {
-    return c->variant == FEW ? BA_FEW_QUERIES : c->variant == ROWS ? BA_ROW_QUERIES : c->s.f->lanes[c->variant];
+    return c->variant == FEW ? BA_FEW_QUERIES : c->variant == ROWS ? BA_MAX_LANES : c->s.f->lanes[c->variant];
 }
 
 static void describe(const test_case *c) {
@@ -161,7 +161,9 @@ ba_panel open_panel(const test_case *c) {
         panel.q = place(PANEL_Q, BA_FEW_QUERIES * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
     } else if (c->variant == ROWS) {
-        panel.q = memcpy(place_tight(PANEL_Q, c->queries * (int64_t)sizeof *rows, sizeof *rows), rows, (size_t)c->queries * sizeof *rows);
+        const int64_t element = ba_dtype_size(c->s.dtype), bytes = ba_round_up(c->head_dim, f->dim_pad) * element;
+        panel.q = memset(place(PANEL_Q, c->queries * bytes), 0, (size_t)(c->queries * bytes));
+        for (int64_t i = 0; i < c->queries; i++) memcpy((char *)panel.q + i * bytes, rows[i], (size_t)(c->head_dim * element));
     } else {
         panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
@@ -204,11 +206,9 @@ void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
     if (c->variant == FEW) {
         c->s.few(panel, c->queries, chunk, 1);
     } else if (c->variant == ROWS) {
-        char *rows[BA_ROW_QUERIES];
-        for (int64_t i = 0; i < c->queries; i++) rows[i] = (char *)panel->o + i * o_stride(c) * c->s.f->real_size;
-        ba_panel each = *panel;
-        each.o = rows;
-        c->s.f->attend_rows(&each, c->queries, chunk);
+        int32_t lanes[BA_MAX_LANES]; /* in another order */
+        for (int64_t i = 0; i < c->queries; i++) lanes[i] = (int32_t)(c->queries - 1 - i);
+        c->s.f->attend_rows(panel, place_copy(ROW_LANES, lanes, c->queries, sizeof *lanes), c->queries, chunk);
     } else c->s.f->attend[c->variant](panel, chunk);
 }
 

@@ -22,7 +22,7 @@ enum {
     BA_MAX_LANES = 64,      /* no panel is wider */
     BA_FEW_QUERIES = 8,     /* queries that the kernel for few queries takes at most */
     BA_MOST_FEW_HEADS = 16, /* heads that it takes at most */
-    BA_ROW_QUERIES = 64,    /* queries that attend_rows takes at most */
+    BA_CHOOSE_ROWS = 16,    /* whose best are found together */
     BA_ROW_KEYS = 64,       /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
     BA_MAX_CHUNK = 512,     /* keys; tuning.c chooses at most this */
     BA_CUT_KEYS = 256,      /* a chunk may be cut at a multiple of this many keys, and none of its bits change, where a family has cuts */
@@ -100,11 +100,12 @@ typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
 
-/* The same for queries (1 .. BA_ROW_QUERIES) that meet at this chunk alone, each of which keeps its state for itself: panel->q is const void
- * *[queries], rows in the input dtype, o is void *[queries], rows of BA_FEW_PAD(v_dim) reals, m, l, lo and hi are [queries]. Rows of K and V are what
- * pack_row_keys and pack_row_values set, which fill round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes. No scratch, offsets, scales
- * or next rows are looked at. */
-#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, int64_t queries, const ba_chunk *chunk)
+/* The same for any number of queries that meet at this chunk alone, each of which keeps its state for itself: `lanes` says which of the
+ * panel's they are, none twice. panel->q is [lane][round_up(head_dim, dim_pad)] in the input dtype, filled up with 0, o is
+ * [lane][BA_FEW_PAD(v_dim)], m, l, lo and hi are [lane]. Rows of K and V are what pack_row_keys and pack_row_values set, which fill
+ * round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes: of each BA_ROW_KEYS keys only the first row's pointer is looked at,
+ * which is where their room begins. No scratch, offsets, scales or next rows are looked at. */
+#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
 
 /* Joins states of the same queries over other keys: into += from. */
@@ -122,10 +123,31 @@ typedef BA_SOFTMAX((*ba_softmax_fn));
 #define BA_VALUES(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *alpha)
 typedef BA_VALUES((*ba_values_fn));
 
+/* sums[key][lane] += exp2(S^T - m) of the keys that the lane sees: its probabilities, where m is the log-sum-exp (log2 units; +infinity: they are 0).
+ * A wide panel's, whose o and l are not looked at; softcap is not either. */
+#define BA_ADD_PROBABILITIES(name) void name(const ba_panel *panel, const ba_chunk *chunk, float *sums)
+typedef BA_ADD_PROBABILITIES((*ba_add_probabilities_fn));
+
 /* Writes the n first lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype (0 where l is 0), and, unless lse is NULL,
  * lse[i] = (m + log2 l) * ln 2 as real (-inf where l is 0). */
 #define BA_FINISH(name) void name(const ba_panel *panel, int64_t n, int64_t v_dim, void *const *out_rows, void *lse)
 typedef BA_FINISH((*ba_finish_fn));
+
+/* The best `width` blocks of each of up to BA_CHOOSE_ROWS rows. A score of -infinity cannot be chosen; NaN is as minus the largest finite number;
+ * of equal scores the lower block comes first. */
+typedef struct ba_choice {
+    const void *scores; /* real: block b of row i at [b * stride + i] */
+    int64_t stride, rows, blocks, width;
+    int32_t init[BA_CHOOSE_ROWS], local_lo[BA_CHOOSE_ROWS], local_hi[BA_CHOOSE_ROWS]; /* always chosen: [0, init) and [local_lo, local_hi), `width` at
+                                                                                         most */
+    int32_t hi[BA_CHOOSE_ROWS];                                                       /* no block from there on; 0 of rows that are not there */
+    void *keys;                                                                       /* scratch: real [blocks][BA_CHOOSE_ROWS] */
+    int32_t *lists;                  /* [BA_CHOOSE_ROWS][width + 1]: set to what is chosen, in rising order, and one place more */
+    int32_t lengths[BA_CHOOSE_ROWS]; /* set to how many those are */
+} ba_choice;
+
+#define BA_CHOOSE(name) void name(ba_choice *c)
+typedef BA_CHOOSE((*ba_choose_fn));
 
 /* out[d] = sum over parts of weights[part] * rows[part][d], in the input dtype; weights are real. */
 #define BA_MERGE_ROW(name) void name(void *out, const void *const *rows, const void *weights, int64_t parts, int64_t dim)
@@ -239,6 +261,7 @@ typedef struct ba_attend_family {
     ba_scores_fn scores[BA_PANEL_WIDTHS];
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];
     ba_values_fn values[BA_PANEL_WIDTHS];
+    ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax will do */
     ba_finish_fn finish[BA_PANEL_WIDTHS];
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
@@ -246,6 +269,7 @@ typedef struct ba_attend_family {
     ba_join_few_fn join_few;
     ba_attend_rows_fn attend_rows; /* NULL, as the next two: few will do */
     ba_pack_rows_fn pack_row_keys, pack_row_values;
+    ba_choose_fn choose; /* NULL but in families whose rows are reals */
     ba_merge_row_fn merge_row;
     ba_gradient_fn gradient[BA_PANEL_WIDTHS];
     ba_add_rows_fn add_rows;

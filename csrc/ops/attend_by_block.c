@@ -1,7 +1,7 @@
 /* The forward driver for lists that route single queries, where the family has attend_rows. Each query has a list of its own, so
  * that queries side by side have little in common; but the queries of a longer stretch meet at blocks. So an item is a stretch of
- * rows of one (batch, KV head), whose states all stay in cache: its lists are turned around, and block by block, in rising order,
- * the block is packed and the queries that list it meet it in panels. What a query computes depends on its own list alone. */
+ * rows of one (batch, KV head), whose queries and states all stay in cache: its lists are turned around, and block by block, in
+ * rising order, the block is packed and the queries that list it meet it. What a query computes depends on its own list alone. */
 #include "ops/attend_by_block.h"
 
 #include <string.h>
@@ -17,8 +17,10 @@ typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
     ba_plan plan;
-    int64_t row_lanes; /* (query, head) pairs of a row of lists at most */
-    int64_t chunk_keys;
+    int64_t row_lanes;                 /* (query, head) pairs of a row of lists at most */
+    int64_t chunk_keys, column_chunks; /* keys of a chunk; chunks of a column at most */
+    int64_t packed_k, packed_v;        /* bytes of a packed chunk */
+    char *shared;                      /* [batch][KV head][column][chunk]: K and V, packed once for all items; NULL: each item packs what it meets */
     int64_t scratch_bytes;
     char *scratch;
 } call;
@@ -26,9 +28,10 @@ typedef struct call {
 typedef struct block_scratch {
     char *o, *m, *l;  /* states of all lanes of an item: those of row t from t * row_lanes on */
     int32_t *lo, *hi; /* keys that they see; lanes that are not there see none */
-    const void **q;   /* their queries */
+    char *q;          /* their queries, side by side: those of one head may lie so far apart that a cache has few places for them */
     int32_t *begin;   /* [columns + 1]: where the rows that list a column begin in `rows` */
     int32_t *rows;    /* rows of the item, by column */
+    int32_t *meeting; /* lanes that meet the keys at hand: those that see them all from the front, the others from the back */
     char *packed_k, *packed_v;
     const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows;
     int32_t *key_index;
@@ -36,33 +39,24 @@ typedef struct block_scratch {
     void **out;
 } block_scratch;
 
-/* A chunk and the lanes that are still to meet it. */
-typedef struct meeting {
-    ba_chunk chunk;
-    bool packed;
-    int64_t lanes, lane[BA_ROW_QUERIES];
-    const void *q[BA_ROW_QUERIES];
-    void *o[BA_ROW_QUERIES];
-    double m[BA_ROW_QUERIES], l[BA_ROW_QUERIES]; /* room for any real */
-    int32_t lo[BA_ROW_QUERIES], hi[BA_ROW_QUERIES];
-    bool bounded;
-} meeting;
+static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim, c->family->dim_pad) * c->problem->element_size; }
 
 static int64_t lay_out(const call *c, char *base, block_scratch *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    const int64_t lanes = c->plan.group_tiles * c->row_lanes, keys = c->chunk_keys, packed = ba_round_up(keys, f->key_pad);
+    const int64_t lanes = c->plan.group_tiles * c->row_lanes, keys = c->chunk_keys;
     int64_t used = 0;
     s->o = ba_take(base, &used, lanes * BA_FEW_PAD(p->v_dim) * f->real_size);
     s->m = ba_take(base, &used, lanes * f->real_size);
     s->l = ba_take(base, &used, lanes * f->real_size);
     s->lo = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->hi = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
-    s->q = (const void **)ba_take(base, &used, lanes * (int64_t)sizeof(void *));
+    s->q = ba_take(base, &used, lanes * q_bytes(c));
     s->begin = (int32_t *)ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
     s->rows = (int32_t *)ba_take(base, &used, c->plan.group_tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
-    s->packed_k = ba_take(base, &used, packed * ba_round_up(p->head_dim, f->dim_pad) * f->pack_bytes);
-    s->packed_v = ba_take(base, &used, packed * ba_round_up(p->v_dim, f->dim_pad) * f->pack_bytes);
+    s->meeting = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->packed_k = ba_take(base, &used, c->packed_k);
+    s->packed_v = ba_take(base, &used, c->packed_v);
     s->k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     s->v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     s->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -82,7 +76,7 @@ static ba_tile row_at(const call *c, const ba_item *item, int64_t row) {
 static void open_rows(const call *c, const block_scratch *s, const ba_item *item) {
     const ba_problem *p = c->problem;
     const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
-    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes;
+    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes, bytes = p->head_dim * p->element_size;
     memset(s->o, 0, (size_t)(lanes * BA_FEW_PAD(p->v_dim) * real));
     memset(s->l, 0, (size_t)(lanes * real));
     for (int64_t row = 0; row < item->tiles; row++) {
@@ -94,7 +88,9 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
             const ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);
             s->lo[lane] = (int32_t)seen.lo;
             s->hi[lane] = (int32_t)seen.hi;
-            s->q[lane] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&tile, i), query);
+            char *to = s->q + lane * q_bytes(c);
+            memcpy(to, ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&tile, i), query), (size_t)bytes);
+            memset(to + bytes, 0, (size_t)(q_bytes(c) - bytes));
             ba_set_real(s->m, lane, real == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, real);
         }
     }
@@ -137,54 +133,82 @@ static void finish_rows(const call *c, const block_scratch *s, const ba_item *it
 
 /* ---- Blocks ------------------------------------------------------------------------------------------------------------- */
 
-/* The keys [begin, end) of the item's KV head. */
-static void open_meeting(const call *c, const block_scratch *s, const ba_item *item, int64_t begin, int64_t end, meeting *at) {
+/* Packs the keys [begin, end) of a KV head. */
+static void pack_chunk(const call *c, const block_scratch *s, int64_t batch, int64_t kv_head, int64_t begin, int64_t end, char *packed_k,
+                       char *packed_v) {
     const ba_problem *p = c->problem;
-    const char *k = ba_key_row(p, &p->k, p->kv_element_size, item->batch, item->kv_head, 0);
-    const char *v = ba_key_row(p, &p->v, p->kv_element_size, item->batch, item->kv_head, 0);
+    const char *k = ba_key_row(p, &p->k, p->kv_element_size, batch, kv_head, begin),
+               *v = ba_key_row(p, &p->v, p->kv_element_size, batch, kv_head, begin);
     for (int64_t j = 0; j < end - begin; j++) {
-        s->k_rows[j] = k + (begin + j) * p->k.token_stride * p->kv_element_size;
-        s->v_rows[j] = v + (begin + j) * p->v.token_stride * p->kv_element_size;
-        s->key_index[j] = (int32_t)(begin + j);
+        s->k_rows[j] = k + j * p->k.token_stride * p->kv_element_size;
+        s->v_rows[j] = v + j * p->v.token_stride * p->kv_element_size;
     }
-    at->chunk = (ba_chunk){.keys = end - begin,
-                           .head_dim = p->head_dim,
-                           .v_dim = p->v_dim,
-                           .k_rows = s->packed_k_rows,
-                           .v_rows = s->packed_v_rows,
-                           .key_index = s->key_index,
-                           .scale = p->scale * LOG2_E,
-                           .softcap = p->softcap * LOG2_E};
-    at->packed = at->bounded = false;
-    at->lanes = 0;
+    c->family->pack_row_keys(packed_k, s->packed_k_rows, s->k_rows, NULL, end - begin, p->head_dim);
+    c->family->pack_row_values(packed_v, s->packed_v_rows, s->v_rows, NULL, end - begin, p->v_dim);
 }
 
-static void meet(const call *c, const block_scratch *s, meeting *at) {
+static char *shared_chunk(const call *c, int64_t batch, int64_t kv_head, int64_t column, int64_t begin) {
     const ba_problem *p = c->problem;
-    const int64_t real = c->family->real_size;
-    if (at->lanes == 0) return;
-    if (!at->packed) {
-        c->family->pack_row_keys(s->packed_k, s->packed_k_rows, s->k_rows, NULL, at->chunk.keys, p->head_dim);
-        c->family->pack_row_values(s->packed_v, s->packed_v_rows, s->v_rows, NULL, at->chunk.keys, p->v_dim);
-        at->packed = true;
+    const int64_t head = batch * p->kv_heads + kv_head, n = (begin - column * p->block_kv) / c->chunk_keys;
+    return c->shared + ((head * p->block_columns + column) * c->column_chunks + n) * (c->packed_k + c->packed_v);
+}
+
+/* Packs a column of one (batch, KV head) for all items. */
+static void share_item(void *context, int64_t index, int worker) {
+    const call *c = context;
+    const ba_problem *p = c->problem;
+    const int64_t column = index % p->block_columns, head = index / p->block_columns, batch = head / p->kv_heads;
+    const int64_t end = ba_min(ba_kv_span(p, batch).valid, (column + 1) * p->block_kv);
+    block_scratch s;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t begin = column * p->block_kv; begin < end; begin += c->chunk_keys) {
+        char *to = shared_chunk(c, batch, head % p->kv_heads, column, begin);
+        pack_chunk(c, &s, batch, head % p->kv_heads, begin, ba_min(end, begin + c->chunk_keys), to, to + c->packed_k);
     }
-    for (int64_t i = 0; i < at->lanes; i++) {
-        const int64_t lane = at->lane[i];
-        at->q[i] = s->q[lane];
-        at->o[i] = s->o + lane * BA_FEW_PAD(p->v_dim) * real;
-        at->lo[i] = s->lo[lane];
-        at->hi[i] = s->hi[lane];
-        memcpy((char *)at->m + i * real, s->m + lane * real, (size_t)real);
-        memcpy((char *)at->l + i * real, s->l + lane * real, (size_t)real);
+}
+
+/* Keys [begin, end) of a column, packed. */
+static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
+    const ba_problem *p = c->problem;
+    for (int64_t j = 0; j < end - begin; j++) s->key_index[j] = (int32_t)(begin + j);
+    const char *k = s->packed_k, *v = s->packed_v;
+    if (c->shared) {
+        k = shared_chunk(c, item->batch, item->kv_head, column, begin);
+        v = k + c->packed_k;
+    } else {
+        pack_chunk(c, s, item->batch, item->kv_head, begin, end, s->packed_k, s->packed_v);
     }
-    const ba_panel panel = {.q = at->q, .o = at->o, .m = at->m, .l = at->l, .lo = at->bounded ? at->lo : NULL, .hi = at->bounded ? at->hi : NULL};
-    c->family->attend_rows(&panel, at->lanes, &at->chunk);
-    for (int64_t i = 0; i < at->lanes; i++) {
-        memcpy(s->m + at->lane[i] * real, (char *)at->m + i * real, (size_t)real);
-        memcpy(s->l + at->lane[i] * real, (char *)at->l + i * real, (size_t)real);
+    s->packed_k_rows[0] = k;
+    s->packed_v_rows[0] = v;
+    return (ba_chunk){.keys = end - begin,
+                      .head_dim = p->head_dim,
+                      .v_dim = p->v_dim,
+                      .k_rows = s->packed_k_rows,
+                      .v_rows = s->packed_v_rows,
+                      .key_index = s->key_index,
+                      .scale = p->scale * LOG2_E,
+                      .softcap = p->softcap * LOG2_E};
+}
+
+/* The rows that list a column meet its keys [begin, end). */
+static void meet(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
+    const int64_t room = item->tiles * c->row_lanes;
+    int64_t whole = 0, bounded = 0;
+    for (int64_t n = s->begin[column]; n < s->begin[column + 1]; n++) {
+        const int32_t first = s->rows[n] * (int32_t)c->row_lanes;
+        for (int32_t lane = first; lane < first + (int32_t)c->row_lanes; lane++) {
+            if (s->lo[lane] >= end || s->hi[lane] <= begin) continue;
+            if (s->lo[lane] > begin || s->hi[lane] < end) s->meeting[room - ++bounded] = lane;
+            else s->meeting[whole++] = lane;
+        }
     }
-    at->lanes = 0;
-    at->bounded = false;
+    if (whole + bounded == 0) return;
+    const ba_chunk chunk = open_chunk(c, s, item, column, begin, end);
+    ba_panel panel = {.q = s->q, .o = s->o, .m = s->m, .l = s->l};
+    if (whole) c->family->attend_rows(&panel, s->meeting, whole, &chunk);
+    panel.lo = s->lo;
+    panel.hi = s->hi;
+    if (bounded) c->family->attend_rows(&panel, s->meeting + room - bounded, bounded, &chunk);
 }
 
 static void run_item(void *context, int64_t index, int worker) {
@@ -199,20 +223,8 @@ static void run_item(void *context, int64_t index, int worker) {
     for (int64_t column = 0; column < columns; column++) {
         if (s.begin[column] == s.begin[column + 1]) continue;
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
-        for (int64_t begin = column * p->block_kv; begin < end; begin += c->chunk_keys) {
-            const int64_t stop = ba_min(end, begin + c->chunk_keys);
-            meeting at;
-            open_meeting(c, &s, item, begin, stop, &at);
-            for (int64_t n = s.begin[column]; n < s.begin[column + 1]; n++)
-                for (int64_t i = 0; i < c->row_lanes; i++) {
-                    const int64_t lane = s.rows[n] * c->row_lanes + i;
-                    if (s.lo[lane] >= stop || s.hi[lane] <= begin) continue;
-                    at.bounded |= s.lo[lane] > begin || s.hi[lane] < stop;
-                    at.lane[at.lanes++] = lane;
-                    if (at.lanes == BA_ROW_QUERIES) meet(c, &s, &at);
-                }
-            meet(c, &s, &at);
-        }
+        for (int64_t begin = column * p->block_kv; begin < end; begin += c->chunk_keys)
+            meet(c, &s, item, column, begin, ba_min(end, begin + c->chunk_keys));
     }
     finish_rows(c, &s, item);
 }
@@ -223,26 +235,41 @@ bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *fami
     return family->attend_rows && problem->kv_dtype == problem->dtype && !problem->page_size && !problem->sinks && ba_plan_few_rows(problem);
 }
 
+/* Bytes of all K and V, packed: 0 where items pack what they meet, since that is less work, or takes less memory. */
+static int64_t shared_bytes(const call *c, const ba_tuning *tuning) {
+    const ba_problem *p = c->problem;
+    const int64_t heads = p->batch * p->kv_heads, bytes = heads * p->block_columns * c->column_chunks * (c->packed_k + c->packed_v);
+    const int64_t met = ba_min(p->block_columns, c->plan.group_tiles * p->blocks.dims[3]); /* columns, by an item */
+    return c->plan.items * met < 2 * heads * p->block_columns || bytes > tuning->shared_bytes ? 0 : bytes;
+}
+
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads) {
     const ba_tuning *tuning = ba_tuning_at(family->isa);
     call c = {.problem = problem, .family = family, .chunk_keys = BA_ROW_KEYS};
     ba_plan_lay_out_rows(&c.plan, problem, tuning, threads);
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items));
+    c.column_chunks = ba_ceil_div(problem->block_kv, c.chunk_keys);
+    c.packed_k = ba_round_up(c.chunk_keys, family->key_pad) * ba_round_up(problem->head_dim, family->dim_pad) * family->pack_bytes;
+    c.packed_v = ba_round_up(c.chunk_keys, family->key_pad) * ba_round_up(problem->v_dim, family->dim_pad) * family->pack_bytes;
     block_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     int64_t used = 0;
     ba_take(NULL, &used, ba_plan_bytes(&c.plan, threads));
     ba_take(NULL, &used, threads * c.scratch_bytes);
+    ba_take(NULL, &used, shared_bytes(&c, tuning));
     char *memory = ba_arena_get((size_t)used);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
     used = 0;
     char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
     c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
+    if (shared_bytes(&c, tuning)) c.shared = ba_take(memory, &used, shared_bytes(&c, tuning));
     const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
-        ba_parallel(flops < tuning->inline_flops ? 1 : threads, c.plan.items, run_item, &c);
+        if (flops < tuning->inline_flops) threads = 1;
+        if (c.shared) ba_parallel(threads, problem->batch * problem->kv_heads * problem->block_columns, share_item, &c);
+        ba_parallel(threads, c.plan.items, run_item, &c);
     }
     ba_arena_release();
     return status;

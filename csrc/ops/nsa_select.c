@@ -1,8 +1,8 @@
 /* The selection of native sparse attention: which blocks each query (or tile of queries) attends to.
  *
  * Rows of the result stand side by side as the lanes of a panel, so that all is vertical: a chunk of compressed keys gives
- * scores [key][lane], these become block scores [block][lane], and each lane keeps its best in a heap of its own. A thread
- * holds the block scores of one panel and no more. */
+ * scores [key][lane], these become block scores [block][lane], and of these each lane's best are found. A thread holds the
+ * block scores of one panel and no more. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -26,17 +26,12 @@ typedef struct select_call {
     int64_t most_blocks, width, most_groups,
         cmp_width; /* blocks of the longest sequence; places of a row; the same of stretches of compressed keys */
     const ba_kernels *kernels;
-    const ba_attend_family *family; /* of real */
+    const ba_attend_family *family; /* of real; where has_own, q's own, whose packing and add_probabilities are used */
+    bool has_own;
     int64_t real_size;
     int64_t scratch_bytes;
     char *scratch;
 } select_call;
-
-/* The best so far of one lane: the worst of them on top. */
-typedef struct entry {
-    double score;
-    int64_t block;
-} entry;
 
 typedef struct select_scratch {
     char *rows; /* [lane][BA_FEW_PAD(dim)] reals: queries, or their means */
@@ -46,22 +41,21 @@ typedef struct select_scratch {
     char *l, *alpha, *lowest, *row_max;
     int32_t *lo, *hi, *key_index;
     char *packed_k;
-    const void **k_rows;
-    char *chunk;     /* scores, then probabilities of a chunk: [key][lane] */
-    char *sum;       /* the same summed over heads */
-    char *scores;    /* of blocks: [block][lane] */
-    entry *heap;     /* [lane][places] */
-    int64_t *used;   /* [lane] */
-    char *threshold; /* [lane]: what a block must score above */
-    int32_t *chosen;
+    const void **k_rows, **packed_k_rows;
+    char *chunk;    /* scores, then probabilities of a chunk: [key][lane] */
+    char *sum;      /* the same summed over heads */
+    char *scores;   /* of blocks: [block][lane] */
+    char *means;    /* of stretches of compressed keys: [stretch][lane] */
+    char *keys;     /* [block][BA_CHOOSE_ROWS] */
+    int32_t *lists; /* [BA_CHOOSE_ROWS][width + 1] */
 } select_scratch;
 
-/* Room for a lane's heap. */
-static int64_t places_kept(const select_call *c) { return ba_max(c->width, c->cmp_width); }
+static int64_t dim_pad(const select_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->family->dim_pad); }
 
 static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
-    const int64_t real = c->real_size, lanes = c->lanes, pad = BA_FEW_PAD(c->dim), keys = c->chunk_keys;
-    const int64_t tile = ba_max(c->args->tile, 1), places = places_kept(c), heads = c->by_query ? c->group : 1;
+    const int64_t real = c->real_size, lanes = c->lanes, pad = dim_pad(c), keys = c->chunk_keys;
+    const int64_t tile = ba_max(c->args->tile, 1), heads = c->by_query ? c->group : 1;
+    const int64_t stretches = c->cmp_width ? ba_ceil_div(c->most_blocks, c->args->cmp_group) : 0;
     int64_t used = 0;
     s->rows = ba_take(base, &used, lanes * pad * real);
     s->wide = ba_take(base, &used, BA_ROWS_AT_ONCE * pad * real);
@@ -78,13 +72,13 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     s->key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     s->packed_k = ba_take(base, &used, keys * pad * real);
     s->k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     s->chunk = ba_take(base, &used, keys * ba_max(c->family->scratch_per_key, lanes * real));
     s->sum = ba_take(base, &used, c->by_query ? keys * lanes * real : 0);
     s->scores = ba_take(base, &used, c->most_blocks * lanes * real);
-    s->heap = (entry *)ba_take(base, &used, lanes * places * (int64_t)sizeof(entry));
-    s->used = (int64_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int64_t));
-    s->threshold = ba_take(base, &used, lanes * real);
-    s->chosen = (int32_t *)ba_take(base, &used, places * (int64_t)sizeof(int32_t));
+    s->means = ba_take(base, &used, stretches * lanes * real);
+    s->keys = ba_take(base, &used, c->most_blocks * BA_CHOOSE_ROWS * real);
+    s->lists = (int32_t *)ba_take(base, &used, BA_CHOOSE_ROWS * (ba_max(c->width, c->cmp_width) + 1) * (int64_t)sizeof(int32_t));
     return used;
 }
 
@@ -111,10 +105,11 @@ static char *sequence_row(const int64_t *cu, const ba_rows *r, int64_t sequence,
 
 /* Packs the rows of the stretch: queries of one head, or means of tiles. */
 static void pack_rows(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, void *panel) {
-    const int64_t pad = BA_FEW_PAD(c->dim), tile = c->args->tile;
+    const int64_t pad = dim_pad(c), tile = c->args->tile;
     if (c->by_query) {
+        const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
         for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = sequence_row(c->args->cu_q, &c->q, at->sequence, at->first + i, head);
-        c->kernels->vector[c->q.dtype]->pack_queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * LOG2_E);
+        f->pack_queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * LOG2_E);
         return;
     }
     for (int64_t i = 0; i < at->rows; i++) {
@@ -134,7 +129,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
 /* Opens the panel of the g-th head, and says which compressed keys each lane sees, and at most and at least. */
 static ba_panel open_panel(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, int64_t g, int64_t *most, int64_t *least) {
     const ba_nsa_select_args *a = c->args;
-    const ba_panel panel = {.q = s->q + g * c->lanes * BA_FEW_PAD(c->dim) * c->family->q_bytes, .m = s->m + g * c->lanes * c->real_size, .l = s->l};
+    const ba_panel panel = {.q = s->q + g * c->lanes * dim_pad(c) * c->family->q_bytes, .m = s->m + g * c->lanes * c->real_size, .l = s->l};
     pack_rows(c, s, at, head, panel.q);
     *most = 0;
     *least = at->keys;
@@ -183,9 +178,19 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
         rows[j] = sequence_row(c->args->cu_cmp, &c->k, at->sequence, begin + j, kv_head);
         s->key_index[j] = (int32_t)(begin + j);
     }
-    const ba_pack_rows_fn pack = c->kernels->cache[c->k.dtype]->pack;
-    if (pack) pack(s->packed_k, rows, rows, NULL, keys, c->dim);
-    return (ba_chunk){.keys = keys, .head_dim = c->dim, .v_dim = 1, .k_rows = rows, .v_rows = rows, .key_index = s->key_index, .scratch = s->chunk};
+    const ba_pack_rows_fn pack = c->has_own ? c->family->pack_k : c->kernels->cache[c->k.dtype]->pack;
+    if (pack) {
+        pack(s->packed_k, s->packed_k_rows, rows, NULL, keys, c->dim);
+        rows = s->packed_k_rows;
+    }
+    return (ba_chunk){.keys = keys,
+                      .head_dim = c->dim,
+                      .v_dim = 1,
+                      .k_rows = rows,
+                      .v_rows = rows,
+                      .key_index = s->key_index,
+                      .scale = c->args->scale * LOG2_E,
+                      .scratch = s->chunk};
 }
 
 /* Sum over the group's heads of the probabilities of each compressed key, added to the blocks that it overlaps. */
@@ -205,8 +210,12 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
         }
         memset(s->sum, 0, (size_t)(keys * line));
         for (int64_t g = 0; g < c->group; g++) {
-            panel.q = s->q + g * c->lanes * BA_FEW_PAD(c->dim) * c->family->q_bytes;
+            panel.q = s->q + g * c->lanes * dim_pad(c) * c->family->q_bytes;
             panel.m = s->m + g * c->lanes * c->real_size;
+            if (c->has_own) {
+                c->family->add_probabilities(&panel, &chunk, (float *)s->sum);
+                continue;
+            }
             c->family->scores[0](&panel, &chunk, s->row_max);
             c->family->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* m, the log-sum-exp, stays: lowest is not above it */
             add(s->sum, s->chunk, keys * c->lanes, real);
@@ -231,43 +240,6 @@ static void score_by_tile(const select_call *c, const select_scratch *s, const s
 }
 
 /* ---- The best -------------------------------------------------------------------------------------------------------------- */
-
-static bool is_worse(const entry *a, const entry *b) { return a->score < b->score || (a->score == b->score && a->block > b->block); }
-
-/* Puts `e` at place `i` of a heap of n, the worst on top, and sets it right below. */
-static void sift(entry *heap, int64_t n, int64_t i, entry e) {
-    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && is_worse(&heap[child + 1], &heap[child])) child++;
-        if (!is_worse(&heap[child], &e)) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = e;
-}
-
-/* Blocks come in rising order, so that one that ties with the worst so far is left out. */
-static void offer(const select_call *c, const select_scratch *s, int64_t lane, int64_t places, double score, int64_t block) {
-    entry *heap = s->heap + lane * places_kept(c);
-    const entry e = {score, block};
-    int64_t i = s->used[lane];
-    if (i == places) {
-        sift(heap, places, 0, e);
-    } else {
-        s->used[lane]++;
-        for (int64_t above; i > 0 && is_worse(&e, &heap[above = (i - 1) / 2]); i = above) heap[i] = heap[above];
-        heap[i] = e;
-    }
-    if (s->used[lane] == places) ba_set_real(s->threshold, lane, heap[0].score, c->real_size);
-}
-
-/* True where some lane's score is not below its threshold or at it (NaN is not). */
-#define DEFINE_ANY(real)                                                                                                                             \
-    static bool any_##real(const real *score, const real *threshold, int64_t n) {                                                                    \
-        int any = 0;                                                                                                                                 \
-        for (int64_t i = 0; i < n; i++) any |= !(score[i] <= threshold[i]);                                                                          \
-        return any;                                                                                                                                  \
-    }
-DEFINE_ANY(float)
-DEFINE_ANY(double)
 
 /* What is always selected of a row, and what may be: the blocks of [lo, hi) that are not within [local_lo, local_hi). */
 typedef struct rules {
@@ -297,73 +269,46 @@ static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
     return r;
 }
 
-static void sort_rising(int32_t *x, int64_t n) { /* a row has few places */
-    for (int64_t i = 1; i < n; i++) {
-        const int32_t here = x[i];
-        int64_t j = i;
-        for (; j > 0 && x[j - 1] > here; j--) x[j] = x[j - 1];
-        x[j] = here;
-    }
-}
-
-/* Writes a row: what is always selected, what the lane's heap holds, in rising order. */
-static void write_row(const select_call *c, const select_scratch *s, const stretch *at, int64_t lane, const rules *r, const ba_tensor *out) {
+static void write_row(const select_call *c, const stretch *at, int64_t row, const int32_t *list, int64_t length, const ba_tensor *out) {
     const int64_t *steps = out->strides, width = out->dims[out->ndim - 1];
-    int64_t n = 0, row = at->first + lane;
-    for (int64_t b = 0; b < r->init; b++) s->chosen[n++] = (int32_t)b;
-    for (int64_t b = r->local_lo; b < r->local_hi; b++) s->chosen[n++] = (int32_t)b;
-    for (int64_t i = 0; i < s->used[lane]; i++) s->chosen[n++] = (int32_t)s->heap[lane * places_kept(c) + i].block;
-    sort_rising(s->chosen, n);
     for (int64_t b = 0; c->args->cu_q && b < at->sequence; b++) row += rows_of(c, b);
     int32_t *to = (int32_t *)out->data +
                   (c->args->cu_q ? at->head * steps[0] + row * steps[1] : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
-    for (int64_t i = 0; i < width; i++) to[i * steps[out->ndim - 1]] = i < n ? s->chosen[i] : -1;
+    for (int64_t i = 0; i < width; i++) to[i * steps[out->ndim - 1]] = i < length ? list[i] : -1;
 }
 
-static void clear_heaps(const select_call *c, const select_scratch *s) {
-    memset(s->used, 0, (size_t)c->lanes * sizeof *s->used);
-    for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->threshold, i, -INFINITY, c->real_size);
-}
-
-/* A NaN score is the lowest that can be selected: what it comes from shows in the output. */
-static double ordered(const select_call *c, double score) {
-    if (score == score) return score;
-    return c->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023;
-}
-
-static void choose(const select_call *c, const select_scratch *s, const stretch *at) {
-    rules r[BA_MAX_LANES];
-    int64_t end = 0, places[BA_MAX_LANES];
-    clear_heaps(c, s);
-    for (int64_t i = 0; i < at->rows; i++) {
-        r[i] = rules_of(c, at, i);
-        places[i] = c->width - r[i].init - (r[i].local_hi - r[i].local_lo);
-        end = ba_max(end, r[i].hi);
-        if (places[i] == 0) ba_set_real(s->threshold, i, INFINITY, c->real_size);
-    }
-    for (int64_t i = at->rows; i < c->lanes; i++) ba_set_real(s->threshold, i, INFINITY, c->real_size);
-    for (int64_t block = 0; block < end; block++) {
-        const char *scores = s->scores + block * c->lanes * c->real_size;
-        if (!(c->real_size == 4 ? any_float((const float *)scores, (const float *)s->threshold, at->rows)
-                                : any_double((const double *)scores, (const double *)s->threshold, at->rows)))
-            continue;
-        for (int64_t i = 0; i < at->rows; i++) {
-            const double score = ordered(c, ba_get_real(scores, i, c->real_size));
-            if (places[i] == 0 || !(score > ba_get_real(s->threshold, i, c->real_size))) continue;
-            if (block < r[i].init || block >= r[i].hi || (block >= r[i].local_lo && block < r[i].local_hi)) continue;
-            offer(c, s, i, places[i], score, block);
+/* Writes each lane's best, in rising order. Of equal scores the lower block comes first. `rules`: by lane. */
+static void choose(const select_call *c, const select_scratch *s, const stretch *at, const char *scores, const rules *r, const ba_tensor *out) {
+    const int64_t width = out->dims[out->ndim - 1];
+    for (int64_t first = 0; first < at->rows; first += BA_CHOOSE_ROWS) {
+        const int64_t rows = ba_min(BA_CHOOSE_ROWS, at->rows - first);
+        ba_choice choice = {
+            .scores = scores + first * c->real_size, .stride = c->lanes, .rows = rows, .width = width, .keys = s->keys, .lists = s->lists};
+        for (int64_t i = 0; i < rows; i++) {
+            choice.init[i] = (int32_t)r[first + i].init;
+            choice.local_lo[i] = (int32_t)r[first + i].local_lo;
+            choice.local_hi[i] = (int32_t)r[first + i].local_hi;
+            choice.hi[i] = (int32_t)r[first + i].hi;
+            choice.blocks = ba_max(choice.blocks, r[first + i].hi);
         }
+        c->kernels->vector[ba_real_of(c->q.dtype)]->choose(&choice);
+        for (int64_t i = 0; i < rows; i++) write_row(c, at, at->first + first + i, s->lists + i * (width + 1), choice.lengths[i], out);
     }
-    for (int64_t i = 0; i < at->rows; i++) write_row(c, s, at, i, &r[i], &c->args->selected);
+}
+
+static void choose_blocks(const select_call *c, const select_scratch *s, const stretch *at) {
+    rules r[BA_MAX_LANES] = {{0}};
+    for (int64_t i = 0; i < at->rows; i++) r[i] = rules_of(c, at, i);
+    choose(c, s, at, s->scores, r, &c->args->selected);
 }
 
 /* The best stretches of compressed keys, by the mean score of those that may be selected. */
 static void choose_stretches(const select_call *c, const select_scratch *s, const stretch *at) {
     const int64_t size = c->args->cmp_group;
-    const rules none = {0};
-    clear_heaps(c, s);
+    rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) {
         const int64_t end = rules_of(c, at, i).hi;
+        r[i] = (rules){.hi = ba_ceil_div(end, size)};
         for (int64_t begin = 0; begin < end; begin += size) {
             double sum = 0;
             int64_t members = 0;
@@ -373,11 +318,10 @@ static void choose_stretches(const select_call *c, const select_scratch *s, cons
                 sum += score;
                 members++;
             }
-            const double mean = ordered(c, sum / (double)members);
-            if (members && (s->used[i] < c->cmp_width || mean > s->heap[i * places_kept(c)].score)) offer(c, s, i, c->cmp_width, mean, begin / size);
+            ba_set_real(s->means, begin / size * c->lanes + i, members ? sum / (double)members : -INFINITY, c->real_size);
         }
-        write_row(c, s, at, i, &none, &c->args->selected_cmp);
     }
+    choose(c, s, at, s->means, r, &c->args->selected_cmp);
 }
 
 /* ---- The call ----------------------------------------------------------------------------------------------------------------- */
@@ -404,7 +348,7 @@ static void select_item(void *context, int64_t item, int worker) {
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     if (c->by_query) score_by_query(c, &s, &at);
     else score_by_tile(c, &s, &at);
-    choose(c, &s, &at);
+    choose_blocks(c, &s, &at);
     if (ba_given(&c->args->selected_cmp)) choose_stretches(c, &s, &at);
 }
 
@@ -518,6 +462,9 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     const ba_isa level = level_with_parts(real);
     c.kernels = ba_kernels_at(level);
     c.family = c.kernels->vector[real];
+    const ba_attend_family *own = ba_kernels_active()->attend[args->q.dtype];
+    c.has_own = c.by_query && own->add_probabilities;
+    if (c.has_own) c.family = own;
     c.real_size = c.family->real_size;
     c.lanes = c.family->lanes[0];
     c.chunk_keys = ba_tuning_at(level)->chunk_keys;
