@@ -166,7 +166,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 
 /* Two rounds: stretches of pages are scored for all heads at once, since these lie side by side; then each row of the result
  * is chosen from its scores. */
-enum { STRETCH_ROWS = 256, STRETCHES_A_THREAD = 2 /* at least, where a thread gets as many rows */ };
+enum { STRETCH_ROWS = 128, STRETCHES_A_THREAD = 4 /* at least, where a thread gets as many rows */ };
 enum { ROWS_AT_ONCE = 256, AHEAD_BYTES = 2048, MOST_AHEAD = 16 /* rows: where each head has one query */ };
 
 typedef struct select_call {
@@ -178,6 +178,7 @@ typedef struct select_call {
     int64_t chunk_rows;             /* scored for every head, then the next */
     int64_t heads_at_once;          /* 0: a head's queries are several; else each head has one, and these meet a row together */
     int64_t ahead;                  /* rows asked for then */
+    int64_t queries_at_once;        /* 1 then */
     const ba_attend_family *family; /* for the queries' dtype */
     const ba_cache_kernels *cache;
     int64_t scratch_bytes;
@@ -199,7 +200,7 @@ typedef struct select_scratch {
 } select_scratch;
 
 static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
-    const int64_t real = c->family->real_size, queries = BA_FEW_QUERIES, rows = c->chunk_rows + c->ahead;
+    const int64_t real = c->family->real_size, queries = c->queries_at_once, rows = c->chunk_rows + c->ahead;
     int64_t used = 0;
     s->loaded = (int64_t *)ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
     s->q = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
@@ -238,7 +239,7 @@ static void split_signs(char *high, char *low, int64_t n, int64_t real_size) {
 /* Queries first .. first+queries-1 of the (request, KV head)'s group, or alone their mean. */
 static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
     const ba_tensor *q = &c->args->q;
-    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = BA_FEW_QUERIES * pad * real;
+    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = c->queries_at_once * pad * real;
     const char *row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first) * q->strides[1]) * size;
     char *high = s->q + kv_head * bytes, *low = s->q_low + kv_head * bytes;
     const void *rows[BA_FEW_QUERIES];
@@ -266,10 +267,12 @@ static void load_all_queries(const select_call *c, const select_scratch *s, int6
 /* Where rows begin .. of a request lie, for the first head. */
 static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
     rows->count = ba_max(0, end - begin);
-    for (int64_t i = 0; i < rows->count; i++) {
-        const int64_t page = table_page(&c->args->tables, batch, (begin + i) / c->a.rows), row = (begin + i) % c->a.rows;
-        rows->a[i] = page_row(&c->a, page, row, 0);
-        if (c->args->method == BA_SELECT_QUEST) rows->b[i] = page_row(&c->b, page, row, 0);
+    for (int64_t at = begin; at < end;) { /* a page after the other: a division a row would show */
+        const int64_t page = table_page(&c->args->tables, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
+        const char *a = page_row(&c->a, page, row, 0), *b = c->args->method == BA_SELECT_QUEST ? page_row(&c->b, page, row, 0) : NULL;
+        for (int64_t i = at - begin; i < at - begin + some; i++, a += c->a.row_stride) rows->a[i] = a;
+        for (int64_t i = at - begin; b && i < at - begin + some; i++, b += c->b.row_stride) rows->b[i] = b;
+        at += some;
     }
 }
 
@@ -337,7 +340,7 @@ static void score_stretch(const select_call *c, select_scratch *s, int64_t batch
 
 /* The same where each head has one query: out is [head][most_pages]. */
 static void score_heads(const select_call *c, select_scratch *s, int64_t batch, int64_t begin, int64_t end, float *out) {
-    const int64_t real = c->family->real_size, q_step = BA_FEW_QUERIES * BA_FEW_PAD(c->dim);
+    const int64_t real = c->family->real_size, q_step = BA_FEW_PAD(c->dim);
     struct rows_at *rows = &s->rows[0];
     for (int64_t at = begin; at < end; at += c->chunk_rows) {
         const int64_t count = ba_min(c->chunk_rows, end - at);
@@ -382,9 +385,24 @@ static uint64_t order_key(float score, int64_t page) {
     return (uint64_t)bits << 32 | (uint32_t) ~(uint32_t)page;
 }
 
+enum { FEW_KEYS = 64 };
+
 static int by_falling_key(const void *left, const void *right) {
     const uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
     return a < b ? 1 : a > b ? -1 : 0;
+}
+
+static void sort_falling(uint64_t *keys, int64_t n) {
+    if (n > FEW_KEYS) {
+        qsort(keys, (size_t)n, sizeof *keys, by_falling_key);
+        return;
+    }
+    for (int64_t i = 1; i < n; i++) { /* where a call a comparison would show */
+        const uint64_t key = keys[i];
+        int64_t at = i;
+        for (; at > 0 && keys[at - 1] < key; at--) keys[at] = keys[at - 1];
+        keys[at] = key;
+    }
 }
 
 static void swap_keys(uint64_t *a, uint64_t *b) {
@@ -459,7 +477,7 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
     for (int64_t i = 0; i < sink; i++) chosen[used++] = (int32_t)i;
     const int64_t keys = best_keys(scores + sink, sink, candidates, free_slots, s->largest, s->keys);
     if (free_slots > 0 && free_slots < keys) largest_first(s->keys, keys, free_slots);
-    if (!args->ascending) qsort(s->keys, (size_t)ba_min(free_slots, keys), sizeof *s->keys, by_falling_key);
+    if (!args->ascending) sort_falling(s->keys, ba_min(free_slots, keys));
     for (int64_t i = 0; i < free_slots; i++) chosen[used++] = (int32_t)(uint32_t) ~(uint32_t)s->keys[i];
     for (int64_t i = recent; i > 0; i--) chosen[used++] = (int32_t)(n - i);
     if (args->ascending) qsort(chosen, (size_t)used, sizeof *chosen, by_rising_number);
@@ -553,6 +571,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     const int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
     c.heads_at_once = heads_at_once(&c);
+    c.queries_at_once = c.heads_at_once ? 1 : BA_FEW_QUERIES;
     c.ahead = c.heads_at_once ? ba_min(MOST_AHEAD, ba_ceil_div(AHEAD_BYTES, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype))) : 0;
     c.chunk_rows = c.heads_at_once ? ROWS_AT_ONCE : ba_tuning_at(ba_isa_active())->few_keys;
     const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
