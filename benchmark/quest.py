@@ -178,7 +178,7 @@ def measured(layers: Layers, args: argparse.Namespace, progress: Progress) -> li
     reads: dict[tuple[str, int], list[float]] = {}
 
     def probe(what: str, threads: int) -> None:
-        """Reads K and V over and over, or the summaries once, as one round of selections does: they are in no cache then, or in the same one."""
+        """Reads K and V over and over, or the summaries once, as a round of selections does, with as much other memory read before."""
         memory, seconds = (layers.steps[0].cache.memory[: 1 << 28], PROBE_SECONDS) if what == "limit" else (layers.summaries, None)
         reads.setdefault((what, threads), []).append(float(_core.probe_read(isa, memory, seconds, threads)))
 
