@@ -177,10 +177,10 @@ def measured(layers: Layers, args: argparse.Namespace, progress: Progress) -> li
     layers.build(layers.layers)
     reads: dict[tuple[str, int], list[float]] = {}
 
-    def probe(threads: int) -> None:
-        for what, memory in (("all", layers.steps[0].cache.memory), ("select", layers.summaries)):
-            found = float(_core.probe_read(isa, memory[: 1 << 28], PROBE_SECONDS, threads))
-            reads.setdefault((what, threads), []).append(found)
+    def probe(what: str, threads: int) -> None:
+        """Reads K and V over and over, or the summaries once, as a round of selections does, with as much other memory read before."""
+        memory, seconds = (layers.steps[0].cache.memory[: 1 << 28], PROBE_SECONDS) if what == "limit" else (layers.summaries, None)
+        reads.setdefault((what, threads), []).append(float(_core.probe_read(isa, memory, seconds, threads)))
 
     def with_threads(threads: int, call: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -191,12 +191,13 @@ def measured(layers: Layers, args: argparse.Namespace, progress: Progress) -> li
 
     calls = {"dense": layers.dense, "build": layers.build, "select": layers.select, "attend": layers.attend, "both": layers.both}
     per_layer = {"dense": layers.dense_layers, "build": layers.build_layers}
-    keys = [(name, threads) for threads in args.threads for name in ("limit", *calls)]
+    # summaries are read far from where they are selected by, with other memory read in between
+    keys = [(name, threads) for threads in args.threads for name in ("limit", "dense", "once", "build", "select", "attend", "both")]
     share = 1 / (len(keys) * (args.repeats + args.warmup))
     contenders = [
         Contender(
             f"context {layers.context}",
-            (lambda threads=threads: probe(threads)) if name == "limit" else with_threads(threads, calls[name]),
+            with_threads(threads, calls[name]) if name in calls else (lambda what=name, threads=threads: probe(what, threads)),
             share,
             before_last=(lambda: check.poison(layers.steps[0].out)) if name == "both" else None,
         )
@@ -212,7 +213,7 @@ def measured(layers: Layers, args: argparse.Namespace, progress: Progress) -> li
     blitz_attn.set_num_threads(None)
     rows = []
     for threads in args.threads:
-        read, read_select = (statistics.median(reads[what, threads][args.warmup :]) for what in ("all", "select"))
+        read, read_select = (statistics.median(reads[what, threads][args.warmup :]) for what in ("limit", "once"))
         seconds = {name: times[name, threads] for name in calls}
         sparse_bytes = layers.summary_bytes + layers.picked_bytes
         rows.append(

@@ -67,13 +67,19 @@ FOREIGN = Family(_empty_bits, _bits_to_ml_dtypes_if_installed)  # some other exp
 _BITS = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_e4m3")}
 
 
+@cache
+def _plain_name(dtype: np.dtype) -> str:
+    """NumPy works a dtype's name out anew each time it is asked, in some microseconds."""
+    return dtype.name
+
+
 def _is_ml_dtypes(x: np.ndarray) -> bool:
-    return x.dtype.kind == "V" and x.dtype.name == "bfloat16"
+    return x.dtype.kind == "V" and _plain_name(x.dtype) == "bfloat16"
 
 
 def _bits_of(x: np.ndarray) -> tuple[np.ndarray, str] | None:
     """An ml_dtypes array as its bits, with the name of their dtype; None for an array that says all by itself."""
-    entry = _BITS.get(x.dtype.name) if x.dtype.kind == "V" else None
+    entry = _BITS.get(_plain_name(x.dtype)) if x.dtype.kind == "V" else None
     return None if entry is None else (x.view(entry[0]), entry[1])
 
 
@@ -168,12 +174,6 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
     if tag is None and bits_as in ("bfloat16", "float8_e4m3") and x.dtype == (np.uint16 if bits_as == "bfloat16" else np.uint8):
         tag = bits_as
     return x, tag or _plain_name(x.dtype)
-
-
-@cache
-def _plain_name(dtype: np.dtype) -> str:
-    """NumPy works a dtype's name out anew each time it is asked, in some microseconds."""
-    return dtype.name
 
 
 def integer(x: Any, name: str) -> int:

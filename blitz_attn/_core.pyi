@@ -224,5 +224,6 @@ def probe_flops(level: str, seconds: float, num_threads: int | None = ...) -> fl
 def probe_tile_flops(level: str, seconds: float, num_threads: int | None = ...) -> float:
     """The same of bfloat16 tile products; 0 where the level has no tiles."""
 
-def probe_read(level: str, memory: Any, seconds: float, num_threads: int | None = ...) -> float:
-    """GB/s of reading an array, shared out among the threads, or so many bytes a thread over and over, all threads together."""
+def probe_read(level: str, memory: Any, seconds: float | None, num_threads: int | None = ...) -> float:
+    """GB/s of reading an array, shared out among the threads, or so many bytes a thread over and over, all threads together; once where
+    `seconds` is None."""

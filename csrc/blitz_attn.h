@@ -350,7 +350,8 @@ BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
 /* The same of bfloat16 tile products. 0 where the level has no tiles. */
 BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
 /* Reads over and over, in bytes/s, all threads together: the `bytes` of `data`, shared out among the threads, or, where it is NULL,
- * `bytes` a thread of memory of its own. 0 where data has fewer than 512 bytes a thread. */
+ * `bytes` a thread of memory of its own. 0 where data has fewer than 512 bytes a thread. Where `seconds` is 0, it is read once: what was not in a
+ * cache before is measured from memory. */
 BA_API double ba_probe_read(ba_isa level, const void *data, int64_t bytes, double seconds, int num_threads);
 
 #ifdef __cplusplus

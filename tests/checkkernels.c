@@ -72,7 +72,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 34 && FUNCTIONS(ba_cache_kernels, pack) == 4 && FUNCTIONS(ba_probes, flops) == 3,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 34 && FUNCTIONS(ba_cache_kernels, pack) == 5 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -100,6 +100,7 @@ static void clear_records(void) {
         [FINISH] = "finish",
         [CHOOSE] = "choose",
         [SUMMARISE] = "summarise",
+        [SCORE_HEADS] = "score_heads",
         [UNSEEN] = "promise: unseen keys",
         [CUT] = "promise: cut chunks",
         [ALONE] = "promise: lanes alone",
@@ -542,6 +543,36 @@ static void check_choose(test_case *c) {
     }
 }
 
+/* q and k hold the heads of a row side by side; k's first rows are one side, the others the other one. */
+static void check_score_heads(test_case *c) {
+    record *r = &records[SCORE_HEADS];
+    for (int64_t n = 0; n < 4 * DIMS * FILLS; n++) {
+        const int64_t dim = dim_at(n / FILLS % DIMS), most = ba_min(BA_MAX_HEAD_DIM / dim, BA_HEADS_REALS / ba_round_up(dim, 32));
+        const int64_t heads = 1 + pick(ba_min(most, 20)), rows = 1 + pick(20), sides = 1 + pick(2);
+        const int64_t real = c->s.f->real_size, step = dim * ba_dtype_size(c->s.kv_dtype);
+        make_case(c, n % FILLS, NO_MASK, 2, 2 * rows, heads * dim, 1);
+        const void **q_rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, sides, heads * dim);
+        const ba_side side[2] = {{q_rows[0], dim, place_rows(c, K_ROWS, K_POINTERS, &k, 0, rows, heads * dim), 0, step},
+                                 {sides > 1 ? q_rows[1] : NULL, dim, place_rows(c, V_ROWS, V_POINTERS, &k, rows, rows, heads * dim), 0, step}};
+        const void *got = place(SCRATCH, ba_round_up(rows * heads, 16) * real);
+        c->s.cache->score_heads(side, sides, heads, rows, rows, pick(5), dim, (void *)(uintptr_t)got);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t j = 0; j < rows; j++) {
+                double sum = 0, size = 0, other_size = 0;
+                for (int64_t s = 0; s < sides; s++)
+                    for (int64_t d = h * dim; d < (h + 1) * dim; d++) {
+                        const double element = k.value[s * rows + j][d], term = q.value[s][d] * element;
+                        sum += term;
+                        size += fabs(term);
+                        other_size += fabs(element);
+                    }
+                const double error = sum_error(c, sides * dim) * size + tiny(c) * ((double)(sides * dim) + other_size);
+                compare(r, real_at(c, got, j * heads + h), sum, c->fill == EXACT_HUGE ? 0 : error, "score [row][head]", j, h);
+            }
+    }
+}
+
 static void check_summarise(test_case *c) {
     record *r = &records[SUMMARISE];
     const ba_dtype dtype = c->s.kv_dtype;
@@ -585,6 +616,7 @@ static void check_variant(void *context) {
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW) check_heads(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
+    if (c->variant == FEW && c->s.cache && c->s.cache->score_heads) check_score_heads(c);
     if (c->variant == FEW && c->s.cache && c->s.cache->summarise) check_summarise(c);
 }
 

@@ -180,6 +180,7 @@ def test_probes():
         assert _core.probe_flops(level, 0.01, 1) > 0.1  # GFLOP/s
         assert _core.probe_read(level, 1 << 16, 0.01, 1) > 0.1  # GB/s
         assert _core.probe_read(level, np.ones(1 << 15, np.uint8), 0.01, 2) > 0.1
+        assert _core.probe_read(level, np.ones(1 << 15, np.uint8), None, 2) > 0.1  # once
         assert _core.probe_read(level, b"a few bytes", 0.01, 1) == 0
 
 
@@ -189,6 +190,7 @@ def test_probes():
         (lambda: _core.probe_flops("sse9", 0.01), ValueError),
         (lambda: _core.probe_flops("portable", 0.0), ValueError),
         (lambda: _core.probe_flops("portable", float("nan")), ValueError),
+        (lambda: _core.probe_flops("portable", None), TypeError),
         (lambda: _core.probe_flops("portable", "1"), TypeError),
         (lambda: _core.probe_flops("portable", 0.01, 0), ValueError),
         (lambda: _core.probe_read("portable", 0, 0.01), ValueError),

@@ -254,6 +254,20 @@ def test_negative_scores_lose_to_no_padding(isa_level):
         check_selection(select(problem, k), problem, 16)
 
 
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 576), (5, 576), (20, 128), (3, 129), (67, 8)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_heads_than_meet_a_row_together(dtype, kv_heads, dim, isa_level):
+    """Heads meet a row as many at a time as their queries find room, and rows a few hundred at a time; heads have bits of their own all the same."""
+    problem = drawn(1, 2 * kv_heads, kv_heads, 2 * 270, 2, dim, dtype)
+    selected = select(problem, 12)
+    check_selection(selected, problem, 2)
+    query, high, low, *rest = problem
+    for head in {0, kv_heads // 2, kv_heads - 1}:
+        one = slice(head, head + 1)
+        alone = select((query[:, 2 * head : 2 * head + 2], high[:, :, one], low[:, :, one], *rest), 12, num_threads=1)
+        np.testing.assert_array_equal(alone, selected[:, one])
+
+
 def test_the_smallest_counts_where_the_query_is_negative(isa_level):
     problem = drawn(2, 4, 2, [400, 700], 16, 32)
     query = -np.abs(problem[0])

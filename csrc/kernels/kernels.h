@@ -286,6 +286,20 @@ typedef struct ba_attend_family {
               void *scores, int64_t stride)
 typedef BA_SCORES_FEW((*ba_scores_few_fn));
 
+/* scores[row * heads + head] = q of the head . row, in real: the sum of that over one or two sides; room for round_up(rows * heads, 16). A head's
+ * rows lie offset + head * head_step bytes behind those that are given; q is [head][q_step] reals, not packed, and heads * round_up(dim, 32) is at
+ * most BA_HEADS_REALS. Row r + ahead is asked for while row r is at hand, as far as row pointers are `known`. */
+enum { BA_HEADS_REALS = 2048 };
+typedef struct ba_side {
+    const void *q;
+    int64_t q_step;
+    const void *const *rows;
+    int64_t offset, head_step;
+} ba_side;
+#define BA_SCORE_HEADS(name)                                                                                                                         \
+    void name(const ba_side *side, int64_t sides, int64_t heads, int64_t rows, int64_t known, int64_t ahead, int64_t dim, void *scores)
+typedef BA_SCORE_HEADS((*ba_score_heads_fn));
+
 /* Largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype; NULL: not wanted. Largest and smallest
  * are exact elements; NaN is passed over by them. */
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
@@ -298,7 +312,8 @@ typedef struct ba_cache_kernels {
     ba_pack_rows_fn pack; /* NULL: read in place */
     ba_attend_few_fn few;
     ba_scores_few_fn scores;
-    ba_summarise_fn summarise; /* NULL: quantised */
+    ba_score_heads_fn score_heads; /* NULL, as the next: quantised */
+    ba_summarise_fn summarise;
 } ba_cache_kernels;
 
 /* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.

@@ -53,7 +53,7 @@ static void run_probe(void *context, int64_t item, int worker) {
     double elapsed;
     do {
         if (p->bytes) {
-            int64_t repeats = 1 + (1 << 20) / p->bytes;
+            const int64_t repeats = p->seconds > 0 ? 1 + (1 << 20) / p->bytes : 1;
             for (int64_t r = 0; r < repeats; r++) keep = keep + (float)p->kernels->read(data, p->bytes);
             done += (double)repeats * (double)p->bytes;
         } else {
@@ -66,7 +66,7 @@ static void run_probe(void *context, int64_t item, int worker) {
 }
 
 static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes, double seconds, int num_threads) {
-    if ((unsigned)level >= BA_ISA_COUNT || level > ba_isa_detected() || seconds <= 0 || bytes < 0) return 0;
+    if ((unsigned)level >= BA_ISA_COUNT || level > ba_isa_detected() || seconds < 0 || (seconds <= 0 && !bytes) || bytes < 0) return 0;
     const int threads = ba_threads_for(num_threads);
     probe p = {.kernels = ba_kernels_at(level)->probes, .seconds = seconds, .bytes = bytes, .threads = threads};
     p.flops = tiles ? p.kernels->tile_flops : p.kernels->flops;
@@ -77,7 +77,7 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
     double best = 0;
     /* the best of a few slices is the limit: in a slice, threads may have shared a core until the system moved one */
     p.seconds = seconds / SLICES;
-    for (int slice = 0; slice < SLICES && p.rate && (!bytes || p.data); slice++) {
+    for (int slice = 0; slice < (seconds > 0 ? SLICES : 1) && p.rate && (!bytes || p.data); slice++) {
         atomic_store(&p.arrived, 0);
         ba_parallel(threads, threads, run_probe, &p);
         double total = 0;

@@ -166,7 +166,8 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 
 /* Two rounds: stretches of pages are scored for all heads at once, since these lie side by side; then each row of the result
  * is chosen from its scores. */
-enum { STRETCH_ROWS = 256, STRETCHES_A_THREAD = 2 /* at least, where a thread gets as many rows */ };
+enum { STRETCH_ROWS = 128, STRETCHES_A_THREAD = 4 /* at least, where a thread gets as many rows */ };
+enum { ROWS_AT_ONCE = 256, AHEAD_BYTES = 2048, MOST_AHEAD = 16 /* rows: where each head has one query */ };
 
 typedef struct select_call {
     const ba_select_args *args;
@@ -175,6 +176,9 @@ typedef struct select_call {
     int64_t rows;                   /* of the result, of a request */
     int64_t stretch, stretches;     /* pages; how many of a request at most */
     int64_t chunk_rows;             /* scored for every head, then the next */
+    int64_t heads_at_once;          /* 0: a head's queries are several; else each head has one, and these meet a row together */
+    int64_t ahead;                  /* rows asked for then */
+    int64_t queries_at_once;        /* 1 then */
     const ba_attend_family *family; /* for the queries' dtype */
     const ba_cache_kernels *cache;
     int64_t scratch_bytes;
@@ -183,6 +187,7 @@ typedef struct select_call {
 } select_call;
 
 typedef struct select_scratch {
+    int64_t *loaded; /* the request and its first query of a group that are in q, in a thread's first item -1 */
     char *q, *q_low; /* [KV head], packed queries: their parts above and below 0 for BA_SELECT_QUEST */
     char *scores, *scores_low;
     struct rows_at {
@@ -195,11 +200,12 @@ typedef struct select_scratch {
 } select_scratch;
 
 static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
-    const int64_t real = c->family->real_size, queries = BA_FEW_QUERIES, rows = c->chunk_rows;
+    const int64_t real = c->family->real_size, queries = c->queries_at_once, rows = c->chunk_rows + c->ahead;
     int64_t used = 0;
+    s->loaded = (int64_t *)ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
     s->q = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
     s->q_low = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
-    s->scores = ba_take(base, &used, queries * rows * real);
+    s->scores = ba_take(base, &used, (ba_max(queries, c->heads_at_once) * rows + 16) * real);
     s->scores_low = ba_take(base, &used, queries * rows * real);
     for (int i = 0; i < 2; i++) {
         s->rows[i].a = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
@@ -211,10 +217,29 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     return used;
 }
 
+static void add_reals(char *to, const char *from, int64_t n, int64_t real_size) {
+    for (int64_t i = 0; real_size == 4 && i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
+    for (int64_t i = 0; real_size == 8 && i < n; i++) ((double *)to)[i] += ((const double *)from)[i];
+}
+
+/* What is above 0 of n reals stays, what is below goes to `low`; NaN is nowhere. */
+static void split_signs(char *high, char *low, int64_t n, int64_t real_size) {
+    float *f = (float *)high, *f_low = (float *)low;
+    double *d = (double *)high, *d_low = (double *)low;
+    for (int64_t i = 0; real_size == 4 && i < n; i++) {
+        f_low[i] = f[i] < 0 ? f[i] : 0;
+        f[i] = f[i] > 0 ? f[i] : 0;
+    }
+    for (int64_t i = 0; real_size == 8 && i < n; i++) {
+        d_low[i] = d[i] < 0 ? d[i] : 0;
+        d[i] = d[i] > 0 ? d[i] : 0;
+    }
+}
+
 /* Queries first .. first+queries-1 of the (request, KV head)'s group, or alone their mean. */
 static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
     const ba_tensor *q = &c->args->q;
-    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = BA_FEW_QUERIES * pad * real;
+    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = c->queries_at_once * pad * real;
     const char *row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first) * q->strides[1]) * size;
     char *high = s->q + kv_head * bytes, *low = s->q_low + kv_head * bytes;
     const void *rows[BA_FEW_QUERIES];
@@ -226,23 +251,28 @@ static void load_queries(const select_call *c, const select_scratch *s, int64_t 
     for (int64_t g = 0; !c->args->per_query_head && g < c->group; g++) {
         rows[0] = row + g * q->strides[1] * size;
         c->family->pack_few(low, rows, 1, c->dim, 1 / (double)c->group);
-        for (int64_t d = 0; d < c->dim; d++) ba_set_real(high, d, ba_get_real(high, d, real) + ba_get_real(low, d, real), real);
+        add_reals(high, low, c->dim, real);
     }
-    if (c->args->method != BA_SELECT_QUEST) return;
-    for (int64_t i = 0; i < queries * pad; i++) {
-        const double value = ba_get_real(high, i, real);
-        ba_set_real(high, i, value > 0 ? value : 0, real); /* meets the largest of a channel */
-        ba_set_real(low, i, value < 0 ? value : 0, real);  /* meets the smallest */
-    }
+    if (c->args->method == BA_SELECT_QUEST) split_signs(high, low, queries * pad, real); /* they meet the largest and the smallest of a channel */
+}
+
+/* Queries first .. of all KV heads, unless they are there. */
+static void load_all_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t first, int64_t queries) {
+    if (s->loaded[0] == batch && s->loaded[1] == first) return;
+    for (int64_t head = 0; head < c->kv_heads; head++) load_queries(c, s, batch, head, first, queries);
+    s->loaded[0] = batch;
+    s->loaded[1] = first;
 }
 
 /* Where rows begin .. of a request lie, for the first head. */
-static void find_chunk(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
-    rows->count = ba_max(0, ba_min(c->chunk_rows, end - begin));
-    for (int64_t i = 0; i < rows->count; i++) {
-        const int64_t page = table_page(&c->args->tables, batch, (begin + i) / c->a.rows), row = (begin + i) % c->a.rows;
-        rows->a[i] = page_row(&c->a, page, row, 0);
-        if (c->args->method == BA_SELECT_QUEST) rows->b[i] = page_row(&c->b, page, row, 0);
+static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
+    rows->count = ba_max(0, end - begin);
+    for (int64_t at = begin; at < end;) { /* a page after the other: a division a row would show */
+        const int64_t page = table_page(&c->args->tables, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
+        const char *a = page_row(&c->a, page, row, 0), *b = c->args->method == BA_SELECT_QUEST ? page_row(&c->b, page, row, 0) : NULL;
+        for (int64_t i = at - begin; i < at - begin + some; i++, a += c->a.row_stride) rows->a[i] = a;
+        for (int64_t i = at - begin; b && i < at - begin + some; i++, b += c->b.row_stride) rows->b[i] = b;
+        at += some;
     }
 }
 
@@ -266,42 +296,62 @@ static void ask_for_all(const select_call *c, const pages *p, const void *const 
     }
 }
 
-/* A page's score: that of its row, or the sum of those of its two rows. */
-static void round_scores(int64_t real_size, const char *scores, const char *low, int64_t count, float *out) {
-    if (real_size == 4 && low) {
-        for (int64_t i = 0; i < count; i++) out[i] = ((const float *)scores)[i] + ((const float *)low)[i];
+/* Scores of one query with rows from `at` on, which stand `step` apart, into those of pages: the same, or the sum of those of a page's two rows, or
+ * the largest of those of its tokens. */
+static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, const char *low, int64_t step, float *pages) {
+    const int64_t real = c->family->real_size, size = c->args->page_size;
+    if (c->args->method == BA_SELECT_MAX) {
+        for (int64_t i = 0; i < count; i++) {
+            const double score = ba_get_real(scores, i * step, real);
+            float *page = &pages[(at + i) / size];
+            if ((at + i) % size == 0 || score > (double)*page) *page = (float)score;
+        }
+    } else if (real == 4 && low) {
+        for (int64_t i = 0; i < count; i++) pages[at + i] = ((const float *)scores)[i * step] + ((const float *)low)[i * step];
+    } else if (real == 4) {
+        for (int64_t i = 0; i < count; i++) pages[at + i] = ((const float *)scores)[i * step];
     } else {
-        for (int64_t i = 0; i < count; i++) out[i] = (float)(ba_get_real(scores, i, real_size) + (low ? ba_get_real(low, i, real_size) : 0));
+        for (int64_t i = 0; i < count; i++)
+            pages[at + i] = (float)(ba_get_real(scores, i * step, real) + (low ? ba_get_real(low, i * step, real) : 0));
     }
 }
 
 /* Some queries of every head with the rows from `begin` to `end`; out: [query of head 0][most_pages], heads rows_a_head rows apart. */
 static void score_stretch(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
-    const ba_select_args *args = c->args;
-    const bool tokens = args->method == BA_SELECT_MAX, quest = args->method == BA_SELECT_QUEST;
+    const bool quest = c->args->method == BA_SELECT_QUEST;
     const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
-    find_chunk(c, batch, begin, end, &s->rows[0]);
+    find_rows(c, batch, begin, ba_min(end, begin + c->chunk_rows), &s->rows[0]);
     ask_for_all(c, &c->a, s->rows[0].a, s->rows[0].count);
     if (quest) ask_for_all(c, &c->b, s->rows[0].b, s->rows[0].count);
     for (int64_t at = begin, here = 0; at < end; at += c->chunk_rows, here = !here) {
         const struct rows_at *rows = &s->rows[here], *next = &s->rows[!here];
-        find_chunk(c, batch, at + c->chunk_rows, end, &s->rows[!here]);
+        find_rows(c, batch, at + c->chunk_rows, ba_min(end, at + 2 * c->chunk_rows), &s->rows[!here]);
         for (int64_t head = 0; head < c->kv_heads; head++) {
             score_rows(c, &c->a, s->q, queries, head, rows->a, rows->count, next->a, next->count, s->scores);
             if (quest) score_rows(c, &c->b, s->q_low, queries, head, rows->b, rows->count, next->b, next->count, s->scores_low);
             for (int64_t g = 0; g < queries; g++) {
                 const int64_t first = g * c->chunk_rows * real;
-                float *row = out + head * row_step + g * c->most_pages;
-                if (!tokens) {
-                    round_scores(real, s->scores + first, quest ? s->scores_low + first : NULL, rows->count, row + at);
-                    continue;
-                }
-                for (int64_t i = 0; i < rows->count; i++) {
-                    const double score = ba_get_real(s->scores + first, i, real);
-                    float *page = &row[(at + i) / args->page_size];
-                    if ((at + i) % args->page_size == 0 || score > (double)*page) *page = (float)score;
-                }
+                keep_scores(c, at, rows->count, s->scores + first, quest ? s->scores_low + first : NULL, 1,
+                            out + head * row_step + g * c->most_pages);
             }
+        }
+    }
+}
+
+/* The same where each head has one query: out is [head][most_pages]. */
+static void score_heads(const select_call *c, select_scratch *s, int64_t batch, int64_t begin, int64_t end, float *out) {
+    const int64_t real = c->family->real_size, q_step = BA_FEW_PAD(c->dim);
+    struct rows_at *rows = &s->rows[0];
+    for (int64_t at = begin; at < end; at += c->chunk_rows) {
+        const int64_t count = ba_min(c->chunk_rows, end - at);
+        find_rows(c, batch, at, ba_min(end, at + count + c->ahead), rows);
+        for (int64_t first = 0; first < c->kv_heads; first += c->heads_at_once) {
+            const int64_t heads = ba_min(c->heads_at_once, c->kv_heads - first);
+            const int64_t sides = c->args->method == BA_SELECT_QUEST ? 2 : 1, skip = first * q_step * real;
+            const ba_side side[2] = {{s->q + skip, q_step, rows->a, first * c->a.head_stride, c->a.head_stride},
+                                     {s->q_low + skip, q_step, rows->b, first * c->b.head_stride, c->b.head_stride}};
+            c->cache->score_heads(side, sides, heads, count, rows->count, c->ahead, c->dim, s->scores);
+            for (int64_t h = 0; h < heads; h++) keep_scores(c, at, count, s->scores + h * real, NULL, heads, out + (first + h) * c->most_pages);
         }
     }
 }
@@ -318,9 +368,11 @@ static void score_item(void *context, int64_t item, int worker) {
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t first = 0; first < rows_a_head; first += BA_FEW_QUERIES) {
         const int64_t queries = ba_min(BA_FEW_QUERIES, rows_a_head - first);
-        for (int64_t head = 0; head < c->kv_heads; head++) load_queries(c, &s, batch, head, first, queries);
-        score_stretch(c, &s, batch, queries, first_page * rows_a_page, ba_min(rows, end_page * rows_a_page),
-                      c->page_scores + (batch * c->rows + first) * c->most_pages);
+        load_all_queries(c, &s, batch, first, queries);
+        const int64_t begin = first_page * rows_a_page, end = ba_min(rows, end_page * rows_a_page);
+        float *out = c->page_scores + (batch * c->rows + first) * c->most_pages;
+        if (c->heads_at_once) score_heads(c, &s, batch, begin, end, out);
+        else score_stretch(c, &s, batch, queries, begin, end, out);
     }
 }
 
@@ -333,9 +385,24 @@ static uint64_t order_key(float score, int64_t page) {
     return (uint64_t)bits << 32 | (uint32_t) ~(uint32_t)page;
 }
 
+enum { FEW_KEYS = 64 };
+
 static int by_falling_key(const void *left, const void *right) {
     const uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
     return a < b ? 1 : a > b ? -1 : 0;
+}
+
+static void sort_falling(uint64_t *keys, int64_t n) {
+    if (n > FEW_KEYS) {
+        qsort(keys, (size_t)n, sizeof *keys, by_falling_key);
+        return;
+    }
+    for (int64_t i = 1; i < n; i++) { /* where a call a comparison would show */
+        const uint64_t key = keys[i];
+        int64_t at = i;
+        for (; at > 0 && keys[at - 1] < key; at--) keys[at] = keys[at - 1];
+        keys[at] = key;
+    }
 }
 
 static void swap_keys(uint64_t *a, uint64_t *b) {
@@ -410,7 +477,7 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
     for (int64_t i = 0; i < sink; i++) chosen[used++] = (int32_t)i;
     const int64_t keys = best_keys(scores + sink, sink, candidates, free_slots, s->largest, s->keys);
     if (free_slots > 0 && free_slots < keys) largest_first(s->keys, keys, free_slots);
-    if (!args->ascending) qsort(s->keys, (size_t)ba_min(free_slots, keys), sizeof *s->keys, by_falling_key);
+    if (!args->ascending) sort_falling(s->keys, ba_min(free_slots, keys));
     for (int64_t i = 0; i < free_slots; i++) chosen[used++] = (int32_t)(uint32_t) ~(uint32_t)s->keys[i];
     for (int64_t i = recent; i > 0; i--) chosen[used++] = (int32_t)(n - i);
     if (args->ascending) qsort(chosen, (size_t)used, sizeof *chosen, by_rising_number);
@@ -480,6 +547,13 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     return BA_OK;
 }
 
+/* Where heads do not lie side by side, one meets all rows before the next. */
+static int64_t heads_at_once(const select_call *c) {
+    if (c->rows != c->kv_heads) return 0;
+    const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
+    return c->a.head_stride >= c->a.row_stride ? 1 : ba_max(1, ba_min(c->kv_heads, most));
+}
+
 ba_status ba_select_blocks(const ba_select_args *args) {
     select_call c = {.args = args, .most_pages = 1};
     BA_TRY(check_select(args, &c));
@@ -496,7 +570,10 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     }
     const int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
-    c.chunk_rows = ba_tuning_at(ba_isa_active())->few_keys;
+    c.heads_at_once = heads_at_once(&c);
+    c.queries_at_once = c.heads_at_once ? 1 : BA_FEW_QUERIES;
+    c.ahead = c.heads_at_once ? ba_min(MOST_AHEAD, ba_ceil_div(AHEAD_BYTES, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype))) : 0;
+    c.chunk_rows = c.heads_at_once ? ROWS_AT_ONCE : ba_tuning_at(ba_isa_active())->few_keys;
     const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
     c.stretch = ba_ceil_div(ba_max(STRETCH_ROWS, pages * rows_a_page / (STRETCHES_A_THREAD * threads)), rows_a_page);
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
@@ -508,6 +585,11 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(score_bytes + threads * c.scratch_bytes));
     c.page_scores = (float *)memory;
     c.scratch = memory + score_bytes;
+    for (int worker = 0; worker < threads; worker++) {
+        select_scratch s;
+        lay_out(&c, c.scratch + worker * c.scratch_bytes, &s);
+        s.loaded[0] = -1;
+    }
     ba_parallel(threads, args->batch * c.stretches, score_item, &c);
     ba_parallel(threads, args->batch * c.rows, choose_item, &c);
     ba_arena_release();

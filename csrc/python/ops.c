@@ -388,9 +388,12 @@ PyObject *py_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs, 
 
 /* ---- Probes ------------------------------------------------------------------------------------------------ */
 
-static int read_probe(PyObject *level, PyObject *seconds, PyObject *num_threads, ba_isa *isa, double *duration, int *threads) {
-    if (arg_isa(level, "level", isa) < 0 || arg_double(seconds, "seconds", duration) < 0) return -1;
-    if (!(*duration > 0.0 && isfinite(*duration))) {
+/* Without seconds, where that may be: once. */
+static int read_probe(PyObject *level, PyObject *seconds, bool may_be_once, PyObject *num_threads, ba_isa *isa, double *duration, int *threads) {
+    const bool once = may_be_once && seconds == Py_None;
+    *duration = 0;
+    if (arg_isa(level, "level", isa) < 0 || (!once && arg_double(seconds, "seconds", duration) < 0)) return -1;
+    if (!once && !(*duration > 0.0 && isfinite(*duration))) {
         PyErr_Format(PyExc_ValueError, "seconds: expected a positive number, got %S", seconds);
         return -1;
     }
@@ -404,7 +407,7 @@ PyObject *py_probe_flops(PyObject *module, PyObject *const *args, Py_ssize_t nar
     ba_isa level;
     double seconds, rate;
     int threads;
-    if (read_probe(values[0], values[1], values[2], &level, &seconds, &threads) < 0) return NULL;
+    if (read_probe(values[0], values[1], false, values[2], &level, &seconds, &threads) < 0) return NULL;
     WITHOUT_GIL(rate = ba_probe_flops(level, seconds, threads));
     return PyFloat_FromDouble(rate * 1e-9);
 }
@@ -416,7 +419,7 @@ PyObject *py_probe_tile_flops(PyObject *module, PyObject *const *args, Py_ssize_
     ba_isa level;
     double seconds, rate;
     int threads;
-    if (read_probe(values[0], values[1], values[2], &level, &seconds, &threads) < 0) return NULL;
+    if (read_probe(values[0], values[1], false, values[2], &level, &seconds, &threads) < 0) return NULL;
     WITHOUT_GIL(rate = ba_probe_tile_flops(level, seconds, threads));
     return PyFloat_FromDouble(rate * 1e-9);
 }
@@ -430,7 +433,7 @@ PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t narg
     double seconds, rate = 0;
     int threads;
     Py_buffer data = {0};
-    if (read_probe(values[0], values[2], values[3], &level, &seconds, &threads) < 0) return NULL;
+    if (read_probe(values[0], values[2], true, values[3], &level, &seconds, &threads) < 0) return NULL;
     if (PyObject_CheckBuffer(values[1])) {
         if (PyObject_GetBuffer(values[1], &data, PyBUF_SIMPLE) < 0) return NULL;
         bytes = data.len;
