@@ -196,7 +196,27 @@ void attend_plainly(const test_case *c, int64_t lane, plain_row *r);
 
 /* ---- What is found of one kernel (checkkernels.c) ------------------------------------------------------------------- */
 
-enum { PACK_QUERIES, PACK_K, PACK_V, PROBABILITIES, SCORES, SOFTMAX, VALUES, COMPOSED, ATTEND, JOIN, FINISH, CHOOSE, SUMMARISE, SCORE_HEADS, UNSEEN, CUT, ALONE, TOGETHER, KERNELS };
+enum {
+    PACK_QUERIES,
+    PACK_K,
+    PACK_V,
+    PROBABILITIES,
+    SCORES,
+    SOFTMAX,
+    VALUES,
+    COMPOSED,
+    ATTEND,
+    JOIN,
+    FINISH,
+    CHOOSE,
+    SUMMARISE,
+    SCORE_HEADS,
+    UNSEEN,
+    CUT,
+    ALONE,
+    TOGETHER,
+    KERNELS
+};
 extern record records[KERNELS];
 
 /* ---- Promises that hold to the bit (checkkernels_promises.c) -------------------------------------------------------- */
