@@ -347,8 +347,7 @@ static void flush(const call *c, batch *many) {
     many->older = 0;
 }
 
-/* The panel as it meets the keys of the chunk that it sees, which are left of it: bounds are shown only where they matter. False where there are
- * none. */
+/* The panel as it meets the keys of the chunk that it sees, which are left of it: bounds are shown only where they matter. False: none are. */
 static bool meet(const call *c, const panel_state *s, ba_panel *panel, ba_chunk *chunk) {
     int64_t begin = 0, end = chunk->keys;
     if (chunk->key_index[0] < s->any.lo || chunk->key_index[end - 1] >= s->any.hi) {
