@@ -22,7 +22,7 @@ static inline void ba_set_real(void *data, int64_t at, double value, int64_t rea
     else ((double *)data)[at] = value;
 }
 
-/* Whether the heads of a token lie side by side, about. Steps are bytes. */
+/* Whether the heads of a token lie side by side, about. All three in one unit: bytes or elements. */
 static inline bool ba_heads_are_beside(int64_t head_step, int64_t row_step, int64_t bytes) {
     return head_step >= bytes && head_step <= 2 * bytes && head_step < row_step;
 }
