@@ -34,9 +34,23 @@ static inline void ba_ask(ba_asking *a) {
     a->stop = a->at + a->bytes;
 }
 
-/* `part` shares for every eight queries of one of the heads that are met meanwhile: what takes longer asks for more. */
-static inline void ba_ask_share(ba_asking *a, int64_t part, int64_t heads) {
-    for (int64_t lines = ba_ceil_div(a->share * part, 8 * heads); lines > 0; lines--) ba_ask(a);
+/* The next `bytes` of the rows, for the caller to ask for line by line; `otherwise` where nothing is left. */
+static inline const char *ba_ask_slice(ba_asking *a, int64_t bytes, const void *otherwise) {
+    if (a->row == a->end) return otherwise;
+    const char *slice = a->at;
+    a->at += bytes;
+    if (a->at < a->stop || ++a->row == a->end) return slice;
+    a->at = (const char *)*a->row + a->offset;
+    a->stop = a->at + a->bytes;
+    return slice;
+}
+
+/* `part` shares for every eight queries of one of the heads that are met meanwhile, in slices of so many bytes: what takes longer asks for more. */
+static inline void ba_ask_share(ba_asking *a, int64_t part, int64_t heads, int64_t bytes) {
+    for (int64_t lines = ba_ceil_div(a->share * part, 8 * heads); lines > 0 && a->row != a->end; lines -= ba_ceil_div(bytes, BA_LINE_BYTES)) {
+        const char *slice = ba_ask_slice(a, bytes, NULL);
+        for (int64_t at = 0; at < bytes; at += BA_LINE_BYTES) __builtin_prefetch(slice + at, 0, 2);
+    }
 }
 
 #endif

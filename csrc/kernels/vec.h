@@ -62,6 +62,14 @@ typedef real NAME(vec_unaligned) __attribute__((vector_size(BA_LANES * sizeof(re
 typedef real_int ivec __attribute__((vector_size(BA_LANES * sizeof(real))));
 
 BA_INLINE vec NAME(v_load)(const real *p) { return *(const NAME(vec_unaligned) *)p; }
+/* The same, for good: where several products want it, the compiler would load it anew for each. */
+BA_INLINE vec NAME(v_loaded)(const real *p) {
+    vec a = NAME(v_load)(p);
+#if (BA_LANES == 8 && defined(__AVX2__)) || (BA_LANES == 16 && defined(__AVX512F__))
+    __asm__("" : "+v"(a));
+#endif
+    return a;
+}
 BA_INLINE void NAME(v_store)(real *p, vec a) { *(NAME(vec_unaligned) *)p = a; }
 /* n < BA_LANES reals, the others as 0. */
 BA_INLINE vec NAME(load_reals)(const real *p, int64_t n) {
