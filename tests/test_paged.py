@@ -94,10 +94,10 @@ def test_numbers_of_queries(queries):
     ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("float64", "float64")]
 )
 def test_long_contexts(dtype, kv_dtype):
-    """Lengths around multiples of 2048 keys, at which the work of a request is split."""
-    lens = [2047, 2048, 2049, 4096, 6145, 10]
-    for q_lens, rule in itertools.product((None, [1, 2, 1, 3, 1, 1]), ("plain", "all")):
-        case = testing.make_paged(6, 4, 2, lens, 64, 32, 16, dtype, kv_dtype, q_lens=q_lens)
+    """Lengths around multiples of 1024 and 2048 keys, at which the work of a request is split."""
+    lens = [1023, 1024, 1025, 2047, 2048, 2049, 4096, 6145, 10]
+    for q_lens, rule in itertools.product((None, [1, 2, 3, 1, 2, 1, 3, 1, 1]), ("plain", "all")):
+        case = testing.make_paged(len(lens), 4, 2, lens, 64, 32, 16, dtype, kv_dtype, q_lens=q_lens)
         check_paged(case, **rule_options(rule, 4))
     check_paged(case, window=2100)
 
