@@ -738,14 +738,20 @@ static void bench(const subject *s) {
         }
 }
 
+/* Arguments are parts of names: of those to check (none: all), and after a dash of those to leave out. */
 int main(int argc, char **argv) {
     const bool timing = argc > 1 && strcmp(argv[1], "--bench") == 0;
     const int first_name = timing ? 2 : 1;
+    int named = 0;
+    for (int a = first_name; a < argc; a++) named += argv[a][0] != '-';
     for (int i = 0; i < LISTED + PROBES; i++) {
         const char *name = i < LISTED ? list[i].name : probe_list[i - LISTED].name;
-        bool wanted = first_name == argc;
-        for (int a = first_name; a < argc; a++) wanted |= strstr(name, argv[a]) != NULL;
-        if (!wanted) continue;
+        bool wanted = named == 0, left_out = false;
+        for (int a = first_name; a < argc; a++) {
+            if (argv[a][0] == '-') left_out |= strstr(name, argv[a] + 1) != NULL;
+            else wanted |= strstr(name, argv[a]) != NULL;
+        }
+        if (!wanted || left_out) continue;
         if ((i < LISTED ? list[i].family->isa : probe_list[i - LISTED].probes->isa) > ba_isa_detected()) {
             printf("%-64s skipped: this CPU has not got it\n", name);
         } else if (i < LISTED) {
