@@ -72,7 +72,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* A kernel that is new in a table's entry fails here until this file checks it. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 34 && FUNCTIONS(ba_cache_kernels, pack) == 5 && FUNCTIONS(ba_probes, flops) == 3,
+_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 35 && FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -295,13 +295,18 @@ static void check_patterns_in(test_case *c) {
     }
 }
 
-/* Where pack_few puts an element: queries that are taken together stand side by side, a vector of each. */
+/* Where pack_few and order_few put an element: queries that are taken together stand side by side, a vector of each; where there is an order, even
+ * elements of two whole vectors come before the odd ones. */
 static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     const int64_t vector = c->s.f->lanes[1];
     for (int64_t first = 0, together;; first += together) {
         const int64_t left = c->queries - first;
         together = vector >= 16 && left >= 8 ? 8 : vector >= 4 && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (query < first + together) return first * BA_FEW_PAD(c->head_dim) + d / vector * vector * together + (query - first) * vector + d % vector;
+        if (query >= first + together) continue;
+        const int64_t in_two = d % (2 * vector);
+        const bool ordered = (c->s.cache ? c->s.cache->order_few : c->s.f->order_few) && d - in_two + 2 * vector <= c->head_dim;
+        const int64_t place = ordered ? d - in_two + in_two % 2 * vector + in_two / 2 : d;
+        return first * BA_FEW_PAD(c->head_dim) + place / vector * vector * together + (query - first) * vector + place % vector;
     }
 }
 

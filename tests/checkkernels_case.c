@@ -159,7 +159,9 @@ ba_panel open_panel(const test_case *c) {
     const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the pointers end at the guard */
     if (c->variant == FEW) {
         panel.q = place(PANEL_Q, BA_FEW_QUERIES * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
+        const ba_order_few_fn order_few = c->s.cache ? c->s.cache->order_few : f->order_few;
         f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
+        if (order_few) order_few(panel.q, c->queries, c->head_dim);
     } else if (c->variant == ROWS) {
         const int64_t element = ba_dtype_size(c->s.dtype), bytes = ba_round_up(c->head_dim, f->dim_pad) * element;
         panel.q = memset(place(PANEL_Q, c->queries * bytes), 0, (size_t)(c->queries * bytes));

@@ -34,23 +34,37 @@ static inline void ba_ask(ba_asking *a) {
     a->stop = a->at + a->bytes;
 }
 
-/* The next `bytes` of the rows, for the caller to ask for line by line; `otherwise` where nothing is left. */
-static inline const char *ba_ask_slice(ba_asking *a, int64_t bytes, const void *otherwise) {
-    if (a->row == a->end) return otherwise;
-    const char *slice = a->at;
-    a->at += bytes;
-    if (a->at < a->stop || ++a->row == a->end) return slice;
-    a->at = (const char *)*a->row + a->offset;
-    a->stop = a->at + a->bytes;
-    return slice;
+/* Asks for `bytes` that no row has in one piece; what comes after them is left for the next call. */
+static __attribute__((noinline, unused)) void ba_ask_pieces(ba_asking *a, int64_t bytes) {
+    while (bytes > 0 && a->row != a->end) {
+        const int64_t some = ba_min(bytes, a->stop - a->at);
+        for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(a->at + at, 0, 2);
+        bytes -= some;
+        a->at += some;
+        if (a->at < a->stop || ++a->row == a->end) continue;
+        a->at = (const char *)*a->row + a->offset;
+        a->stop = a->at + a->bytes;
+    }
 }
 
-/* `part` shares for every eight queries of one of the heads that are met meanwhile, in slices of so many bytes: what takes longer asks for more. */
-static inline void ba_ask_share(ba_asking *a, int64_t part, int64_t heads, int64_t bytes) {
-    for (int64_t lines = ba_ceil_div(a->share * part, 8 * heads); lines > 0 && a->row != a->end; lines -= ba_ceil_div(bytes, BA_LINE_BYTES)) {
-        const char *slice = ba_ask_slice(a, bytes, NULL);
-        for (int64_t at = 0; at < bytes; at += BA_LINE_BYTES) __builtin_prefetch(slice + at, 0, 2);
+/* The next `bytes` of the rows, for the caller to ask for line by line; where no row has so many in one piece, they are asked for here, and the
+ * caller is given `otherwise`, which is something that it has anyhow. */
+static inline const char *ba_ask_slice(ba_asking *a, int64_t bytes, const void *otherwise) {
+    const char *slice = a->at;
+    if (a->stop - slice >= bytes) {
+        a->at += bytes;
+        if (a->at < a->stop || ++a->row == a->end) return slice;
+        a->at = (const char *)*a->row + a->offset;
+        a->stop = a->at + a->bytes;
+        return slice;
     }
+    ba_ask_pieces(a, bytes);
+    return otherwise;
+}
+
+/* `part` shares for every eight queries of one of the heads that are met meanwhile: what takes longer asks for more. */
+static inline void ba_ask_share(ba_asking *a, int64_t part, int64_t heads) {
+    ba_ask_pieces(a, ba_ceil_div(a->share * part, 8 * heads) * BA_LINE_BYTES);
 }
 
 #endif

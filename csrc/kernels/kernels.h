@@ -91,14 +91,18 @@ typedef BA_ATTEND((*ba_attend_fn));
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
 /* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty, of one or several heads (1 .. BA_MOST_FEW_HEADS) whose keys
- * lie side by side, head i's panel with its chunk: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes, as pack_few left
- * them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have. Needs
- * BA_FEW_SCRATCH reals of scratch a head. The chunks agree in all but offsets, scales and scratch, the panels in lo and hi; what is ahead is told by
- * the first chunk. A head's bits do not depend on those beside it. */
+ * lie side by side, head i's panel with its chunk: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes, as pack_few and
+ * order_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have.
+ * Needs BA_FEW_SCRATCH reals of scratch a head. The chunks agree in all but offsets, scales and scratch, the panels in lo and hi; what is ahead is
+ * told by the first chunk. A head's bits do not depend on those beside it. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
+
+/* Brings n queries that pack_few left into the order in which few, and scores of a cache, read a row's elements. */
+#define BA_ORDER_FEW(name) void name(void *q, int64_t n, int64_t dim)
+typedef BA_ORDER_FEW((*ba_order_few_fn));
 
 /* The same for any number of queries that meet at this chunk alone, each of which keeps its state for itself: `lanes` says which of the
  * panel's they are, none twice. panel->q is [lane][round_up(head_dim, dim_pad)] in the input dtype, filled up with 0, o is
@@ -265,6 +269,7 @@ typedef struct ba_attend_family {
     ba_finish_fn finish[BA_PANEL_WIDTHS];
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
+    ba_order_few_fn order_few; /* NULL: they are in order */
     ba_finish_fn finish_few;
     ba_join_few_fn join_few;
     ba_attend_rows_fn attend_rows; /* NULL, as the next two: few will do */
@@ -279,7 +284,7 @@ typedef struct ba_attend_family {
     ba_store_row_fn store_row;
 } ba_attend_family;
 
-/* scores[query * stride + key] = q . row, in real: q is packed as for few; room for round_up(keys, 16) keys a query. Offset
+/* scores[query * stride + key] = q . row, in real: q is packed and in order as for few; room for round_up(keys, 16) keys a query. Offset
  * and ahead are those of ba_chunk. */
 #define BA_SCORES_FEW(name)                                                                                                                          \
     void name(const void *q, int64_t queries, const void *const *rows, int64_t offset, const ba_ahead *ahead, int64_t keys, int64_t dim,             \
@@ -311,6 +316,7 @@ typedef struct ba_cache_kernels {
     ba_isa isa;
     ba_pack_rows_fn pack; /* NULL: read in place */
     ba_attend_few_fn few;
+    ba_order_few_fn order_few; /* NULL: queries are in order */
     ba_scores_few_fn scores;
     ba_score_heads_fn score_heads; /* NULL, as the next: quantised */
     ba_summarise_fn summarise;
@@ -362,8 +368,10 @@ typedef struct ba_tuning {
     int64_t split_keys;       /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
     int64_t few_keys;         /* keys a chunk, where few queries meet the keys of several heads side by side */
     int64_t shared_bytes;     /* of packed K and V at most, where they are packed once for all items; 0: they are not */
-    int64_t few_bytes;        /* of such a chunk's K and V at most: it and the one that is prefetched meanwhile stay in L2 */
-    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
+    int64_t few_bytes;        /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
+    int64_t few_ahead;        /* keys before their use that K and V of such calls are asked for, few_keys at most */
+    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for by so many queries: the hardware's prefetcher */
+    int64_t followed_queries; /* follows them */
 } ba_tuning;
 
 /* The row of the level that a family belongs to is the family's. */

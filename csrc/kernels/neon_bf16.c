@@ -28,6 +28,7 @@
 #define BA_TO(p, v) NAME(v_to_bf16)(p, v)
 #define BA_DTYPE bfloat16
 #define BA_FLUSHES
+#define BA_PAIRED
 #include "kernels/rows.inc"
 
 /* [pair of dims][lane][2], not scaled. */
@@ -72,6 +73,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
     .finish = {BA_CAT(NAME(finish_wide), bfloat16), BA_CAT(NAME(finish_narrow), bfloat16)},
     .few = BA_CAT(NAME(few), bfloat16),
     .pack_few = BA_CAT(NAME(pack_few), bfloat16),
+    .order_few = BA_CAT(NAME(order_few), bfloat16),
     .finish_few = BA_CAT(NAME(finish_few), bfloat16),
     .join_few = NAME(join_few),
     .merge_row = BA_CAT(NAME(merge_row), bfloat16),

@@ -339,6 +339,20 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 #endif
 #define BA_INTERLEAVE(half, step, a, b) __builtin_shufflevector(a, b, BA_EACH_LANE(half, step))
 
+/* Of two vectors side by side the lanes with even numbers and those with odd ones; v_zip_low and v_zip_high put such two in place again. */
+#define BA_EVEN_LANE(j, step) (2 * (j))
+#define BA_ODD_LANE(j, step) (2 * (j) + 1)
+#define BA_ZIP_LOW_LANE(j, step) ((j) / 2 + (j) % 2 * BA_LANES)
+#define BA_ZIP_HIGH_LANE(j, step) (BA_LANES / 2 + (j) / 2 + (j) % 2 * BA_LANES)
+BA_INLINE vec NAME(v_even)(vec a, vec b) { return BA_INTERLEAVE(BA_EVEN_LANE, 0, a, b); }
+BA_INLINE vec NAME(v_odd)(vec a, vec b) { return BA_INTERLEAVE(BA_ODD_LANE, 0, a, b); }
+BA_INLINE vec NAME(v_zip_low)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_LOW_LANE, 0, a, b); }
+BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_LANE, 0, a, b); }
+#undef BA_EVEN_LANE
+#undef BA_ODD_LANE
+#undef BA_ZIP_LOW_LANE
+#undef BA_ZIP_HIGH_LANE
+
 /* rows[i][j] <-> rows[j][i] of a square of vectors: each round swaps off-diagonal blocks twice as large. */
 #define BA_TRANSPOSE_ROUND(step)                                                                                                                     \
     if (step < BA_LANES) {                                                                                                                           \
@@ -359,6 +373,7 @@ BA_INLINE void NAME(v_transpose)(vec *rows) {
 
 /* Lane i of the result is the sum of all lanes of rows[i]: each round adds neighbours and puts two rows into one. The
  * additions pair the same lanes in the same order for every row. */
+#ifndef BA_HAVE_V_SUM_EACH
 #define BA_SUM_ROUND(step)                                                                                                                           \
     if (step < BA_LANES) {                                                                                                                           \
         _Pragma("GCC unroll 16") for (int i = 0; i < BA_LANES; i += 2 * step) rows[i] =                                                              \
@@ -372,6 +387,7 @@ BA_INLINE vec NAME(v_sum_each)(vec *rows) {
     return rows[0];
 }
 #undef BA_SUM_ROUND
+#endif
 
 /* Lane i of the result is lane i ^ step of x; step is a constant, a power of two below BA_LANES. */
 #define BA_OTHER(j, step) (((j) ^ (step)) % BA_LANES)

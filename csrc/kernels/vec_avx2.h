@@ -34,3 +34,17 @@ BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
     if (n == 2) return (vec)_mm256_castpd_ps(_mm256_broadcast_sd((const double *)p));
     return (vec)_mm256_set1_ps(*p);
 }
+
+#define BA_HAVE_V_SUM_EACH 1
+BA_INLINE vec NAME(v_sum_each)(vec *rows) {
+    __m256 pair[4], four[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m256 a = (__m256)rows[2 * i], b = (__m256)rows[2 * i + 1];
+        pair[i] = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        four[i] = _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44) + _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xee);
+    return (vec)(_mm256_blend_ps(four[0], four[1], 0xf0) + _mm256_permute2f128_ps(four[0], four[1], 0x21));
+}

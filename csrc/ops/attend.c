@@ -52,6 +52,7 @@ typedef struct worker_scratch {
     uint64_t *bitmaps;
     char *packed_k, *packed_v, *scores, *lse;
     const void **packed_k_rows, **packed_v_rows, **rows;
+    const void **k_rows_ahead, **v_rows_ahead;
     float *k_scale, *v_scale;
     chunk_rows chunk[MANY + 2]; /* a ring: those whose panels are collected, the one at hand and the one after it */
     tile_state *tiles;
@@ -74,6 +75,7 @@ typedef struct call {
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
+    ba_order_few_fn order_few;
     const ba_tuning *tuning;
     int64_t chunk_keys;
     int chunks; /* of the ring: 2 where panels of one chunk only are collected */
@@ -90,16 +92,20 @@ static int64_t tile_room(const call *c) {
     return ba_round_up(ba_min(c->plan.tile_queries, c->plan.row_queries * c->plan.shared_heads), c->family->lanes[WIDE]);
 }
 
-/* Bytes of scratch that a head needs of the kernel for few queries. */
+/* Queries a panel of the kernel for few queries has room for: one more than it takes, or those of several heads would lie in the same sets of L1. */
+enum { FEW_ROOM = BA_FEW_QUERIES + 1 };
+
+/* Bytes of scratch that a head needs of that kernel; the same for them. */
 static int64_t few_scratch(const call *c) {
-    return ba_round_up(BA_FEW_SCRATCH(c->tuning->few_keys, c->problem->v_dim) * c->family->real_size, BA_ALIGN);
+    const int64_t apart = BA_FEW_PAD(c->problem->v_dim);
+    return ba_round_up((BA_FEW_SCRATCH(c->tuning->few_keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);
 }
 
 static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
     const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->chunk_keys, c->tuning->few_keys), packed = ba_round_up(keys, f->key_pad);
-    const int64_t lanes = tiles * ba_max(tile_room(c), c->plan.few_heads * BA_FEW_QUERIES);
+    const int64_t lanes = tiles * ba_max(tile_room(c), c->plan.few_heads * FEW_ROOM);
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
@@ -115,6 +121,8 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
+    w->k_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few_keys * (int64_t)sizeof(void *));
+    w->v_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few_keys * (int64_t)sizeof(void *));
     w->k_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     w->v_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     for (int i = 0; i < c->chunks; i++) {
@@ -171,6 +179,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
     }
     const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == FEW ? c->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
+    if (s->width == FEW && c->order_few) c->order_few(s->panel.q, s->lanes, p->head_dim);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
     for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, f->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, f->real_size);
@@ -188,7 +197,7 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
     t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head + t->head, item->first_tile + index % item->tiles);
     t->range = (ba_range){INT64_MAX, 0};
     t->panels = 0;
-    int64_t at = index * (few ? BA_FEW_QUERIES : tile_room(c));
+    int64_t at = index * (few ? FEW_ROOM : tile_room(c));
     for (int64_t lane = 0; lane < t->tile.lanes;) {
         panel_state *s = &t->panel[t->panels++];
         const int64_t left = t->tile.lanes - lane;
@@ -596,6 +605,16 @@ static ba_ahead rows_ahead(const ba_view *view, int64_t dim, int64_t size, int64
     return (ba_ahead){rows, keys, head * view->head_stride * size, ((heads - 1) * view->head_stride + dim) * size};
 }
 
+/* The rows that are few_ahead keys behind those at hand, as many as there are in this chunk and the next. */
+static int64_t find_ahead(const call *c, const worker_scratch *w, const chunk_rows *here, const chunk_rows *next) {
+    const int64_t ahead = c->tuning->few_ahead, own = ba_max(here->keys - ahead, 0), others = next ? ba_min(next->keys, ahead) : 0;
+    memcpy(w->k_rows_ahead, here->k_rows + here->keys - own, (size_t)own * sizeof(void *));
+    memcpy(w->v_rows_ahead, here->v_rows + here->keys - own, (size_t)own * sizeof(void *));
+    if (others) memcpy(w->k_rows_ahead + own, next->k_rows, (size_t)others * sizeof(void *));
+    if (others) memcpy(w->v_rows_ahead + own, next->v_rows, (size_t)others * sizeof(void *));
+    return own + others;
+}
+
 /* The same where the kernel for few queries serves them: one panel a tile; heads whose rows lie side by side meet the chunk together. */
 static void attend_few(const call *c, const worker_scratch *w, const ba_item *item, const chunk_rows *here, const chunk_rows *next) {
     const ba_problem *p = c->problem;
@@ -603,7 +622,8 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
     const bool beside =
         ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) && ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
     const int64_t together = beside ? item->kv_heads : 1;
-    const bool followed = ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->followed_bytes;
+    const bool apart = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->followed_bytes;
+    const int64_t ahead = find_ahead(c, w, here, next);
     for (int64_t i = 0; i < item->tiles; i++) {
         if (w->tiles[i].walk != here->walk) continue;
         for (int64_t first = 0; first < item->kv_heads; first += together) {
@@ -615,9 +635,9 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
                 lanes = s->lanes;
             }
             if (!n) continue;
-            if (next && !(beside && followed)) {
-                w->chunks->k_ahead = rows_ahead(&p->k, p->head_dim, size, first, together, next->k_rows, next->keys);
-                w->chunks->v_ahead = rows_ahead(&p->v, p->v_dim, size, first, together, next->v_rows, next->keys);
+            if (ahead && !(apart && lanes <= c->tuning->followed_queries)) {
+                w->chunks->k_ahead = rows_ahead(&p->k, p->head_dim, size, first, together, w->k_rows_ahead, ahead);
+                w->chunks->v_ahead = rows_ahead(&p->v, p->v_dim, size, first, together, w->v_rows_ahead, ahead);
             }
             c->few(w->panels, lanes, w->chunks, n);
         }
@@ -698,11 +718,13 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     const ba_attend_family *few = p->group >= c->family->few_group ? c->family : kernels->vector[p->dtype];
     c->few = few->few;
     c->pack_few = few->pack_few;
+    c->order_few = few->order_few;
     if (p->kv_dtype != p->dtype) {
         c->family = kernels->vector[p->dtype];
         c->pack_k = c->pack_v = kernels->cache[p->kv_dtype]->pack;
         c->few = kernels->cache[p->kv_dtype]->few;
         c->pack_few = c->family->pack_few;
+        c->order_few = kernels->cache[p->kv_dtype]->order_few;
     }
 }
 

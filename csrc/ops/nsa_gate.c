@@ -194,7 +194,10 @@ static void pack_weight(const gate_call *c) {
     for (int64_t head = 0; c->weighted && head < c->heads; head++) {
         const void *rows[GATES];
         for (int64_t g = 0; g < GATES; g++) rows[g] = weight_row(c->weight, head, g);
-        c->kernels->vector[c->weight->dtype]->pack_few(c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size, rows, GATES, c->dim, 1);
+        char *packed = c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size;
+        const ba_order_few_fn order_few = c->kernels->cache[c->q.dtype]->order_few;
+        c->kernels->vector[c->weight->dtype]->pack_few(packed, rows, GATES, c->dim, 1);
+        if (order_few) order_few(packed, GATES, c->dim);
     }
 }
 

@@ -167,7 +167,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 /* Two rounds: stretches of pages are scored for all heads at once, since these lie side by side; then each row of the result
  * is chosen from its scores. */
 enum { STRETCH_ROWS = 128, STRETCHES_A_THREAD = 4 /* at least, where a thread gets as many rows */ };
-enum { ROWS_AT_ONCE = 256, AHEAD_BYTES = 2048, MOST_AHEAD = 16 /* rows: where each head has one query */ };
+enum { ROWS_AT_ONCE = 256, AHEAD_BYTES = 2048, MOST_AHEAD = 16 /* rows: where each head has one query */, SCORED_AT_ONCE = 32 /* elsewhere */ };
 
 typedef struct select_call {
     const ba_select_args *args;
@@ -254,6 +254,9 @@ static void load_queries(const select_call *c, const select_scratch *s, int64_t 
         add_reals(high, low, c->dim, real);
     }
     if (c->args->method == BA_SELECT_QUEST) split_signs(high, low, queries * pad, real); /* they meet the largest and the smallest of a channel */
+    if (c->heads_at_once || !c->cache->order_few) return;
+    c->cache->order_few(high, queries, c->dim);
+    if (c->args->method == BA_SELECT_QUEST) c->cache->order_few(low, queries, c->dim);
 }
 
 /* Queries first .. of all KV heads, unless they are there. */
@@ -573,7 +576,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     c.heads_at_once = heads_at_once(&c);
     c.queries_at_once = c.heads_at_once ? 1 : BA_FEW_QUERIES;
     c.ahead = c.heads_at_once ? ba_min(MOST_AHEAD, ba_ceil_div(AHEAD_BYTES, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype))) : 0;
-    c.chunk_rows = c.heads_at_once ? ROWS_AT_ONCE : ba_tuning_at(ba_isa_active())->few_keys;
+    c.chunk_rows = c.heads_at_once ? ROWS_AT_ONCE : SCORED_AT_ONCE;
     const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
     c.stretch = ba_ceil_div(ba_max(STRETCH_ROWS, pages * rows_a_page / (STRETCHES_A_THREAD * threads)), rows_a_page);
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
