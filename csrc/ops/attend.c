@@ -578,7 +578,9 @@ static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int l
 
 static const float *find_scales(const ba_view *view, const float *const *at, int64_t head, int64_t keys, float *scales) {
     if (!view->data) return NULL;
-    for (int64_t j = 0; j < keys; j++) scales[j] = at[j][head * view->head_stride];
+    const int64_t offset = head * view->head_stride;
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < keys; j++) scales[j] = at[j][offset];
     return scales;
 }
 
