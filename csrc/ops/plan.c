@@ -162,7 +162,8 @@ static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
            ba_plan_parts(plan, batch);
 }
 
-/* As many heads as leave their keys in cache; fewer where threads would go without an item, or unevenly with. */
+/* As many heads as leave their keys in cache; fewer where threads would go without an item, or unevenly with: four a thread, for an item of fewer
+ * heads reads smaller pieces of memory (one request of 2048 tokens with two threads: 363 us with eight items a thread, 300 with four). */
 static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few_keys * (p->head_dim + p->v_dim) * p->kv_element_size;
@@ -172,7 +173,7 @@ static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads
         plan->few_heads = heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
         int64_t items = 0;
         for (int64_t b = 0; b < p->batch; b++) items += items_of_batch(plan, b);
-        if (heads == 1 || threads == 1 || items >= 8 * (int64_t)threads) return;
+        if (heads == 1 || threads == 1 || items >= 4 * (int64_t)threads) return;
     }
 }
 
