@@ -25,13 +25,18 @@ static inline ba_asking ba_asking_for(ba_ahead ahead) {
     return a;
 }
 
-static inline void ba_ask(ba_asking *a) {
-    if (a->row == a->end) return;
-    __builtin_prefetch(a->at, 0, 2);
-    a->at += BA_LINE_BYTES;
+/* So many bytes of the row at hand have been asked for: on to the next row if they were its last. */
+static inline void ba_ask_step(ba_asking *a, int64_t bytes) {
+    a->at += bytes;
     if (a->at < a->stop || ++a->row == a->end) return;
     a->at = (const char *)*a->row + a->offset;
     a->stop = a->at + a->bytes;
+}
+
+static inline void ba_ask(ba_asking *a) {
+    if (a->row == a->end) return;
+    __builtin_prefetch(a->at, 0, 2);
+    ba_ask_step(a, BA_LINE_BYTES);
 }
 
 /* Asks for `bytes` that no row has in one piece; what comes after them is left for the next call. */
@@ -40,10 +45,7 @@ static __attribute__((noinline, unused)) void ba_ask_pieces(ba_asking *a, int64_
         const int64_t some = ba_min(bytes, a->stop - a->at);
         for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(a->at + at, 0, 2);
         bytes -= some;
-        a->at += some;
-        if (a->at < a->stop || ++a->row == a->end) continue;
-        a->at = (const char *)*a->row + a->offset;
-        a->stop = a->at + a->bytes;
+        ba_ask_step(a, some);
     }
 }
 
@@ -51,15 +53,12 @@ static __attribute__((noinline, unused)) void ba_ask_pieces(ba_asking *a, int64_
  * caller is given `otherwise`, which is something that it has anyhow. */
 static inline const char *ba_ask_slice(ba_asking *a, int64_t bytes, const void *otherwise) {
     const char *slice = a->at;
-    if (a->stop - slice >= bytes) {
-        a->at += bytes;
-        if (a->at < a->stop || ++a->row == a->end) return slice;
-        a->at = (const char *)*a->row + a->offset;
-        a->stop = a->at + a->bytes;
-        return slice;
+    if (a->stop - slice < bytes) {
+        ba_ask_pieces(a, bytes);
+        return otherwise;
     }
-    ba_ask_pieces(a, bytes);
-    return otherwise;
+    ba_ask_step(a, bytes);
+    return slice;
 }
 
 /* `part` shares for every eight queries of one of the heads that are met meanwhile: what takes longer asks for more. */
