@@ -370,8 +370,8 @@ typedef struct ba_tuning {
     int64_t shared_bytes;     /* of packed K and V at most, where they are packed once for all items; 0: they are not */
     int64_t few_bytes;        /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
     int64_t few_ahead;        /* keys before their use that K and V of such calls are asked for, few_keys at most */
-    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for by so many queries: the hardware's prefetcher */
-    int64_t followed_queries; /* follows them */
+    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
+    int64_t followed_queries; /* where a head has so many queries at most; for more they are asked for all the same */
 } ba_tuning;
 
 /* The row of the level that a family belongs to is the family's. */

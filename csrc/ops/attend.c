@@ -607,7 +607,7 @@ static ba_ahead rows_ahead(const ba_view *view, int64_t dim, int64_t size, int64
     return (ba_ahead){rows, keys, head * view->head_stride * size, ((heads - 1) * view->head_stride + dim) * size};
 }
 
-/* The rows that are few_ahead keys behind those at hand, as many as there are in this chunk and the next. */
+/* The rows that come few_ahead keys after those at hand, in this chunk and then in the next; returns how many. */
 static int64_t find_ahead(const call *c, const worker_scratch *w, const chunk_rows *here, const chunk_rows *next) {
     const int64_t ahead = c->tuning->few_ahead, own = ba_max(here->keys - ahead, 0), others = next ? ba_min(next->keys, ahead) : 0;
     memcpy(w->k_rows_ahead, here->k_rows + here->keys - own, (size_t)own * sizeof(void *));
