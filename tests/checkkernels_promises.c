@@ -13,7 +13,9 @@ typedef struct key_range {
 } key_range;
 
 /* Chunks may begin at a multiple of so many keys of another. */
-static int64_t step_of(const test_case *c) { return c->variant == ROWS ? BA_ROW_KEYS : c->s.f->key_step; }
+static int64_t step_of(const test_case *c) {
+    return c->variant == ROWS ? BA_ROW_KEYS : c->variant == FEW ? ba_max(BA_FEW_CUT, c->s.f->key_step) : c->s.f->key_step;
+}
 
 static void attend_ranges(const test_case *c, const key_range *ranges, int n, lane_state *state) {
     const int64_t real = c->s.f->real_size;

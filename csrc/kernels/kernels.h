@@ -22,6 +22,7 @@ enum {
     BA_MAX_LANES = 64,      /* no panel is wider */
     BA_FEW_QUERIES = 8,     /* queries that the kernel for few queries takes at most */
     BA_MOST_FEW_HEADS = 16, /* heads that it takes at most */
+    BA_FEW_CUT = 16,        /* it may be given any part of a chunk that begins at a multiple of this, and of key_step where that is more */
     BA_CHOOSE_ROWS = 16,    /* whose best are found together */
     BA_ROW_KEYS = 64,       /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
     BA_MAX_CHUNK = 512,     /* keys; tuning.c chooses at most this */
@@ -353,6 +354,16 @@ const ba_kernels *ba_kernels_active(void);
 
 /* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
 
+/* Of calls of few queries, which memory binds: they go by the machine. */
+typedef struct ba_few_tuning {
+    int64_t split_keys;       /* keys a part, where keys are split among threads: a multiple of `keys` */
+    int64_t keys;             /* keys a chunk, where few queries meet the keys of several heads side by side */
+    int64_t bytes;            /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
+    int64_t ahead;            /* keys before their use that K and V are asked for, `keys` at most */
+    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
+    int64_t followed_queries; /* where a head has so many queries at most; for more they are asked for all the same */
+} ba_few_tuning;
+
 typedef struct ba_tuning {
     int64_t chunk_keys; /* keys a chunk */
     int64_t list_keys;  /* the same of a list whose row has one panel, for a family that has cuts: a multiple of BA_CUT_KEYS, as chunk_keys is then */
@@ -365,16 +376,11 @@ typedef struct ba_tuning {
     int64_t gradient_tiles;   /* of its tiles that walk side by side */
     int64_t meeting_lanes;    /* queries whose states stay in L2 while they meet block by block */
     double inline_flops;      /* calls with less work than this run in the caller's thread */
-    int64_t split_keys;       /* keys a part, where a few queries' keys are split among threads: a multiple of few_keys */
-    int64_t few_keys;         /* keys a chunk, where few queries meet the keys of several heads side by side */
     int64_t shared_bytes;     /* of packed K and V at most, where they are packed once for all items; 0: they are not */
-    int64_t few_bytes;        /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
-    int64_t few_ahead;        /* keys before their use that K and V of such calls are asked for, few_keys at most */
-    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
-    int64_t followed_queries; /* where a head has so many queries at most; for more they are asked for all the same */
+    ba_few_tuning few;
 } ba_tuning;
 
-/* The row of the level that a family belongs to is the family's. */
+/* The row of the level that a family belongs to is the family's, but for `few`, where the level in use counts. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

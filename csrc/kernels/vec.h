@@ -102,9 +102,9 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 /* Queries that the kernel for few takes at a time, of so many that are left: a power of two. */
 #define BA_FEW_TOGETHER(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
 
-/* Sums that it keeps in registers over so many vectors of V, at most. */
+/* Sums over V that it keeps in registers, at most. */
 #ifndef BA_HAVE_FEW_SUMS
-#define BA_FEW_SUMS(vectors) ((vectors) == 8 ? 2 * BA_LANES : BA_LANES)
+#define BA_FEW_SUMS 8
 #endif
 
 /* The larger of a and b; b where either is NaN (as MAXPS has it). */
@@ -363,31 +363,8 @@ BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_
             rows[(i + step) % BA_LANES] = BA_INTERLEAVE(BA_HIGH, step, a, b);                                                                        \
         }                                                                                                                                            \
     }
-BA_INLINE void NAME(v_transpose)(vec *rows) {
-    BA_TRANSPOSE_ROUND(1)
-    BA_TRANSPOSE_ROUND(2)
-    BA_TRANSPOSE_ROUND(4)
-    BA_TRANSPOSE_ROUND(8)
-}
+BA_INLINE void NAME(v_transpose)(vec *rows){BA_TRANSPOSE_ROUND(1) BA_TRANSPOSE_ROUND(2) BA_TRANSPOSE_ROUND(4) BA_TRANSPOSE_ROUND(8)}
 #undef BA_TRANSPOSE_ROUND
-
-/* Lane i of the result is the sum of all lanes of rows[i]: each round adds neighbours and puts two rows into one. The
- * additions pair the same lanes in the same order for every row. */
-#ifndef BA_HAVE_V_SUM_EACH
-#define BA_SUM_ROUND(step)                                                                                                                           \
-    if (step < BA_LANES) {                                                                                                                           \
-        _Pragma("GCC unroll 16") for (int i = 0; i < BA_LANES; i += 2 * step) rows[i] =                                                              \
-            BA_INTERLEAVE(BA_LOW, step, rows[i], rows[(i + step) % BA_LANES]) + BA_INTERLEAVE(BA_HIGH, step, rows[i], rows[(i + step) % BA_LANES]);  \
-    }
-BA_INLINE vec NAME(v_sum_each)(vec *rows) {
-    BA_SUM_ROUND(1)
-    BA_SUM_ROUND(2)
-    BA_SUM_ROUND(4)
-    BA_SUM_ROUND(8)
-    return rows[0];
-}
-#undef BA_SUM_ROUND
-#endif
 
 /* Lane i of the result is lane i ^ step of x; step is a constant, a power of two below BA_LANES. */
 #define BA_OTHER(j, step) (((j) ^ (step)) % BA_LANES)
@@ -398,6 +375,26 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
     return BA_INTERLEAVE(BA_OTHER, 1, x, x);
 }
 #undef BA_OTHER
+
+/* Lane i of the result is the sum of all lanes of rows[i]; of `count` rows, a constant power of two, and the lanes beyond repeat those before. Each
+ * round adds neighbours and puts two rows into one. The additions pair the same lanes in the same order for every row, and for any count. */
+#ifndef BA_HAVE_V_SUM_SOME
+#define BA_SUM_ROUND(step)                                                                                                                           \
+    if (step < BA_LANES && step >= count) rows[0] += NAME(v_swap)(rows[0], step);                                                                    \
+    else if (step < BA_LANES) {                                                                                                                      \
+        _Pragma("GCC unroll 16") for (int i = 0; i < count; i += 2 * step) rows[i] =                                                                 \
+            BA_INTERLEAVE(BA_LOW, step, rows[i], rows[(i + step) % BA_LANES]) + BA_INTERLEAVE(BA_HIGH, step, rows[i], rows[(i + step) % BA_LANES]);  \
+    }
+BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
+    BA_SUM_ROUND(1)
+    BA_SUM_ROUND(2)
+    BA_SUM_ROUND(4)
+    BA_SUM_ROUND(8)
+    return rows[0];
+}
+#undef BA_SUM_ROUND
+#endif
+BA_INLINE vec NAME(v_sum_each)(vec *rows) { return NAME(v_sum_some)(rows, BA_LANES); }
 #undef BA_LOW
 #undef BA_HIGH
 #undef BA_LANES_2

@@ -25,7 +25,7 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 }
 
 #define BA_HAVE_FEW_SUMS 1
-#define BA_FEW_SUMS(vectors) 8 /* of 16 registers */
+#define BA_FEW_SUMS 8 /* of 16 registers */
 
 #define BA_HAVE_V_REPEAT 1
 BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
@@ -35,16 +35,19 @@ BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
     return (vec)_mm256_set1_ps(*p);
 }
 
-#define BA_HAVE_V_SUM_EACH 1
-BA_INLINE vec NAME(v_sum_each)(vec *rows) {
+#define BA_HAVE_V_SUM_SOME 1
+BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
     __m256 pair[4], four[2];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const __m256 a = (__m256)rows[2 * i], b = (__m256)rows[2 * i + 1];
-        pair[i] = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
+    for (int i = 0; i < count; i += 2) {
+        const __m256 a = (__m256)rows[i], b = (__m256)rows[count > 1 ? i + 1 : i];
+        pair[i / 2] = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
     }
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
-        four[i] = _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44) + _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xee);
-    return (vec)(_mm256_blend_ps(four[0], four[1], 0xf0) + _mm256_permute2f128_ps(four[0], four[1], 0x21));
+    for (int i = 0; i < count; i += 4) {
+        const __m256 a = pair[i / 2], b = pair[count > 2 ? i / 2 + 1 : i / 2];
+        four[i / 4] = _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
+    }
+    const __m256 a = four[0], b = four[count > 4 ? 1 : 0];
+    return (vec)(_mm256_blend_ps(a, b, 0xf0) + _mm256_permute2f128_ps(a, b, 0x21));
 }

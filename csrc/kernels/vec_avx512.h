@@ -1,6 +1,8 @@
 /* 16 float lanes: what AVX-512 (F, DQ) says in one instruction. Included by vec.h only. */
 #include <immintrin.h>
 
+#define BA_HAVE_FEW_SUMS 1
+#define BA_FEW_SUMS 16 /* of 32 registers */
 #define BA_HAVE_V_MAX 1
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 
@@ -89,6 +91,29 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
         _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7), _mm256_set1_epi16((short)0xbf80));
     const __m256i nan = _mm256_cmpeq_epi16(_mm256_or_si256(bits, _mm256_set1_epi16((short)0x8000)), _mm256_set1_epi16((short)0xbf80));
     return (vec)_mm512_cvtph_ps(_mm256_or_si256(bits, nan)) * 256.0f;
+}
+
+/* Within each four lanes, then the fours of rows that are 4 and 8 apart. */
+#define BA_HAVE_V_SUM_SOME 1
+BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
+    __m512 pair[8], four[4], eight[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i += 2) {
+        const __m512 a = (__m512)rows[i], b = (__m512)rows[count > 1 ? i + 1 : i];
+        pair[i / 2] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i += 4) {
+        const __m512 a = pair[i / 2], b = pair[count > 2 ? i / 2 + 1 : i / 2];
+        four[i / 4] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < count; i += 8) {
+        const __m512 a = four[i / 4], b = four[count > 4 ? i / 4 + 1 : i / 4];
+        eight[i / 8] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+    }
+    const __m512 a = eight[0], b = eight[count > 8 ? 1 : 0];
+    return (vec)(_mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
 #define BA_HAVE_V_REPEAT 1

@@ -14,7 +14,7 @@ BA_INLINE vec NAME(v_elements)(const float *p, const int n) { return n == 4 ? NA
 BA_INLINE vec NAME(v_element)(vec a, const int i) { return NAME(v_set1)(a[i]); }
 
 #define BA_HAVE_FEW_SUMS 1
-#define BA_FEW_SUMS(vectors) 16 /* of 32 registers */
+#define BA_FEW_SUMS 16 /* of 32 registers */
 
 #define BA_HAVE_V_CONVERT 1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }

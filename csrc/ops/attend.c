@@ -98,13 +98,13 @@ enum { FEW_ROOM = BA_FEW_QUERIES + 1 };
 /* Bytes of scratch that a head needs of that kernel; the same for them. */
 static int64_t few_scratch(const call *c) {
     const int64_t apart = BA_FEW_PAD(c->problem->v_dim);
-    return ba_round_up((BA_FEW_SCRATCH(c->tuning->few_keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);
+    return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);
 }
 
 static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->chunk_keys, c->tuning->few_keys), packed = ba_round_up(keys, f->key_pad);
+    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
     const int64_t lanes = tiles * ba_max(tile_room(c), c->plan.few_heads * FEW_ROOM);
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
@@ -121,8 +121,8 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few_keys * (int64_t)sizeof(void *));
-    w->v_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few_keys * (int64_t)sizeof(void *));
+    w->k_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few.keys * (int64_t)sizeof(void *));
+    w->v_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few.keys * (int64_t)sizeof(void *));
     w->k_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     w->v_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     for (int i = 0; i < c->chunks; i++) {
@@ -358,13 +358,14 @@ static void flush(const call *c, batch *many) {
 
 /* The panel as it meets the keys of the chunk that it sees, which are left of it: bounds are shown only where they matter. False: none are. */
 static bool meet(const call *c, const panel_state *s, ba_panel *panel, ba_chunk *chunk) {
+    const int64_t step = s->width == FEW ? ba_max(BA_FEW_CUT, c->family->key_step) : c->family->key_step;
     int64_t begin = 0, end = chunk->keys;
     if (chunk->key_index[0] < s->any.lo || chunk->key_index[end - 1] >= s->any.hi) {
         begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo);
         end = ba_first_at_least(chunk->key_index, chunk->keys, s->any.hi);
         if (begin >= end) return false;
-        begin -= begin % c->family->key_step;
-        end = ba_min(ba_round_up(end, c->family->key_step), chunk->keys);
+        begin -= begin % step;
+        end = ba_min(ba_round_up(end, step), chunk->keys);
     }
     skip_keys(chunk, begin);
     chunk->keys = end - begin;
@@ -532,7 +533,7 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
                                    .words = words,
                                    .block_kv = p->block_kv,
                                    .keys = ba_kv_span(p, item->batch).valid,
-                                   .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few_keys : c->chunk_keys,
+                                   .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few.keys : c->chunk_keys,
                                    .stop = whole ? INT64_MAX : start + c->plan.split_keys,
                                    .range = {INT64_MAX, 0}};
         ba_walk *l = &walks[t->walk];
@@ -607,9 +608,9 @@ static ba_ahead rows_ahead(const ba_view *view, int64_t dim, int64_t size, int64
     return (ba_ahead){rows, keys, head * view->head_stride * size, ((heads - 1) * view->head_stride + dim) * size};
 }
 
-/* The rows that come few_ahead keys after those at hand, in this chunk and then in the next; returns how many. */
+/* The rows that come few.ahead keys after those at hand, in this chunk and then in the next; returns how many. */
 static int64_t find_ahead(const call *c, const worker_scratch *w, const chunk_rows *here, const chunk_rows *next) {
-    const int64_t ahead = c->tuning->few_ahead, own = ba_max(here->keys - ahead, 0), others = next ? ba_min(next->keys, ahead) : 0;
+    const int64_t ahead = c->tuning->few.ahead, own = ba_max(here->keys - ahead, 0), others = next ? ba_min(next->keys, ahead) : 0;
     memcpy(w->k_rows_ahead, here->k_rows + here->keys - own, (size_t)own * sizeof(void *));
     memcpy(w->v_rows_ahead, here->v_rows + here->keys - own, (size_t)own * sizeof(void *));
     if (others) memcpy(w->k_rows_ahead + own, next->k_rows, (size_t)others * sizeof(void *));
@@ -624,7 +625,7 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
     const bool beside =
         ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) && ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
     const int64_t together = beside ? item->kv_heads : 1;
-    const bool apart = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->followed_bytes;
+    const bool apart = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->few.followed_bytes;
     const int64_t ahead = find_ahead(c, w, here, next);
     for (int64_t i = 0; i < item->tiles; i++) {
         if (w->tiles[i].walk != here->walk) continue;
@@ -637,7 +638,7 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
                 lanes = s->lanes;
             }
             if (!n) continue;
-            if (ahead && !(apart && lanes <= c->tuning->followed_queries)) {
+            if (ahead && !(apart && lanes <= c->tuning->few.followed_queries)) {
                 w->chunks->k_ahead = rows_ahead(&p->k, p->head_dim, size, first, together, w->k_rows_ahead, ahead);
                 w->chunks->v_ahead = rows_ahead(&p->v, p->v_dim, size, first, together, w->v_rows_ahead, ahead);
             }
@@ -755,7 +756,9 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     const ba_isa level = ba_isa_active();
     call c = {.problem = problem};
     choose_kernels(&c, problem, level);
-    c.tuning = ba_tuning_at(c.family->isa);
+    ba_tuning tuning = *ba_tuning_at(c.family->isa);
+    tuning.few = ba_tuning_at(level)->few;
+    c.tuning = &tuning;
     int threads = ba_threads_for(num_threads);
     if (ba_attends_by_block(problem, c.family)) return ba_attend_by_block(problem, c.family, threads);
 

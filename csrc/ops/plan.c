@@ -166,9 +166,9 @@ static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
  * heads reads smaller pieces of memory (one request of 2048 tokens with two threads: 363 us with eight items a thread, 300 with four). */
 static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
-    const int64_t bytes = tuning->few_keys * (p->head_dim + p->v_dim) * p->kv_element_size;
+    const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
     const bool shared = !plan->few_rows && (!p->listed || p->blocks.dims[1] == 1);
-    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few_bytes / bytes))) : 1;
+    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / bytes))) : 1;
     for (;; heads = ba_ceil_div(heads, 2)) {
         plan->few_heads = heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
         int64_t items = 0;
@@ -185,7 +185,7 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     *plan = (ba_plan){.problem = problem,
                       .tile_queries = tuning->tile_queries,
                       .row_queries = problem->listed ? problem->block_q : INT32_MAX,
-                      .split_keys = tuning->split_keys,
+                      .split_keys = tuning->few.split_keys,
                       .parts_most = 1};
     plan->shared_heads = heads_of_list(problem);
     plan->few_rows = ba_plan_few_rows(problem);
