@@ -95,7 +95,8 @@ typedef BA_ATTEND_MANY((*ba_attend_many_fn));
  * lie side by side, head i's panel with its chunk: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes, as pack_few and
  * order_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have.
  * Needs BA_FEW_SCRATCH reals of scratch a head. The chunks agree in all but offsets, scales and scratch, the panels in lo and hi; what is ahead is
- * told by the first chunk. A head's bits do not depend on those beside it. */
+ * told by the first chunk. Offsets, scratch, q and o are evenly spaced, so that none need be fetched on the way to a row: behind loads that wait for
+ * memory that would wait too, and the row with it. A head's bits do not depend on those beside it. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
