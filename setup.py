@@ -38,9 +38,10 @@ ISA_FLAGS = {
 }
 
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
-# functions only, so it does not matter how a wide one would be passed (-Wno-psabi).
+# functions only, so it does not matter how a wide one would be passed (-Wno-psabi). What a debugger wants (-g, which Python's own
+# flags may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g brings it.
 COMMON_FLAGS = shlex.split(
-    "-std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -Wall -Wextra -Wno-psabi -pthread"
+    "-std=c11 -O3 -g0 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility=hidden -Wall -Wextra -Wno-psabi -pthread"
 )
 # Every level as plain C, whatever the CPU: vectors in vec.h's generic forms, tiles in tile.h's. For checks (make check-emulated).
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
