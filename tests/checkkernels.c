@@ -632,6 +632,7 @@ static void check_merge_row(void *context) {
 
 static void check_subject(const subject *s) {
     static test_case c;
+    seed_by_name(s->name);
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* that is the family itself */
         if (variant == ROWS && (s->cache || !s->f->attend_rows)) continue;

@@ -72,6 +72,7 @@ ba_dtype real_of(const ba_attend_family *family);
 
 /* ---- Random numbers: the same in every run ------------------------------------------------------------------------ */
 
+void seed_by_name(const char *name);
 uint64_t random_bits(void);
 int64_t pick(int64_t n); /* 0 .. n-1 */
 double uniform(void);    /* [-1, 1) */
