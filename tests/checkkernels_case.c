@@ -131,7 +131,7 @@ const void **place_rows(const test_case *c, row_pool pool, buffer pointers, cons
 static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffer packed, buffer pointers, const void **rows, const float *scales,
                                  int64_t keys, int64_t dim) {
     const void **row = place_tight(pointers, keys * (int64_t)sizeof *row, sizeof *row);
-    const int64_t room = ba_round_up(keys, c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
+    const int64_t room = ba_round_up(keys, c->variant == ROWS ? BA_ROW_KEYS : c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
     pack(place(packed, room * c->s.pack_bytes), row, rows, scales, keys, dim);
     return row;
 }

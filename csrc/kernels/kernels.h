@@ -108,8 +108,8 @@ typedef BA_ORDER_FEW((*ba_order_few_fn));
 
 /* The same for any number of queries that meet at this chunk alone, each of which keeps its state for itself: `lanes` says which of the
  * panel's they are, none twice. panel->q is [lane][round_up(head_dim, dim_pad)] in the input dtype, filled up with 0, o is
- * [lane][BA_FEW_PAD(v_dim)], m, l, lo and hi are [lane]. Rows of K and V are what pack_row_keys and pack_row_values set, which fill
- * round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes: of each BA_ROW_KEYS keys only the first row's pointer is looked at,
+ * [lane][BA_FEW_PAD(v_dim)], m, l, lo and hi are [lane]. Rows of K and V are what pack_row_keys and pack_row_values set, which have
+ * round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) * pack_bytes bytes: of each BA_ROW_KEYS keys only the first row's pointer is looked at,
  * which is where their room begins. No scratch, offsets, scales or next rows are looked at. */
 #define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));

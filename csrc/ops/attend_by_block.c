@@ -250,8 +250,8 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items));
     c.column_chunks = ba_ceil_div(problem->block_kv, c.chunk_keys);
-    c.packed_k = ba_round_up(c.chunk_keys, family->key_pad) * ba_round_up(problem->head_dim, family->dim_pad) * family->pack_bytes;
-    c.packed_v = ba_round_up(c.chunk_keys, family->key_pad) * ba_round_up(problem->v_dim, family->dim_pad) * family->pack_bytes;
+    c.packed_k = c.chunk_keys * ba_round_up(problem->head_dim, family->dim_pad) * family->pack_bytes;
+    c.packed_v = c.chunk_keys * ba_round_up(problem->v_dim, family->dim_pad) * family->pack_bytes;
     block_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     int64_t used = 0;
