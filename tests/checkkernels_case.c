@@ -102,7 +102,7 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
     const double scales[] = {1, 0.125, 1.4426950408889634 / sqrt((double)head_dim), -0.3, 0, 0.7};
     c->scale = exact ? 0.125 : scales[pick(6)];
     c->softcap = pick(4) ? 0 : pick(2) ? 8 : 50;
-    c->scaled = (c->variant == FEW || (c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size)) &&
+    c->scaled = (c->variant == FEW || (c->variant != ROWS && c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size)) &&
                 pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
     int64_t index = pick(4) ? pick(1000) : INT32_MAX - 4 * MAX_KEYS;
     for (int64_t j = 0; j < keys; j++) {
@@ -128,11 +128,15 @@ const void **place_rows(const test_case *c, row_pool pool, buffer pointers, cons
     return row;
 }
 
+/* Bytes of an element of packed rows, of variant ROWS. */
+static int64_t row_element(const test_case *c) { return c->s.f->pack_row_queries ? c->s.f->real_size : ba_dtype_size(c->s.dtype); }
+
 static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffer packed, buffer pointers, const void **rows, const float *scales,
                                  int64_t keys, int64_t dim) {
     const void **row = place_tight(pointers, keys * (int64_t)sizeof *row, sizeof *row);
-    const int64_t room = ba_round_up(keys, c->variant == ROWS ? BA_ROW_KEYS : c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
-    pack(place(packed, room * c->s.pack_bytes), row, rows, scales, keys, dim);
+    const bool in_rows = c->variant == ROWS;
+    const int64_t room = ba_round_up(keys, in_rows ? BA_ROW_KEYS : c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
+    pack(place(packed, room * (in_rows ? row_element(c) : c->s.pack_bytes)), row, rows, scales, keys, dim);
     return row;
 }
 
@@ -163,9 +167,12 @@ ba_panel open_panel(const test_case *c) {
         f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
         if (order_few) order_few(panel.q, c->queries, c->head_dim);
     } else if (c->variant == ROWS) {
-        const int64_t element = ba_dtype_size(c->s.dtype), bytes = ba_round_up(c->head_dim, f->dim_pad) * element;
+        const int64_t bytes = ba_round_up(c->head_dim, f->dim_pad) * row_element(c);
+        const void *unused[BA_MAX_LANES];
         panel.q = memset(place(PANEL_Q, c->queries * bytes), 0, (size_t)(c->queries * bytes));
-        for (int64_t i = 0; i < c->queries; i++) memcpy((char *)panel.q + i * bytes, rows[i], (size_t)(c->head_dim * element));
+        if (f->pack_row_queries) f->pack_row_queries(panel.q, unused, rows, NULL, c->queries, c->head_dim);
+        for (int64_t i = 0; !f->pack_row_queries && i < c->queries; i++)
+            memcpy((char *)panel.q + i * bytes, rows[i], (size_t)(c->head_dim * row_element(c)));
     } else {
         panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);

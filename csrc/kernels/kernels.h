@@ -107,10 +107,10 @@ typedef BA_ATTEND_FEW((*ba_attend_few_fn));
 typedef BA_ORDER_FEW((*ba_order_few_fn));
 
 /* The same for any number of queries that meet at this chunk alone, each of which keeps its state for itself: `lanes` says which of the
- * panel's they are, none twice. panel->q is [lane][round_up(head_dim, dim_pad)] in the input dtype, filled up with 0, o is
- * [lane][BA_FEW_PAD(v_dim)], m, l, lo and hi are [lane]. Rows of K and V are what pack_row_keys and pack_row_values set, which have
- * round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) * pack_bytes bytes: of each BA_ROW_KEYS keys only the first row's pointer is looked at,
- * which is where their room begins. No scratch, offsets, scales or next rows are looked at. */
+ * panel's they are, none twice. panel->q is [lane][round_up(head_dim, dim_pad)]: reals, as pack_row_queries makes them, or where there is none, rows
+ * in the input dtype, filled up with 0. o is [lane][BA_FEW_PAD(v_dim)], m, l, lo and hi are [lane]. Rows of K and V are what pack_row_keys and
+ * pack_row_values set, which have room for round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) elements of the size of q's: of each BA_ROW_KEYS
+ * keys only the first row's pointer is looked at, which is where their room begins. No scratch, offsets, scales or next rows are looked at. */
 #define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
 
@@ -274,8 +274,8 @@ typedef struct ba_attend_family {
     ba_order_few_fn order_few; /* NULL: they are in order */
     ba_finish_fn finish_few;
     ba_join_few_fn join_few;
-    ba_attend_rows_fn attend_rows; /* NULL, as the next two: few will do */
-    ba_pack_rows_fn pack_row_keys, pack_row_values;
+    ba_attend_rows_fn attend_rows; /* NULL, as the next three: few will do */
+    ba_pack_rows_fn pack_row_queries, pack_row_keys, pack_row_values;
     ba_choose_fn choose; /* NULL but in families whose rows are reals */
     ba_merge_row_fn merge_row;
     ba_gradient_fn gradient[BA_PANEL_WIDTHS];
@@ -376,8 +376,10 @@ typedef struct ba_tuning {
     int64_t gradient_queries; /* queries of one of its tiles */
     int64_t gradient_tiles;   /* of its tiles that walk side by side */
     int64_t meeting_lanes;    /* queries whose states stay in L2 while they meet block by block */
-    double inline_flops;      /* calls with less work than this run in the caller's thread */
-    int64_t shared_bytes;     /* of packed K and V at most, where they are packed once for all items; 0: they are not */
+    int64_t most_meeting;     /* so many at most, where a block is to meet `block_lanes` of them: fewer would not pay for fetching it */
+    int64_t block_lanes;
+    double inline_flops;  /* calls with less work than this run in the caller's thread */
+    int64_t shared_bytes; /* of packed K and V at most, where they are packed once for all items; 0: they are not */
     ba_few_tuning few;
 } ba_tuning;
 

@@ -39,7 +39,9 @@ typedef struct block_scratch {
     void **out;
 } block_scratch;
 
-static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim, c->family->dim_pad) * c->problem->element_size; }
+/* Of an element of packed rows. */
+static int64_t row_element(const call *c) { return c->family->pack_row_queries ? c->family->real_size : c->problem->element_size; }
+static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim, c->family->dim_pad) * row_element(c); }
 
 static int64_t lay_out(const call *c, char *base, block_scratch *s) {
     const ba_problem *p = c->problem;
@@ -89,8 +91,13 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
             s->lo[lane] = (int32_t)seen.lo;
             s->hi[lane] = (int32_t)seen.hi;
             char *to = s->q + lane * q_bytes(c);
-            memcpy(to, ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&tile, i), query), (size_t)bytes);
-            memset(to + bytes, 0, (size_t)(q_bytes(c) - bytes));
+            const void *from = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&tile, i), query), *unused;
+            if (c->family->pack_row_queries) {
+                c->family->pack_row_queries(to, &unused, &from, NULL, 1, p->head_dim);
+            } else {
+                memcpy(to, from, (size_t)bytes);
+                memset(to + bytes, 0, (size_t)(q_bytes(c) - bytes));
+            }
             ba_set_real(s->m, lane, real == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, real);
         }
     }
@@ -250,8 +257,8 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items));
     c.column_chunks = ba_ceil_div(problem->block_kv, c.chunk_keys);
-    c.packed_k = c.chunk_keys * ba_round_up(problem->head_dim, family->dim_pad) * family->pack_bytes;
-    c.packed_v = c.chunk_keys * ba_round_up(problem->v_dim, family->dim_pad) * family->pack_bytes;
+    c.packed_k = c.chunk_keys * q_bytes(&c);
+    c.packed_v = c.chunk_keys * ba_round_up(problem->v_dim, family->dim_pad) * row_element(&c);
     block_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     int64_t used = 0;

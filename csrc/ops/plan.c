@@ -218,7 +218,9 @@ void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tun
                       .bitmap_words = ba_ceil_div(problem->block_columns, 64)};
     int64_t tiles = 0;
     for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
-    const int64_t most = ba_min(tuning->meeting_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
+    const int64_t width = ba_max(1, problem->blocks.dims[3]), wanted = tuning->block_lanes * problem->block_columns / width;
+    const int64_t lanes = ba_max(tuning->meeting_lanes, ba_min(wanted, tuning->most_meeting));
+    const int64_t most = ba_min(lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / width);
     plan->group_tiles = ba_max(1, ba_min(most, tiles / (4 * (int64_t)threads)));
     for (int64_t b = 0; b < problem->batch; b++) plan->items += items_of_batch(plan, b);
 }
