@@ -103,26 +103,6 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
     }
 }
 
-/* Turns the rows' lists around. */
-static void turn_lists(const call *c, const block_scratch *s, const ba_item *item, int64_t columns) {
-    const ba_problem *p = c->problem;
-    const int64_t *steps = p->blocks.strides;
-    memset(s->begin, 0, (size_t)(columns + 1) * sizeof *s->begin);
-    for (int pass = 0; pass < 2; pass++) {
-        for (int64_t row = item->tiles - 1; row >= 0; row--) {
-            const ba_tile tile = row_at(c, item, row);
-            const int64_t at = ba_list_batch(p, item->batch) * steps[0] + ba_list_head(p, tile.head) * steps[1] +
-                               ba_list_row(p, item->batch, tile.block_row) * steps[2];
-            for (int64_t i = 0, column; i < p->blocks.dims[3] && (column = ba_list_entry(&p->blocks, at + i * steps[3])) >= 0; i++) {
-                if (pass == 0) s->begin[column]++;
-                else s->rows[--s->begin[column]] = (int32_t)row;
-            }
-        }
-        if (pass == 0) /* where each column's rows end: the second pass fills them from there */
-            for (int64_t column = 1; column <= columns; column++) s->begin[column] += s->begin[column - 1];
-    }
-}
-
 static void finish_rows(const call *c, const block_scratch *s, const ba_item *item) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size;
@@ -226,7 +206,7 @@ static void run_item(void *context, int64_t index, int worker) {
     block_scratch s;
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     open_rows(c, &s, item);
-    turn_lists(c, &s, item, columns);
+    ba_plan_turn_lists(&c->plan, item, columns, s.begin, s.rows);
     for (int64_t column = 0; column < columns; column++) {
         if (s.begin[column] == s.begin[column + 1]) continue;
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);

@@ -3,7 +3,10 @@
  * An item is a run of tiles of one (batch, KV head), as in the forward pass: they walk their lists side by side, chunk by
  * chunk. A chunk gives each panel its P, dS and dQ; then the whole tile adds its share to the chunk's rows of dK and dV.
  * dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): straight
- * into the outputs where these are reals, else into reals beside them that are rounded at the end. */
+ * into the outputs where these are reals, else into reals beside them that are rounded at the end.
+ *
+ * Where lists route single queries, an item is a longer run of rows: its lists are turned around, and block by block those that list the
+ * block become tiles of their own, made for this block alone, whose dQ is added to what each query keeps. */
 #include <math.h>
 #include <string.h>
 
@@ -47,6 +50,10 @@ typedef struct worker_scratch {
     void **dk_rows, **dv_rows;
     int32_t *key_index;
     tile_state *tiles;
+    /* where rows meet block by block: by lane of the item, those of row t from t * row_lanes on */
+    char *lane_lse, *lane_delta, *lane_dq, *added;
+    int32_t *lane_lo, *lane_hi, *meeting;
+    int32_t *begin, *listed; /* by ba_plan_turn_lists */
 } worker_scratch;
 
 typedef struct call {
@@ -55,9 +62,12 @@ typedef struct call {
     const ba_attend_family *family;
     const ba_tuning *tuning;
     ba_plan plan;
-    ba_turn *turns; /* [items] */
-    ba_view dk, dv; /* of reals: where the sums are */
-    bool rounded;   /* they are not the outputs */
+    ba_turn *turns;                /* [items] */
+    ba_view dk, dv;                /* of reals: where the sums are */
+    bool rounded;                  /* they are not the outputs */
+    bool by_block;                 /* rows meet block by block */
+    int64_t row_lanes;             /* (query, head) pairs of a row of lists at most */
+    const ba_attend_family *reals; /* of the level that the family is of */
     char *scratch;
     int64_t scratch_bytes; /* a worker */
 } call;
@@ -73,7 +83,8 @@ static int64_t padded(const call *c, int64_t dim) { return ba_round_up(dim, ba_m
 static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t tiles = c->plan.group_tiles, room = tile_room(c), lanes = tiles * room, keys = c->tuning->gradient_keys;
+    const int64_t tiles = c->by_block ? 1 : c->plan.group_tiles, room = tile_room(c), lanes = tiles * room, keys = c->tuning->gradient_keys;
+    const int64_t meeting = c->by_block ? c->plan.group_tiles * c->row_lanes : 0, opened = meeting ? meeting + BA_MAX_LANES : 0;
     const int64_t pad_k = padded(c, p->head_dim), pad_v = padded(c, p->v_dim), pointer = sizeof(void *);
     int64_t used = 0;
     w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
@@ -101,6 +112,15 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->more_rows = (const void **)ba_take(base, &used, room * pointer);
     w->key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     w->tiles = (tile_state *)ba_take(base, &used, tiles * (int64_t)sizeof(tile_state));
+    w->lane_lse = ba_take(base, &used, opened * f->real_size); /* open_lanes fills a panel, of which all but a row's lanes are the next row's */
+    w->lane_delta = ba_take(base, &used, opened * f->real_size);
+    w->lane_lo = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
+    w->lane_hi = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
+    w->lane_dq = ba_take(base, &used, meeting * pad_k * f->real_size);
+    w->added = ba_take(base, &used, meeting ? BA_MAX_LANES * pad_k * f->real_size : 0);
+    w->meeting = (int32_t *)ba_take(base, &used, meeting * (int64_t)sizeof(int32_t));
+    w->begin = (int32_t *)ba_take(base, &used, meeting ? (p->block_columns + 1) * (int64_t)sizeof(int32_t) : 0);
+    w->listed = (int32_t *)ba_take(base, &used, meeting ? c->plan.group_tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t) : 0);
     return used;
 }
 
@@ -157,42 +177,42 @@ static void open_lanes(const call *c, const worker_scratch *w, const ba_item *it
     t->range.hi = ba_max(t->range.hi, s->any.hi);
 }
 
+/* The tile's next panel, of its lanes from `lane` on; at: places of the scratch that are taken. */
+static panel_state *add_panel(const call *c, const worker_scratch *w, tile_state *t, int64_t lane, int64_t *at) {
+    const ba_attend_family *f = c->family;
+    const int64_t real = f->real_size, pad_k = padded(c, c->problem->head_dim), pad_v = padded(c, c->problem->v_dim), left = t->tile.lanes - lane;
+    panel_state *s = &t->panel[t->panels++];
+    s->width = left <= f->lanes[NARROW] ? NARROW : WIDE;
+    const int64_t room = f->lanes[s->width];
+    s->lane = lane;
+    s->lanes = ba_min(left, room);
+    s->panel.q = w->q + *at * pad_k * f->q_bytes;
+    s->panel.dout = w->dout + *at * pad_v * f->q_bytes;
+    s->panel.dq = w->dq + *at * pad_k * real;
+    s->panel.lse = w->lanes + *at * 2 * real;
+    s->panel.delta = w->lanes + (*at * 2 + room) * real;
+    s->panel.lo = w->bounds + *at * 2;
+    s->panel.hi = w->bounds + *at * 2 + room;
+    *at += room;
+    return s;
+}
+
 static void open_tile(const call *c, const worker_scratch *w, const ba_item *item, int64_t index, tile_state *t) {
     const ba_problem *p = c->problem;
-    const ba_attend_family *f = c->family;
-    const int64_t real = f->real_size, pad_k = padded(c, p->head_dim), pad_v = padded(c, p->v_dim);
+    const int64_t real = c->family->real_size, pad_k = padded(c, p->head_dim), pad_v = padded(c, p->v_dim);
     t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head, index);
     t->range = (ba_range){INT64_MAX, 0};
     t->panels = 0;
     int64_t at = (index - item->first_tile) * tile_room(c);
     t->q = w->q_rows + at * pad_k * real;
     t->dout = w->dout_rows + at * pad_v * real;
-    for (int64_t lane = 0; lane < t->tile.lanes;) {
-        panel_state *s = &t->panel[t->panels++];
-        const int64_t left = t->tile.lanes - lane;
-        s->width = left <= f->lanes[NARROW] ? NARROW : WIDE;
-        const int64_t room = f->lanes[s->width];
-        s->lane = lane;
-        s->lanes = ba_min(left, room);
-        s->panel.q = w->q + at * pad_k * f->q_bytes;
-        s->panel.dout = w->dout + at * pad_v * f->q_bytes;
-        s->panel.dq = w->dq + at * pad_k * real;
-        s->panel.lse = w->lanes + at * 2 * real;
-        s->panel.delta = w->lanes + (at * 2 + room) * real;
-        s->panel.lo = w->bounds + at * 2;
-        s->panel.hi = w->bounds + at * 2 + room;
-        open_lanes(c, w, item, t, s);
-        lane += s->lanes;
-        at += room;
-    }
+    for (int64_t lane = 0; lane < t->tile.lanes; lane += t->panel[t->panels - 1].lanes) open_lanes(c, w, item, t, add_panel(c, w, t, lane, &at));
 }
 
-/* Packs a tile's queries, in both ways, once it is known that it sees something. */
-static void pack_both_ways(const call *c, const worker_scratch *w, const ba_item *item, tile_state *t) {
+/* Packs a tile's queries, in both ways: their rows of q are w->rows, those of dout w->more_rows. */
+static void pack_both_ways(const call *c, const worker_scratch *w, tile_state *t) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    find_lanes(p, &p->q, item->batch, &t->tile, 0, t->tile.lanes, w->rows);
-    find_lanes(p, &c->gradients->dout, item->batch, &t->tile, 0, t->tile.lanes, w->more_rows);
     t->finite_q = f->pack_tile(t->q, w->rows, t->tile.lanes, p->head_dim);
     t->finite_dout = f->pack_tile(t->dout, w->more_rows, t->tile.lanes, p->v_dim);
     for (int n = 0; n < t->panels; n++) {
@@ -207,19 +227,23 @@ static void clear_dq(const call *c, const tile_state *t) {
     for (int n = 0; n < t->panels; n++) memset(t->panel[n].panel.dq, 0, (size_t)(f->lanes[t->panel[n].width] * c->problem->head_dim * f->real_size));
 }
 
-/* A gradient is finished as an output whose weights add up to 1. */
-static void write_dq(const call *c, const worker_scratch *w, const ba_item *item, const tile_state *t) {
-    const ba_attend_family *f = c->family;
-    char *const zeros = w->reals, *const ones = zeros + BA_MAX_LANES * f->real_size, *const unused = ones + BA_MAX_LANES * f->real_size;
-    for (int64_t i = 0; i < f->lanes[WIDE]; i++) {
-        ba_set_real(zeros, i, 0, f->real_size);
-        ba_set_real(ones, i, 1, f->real_size);
+/* A panel's dQ, to rows in the dtype of `family`: it is finished as an output whose weights add up to 1. */
+static void finish_dq(const call *c, const worker_scratch *w, const ba_attend_family *family, const panel_state *s, void *const *rows) {
+    const int64_t real = c->family->real_size;
+    char *const zeros = w->reals, *const ones = zeros + BA_MAX_LANES * real, *const unused = ones + BA_MAX_LANES * real;
+    for (int64_t i = 0; i < family->lanes[WIDE]; i++) {
+        ba_set_real(zeros, i, 0, real);
+        ba_set_real(ones, i, 1, real);
     }
+    const ba_panel panel = {.o = s->panel.dq, .m = zeros, .l = ones};
+    family->finish[s->width](&panel, s->lanes, c->problem->head_dim, rows, unused);
+}
+
+static void write_dq(const call *c, const worker_scratch *w, const ba_item *item, const tile_state *t) {
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
-        const ba_panel panel = {.o = s->panel.dq, .m = zeros, .l = ones};
         find_lanes(c->problem, &c->gradients->dq, item->batch, &t->tile, s->lane, s->lanes, w->rows);
-        f->finish[s->width](&panel, s->lanes, c->problem->head_dim, (void *const *)w->rows, unused);
+        finish_dq(c, w, c->family, s, (void *const *)w->rows);
     }
 }
 
@@ -409,7 +433,10 @@ static void run_item(void *context, int64_t index, int worker) {
         c->family->gradient_tile ? run_whole_tile : run_tile;
     for (int64_t i = 0; i < item->tiles; i++) {
         clear_dq(c, &w.tiles[i]);
-        if (walks[w.tiles[i].walk].key != BA_WALK_END) pack_both_ways(c, &w, item, &w.tiles[i]);
+        if (walks[w.tiles[i].walk].key == BA_WALK_END) continue; /* it sees nothing */
+        find_lanes(c->problem, &c->problem->q, item->batch, &w.tiles[i].tile, 0, w.tiles[i].tile.lanes, w.rows);
+        find_lanes(c->problem, &c->gradients->dout, item->batch, &w.tiles[i].tile, 0, w.tiles[i].tile.lanes, w.more_rows);
+        pack_both_ways(c, &w, &w.tiles[i]);
     }
     for (;;) {
         const int next = next_walk(walks, lists);
@@ -422,6 +449,134 @@ static void run_item(void *context, int64_t index, int worker) {
     }
     ba_turn_pass(c->turns, index, BA_TURN_OVER);
     for (int64_t i = 0; i < item->tiles; i++) write_dq(c, &w, item, &w.tiles[i]);
+}
+
+/* ---- An item whose rows meet block by block ------------------------------------------------------------------------- */
+
+static ba_tile row_of_lane(const call *c, const ba_item *item, int64_t lane) {
+    return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->row_lanes);
+}
+
+/* What all lanes of the item see, and their log-sum-exps and deltas. */
+static void open_rows(const call *c, const worker_scratch *w, const ba_item *item) {
+    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes;
+    for (int64_t lane = 0; lane < lanes; lane += c->row_lanes) {
+        tile_state t = {.tile = row_of_lane(c, item, lane)};
+        panel_state s = {.width = NARROW};
+        for (; s.lane < t.tile.lanes; s.lane += s.lanes) {
+            s.lanes = ba_min(c->family->lanes[NARROW], t.tile.lanes - s.lane);
+            s.panel.lse = w->lane_lse + (lane + s.lane) * real;
+            s.panel.delta = w->lane_delta + (lane + s.lane) * real;
+            s.panel.lo = w->lane_lo + lane + s.lane;
+            s.panel.hi = w->lane_hi + lane + s.lane;
+            open_lanes(c, w, item, &t, &s);
+        }
+        for (int64_t i = t.tile.lanes; i < c->row_lanes; i++) w->lane_lo[lane + i] = w->lane_hi[lane + i] = 0;
+    }
+    memset(w->lane_dq, 0, (size_t)(lanes * padded(c, c->problem->head_dim) * real));
+}
+
+/* A tile of the n lanes listed. */
+static void gather_tile(const call *c, const worker_scratch *w, const ba_item *item, const int32_t *lanes, int64_t n, tile_state *t) {
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size;
+    int64_t at = 0;
+    t->tile = (ba_tile){.lanes = n};
+    t->q = w->q_rows;
+    t->dout = w->dout_rows;
+    t->panels = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const ba_tile row = row_of_lane(c, item, lanes[i]);
+        const int64_t head = ba_lane_head(&row, lanes[i] % c->row_lanes), query = ba_lane_query(&row, lanes[i] % c->row_lanes);
+        w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, head, query);
+        w->more_rows[i] = ba_query_row(p, &c->gradients->dout, p->element_size, item->batch, head, query);
+    }
+    for (int64_t lane = 0; lane < n; lane += t->panel[t->panels - 1].lanes) {
+        panel_state *s = add_panel(c, w, t, lane, &at);
+        s->any = (ba_range){INT64_MAX, 0};
+        s->all = (ba_range){0, INT64_MAX};
+        for (int64_t i = 0; i < c->family->lanes[s->width]; i++) {
+            const int64_t from = lanes[lane + ba_min(i, s->lanes - 1)];
+            const bool there = i < s->lanes; /* where there is no query, what the last one sees stands in, so that it asks for no mask */
+            ((int32_t *)s->panel.lo)[i] = w->lane_lo[from];
+            ((int32_t *)s->panel.hi)[i] = w->lane_hi[from];
+            ba_set_real((void *)s->panel.lse, i, there ? ba_get_real(w->lane_lse, from, real) : 0, real);
+            ba_set_real((void *)s->panel.delta, i, there ? ba_get_real(w->lane_delta, from, real) : 0, real);
+            s->any.lo = ba_min(s->any.lo, w->lane_lo[from]);
+            s->any.hi = ba_max(s->any.hi, w->lane_hi[from]);
+            s->all.lo = ba_max(s->all.lo, w->lane_lo[from]);
+            s->all.hi = ba_min(s->all.hi, w->lane_hi[from]);
+        }
+    }
+    pack_both_ways(c, w, t);
+    clear_dq(c, t);
+}
+
+#define DEFINE_ADD_ROW(real)                                                                                                                         \
+    static void add_row_##real(real *restrict to, const real *restrict from, int64_t n) {                                                            \
+        for (int64_t i = 0; i < n; i++) to[i] += from[i];                                                                                            \
+    }
+DEFINE_ADD_ROW(float)
+DEFINE_ADD_ROW(double)
+
+/* The tile's dQ, added to what its lanes keep. */
+static void keep_dq(const call *c, const worker_scratch *w, const tile_state *t, const int32_t *lanes) {
+    const int64_t real = c->family->real_size, dim = c->problem->head_dim, pad = padded(c, dim);
+    for (int n = 0; n < t->panels; n++) {
+        const panel_state *s = &t->panel[n];
+        void *rows[BA_MAX_LANES];
+        for (int64_t i = 0; i < s->lanes; i++) rows[i] = w->added + i * pad * real;
+        finish_dq(c, w, c->reals, s, rows);
+        for (int64_t i = 0; i < s->lanes; i++) {
+            char *to = w->lane_dq + lanes[s->lane + i] * pad * real;
+            if (real == 4) add_row_float((float *)to, rows[i], dim);
+            else add_row_double((double *)to, rows[i], dim);
+        }
+    }
+}
+
+/* The rows that list a column meet its keys [first, end). */
+static void meet_keys(const call *c, const worker_scratch *w, int64_t index, int64_t column, int64_t first, int64_t end) {
+    const ba_item *item = &c->plan.item[index];
+    int64_t n = 0;
+    for (int64_t i = w->begin[column]; i < w->begin[column + 1]; i++)
+        for (int64_t lane = w->listed[i] * c->row_lanes; lane < (w->listed[i] + 1) * c->row_lanes; lane++)
+            if (w->lane_lo[lane] < end && w->lane_hi[lane] > first) w->meeting[n++] = (int32_t)lane;
+    if (n == 0) return;
+    ba_turn_pass(c->turns, index, first);
+    for (int64_t j = 0; j < end - first; j++) w->key_index[j] = (int32_t)(first + j);
+    const ba_chunk chunk = open_chunk(c, w, item, end - first);
+    bool turn = false;
+    for (int64_t at = 0, some; at < n; at += some) {
+        tile_state t;
+        some = ba_min(c->plan.tile_queries, n - at);
+        gather_tile(c, w, item, w->meeting + at, some, &t);
+        run_tile(c, w, index, &t, &chunk, &turn);
+        keep_dq(c, w, &t, w->meeting + at);
+    }
+}
+
+static void run_rows(void *context, int64_t index, int worker) {
+    const call *c = context;
+    const ba_problem *p = c->problem;
+    const ba_item *item = &c->plan.item[index];
+    const int64_t columns = ba_list_columns(p, item->batch), keys = ba_kv_span(p, item->batch).valid, step = c->tuning->gradient_keys;
+    worker_scratch w;
+    lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
+    open_rows(c, &w, item);
+    ba_plan_turn_lists(&c->plan, item, columns, w.begin, w.listed);
+    for (int64_t column = 0; column < columns; column++) {
+        const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
+        for (int64_t first = column * p->block_kv; first < end; first += step) meet_keys(c, &w, index, column, first, ba_min(end, first + step));
+    }
+    ba_turn_pass(c->turns, index, BA_TURN_OVER);
+    for (int64_t row = 0; row < item->tiles; row++) {
+        const ba_tile tile = row_of_lane(c, item, row * c->row_lanes);
+        find_lanes(p, &c->gradients->dq, item->batch, &tile, 0, tile.lanes, w.rows);
+        for (int64_t i = 0; i < tile.lanes; i++)
+            c->family->store_row((void *)w.rows[i], w.lane_dq + (row * c->row_lanes + i) * padded(c, p->head_dim) * c->family->real_size,
+                                 p->head_dim);
+    }
 }
 
 /* ---- dK and dV as a whole ----------------------------------------------------------------------------------------- */
@@ -503,7 +658,11 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
               .dv = gradients->dv};
     c.rounded = c.family->real_size != problem->kv_element_size;
     int threads = ba_threads_for(num_threads);
-    ba_plan_lay_out_gradients(&c.plan, problem, c.tuning);
+    c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
+    c.by_block = ba_plan_few_rows(problem) && !family->gradient_tile;
+    if (c.by_block) ba_plan_lay_out_gradient_rows(&c.plan, problem, c.tuning);
+    else ba_plan_lay_out_gradients(&c.plan, problem, c.tuning);
+    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
     worker_scratch unused;
     c.scratch_bytes = lay_out_scratch(&c, NULL, &unused);
@@ -529,7 +688,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
         if (c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim) < c.tuning->inline_flops) threads = 1;
         set_turns(&c, (int64_t *)last);
         ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
-        ba_parallel(threads, c.plan.items, run_item, &c);
+        ba_parallel(threads, c.plan.items, c.by_block ? run_rows : run_item, &c);
         if (c.rounded) ba_parallel(threads, sums * stretches(problem), round_stretch, &c);
     }
     ba_arena_release();

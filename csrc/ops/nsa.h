@@ -27,9 +27,6 @@ ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, 
 
 ba_status ba_check_threads(int num_threads);
 
-/* float for all but double. */
-static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
-
 /* out[d] += weight[i] * row i of n, all in real: the rows are widened BA_ROWS_AT_ONCE at a time into `wide`, which takes
  * BA_ROWS_AT_ONCE * round_up(dim, BA_PACK_PAD) reals. `kernels` are of one level; weights are real. */
 void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,

@@ -77,6 +77,25 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     return true;
 }
 
+void ba_plan_turn_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows) {
+    const ba_problem *p = plan->problem;
+    const int64_t *steps = p->blocks.strides;
+    memset(begin, 0, (size_t)(columns + 1) * sizeof *begin);
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t row = item->tiles - 1; row >= 0; row--) {
+            const ba_tile tile = ba_plan_tile(plan, item->batch, item->kv_head, item->first_tile + row);
+            const int64_t at = ba_list_batch(p, item->batch) * steps[0] + ba_list_head(p, tile.head) * steps[1] +
+                               ba_list_row(p, item->batch, tile.block_row) * steps[2];
+            for (int64_t i = 0, column; i < p->blocks.dims[3] && (column = ba_list_entry(&p->blocks, at + i * steps[3])) >= 0; i++) {
+                if (pass == 0) begin[column]++;
+                else rows[--begin[column]] = (int32_t)row;
+            }
+        }
+        if (pass == 0) /* where each column's rows end: the second pass fills them from there */
+            for (int64_t column = 1; column <= columns; column++) begin[column] += begin[column - 1];
+    }
+}
+
 /* ---- Checking and costing, in parallel over items ---------------------------------------------------------------- */
 
 typedef struct survey {
@@ -239,6 +258,14 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
     /* heads share tiles only where one head's rows would leave them half empty */
     if (lists_shared && plan->row_queries <= plan->tile_queries / problem->group) plan->shared_heads = problem->group;
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
+    for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
+}
+
+void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
+    ba_plan_lay_out_gradients(plan, problem, tuning);
+    const int64_t most = ba_min(tuning->meeting_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
+    plan->group_tiles = ba_max(1, most);
+    plan->items = 0;
     for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
 }
 

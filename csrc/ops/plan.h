@@ -60,6 +60,9 @@ void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tun
  * (batch, KV head) come in the order in which they are to be summed. */
 void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning);
 
+/* The same where all rows are for queries that meet at blocks. */
+void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning);
+
 /* Bytes that the plan needs beside the structure itself. */
 int64_t ba_plan_bytes(const ba_plan *plan, int threads);
 
@@ -67,6 +70,10 @@ int64_t ba_plan_bytes(const ba_plan *plan, int threads);
 ba_status ba_plan_make(ba_plan *plan, int threads, void *memory);
 
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
+
+/* Turns the lists of an item's tiles around: rows[begin[column] .. begin[column + 1] - 1] are those that list the column, of the item's, in rising
+ * order. begin has room for columns + 1, rows for an entry of each tile's list. */
+void ba_plan_turn_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows);
 
 /* True where the lists route so few queries each that no panel is for them. */
 bool ba_plan_few_rows(const ba_problem *problem);

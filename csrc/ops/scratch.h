@@ -12,6 +12,9 @@ static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
     return part;
 }
 
+/* float for all but double. */
+static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
+
 /* Reals are float or double, as the kernel family says. */
 static inline double ba_get_real(const void *data, int64_t at, int64_t real_size) {
     return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at];
