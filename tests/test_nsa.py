@@ -241,11 +241,12 @@ def test_same_bits_for_any_number_of_threads(mode):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1), (9, 1)])
 @pytest.mark.parametrize("size", [16, 64, 100])
-def test_queries_meet_at_blocks(size, heads, kv_heads):
-    """At some levels queries of a longer stretch meet block by block: many of them, blocks longer and shorter than what they meet at a
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_queries_meet_at_blocks(dtype, size, heads, kv_heads):
+    """Queries of a longer stretch meet block by block: many of them, blocks longer and shorter than what they meet at a
     time; alone, in threads and with strangers, every query gets the same bits."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
-    q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype="bfloat16", batch=2)
+    q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
     _, context = check(q, k, v, **rules)
     assert same_bits(run(q, k, v, num_threads=1, **rules)[0], run(q, k, v, num_threads=3, **rules)[0])
     lists = routing_of(context)

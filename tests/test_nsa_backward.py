@@ -249,6 +249,24 @@ def test_same_bits_for_any_number_of_threads(mode, dtype):
             assert a is None or same_bits(a, b), name
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 1), (9, 1)])
+@pytest.mark.parametrize("size", [16, 64, 200])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_queries_meet_at_blocks(dtype, size, heads, kv_heads):
+    """More queries than one item has, blocks longer and shorter than what they meet at a time: with threads and without them, and alone, the same bits."""
+    rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
+    q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
+    expected = check_backward(q, k, v, **rules)
+    dout, context, grads = gradients(q, k, v, **rules)
+    for num_threads in (1, 3):
+        for name, a, b in zip(GRADIENTS, library.nsa_backward(dout, context, num_threads=num_threads), grads, strict=True):
+            assert a is None or same_bits(a, b), name
+    _, alone_context = run(q[:1], k[:1], v[:1], **rules)
+    for name, a, b in zip(GRADIENTS[:3], library.nsa_backward(dout[:1], alone_context)[:3], grads[:3], strict=True):
+        assert same_bits(a, b[:1]), name
+    assert all(np.isfinite(wide(x)).all() for x in expected if x is not None)
+
+
 @both_modes
 def test_the_rest_of_the_batch_does_not_matter(mode):
     q, k, v, _ = problem(90, batch=3)

@@ -660,7 +660,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
     int threads = ba_threads_for(num_threads);
     c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
     c.by_block = ba_plan_few_rows(problem) && !family->gradient_tile;
-    if (c.by_block) ba_plan_lay_out_gradient_rows(&c.plan, problem, c.tuning);
+    if (c.by_block) ba_plan_lay_out_gradient_rows(&c.plan, problem, ba_tuning_at(c.family->isa));
     else ba_plan_lay_out_gradients(&c.plan, problem, c.tuning);
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
