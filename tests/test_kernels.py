@@ -113,7 +113,7 @@ def test_emulated_wide_kernels_with_avx2_flags(objects, flags, tmp_path):
 def test_bench_names_its_unit(objects):
     output = run(ROOT / BUILD / "checkkernels", "--bench", "attend_float32_portable")
     lines = output.splitlines()
-    assert len(lines) == 6  # three ways that queries stand, two head dims
+    assert len(lines) == 8  # four ways that queries stand, two head dims
     assert all(re.search(r"dim +(64|128) +[\d.]+ GFLOP/s +[\d.]+ of the level's multiply-adds$", line) for line in lines)
 
 

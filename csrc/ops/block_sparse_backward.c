@@ -512,13 +512,6 @@ static void gather_tile(const call *c, const worker_scratch *w, const ba_item *i
     clear_dq(c, t);
 }
 
-#define DEFINE_ADD_ROW(real)                                                                                                                         \
-    static void add_row_##real(real *restrict to, const real *restrict from, int64_t n) {                                                            \
-        for (int64_t i = 0; i < n; i++) to[i] += from[i];                                                                                            \
-    }
-DEFINE_ADD_ROW(float)
-DEFINE_ADD_ROW(double)
-
 /* The tile's dQ, added to what its lanes keep. */
 static void keep_dq(const call *c, const worker_scratch *w, const tile_state *t, const int32_t *lanes) {
     const int64_t real = c->family->real_size, dim = c->problem->head_dim, pad = padded(c, dim);
@@ -527,11 +520,7 @@ static void keep_dq(const call *c, const worker_scratch *w, const tile_state *t,
         void *rows[BA_MAX_LANES];
         for (int64_t i = 0; i < s->lanes; i++) rows[i] = w->added + i * pad * real;
         finish_dq(c, w, c->reals, s, rows);
-        for (int64_t i = 0; i < s->lanes; i++) {
-            char *to = w->lane_dq + lanes[s->lane + i] * pad * real;
-            if (real == 4) add_row_float((float *)to, rows[i], dim);
-            else add_row_double((double *)to, rows[i], dim);
-        }
+        for (int64_t i = 0; i < s->lanes; i++) ba_add_reals(w->lane_dq + lanes[s->lane + i] * pad * real, rows[i], dim, real);
     }
 }
 

@@ -159,18 +159,6 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
 
 /* ---- Scores ------------------------------------------------------------------------------------------------------------ */
 
-#define DEFINE_ADD(real)                                                                                                                             \
-    static void add_##real(real *restrict to, const real *restrict from, int64_t n) {                                                                \
-        for (int64_t i = 0; i < n; i++) to[i] += from[i];                                                                                            \
-    }
-DEFINE_ADD(float)
-DEFINE_ADD(double)
-
-static void add(char *to, const char *from, int64_t n, int64_t real_size) {
-    if (real_size == 4) add_float((float *)to, (const float *)from, n);
-    else add_double((double *)to, (const double *)from, n);
-}
-
 /* A chunk of compressed keys, ready to be scored. */
 static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const stretch *at, int64_t kv_head, int64_t begin, int64_t keys) {
     const void **rows = s->k_rows;
@@ -218,12 +206,12 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
             }
             c->family->scores[0](&panel, &chunk, s->row_max);
             c->family->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* m, the log-sum-exp, stays: lowest is not above it */
-            add(s->sum, s->chunk, keys * c->lanes, real);
+            ba_add_reals(s->sum, s->chunk, keys * c->lanes, real);
         }
         for (int64_t j = 0; j < keys; j++)
             for (int64_t n = 0; n < c->narrow; n++) {
                 const int64_t block = (begin + j + n) / c->wide;
-                if (block < at->blocks) add(s->scores + block * line, s->sum + j * line, c->lanes, real);
+                if (block < at->blocks) ba_add_reals(s->scores + block * line, s->sum + j * line, c->lanes, real);
             }
     }
 }

@@ -39,4 +39,17 @@ static inline ba_ahead ba_rows_ahead(int64_t head_step, int64_t row_step, int64_
     return (ba_ahead){rows + begin, end - begin, 0, (heads - 1) * head_step + bytes};
 }
 
+#define BA_DEFINE_ADD(real)                                                                                                                          \
+    static inline void ba_add_##real(real *restrict to, const real *restrict from, int64_t n) {                                                      \
+        for (int64_t i = 0; i < n; i++) to[i] += from[i];                                                                                            \
+    }
+BA_DEFINE_ADD(float)
+BA_DEFINE_ADD(double)
+#undef BA_DEFINE_ADD
+
+static inline void ba_add_reals(void *to, const void *from, int64_t n, int64_t real_size) {
+    if (real_size == 4) ba_add_float(to, from, n);
+    else ba_add_double(to, from, n);
+}
+
 #endif
