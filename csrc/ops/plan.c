@@ -263,6 +263,7 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
 
 void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
     ba_plan_lay_out_gradients(plan, problem, tuning);
+    /* not by the number of columns, which is that of the batch's longest sequence: sums would depend on it */
     const int64_t most = ba_min(tuning->meeting_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
     plan->group_tiles = ba_max(1, most);
     plan->items = 0;
