@@ -233,8 +233,10 @@ void check_heads(test_case *c) {
         }
         for (int round = 0; round < 2; round++) {
             if (pick(2)) {
-                chunks->k_ahead = (ba_ahead){all.k_rows, pick(all.keys + 1), 0, heads * k_step * ba_dtype_size(c->s.kv_dtype)};
-                chunks->v_ahead = (ba_ahead){all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype)};
+                chunks->k_ahead =
+                    (ba_ahead){all.k_rows, pick(all.keys + 1), 0, heads * k_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
+                chunks->v_ahead =
+                    (ba_ahead){all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
             }
             c->s.few(panels[0], c->queries, chunks, heads);
             for (int i = 0; i < heads; i++) c->s.few(&panels[1][i], c->queries, &chunks[i], 1);

@@ -1,69 +1,98 @@
 /* Asking for rows ahead of their use. They lie where pages put them, which no hardware prefetcher can tell; and what is asked for in a
  * burst holds up the loads behind it, while a pause leaves memory idle. So the kernels for few ask a line or a few at every step of
- * their work, in the order in which the rows lie. Into L2: L1 has no room for them. */
+ * their work, in the order in which the rows lie.
+ *
+ * A request may be dropped: Zen 5 has places for some 64 to 100 lines that are under way, and while memory is what binds they are taken. The load
+ * that then has to wait keeps sums waiting behind it, until there is no room for more and the reading of what lies ahead stops too. So a second and
+ * a third request follow nearer to the use; where an earlier one was heard they cost an instruction. That core also does nothing for a request into
+ * L2 (PREFETCHT1, T2) of a line that no cache has: a level says where its requests go to (BA_ASK_INTO). */
 #ifndef BA_ASKING_H
 #define BA_ASKING_H
 
 #include "kernels/kernels.h"
 
+/* As __builtin_prefetch counts: 2 is L2, 3 L1. */
+#ifndef BA_ASK_INTO
+#define BA_ASK_INTO 2
+#endif
+
 enum { BA_LINE_BYTES = 64 };
 
-typedef struct ba_asking {
+typedef struct ba_asked {
     const char *at, *stop; /* of the row at hand */
-    const void *const *row, *const *end;
+    const void *const *row;
+} ba_asked;
+
+typedef struct ba_asking {
+    ba_asked request[BA_MOST_REQUESTS];
+    const void *const *end;
     int64_t offset, bytes;
     int64_t share; /* lines: a sixteenth of all */
+    int farthest;  /* request */
 } ba_asking;
 
+static inline ba_asked ba_asked_from(const ba_asking *a, const void *const *row) {
+    if (row >= a->end) return (ba_asked){NULL, NULL, a->end};
+    const char *at = (const char *)*row + a->offset;
+    return (ba_asked){at, at + a->bytes, row};
+}
+
 static inline ba_asking ba_asking_for(ba_ahead ahead) {
-    ba_asking a = {NULL, NULL, ahead.rows, ahead.rows, ahead.offset, ahead.bytes, 0};
+    ba_asking a = {.end = ahead.rows, .offset = ahead.offset, .bytes = ahead.bytes};
+    for (int i = 0; i < BA_MOST_REQUESTS; i++) a.request[i].row = a.end;
     if (ahead.count <= 0) return a;
-    a.end = ahead.rows + ahead.count;
-    a.at = (const char *)*a.row + a.offset;
-    a.stop = a.at + a.bytes;
+    a.end += ahead.count;
+    for (int i = 0; i < BA_MOST_REQUESTS; i++) {
+        const int64_t skip = ahead.skip[i] < 0 ? ahead.count : ba_min(ahead.skip[i], ahead.count);
+        a.request[i] = ba_asked_from(&a, ahead.rows + skip);
+        if (ahead.skip[i] >= 0) a.farthest = i;
+    }
     a.share = ba_ceil_div(ahead.count * ba_ceil_div(a.bytes, BA_LINE_BYTES), 16);
     return a;
 }
 
+static inline bool ba_asking_is_over(const ba_asking *a) { return a->request[0].row == a->end; }
+
 /* So many bytes of the row at hand have been asked for: on to the next row if they were its last. */
-static inline void ba_ask_step(ba_asking *a, int64_t bytes) {
-    a->at += bytes;
-    if (a->at < a->stop || ++a->row == a->end) return;
-    a->at = (const char *)*a->row + a->offset;
-    a->stop = a->at + a->bytes;
+static inline void ba_ask_step(const ba_asking *a, ba_asked *which, int64_t bytes) {
+    which->at += bytes;
+    if (which->at >= which->stop) *which = ba_asked_from(a, which->row + 1);
 }
 
+/* The next line of the farthest request. */
 static inline void ba_ask(ba_asking *a) {
-    if (a->row == a->end) return;
-    __builtin_prefetch(a->at, 0, 2);
-    ba_ask_step(a, BA_LINE_BYTES);
+    ba_asked *farthest = &a->request[a->farthest];
+    if (farthest->row == a->end) return;
+    __builtin_prefetch(farthest->at, 0, BA_ASK_INTO);
+    ba_ask_step(a, farthest, BA_LINE_BYTES);
 }
 
 /* Asks for `bytes` that no row has in one piece; what comes after them is left for the next call. */
-static __attribute__((noinline, unused)) void ba_ask_pieces(ba_asking *a, int64_t bytes) {
-    while (bytes > 0 && a->row != a->end) {
-        const int64_t some = ba_min(bytes, a->stop - a->at);
-        for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(a->at + at, 0, 2);
+static __attribute__((noinline, unused)) void ba_ask_pieces(const ba_asking *a, ba_asked *which, int64_t bytes) {
+    while (bytes > 0 && which->row != a->end) {
+        const int64_t some = ba_min(bytes, which->stop - which->at);
+        for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(which->at + at, 0, BA_ASK_INTO);
         bytes -= some;
-        ba_ask_step(a, some);
+        ba_ask_step(a, which, some);
     }
 }
 
 /* The next `bytes` of the rows, for the caller to ask for line by line; where no row has so many in one piece, they are asked for here, and the
  * caller is given `otherwise`, which is something that it has anyhow. */
-static inline const char *ba_ask_slice(ba_asking *a, int64_t bytes, const void *otherwise) {
-    const char *slice = a->at;
-    if (a->stop - slice < bytes) {
-        ba_ask_pieces(a, bytes);
+static inline const char *ba_ask_slice(const ba_asking *a, ba_asked *which, int64_t bytes, const void *otherwise) {
+    const char *slice = which->at;
+    if (which->stop - slice < bytes) {
+        ba_ask_pieces(a, which, bytes);
         return otherwise;
     }
-    ba_ask_step(a, bytes);
+    ba_ask_step(a, which, bytes);
     return slice;
 }
 
-/* `part` shares for every eight queries of one of the heads that are met meanwhile: what takes longer asks for more. */
-static inline void ba_ask_share(ba_asking *a, int64_t part, int64_t heads) {
-    ba_ask_pieces(a, ba_ceil_div(a->share * part, 8 * heads) * BA_LINE_BYTES);
+/* Request `which`, or the farthest, goes on by `part` shares for every eight queries of one of the heads that are met meanwhile: what takes longer
+ * asks for more. */
+static inline void ba_ask_share(ba_asking *a, int which, int64_t part, int64_t heads) {
+    ba_ask_pieces(a, &a->request[which < a->farthest ? which : a->farthest], ba_ceil_div(a->share * part, 8 * heads) * BA_LINE_BYTES);
 }
 
 #endif

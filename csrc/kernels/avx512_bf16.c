@@ -7,6 +7,7 @@
 #define BA_ROWS 8
 #define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #define BA_LANES 16
+#define BA_ASK_INTO 3
 #include "kernels/pairs.inc"
 
 #endif

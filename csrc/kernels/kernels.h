@@ -43,10 +43,11 @@ typedef struct ba_panel {
 } ba_panel;
 
 /* Rows that are wanted after those at hand: `bytes` bytes from `offset` on of each. The kernels for few ask for them while they
- * work, a little at every step. */
+ * work, a little at every step, and up to three times: request i goes on from row skip[i], rising from 0; -1: there is no such request. */
+enum { BA_MOST_REQUESTS = 3 };
 typedef struct ba_ahead {
     const void *const *rows;
-    int64_t count, offset, bytes;
+    int64_t count, offset, bytes, skip[BA_MOST_REQUESTS];
 } ba_ahead;
 
 typedef struct ba_chunk {
@@ -360,9 +361,9 @@ typedef struct ba_few_tuning {
     int64_t split_keys;       /* keys a part, where keys are split among threads: a multiple of `keys` */
     int64_t keys;             /* keys a chunk, where few queries meet the keys of several heads side by side */
     int64_t bytes;            /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
-    int64_t ahead;            /* keys before their use that K and V are asked for, `keys` at most */
     int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
     int64_t followed_queries; /* where a head has so many queries at most; for more they are asked for all the same */
+    int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising; `keys` keys at most; 0: no such request */
 } ba_few_tuning;
 
 typedef struct ba_tuning {

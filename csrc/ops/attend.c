@@ -121,8 +121,8 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few.keys * (int64_t)sizeof(void *));
-    w->v_rows_ahead = (const void **)ba_take(base, &used, c->tuning->few.keys * (int64_t)sizeof(void *));
+    w->k_rows_ahead = (const void **)ba_take(base, &used, 2 * c->tuning->few.keys * (int64_t)sizeof(void *));
+    w->v_rows_ahead = (const void **)ba_take(base, &used, 2 * c->tuning->few.keys * (int64_t)sizeof(void *));
     w->k_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     w->v_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     for (int i = 0; i < c->chunks; i++) {
@@ -603,19 +603,42 @@ static ba_chunk head_chunk(const call *c, const worker_scratch *w, int64_t head,
                       .scratch = w->scores + place * few_scratch(c)};
 }
 
-/* The rows of `heads` heads, from `head` on, which lie side by side if they are several. */
-static ba_ahead rows_ahead(const ba_view *view, int64_t dim, int64_t size, int64_t head, int64_t heads, const void *const *rows, int64_t keys) {
-    return (ba_ahead){rows, keys, head * view->head_stride * size, ((heads - 1) * view->head_stride + dim) * size};
+/* Rows of K, or of V, that a kernel for few meets one after the other. */
+typedef struct stretch {
+    const void *const *rows;
+    int64_t keys, offset;
+} stretch;
+
+/* What is wanted so many bytes after what is at hand (ba_few_tuning): the rest of the stretch `now`, and then the one that is met `then`, to `list`.
+ * A row has `bytes`. */
+static ba_ahead find_ahead(const ba_few_tuning *few, const void **list, const stretch *now, const stretch *then, int64_t bytes) {
+    int64_t keys[BA_MOST_REQUESTS], n = 0, farthest = 0;
+    for (int i = 0; i < BA_MOST_REQUESTS; i++) {
+        keys[i] = ba_min(few->keys, ba_ceil_div(few->distances[i], bytes));
+        farthest = ba_max(farthest, keys[i]);
+    }
+    for (int64_t j = keys[0]; j < now->keys; j++) list[n++] = (const char *)now->rows[j] + now->offset;
+    const int64_t end = ba_min(then->keys, farthest);
+    for (int64_t j = ba_max(0, keys[0] - now->keys); j < end; j++) list[n++] = (const char *)then->rows[j] + then->offset;
+    ba_ahead ahead = {list, n, 0, bytes, {0, -1, -1}};
+    for (int i = 1; i < BA_MOST_REQUESTS; i++)
+        if (keys[i]) ahead.skip[i] = keys[i] - keys[0];
+    return ahead;
 }
 
-/* The rows that come few.ahead keys after those at hand, in this chunk and then in the next; returns how many. */
-static int64_t find_ahead(const call *c, const worker_scratch *w, const chunk_rows *here, const chunk_rows *next) {
-    const int64_t ahead = c->tuning->few.ahead, own = ba_max(here->keys - ahead, 0), others = next ? ba_min(next->keys, ahead) : 0;
-    memcpy(w->k_rows_ahead, here->k_rows + here->keys - own, (size_t)own * sizeof(void *));
-    memcpy(w->v_rows_ahead, here->v_rows + here->keys - own, (size_t)own * sizeof(void *));
-    if (others) memcpy(w->k_rows_ahead + own, next->k_rows, (size_t)others * sizeof(void *));
-    if (others) memcpy(w->v_rows_ahead + own, next->v_rows, (size_t)others * sizeof(void *));
-    return own + others;
+/* Tells the heads' first chunk what is ahead: K's rows of `heads` heads side by side, V's, and then K's of the next heads or of the next chunk. */
+static void tell_ahead(const call *c, const worker_scratch *w, const ba_item *item, int64_t first, int64_t heads, const chunk_rows *here,
+                       const chunk_rows *next) {
+    const ba_problem *p = c->problem;
+    const ba_few_tuning *few = &c->tuning->few;
+    const int64_t size = p->kv_element_size, k_step = p->k.head_stride * size;
+    const bool more = first + heads < item->kv_heads;
+    const stretch k = {here->k_rows, here->keys, first * k_step}, v = {here->v_rows, here->keys, first * p->v.head_stride * size};
+    stretch then = {0};
+    if (more) then = (stretch){here->k_rows, here->keys, (first + heads) * k_step};
+    else if (next) then = (stretch){next->k_rows, next->keys, 0};
+    w->chunks->k_ahead = find_ahead(few, w->k_rows_ahead, &k, &v, ((heads - 1) * p->k.head_stride + p->head_dim) * size);
+    w->chunks->v_ahead = find_ahead(few, w->v_rows_ahead, &v, &then, ((heads - 1) * p->v.head_stride + p->v_dim) * size);
 }
 
 /* The same where the kernel for few queries serves them: one panel a tile; heads whose rows lie side by side meet the chunk together. */
@@ -626,7 +649,6 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
         ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) && ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
     const int64_t together = beside ? item->kv_heads : 1;
     const bool apart = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->few.followed_bytes;
-    const int64_t ahead = find_ahead(c, w, here, next);
     for (int64_t i = 0; i < item->tiles; i++) {
         if (w->tiles[i].walk != here->walk) continue;
         for (int64_t first = 0; first < item->kv_heads; first += together) {
@@ -638,10 +660,7 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
                 lanes = s->lanes;
             }
             if (!n) continue;
-            if (ahead && !(apart && lanes <= c->tuning->few.followed_queries)) {
-                w->chunks->k_ahead = rows_ahead(&p->k, p->head_dim, size, first, together, w->k_rows_ahead, ahead);
-                w->chunks->v_ahead = rows_ahead(&p->v, p->v_dim, size, first, together, w->v_rows_ahead, ahead);
-            }
+            if (!(apart && lanes <= c->tuning->few.followed_queries)) tell_ahead(c, w, item, first, together, here, next);
             c->few(w->panels, lanes, w->chunks, n);
         }
     }
