@@ -61,8 +61,8 @@ def read_sizes(threads: int) -> dict[str, int]:
             sizes[level] = size
         below = caches[level]
     largest = max(caches.values())
-    # L3 that keeps some of what is read again and again would make memory look quicker than it is (four times as much: by a quarter)
-    sizes["DRAM"] = max(8 * largest // threads, 64 << 20)
+    # what L3 keeps of memory that is read again and again makes it look quicker than it is (of four times L3: by a quarter)
+    sizes["DRAM"] = max(8 * largest, 1 << 30) // threads
     return sizes
 
 

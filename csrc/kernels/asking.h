@@ -78,7 +78,7 @@ static __attribute__((noinline, unused)) void ba_ask_pieces(const ba_asking *a, 
 }
 
 /* The next `bytes` of the rows, for the caller to ask for line by line; where no row has so many in one piece, they are asked for here, and the
- * caller is given `otherwise`, which is something that it has anyhow. */
+ * caller is given `otherwise`: its scratch, for what lies behind a row may be another head's, which nobody wants. */
 static inline const char *ba_ask_slice(const ba_asking *a, ba_asked *which, int64_t bytes, const void *otherwise) {
     const char *slice = which->at;
     if (which->stop - slice < bytes) {
