@@ -59,12 +59,13 @@ static inline void ba_ask_step(const ba_asking *a, ba_asked *which, int64_t byte
     if (which->at >= which->stop) *which = ba_asked_from(a, which->row + 1);
 }
 
-/* The next line of the farthest request. */
-static inline void ba_ask(ba_asking *a) {
+/* The next line of the farthest request; false: there is none. */
+static inline bool ba_ask(ba_asking *a) {
     ba_asked *farthest = &a->request[a->farthest];
-    if (farthest->row == a->end) return;
+    if (farthest->row == a->end) return false;
     __builtin_prefetch(farthest->at, 0, BA_ASK_INTO);
     ba_ask_step(a, farthest, BA_LINE_BYTES);
+    return true;
 }
 
 /* Asks for `bytes` that no row has in one piece; what comes after them is left for the next call. */
@@ -82,7 +83,7 @@ static __attribute__((noinline, unused)) void ba_ask_pieces(const ba_asking *a, 
 static inline const char *ba_ask_slice(const ba_asking *a, ba_asked *which, int64_t bytes, const void *otherwise) {
     const char *slice = which->at;
     if (which->stop - slice < bytes) {
-        ba_ask_pieces(a, which, bytes);
+        if (which->row != a->end) ba_ask_pieces(a, which, bytes);
         return otherwise;
     }
     ba_ask_step(a, which, bytes);

@@ -295,7 +295,7 @@ static void score_rows(const select_call *c, const pages *p, const char *q, int6
 static void ask_for_all(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
         ba_asking asking = ba_asking_for(rows_ahead(c, p, head, rows, count));
-        while (!ba_asking_is_over(&asking)) ba_ask(&asking);
+        while (ba_ask(&asking)) continue;
     }
 }
 
