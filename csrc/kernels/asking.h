@@ -16,11 +16,12 @@
 #define BA_ASK_INTO 2
 #endif
 
-enum { BA_LINE_BYTES = 64 };
+enum { BA_LINE_BYTES = 64, BA_ASK_RUN = 16 /* rows: a page has as many, or more */ };
 
 typedef struct ba_asked {
-    const char *at, *stop; /* of the row at hand */
-    const void *const *row;
+    const char *at, *stop;  /* of the run at hand: rows without a gap between them */
+    const void *const *row; /* its first */
+    int64_t rows;
 } ba_asked;
 
 typedef struct ba_asking {
@@ -28,13 +29,16 @@ typedef struct ba_asking {
     const void *const *end;
     int64_t offset, bytes;
     int64_t share; /* lines: a sixteenth of all */
+    int64_t run;   /* rows that a run may have: 1 where the first ones have a gap between them */
     int farthest;  /* request */
 } ba_asking;
 
 static inline ba_asked ba_asked_from(const ba_asking *a, const void *const *row) {
-    if (row >= a->end) return (ba_asked){NULL, NULL, a->end};
+    if (row >= a->end) return (ba_asked){.row = a->end};
+    int64_t rows = a->run;
+    while (rows > 1 && (a->end - row < rows || (const char *)row[rows - 1] - (const char *)*row != (rows - 1) * a->bytes)) rows /= 2;
     const char *at = (const char *)*row + a->offset;
-    return (ba_asked){at, at + a->bytes, row};
+    return (ba_asked){at, at + rows * a->bytes, row, rows};
 }
 
 static inline ba_asking ba_asking_for(ba_ahead ahead) {
@@ -42,6 +46,7 @@ static inline ba_asking ba_asking_for(ba_ahead ahead) {
     for (int i = 0; i < BA_MOST_REQUESTS; i++) a.request[i].row = a.end;
     if (ahead.count <= 0) return a;
     a.end += ahead.count;
+    a.run = ahead.count > 1 && (const char *)ahead.rows[1] - (const char *)ahead.rows[0] == ahead.bytes ? BA_ASK_RUN : 1;
     for (int i = 0; i < BA_MOST_REQUESTS; i++) {
         const int64_t skip = ahead.skip[i] < 0 ? ahead.count : ba_min(ahead.skip[i], ahead.count);
         a.request[i] = ba_asked_from(&a, ahead.rows + skip);
@@ -53,10 +58,10 @@ static inline ba_asking ba_asking_for(ba_ahead ahead) {
 
 static inline bool ba_asking_is_over(const ba_asking *a) { return a->request[0].row == a->end; }
 
-/* So many bytes of the row at hand have been asked for: on to the next row if they were its last. */
+/* So many bytes of the run at hand have been asked for: on to the next if they were its last. */
 static inline void ba_ask_step(const ba_asking *a, ba_asked *which, int64_t bytes) {
     which->at += bytes;
-    if (which->at >= which->stop) *which = ba_asked_from(a, which->row + 1);
+    if (which->at >= which->stop) *which = ba_asked_from(a, which->row + which->rows);
 }
 
 /* The next line of the farthest request; false: there is none. */
@@ -68,7 +73,7 @@ static inline bool ba_ask(ba_asking *a) {
     return true;
 }
 
-/* Asks for `bytes` that no row has in one piece; what comes after them is left for the next call. */
+/* Asks for `bytes` that no run has in one piece; what comes after them is left for the next call. */
 static __attribute__((noinline, unused)) void ba_ask_pieces(const ba_asking *a, ba_asked *which, int64_t bytes) {
     while (bytes > 0 && which->row != a->end) {
         const int64_t some = ba_min(bytes, which->stop - which->at);
@@ -78,8 +83,8 @@ static __attribute__((noinline, unused)) void ba_ask_pieces(const ba_asking *a, 
     }
 }
 
-/* The next `bytes` of the rows, for the caller to ask for line by line; where no row has so many in one piece, they are asked for here, and the
- * caller is given `otherwise`: its scratch, for what lies behind a row may be another head's, which nobody wants. */
+/* The next `bytes` of the rows, for the caller to ask for line by line; where no run has so many in one piece, they are asked for here, and the
+ * caller is given `otherwise`: its scratch, for what lies behind a run may be another head's, which nobody wants. */
 static inline const char *ba_ask_slice(const ba_asking *a, ba_asked *which, int64_t bytes, const void *otherwise) {
     const char *slice = which->at;
     if (which->stop - slice < bytes) {
