@@ -144,8 +144,8 @@ static int64_t panel_room(const call *c, panel_width width) { return width == FE
 
 static void ask_for_row(const void *row, int64_t bytes, const bool to_write) {
     for (int64_t at = 0; at < bytes; at += BA_ALIGN) {
-        if (to_write) __builtin_prefetch((const char *)row + at, 1, 2);
-        else __builtin_prefetch((const char *)row + at, 0, 2);
+        if (to_write) __builtin_prefetch((const char *)row + at, 1, 3);
+        else __builtin_prefetch((const char *)row + at, 0, 3);
     }
 }
 
@@ -435,8 +435,8 @@ static ba_range shared_range(const call *c, int64_t batch) {
     return (ba_range){p->listed ? 0 : first.lo - first.lo % c->tuning->chunk_keys, last.hi ? last.hi : keys};
 }
 
-/* Lays one of the two out in memory (NULL: counts its bytes). */
-static int64_t lay_out_shared(const call *c, shared_rows *s, int64_t dim, char *memory) {
+/* Lays one of the two out in memory (NULL: counts its bytes). What is not packed at all stays in place. */
+static int64_t lay_out_shared(const call *c, shared_rows *s, ba_pack_rows_fn pack, int64_t dim, char *memory) {
     const ba_problem *p = c->problem;
     const int64_t heads = p->batch * p->kv_heads;
     int64_t used = 0, at = 0;
@@ -448,9 +448,9 @@ static int64_t lay_out_shared(const call *c, shared_rows *s, int64_t dim, char *
         const ba_range range = shared_range(c, i / p->kv_heads);
         if (memory) {
             s->offset[i] = few ? NOT_SHARED : at - range.lo * s->row_bytes;
-            s->in_place[i] = false;
+            s->in_place[i] = !pack;
         }
-        if (!few) at += ba_round_up(ba_max(0, range.hi + c->tuning->chunk_keys - range.lo), c->tuning->chunk_keys) * s->row_bytes;
+        if (!few && pack) at += ba_round_up(ba_max(0, range.hi + c->tuning->chunk_keys - range.lo), c->tuning->chunk_keys) * s->row_bytes;
     }
     s->data = ba_take(memory, &used, at);
     return used;
@@ -483,8 +483,8 @@ static void share_item(void *context, int64_t index, int worker) {
     if (keys <= 0 || c->v_shared.offset[head] == NOT_SHARED) return;
     worker_scratch w;
     lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
-    pack_stretch(c, &c->k_shared, c->pack_k, &p->k, p->head_dim, head, begin, keys, &w);
-    pack_stretch(c, &c->v_shared, c->pack_v, &p->v, p->v_dim, head, begin, keys, &w);
+    if (c->pack_k) pack_stretch(c, &c->k_shared, c->pack_k, &p->k, p->head_dim, head, begin, keys, &w);
+    if (c->pack_v) pack_stretch(c, &c->v_shared, c->pack_v, &p->v, p->v_dim, head, begin, keys, &w);
 }
 
 /* Packs K and V if that is less work than packing chunks: whether tiles meet a key several times. */
@@ -793,7 +793,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     ba_take(NULL, &used, threads * c.scratch_bytes);
     int64_t shared_bytes = 0;
     if (may_share(&c))
-        shared_bytes = lay_out_shared(&c, &c.k_shared, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, problem->v_dim, NULL);
+        shared_bytes = lay_out_shared(&c, &c.k_shared, c.pack_k, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, c.pack_v, problem->v_dim, NULL);
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take(NULL, &used, shared_bytes);
     char *memory = ba_arena_get((size_t)used);
@@ -806,8 +806,8 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
     if (shared_bytes) {
         char *shared = ba_take(memory, &used, shared_bytes);
-        shared += lay_out_shared(&c, &c.k_shared, problem->head_dim, shared);
-        lay_out_shared(&c, &c.v_shared, problem->v_dim, shared);
+        shared += lay_out_shared(&c, &c.k_shared, c.pack_k, problem->head_dim, shared);
+        lay_out_shared(&c, &c.v_shared, c.pack_v, problem->v_dim, shared);
     }
 
     const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
