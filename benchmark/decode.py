@@ -32,7 +32,7 @@ from _bench import Column, Contender, Progress, Table, in_turns
 from _peers import Step, UnavailableError, pause
 from benchmark import positive
 from blitz_attn import _core, testing
-from paged_operands import ITEM_BYTES, Decode, draw_decode, memory_available, query_dtype, token_bytes
+from paged_operands import ITEM_BYTES, LAYOUTS, Decode, draw_decode, memory_available, query_dtype, token_bytes
 from records import Records
 
 LEVELS = ("L2", "L3", "DRAM")
@@ -100,8 +100,8 @@ class Cell:
     def kv_bytes(self) -> int:
         return sum(self.lengths) * token_bytes(self.dtype, self.kv_heads, self.head_dim)
 
-    def draw(self, seed: int) -> Decode:
-        return draw_decode(self.lengths, self.heads, self.kv_heads, self.head_dim, self.page, self.dtype, seed)
+    def draw(self, seed: int, layout: str) -> Decode:
+        return draw_decode(self.lengths, self.heads, self.kv_heads, self.head_dim, self.page, self.dtype, seed, layout)
 
     def values(self) -> dict[str, Any]:
         return {
@@ -173,7 +173,7 @@ def measured(
     cell: Cell, args: argparse.Namespace, progress: Progress, notes: dict[str, None]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Measure a cell with each number of threads; yields the table's values and what else a record keeps."""
-    step = cell.draw(args.seed)
+    step = cell.draw(args.seed, args.layout)
     isa = _core.isa_active()
     reads: dict[int, list[float]] = {threads: [] for threads in args.threads}
     peaks: dict[int, list[float]] = {threads: [] for threads in args.threads}
@@ -237,6 +237,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--batches", type=positive, nargs="+", help="requests (1 16)")
     what.add_argument("--head-dim", type=positive, default=HEAD_DIM, help="head dimension (%(default)s)")
     what.add_argument("--page", type=positive, default=128, help="tokens a page (%(default)s)")
+    what.add_argument(
+        "--layout", choices=LAYOUTS, default="NHD", help="in a page: a token's heads together, or a head's tokens (%(default)s)"
+    )
     every = list(peers.PEERS)
     what.add_argument("--peers", nargs="*", choices=every, default=every, help="libraries to compare with (all that are installed)")
     what.add_argument("--seed", type=int, default=1234, help="of the operands (%(default)s)")
@@ -275,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table(COLUMNS, sys.stdout, progress)
     records = Records(args.csv, args.json, {"cpu": _core.cpu_model(), "isa": _core.isa_active(), "options": vars(args)})
     progress.note(f"{len(cells)} cells, each with {' and '.join(map(str, args.threads))} threads")
-    options = _bench.parameters(THREADS=args.threads, ISA=_core.isa_active(), PLAN=args.plan, REPEATS=args.repeats, SEED=args.seed)
+    options = _bench.parameters(
+        THREADS=args.threads, ISA=_core.isa_active(), LAYOUT=args.layout, PLAN=args.plan, REPEATS=args.repeats, SEED=args.seed
+    )
     table.head(options, _core.cpu_model())
     notes: dict[str, None] = {}
     wrong = 0

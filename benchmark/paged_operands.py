@@ -15,6 +15,7 @@ import blitz_attn
 import check
 from blitz_attn import testing
 
+LAYOUTS = ("NHD", "HND")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3": 1}
 QUANTISED = ("int8", "float8_e4m3")
 SCALE_BYTES = 4  # one float32 a token and KV head
@@ -68,6 +69,16 @@ def _on_a_line(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
+def _fill_pages(pages: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """The tokens of `part` over and over in (pages, page_size, H_kv, D), in whatever order these lie in memory."""
+    page = pages.shape[1]
+    some = max(1, len(part) // page)
+    for start in range(0, len(pages), some):
+        to = pages[start : start + some]
+        to[...] = part[np.arange(start * page, (start + len(to)) * page) % len(part)].reshape(to.shape)
+    return pages
+
+
 def _tile(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
     """`part` over and over along the first axis of `whole`."""
     for start in range(0, len(whole), len(part)):
@@ -76,8 +87,8 @@ def _tile(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)  # cells that differ in their queries only share a cache
-def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, seed: int) -> Cache:
-    """A cache of normal random tokens."""
+def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, seed: int, layout: str = "NHD") -> Cache:
+    """A cache of normal random tokens. `layout`: how a page lies in memory; K and V have the shape of NHD either way."""
     rng = np.random.default_rng(seed)
     tokens = pages * page
     scales = {}
@@ -91,8 +102,12 @@ def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, 
         else:
             drawn = testing.round_to(drawn, dtype)
         parts.append(drawn)
-    memory = _on_a_line((2, tokens, kv_heads, head_dim), parts[0].dtype)
-    k, v = (_tile(whole, part).reshape(pages, page, kv_heads, head_dim) for whole, part in zip(memory, parts, strict=True))
+    if layout == "HND":
+        memory = _on_a_line((2, pages, kv_heads, page, head_dim), parts[0].dtype)
+        k, v = (_fill_pages(whole.swapaxes(1, 2), part) for whole, part in zip(memory, parts, strict=True))
+    else:
+        memory = _on_a_line((2, tokens, kv_heads, head_dim), parts[0].dtype)
+        k, v = (_tile(whole, part).reshape(pages, page, kv_heads, head_dim) for whole, part in zip(memory, parts, strict=True))
     return Cache(dtype, k, v, memory.view(np.uint8).reshape(-1), scales, {"kv_dtype": dtype} if k.dtype in (np.uint16, np.uint8) else {})
 
 
@@ -177,10 +192,12 @@ def query_dtype(dtype: str) -> str:
     return "bfloat16" if dtype in QUANTISED else dtype
 
 
-def draw_decode(lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: str, seed: int) -> Decode:
+def draw_decode(
+    lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: str, seed: int, layout: str = "NHD"
+) -> Decode:
     """A decode step of random operands. Never zeros: processors that save power on them would be timed too fast."""
     rng = np.random.default_rng([seed, 1])  # not the cache's stream: a query that is one of the keys would find itself
     pages = sum(-(-length // page) for length in lengths)
-    cache = draw_cache(dtype, pages, page, kv_heads, head_dim, seed)
+    cache = draw_cache(dtype, pages, page, kv_heads, head_dim, seed, layout)
     q = testing.round_to(rng.standard_normal((len(lengths), heads, head_dim), dtype=np.float32), query_dtype(dtype))
     return Decode(q, cache, draw_tables(lengths, page, pages, rng), np.asarray(lengths, np.int64), np.zeros_like(q))

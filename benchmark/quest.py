@@ -30,7 +30,7 @@ import roofline
 from _bench import Column, Contender, Progress, Table, in_turns
 from benchmark import positive
 from blitz_attn import _core, testing
-from paged_operands import ITEM_BYTES, Decode, bits_options, draw_cache, draw_tables, memory_available, token_bytes
+from paged_operands import ITEM_BYTES, LAYOUTS, Decode, bits_options, draw_cache, draw_tables, memory_available, token_bytes
 from records import Records
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
@@ -94,7 +94,7 @@ class Layers:
     def draw(self) -> None:
         args = self.args
         rng = np.random.default_rng([args.seed, 1])
-        cache = draw_cache(args.dtype, self.pool_pages, self.page, args.kv_heads, args.head_dim, args.seed)
+        cache = draw_cache(args.dtype, self.pool_pages, self.page, args.kv_heads, args.head_dim, args.seed, args.layout)
         tables = draw_tables((self.context,) * self.layers, self.page, self.pool_pages, rng)
         lengths = np.array([self.context], np.int64)
         shape = (1, args.heads, args.head_dim)
@@ -249,6 +249,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--contexts", type=positive, nargs="+", help="tokens of the request (4K, 8K .. 1M)")
     result.add_argument("--blocks", type=positive, nargs="+", default=[32], help="blocks that a KV head attends to (%(default)s)")
     result.add_argument("--page", type=positive, default=128, help="tokens a page, and rows a summary page (%(default)s)")
+    result.add_argument(
+        "--layout", choices=LAYOUTS, default="NHD", help="in a page: a token's heads together, or a head's tokens (%(default)s)")
     result.add_argument("--heads", "-H", type=positive, default=32, help="query heads (%(default)s)")
     result.add_argument("--kv-heads", type=positive, default=8, help="KV heads (%(default)s)")
     result.add_argument("--head-dim", "-D", type=positive, default=128, help="head dimension (%(default)s)")
@@ -276,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress(len(args.contexts) * len(args.blocks))
     table = Table(COLUMNS, sys.stdout, progress)
     records = Records(args.csv, args.json, {"cpu": _core.cpu_model(), "isa": _core.isa_active(), "options": vars(args)})
-    table.head(_bench.parameters(THREADS=args.threads, ISA=_core.isa_active(), REPEATS=args.repeats, SEED=args.seed), _core.cpu_model())
+    shown = _bench.parameters(THREADS=args.threads, ISA=_core.isa_active(), LAYOUT=args.layout, REPEATS=args.repeats, SEED=args.seed)
+    table.head(shown, _core.cpu_model())
     wrong = 0
     try:
         for context in args.contexts:

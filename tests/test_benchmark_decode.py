@@ -148,8 +148,19 @@ def attended(step):
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_the_check_takes_the_right_answer_and_no_other(dtype):
-    step = paged_operands.draw_decode([40, 21], 4, 2, 16, 8, dtype, seed=3)
+def test_a_page_lies_as_the_layout_says(dtype):
+    tokens, heads = (paged_operands.draw_decode([40, 21], 4, 2, 16, 8, dtype, seed=3, layout=layout).cache for layout in ("NHD", "HND"))
+    for which in ("k", "v"):
+        a, b = getattr(tokens, which), getattr(heads, which)
+        np.testing.assert_array_equal(a, b)
+        assert a.flags.c_contiguous
+        assert b.swapaxes(1, 2).flags.c_contiguous
+
+
+@pytest.mark.parametrize("layout", paged_operands.LAYOUTS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_the_check_takes_the_right_answer_and_no_other(dtype, layout):
+    step = paged_operands.draw_decode([40, 21], 4, 2, 16, 8, dtype, seed=3, layout=layout)
     right = testing.round_to(attended(step), paged_operands.query_dtype(dtype))
     assert step.is_equal(right)
     for place in ((0, 0), (1, 3)):

@@ -793,7 +793,8 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     ba_take(NULL, &used, threads * c.scratch_bytes);
     int64_t shared_bytes = 0;
     if (may_share(&c))
-        shared_bytes = lay_out_shared(&c, &c.k_shared, c.pack_k, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, c.pack_v, problem->v_dim, NULL);
+        shared_bytes =
+            lay_out_shared(&c, &c.k_shared, c.pack_k, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, c.pack_v, problem->v_dim, NULL);
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take(NULL, &used, shared_bytes);
     char *memory = ba_arena_get((size_t)used);
