@@ -60,14 +60,14 @@ typedef struct ba_chunk {
     ba_ahead k_ahead, v_ahead; /* few only */
     const void *const *k_next; /* the others: [next_rows] rows that are wanted next, as they lie, which they may prefetch; NULL: none */
     const void *const *v_next;
-    int64_t next_rows;
-    int64_t place;            /* where the chunk is a part of one that is cut: of its first key in that one */
-    const int32_t *key_index; /* [keys], rising; looked at only where the panel has lo and hi */
-    const float *k_scale;     /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
-    const float *v_scale;     /* few only: the same of V */
-    double scale;             /* what pack_queries was given: a family whose packed queries do not carry it multiplies scores with it */
-    double softcap;           /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
-    void *scratch;            /* keys * scratch_per_key bytes; what is in it on entry does not matter */
+    int64_t next_rows, k_next_bytes, v_next_bytes; /* bytes: of such a row */
+    int64_t place;                                 /* where the chunk is a part of one that is cut: of its first key in that one */
+    const int32_t *key_index;                      /* [keys], rising; looked at only where the panel has lo and hi */
+    const float *k_scale;                          /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
+    const float *v_scale;                          /* few only: the same of V */
+    double scale;   /* what pack_queries was given: a family whose packed queries do not carry it multiplies scores with it */
+    double softcap; /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
+    void *scratch;  /* keys * scratch_per_key bytes; what is in it on entry does not matter */
 } ba_chunk;
 
 /* Lanes n .. lanes-1 of the panel become zero queries. The panel has room for lanes * round_up(dim, dim_pad) * q_bytes. */

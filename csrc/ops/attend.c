@@ -310,7 +310,8 @@ static void join_item(void *context, int64_t index, int worker) {
 
 /* Rows that the chunk after this one begins with, shared out among the panels that come before it. */
 typedef struct share {
-    const chunk_rows *rows; /* NULL: there is no such chunk */
+    const chunk_rows *rows;   /* NULL: there is no such chunk */
+    int64_t k_bytes, v_bytes; /* of a row */
     int64_t panels, panel;
 } share;
 
@@ -320,6 +321,8 @@ static void share_out(share *s, ba_chunk *chunk) {
     chunk->k_next = s->rows->k_rows + begin;
     chunk->v_next = s->rows->v_rows + begin;
     chunk->next_rows = end - begin;
+    chunk->k_next_bytes = s->k_bytes;
+    chunk->v_next_bytes = s->v_bytes;
     s->panel++;
 }
 
@@ -690,7 +693,8 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
         c->pack_v(w->packed_v, w->packed_v_rows + whole, chunk.v_rows + whole, chunk.v_scale, others, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
-    share shares = {next, 0, 0};
+    const int64_t element = here->whole && c->pack_v ? c->family->pack_bytes : p->kv_element_size;
+    share shares = {.rows = next, .k_bytes = p->head_dim * (c->pack_k ? element : p->kv_element_size), .v_bytes = p->v_dim * element};
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
         if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
