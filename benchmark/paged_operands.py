@@ -70,20 +70,13 @@ def _on_a_line(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _fill_pages(pages: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """The tokens of `part` over and over in (pages, page_size, H_kv, D), in whatever order these lie in memory."""
+    """The tokens of `part` over and over in (pages, page_size, ...), in whatever order these lie in memory."""
     page = pages.shape[1]
     some = max(1, len(part) // page)
     for start in range(0, len(pages), some):
         to = pages[start : start + some]
         to[...] = part[np.arange(start * page, (start + len(to)) * page) % len(part)].reshape(to.shape)
     return pages
-
-
-def _tile(whole: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """`part` over and over along the first axis of `whole`."""
-    for start in range(0, len(whole), len(part)):
-        whole[start : start + len(part)] = part[: len(whole) - start]
-    return whole
 
 
 @functools.lru_cache(maxsize=1)  # cells that differ in their queries only share a cache
@@ -97,17 +90,14 @@ def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, 
         drawn = rng.standard_normal((min(DRAWN_TOKENS, tokens), kv_heads, head_dim), dtype=np.float32)
         if dtype in QUANTISED:
             drawn, scale = blitz_attn.quantize_kv(drawn, dtype)
-            whole = _on_a_line((tokens, kv_heads), scale.dtype)
-            scales[f"{name}_scale"] = _tile(whole, scale).reshape(pages, page, kv_heads)
+            scales[f"{name}_scale"] = _fill_pages(_on_a_line((pages, page, kv_heads), scale.dtype), scale)
         else:
             drawn = testing.round_to(drawn, dtype)
         parts.append(drawn)
-    if layout == "HND":
-        memory = _on_a_line((2, pages, kv_heads, page, head_dim), parts[0].dtype)
-        k, v = (_fill_pages(whole.swapaxes(1, 2), part) for whole, part in zip(memory, parts, strict=True))
-    else:
-        memory = _on_a_line((2, tokens, kv_heads, head_dim), parts[0].dtype)
-        k, v = (_tile(whole, part).reshape(pages, page, kv_heads, head_dim) for whole, part in zip(memory, parts, strict=True))
+    by_head = layout == "HND"
+    page_shape = (kv_heads, page, head_dim) if by_head else (page, kv_heads, head_dim)
+    memory = _on_a_line((2, pages, *page_shape), parts[0].dtype)
+    k, v = (_fill_pages(whole.swapaxes(1, 2) if by_head else whole, part) for whole, part in zip(memory, parts, strict=True))
     return Cache(dtype, k, v, memory.view(np.uint8).reshape(-1), scales, {"kv_dtype": dtype} if k.dtype in (np.uint16, np.uint8) else {})
 
 

@@ -250,7 +250,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--blocks", type=positive, nargs="+", default=[32], help="blocks that a KV head attends to (%(default)s)")
     result.add_argument("--page", type=positive, default=128, help="tokens a page, and rows a summary page (%(default)s)")
     result.add_argument(
-        "--layout", choices=LAYOUTS, default="NHD", help="in a page: a token's heads together, or a head's tokens (%(default)s)")
+        "--layout", choices=LAYOUTS, default="NHD", help="in a page: a token's heads together, or a head's tokens (%(default)s)"
+    )
     result.add_argument("--heads", "-H", type=positive, default=32, help="query heads (%(default)s)")
     result.add_argument("--kv-heads", type=positive, default=8, help="KV heads (%(default)s)")
     result.add_argument("--head-dim", "-D", type=positive, default=128, help="head dimension (%(default)s)")

@@ -310,8 +310,7 @@ static void join_item(void *context, int64_t index, int worker) {
 
 /* Rows that the chunk after this one begins with, shared out among the panels that come before it. */
 typedef struct share {
-    const chunk_rows *rows;   /* NULL: there is no such chunk */
-    int64_t k_bytes, v_bytes; /* of a row */
+    const chunk_rows *rows; /* NULL: there is no such chunk */
     int64_t panels, panel;
 } share;
 
@@ -321,8 +320,6 @@ static void share_out(share *s, ba_chunk *chunk) {
     chunk->k_next = s->rows->k_rows + begin;
     chunk->v_next = s->rows->v_rows + begin;
     chunk->next_rows = end - begin;
-    chunk->k_next_bytes = s->k_bytes;
-    chunk->v_next_bytes = s->v_bytes;
     s->panel++;
 }
 
@@ -599,6 +596,8 @@ static ba_chunk head_chunk(const call *c, const worker_scratch *w, int64_t head,
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
+                      .k_next_bytes = p->head_dim * p->kv_element_size, /* those who share packed rows leave elements their size */
+                      .v_next_bytes = p->v_dim * p->kv_element_size,
                       .k_scale = find_scales(&p->k_scale, here->k_scale_at, head, here->keys, w->k_scale + place * here->keys),
                       .v_scale = find_scales(&p->v_scale, here->v_scale_at, head, here->keys, w->v_scale + place * here->keys),
                       .scale = p->scale * LOG2_E,
@@ -693,8 +692,7 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
         c->pack_v(w->packed_v, w->packed_v_rows + whole, chunk.v_rows + whole, chunk.v_scale, others, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
-    const int64_t element = here->whole && c->pack_v ? c->family->pack_bytes : p->kv_element_size;
-    share shares = {.rows = next, .k_bytes = p->head_dim * (c->pack_k ? element : p->kv_element_size), .v_bytes = p->v_dim * element};
+    share shares = {next, 0, 0};
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
         if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;
     for (int64_t i = head * item->tiles; i < (head + 1) * item->tiles; i++)
