@@ -200,8 +200,8 @@ void check_together(test_case *c) {
     }
 }
 
-/* Heads that meet their chunks together get the bits that each gets alone, whatever lies between them, and whether or not rows are told to be ahead.
- */
+/* Heads that meet their chunks together get the bits that each gets alone, whatever lies between them, whether or not rows are told to be ahead, and
+ * wherever they are brought first. */
 void check_heads(test_case *c) {
     enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
     static double states[2][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
@@ -239,8 +239,13 @@ void check_heads(test_case *c) {
                     (ba_ahead){all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
             }
             c->s.few(panels[0], c->queries, chunks, heads);
-            for (int i = 0; i < heads; i++) c->s.few(&panels[1][i], c->queries, &chunks[i], 1);
+            for (int i = 0; i < heads; i++) {
+                ba_chunk alone = chunks[i];
+                if (pick(2)) alone.gathered = place(PACKED_K, c->keys * (c->head_dim + c->v_dim) * ba_dtype_size(c->s.kv_dtype));
+                c->s.few(&panels[1][i], c->queries, &alone, 1);
+            }
         }
+        require(&records[TOGETHER], neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int i = 0; i < heads; i++)
             require(&records[TOGETHER], same_state(c, states[0][i], states[1][i], (o_size + 2 * ml_size) / real),
                     "not what a head alone gives, of head", -1, i);

@@ -61,7 +61,7 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("script", ["benchmark.py", "plot.py", "roofline.py", "capture.py", "error_table.py", "backward.py"])
+@pytest.mark.parametrize("script", ["benchmark.py", "plot.py", "roofline.py", "capture.py", "error_table.py", "backward.py", "scheduling.py"])
 def test_help(script):
     assert "usage:" in run(script, "--help")[0]
 
@@ -258,3 +258,19 @@ def test_backward_rows():
     assert [(row[0], row[4], row[6], row[7]) for row in rows] == keys
     assert all(row[8] == "yes" for row in rows)
     assert "usage:" in run("backward.py", "--sparsities", "0.5", code=2)[1]
+
+
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="another process' clock"))])
+def test_scheduling_rows(busy):
+    options = ["-S", "300", "-H", "2", "--dtypes", "bfloat16", "--threads", "2", "--repeats", "1", "--warmup", "0", "--settle", "0"]
+    lines = run("scheduling.py", *options, "--busy" if busy else "--no-busy")[0].splitlines()
+    rows = [line.split() for line in lines if " idle " in line or " busy " in line]
+    assert len(rows) == 12 * (1 + busy)
+    for row in rows:
+        threads, same, *_, ratio, limit, share = row[-7:]
+        assert (threads, same) == ("2", "yes")
+        assert float(share) == pytest.approx(float(ratio) / float(limit), abs=0.02)
+        assert float(limit) == 2 or "busy" in row
+    small = [line.split() for line in lines if line.split()[-2:-1] in (["1"], ["16"], ["64"])]
+    assert len(small) == 15
+    assert all(float(row[-1]) > 0 for row in small)

@@ -219,6 +219,17 @@ def test_same_bits(size, dtype, rule, isa_level):
         assert_same(attend(q, k, v, sabi.dense(700, 900, block_shape), **{**options, "block_shape": block_shape}), dense)
 
 
+@pytest.mark.parametrize("tokens", [320, 384, 1100])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_same_bits_of_smaller_tiles(listed, dtype, tokens, isa_level):
+    """Few tiles are cut smaller where that leaves the threads even shares."""
+    q, k, v = testing.make_qkv(1, 1, 1, tokens, tokens, 64, dtype=dtype)
+    lists = sabi.random_with_frame(tokens, tokens, (128, 64), 0.4) if listed else None
+    one, *others = (attend(q, k, v, lists, block_shape=(128, 64), causal=not listed, num_threads=threads) for threads in (1, 2, 3, 5))
+    assert all(same_bits(a, b) for other in others for a, b in zip(other, one, strict=True))
+
+
 def backwards(lists):
     """Each row's entries in reverse, pads still last."""
     kept = sabi.counts(lists)[..., None]

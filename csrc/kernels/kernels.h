@@ -58,6 +58,7 @@ typedef struct ba_chunk {
     int64_t k_offset;          /* few only: a row begins so many bytes behind k_rows[j]; the heads of a token share its pointer */
     int64_t v_offset;
     ba_ahead k_ahead, v_ahead; /* few only */
+    void *gathered; /* few only, of one head: room for its rows of K and V, which a kernel may bring there before it meets them; NULL: none */
     const void *const *k_next; /* the others: [next_rows] rows that are wanted next, as they lie, which they may prefetch; NULL: none */
     const void *const *v_next;
     int64_t next_rows, k_next_bytes, v_next_bytes; /* bytes: of such a row */
@@ -363,6 +364,7 @@ typedef struct ba_few_tuning {
     int64_t bytes;            /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
     int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
     int64_t followed_queries; /* where a head has so many queries at most; for more they are asked for all the same */
+    int64_t gathered_bytes;   /* rows of up to so many bytes that lie apart, of one head among others', are brought side by side first; 0: never */
     int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising; `keys` keys at most; 0: no such request */
 } ba_few_tuning;
 

@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "kernels/asking.h"
+#include "kernels/gather.h"
 #include "kernels/kernels.h"
 
 /* An ISA file may include this once for float and once for double. */

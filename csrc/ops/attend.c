@@ -50,7 +50,7 @@ typedef struct worker_scratch {
     char *q, *o, *ml; /* tiles one after the other */
     int32_t *bounds;
     uint64_t *bitmaps;
-    char *packed_k, *packed_v, *scores, *lse;
+    char *packed_k, *packed_v, *scores, *lse, *gathered;
     const void **packed_k_rows, **packed_v_rows, **rows;
     const void **k_rows_ahead, **v_rows_ahead;
     float *k_scale, *v_scale;
@@ -78,7 +78,8 @@ typedef struct call {
     ba_order_few_fn order_few;
     const ba_tuning *tuning;
     int64_t chunk_keys;
-    int chunks; /* of the ring: 2 where panels of one chunk only are collected */
+    int chunks;   /* of the ring: 2 where panels of one chunk only are collected */
+    bool gathers; /* rows are brought side by side before few queries meet them */
     ba_plan plan;
     char *scratch;
     int64_t scratch_bytes; /* a worker */
@@ -120,6 +121,7 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size : 0);
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
     w->k_rows_ahead = (const void **)ba_take(base, &used, 2 * c->tuning->few.keys * (int64_t)sizeof(void *));
     w->v_rows_ahead = (const void **)ba_take(base, &used, 2 * c->tuning->few.keys * (int64_t)sizeof(void *));
@@ -662,7 +664,8 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
                 lanes = s->lanes;
             }
             if (!n) continue;
-            if (!(apart && lanes <= c->tuning->few.followed_queries)) tell_ahead(c, w, item, first, together, here, next);
+            if (c->gathers) w->chunks->gathered = w->gathered;
+            else if (!(apart && lanes <= c->tuning->few.followed_queries)) tell_ahead(c, w, item, first, together, here, next);
             c->few(w->panels, lanes, w->chunks, n);
         }
     }
@@ -762,6 +765,13 @@ static void choose_chunks(call *c) {
     if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = MANY + 2;
 }
 
+/* Whether few queries meet short rows that lie apart: of one head, since each has lists of its own, among those of all. */
+static bool gathers(const call *c) {
+    const ba_problem *p = c->problem;
+    const bool apart = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
+    return apart && c->plan.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
+}
+
 /* Where each batch entry's parts begin; returns the bytes of all. */
 static int64_t lay_out_parts(const call *c, int64_t *offset) {
     int64_t bytes = 0;
@@ -783,8 +793,9 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     int threads = ba_threads_for(num_threads);
     if (ba_attends_by_block(problem, c.family)) return ba_attend_by_block(problem, c.family, threads);
 
-    ba_plan_lay_out(&c.plan, problem, c.tuning, threads);
+    ba_plan_lay_out(&c.plan, problem, c.tuning, c.family->lanes[WIDE], threads);
     choose_chunks(&c);
+    c.gathers = gathers(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
     worker_scratch unused;
     c.scratch_bytes = lay_out_scratch(&c, NULL, &unused);

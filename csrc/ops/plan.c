@@ -1,6 +1,7 @@
 #include "ops/plan.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -181,6 +182,32 @@ static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
            ba_plan_parts(plan, batch);
 }
 
+static int64_t all_tiles(const ba_plan *plan) {
+    int64_t tiles = 0;
+    for (int64_t b = 0; b < plan->problem->batch; b++) tiles += plan->problem->kv_heads * tiles_of_batch(plan, b);
+    return tiles;
+}
+
+/* Where a thread has few tiles, one more than another has is much: then tiles are as large as leave the shares even, half as large at least. Smaller
+ * ones make the same bits, and cost next to nothing where rows are read in place, 4 % where each tile widens them for itself (Zen 5, halves). */
+static void choose_tile_queries(ba_plan *plan, int64_t panel_lanes, int threads) {
+    enum { MANY = 16 /* tiles a thread */ };
+    const int64_t largest = plan->tile_queries;
+    if (threads == 1 || all_tiles(plan) >= MANY * (int64_t)threads) return;
+    int64_t lanes = 0, chosen = largest;
+    for (int64_t b = 0; b < plan->problem->batch; b++) lanes += plan->problem->heads * ba_q_span(plan->problem, b).rows;
+    double least = INFINITY;
+    for (int64_t queries = largest; 2 * queries >= largest; queries -= panel_lanes) {
+        plan->tile_queries = queries;
+        const int64_t tiles = ba_max(1, all_tiles(plan));
+        const double share = (double)(ba_ceil_div(tiles, threads) * ba_round_up(ba_ceil_div(lanes, tiles), panel_lanes / 2));
+        if (share >= 0.95 * least) continue;
+        least = share;
+        chosen = queries;
+    }
+    plan->tile_queries = chosen;
+}
+
 /* As many heads as leave their keys in cache; fewer where threads would go without an item, or unevenly with: four a thread, for an item of fewer
  * heads reads smaller pieces of memory (one request of 2048 tokens with two threads: 363 us with eight items a thread, 300 with four). */
 static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
@@ -200,7 +227,7 @@ static int64_t heads_of_list(const ba_problem *p) { return p->listed && p->block
 
 bool ba_plan_few_rows(const ba_problem *p) { return p->routed && p->listed && p->block_q * heads_of_list(p) <= BA_FEW_QUERIES; }
 
-void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
+void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads) {
     *plan = (ba_plan){.problem = problem,
                       .tile_queries = tuning->tile_queries,
                       .row_queries = problem->listed ? problem->block_q : INT32_MAX,
@@ -209,15 +236,16 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     plan->shared_heads = heads_of_list(problem);
     plan->few_rows = ba_plan_few_rows(problem);
     if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES; /* a tile's room in scratch: a row has no more */
+    else choose_tile_queries(plan, panel_lanes, threads);
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
-    int64_t tiles = 0;
-    for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
+    const int64_t tiles = all_tiles(plan);
     /* smaller items where there are few, so that every thread gets several */
     const int64_t lanes = ba_min(plan->tile_queries, plan->row_queries * plan->shared_heads);
     const int64_t side_by_side = plan->few_rows
                                      ? tuning->group_tiles
                                      : ba_max(tuning->group_tiles, ba_min(tuning->most_tiles, tuning->group_tiles * plan->tile_queries / lanes));
-    plan->group_tiles = ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
+    const bool even = plan->tile_queries < tuning->tile_queries; /* shares, of single tiles */
+    plan->group_tiles = even && !plan->few_rows ? 1 : ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
     choose_few_heads(plan, tuning, threads);
     for (int64_t b = 0; b < problem->batch; b++) {
         plan->items += items_of_batch(plan, b);
@@ -235,12 +263,10 @@ void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tun
                       .split_keys = INT64_MAX,
                       .parts_most = 1,
                       .bitmap_words = ba_ceil_div(problem->block_columns, 64)};
-    int64_t tiles = 0;
-    for (int64_t b = 0; b < problem->batch; b++) tiles += problem->kv_heads * tiles_of_batch(plan, b);
     const int64_t width = ba_max(1, problem->blocks.dims[3]), wanted = tuning->block_lanes * problem->block_columns / width;
     const int64_t lanes = ba_max(tuning->meeting_lanes, ba_min(wanted, tuning->most_meeting));
     const int64_t most = ba_min(lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / width);
-    plan->group_tiles = ba_max(1, ba_min(most, tiles / (4 * (int64_t)threads)));
+    plan->group_tiles = ba_max(1, ba_min(most, all_tiles(plan) / (4 * (int64_t)threads)));
     for (int64_t b = 0; b < problem->batch; b++) plan->items += items_of_batch(plan, b);
 }
 

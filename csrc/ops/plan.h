@@ -49,8 +49,8 @@ typedef struct ba_plan {
     int64_t few_heads;  /* KV heads of an item at most, where the kernel for few queries serves it */
 } ba_plan;
 
-/* Decides tiles, parts and the number of items. */
-void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads);
+/* Decides tiles, parts and the number of items. panel_lanes: of the widest panels that tiles are met in. */
+void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads);
 
 /* The same where all rows are for queries that meet at blocks: a tile is a row, and an item has many. */
 void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads);
