@@ -10,6 +10,7 @@
 #include "ops/attend_by_block.h"
 #include "ops/plan.h"
 #include "ops/scratch.h"
+#include "ops/shared_rows.h"
 #include "ops/walk.h"
 
 #define LOG2_E 0x1.71547652b82fep+0
@@ -60,15 +61,6 @@ typedef struct worker_scratch {
     ba_chunk *chunks;
 } worker_scratch;
 
-/* K (or V) as pack_k (or pack_v) leaves it, packed once for all items. */
-#define NOT_SHARED INT64_MIN
-typedef struct shared_rows {
-    char *data;        /* [batch][KV head][group of key_pad keys]; NULL: each item packs its chunks */
-    int64_t row_bytes; /* of a packed key */
-    int64_t *offset;   /* [batch][KV head]: where its key 0 would begin in data, in bytes; NOT_SHARED where each item packs its chunks */
-    bool *in_place;    /* [batch][KV head]: its keys were left where they are */
-} shared_rows;
-
 typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
@@ -83,7 +75,7 @@ typedef struct call {
     ba_plan plan;
     char *scratch;
     int64_t scratch_bytes; /* a worker */
-    shared_rows k_shared, v_shared;
+    ba_sharing sharing;
     char *parts;                /* states of parts that are to be joined */
     const int64_t *part_offset; /* [batch]: bytes, -1 where there is one part only */
 } call;
@@ -419,90 +411,6 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
     }
 }
 
-/* ---- K and V, packed once ------------------------------------------------------------------------------------------- */
-
-/* Tiles meet a key as often as their lists hold it, and packing it costs as much as meeting it with some thirty queries. Where packing leaves whole
- * groups of keys that do not depend on the chunk that they are part of, and blocks are made of such groups, all keys are packed before the work
- * begins. */
-
-static bool is_shared(const call *c, int64_t batch) { return c->v_shared.data && c->v_shared.offset[batch * c->problem->kv_heads] != NOT_SHARED; }
-
-/* Keys that some query of the batch entry may see, from the beginning of a stretch on: a window over a part of a sequence is narrow. */
-static ba_range shared_range(const call *c, int64_t batch) {
-    const ba_problem *p = c->problem;
-    const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
-    if (queries < 1) return (ba_range){0, keys};
-    const ba_range first = ba_visible_keys(p, 0, queries, keys), last = ba_visible_keys(p, queries - 1, queries, keys);
-    /* a list's chunks are not cut at multiples of chunk_keys; and the last query may see none where others do */
-    return (ba_range){p->listed ? 0 : first.lo - first.lo % c->tuning->chunk_keys, last.hi ? last.hi : keys};
-}
-
-/* Lays one of the two out in memory (NULL: counts its bytes). What is not packed at all stays in place. */
-static int64_t lay_out_shared(const call *c, shared_rows *s, ba_pack_rows_fn pack, int64_t dim, char *memory) {
-    const ba_problem *p = c->problem;
-    const int64_t heads = p->batch * p->kv_heads;
-    int64_t used = 0, at = 0;
-    s->row_bytes = ba_round_up(dim, c->family->dim_pad) * c->family->pack_bytes;
-    s->offset = (int64_t *)ba_take(memory, &used, heads * (int64_t)sizeof *s->offset);
-    s->in_place = (bool *)ba_take(memory, &used, heads * (int64_t)sizeof *s->in_place);
-    for (int64_t i = 0; i < heads; i++) {
-        const bool few = ba_plan_few(&c->plan, i / p->kv_heads);
-        const ba_range range = shared_range(c, i / p->kv_heads);
-        if (memory) {
-            s->offset[i] = few ? NOT_SHARED : at - range.lo * s->row_bytes;
-            s->in_place[i] = !pack;
-        }
-        if (!few && pack) at += ba_round_up(ba_max(0, range.hi + c->tuning->chunk_keys - range.lo), c->tuning->chunk_keys) * s->row_bytes;
-    }
-    s->data = ba_take(memory, &used, at);
-    return used;
-}
-
-static bool may_share(const call *c) {
-    const ba_problem *p = c->problem;
-    return c->family->pack_groups && c->pack_k == c->family->pack_k && !p->page_size && !(p->listed && p->block_kv % c->family->key_pad);
-}
-
-/* A group's keys as they are shared: `rows` of one stretch of keys of one head. */
-static void pack_stretch(const call *c, const shared_rows *s, ba_pack_rows_fn pack, const ba_view *view, int64_t dim, int64_t head, int64_t begin,
-                         int64_t keys, const worker_scratch *w) {
-    const ba_problem *p = c->problem;
-    char *to = s->data + s->offset[head] + begin * s->row_bytes;
-    const char *row = ba_key_row(p, view, p->kv_element_size, head / p->kv_heads, head % p->kv_heads, begin);
-    for (int64_t j = 0; j < keys; j++, row += view->token_stride * p->kv_element_size) w->chunk->v_rows[j] = row;
-    pack(to, w->packed_v_rows, w->chunk->v_rows, NULL, keys, dim);
-    if (begin == shared_range(c, head / p->kv_heads).lo) s->in_place[head] = w->packed_v_rows[0] == w->chunk->v_rows[0];
-}
-
-static void share_item(void *context, int64_t index, int worker) {
-    const call *c = context;
-    const ba_problem *p = c->problem;
-    const int64_t heads = p->batch * p->kv_heads, head = index % heads, valid = ba_kv_span(p, head / p->kv_heads).valid;
-    const ba_range range = shared_range(c, head / p->kv_heads);
-    const int64_t begin = range.lo + index / heads * c->chunk_keys;
-    int64_t keys = begin < range.hi ? ba_min(c->chunk_keys, valid - begin) : 0;
-    keys -= keys % c->family->key_pad; /* the last keys are no whole group */
-    if (keys <= 0 || c->v_shared.offset[head] == NOT_SHARED) return;
-    worker_scratch w;
-    lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
-    if (c->pack_k) pack_stretch(c, &c->k_shared, c->pack_k, &p->k, p->head_dim, head, begin, keys, &w);
-    if (c->pack_v) pack_stretch(c, &c->v_shared, c->pack_v, &p->v, p->v_dim, head, begin, keys, &w);
-}
-
-/* Packs K and V if that is less work than packing chunks: whether tiles meet a key several times. */
-static void share_rows(call *c, int threads) {
-    const ba_problem *p = c->problem;
-    const int64_t lanes = ba_min(c->plan.tile_queries, c->plan.row_queries * c->plan.shared_heads);
-    int64_t keys = 0, longest = 0;
-    for (int64_t b = 0; b < p->batch; b++) {
-        const ba_range range = shared_range(c, b);
-        keys += p->kv_heads * ba_max(0, range.hi - range.lo);
-        longest = ba_max(longest, range.hi - range.lo);
-    }
-    if (c->plan.cost < 2.0 * (double)lanes * (double)keys) c->v_shared.data = NULL;
-    if (c->v_shared.data) ba_parallel(threads, ba_ceil_div(longest, c->chunk_keys) * p->batch * p->kv_heads, share_item, c);
-}
-
 /* ---- An item's chunks ----------------------------------------------------------------------------------------------- */
 
 /* Tiles whose lists are equal share one walk. Returns the number of walks. */
@@ -547,7 +455,7 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
 }
 
 /* Where the chunk's rows of K (or V) lie: those that are shared, and the others. */
-static void take_rows(const call *c, const ba_item *item, const ba_view *view, const ba_view *scale, const shared_rows *s, const chunk_rows *chunk,
+static void take_rows(const call *c, const ba_item *item, const ba_view *view, const ba_view *scale, const ba_shared_rows *s, const chunk_rows *chunk,
                       const void **rows, const float **scales) {
     const ba_problem *p = c->problem;
     const int64_t head = item->batch * p->kv_heads + item->kv_head, group = c->family->key_pad;
@@ -573,9 +481,10 @@ static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int l
     if (walks[next].key == BA_WALK_END) return false;
     chunk->walk = next;
     chunk->keys = ba_walk_take(&walks[next], chunk->key_index);
-    chunk->whole = is_shared(c, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad : 0; /* the last group has keys that no query sees */
-    take_rows(c, item, &p->k, &p->k_scale, &c->k_shared, chunk, chunk->k_rows, chunk->k_scale_at);
-    take_rows(c, item, &p->v, &p->v_scale, &c->v_shared, chunk, chunk->v_rows, chunk->v_scale_at);
+    chunk->whole =
+        ba_is_shared(&c->sharing, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad : 0; /* the last group has keys that no query sees */
+    take_rows(c, item, &p->k, &p->k_scale, &c->sharing.k, chunk, chunk->k_rows, chunk->k_scale_at);
+    take_rows(c, item, &p->v, &p->v_scale, &c->sharing.v, chunk, chunk->v_rows, chunk->v_scale_at);
     return true;
 }
 
@@ -804,10 +713,10 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     ba_take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
     ba_take(NULL, &used, lay_out_parts(&c, NULL));
     ba_take(NULL, &used, threads * c.scratch_bytes);
-    int64_t shared_bytes = 0;
-    if (may_share(&c))
-        shared_bytes =
-            lay_out_shared(&c, &c.k_shared, c.pack_k, problem->head_dim, NULL) + lay_out_shared(&c, &c.v_shared, c.pack_v, problem->v_dim, NULL);
+    c.sharing = (ba_sharing){
+        .plan = &c.plan, .family = c.family, .chunk_keys = c.tuning->chunk_keys, .pack_keys = c.chunk_keys, .k.pack = c.pack_k, .v.pack = c.pack_v};
+    /* what another dtype of K and V is packed by has scales, which sharing has not */
+    int64_t shared_bytes = c.pack_k == c.family->pack_k && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take(NULL, &used, shared_bytes);
     char *memory = ba_arena_get((size_t)used);
@@ -818,17 +727,13 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     c.part_offset = part_offset;
     c.parts = ba_take(memory, &used, lay_out_parts(&c, part_offset));
     c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
-    if (shared_bytes) {
-        char *shared = ba_take(memory, &used, shared_bytes);
-        shared += lay_out_shared(&c, &c.k_shared, c.pack_k, problem->head_dim, shared);
-        lay_out_shared(&c, &c.v_shared, c.pack_v, problem->v_dim, shared);
-    }
+    if (shared_bytes) ba_sharing_lay_out(&c.sharing, ba_take(memory, &used, shared_bytes));
 
     const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
         if (flops < c.tuning->inline_flops) threads = 1;
-        share_rows(&c, threads);
+        ba_share_rows(&c.sharing, threads);
         ba_parallel(threads, c.plan.items, run_item, &c);
         if (c.plan.parts_most > 1) ba_parallel(threads, problem->batch * problem->kv_heads, join_item, &c);
     }

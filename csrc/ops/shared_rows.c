@@ -1,0 +1,88 @@
+#include "ops/shared_rows.h"
+
+#include <stdlib.h>
+
+#include "core/pool.h"
+#include "ops/scratch.h"
+
+bool ba_may_share(const ba_problem *problem, const ba_attend_family *family) {
+    return family->pack_groups && !problem->page_size && !(problem->listed && problem->block_kv % family->key_pad);
+}
+
+/* Keys that some query of the batch entry may see, from the beginning of a stretch on: a window over a part of a sequence is narrow. */
+static ba_range shared_range(const ba_sharing *s, int64_t batch) {
+    const ba_problem *p = s->plan->problem;
+    const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
+    if (queries < 1) return (ba_range){0, keys};
+    const ba_range first = ba_visible_keys(p, 0, queries, keys), last = ba_visible_keys(p, queries - 1, queries, keys);
+    /* a list's chunks are not cut at multiples of chunk_keys; and the last query may see none where others do */
+    return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
+}
+
+/* One of the two. */
+static int64_t lay_out(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, char *memory) {
+    const ba_problem *p = s->plan->problem;
+    const int64_t heads = p->batch * p->kv_heads;
+    int64_t used = 0, at = 0;
+    rows->row_bytes = ba_round_up(dim, s->family->dim_pad) * s->family->pack_bytes;
+    rows->offset = (int64_t *)ba_take(memory, &used, heads * (int64_t)sizeof *rows->offset);
+    rows->in_place = (bool *)ba_take(memory, &used, heads * (int64_t)sizeof *rows->in_place);
+    for (int64_t i = 0; i < heads; i++) {
+        const ba_range range = shared_range(s, i / p->kv_heads);
+        if (memory) {
+            rows->offset[i] = at - range.lo * rows->row_bytes;
+            rows->in_place[i] = !rows->pack;
+        }
+        if (!ba_plan_few(s->plan, i / p->kv_heads) && rows->pack)
+            at += ba_round_up(ba_max(0, range.hi + s->chunk_keys - range.lo), s->chunk_keys) * rows->row_bytes;
+    }
+    rows->data = ba_take(memory, &used, at);
+    return used;
+}
+
+int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
+    const ba_problem *p = s->plan->problem;
+    int64_t used = 0;
+    s->shared = (bool *)ba_take(memory, &used, p->batch * (int64_t)sizeof *s->shared);
+    for (int64_t b = 0; memory && b < p->batch; b++) s->shared[b] = !ba_plan_few(s->plan, b);
+    used += lay_out(s, &s->k, p->head_dim, memory ? memory + used : NULL);
+    used += lay_out(s, &s->v, p->v_dim, memory ? memory + used : NULL);
+    return used;
+}
+
+/* `keys` keys of whole groups, of one head, from `begin` on. */
+static void pack_stretch(const ba_sharing *s, const ba_shared_rows *to, const ba_view *view, int64_t dim, int64_t head, int64_t begin, int64_t keys) {
+    const ba_problem *p = s->plan->problem;
+    const void *rows[BA_MAX_CHUNK], *packed_rows[BA_MAX_CHUNK];
+    const char *row = ba_key_row(p, view, p->kv_element_size, head / p->kv_heads, head % p->kv_heads, begin);
+    for (int64_t j = 0; j < keys; j++, row += view->token_stride * p->kv_element_size) rows[j] = row;
+    to->pack(to->data + to->offset[head] + begin * to->row_bytes, packed_rows, rows, NULL, keys, dim);
+    if (begin == shared_range(s, head / p->kv_heads).lo) to->in_place[head] = packed_rows[0] == rows[0];
+}
+
+static void share_item(void *context, int64_t index, int worker) {
+    (void)worker;
+    const ba_sharing *s = context;
+    const ba_problem *p = s->plan->problem;
+    const int64_t heads = p->batch * p->kv_heads, head = index % heads, valid = ba_kv_span(p, head / p->kv_heads).valid;
+    const ba_range range = shared_range(s, head / p->kv_heads);
+    const int64_t begin = range.lo + index / heads * s->pack_keys;
+    int64_t keys = begin < range.hi ? ba_min(s->pack_keys, valid - begin) : 0;
+    keys -= keys % s->family->key_pad; /* the last keys are no whole group */
+    if (keys <= 0 || !s->shared[head / p->kv_heads]) return;
+    if (s->k.pack) pack_stretch(s, &s->k, &p->k, p->head_dim, head, begin, keys);
+    if (s->v.pack) pack_stretch(s, &s->v, &p->v, p->v_dim, head, begin, keys);
+}
+
+void ba_share_rows(ba_sharing *s, int threads) {
+    const ba_problem *p = s->plan->problem;
+    const int64_t lanes = ba_min(s->plan->tile_queries, s->plan->row_queries * s->plan->shared_heads);
+    int64_t keys = 0, longest = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const ba_range range = shared_range(s, b);
+        keys += p->kv_heads * ba_max(0, range.hi - range.lo);
+        longest = ba_max(longest, range.hi - range.lo);
+    }
+    if (s->plan->cost < 2.0 * (double)lanes * (double)keys) s->shared = NULL;
+    if (s->shared) ba_parallel(threads, ba_ceil_div(longest, s->pack_keys) * p->batch * p->kv_heads, share_item, s);
+}
