@@ -20,7 +20,9 @@ def parse_rows(text: str, first_columns: Sequence[str]) -> list[Row]:
     rows = []
     for line in text.splitlines():
         cells = line.partition("#")[0].split()
-        if len(cells) > 5 and cells[0] in first_columns:
+        if line.startswith("==="):
+            header = []  # the end of a table, or what stands above the next one's header
+        elif len(cells) > 5 and cells[0] in first_columns:
             header = cells
         elif header and len(cells) == len(header):
             rows.append({name: cell_value(name, cell) for name, cell in zip(header, cells, strict=True)})

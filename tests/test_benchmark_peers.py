@@ -68,6 +68,8 @@ def test_pieces_are_merged(table, tmp_path):
     lines = run("peers.py", "--merge", tmp_path / "one.log", tmp_path / "again.log")[0].splitlines()
     assert lines[0].split()[1:8] == list(peers.CELL_COLUMNS)
     assert len(lines) == 1 + 24 + 1
+    words = " ".join(["word"] * len(parse_rows(table, ("dtype",))[0]))  # above a second table, as many as it has columns
+    assert parse_rows(f"{table}{'=' * 120}\n{words}\n{table}", ("dtype",)) == 2 * parse_rows(table, ("dtype",))
 
 
 def test_plot_draws_the_table(table, tmp_path):
