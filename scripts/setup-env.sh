@@ -50,7 +50,8 @@ for wanted in sys.argv[1:]:
     except metadata.PackageNotFoundError:
         missing.append("package " + wanted)
         continue
-    if (relation == ">=" and numbers(found) < numbers(version)) or (relation == "==" and found != version):
+    public = found if "+" in (version or "") else found.partition("+")[0]  # 2.13.0+cpu is a 2.13.0
+    if (relation == ">=" and numbers(found) < numbers(version)) or (relation == "==" and public != version):
         missing.append(f"package {wanted} (has {found})")
 print(", ".join(missing))
 PYTHON

@@ -488,15 +488,23 @@ static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int l
     return true;
 }
 
-static const float *find_scales(const ba_view *view, const float *const *at, int64_t head, int64_t keys, float *scales) {
-    if (!view->data) return NULL;
-    const int64_t offset = head * view->head_stride;
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < keys; j++) scales[j] = at[j][offset];
-    return scales;
+/* Scales of the keys of some heads, which lie side by side: [head][keys]. All are asked for first: a loop that waits for the first ones has few of
+ * the others under way. */
+static void fetch_scales(const ba_view *view, const float *const *at, int64_t first, int64_t heads, int64_t keys, float *scales) {
+    if (!view->data) return;
+    for (int64_t j = 0; j < keys; j++) __builtin_prefetch(at[j] + first * view->head_stride, 0, 3);
+    for (int64_t j = 0; j < keys; j++) {
+        const float *from = at[j] + first * view->head_stride;
+        for (int64_t i = 0; i < heads; i++) scales[i * keys + j] = from[i * view->head_stride];
+    }
 }
 
-/* A chunk as one head of the item meets it, the `place`-th of those that meet theirs together. */
+static void fetch_both_scales(const call *c, const worker_scratch *w, int64_t first, int64_t heads, const chunk_rows *here) {
+    fetch_scales(&c->problem->k_scale, here->k_scale_at, first, heads, here->keys, w->k_scale);
+    fetch_scales(&c->problem->v_scale, here->v_scale_at, first, heads, here->keys, w->v_scale);
+}
+
+/* A chunk as one head of the item meets it, the `place`-th of those that meet theirs together, whose scales have been fetched. */
 static ba_chunk head_chunk(const call *c, const worker_scratch *w, int64_t head, int64_t place, const chunk_rows *here) {
     const ba_problem *p = c->problem;
     return (ba_chunk){.keys = here->keys,
@@ -509,8 +517,8 @@ static ba_chunk head_chunk(const call *c, const worker_scratch *w, int64_t head,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
                       .k_next_bytes = p->head_dim * p->kv_element_size, /* those who share packed rows leave elements their size */
                       .v_next_bytes = p->v_dim * p->kv_element_size,
-                      .k_scale = find_scales(&p->k_scale, here->k_scale_at, head, here->keys, w->k_scale + place * here->keys),
-                      .v_scale = find_scales(&p->v_scale, here->v_scale_at, head, here->keys, w->v_scale + place * here->keys),
+                      .k_scale = p->k_scale.data ? w->k_scale + place * here->keys : NULL,
+                      .v_scale = p->v_scale.data ? w->v_scale + place * here->keys : NULL,
                       .scale = p->scale * LOG2_E,
                       .softcap = p->softcap * LOG2_E,
                       .scratch = w->scores + place * few_scratch(c)};
@@ -566,6 +574,7 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
         if (w->tiles[i].walk != here->walk) continue;
         for (int64_t first = 0; first < item->kv_heads; first += together) {
             int64_t n = 0, lanes = 0;
+            fetch_both_scales(c, w, first, together, here);
             for (int64_t head = first; head < first + together; head++) {
                 const panel_state *s = &w->tiles[head * item->tiles + i].panel[0];
                 w->chunks[n] = head_chunk(c, w, head, n, here);
@@ -584,6 +593,7 @@ static void attend_few(const call *c, const worker_scratch *w, const ba_item *it
 static void attend_head(const call *c, const worker_scratch *w, const ba_item *item, const ba_range *range, int64_t head, const chunk_rows *here,
                         const chunk_rows *next, batch *many) {
     const ba_problem *p = c->problem;
+    fetch_both_scales(c, w, head, 1, here);
     ba_chunk chunk = head_chunk(c, w, head, 0, here);
     int64_t skip = 0;
     if (chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
