@@ -51,12 +51,15 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
                      .first_query = row * plan->row_queries};
 }
 
+/* Keys that a query meets at most. */
+static int64_t keys_of_query(const ba_problem *p, int64_t batch) {
+    const int64_t keys = ba_kv_span(p, batch).valid;
+    return p->listed ? ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv) : keys;
+}
+
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
-    const ba_problem *p = plan->problem;
     if (!ba_plan_few_queries(plan, batch)) return 1;
-    int64_t keys = ba_kv_span(p, batch).valid;
-    if (p->listed) keys = ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv);
-    return ba_max(1, ba_ceil_div(keys, plan->split_keys));
+    return ba_max(1, ba_ceil_div(keys_of_query(plan->problem, batch), plan->split_keys));
 }
 
 /* ---- Lists ------------------------------------------------------------------------------------------------------ */
@@ -190,12 +193,19 @@ static int64_t all_tiles(const ba_plan *plan) {
 
 /* Where a thread has few tiles, one more than another has is much: then tiles are as large as leave the shares even, half as large at least. Smaller
  * ones make the same bits, and cost next to nothing where rows are read in place, 4 % where each tile widens them for itself (Zen 5, halves). */
-static void choose_tile_queries(ba_plan *plan, int64_t panel_lanes, int threads) {
+static void choose_tile_queries(ba_plan *plan, const ba_tuning *tuning, int64_t panel_lanes, int threads) {
     enum { MANY = 16 /* tiles a thread */ };
+    const ba_problem *p = plan->problem;
     const int64_t largest = plan->tile_queries;
     if (threads == 1 || all_tiles(plan) >= MANY * (int64_t)threads) return;
     int64_t lanes = 0, chosen = largest;
-    for (int64_t b = 0; b < plan->problem->batch; b++) lanes += plan->problem->heads * ba_q_span(plan->problem, b).rows;
+    double pairs = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const int64_t own = p->heads * ba_q_span(p, b).rows;
+        lanes += own;
+        pairs += (double)own * (double)keys_of_query(p, b);
+    }
+    if (pairs * 2 * (double)(p->head_dim + p->v_dim) < tuning->inline_flops) return; /* there will be one thread */
     double least = INFINITY;
     for (int64_t queries = largest; 2 * queries >= largest; queries -= panel_lanes) {
         plan->tile_queries = queries;
@@ -236,7 +246,7 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     plan->shared_heads = heads_of_list(problem);
     plan->few_rows = ba_plan_few_rows(problem);
     if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES; /* a tile's room in scratch: a row has no more */
-    else choose_tile_queries(plan, panel_lanes, threads);
+    else choose_tile_queries(plan, tuning, panel_lanes, threads);
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     const int64_t tiles = all_tiles(plan);
     /* smaller items where there are few, so that every thread gets several */
@@ -244,8 +254,8 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     const int64_t side_by_side = plan->few_rows
                                      ? tuning->group_tiles
                                      : ba_max(tuning->group_tiles, ba_min(tuning->most_tiles, tuning->group_tiles * plan->tile_queries / lanes));
-    const bool even = plan->tile_queries < tuning->tile_queries; /* shares, of single tiles */
-    plan->group_tiles = even && !plan->few_rows ? 1 : ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
+    const bool even = !plan->few_rows && plan->tile_queries < tuning->tile_queries; /* shares are even as single tiles */
+    plan->group_tiles = even ? 1 : ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
     choose_few_heads(plan, tuning, threads);
     for (int64_t b = 0; b < problem->batch; b++) {
         plan->items += items_of_batch(plan, b);
