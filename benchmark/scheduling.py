@@ -234,6 +234,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--heads", "-H", type=positive, default=8, help="heads (%(default)s)")
     result.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="dtypes (float32 bfloat16)")
     result.add_argument("--threads", type=positive, help="of the several (the library's choice)")
+    result.add_argument("--isa", help="highest instruction set to use, such as avx2 (the CPU's best)")
     result.add_argument("--busy", action=argparse.BooleanOptionalAction, default=True, help="also beside a busy process (yes; Linux)")
     result.add_argument("--repeats", type=positive, default=5, help="timed turns, of which the median counts (%(default)s)")
     result.add_argument("--warmup", type=int, default=1, help="turns before them (%(default)s)")
@@ -241,13 +242,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    threads = args.threads or blitz_attn.get_num_threads()
-    states = (False, True) if args.busy and sys.platform == "linux" else (False,)
-    progress = Progress(1.0)
+def uneven_table(threads: int, states: tuple[bool, ...], args: argparse.Namespace, progress: Progress) -> None:
     table = Table(COLUMNS, sys.stdout, progress)
-    table.head(parameters(ISA=blitz_attn.isa_levels(available=True)[-1], S=args.seq, H=args.heads, D=HEAD_DIM, SEED=SEED))
     for index, dtype in enumerate(args.dtypes):
         cases = uneven(dtype, args.heads, args.seq)
         if not index:
@@ -257,6 +253,9 @@ def main(argv: list[str] | None = None) -> int:
             for busy in states:
                 table.row({"dtype": dtype, **measured(case, threads, busy, args, progress)})
     table.foot()
+
+
+def small_table(args: argparse.Namespace, progress: Progress) -> None:
     table = Table(SMALL_COLUMNS, sys.stdout, progress)
     table.names()
     for dtype in args.dtypes:
@@ -265,6 +264,17 @@ def main(argv: list[str] | None = None) -> int:
         for row, timing in in_turns(contenders, args.repeats, max(2, args.warmup), progress):
             table.row({"dtype": dtype, "call": rows[row][0], "tokens": rows[row][1], "Our_[usec]": timing.median * 1e6})
     table.foot()
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    threads = args.threads or blitz_attn.get_num_threads()
+    states = (False, True) if args.busy and sys.platform == "linux" else (False,)
+    progress = Progress(1.0)
+    with blitz_attn.isa(args.isa) as isa:
+        Table(COLUMNS, sys.stdout, progress).head(parameters(ISA=isa, S=args.seq, H=args.heads, D=HEAD_DIM, SEED=SEED))
+        uneven_table(threads, states, args, progress)
+        small_table(args, progress)
     progress.clear()
     return 0
 
