@@ -52,6 +52,7 @@ BLOCK = (128, 128)
 LEFT = 0.05  # of the blocks of rows that are sparse
 HEAD_DIM = 128
 SEED = 1234
+LEAST_SECONDS = 0.05  # of calls that tell what another process leaves: the system counts its CPU time in steps of milliseconds
 
 Call = Callable[[], Any]
 
@@ -166,7 +167,7 @@ def other_process(wanted: bool) -> Iterator[Callable[[], float]]:
 def measured(case: Case, threads: int, busy: bool, args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A row of the first table."""
     kept: list[bytes] = []
-    taken = other = 0.0  # summed over all calls: the system counts a process' CPU time in steps of milliseconds
+    taken = other = 0.0  # summed over all calls
     with other_process(busy) as had:
 
         def timed(call: Call) -> Call:
@@ -190,7 +191,7 @@ def measured(case: Case, threads: int, busy: bool, args: argparse.Namespace, pro
         ]
         one, several = (timing.median for _, timing in in_turns(contenders, args.repeats, args.warmup, progress))
     keep()
-    limit = threads - other / taken
+    limit = threads - other / taken if not busy or taken > LEAST_SECONDS else None
     return {
         "call": case.name,
         "CPUs": "busy" if busy else "idle",
@@ -200,7 +201,7 @@ def measured(case: Case, threads: int, busy: bool, args: argparse.Namespace, pro
         "Threads_[usec]": several * 1e6,
         "Over_1_thread": one / several,
         "Limit": limit,
-        "Share_of_limit": one / several / limit,
+        "Share_of_limit": one / several / limit if limit else None,
     }
 
 

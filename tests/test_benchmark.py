@@ -269,8 +269,8 @@ def test_scheduling_rows(busy):
     for row in rows:
         threads, same, *_, ratio, limit, share = row[-7:]
         assert (threads, same) == ("2", "yes")
-        assert float(share) == pytest.approx(float(ratio) / float(limit), abs=0.02)
-        assert float(limit) == 2 or "busy" in row
+        assert "busy" in row or float(limit) == 2
+        assert limit == share == "N/A" or float(share) == pytest.approx(float(ratio) / float(limit), abs=0.02)
     small = [line.split() for line in lines if line.split()[-2:-1] in (["1"], ["16"], ["64"])]
     assert len(small) == 15
     assert all(float(row[-1]) > 0 for row in small)
