@@ -6,6 +6,8 @@
 #ifndef BA_GATHER_H
 #define BA_GATHER_H
 
+#include <string.h>
+
 #include "kernels/asking.h"
 
 enum { BA_GATHER_AHEAD = 16, /* rows; 4 to 32 are the same */ BA_GATHER_USUAL = 256 /* bytes of a row */ };
