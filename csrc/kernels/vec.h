@@ -63,11 +63,12 @@ typedef real NAME(vec_unaligned) __attribute__((vector_size(BA_LANES * sizeof(re
 typedef real_int ivec __attribute__((vector_size(BA_LANES * sizeof(real))));
 
 BA_INLINE vec NAME(v_load)(const real *p) { return *(const NAME(vec_unaligned) *)p; }
-/* The same, for good: where several products want it, the compiler would load it anew for each. */
+/* The same, for good, and here: where several products want it, the compiler would load it anew for each, and it would move what stands around it
+ * to where its own picture of the CPU wants it. */
 BA_INLINE vec NAME(v_loaded)(const real *p) {
     vec a = NAME(v_load)(p);
 #if (BA_LANES == 8 && defined(__AVX2__)) || (BA_LANES == 16 && defined(__AVX512F__))
-    __asm__("" : "+v"(a));
+    __asm__ volatile("" : "+v"(a));
 #endif
     return a;
 }
@@ -378,16 +379,16 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
 #undef BA_OTHER
 
 /* Lane i of the result is the sum of all lanes of rows[i]; of `count` rows, a constant power of two, and the lanes beyond repeat those before. Each
- * round adds neighbours and puts two rows into one. The additions pair the same lanes in the same order for every row, and for any count. */
+ * round adds neighbours and puts two rows into one. The additions pair the same lanes in the same order for every row, and for any count. In two
+ * parts, v_sum_pairs (half as many rows are left, in front) and v_sum_paired, for those who have something to do in between. */
 #ifndef BA_HAVE_V_SUM_SOME
 #define BA_SUM_ROUND(step)                                                                                                                           \
     if (step < BA_LANES && step >= count) rows[0] += NAME(v_swap)(rows[0], step);                                                                    \
     else if (step < BA_LANES) {                                                                                                                      \
-        _Pragma("GCC unroll 16") for (int i = 0; i < count; i += 2 * step) rows[i] =                                                                 \
-            BA_INTERLEAVE(BA_LOW, step, rows[i], rows[(i + step) % BA_LANES]) + BA_INTERLEAVE(BA_HIGH, step, rows[i], rows[(i + step) % BA_LANES]);  \
+        _Pragma("GCC unroll 16") for (int i = 0; i < count / step; i += 2) rows[i / 2] =                                                             \
+            BA_INTERLEAVE(BA_LOW, step, rows[i], rows[i + 1]) + BA_INTERLEAVE(BA_HIGH, step, rows[i], rows[i + 1]);                                  \
     }
-BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
-    BA_SUM_ROUND(1)
+BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count){BA_SUM_ROUND(1)} BA_INLINE vec NAME(v_sum_paired)(vec *rows, const int count) {
     BA_SUM_ROUND(2)
     BA_SUM_ROUND(4)
     BA_SUM_ROUND(8)
@@ -395,6 +396,10 @@ BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
 }
 #undef BA_SUM_ROUND
 #endif
+BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
+    NAME(v_sum_pairs)(rows, count);
+    return NAME(v_sum_paired)(rows, count);
+}
 BA_INLINE vec NAME(v_sum_each)(vec *rows) { return NAME(v_sum_some)(rows, BA_LANES); }
 #undef BA_LOW
 #undef BA_HIGH

@@ -36,16 +36,18 @@ BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
 }
 
 #define BA_HAVE_V_SUM_SOME 1
-BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
-    __m256 pair[4], four[2];
+BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) {
 #pragma GCC unroll 4
     for (int i = 0; i < count; i += 2) {
         const __m256 a = (__m256)rows[i], b = (__m256)rows[count > 1 ? i + 1 : i];
-        pair[i / 2] = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
+        rows[i / 2] = (vec)(_mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b));
     }
+}
+BA_INLINE vec NAME(v_sum_paired)(vec *pairs, const int count) {
+    __m256 four[2];
 #pragma GCC unroll 2
     for (int i = 0; i < count; i += 4) {
-        const __m256 a = pair[i / 2], b = pair[count > 2 ? i / 2 + 1 : i / 2];
+        const __m256 a = (__m256)pairs[i / 2], b = (__m256)pairs[count > 2 ? i / 2 + 1 : i / 2];
         four[i / 4] = _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
     }
     const __m256 a = four[0], b = four[count > 4 ? 1 : 0];

@@ -95,16 +95,18 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 
 /* Within each four lanes, then the fours of rows that are 4 and 8 apart. */
 #define BA_HAVE_V_SUM_SOME 1
-BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
-    __m512 pair[8], four[4], eight[2];
+BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) {
 #pragma GCC unroll 8
     for (int i = 0; i < count; i += 2) {
         const __m512 a = (__m512)rows[i], b = (__m512)rows[count > 1 ? i + 1 : i];
-        pair[i / 2] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+        rows[i / 2] = (vec)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
     }
+}
+BA_INLINE vec NAME(v_sum_paired)(vec *pairs, const int count) {
+    __m512 four[4], eight[2];
 #pragma GCC unroll 4
     for (int i = 0; i < count; i += 4) {
-        const __m512 a = pair[i / 2], b = pair[count > 2 ? i / 2 + 1 : i / 2];
+        const __m512 a = (__m512)pairs[i / 2], b = (__m512)pairs[count > 2 ? i / 2 + 1 : i / 2];
         four[i / 4] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
     }
 #pragma GCC unroll 2
