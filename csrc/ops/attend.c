@@ -386,28 +386,19 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
 /* Where the chunk's rows of K (or V) lie, and their scales. */
 static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index,
                       int64_t keys, const void **rows, const float **scales) {
-    const int64_t size = p->kv_element_size;
-    if (!p->page_size) {
-        const char *first = ba_key_row(p, view, size, batch, kv_head, 0);
-        const int64_t step = view->token_stride * size;
-        for (int64_t j = 0; j < keys;) { /* keys come in stretches that lie side by side */
-            const int32_t begin = key_index[j];
-            const char *row = first + begin * step;
-            for (const int64_t at = j; j < keys && key_index[j] == begin + (j - at); j++, row += step) rows[j] = row;
-        }
-        return;
-    }
-    const char *data = NULL;
-    int64_t begin = 0, end = 0, page = 0; /* tokens of the page at hand */
-    for (int64_t j = 0; j < keys; j++) {
-        if (key_index[j] >= end) { /* key numbers rise */
-            begin = key_index[j] - key_index[j] % p->page_size;
-            end = begin + p->page_size;
-            page = ba_page(p, batch, begin / p->page_size);
-            data = ba_row_of(view, size, page, kv_head, 0);
-        }
-        rows[j] = data + (key_index[j] - begin) * view->token_stride * size;
-        if (scale->data) scales[j] = (const float *)ba_row_of(scale, sizeof(float), page, kv_head, key_index[j] - begin);
+    const int64_t size = p->kv_element_size, step = view->token_stride * size;
+    /* key numbers rise, and come in stretches that lie side by side, each in one page where there are pages */
+    for (int64_t j = 0, some; j < keys; j += some) {
+        const int64_t token = p->page_size ? key_index[j] % p->page_size : key_index[j];
+        const int64_t page = p->page_size ? ba_page(p, batch, key_index[j] / p->page_size) : 0;
+        const char *row = p->page_size ? ba_row_of(view, size, page, kv_head, token) : ba_key_row(p, view, size, batch, kv_head, token);
+        some = p->page_size ? ba_min(keys - j, p->page_size - token) : keys - j;
+        if (key_index[j + some - 1] != key_index[j] + some - 1)
+            for (some = 1; key_index[j + some] == key_index[j] + some;) some++;
+        for (int64_t i = 0; i < some; i++) rows[j + i] = row + i * step;
+        if (!scale->data) continue;
+        const float *at = (const float *)(void *)ba_row_of(scale, sizeof(float), page, kv_head, token);
+        for (int64_t i = 0; i < some; i++) scales[j + i] = at + i * scale->token_stride;
     }
 }
 
