@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """What threads gain where work is uneven, small or disturbed; and what a call costs that has next to nothing to do.
 
-    python benchmark/scheduling.py                          # some two minutes
+    python benchmark/scheduling.py                          # some three minutes
     python benchmark/scheduling.py --dtypes bfloat16 --no-busy
 
 A row of the first table is one call with one thread and with several, in turns: dense and causal as measures, then lists of which one
-head, or one row of blocks, holds most of the work, one long sequence among short ones, small problems, and gradients. `Limit` is how many
-CPUs there are for the threads: all of them, or, in rows marked `busy`, what a process leaves that runs on one of them meanwhile (by its
-CPU time; a thread of ours is taken off its CPU again and again). `Share_of_limit` is the speed-up over one thread, divided by that.
-`Same_bits`: both gave the same.
+head, or one row of blocks, holds most of the work, one long sequence among short ones, small problems, gradients, and decode steps of one
+request, which memory or L3 may bind before the threads do. `Limit` is how many CPUs there are for the threads: all of them, or, in rows
+marked `busy`, what a process leaves that runs on one of them meanwhile (by its CPU time; a thread of ours is taken off its CPU again and
+again). `Share_of_limit` is the speed-up over one thread, divided by that. `Same_bits`: both gave the same.
 
 A row of the second table is one small call from Python to its return; NumPy's matrix product of as many tokens stands beside them as a
 measure of what any call costs.
@@ -136,6 +136,12 @@ def backward(name: str, dtype: str, heads: int, tokens: int, mask: np.ndarray) -
     )
 
 
+def decode(dtype: str, kv_heads: int, tokens: int) -> Case:
+    """A decode step of one request, four query heads a KV head; its pages lie in cache if they fit."""
+    step = draw_decode([tokens], 4 * kv_heads, kv_heads, HEAD_DIM, BLOCK[1], dtype, SEED)
+    return Case(f"decode, one request of {tokens}", step.call, (step.out,), 4.0 * kv_heads * tokens)
+
+
 def uneven(dtype: str, heads: int, tokens: int) -> list[Case]:
     """The rows of the first table."""
     by_name = masks(heads, -(-tokens // BLOCK[0]))
@@ -145,7 +151,7 @@ def uneven(dtype: str, heads: int, tokens: int) -> list[Case]:
     cases += [forward(f"dense, a head, {small} tokens", dtype, 1, small) for small in (256, 384, 512, 1024)]
     name, mask = next((name, mask) for name, mask in by_name.items() if mask is not None and name.startswith("one head"))
     cases.append(backward(name, dtype, heads, tokens, mask))
-    return cases
+    return cases + [decode(dtype, heads, length) for length in (1024, 2048, 4096, 8192)]
 
 
 @contextlib.contextmanager

@@ -265,7 +265,7 @@ def test_scheduling_rows(busy):
     options = ["-S", "300", "-H", "2", "--dtypes", "bfloat16", "--threads", "2", "--repeats", "1", "--warmup", "0", "--settle", "0"]
     lines = run("scheduling.py", *options, "--busy" if busy else "--no-busy")[0].splitlines()
     rows = [line.split() for line in lines if " idle " in line or " busy " in line]
-    assert len(rows) == 12 * (1 + busy)
+    assert len(rows) == 16 * (1 + busy)
     for row in rows:
         threads, same, *_, ratio, limit, share = row[-7:]
         assert (threads, same) == ("2", "yes")

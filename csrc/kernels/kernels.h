@@ -359,7 +359,8 @@ const ba_kernels *ba_kernels_active(void);
 
 /* Of calls of few queries, which memory binds: they go by the machine. */
 typedef struct ba_few_tuning {
-    int64_t split_keys;       /* keys a part, where keys are split among threads: a multiple of `keys` */
+    int64_t part_keys;        /* keys a part at most, where keys are split among threads: least_part_keys times a power of two */
+    int64_t least_part_keys;  /* the same at least: a multiple of `keys` */
     int64_t keys;             /* keys a chunk, where few queries meet the keys of several heads side by side */
     int64_t bytes;            /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
     int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */

@@ -407,7 +407,7 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
 /* Tiles whose lists are equal share one walk. Returns the number of walks. */
 static int make_walks(const call *c, const worker_scratch *w, const ba_item *item, ba_walk *walks) {
     const ba_problem *p = c->problem;
-    const int64_t words = c->plan.bitmap_words, start = item->part * c->plan.split_keys;
+    const int64_t words = c->plan.bitmap_words, part_keys = ba_plan_part_keys(&c->plan, item->batch), start = item->part * part_keys;
     const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
     int n = 0;
     for (int64_t i = 0; i < item->tiles * item->kv_heads; i++) {
@@ -435,7 +435,7 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
                                    .block_kv = p->block_kv,
                                    .keys = ba_kv_span(p, item->batch).valid,
                                    .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few.keys : c->chunk_keys,
-                                   .stop = whole ? INT64_MAX : start + c->plan.split_keys,
+                                   .stop = whole ? INT64_MAX : start + part_keys,
                                    .range = {INT64_MAX, 0}};
         ba_walk *l = &walks[t->walk];
         l->range.lo = ba_min(l->range.lo, t->range.lo);

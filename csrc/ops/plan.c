@@ -57,9 +57,19 @@ static int64_t keys_of_query(const ba_problem *p, int64_t batch) {
     return p->listed ? ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv) : keys;
 }
 
+/* By the sequence's length and nothing else: what its batch mates have, how wide a list is and how many threads there are must not change its bits.
+ */
+int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch) {
+    enum { WANTED = 8 /* parts */ };
+    const int64_t keys = ba_kv_span(plan->problem, batch).valid;
+    int64_t part = plan->least_part_keys;
+    while (part < plan->part_keys && part * WANTED < keys) part *= 2;
+    return part;
+}
+
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
     if (!ba_plan_few_queries(plan, batch)) return 1;
-    return ba_max(1, ba_ceil_div(keys_of_query(plan->problem, batch), plan->split_keys));
+    return ba_max(1, ba_ceil_div(keys_of_query(plan->problem, batch), ba_plan_part_keys(plan, batch)));
 }
 
 /* ---- Lists ------------------------------------------------------------------------------------------------------ */
@@ -241,7 +251,8 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     *plan = (ba_plan){.problem = problem,
                       .tile_queries = tuning->tile_queries,
                       .row_queries = problem->listed ? problem->block_q : INT32_MAX,
-                      .split_keys = tuning->few.split_keys,
+                      .part_keys = tuning->few.part_keys,
+                      .least_part_keys = tuning->few.least_part_keys,
                       .parts_most = 1};
     plan->shared_heads = heads_of_list(problem);
     plan->few_rows = ba_plan_few_rows(problem);
@@ -270,7 +281,8 @@ void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tun
                       .shared_heads = heads_of_list(problem),
                       .few_rows = true,
                       .few_heads = 1,
-                      .split_keys = INT64_MAX,
+                      .part_keys = INT64_MAX,
+                      .least_part_keys = INT64_MAX,
                       .parts_most = 1,
                       .bitmap_words = ba_ceil_div(problem->block_columns, 64)};
     const int64_t width = ba_max(1, problem->blocks.dims[3]), wanted = tuning->block_lanes * problem->block_columns / width;
@@ -288,7 +300,8 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
                       .shared_heads = 1,
                       .gradients = true,
                       .few_heads = 1,
-                      .split_keys = INT64_MAX,
+                      .part_keys = INT64_MAX,
+                      .least_part_keys = INT64_MAX,
                       .parts_most = 1};
     const bool lists_shared = !problem->listed || problem->blocks.dims[1] != problem->heads;
     /* heads share tiles only where one head's rows would leave them half empty */

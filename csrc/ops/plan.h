@@ -6,7 +6,7 @@
  * Which tiles make an item depends on the thread count; what a tile computes does not.
  *
  * Where a sequence has so few queries that the kernel for few queries takes them (decode), its list is also cut into
- * *parts* of split_keys keys, each an item's work, whose states are joined afterwards in their order. Both rules look at
+ * *parts* of some hundred or thousand keys, each an item's work, whose states are joined afterwards in their order. Both rules look at
  * nothing but the sequence itself. Where all heads share the list, such an item walks it for several KV heads at once: in
  * token-major caches those lie side by side, and memory is read as it lies. */
 #ifndef BA_OPS_PLAN_H
@@ -44,7 +44,7 @@ typedef struct ba_plan {
     ba_item *item; /* most costly first */
     double cost;   /* of all items */
     int64_t bitmap_words;
-    int64_t split_keys;
+    int64_t part_keys, least_part_keys;
     int64_t parts_most; /* of any batch entry */
     int64_t few_heads;  /* KV heads of an item at most, where the kernel for few queries serves it */
 } ba_plan;
@@ -62,6 +62,9 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
 
 /* The same where all rows are for queries that meet at blocks. */
 void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning);
+
+/* Keys of a part of this batch entry. */
+int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch);
 
 /* Bytes that the plan needs beside the structure itself. */
 int64_t ba_plan_bytes(const ba_plan *plan, int threads);
