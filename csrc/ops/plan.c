@@ -201,21 +201,27 @@ static int64_t all_tiles(const ba_plan *plan) {
     return tiles;
 }
 
+/* Flops of the call at most; few queries count as survey_item counts them. */
+static double most_flops(const ba_plan *plan) {
+    const ba_problem *p = plan->problem;
+    double pairs = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const int64_t lanes = p->heads * ba_q_span(p, b).rows;
+        const int64_t few = ba_plan_few(plan, b) ? p->kv_heads * tiles_of_batch(plan, b) * BA_FEW_QUERIES : 0;
+        pairs += (double)ba_max(lanes, few) * (double)keys_of_query(p, b);
+    }
+    return pairs * 2 * (double)(p->head_dim + p->v_dim);
+}
+
 /* Where a thread has few tiles, one more than another has is much: then tiles are as large as leave the shares even, half as large at least. Smaller
  * ones make the same bits, and cost next to nothing where rows are read in place, 4 % where each tile widens them for itself (Zen 5, halves). */
-static void choose_tile_queries(ba_plan *plan, const ba_tuning *tuning, int64_t panel_lanes, int threads) {
+static void choose_tile_queries(ba_plan *plan, int64_t panel_lanes, int threads) {
     enum { MANY = 16 /* tiles a thread */ };
     const ba_problem *p = plan->problem;
     const int64_t largest = plan->tile_queries;
     if (threads == 1 || all_tiles(plan) >= MANY * (int64_t)threads) return;
     int64_t lanes = 0, chosen = largest;
-    double pairs = 0;
-    for (int64_t b = 0; b < p->batch; b++) {
-        const int64_t own = p->heads * ba_q_span(p, b).rows;
-        lanes += own;
-        pairs += (double)own * (double)keys_of_query(p, b);
-    }
-    if (pairs * 2 * (double)(p->head_dim + p->v_dim) < tuning->inline_flops) return; /* there will be one thread */
+    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * ba_q_span(p, b).rows;
     double least = INFINITY;
     for (int64_t queries = largest; 2 * queries >= largest; queries -= panel_lanes) {
         plan->tile_queries = queries;
@@ -228,8 +234,9 @@ static void choose_tile_queries(ba_plan *plan, const ba_tuning *tuning, int64_t 
     plan->tile_queries = chosen;
 }
 
-/* As many heads as leave their keys in cache; fewer where threads would go without an item, or unevenly with: four a thread, for an item of fewer
- * heads reads smaller pieces of memory (one request of 2048 tokens with two threads: 363 us with eight items a thread, 300 with four). */
+/* As many heads as leave their keys in cache; fewer where threads would go without an item, or unevenly with: four a thread, or as many for each
+ * where all are parts of one request, for an item of fewer heads reads smaller pieces of memory (one request of 2048 tokens in one part, with two
+ * threads on a Zen 3: 363 us with eight items a thread, 300 with four). */
 static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
@@ -239,7 +246,8 @@ static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads
         plan->few_heads = heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
         int64_t items = 0;
         for (int64_t b = 0; b < p->batch; b++) items += items_of_batch(plan, b);
-        if (heads == 1 || threads == 1 || items >= 4 * (int64_t)threads) return;
+        const bool even = p->batch == 1 && items >= threads && items % threads == 0;
+        if (heads == 1 || threads == 1 || items >= 4 * (int64_t)threads || even) return;
     }
 }
 
@@ -256,8 +264,9 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
                       .parts_most = 1};
     plan->shared_heads = heads_of_list(problem);
     plan->few_rows = ba_plan_few_rows(problem);
-    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES; /* a tile's room in scratch: a row has no more */
-    else choose_tile_queries(plan, tuning, panel_lanes, threads);
+    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES;  /* a tile's room in scratch: a row has no more */
+    if (most_flops(plan) < tuning->inline_flops) threads = 1; /* as the caller will have it */
+    if (!plan->few_rows) choose_tile_queries(plan, panel_lanes, threads);
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     const int64_t tiles = all_tiles(plan);
     /* smaller items where there are few, so that every thread gets several */
