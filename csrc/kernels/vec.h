@@ -388,10 +388,11 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
         _Pragma("GCC unroll 16") for (int i = 0; i < count / step; i += 2) rows[i / 2] =                                                             \
             BA_INTERLEAVE(BA_LOW, step, rows[i], rows[i + 1]) + BA_INTERLEAVE(BA_HIGH, step, rows[i], rows[i + 1]);                                  \
     }
-BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count){BA_SUM_ROUND(1)} BA_INLINE vec NAME(v_sum_paired)(vec *rows, const int count) {
-    BA_SUM_ROUND(2)
-    BA_SUM_ROUND(4)
-    BA_SUM_ROUND(8)
+BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) { BA_SUM_ROUND(1); }
+BA_INLINE vec NAME(v_sum_paired)(vec *rows, const int count) {
+    BA_SUM_ROUND(2);
+    BA_SUM_ROUND(4);
+    BA_SUM_ROUND(8);
     return rows[0];
 }
 #undef BA_SUM_ROUND

@@ -57,8 +57,7 @@ static int64_t keys_of_query(const ba_problem *p, int64_t batch) {
     return p->listed ? ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv) : keys;
 }
 
-/* By the sequence's length and nothing else: what its batch mates have, how wide a list is and how many threads there are must not change its bits.
- */
+/* By the sequence's length and nothing else: neither its batch mates, nor the width of lists, nor the number of threads may change its bits. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch) {
     enum { WANTED = 8 /* parts */ };
     const int64_t keys = ba_kv_span(plan->problem, batch).valid;
