@@ -8,7 +8,7 @@
  * 5 (benchmark/README.md), not timed elsewhere. tile_queries: one widening of a bf16 or fp16 chunk serves this many queries; queries and output stay
  * in L2. few.followed_*: a token that has a page of memory for itself is a stream that prefetchers read ahead (AVX-512 server, Zen 3), where
  * arithmetic takes less time than reading (on Zen 3 four float32 queries are 15 % faster with requests, one 20 % without; on Zen 5 all are faster
- * with them). few.part_keys: an item of 2048 keys loses nothing to its beginning and end; few.least_part_keys: one of 256 loses 3 to 10 % of its time
+ * with them). few.part_keys: an item of 2048 keys loses nothing to its beginning and end; few.least_part_keys: one of 256 loses 2 to 18 % of its time
  * (Zen 5), and gives a request of 1024 tokens four parts. few.distances: as much as a core has under way, and some more (Zen 5; Zen 3: 8 of 128
  * keys); where requests run a chunk ahead, L2 is to have room for it: few.keys, few.bytes. few.gathered_bytes: Zen 5, attention over selected blocks
  * in token-major pages (5 to 15 % where rows are of 128 and 256 bytes, nothing or less where they are longer); not timed elsewhere. */

@@ -30,6 +30,7 @@
 #undef BA_HAVE_V_BYTES
 #undef BA_HAVE_V_E4M3
 #undef BA_HAVE_V_REPEAT
+#undef BA_HAVE_V_SUM_PAIRS
 #undef BA_HAVE_V_AT_LEAST
 #undef BA_HAVE_V_TO_BF16
 #undef BA_HAVE_ELEMENTS
@@ -380,8 +381,8 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
 
 /* Lane i of the result is the sum of all lanes of rows[i]; of `count` rows, a constant power of two, and the lanes beyond repeat those before. Each
  * round adds neighbours and puts two rows into one. The additions pair the same lanes in the same order for every row, and for any count. In two
- * parts, v_sum_pairs (half as many rows are left, in front) and v_sum_paired, for those who have something to do in between. */
-#ifndef BA_HAVE_V_SUM_SOME
+ * parts, v_sum_pairs (half as many rows are left, in front) and v_sum_paired, for those who have something to do in between; v_sum_each is both. */
+#ifndef BA_HAVE_V_SUM_PAIRS
 #define BA_SUM_ROUND(step)                                                                                                                           \
     if (step < BA_LANES && step >= count) rows[0] += NAME(v_swap)(rows[0], step);                                                                    \
     else if (step < BA_LANES) {                                                                                                                      \
@@ -397,11 +398,10 @@ BA_INLINE vec NAME(v_sum_paired)(vec *rows, const int count) {
 }
 #undef BA_SUM_ROUND
 #endif
-BA_INLINE vec NAME(v_sum_some)(vec *rows, const int count) {
-    NAME(v_sum_pairs)(rows, count);
-    return NAME(v_sum_paired)(rows, count);
+BA_INLINE vec NAME(v_sum_each)(vec *rows) {
+    NAME(v_sum_pairs)(rows, BA_LANES);
+    return NAME(v_sum_paired)(rows, BA_LANES);
 }
-BA_INLINE vec NAME(v_sum_each)(vec *rows) { return NAME(v_sum_some)(rows, BA_LANES); }
 #undef BA_LOW
 #undef BA_HIGH
 #undef BA_LANES_2

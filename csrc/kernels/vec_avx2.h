@@ -35,7 +35,7 @@ BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
     return (vec)_mm256_set1_ps(*p);
 }
 
-#define BA_HAVE_V_SUM_SOME 1
+#define BA_HAVE_V_SUM_PAIRS 1
 BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) {
 #pragma GCC unroll 4
     for (int i = 0; i < count; i += 2) {

@@ -94,7 +94,7 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 }
 
 /* Within each four lanes, then the fours of rows that are 4 and 8 apart. */
-#define BA_HAVE_V_SUM_SOME 1
+#define BA_HAVE_V_SUM_PAIRS 1
 BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) {
 #pragma GCC unroll 8
     for (int i = 0; i < count; i += 2) {

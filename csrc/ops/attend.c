@@ -386,13 +386,12 @@ static void attend_tile(const call *c, const tile_state *t, const ba_chunk *whol
 /* Where the chunk's rows of K (or V) lie, and their scales. */
 static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index,
                       int64_t keys, const void **rows, const float **scales) {
-    const int64_t size = p->kv_element_size, step = view->token_stride * size;
+    const int64_t size = p->kv_element_size, step = view->token_stride * size, page_size = p->page_size ? p->page_size : INT64_MAX;
     /* key numbers rise, and come in stretches that lie side by side, each in one page where there are pages */
     for (int64_t j = 0, some; j < keys; j += some) {
-        const int64_t token = p->page_size ? key_index[j] % p->page_size : key_index[j];
-        const int64_t page = p->page_size ? ba_page(p, batch, key_index[j] / p->page_size) : 0;
+        const int64_t token = key_index[j] % page_size, page = p->page_size ? ba_page(p, batch, key_index[j] / page_size) : 0;
         const char *row = p->page_size ? ba_row_of(view, size, page, kv_head, token) : ba_key_row(p, view, size, batch, kv_head, token);
-        some = p->page_size ? ba_min(keys - j, p->page_size - token) : keys - j;
+        some = ba_min(keys - j, page_size - token);
         if (key_index[j + some - 1] != key_index[j] + some - 1)
             for (some = 1; key_index[j + some] == key_index[j] + some;) some++;
         for (int64_t i = 0; i < some; i++) rows[j + i] = row + i * step;
