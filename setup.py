@@ -24,9 +24,9 @@ from setuptools.command.build_ext import build_ext
 
 os.chdir(Path(__file__).resolve().parent)
 
-# One line an instruction set: the file csrc/kernels/<name>.c, the compiler's macro of the architecture that has it, and
-# the flags of that one file. On another architecture, and with a compiler that refuses the flags, every file is told
-# BA_NO_<name>, and csrc/kernels/<name>.c comes out empty.
+# One line an instruction set: the file csrc/kernels/<name>.c (or, of a dtype's kernels, <name>_<dtype>.c), the compiler's macro of
+# the architecture that has it, and the flags of those files alone. On another architecture, and with a compiler that refuses the
+# flags, every file is told BA_NO_<name>, and the set's own come out empty.
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 ISA_FLAGS = {
     "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
@@ -72,8 +72,7 @@ class BuildExt(build_ext):
         left_out = [f"-DBA_NO_{name}" for name in ISA_FLAGS if name not in isas]
 
         def compile_one(source):
-            kernel_file = Path(source).stem if Path(source).parent.name == "kernels" else None
-            flags = [*COMMON_FLAGS, *left_out, *isas.get(kernel_file, ()), *EXTRA_FLAGS]
+            flags = [*COMMON_FLAGS, *left_out, *isas.get(isa_of(Path(source)), ()), *EXTRA_FLAGS]
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])
@@ -102,6 +101,13 @@ class BuildCheckKernels(BuildExt):
 
 def is_older(target, sources):
     return not os.path.exists(target) or any(os.path.getmtime(target) < os.path.getmtime(source) for source in sources)
+
+
+def isa_of(source):
+    """The instruction set that a file is of; None where it is of none."""
+    if source.parent.name != "kernels":
+        return None
+    return max((name for name in ISA_FLAGS if f"{source.stem}_".startswith(f"{name}_")), key=len, default=None)
 
 
 def usable_isas(compiler):

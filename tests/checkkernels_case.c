@@ -102,8 +102,9 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
     const double scales[] = {1, 0.125, 1.4426950408889634 / sqrt((double)head_dim), -0.3, 0, 0.7};
     c->scale = exact ? 0.125 : scales[pick(6)];
     c->softcap = pick(4) ? 0 : pick(2) ? 8 : 50;
-    c->scaled = (c->variant == FEW || (c->variant != ROWS && c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size)) &&
-                pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
+    c->scaled =
+        (c->variant == FEW || (c->variant != ROWS && c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size && c->s.f->key_pad == 1)) &&
+        pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
     int64_t index = pick(4) ? pick(1000) : INT32_MAX - 4 * MAX_KEYS;
     for (int64_t j = 0; j < keys; j++) {
         c->key_index[j] = (int32_t)(index += 1 + (pick(4) == 0 ? pick(3) : 0));

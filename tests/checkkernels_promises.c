@@ -33,6 +33,7 @@ static void attend_ranges(const test_case *c, const key_range *ranges, int n, la
         for (int64_t d = 0; d < c->v_dim; d++) {
             char *o = (char *)panel.o + o_index(c, d, lane) * real;
             if (c->s.f->flushes && real_at(c, o, 0) == 0) set_element(real_dtype(c), o, 0, 0); /* of either sign */
+            if (c->s.f->flushes && isnan(real_at(c, o, 0))) set_element(real_dtype(c), o, 0, NAN);
             memcpy(to + (2 + d) * real, o, (size_t)real);
         }
     }

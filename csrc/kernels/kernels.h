@@ -84,7 +84,7 @@ typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 /* The fused kernel: one chunk's scores, softmax and values added to one panel's state.
  * Promises: a lane's result depends on nothing but its own query, its own visible keys and where the chunk begins;
  * keys that a lane does not see add exactly nothing, whatever is in their rows (NaN and infinity included).
- * Where the family flushes, the sign of a zero in o may differ; finish writes such a zero as +0. */
+ * Where the family flushes, the sign of a zero or of a NaN in o may differ; finish writes such a zero as +0. */
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
@@ -258,7 +258,8 @@ typedef struct ba_attend_family {
                          * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
     int64_t key_step;   /* attend may be given any part of a chunk that begins at a multiple of this */
     bool has_cuts;      /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
-    int64_t few_group;  /* few and pack_few are for so many query heads a KV head and more; below, those of the vector family serve */
+    int64_t few_group;  /* few and pack_few are for so many query heads a KV head and more; below, or where few is NULL, those of the vector family
+                           serve, whose packed queries find room here */
     double weight_unit; /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
     double exp_unit;    /* the same of exp2 */
     bool flushes;       /* inputs, products and o count as 0 below real's normal range */
@@ -276,7 +277,7 @@ typedef struct ba_attend_family {
     ba_order_few_fn order_few; /* NULL: they are in order */
     ba_finish_fn finish_few;
     ba_join_few_fn join_few;
-    ba_attend_rows_fn attend_rows; /* NULL, as the next three: few will do */
+    ba_attend_rows_fn attend_rows; /* NULL, as the next three: the vector family's, or else few, will do */
     ba_pack_rows_fn pack_row_queries, pack_row_keys, pack_row_values;
     ba_choose_fn choose; /* NULL but in families whose rows are reals */
     ba_merge_row_fn merge_row;

@@ -49,6 +49,8 @@ static inline void ba_tile_store(int t, void *p, int64_t stride) {
 
 /* Numbers below the normal range count as 0, before and after. */
 static inline float ba_tile_flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
+/* a * b + c of elements a and b, rounded once: they have so few digits that a double holds the sum, or all of it that decides how it is rounded. */
+static inline float ba_tile_fma(float a, float b, float c) { return (float)((double)a * b + c); }
 static inline float ba_tile_element(const unsigned char *p) {
     const uint32_t bits = (uint32_t)p[0] << 16 | (uint32_t)p[1] << 24;
     float x;
@@ -56,20 +58,24 @@ static inline float ba_tile_element(const unsigned char *p) {
     return ba_tile_flush(x);
 }
 
-/* Even and odd products are summed apart, from 0 on, and then added. */
+/* Even and odd products are summed apart, from 0 on, and then added. The products of a row of tile b with an element of tile a go side by side, in
+ * a loop that compilers make vectors of. */
 static inline void ba_tile_dot(int c, int a, int b) {
-    for (int m = 0; m < BA_TILE_ROWS; m++)
-        for (int n = 0; n < 16; n++) {
-            float sum[2] = {0, 0}, old;
-            for (int k = 0; k < 16; k++)
-                for (int i = 0; i < 2; i++)
-                    sum[i] = ba_tile_flush(fmaf(ba_tile_element(ba_tiles[a] + m * BA_TILE_ROW_BYTES + k * 4 + i * 2),
-                                                ba_tile_element(ba_tiles[b] + k * BA_TILE_ROW_BYTES + n * 4 + i * 2), sum[i]));
-            unsigned char *at = ba_tiles[c] + m * BA_TILE_ROW_BYTES + n * 4;
-            memcpy(&old, at, sizeof old);
-            const float both = ba_tile_flush(sum[0] + sum[1]), result = ba_tile_flush(ba_tile_flush(old) + both);
-            memcpy(at, &result, sizeof result);
-        }
+    float right[2][16][16];
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 16; k++)
+            for (int n = 0; n < 16; n++) right[i][k][n] = ba_tile_element(ba_tiles[b] + k * BA_TILE_ROW_BYTES + n * 4 + i * 2);
+    for (int m = 0; m < BA_TILE_ROWS; m++) {
+        float sum[2][16] = {{0}}, old[16];
+        for (int i = 0; i < 2; i++)
+            for (int k = 0; k < 16; k++) {
+                const float left = ba_tile_element(ba_tiles[a] + m * BA_TILE_ROW_BYTES + k * 4 + i * 2);
+                for (int n = 0; n < 16; n++) sum[i][n] = ba_tile_flush(ba_tile_fma(left, right[i][k][n], sum[i][n]));
+            }
+        memcpy(old, ba_tiles[c] + m * BA_TILE_ROW_BYTES, sizeof old);
+        for (int n = 0; n < 16; n++) old[n] = ba_tile_flush(ba_tile_flush(old[n]) + ba_tile_flush(sum[0][n] + sum[1][n]));
+        memcpy(ba_tiles[c] + m * BA_TILE_ROW_BYTES, old, sizeof old);
+    }
 }
 
 #define BA_TILE_ZERO(t) memset(ba_tiles[t], 0, BA_TILE_BYTES)

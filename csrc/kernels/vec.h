@@ -162,8 +162,10 @@ BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
     for (int i = 0; i < BA_LANES; i++) y[i] = fmaf(a[i], b[i], c[i]);
     return y;
 }
-/* 2^x where an error of 2.7e-6 does not show, for every x: infinity where it is too large. */
-BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
+/* 2^x for every x: infinity where it is too large. */
+BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
+/* The same where an error of 2.7e-6 does not show. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_exp2_any)(x); }
 /* Two positive numbers rounded to bfloat16, half up, side by side: the first in the lower half. */
 BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) { return ((((ivec)even + 0x8000) >> 16) & 0xffff) | (((ivec)odd + 0x8000) & -0x10000); }
 #if BA_LANES == 16

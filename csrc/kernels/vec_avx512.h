@@ -15,6 +15,7 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
 
 #define BA_HAVE_V_SHORT 1
 BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_exp2)(x); }
 /* VSCALEFPS rounds the exponent down by itself, so the fraction is taken from below. */
 BA_INLINE vec NAME(v_exp2_short)(vec x) {
     const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

@@ -651,7 +651,7 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     c->pack_k = c->family->pack_k;
     c->pack_v = c->family->pack_v;
     /* by the group and not by a panel's queries: lists of single heads shall give what shared ones give, to the bit */
-    const ba_attend_family *few = p->group >= c->family->few_group ? c->family : kernels->vector[p->dtype];
+    const ba_attend_family *few = c->family->few && p->group >= c->family->few_group ? c->family : kernels->vector[p->dtype];
     c->few = few->few;
     c->pack_few = few->pack_few;
     c->order_few = few->order_few;
@@ -700,7 +700,8 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     tuning.few = ba_tuning_at(level)->few;
     c.tuning = &tuning;
     int threads = ba_threads_for(num_threads);
-    if (ba_attends_by_block(problem, c.family)) return ba_attend_by_block(problem, c.family, threads);
+    const ba_attend_family *rows = c.family->attend_rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
+    if (ba_attends_by_block(problem, rows)) return ba_attend_by_block(problem, rows, threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, c.family->lanes[WIDE], threads);
     choose_chunks(&c);
