@@ -139,7 +139,8 @@ void check_promises(test_case *c) {
     if (c->variant <= 1 && c->s.f->has_cuts) check_long_cuts(c);
     for (int n = 0; n < 120; n++) {
         const int64_t before = pick(2) * step; /* a chunk that went before */
-        make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), before + 1 + pick(5 * step), 1 + pick(40), 1 + pick(40));
+        const int64_t keys = before + 1 + pick(ba_min(5 * step, BA_MAX_CHUNK - before));
+        make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), keys, 1 + pick(40), 1 + pick(40));
         const key_range ranges[] = {{0, before}, {before, c->keys}};
         attend_ranges(c, ranges, 2, whole);
         check_unseen(c, ranges);
