@@ -84,6 +84,16 @@ BA_INLINE vec NAME(v_set1)(real a) { return a - (vec){0}; } /* a - 0 and not a +
 BA_INLINE vec NAME(v_select)(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
 #ifndef BA_REAL_DOUBLE
+/* Sums of bits, where a carry may reach the sign's place. */
+BA_INLINE ivec NAME(v_add_bits)(ivec bits, uint32_t more) {
+    typedef uint32_t unsigned_vec __attribute__((vector_size(BA_LANES * sizeof(uint32_t))));
+    return (ivec)((unsigned_vec)bits + more);
+}
+/* A number's bits, half up where only those of bfloat16, the upper 16, are looked at. */
+BA_INLINE ivec NAME(v_half_up)(vec a) { return NAME(v_add_bits)((ivec)a, 0x8000); }
+/* Not 0 where one of two elements of 16 bits, bfloat16 side by side, is NaN or infinite: an exponent of all ones carries. */
+BA_INLINE ivec NAME(v_not_finite_pairs)(ivec x) { return NAME(v_add_bits)(x & 0x7fff7fff, 0x00800080) & (int32_t)0x80008000; }
+
 /* 2^f on [-0.5, 0.5], minimax of degree 5, relative error 7.5e-8. */
 BA_INLINE vec NAME(exp2_poly)(vec f) {
     vec p = f * 0x1.5c08e6p-10f + 0x1.3d0c52p-7f;
@@ -167,7 +177,7 @@ BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), N
 /* The same where an error of 2.7e-6 does not show. */
 BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_exp2_any)(x); }
 /* Two positive numbers rounded to bfloat16, half up, side by side: the first in the lower half. */
-BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) { return ((((ivec)even + 0x8000) >> 16) & 0xffff) | (((ivec)odd + 0x8000) & -0x10000); }
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) { return ((NAME(v_half_up)(even) >> 16) & 0xffff) | (NAME(v_half_up)(odd) & -0x10000); }
 #if BA_LANES == 16
 /* Four times 16 bytes. */
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
@@ -286,7 +296,7 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
     typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
     const ivec bits = (ivec)a;
-    const ivec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const ivec rounded = (NAME(v_half_up)(a) - (~(bits >> 16) & 1)) >> 16; /* a tie goes to even */
     const ivec nan = (bits >> 16) | 0x40;
     const ivec is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
     const half_vec h = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), half_vec);
