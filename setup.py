@@ -30,8 +30,8 @@ os.chdir(Path(__file__).resolve().parent)
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 ISA_FLAGS = {
     "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
-    "avx512": ("__x86_64__", AVX512 + " -fno-wrapv"),  # narrow panels: an eighth faster
-    "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16"),
+    "avx512": ("__x86_64__", AVX512 + " -fno-wrapv"),
+    "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16 -fno-wrapv"),
     "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16"),
     "neon": ("__aarch64__", ""),
     "neon_bf16": ("__aarch64__", "-march=armv8.2-a+bf16"),
@@ -40,7 +40,7 @@ ISA_FLAGS = {
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
 # functions only, so it does not matter how a wide one would be passed (-Wno-psabi). What a debugger wants (-g, which Python's own
 # flags may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g brings it. Whether signed sums wrap is said here, and
-# not by Python's flags: nothing needs it, but the compiler lays loops out otherwise, to a sixth of their speed either way.
+# not by Python's flags: nothing needs it, but the compiler finds other addresses for what loops read (benchmark/README.md).
 COMMON_FLAGS = shlex.split(
     "-std=c11 -O3 -g0 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fstrict-overflow -fwrapv -fvisibility=hidden"
     " -Wall -Wextra -Wno-psabi -pthread"

@@ -9,8 +9,9 @@
 Cells: `L2`, `L3` and `DRAM` have as many tokens as make K and V sit in that level (8 KV heads; 1 for L2); `ragged` is one long request
 among 15 short ones; the others are upstream's 13 configurations. Pages lie in random order. The limit of a cell is the time to
 read its K and V once at the read bandwidth of memory of that size, or the time of its arithmetic (every query head of a group needs
-2 flop an element of K and of V) at F, whichever is longer. Both are measured with the same threads in the same turns. README.md
-beside this file explains the columns.
+2 flop an element of K and of V) at F, whichever is longer. Both are measured with the same threads right before each of our calls, and
+the share is the median over the turns: the bandwidth of a machine that others use too changes within seconds. README.md beside this
+file explains the columns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import _bench
 import blitz_attn
@@ -174,24 +177,27 @@ def measured(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Measure a cell with each number of threads; yields the table's values and what else a record keeps."""
     step = cell.draw(args.seed, args.layout)
-    isa = _core.isa_active()
+    isa, largest_cache = _core.isa_active(), max(roofline.cache_sizes().values())
     reads: dict[int, list[float]] = {threads: [] for threads in args.threads}
     peaks: dict[int, list[float]] = {threads: [] for threads in args.threads}
 
     memory = step.cache.memory  # to fill as much anew in each turn would keep the system busy when others are timed
+    beyond = step.kv_bytes > 2 * largest_cache
+    elsewhere = np.zeros(2 * largest_cache if beyond else 0, np.uint8)
 
     def probe(threads: int) -> None:
         reads[threads].append(float(_core.probe_read(isa, memory, PROBE_SECONDS, threads)))
         peaks[threads].append(roofline.peak_flops(threads, seconds=PROBE_SECONDS))
+        if beyond:  # nothing of K and V that the probe has read is to be left in L3
+            _core.probe_read(isa, elsewhere, None, threads)
 
     others = peer_calls(step, args, notes)
     contenders: list[tuple[tuple[str, int], Contender]] = []
-    for threads in args.threads:
-        contenders.append((("limit", threads), Contender("limit", lambda threads=threads: probe(threads), 0.0)))
     for key, run in others.items():
         contenders.append((key, Contender(key[0], run, 0.0)))
         contenders.append((("pause", 0), pause()))
-    for threads in args.threads:  # not right after the probe, which leaves some of the cache in L3
+    for threads in args.threads:
+        contenders.append((("limit", threads), Contender("limit", lambda threads=threads: probe(threads), 0.0)))
         own = Contender("own", step.call(threads, args.plan), 0.0, before_last=lambda: check.poison(step.out))
         contenders.append((("own", threads), own))
     label = f"{cell.name} {cell.dtype} {len(cell.lengths)}x{cell.heads}x{cell.kv_heads}x{max(cell.lengths)}"
@@ -206,9 +212,10 @@ def measured(
             equal[key[1]] = step.is_equal(step.out)
     for threads in args.threads:
         seconds = times["own", threads].median
-        read, peak = (statistics.median(x[threads][args.warmup :]) for x in (reads, peaks))
+        turns = list(zip(reads[threads][args.warmup :], peaks[threads][args.warmup :], times["own", threads].samples, strict=True))
+        read, peak = (statistics.median(turn[i] for turn in turns) for i in (0, 1))
         limits = {"read": step.kv_bytes / (read * 1e9), "flops": step.flops / (peak * 1e9)}
-        binding = max(limits, key=lambda name: limits[name])
+        shares = [max(step.kv_bytes / read, step.flops / peak) / 1e9 / taken for read, peak, taken in turns]
         by_peer = {name: times[name, threads].median for name in args.peers if (name, threads) in times}
         yield cell.values() | {
             "threads": threads,
@@ -218,8 +225,8 @@ def measured(
             "GFLOP/s": step.flops / seconds / 1e9,
             "R_[GB/s]": read,
             "F_[GFLOP/s]": peak,
-            "Bound_by": binding,
-            "Share_of_limit": limits[binding] / seconds,
+            "Bound_by": max(limits, key=lambda name: limits[name]),
+            "Share_of_limit": statistics.median(shares),
             "Over_1_thread": times["own", 1].median / seconds if threads != 1 and 1 in args.threads else None,
             **{f"{name}_[usec]": by_peer[name] * 1e6 if name in by_peer else None for name in peers.PEERS},
             "Best_peer/ours": min(by_peer.values()) / seconds if by_peer else None,
