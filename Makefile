@@ -101,7 +101,7 @@ format:
 
 # A build of its own, away from the one in place; every report of a sanitizer ends the run. Multiply-adds as the release build has them
 # (-fexpensive-optimizations): with two roundings for one the error rule fails at some short lengths.
-asan: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -UNDEBUG -fsanitize=address,undefined -fno-sanitize-recover=all
+asan: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -fno-wrapv -g -fno-omit-frame-pointer -UNDEBUG -fsanitize=address,undefined -fno-sanitize-recover=all
 asan: export CC = gcc
 asan: export ASAN_OPTIONS = detect_leaks=0
 asan:
