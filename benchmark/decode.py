@@ -198,7 +198,7 @@ def measured(
         contenders.append((("pause", 0), pause()))
     for threads in args.threads:
         contenders.append((("limit", threads), Contender("limit", lambda threads=threads: probe(threads), 0.0)))
-        own = Contender("own", step.call(threads, args.plan), 0.0, before_last=lambda: check.poison(step.out))
+        own = Contender("own", step.call(threads, planned=args.plan), 0.0, before_last=lambda: check.poison(step.out))
         contenders.append((("own", threads), own))
     label = f"{cell.name} {cell.dtype} {len(cell.lengths)}x{cell.heads}x{cell.kv_heads}x{max(cell.lengths)}"
     for _, contender in contenders:

@@ -10,6 +10,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,18 @@ SETTLE_SECONDS = 0.01
 READ_BINDS_BELOW = 64.0  # flop a byte; above, no machine's reads bind
 
 Call = Callable[[], Any]
+Make = Callable[[int, ModuleType], Call]  # the call for a number of threads, of this build of the library or of another one
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One call to measure. `prepare` draws its operands; it returns the call for a number of threads, and the array that is filled."""
+    """One call to measure. `prepare` draws its operands; it returns who makes the call, and the array that is filled."""
 
     name: str
     dtype: str
     flops: float
     bytes: float  # operands and results, each counted once
-    prepare: Callable[[], tuple[Callable[[int], Call], np.ndarray]]
+    prepare: Callable[[], tuple[Make, np.ndarray]]
     level: str | None = None  # None: the level in use
 
     @property
@@ -96,11 +98,13 @@ def forward(
     lists = sabi.random_with_frame(tokens, tokens, (block, block), 0.9, heads=HEADS, seed=SEED) if block else None
     pairs = kept_pairs(lists, tokens, tokens, (block, block)) if lists is not None else dense_pairs(tokens, tokens, causal)
 
-    def prepare() -> tuple[Callable[[int], Call], np.ndarray]:
+    def prepare() -> tuple[Make, np.ndarray]:
         q, k, v = _qkv(dtype, tokens, head_dim)
         out = np.zeros_like(q)
         options: dict[str, Any] = {"block_shape": (block or 128,) * 2, "causal": causal, "out": out, **bits_options(q)}
-        return lambda threads: functools.partial(blitz_attn.block_sparse_attention, q, k, v, lists, num_threads=threads, **options), out
+        return lambda threads, library: functools.partial(
+            library.block_sparse_attention, q, k, v, lists, num_threads=threads, **options
+        ), out  # fmt: skip
 
     return Operation(
         name, dtype, HEADS * flops(pairs, head_dim, head_dim), 4.0 * HEADS * tokens * head_dim * ITEM_BYTES[dtype], prepare, level
@@ -111,11 +115,11 @@ def few(dtype: str, queries: int) -> Operation:
     """A few queries over many keys, without pages."""
     heads, tokens, head_dim = 8, 4096, 128
 
-    def prepare() -> tuple[Callable[[int], Call], np.ndarray]:
+    def prepare() -> tuple[Make, np.ndarray]:
         q, k, v = _qkv(dtype, tokens, head_dim, heads, queries)
         out = np.zeros_like(q)
-        return lambda threads: functools.partial(
-            blitz_attn.block_sparse_attention, q, k, v, out=out, num_threads=threads, **bits_options(q)
+        return lambda threads, library: functools.partial(
+            library.block_sparse_attention, q, k, v, out=out, num_threads=threads, **bits_options(q)
         ), out  # fmt: skip
 
     moved = 2.0 * heads * (tokens + queries) * head_dim * ITEM_BYTES[dtype]
@@ -126,11 +130,11 @@ def small(dtype: str) -> Operation:
     """A call with next to nothing to do: what a call costs by itself."""
     tokens, head_dim = 16, 64
 
-    def prepare() -> tuple[Callable[[int], Call], np.ndarray]:
+    def prepare() -> tuple[Make, np.ndarray]:
         q, k, v = _qkv(dtype, tokens, head_dim, 1)
         out = np.zeros_like(q)
-        return lambda threads: functools.partial(
-            blitz_attn.block_sparse_attention, q, k, v, out=out, num_threads=threads, **bits_options(q)
+        return lambda threads, library: functools.partial(
+            library.block_sparse_attention, q, k, v, out=out, num_threads=threads, **bits_options(q)
         ), out  # fmt: skip
 
     return Operation("small call", dtype, flops(tokens**2, head_dim, head_dim), 4.0 * tokens * head_dim * ITEM_BYTES[dtype], prepare)
@@ -142,14 +146,14 @@ def backward(name: str, dtype: str, *, sparse: bool = False, level: str | None =
     lists = sabi.random_with_frame(TOKENS, TOKENS, (block, block), 0.9, heads=HEADS, seed=SEED) if sparse else None
     pairs = kept_pairs(lists, TOKENS, TOKENS, (block, block)) if lists is not None else dense_pairs(TOKENS, TOKENS)
 
-    def prepare() -> tuple[Callable[[int], Call], np.ndarray]:
+    def prepare() -> tuple[Make, np.ndarray]:
         q, k, v = _qkv(dtype, TOKENS, head_dim)
         dout = testing.make_qkv(1, HEADS, HEADS, TOKENS, TOKENS, head_dim, dtype=dtype, seed=SEED + 1)[0]
         options: dict[str, Any] = {"block_shape": (block, block), **bits_options(q)}
         out, lse = blitz_attn.block_sparse_attention(q, k, v, lists, return_lse=True, **options)
         grads = tuple(np.zeros_like(x) for x in (q, k, v))
-        return lambda threads: functools.partial(
-            blitz_attn.block_sparse_attention_backward, dout, q, k, v, out, lse, lists, grads=grads, num_threads=threads, **options
+        return lambda threads, library: functools.partial(
+            library.block_sparse_attention_backward, dout, q, k, v, out, lse, lists, grads=grads, num_threads=threads, **options
         ), grads[0]  # fmt: skip
 
     return Operation(name, dtype, HEADS * pairs * 10.0 * head_dim, 8.0 * HEADS * TOKENS * head_dim * ITEM_BYTES[dtype], prepare, level)
@@ -158,20 +162,20 @@ def backward(name: str, dtype: str, *, sparse: bool = False, level: str | None =
 KV_HEADS, HEAD_DIM = 8, 128
 
 
-def _decode_tokens(dtype: str) -> int:
-    return LARGE_BYTES // token_bytes(dtype, KV_HEADS, HEAD_DIM)
+def _decode_tokens(dtype: str, kv_bytes: int | None = None) -> int:
+    return (kv_bytes or LARGE_BYTES) // token_bytes(dtype, KV_HEADS, HEAD_DIM)
 
 
-def _draw(dtype: str, group: int, page: int = 128) -> Decode:
-    return draw_decode([_decode_tokens(dtype)], KV_HEADS * group, KV_HEADS, HEAD_DIM, page, dtype, SEED)
+def _draw(dtype: str, group: int, tokens: int, page: int = 128) -> Decode:
+    return draw_decode([tokens], KV_HEADS * group, KV_HEADS, HEAD_DIM, page, dtype, SEED)
 
 
-def decode(dtype: str, group: int, level: str | None = None) -> Operation:
-    """A decode step of one request over pages, `group` query heads a KV head."""
-    tokens = _decode_tokens(dtype)
+def decode(dtype: str, group: int, level: str | None = None, kv_bytes: int | None = None) -> Operation:
+    """A decode step of one request over pages of so many bytes, `group` query heads a KV head."""
+    tokens = _decode_tokens(dtype, kv_bytes)
 
-    def prepare() -> tuple[Callable[[int], Call], np.ndarray]:
-        step = _draw(dtype, group)
+    def prepare() -> tuple[Make, np.ndarray]:
+        step = _draw(dtype, group, tokens)
         return step.call, step.out
 
     work = 4.0 * tokens * KV_HEADS * group * HEAD_DIM
@@ -183,8 +187,8 @@ def select(dtype: str) -> Operation:
     page = 16
     pages = _decode_tokens(dtype) // page
 
-    def prepare() -> tuple[Callable[[int], Call], np.ndarray]:
-        step = _draw(dtype, 4, page)
+    def prepare() -> tuple[Make, np.ndarray]:
+        step = _draw(dtype, 4, _decode_tokens(dtype), page)
         rows = -(-pages // page)
         high, low = np.zeros((2, rows, page, KV_HEADS, HEAD_DIM), step.cache.k.dtype)
         table = np.arange(rows, dtype=np.int32)[None]
@@ -192,11 +196,11 @@ def select(dtype: str) -> Operation:
         blitz_attn.quest_prefill_metadata(step.cache.k, step.tables, step.lengths, table, high, low, **bits)
         picked = np.zeros((1, KV_HEADS, 32), np.int32)
 
-        def call(threads: int) -> Call:
+        def call(threads: int, library: ModuleType) -> Call:
             def run() -> None:
-                blitz_attn.set_num_threads(threads)  # selection has no argument for it
-                picked[...] = blitz_attn.quest_block_select_paged(step.q, high, low, table, step.lengths, 32, **bits)
-                blitz_attn.set_num_threads(None)
+                library.set_num_threads(threads)  # selection has no argument for it
+                picked[...] = library.quest_block_select_paged(step.q, high, low, table, step.lengths, 32, **bits)
+                library.set_num_threads(None)
 
             return run
 
@@ -294,7 +298,7 @@ def measured(operations: Sequence[Operation], threads: Sequence[int], repeats: i
                 if need not in known:
                     known.add(need)
                     contenders.append((None, limits.contender(*need)))
-            call = make(count)
+            call = make(count, blitz_attn)
             check.poison(out)
             (call if level == own else _at(level, call))()
             if check.poisoned(out):

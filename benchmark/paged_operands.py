@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -137,19 +138,19 @@ class Decode:
         """The options that name the dtypes of bare bits."""
         return self.cache.bits | bits_options(self.q)
 
-    def plan(self, threads: int | None = None) -> blitz_attn.PagedPlan:
+    def plan(self, threads: int | None = None, library: ModuleType = blitz_attn) -> blitz_attn.PagedPlan:
         """Tables and lengths, looked at before: what a step does once for all its layers."""
-        return blitz_attn.PagedPlan(self.tables, self.lengths, page_size=self.cache.k.shape[1], num_threads=threads, **self.bits())
+        return library.PagedPlan(self.tables, self.lengths, page_size=self.cache.k.shape[1], num_threads=threads, **self.bits())
 
-    def call(self, threads: int, planned: bool = True) -> Callable[[], Any]:
-        """A call that writes into `out`."""
+    def call(self, threads: int, library: ModuleType = blitz_attn, *, planned: bool = True) -> Callable[[], Any]:
+        """A call that writes into `out`, of this build of the library or of another one."""
         arrays = (self.q, self.cache.k, self.cache.v)
         options = self.cache.scales | {"out": self.out}
         if planned:
-            plan = self.plan(threads)
+            plan = self.plan(threads, library)
             return lambda: plan.attention(*arrays, **options)
         options |= self.bits() | {"num_threads": threads}
-        return lambda: blitz_attn.paged_attention(*arrays, self.tables, self.lengths, **options)
+        return lambda: library.paged_attention(*arrays, self.tables, self.lengths, **options)
 
     def request(self, index: int, which: str) -> np.ndarray:
         """K or V of one request as (H_kv, S, D), one piece of memory, in the cache's own dtype."""

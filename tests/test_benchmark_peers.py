@@ -1,20 +1,24 @@
-"""peers.py, roofline.py and speed.py at sizes that take no time: what they print, what they refuse, that the others are asked the right question."""
+"""peers.py, roofline.py, speed.py and beside.py at sizes that take no time: what they print, what they refuse, that the others are asked the right question."""
 
 import argparse
 import json
 import os
+import shutil
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import blitz_attn
 from blitz_attn import sabi
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.append(str(BENCHMARK))
 
 import _bench  # noqa: E402
+import beside  # noqa: E402
 import operations  # noqa: E402
 import peers  # noqa: E402
 import prefill_peers  # noqa: E402
@@ -33,7 +37,7 @@ def run(script, options="", *more, **how):
     return run_words(script, *options.split(), *more, **how)
 
 
-@pytest.mark.parametrize("script", ["peers.py", "plot_peers.py", "plot_roofline.py", "speed.py"])
+@pytest.mark.parametrize("script", ["peers.py", "plot_peers.py", "plot_roofline.py", "speed.py", "beside.py"])
 def test_help(script):
     assert "usage:" in run(script, "--help")[0]
 
@@ -317,3 +321,48 @@ def test_records_of_this_repository_can_be_read():
         kept = speed.read(path)
         assert path.stem == speed.tag(kept["machine"])
         assert all(row["shares"] and len(row["key"].split(", ")) >= 4 for row in kept["rows"])
+
+
+# ---- beside.py -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_build(tmp_path_factory):
+    """What stands for another checkout: this build's package, under another path."""
+    checkout = tmp_path_factory.mktemp("other")
+    shutil.copytree(Path(blitz_attn.__file__).parent, checkout / "blitz_attn")
+    return checkout
+
+
+def test_two_builds_side_by_side(other_build, few_operations, monkeypatch, capsys):
+    monkeypatch.setattr(operations, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(beside, "GROUPS", (2,))
+    monkeypatch.setattr(beside, "every_operation", operations.every_operation)
+    assert beside.main([str(other_build), "--threads", "1", "2", "--turns", "2", "--kv-mib", "1", "--only", "s", "bfloat16"]) == 0
+    rows = parse_rows(capsys.readouterr().out, ("operation",))
+    expected = [("small_call", "float32"), ("select", "bfloat16"), ("dense", "bfloat16"), ("decode_G=2", "bfloat16")]
+    assert [(row["operation"], row["dtype"], row["threads"]) for row in rows] == [(*one, threads) for one in expected for threads in (1, 2)]
+    for row in rows:
+        assert row["Same_bits"] == "yes"
+        assert 0 < row["Low"] <= row["This/other"] <= row["High"]
+
+
+def test_the_other_build_is_another(other_build):
+    other = beside.load(other_build, "blitz_attn_of_the_test")
+    assert other._core is not blitz_attn._core
+    assert other._core.__file__ != blitz_attn._core.__file__
+    other.set_num_threads(blitz_attn.get_num_threads() + 3)
+    assert other.get_num_threads() == blitz_attn.get_num_threads() + 3  # each has its own state
+
+
+def test_other_bits_are_seen(few_operations, monkeypatch):
+    """A library whose dense call returns something else."""
+    operation = operations.every_operation()[2]
+    wrong = types.SimpleNamespace(block_sparse_attention=lambda q, k, v, *_, out, **__: out.__setitem__(slice(None), v))
+    assert beside.compared(operation, 1, wrong, 2, _bench.Progress(1.0))["Same_bits"] == "NO"
+
+
+@pytest.mark.parametrize(("folder", "sentence"), [("", "built in place"), (Path(blitz_attn.__file__).parent.parent, "is what is measured")])
+def test_no_other_build(folder, sentence, tmp_path, capsys):
+    assert beside.main([str(folder or tmp_path)]) == 1
+    assert sentence in capsys.readouterr().err
