@@ -41,7 +41,8 @@ typedef struct tile_state {
 typedef struct chunk_rows {
     int walk;
     int64_t keys;
-    const void **k_rows, **v_rows;          /* of the item's first head, those before `whole` as they are shared */
+    const void **k_rows, **v_rows;          /* of the item's first head, those before `whole` as they are shared; behind them is room for some that
+                                               are wanted next (tell_ahead) */
     int64_t whole;                          /* keys of whole groups, where K and V are packed once for all items; else 0 */
     const float **k_scale_at, **v_scale_at; /* likewise */
     int32_t *key_index;
@@ -53,7 +54,6 @@ typedef struct worker_scratch {
     uint64_t *bitmaps;
     char *packed_k, *packed_v, *scores, *lse, *gathered;
     const void **packed_k_rows, **packed_v_rows, **rows;
-    const void **k_rows_ahead, **v_rows_ahead;
     float *k_scale, *v_scale;
     chunk_rows chunk[MANY + 2]; /* a ring: those whose panels are collected, the one at hand and the one after it */
     tile_state *tiles;
@@ -73,6 +73,7 @@ typedef struct call {
     int chunks;   /* of the ring: 2 where panels of one chunk only are collected */
     bool gathers; /* rows are brought side by side before few queries meet them */
     ba_plan plan;
+    int threads;
     char *scratch;
     int64_t scratch_bytes; /* a worker */
     ba_sharing sharing;
@@ -115,13 +116,11 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size : 0);
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_rows_ahead = (const void **)ba_take(base, &used, 2 * c->tuning->few.keys * (int64_t)sizeof(void *));
-    w->v_rows_ahead = (const void **)ba_take(base, &used, 2 * c->tuning->few.keys * (int64_t)sizeof(void *));
     w->k_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     w->v_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
     for (int i = 0; i < c->chunks; i++) {
-        w->chunk[i].k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
-        w->chunk[i].v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+        w->chunk[i].k_rows = (const void **)ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
+        w->chunk[i].v_rows = (const void **)ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
         w->chunk[i].k_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
         w->chunk[i].v_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
         w->chunk[i].key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
@@ -403,11 +402,25 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
 
 /* ---- An item's chunks ----------------------------------------------------------------------------------------------- */
 
+/* Where the item's part of its list begins. */
+static int64_t first_place(const call *c, const ba_item *item) { return item->part * ba_plan_part_keys(&c->plan, item->batch); }
+
+/* A walk of the item's part that nobody sees a key of yet; not begun. */
+static ba_walk new_walk(const call *c, const ba_item *item, const uint64_t *bitmap) {
+    const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
+    return (ba_walk){.bitmap = bitmap,
+                     .words = c->plan.bitmap_words,
+                     .block_kv = c->problem->block_kv,
+                     .keys = ba_kv_span(c->problem, item->batch).valid,
+                     .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few.keys : c->chunk_keys,
+                     .stop = whole ? INT64_MAX : first_place(c, item) + ba_plan_part_keys(&c->plan, item->batch),
+                     .range = {INT64_MAX, 0}};
+}
+
 /* Tiles whose lists are equal share one walk. Returns the number of walks. */
 static int make_walks(const call *c, const worker_scratch *w, const ba_item *item, ba_walk *walks) {
     const ba_problem *p = c->problem;
-    const int64_t words = c->plan.bitmap_words, part_keys = ba_plan_part_keys(&c->plan, item->batch), start = item->part * part_keys;
-    const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
+    const int64_t words = c->plan.bitmap_words;
     int n = 0;
     for (int64_t i = 0; i < item->tiles * item->kv_heads; i++) {
         tile_state *t = &w->tiles[i];
@@ -428,19 +441,12 @@ static int make_walks(const call *c, const worker_scratch *w, const ba_item *ite
         } else if (n) {
             t->walk = 0;
         }
-        if (t->walk == n)
-            walks[n++] = (ba_walk){.bitmap = p->listed ? bitmap : NULL,
-                                   .words = words,
-                                   .block_kv = p->block_kv,
-                                   .keys = ba_kv_span(p, item->batch).valid,
-                                   .chunk_keys = ba_plan_few(&c->plan, item->batch) ? c->tuning->few.keys : c->chunk_keys,
-                                   .stop = whole ? INT64_MAX : start + part_keys,
-                                   .range = {INT64_MAX, 0}};
+        if (t->walk == n) walks[n++] = new_walk(c, item, p->listed ? bitmap : NULL);
         ba_walk *l = &walks[t->walk];
         l->range.lo = ba_min(l->range.lo, t->range.lo);
         l->range.hi = ba_max(l->range.hi, t->range.hi);
     }
-    for (int k = 0; k < n; k++) ba_walk_begin(&walks[k], start);
+    for (int k = 0; k < n; k++) ba_walk_begin(&walks[k], first_place(c, item));
     return n;
 }
 
@@ -475,6 +481,46 @@ static bool next_chunk(const call *c, const ba_item *item, ba_walk *walks, int l
         ba_is_shared(&c->sharing, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad : 0; /* the last group has keys that no query sees */
     take_rows(c, item, &p->k, &p->k_scale, &c->sharing.k, chunk, chunk->k_rows, chunk->k_scale_at);
     take_rows(c, item, &p->v, &p->v_scale, &c->sharing.v, chunk, chunk->v_rows, chunk->v_scale_at);
+    return true;
+}
+
+/* Whether a token's heads lie side by side: then those of an item meet a chunk together. */
+static bool heads_are_beside(const ba_problem *p) {
+    return ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) &&
+           ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
+}
+
+/* Bytes of K's rows, or of V's, of so many heads side by side. */
+static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim, int64_t heads) {
+    return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
+}
+
+/* Rows of `bytes` that a request wants that is `which` bytes ahead (ba_few_tuning), and the most that any wants. */
+static int64_t rows_ahead(const ba_few_tuning *few, int which, int64_t bytes) { return ba_min(few->keys, ba_ceil_div(few->distances[which], bytes)); }
+
+static int64_t most_rows_ahead(const ba_few_tuning *few, int64_t bytes) {
+    int64_t most = 0;
+    for (int i = 0; i < BA_MOST_REQUESTS; i++) most = ba_max(most, rows_ahead(few, i, bytes));
+    return most;
+}
+
+/* The rows of K that the worker's next item is likely to begin with, as far as a request reaches ahead: where all keys are met, they are known before
+ * that item is begun, and are not to be waited for there. */
+static bool guess_next_item(const call *c, int64_t index, chunk_rows *chunk) {
+    const ba_problem *p = c->problem;
+    const int64_t next = index + c->threads;
+    if (p->listed || next >= c->plan.items || !ba_plan_few(&c->plan, c->plan.item[next].batch)) return false;
+    const ba_item *item = &c->plan.item[next];
+    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
+    ba_walk walk = new_walk(c, item, NULL);
+    walk.range = (ba_range){ba_visible_keys(p, 0, q.valid, kv.valid).lo, ba_visible_keys(p, q.valid - 1, q.valid, kv.valid).hi};
+    ba_walk_begin(&walk, first_place(c, item));
+    if (walk.key == BA_WALK_END) return false;
+    const int64_t bytes = rows_bytes(p, &p->k, p->head_dim, heads_are_beside(p) ? item->kv_heads : 1);
+    walk.chunk_keys = ba_min(walk.chunk_keys, most_rows_ahead(&c->tuning->few, bytes));
+    chunk->keys = ba_walk_take(&walk, chunk->key_index);
+    chunk->whole = 0;
+    take_rows(c, item, &p->k, &p->k_scale, &c->sharing.k, chunk, chunk->k_rows, chunk->k_scale_at);
     return true;
 }
 
@@ -516,24 +562,17 @@ static ba_chunk head_chunk(const call *c, const worker_scratch *w, int64_t head,
 
 /* Rows of K, or of V, that a kernel for few meets one after the other. */
 typedef struct stretch {
-    const void *const *rows;
+    const void **rows;
     int64_t keys, offset;
 } stretch;
 
-/* What is wanted so many bytes after what is at hand (ba_few_tuning): the rest of the stretch `now`, and then the one that is met `then`, to `list`.
- * A row has `bytes`. */
-static ba_ahead find_ahead(const ba_few_tuning *few, const void **list, const stretch *now, const stretch *then, int64_t bytes) {
-    int64_t keys[BA_MOST_REQUESTS], n = 0, farthest = 0;
-    for (int i = 0; i < BA_MOST_REQUESTS; i++) {
-        keys[i] = ba_min(few->keys, ba_ceil_div(few->distances[i], bytes));
-        farthest = ba_max(farthest, keys[i]);
-    }
-    for (int64_t j = keys[0]; j < now->keys; j++) list[n++] = (const char *)now->rows[j] + now->offset;
-    const int64_t end = ba_min(then->keys, farthest);
-    for (int64_t j = ba_max(0, keys[0] - now->keys); j < end; j++) list[n++] = (const char *)then->rows[j] + then->offset;
-    ba_ahead ahead = {list, n, 0, bytes, {0, -1, -1}};
+/* What is wanted after what is at hand: the rest of the stretch `now`, and behind its rows the first ones of that which is met `then`. */
+static ba_ahead find_ahead(const ba_few_tuning *few, const stretch *now, const stretch *then, int64_t bytes) {
+    const int64_t more = ba_min(then->keys, most_rows_ahead(few, bytes)), all = now->keys + more, nearest = rows_ahead(few, 0, bytes);
+    for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
+    ba_ahead ahead = {now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes, {0, -1, -1}};
     for (int i = 1; i < BA_MOST_REQUESTS; i++)
-        if (keys[i]) ahead.skip[i] = keys[i] - keys[0];
+        if (few->distances[i]) ahead.skip[i] = rows_ahead(few, i, bytes) - nearest;
     return ahead;
 }
 
@@ -548,16 +587,15 @@ static void tell_ahead(const call *c, const worker_scratch *w, const ba_item *it
     stretch then = {0};
     if (more) then = (stretch){here->k_rows, here->keys, (first + heads) * k_step};
     else if (next) then = (stretch){next->k_rows, next->keys, 0};
-    w->chunks->k_ahead = find_ahead(few, w->k_rows_ahead, &k, &v, ((heads - 1) * p->k.head_stride + p->head_dim) * size);
-    w->chunks->v_ahead = find_ahead(few, w->v_rows_ahead, &v, &then, ((heads - 1) * p->v.head_stride + p->v_dim) * size);
+    w->chunks->k_ahead = find_ahead(few, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
+    w->chunks->v_ahead = find_ahead(few, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
 }
 
 /* The same where the kernel for few queries serves them: one panel a tile; heads whose rows lie side by side meet the chunk together. */
 static void attend_few(const call *c, const worker_scratch *w, const ba_item *item, const chunk_rows *here, const chunk_rows *next) {
     const ba_problem *p = c->problem;
     const int64_t size = p->kv_element_size;
-    const bool beside =
-        ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) && ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
+    const bool beside = heads_are_beside(p);
     const int64_t together = beside ? item->kv_heads : 1;
     const bool apart = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->few.followed_bytes;
     for (int64_t i = 0; i < item->tiles; i++) {
@@ -630,8 +668,9 @@ static void run_item(void *context, int64_t index, int worker) {
         at = (at + 1) % c->chunks;
         if (many.older + 2 > c->chunks) flush(c, &many);
         more = next_chunk(c, item, walks, lists, &w.chunk[at]);
-        const chunk_rows *next = more ? &w.chunk[at] : NULL;
-        if (ba_plan_few(&c->plan, item->batch)) attend_few(c, &w, item, here, next);
+        const bool few = ba_plan_few(&c->plan, item->batch);
+        const chunk_rows *next = more || (few && guess_next_item(c, index, &w.chunk[at])) ? &w.chunk[at] : NULL;
+        if (few) attend_few(c, &w, item, here, next);
         else
             for (int64_t head = 0; head < item->kv_heads; head++) attend_head(c, &w, item, &walks[here->walk].range, head, here, next, &many);
     }
@@ -734,6 +773,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
         if (flops < c.tuning->inline_flops) threads = 1;
+        c.threads = threads;
         ba_share_rows(&c.sharing, threads);
         ba_parallel(threads, c.plan.items, run_item, &c);
         if (c.plan.parts_most > 1) ba_parallel(threads, problem->batch * problem->kv_heads, join_item, &c);
