@@ -10,8 +10,8 @@ Cells: `L2`, `L3` and `DRAM` have as many tokens as make K and V sit in that lev
 among 15 short ones; the others are upstream's 13 configurations. Pages lie in random order. The limit of a cell is the time to
 read its K and V once at the read bandwidth of memory of that size, or the time of its arithmetic (every query head of a group needs
 2 flop an element of K and of V) at F, whichever is longer. Both are measured with the same threads right before each of our calls, and
-the share is the median over the turns: the bandwidth of a machine that others use too changes within seconds. README.md beside this
-file explains the columns.
+the share is the median over the turns, as is the ratio to each peer: the bandwidth of a machine that others use too changes within
+seconds. README.md beside this file explains the columns.
 """
 
 from __future__ import annotations
@@ -188,15 +188,21 @@ def measured(
     def probe(threads: int) -> None:
         reads[threads].append(float(_core.probe_read(isa, memory, PROBE_SECONDS, threads)))
         peaks[threads].append(roofline.peak_flops(threads, seconds=PROBE_SECONDS))
-        if beyond:  # nothing of K and V that the probe has read is to be left in L3
-            _core.probe_read(isa, elsewhere, None, threads)
+        forget()
+
+    def forget() -> None:
+        """Nothing of K and V that the one before has read is to be left in L3, for us or for peers."""
+        if beyond:
+            _core.probe_read(isa, elsewhere, None, max(args.threads))
 
     others = peer_calls(step, args, notes)
     contenders: list[tuple[tuple[str, int], Contender]] = []
-    for key, run in others.items():
-        contenders.append((key, Contender(key[0], run, 0.0)))
-        contenders.append((("pause", 0), pause()))
     for threads in args.threads:
+        for key, run in others.items():
+            if key[1] == threads:
+                contenders.append((("forget", threads), Contender("forget", forget, 0.0)))
+                contenders.append((key, Contender(key[0], run, 0.0)))
+                contenders.append((("pause", threads), pause()))
         contenders.append((("limit", threads), Contender("limit", lambda threads=threads: probe(threads), 0.0)))
         own = Contender("own", step.call(threads, planned=args.plan), 0.0, before_last=lambda: check.poison(step.out))
         contenders.append((("own", threads), own))
@@ -216,7 +222,8 @@ def measured(
         read, peak = (statistics.median(turn[i] for turn in turns) for i in (0, 1))
         limits = {"read": step.kv_bytes / (read * 1e9), "flops": step.flops / (peak * 1e9)}
         shares = [max(step.kv_bytes / read, step.flops / peak) / 1e9 / taken for read, peak, taken in turns]
-        by_peer = {name: times[name, threads].median for name in args.peers if (name, threads) in times}
+        by_peer = {name: times[name, threads] for name in args.peers if (name, threads) in times}
+        ratios = [statistics.median(np.divide(timing.samples, times["own", threads].samples)) for timing in by_peer.values()]
         yield cell.values() | {
             "threads": threads,
             "Outputs_equal": "yes" if equal[threads] else "no",
@@ -228,8 +235,8 @@ def measured(
             "Bound_by": max(limits, key=lambda name: limits[name]),
             "Share_of_limit": statistics.median(shares),
             "Over_1_thread": times["own", 1].median / seconds if threads != 1 and 1 in args.threads else None,
-            **{f"{name}_[usec]": by_peer[name] * 1e6 if name in by_peer else None for name in peers.PEERS},
-            "Best_peer/ours": min(by_peer.values()) / seconds if by_peer else None,
+            **{f"{name}_[usec]": by_peer[name].median * 1e6 if name in by_peer else None for name in peers.PEERS},
+            "Best_peer/ours": min(ratios, default=None),
         }, {"samples_s": {f"{name}_{n}": timing.samples for (name, n), timing in times.items() if n == threads}}
 
 

@@ -176,13 +176,31 @@ static void survey_item(void *context, int64_t index, int worker) {
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
 }
 
-static int by_falling_cost(const void *left, const void *right) {
+static int by_start(const void *left, const void *right) {
     const ba_item *a = left, *b = right;
+    if (a->start != b->start) return a->start < b->start ? -1 : 1;
     if (a->cost != b->cost) return a->cost < b->cost ? 1 : -1;
     if (a->batch != b->batch) return a->batch < b->batch ? -1 : 1;
     if (a->part != b->part) return a->part < b->part ? -1 : 1;
     if (a->kv_head != b->kv_head) return a->kv_head < b->kv_head ? -1 : 1;
     return a->first_tile < b->first_tile ? -1 : a->first_tile > b->first_tile;
+}
+
+/* Items of one (batch, KV head) wait for each other where they add to the same sums, so each such head's are spread over the whole call: an item
+ * starts when as large a share of the head's work is done. Among themselves they stay as they are, the most costly first. */
+static void spread_heads(ba_plan *plan) {
+    ba_item *item = plan->item;
+    for (int64_t i = 0; i < plan->items; i++) item[i].start = (double)(item[i].batch * plan->problem->kv_heads + item[i].kv_head);
+    qsort(item, (size_t)plan->items, sizeof *item, by_start);
+    for (int64_t first = 0, end; first < plan->items; first = end) {
+        double cost = 0, done = 0;
+        for (end = first; end < plan->items && item[end].batch == item[first].batch && item[end].kv_head == item[first].kv_head; end++)
+            cost += item[end].cost;
+        for (int64_t i = first; i < end; i++) {
+            item[i].start = cost > 0 ? done / cost : 0;
+            done += item[i].cost;
+        }
+    }
 }
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
@@ -370,6 +388,7 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
         if (plan->item[i].part > 0) plan->item[i].cost = plan->item[i - 1].cost;
         plan->cost += plan->item[i].cost;
     }
-    qsort(plan->item, (size_t)n, sizeof *plan->item, by_falling_cost);
+    if (plan->gradients) spread_heads(plan);
+    qsort(plan->item, (size_t)n, sizeof *plan->item, by_start);
     return BA_OK;
 }

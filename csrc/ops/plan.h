@@ -20,7 +20,8 @@ typedef struct ba_item {
     int64_t first_tile, tiles;
     int32_t batch, kv_head, kv_heads; /* of heads kv_head .. kv_head + kv_heads - 1, each */
     int64_t part;
-    double cost; /* query-key pairs */
+    double cost;  /* query-key pairs */
+    double start; /* gradients: share of its (batch, KV head)'s work that is done before it; else 0 */
 } ba_item;
 
 typedef struct ba_tile {
@@ -41,7 +42,7 @@ typedef struct ba_plan {
     bool few_rows;        /* every row is for the kernel for few queries */
     bool gradients;       /* laid out by ba_plan_lay_out_gradients */
     int64_t items;
-    ba_item *item; /* most costly first */
+    ba_item *item; /* most costly first; gradients: heads side by side, each its most costly first */
     double cost;   /* of all items */
     int64_t bitmap_words;
     int64_t part_keys, least_part_keys;
