@@ -242,6 +242,7 @@ static void **place_sums(const test_case *c, bool apart, buffer pointers, int64_
 
 static const void **pack_for_tile(const test_case *c, ba_pack_rows_fn pack, const void **rows, buffer packed, buffer pointers, int64_t dim) {
     const ba_attend_family *f = c->s.f;
+    if (!pack) return rows;
     const void **to = place_tight(pointers, c->keys * (int64_t)sizeof *to, sizeof *to);
     pack(place(packed, ba_round_up(c->keys, f->key_pad) * ba_round_up(dim, f->dim_pad) * f->pack_bytes), to, rows, NULL, c->keys, dim);
     return to;

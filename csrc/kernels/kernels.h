@@ -224,7 +224,7 @@ typedef struct ba_gradient_tile {
     const ba_tile_panel *panel; /* [panels] */
     int64_t panels;
     double scale;                          /* what pack_queries was given for dout: a family whose packed rows do not carry it multiplies with it */
-    const void *const *k_columns;          /* [keys]: K by pack_v; the chunk's k_rows and v_rows are by pack_k */
+    const void *const *k_columns;          /* [keys]: K by pack_v; the chunk's k_rows and v_rows are by pack_k, or as they lie where there is none */
     void *weights, *slopes;                /* panels * lanes[0] * round_up(keys, key_pad) * pack_bytes each, from one to the other */
     const void *q_rows, *dout_rows;        /* of all lanes of all panels, by pack_tile. The rest is for add_tile only */
     bool finite_q, finite_dout;            /* all of them, as pack_tile says */
@@ -263,6 +263,7 @@ typedef struct ba_attend_family {
     double weight_unit; /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
     double exp_unit;    /* the same of exp2 */
     bool flushes;       /* inputs, products and o count as 0 below real's normal range */
+    bool gradient_rows; /* gradient_tile serves lists that route few queries each row by row; else such queries meet block by block */
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
     ba_attend_fn attend[BA_PANEL_WIDTHS];

@@ -303,19 +303,15 @@ static ba_chunk open_chunk(const call *c, const worker_scratch *w, const ba_item
     find_keys(p, &c->dv, f->real_size, item, w->key_index, keys, w->dv_rows);
     if (f->gradient_tile) {
         f->pack_v(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
-        f->pack_k(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
-        f->pack_k(w->packed_v, w->packed_v_rows, w->v_rows, NULL, keys, p->v_dim);
-        chunk.k_rows = w->packed_k_rows;
-        chunk.v_rows = w->packed_v_rows;
         chunk.scale = p->scale * LOG2_E;
-        return chunk;
     }
+    const ba_pack_rows_fn pack_values = f->gradient_tile ? f->pack_k : f->pack_v; /* its products meet V as they do K */
     if (f->pack_k) {
         f->pack_k(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
     }
-    if (f->pack_v) {
-        f->pack_v(w->packed_v, w->packed_v_rows, w->v_rows, NULL, keys, p->v_dim);
+    if (pack_values) {
+        pack_values(w->packed_v, w->packed_v_rows, w->v_rows, NULL, keys, p->v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
     return chunk;
@@ -360,6 +356,35 @@ static void wait_for_turn(const call *c, int64_t item, const ba_chunk *chunk, bo
     *turn = true;
 }
 
+static void run_panels(const call *c, const worker_scratch *w, int64_t item, const tile_state *t, const ba_chunk *chunk, bool *turn) {
+    const ba_problem *p = c->problem;
+    ba_weights weights[MAX_PANELS], slopes[MAX_PANELS];
+    int64_t at = 0;
+    bool some = false;
+    for (int n = 0; n < t->panels; n++) {
+        run_panel(c, &t->panel[n], chunk, w->weights + at, w->slopes + at, &weights[n], &slopes[n]);
+        const int64_t first = chunk->keys * n / t->panels, end = chunk->keys * (n + 1) / t->panels;
+        for (int64_t j = first; j < end && !*turn; j++) want_key(c, w, j);
+        at += chunk->keys * weights[n].width * c->family->real_size;
+        some |= weights[n].begin < weights[n].end;
+    }
+    if (!some) return;
+    wait_for_turn(c, item, chunk, turn);
+    ba_add_rows add = {.panels = t->panels, .lanes = t->tile.lanes, .keys = chunk->keys};
+    add.weights = weights;
+    add.packed = t->dout;
+    add.finite = t->finite_dout;
+    add.dim = p->v_dim;
+    add.rows = w->dv_rows;
+    c->family->add_rows(&add);
+    add.weights = slopes;
+    add.packed = t->q;
+    add.finite = t->finite_q;
+    add.dim = p->head_dim;
+    add.rows = w->dk_rows;
+    c->family->add_rows(&add);
+}
+
 /* The same in one go, by families over tiles. */
 static void run_whole_tile(const call *c, const worker_scratch *w, int64_t item, const tile_state *t, const ba_chunk *chunk, bool *turn) {
     ba_tile_panel panels[MAX_PANELS];
@@ -393,32 +418,8 @@ static void run_whole_tile(const call *c, const worker_scratch *w, int64_t item,
 
 /* `turn`: whether the item may add to the chunk's keys already. */
 static void run_tile(const call *c, const worker_scratch *w, int64_t item, const tile_state *t, const ba_chunk *chunk, bool *turn) {
-    const ba_problem *p = c->problem;
-    ba_weights weights[MAX_PANELS], slopes[MAX_PANELS];
-    int64_t at = 0;
-    bool some = false;
-    for (int n = 0; n < t->panels; n++) {
-        run_panel(c, &t->panel[n], chunk, w->weights + at, w->slopes + at, &weights[n], &slopes[n]);
-        const int64_t first = chunk->keys * n / t->panels, end = chunk->keys * (n + 1) / t->panels;
-        for (int64_t j = first; j < end && !*turn; j++) want_key(c, w, j);
-        at += chunk->keys * weights[n].width * c->family->real_size;
-        some |= weights[n].begin < weights[n].end;
-    }
-    if (!some) return;
-    wait_for_turn(c, item, chunk, turn);
-    ba_add_rows add = {.panels = t->panels, .lanes = t->tile.lanes, .keys = chunk->keys};
-    add.weights = weights;
-    add.packed = t->dout;
-    add.finite = t->finite_dout;
-    add.dim = p->v_dim;
-    add.rows = w->dv_rows;
-    c->family->add_rows(&add);
-    add.weights = slopes;
-    add.packed = t->q;
-    add.finite = t->finite_q;
-    add.dim = p->head_dim;
-    add.rows = w->dk_rows;
-    c->family->add_rows(&add);
+    if (c->family->gradient_tile) run_whole_tile(c, w, item, t, chunk, turn);
+    else run_panels(c, w, item, t, chunk, turn);
 }
 
 static void run_item(void *context, int64_t index, int worker) {
@@ -429,8 +430,6 @@ static void run_item(void *context, int64_t index, int worker) {
     ba_walk walks[MAX_GROUP_TILES];
     for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
     const int lists = make_walks(c, &w, item, walks);
-    void (*const run)(const call *, const worker_scratch *, int64_t, const tile_state *, const ba_chunk *, bool *) =
-        c->family->gradient_tile ? run_whole_tile : run_tile;
     for (int64_t i = 0; i < item->tiles; i++) {
         clear_dq(c, &w.tiles[i]);
         if (walks[w.tiles[i].walk].key == BA_WALK_END) continue; /* it sees nothing */
@@ -445,7 +444,7 @@ static void run_item(void *context, int64_t index, int worker) {
         const ba_chunk chunk = open_chunk(c, &w, item, ba_walk_take(&walks[next], w.key_index));
         bool turn = false;
         for (int64_t i = 0; i < item->tiles; i++)
-            if (w.tiles[i].walk == next) run(c, &w, index, &w.tiles[i], &chunk, &turn);
+            if (w.tiles[i].walk == next) run_tile(c, &w, index, &w.tiles[i], &chunk, &turn);
     }
     ba_turn_pass(c->turns, index, BA_TURN_OVER);
     for (int64_t i = 0; i < item->tiles; i++) write_dq(c, &w, item, &w.tiles[i]);
@@ -648,7 +647,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
     c.rounded = c.family->real_size != problem->kv_element_size;
     int threads = ba_threads_for(num_threads);
     c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
-    c.by_block = ba_plan_few_rows(problem) && !family->gradient_tile;
+    c.by_block = ba_plan_few_rows(problem) && !family->gradient_rows;
     if (c.by_block) ba_plan_lay_out_gradient_rows(&c.plan, problem, ba_tuning_at(c.family->isa));
     else ba_plan_lay_out_gradients(&c.plan, problem, c.tuning);
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
