@@ -1,0 +1,175 @@
+"""Arrays in every dtype, view and kind that the package takes, with guards around them.
+
+Values are float64 arrays that hold only what the target dtype can represent (`rounded`), so that the oracle works on the very
+numbers that the package sees.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .draw import Draw
+from .problems import Finding
+
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+CANARY = 0xA5
+
+
+# ---- Dtypes -------------------------------------------------------------------------------------------------------
+
+
+def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """The bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    single = np.asarray(values).astype(np.float32)
+    bits = single.view(np.uint32) if single.ndim else single.reshape(1).view(np.uint32).reshape(())
+    rounded_bits = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(single), np.uint16(0x7FC0), rounded_bits).astype(np.uint16)
+
+
+def from_bfloat16_bits(bits: np.ndarray) -> np.ndarray:
+    return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """`values` in float64, each rounded to the nearest number of `dtype`."""
+    if dtype == "bfloat16":
+        return from_bfloat16_bits(to_bfloat16_bits(values))
+    return np.asarray(values).astype(dtype).astype(np.float64)
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The values as a NumPy array of `dtype`; bfloat16 as its uint16 bits."""
+    return to_bfloat16_bits(values) if dtype == "bfloat16" else np.asarray(values).astype(dtype)
+
+
+def values_of(array: Any, dtype: str) -> np.ndarray:
+    """What the package returned, as float64, whatever kind of array it is."""
+    if type(array).__module__.partition(".")[0] == "torch":
+        array = array.detach()
+        return array.double().numpy().copy()
+    array = np.asarray(array)
+    return from_bfloat16_bits(array.view(np.uint16)) if dtype == "bfloat16" else array.astype(np.float64)
+
+
+def bits_of(array: Any) -> bytes:
+    """The bytes of a result in C order, for comparisons to the bit."""
+    if type(array).__module__.partition(".")[0] == "torch":
+        import torch
+
+        array = array.detach().contiguous()
+        array = array.view(torch.uint8).numpy() if array.numel() else np.empty(0, np.uint8)
+    return np.ascontiguousarray(array).tobytes()
+
+
+# ---- Views --------------------------------------------------------------------------------------------------------
+
+VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")
+
+
+def place(draw: Draw, name: str, data: np.ndarray, *, last_contiguous: bool = True, views: Sequence[str] = VIEWS) -> Placed:
+    """`data` once more, as a view of a larger buffer that is filled with a canary. Draws ``<name>.view``."""
+    view = draw.pick(f"{name}.view", views, [4] + [1] * (len(views) - 1))
+    rng = draw.rng(f"{name}.view.details")
+    ndim, shape = data.ndim, data.shape
+    order = list(range(ndim))
+    before, after, step, back = [0] * ndim, [0] * ndim, [1] * ndim, [False] * ndim
+    free = ndim - 1 if last_contiguous else ndim
+    lead = 0
+    if view == "offset":
+        lead = int(rng.integers(1, 70)) * data.itemsize
+    elif view == "gaps":
+        before, after = ([int(x) for x in rng.integers(0, 4, ndim)] for _ in range(2))
+    elif view == "steps":
+        step[:free] = [int(x) for x in rng.integers(1, 4, free)]
+    elif view == "turned":
+        order[:free] = [int(x) for x in rng.permutation(free)]
+    elif view == "reversed":
+        back[:free] = [bool(x) for x in rng.integers(0, 2, free)]
+    outer = [before[i] + shape[i] * step[i] + after[i] for i in range(ndim)]
+    stored_shape = [outer[i] for i in order]
+    count = int(np.prod(stored_shape, dtype=np.int64))
+    buffer = np.full(64 + lead + count * data.itemsize + 64, CANARY, np.uint8)
+    whole = np.frombuffer(buffer.data, data.dtype, count, offset=64 + lead).reshape(stored_shape)
+    turned = whole.transpose(np.argsort(order))
+    index = tuple(slice(before[i], before[i] + shape[i] * step[i], step[i]) for i in range(ndim))
+    inner = turned[index]
+    inner = inner[tuple(slice(None, None, -1) if back[i] else slice(None) for i in range(ndim))]
+    inner[...] = data
+    return Placed(name, buffer, inner)
+
+
+class Placed:
+    """An array inside a buffer of its own; `array` is the view of it that holds the data."""
+
+    def __init__(self, name: str, buffer: np.ndarray, array: np.ndarray):
+        self.name, self.buffer, self.array = name, buffer, array
+        self.before = buffer.copy()
+
+    def check_unchanged(self) -> None:
+        """For inputs, and for outputs of refused calls: not one byte may have changed."""
+        if not np.array_equal(self.buffer, self.before):
+            raise Finding(f"{self.name}: {np.count_nonzero(self.buffer != self.before)} bytes were written that should not be")
+
+    def check_around(self) -> None:
+        """For outputs: the bytes around the array may not have changed."""
+        inside = np.zeros(self.buffer.shape, np.bool_)
+        offsets = np.array(self.array.__array_interface__["data"][0] - self.buffer.__array_interface__["data"][0])
+        for size, stride in zip(self.array.shape, self.array.strides, strict=True):
+            offsets = offsets[..., None] + np.arange(size) * stride
+        inside[(offsets[..., None] + np.arange(self.array.itemsize)).ravel()] = True
+        if not np.array_equal(self.buffer[~inside], self.before[~inside]):
+            raise Finding(f"{self.name}: bytes around the output were written")
+
+
+def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any) -> Placed:
+    """An output of NaN (integers: a large number) inside a guarded buffer."""
+    if dtype in FLOATS:
+        return place(draw, name, stored(np.full(shape, np.nan), dtype), **how)
+    return place(draw, name, np.full(shape, np.iinfo(dtype).max, dtype), **how)
+
+
+# ---- Kinds --------------------------------------------------------------------------------------------------------
+
+
+class Dlpack:
+    """An array that can be had by the DLPack protocol alone."""
+
+    def __init__(self, array: np.ndarray):
+        self._array = array
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self._array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+def kinds_for(dtype: str) -> list[str]:
+    """Kinds of array that can carry this dtype here, the plainest first."""
+    if dtype == "bfloat16":
+        return ["bits"] + ["ml_dtypes"] * HAS_ML_DTYPES + ["torch"] * HAS_TORCH
+    return ["numpy", "dlpack"] + ["torch"] * HAS_TORCH
+
+
+def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
+    """The NumPy array (bfloat16: its bits) as the kind of array that is wanted. Memory is shared."""
+    if kind == "ml_dtypes":
+        import ml_dtypes
+
+        return array.view(ml_dtypes.bfloat16)
+    if kind == "dlpack":
+        return Dlpack(array)
+    if kind == "torch":
+        import torch
+
+        if min(array.strides, default=0) < 0:
+            return dressed(array, dtype, "bits" if dtype == "bfloat16" else "numpy")  # torch has no negative strides
+        tensor = torch.from_numpy(array.view(np.int16) if dtype == "bfloat16" else array)
+        return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    return array
