@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 
-class Discard(Exception):
+class Discard(Exception):  # noqa: N818 - it is no error
     """This combination of options makes no problem: it is left out, which is neither a pass nor a failure."""
 
 

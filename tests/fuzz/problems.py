@@ -25,7 +25,7 @@ MODULES = (
 )
 
 
-class Finding(AssertionError):
+class Finding(AssertionError):  # noqa: N818 - the name that a report shows
     """The package did what it promises not to do."""
 
 
