@@ -233,12 +233,11 @@ static void add_sink(const call *c, const panel_state *s, int64_t lane, double s
 static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, const ba_tile *tile, const panel_state *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    const ba_span q = ba_q_span(p, batch);
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
         w->rows[i] = ba_query_row(p, &p->out, p->element_size, batch, head, query);
         ask_for_row(w->rows[i], p->v_dim * p->element_size, true);
-        if (p->sinks && query < q.valid) add_sink(c, s, i, (double)p->sinks[head]);
+        if (p->sinks) add_sink(c, s, i, (double)p->sinks[head]);
     }
     (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
@@ -259,25 +258,15 @@ static ba_panel part_panel(const call *c, int64_t batch, int64_t kv_head, int64_
                       .l = base + (BA_FEW_QUERIES * (pad + 1) + lane) * real_size};
 }
 
-/* Puts a few-query panel's states where the joining finds them. Rows without a query have nothing to join. */
-static void keep_part(const call *c, const worker_scratch *w, const ba_item *item, const ba_tile *tile, const panel_state *s) {
+/* Puts a few-query panel's states where the joining finds them. */
+static void keep_part(const call *c, const ba_item *item, const ba_tile *tile, const panel_state *s) {
     const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim), group = c->problem->group;
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
-        panel_state one = *s;
-        one.panel.o = (char *)s->panel.o + i * pad * real_size;
-        one.panel.m = (char *)s->panel.m + i * real_size;
-        one.panel.l = (char *)s->panel.l + i * real_size;
-        one.lane = s->lane + i;
-        one.lanes = 1;
-        if (query >= ba_q_span(c->problem, item->batch).valid) {
-            if (item->part == 0) write_lanes(c, w, item->batch, tile, &one);
-            continue;
-        }
         const ba_panel to = part_panel(c, item->batch, head / group, item->part, query * group + head % group);
-        memcpy(to.o, one.panel.o, (size_t)(pad * real_size));
-        memcpy(to.m, one.panel.m, (size_t)real_size);
-        memcpy(to.l, one.panel.l, (size_t)real_size);
+        memcpy(to.o, (char *)s->panel.o + i * pad * real_size, (size_t)(pad * real_size));
+        memcpy(to.m, (char *)s->panel.m + i * real_size, (size_t)real_size);
+        memcpy(to.l, (char *)s->panel.l + i * real_size, (size_t)real_size);
     }
 }
 
@@ -678,7 +667,7 @@ static void run_item(void *context, int64_t index, int worker) {
     for (int64_t i = 0; i < tiles; i++)
         for (int n = 0; n < w.tiles[i].panels; n++) {
             if (whole) write_lanes(c, &w, item->batch, &w.tiles[i].tile, &w.tiles[i].panel[n]);
-            else keep_part(c, &w, item, &w.tiles[i].tile, &w.tiles[i].panel[n]);
+            else keep_part(c, item, &w.tiles[i].tile, &w.tiles[i].panel[n]);
         }
 }
 
@@ -731,14 +720,25 @@ static int64_t lay_out_parts(const call *c, int64_t *offset) {
     return bytes;
 }
 
-ba_status ba_attend(const ba_problem *problem, int num_threads) {
+/* Writes what queries behind their entry's length have: output 0, log-sum-exp -inf. Item: one head of one batch entry. */
+static void clear_padding(void *context, int64_t item, int worker) {
+    (void)worker;
+    const ba_problem *p = context;
+    const int64_t batch = item / p->heads, head = item % p->heads, real_size = ba_dtype_size(ba_real_of(p->dtype));
+    const ba_span q = ba_q_span(p, batch);
+    for (int64_t query = q.valid; query < q.rows; query++) {
+        memset(ba_query_row(p, &p->out, p->element_size, batch, head, query), 0, (size_t)(p->v_dim * p->element_size));
+        if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, real_size, batch, head, query), 0, -INFINITY, real_size);
+    }
+}
+
+static ba_status attend_valid(const ba_problem *problem, int threads) {
     const ba_isa level = ba_isa_active();
     call c = {.problem = problem};
     choose_kernels(&c, problem, level);
     ba_tuning tuning = *ba_tuning_at(c.family->isa);
     tuning.few = ba_tuning_at(level)->few;
     c.tuning = &tuning;
-    int threads = ba_threads_for(num_threads);
     const ba_attend_family *rows = c.family->attend_rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
     if (ba_attends_by_block(problem, rows)) return ba_attend_by_block(problem, rows, threads);
 
@@ -780,4 +780,18 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     }
     ba_arena_release();
     return status;
+}
+
+ba_status ba_attend(const ba_problem *problem, int num_threads) {
+    enum { MANY_BYTES = 1 << 20 }; /* fewer are written by one thread */
+    const int threads = ba_threads_for(num_threads);
+    if (problem->q_len == 0) return BA_OK; /* an empty array's other axes may be of any length: nothing goes through them */
+    BA_TRY(attend_valid(problem, threads));
+    int64_t padding = 0;
+    for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;
+    if (padding) {
+        const bool many = padding * problem->heads * problem->v_dim * problem->element_size >= MANY_BYTES;
+        ba_parallel(many ? threads : 1, problem->batch * problem->heads, clear_padding, (void *)problem);
+    }
+    return BA_OK;
 }

@@ -12,10 +12,17 @@ enum { MOST_ENTRIES = 1 << 20 }; /* of an item's lists, where these are turned a
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
-static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) { return ba_ceil_div(ba_q_span(plan->problem, batch).rows, plan->row_queries); }
+/* Queries of a batch entry that tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its kernels depends on
+ * how far the entry is padded; gradients have tiles of padding too, whose dQ is 0. */
+static int64_t queries_of_batch(const ba_plan *plan, int64_t batch) {
+    const ba_span q = ba_q_span(plan->problem, batch);
+    return plan->gradients ? q.rows : q.valid;
+}
+
+static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) { return ba_ceil_div(queries_of_batch(plan, batch), plan->row_queries); }
 
 static int64_t queries_of_row(const ba_plan *plan, int64_t batch, int64_t row) {
-    return ba_min(plan->row_queries, ba_q_span(plan->problem, batch).rows - row * plan->row_queries);
+    return ba_min(plan->row_queries, queries_of_batch(plan, batch) - row * plan->row_queries);
 }
 
 static int64_t tiles_of_row(const ba_plan *plan, int64_t queries) { return ba_ceil_div(queries * plan->shared_heads, plan->tile_queries); }
@@ -176,6 +183,23 @@ static void survey_item(void *context, int64_t index, int worker) {
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
 }
 
+/* Checks the lists of rows that are all padding, which no tile reads: those of one place on the lists' head axis of one batch entry. */
+static void survey_padding(void *context, int64_t index, int worker) {
+    survey *s = context;
+    const ba_plan *plan = s->plan;
+    const ba_problem *p = plan->problem;
+    uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
+    const int64_t list_heads = p->blocks.dims[1], batch = index / list_heads, head = index % list_heads * (p->heads / list_heads);
+    const int64_t rows = ba_ceil_div(ba_q_span(p, batch).rows, plan->row_queries);
+    for (int64_t row = rows_of_batch(plan, batch); row < rows; row++) {
+        int64_t at = 0;
+        if (ba_list_to_bitmap(p, batch, head, row, bitmap, plan->bitmap_words, &at)) continue;
+        const int64_t bad[4] = {ba_list_batch(p, batch), ba_list_head(p, head), ba_list_row(p, batch, row), at};
+        note_bad_entry(s, bad);
+        return;
+    }
+}
+
 static int by_start(const void *left, const void *right) {
     const ba_item *a = left, *b = right;
     if (a->start != b->start) return a->start < b->start ? -1 : 1;
@@ -223,7 +247,7 @@ static double most_flops(const ba_plan *plan) {
     const ba_problem *p = plan->problem;
     double pairs = 0;
     for (int64_t b = 0; b < p->batch; b++) {
-        const int64_t lanes = p->heads * ba_q_span(p, b).rows;
+        const int64_t lanes = p->heads * queries_of_batch(plan, b);
         const int64_t few = ba_plan_few(plan, b) ? p->kv_heads * tiles_of_batch(plan, b) * BA_FEW_QUERIES : 0;
         pairs += (double)ba_max(lanes, few) * (double)keys_of_query(p, b);
     }
@@ -238,7 +262,7 @@ static void choose_tile_queries(ba_plan *plan, int64_t panel_lanes, int threads)
     const int64_t largest = plan->tile_queries;
     if (threads == 1 || all_tiles(plan) >= MANY * (int64_t)threads) return;
     int64_t lanes = 0, chosen = largest;
-    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * ba_q_span(p, b).rows;
+    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * queries_of_batch(plan, b);
     double least = INFINITY;
     for (int64_t queries = largest; 2 * queries >= largest; queries -= panel_lanes) {
         plan->tile_queries = queries;
@@ -368,7 +392,10 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     survey s = {.plan = plan, .bitmaps = (uint64_t *)(plan->item + plan->items), .lock = PTHREAD_MUTEX_INITIALIZER};
     const double entries =
         problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
-    ba_parallel(entries > 2e5 ? threads : 1, plan->items, survey_item, &s);
+    const int survey_threads = entries > 2e5 ? threads : 1;
+    ba_parallel(survey_threads, plan->items, survey_item, &s);
+    if (problem->listed && problem->q_lens && !plan->gradients)
+        ba_parallel(survey_threads, problem->batch * problem->blocks.dims[1], survey_padding, &s);
     if (s.failed) {
         const ba_tensor *t = &problem->blocks;
         const int64_t column =
