@@ -557,32 +557,37 @@ static void check_choose(test_case *c) {
     }
 }
 
-/* q and k hold the heads of a row side by side; k's first rows are one side, the others the other one. */
+/* q and k hold the heads of a row side by side; k's first rows are one side, the others the other one. With two sides the larger product counts, and
+ * NaN on either side. */
 static void check_score_heads(test_case *c) {
     record *r = &records[SCORE_HEADS];
     for (int64_t n = 0; n < 4 * DIMS * FILLS; n++) {
-        const int64_t dim = dim_at(n / FILLS % DIMS), most = ba_min(BA_MAX_HEAD_DIM / dim, BA_HEADS_REALS / ba_round_up(dim, 32));
-        const int64_t heads = 1 + pick(ba_min(most, 20)), rows = 1 + pick(20), sides = 1 + pick(2);
-        const int64_t real = c->s.f->real_size, step = dim * ba_dtype_size(c->s.kv_dtype);
-        make_case(c, n % FILLS, NO_MASK, 2, 2 * rows, heads * dim, 1);
-        const void **q_rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, sides, heads * dim);
-        const ba_side side[2] = {{q_rows[0], dim, place_rows(c, K_ROWS, K_POINTERS, &k, 0, rows, heads * dim), 0, step},
-                                 {sides > 1 ? q_rows[1] : NULL, dim, place_rows(c, V_ROWS, V_POINTERS, &k, rows, rows, heads * dim), 0, step}};
-        const void *got = place(SCRATCH, ba_round_up(rows * heads, 16) * real);
-        c->s.cache->score_heads(side, sides, heads, rows, rows, pick(5), dim, (void *)(uintptr_t)got);
+        const int64_t dim = dim_at(n / FILLS % DIMS), sides = 1 + pick(2), room = BA_HEADS_REALS / ba_round_up(dim, 32);
+        const int64_t queries = sides == 1 ? 1 : 1 + pick(ba_min(room, BA_FEW_QUERIES));
+        const int64_t heads = 1 + pick(ba_min(ba_min(BA_MAX_HEAD_DIM / dim, room / queries), 20)), rows = 1 + pick(20);
+        const int64_t real = c->s.f->real_size, step = dim * ba_dtype_size(c->s.kv_dtype), pad = BA_FEW_PAD(dim);
+        make_case(c, n % FILLS, NO_MASK, queries, 2 * rows, heads * dim, 1);
+        char *packed = memset(place(PANEL_Q, heads * queries * pad * real), 0xff, (size_t)(heads * queries * pad * real)); /* NaN behind dim */
+        for (int64_t i = 0; i < heads * queries; i++)
+            for (int64_t d = 0; d < dim; d++) set_element(real_dtype(c), packed, i * pad + d, q.value[i % queries][i / queries * dim + d]);
+        const ba_side side[2] = {{place_rows(c, K_ROWS, K_POINTERS, &k, 0, rows, heads * dim), 0, step},
+                                 {sides > 1 ? place_rows(c, V_ROWS, V_POINTERS, &k, rows, rows, heads * dim) : NULL, 0, step}};
+        const void *got = place(SCRATCH, ba_round_up(rows * heads * queries, 16) * real);
+        c->s.cache->score_heads(side, sides, packed, queries, heads, rows, rows, pick(5), dim, (void *)(uintptr_t)got);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
-        for (int64_t h = 0; h < heads; h++)
+        for (int64_t i = 0; i < heads * queries; i++)
             for (int64_t j = 0; j < rows; j++) {
                 double sum = 0, size = 0, other_size = 0;
-                for (int64_t s = 0; s < sides; s++)
-                    for (int64_t d = h * dim; d < (h + 1) * dim; d++) {
-                        const double element = k.value[s * rows + j][d], term = q.value[s][d] * element;
-                        sum += term;
-                        size += fabs(term);
-                        other_size += fabs(element);
-                    }
-                const double error = sum_error(c, sides * dim) * size + tiny(c) * ((double)(sides * dim) + other_size);
-                compare(r, real_at(c, got, j * heads + h), sum, c->fill == EXACT_HUGE ? 0 : error, "score [row][head]", j, h);
+                for (int64_t d = i / queries * dim; d < (i / queries + 1) * dim; d++) {
+                    const double query = q.value[i % queries][d], first = query * k.value[j][d];
+                    const double second = sides == 1 ? first : query * k.value[rows + j][d];
+                    const double term = isnan(first) || isnan(second) ? NAN : fmax(first, second);
+                    sum += term;
+                    size += fmax(fabs(first), fabs(second));
+                    other_size += fabs(k.value[j][d]) + (sides == 1 ? 0 : fabs(k.value[rows + j][d]));
+                }
+                const double error = sum_error(c, dim) * size + tiny(c) * ((double)dim + other_size);
+                compare(r, real_at(c, got, j * heads * queries + i), sum, c->fill == EXACT_HUGE ? 0 : error, "score [row][head, query]", j, i);
             }
     }
 }

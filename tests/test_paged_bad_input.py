@@ -271,6 +271,7 @@ CASES = {
         ("page", ValueError, r"^metadata_block_tables: expected pages from 0 to 2", lambda a: {"metadata_block_tables": np.array([[2], [-1]])}),
         ("length", ValueError, r"^seq_lens: expected 0 to the 256 tokens", lambda a: {"seq_lens": [257, 18]}),
         ("block_size", ValueError, r"^block_size: expected tokens a page, at least 1, got 0", lambda a: {"block_size": 0}),
+        ("seq_lens", ValueError, r"^seq_lens: expected at most 1073741823 tokens, got 1152921504606846976 at \[1\]", lambda a: {"seq_lens": np.array([3, 2**60]), "block_size": 2**62}),
     ],
     "quest_block_select_paged_in_out": [
         ("dtype", TypeError, r"^selected_indices: expected dtype int32, got int64",

@@ -235,6 +235,34 @@ def test_a_few_of_many_pages(nan_share):
                 assert row.tolist() == best.tolist()
 
 
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("kv_layout", ["beside", "apart"])
+def test_summaries_in_either_order(kv_layout, per_query_head, isa_level):
+    """A channel's bound is the larger product, whichever summary it comes from; NaN in either makes a page the last choice, infinity the first."""
+    rng = np.random.default_rng(5)
+    rows, size, n = 4, 2, 40
+    for group, kv_heads, dim in [(1, 3, 16), (3, 2, 33), (4, 2, 128), (9, 1, 64), (5, 2, 576)]:
+        shape = (n // rows, rows, kv_heads, dim)
+        one, other = rng.integers(-3, 4, (2, *shape)).astype(np.float32)
+        one[rng.integers(0, n // rows), 1], other[rng.integers(0, n // rows), 2, :, 0] = np.nan, np.nan
+        one[0, 3, :, 1] = np.inf
+        if kv_layout == "apart":  # a head's rows side by side
+            one, other = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (one, other))
+        query = rng.integers(1, 4, (1, kv_heads * group, dim)).astype(np.float32) * rng.choice([-1, 1], (1, kv_heads * group, dim)).astype(np.float32)
+        if not per_query_head:  # the mean of equal queries is exact
+            query = np.repeat(query[:, ::group], group, axis=1)
+        tables = np.arange(n // rows, dtype=np.int32)[None]
+        selected = blitz_attn.quest_block_select_paged(
+            query, one, other, tables, np.array([n * size]), n, block_size=size, per_query_head=per_query_head
+        )
+        for r, row in enumerate(selected[0]):
+            head = r // group if per_query_head else r
+            vector = query[0, r if per_query_head else r * group]
+            pages = [x.reshape(n, kv_heads, dim)[:, head] for x in (one, other)]
+            score = np.maximum(vector * pages[0], vector * pages[1]).sum(axis=-1)
+            assert row.tolist() == np.lexsort((np.arange(n), -np.where(np.isnan(score), 0, score), np.isnan(score))).tolist()
+
+
 def test_order_is_by_falling_score(isa_level):
     problem = drawn(2, 4, 2, [700, 300], 16, 32)
     selected, scores = select(problem, 12), scores_of(problem, 16)

@@ -297,18 +297,19 @@ typedef struct ba_attend_family {
               void *scores, int64_t stride)
 typedef BA_SCORES_FEW((*ba_scores_few_fn));
 
-/* scores[row * heads + head] = q of the head . row, in real: the sum of that over one or two sides; room for round_up(rows * heads, 16). A head's
- * rows lie offset + head * head_step bytes behind those that are given; q is [head][q_step] reals, not packed, and heads * round_up(dim, 32) is at
- * most BA_HEADS_REALS. Row r + ahead is asked for while row r is at hand, as far as row pointers are `known`. */
+/* scores[(row * heads + head) * queries + query], in real, with room for round_up(rows * heads * queries, 16). With one side (and one query per
+ * head) the product of the query and the head's row; with two the sum over channels of max(q * a, q * b), where a and b are the rows of the two
+ * sides, in either order: NaN in any factor makes the score NaN. A head's rows lie offset + head * head_step bytes behind those that are given. q is
+ * [head][query][BA_FEW_PAD(dim)] reals, each query packed alone, and heads * queries * round_up(dim, 32) is at most BA_HEADS_REALS. Row r + ahead is
+ * prefetched while row r is read, as far as row pointers are `known`. */
 enum { BA_HEADS_REALS = 2048 };
 typedef struct ba_side {
-    const void *q;
-    int64_t q_step;
     const void *const *rows;
     int64_t offset, head_step;
 } ba_side;
 #define BA_SCORE_HEADS(name)                                                                                                                         \
-    void name(const ba_side *side, int64_t sides, int64_t heads, int64_t rows, int64_t known, int64_t ahead, int64_t dim, void *scores)
+    void name(const ba_side *side, int64_t sides, const void *q, int64_t queries, int64_t heads, int64_t rows, int64_t known, int64_t ahead,         \
+              int64_t dim, void *scores)
 typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 
 /* Largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype; NULL: not wanted. Largest and smallest

@@ -44,19 +44,25 @@ static int64_t table_page(const ba_tensor *table, int64_t batch, int64_t index) 
     return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]);
 }
 
-/* A table whose first needed[b] pages are within the array. */
-static ba_status check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t page_tokens) {
+/* A table whose first needed[b] pages are within the array. A page of it stands for unit * units tokens, a number that may be beyond int64. */
+static ba_status check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t unit, int64_t units) {
+    enum { MOST_TOKENS = INT32_MAX / 2 };
+    int64_t page_tokens, most_tokens;
+    if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = MOST_TOKENS;
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "%s: expected int32 or int64, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 2 || t->dims[0] != batch)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape (%" PRId64 ", W), got %s", name, batch, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent(name, t));
+    if (__builtin_mul_overflow(t->dims[1], page_tokens, &most_tokens)) most_tokens = MOST_TOKENS;
     for (int64_t b = 0; b < batch; b++) {
+        if (tokens[b] > MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected at most %d tokens, got %" PRId64 " at [%" PRId64 "]", (int)MOST_TOKENS, tokens[b], b);
         const int64_t needed = ba_ceil_div(tokens[b], page_tokens);
         if (tokens[b] < 0 || needed > t->dims[1])
             return ba_fail(BA_ERROR_VALUE,
                            "seq_lens: expected 0 to the %" PRId64 " tokens that the %" PRId64 " pages of %s cover, got %" PRId64 " at [%" PRId64 "]",
-                           t->dims[1] * page_tokens, t->dims[1], name, tokens[b], b);
+                           most_tokens, t->dims[1], name, tokens[b], b);
         for (int64_t i = 0; i < needed; i++) {
             const int64_t page = table_page(t, b, i);
             if (page < 0 || page >= count)
@@ -147,8 +153,8 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     for (int64_t b = 0; a->begin && b < a->batch; b++)
         if (a->begin[b] < 0)
             return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
-    BA_TRY(check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows));
-    BA_TRY(check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows * rows));
+    BA_TRY(check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
+    BA_TRY(check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows, rows));
     c.summarise = ba_kernels_active()->cache[a->k_cache.dtype]->summarise;
     double tokens = 0;
     for (int64_t b = 0; b < a->batch; b++) {
@@ -176,9 +182,9 @@ typedef struct select_call {
     int64_t rows;                   /* of the result, of a request */
     int64_t stretch, stretches;     /* pages; how many of a request at most */
     int64_t chunk_rows;             /* scored for every head, then the next */
-    int64_t heads_at_once;          /* 0: a head's queries are several; else each head has one, and these meet a row together */
-    int64_t ahead;                  /* rows asked for then */
-    int64_t queries_at_once;        /* 1 then */
+    int64_t heads_at_once;          /* 0: the kernel for few queries scores one head after the other; else so many heads read a row together */
+    int64_t ahead;                  /* rows prefetched then */
+    int64_t queries_at_once;        /* of each head */
     const ba_attend_family *family; /* for the queries' dtype */
     const ba_cache_kernels *cache;
     int64_t scratch_bytes;
@@ -188,8 +194,9 @@ typedef struct select_call {
 
 typedef struct select_scratch {
     int64_t *loaded; /* the request and its first query of a group that are in q, in a thread's first item -1 */
-    char *q, *q_low; /* [KV head], packed queries: their parts above and below 0 for BA_SELECT_QUEST */
-    char *scores, *scores_low;
+    char *q;         /* [KV head][query], packed */
+    char *one_query; /* one of a group whose mean is made */
+    char *scores;
     struct rows_at {
         const void **a, **b;
         int64_t count;
@@ -204,9 +211,8 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     int64_t used = 0;
     s->loaded = (int64_t *)ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
     s->q = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
-    s->q_low = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
-    s->scores = ba_take(base, &used, (ba_max(queries, c->heads_at_once) * rows + 16) * real);
-    s->scores_low = ba_take(base, &used, queries * rows * real);
+    s->one_query = ba_take(base, &used, BA_FEW_PAD(c->dim) * real);
+    s->scores = ba_take(base, &used, (ba_max(1, c->heads_at_once) * queries * rows + 16) * real);
     for (int i = 0; i < 2; i++) {
         s->rows[i].a = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
         s->rows[i].b = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
@@ -217,46 +223,34 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     return used;
 }
 
-static void add_reals(char *to, const char *from, int64_t n, int64_t real_size) {
-    for (int64_t i = 0; real_size == 4 && i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
-    for (int64_t i = 0; real_size == 8 && i < n; i++) ((double *)to)[i] += ((const double *)from)[i];
-}
-
-/* What is above 0 of n reals stays, what is below goes to `low`; NaN is nowhere. */
-static void split_signs(char *high, char *low, int64_t n, int64_t real_size) {
-    float *f = (float *)high, *f_low = (float *)low;
-    double *d = (double *)high, *d_low = (double *)low;
-    for (int64_t i = 0; real_size == 4 && i < n; i++) {
-        f_low[i] = f[i] < 0 ? f[i] : 0;
-        f[i] = f[i] > 0 ? f[i] : 0;
-    }
-    for (int64_t i = 0; real_size == 8 && i < n; i++) {
-        d_low[i] = d[i] < 0 ? d[i] : 0;
-        d[i] = d[i] > 0 ? d[i] : 0;
-    }
+/* Bytes between two heads' packed queries: the kernel for few queries always leaves room for as many as it takes. */
+static int64_t head_bytes(const select_call *c, int64_t queries) {
+    return (c->heads_at_once ? queries : BA_FEW_QUERIES) * BA_FEW_PAD(c->dim) * c->family->real_size;
 }
 
 /* Queries first .. first+queries-1 of the (request, KV head)'s group, or alone their mean. */
 static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
     const ba_tensor *q = &c->args->q;
-    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = c->queries_at_once * pad * real;
+    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = head_bytes(c, queries);
     const char *row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first) * q->strides[1]) * size;
-    char *high = s->q + kv_head * bytes, *low = s->q_low + kv_head * bytes;
+    char *packed = s->q + kv_head * bytes;
     const void *rows[BA_FEW_QUERIES];
-    memset(high, 0, (size_t)bytes);
-    if (c->args->per_query_head) {
-        for (int64_t g = 0; g < queries; g++) rows[g] = row + g * q->strides[1] * size;
-        c->family->pack_few(high, rows, queries, c->dim, 1);
+    memset(packed, 0, (size_t)bytes);
+    if (!c->args->per_query_head) {
+        for (int64_t g = 0; g < c->group; g++) {
+            rows[0] = row + g * q->strides[1] * size;
+            c->family->pack_few(s->one_query, rows, 1, c->dim, 1 / (double)c->group);
+            ba_add_reals(packed, s->one_query, c->dim, real);
+        }
+        return;
     }
-    for (int64_t g = 0; !c->args->per_query_head && g < c->group; g++) {
-        rows[0] = row + g * q->strides[1] * size;
-        c->family->pack_few(low, rows, 1, c->dim, 1 / (double)c->group);
-        add_reals(high, low, c->dim, real);
+    for (int64_t g = 0; g < queries; g++) {
+        rows[g] = row + g * q->strides[1] * size;
+        if (c->heads_at_once) c->family->pack_few(packed + g * pad * real, rows + g, 1, c->dim, 1);
     }
-    if (c->args->method == BA_SELECT_QUEST) split_signs(high, low, queries * pad, real); /* they meet the largest and the smallest of a channel */
-    if (c->heads_at_once || !c->cache->order_few) return;
-    c->cache->order_few(high, queries, c->dim);
-    if (c->args->method == BA_SELECT_QUEST) c->cache->order_few(low, queries, c->dim);
+    if (c->heads_at_once) return;
+    c->family->pack_few(packed, rows, queries, c->dim, 1);
+    if (c->cache->order_few) c->cache->order_few(packed, queries, c->dim);
 }
 
 /* Queries first .. of all KV heads, unless they are there. */
@@ -286,9 +280,8 @@ static ba_ahead rows_ahead(const select_call *c, const pages *p, int64_t head, c
 /* Scores of one head's rows, while its share of the next rows is prefetched. */
 static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
                        const void *const *next, int64_t next_count, char *scores) {
-    const int64_t bytes = BA_FEW_QUERIES * BA_FEW_PAD(c->dim) * c->family->real_size;
     const ba_ahead ahead = rows_ahead(c, p, head, next, next_count);
-    c->cache->scores(q + head * bytes, queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
+    c->cache->scores(q + head * head_bytes(c, queries), queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
 }
 
 /* The first rows of a stretch, which no chunk before them asks for. */
@@ -299,9 +292,8 @@ static void ask_for_all(const select_call *c, const pages *p, const void *const 
     }
 }
 
-/* Scores of one query with rows from `at` on, which stand `step` apart, into those of pages: the same, or the sum of those of a page's two rows, or
- * the largest of those of its tokens. */
-static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, const char *low, int64_t step, float *pages) {
+/* Scores of one query with rows from `at` on, which stand `step` apart, into those of pages: the same, or the largest of those of its tokens. */
+static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, int64_t step, float *pages) {
     const int64_t real = c->family->real_size, size = c->args->page_size;
     if (c->args->method == BA_SELECT_MAX) {
         for (int64_t i = 0; i < count; i++) {
@@ -309,52 +301,46 @@ static void keep_scores(const select_call *c, int64_t at, int64_t count, const c
             float *page = &pages[(at + i) / size];
             if ((at + i) % size == 0 || score > (double)*page) *page = (float)score;
         }
-    } else if (real == 4 && low) {
-        for (int64_t i = 0; i < count; i++) pages[at + i] = ((const float *)scores)[i * step] + ((const float *)low)[i * step];
     } else if (real == 4) {
         for (int64_t i = 0; i < count; i++) pages[at + i] = ((const float *)scores)[i * step];
     } else {
-        for (int64_t i = 0; i < count; i++)
-            pages[at + i] = (float)(ba_get_real(scores, i * step, real) + (low ? ba_get_real(low, i * step, real) : 0));
+        for (int64_t i = 0; i < count; i++) pages[at + i] = (float)ba_get_real(scores, i * step, real);
     }
 }
 
 /* Some queries of every head with the rows from `begin` to `end`; out: [query of head 0][most_pages], heads rows_a_head rows apart. */
 static void score_stretch(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
-    const bool quest = c->args->method == BA_SELECT_QUEST;
     const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
     find_rows(c, batch, begin, ba_min(end, begin + c->chunk_rows), &s->rows[0]);
     ask_for_all(c, &c->a, s->rows[0].a, s->rows[0].count);
-    if (quest) ask_for_all(c, &c->b, s->rows[0].b, s->rows[0].count);
     for (int64_t at = begin, here = 0; at < end; at += c->chunk_rows, here = !here) {
         const struct rows_at *rows = &s->rows[here], *next = &s->rows[!here];
         find_rows(c, batch, at + c->chunk_rows, ba_min(end, at + 2 * c->chunk_rows), &s->rows[!here]);
         for (int64_t head = 0; head < c->kv_heads; head++) {
             score_rows(c, &c->a, s->q, queries, head, rows->a, rows->count, next->a, next->count, s->scores);
-            if (quest) score_rows(c, &c->b, s->q_low, queries, head, rows->b, rows->count, next->b, next->count, s->scores_low);
-            for (int64_t g = 0; g < queries; g++) {
-                const int64_t first = g * c->chunk_rows * real;
-                keep_scores(c, at, rows->count, s->scores + first, quest ? s->scores_low + first : NULL, 1,
-                            out + head * row_step + g * c->most_pages);
-            }
+            for (int64_t g = 0; g < queries; g++)
+                keep_scores(c, at, rows->count, s->scores + g * c->chunk_rows * real, 1, out + head * row_step + g * c->most_pages);
         }
     }
 }
 
-/* The same where each head has one query: out is [head][most_pages]. */
-static void score_heads(const select_call *c, select_scratch *s, int64_t batch, int64_t begin, int64_t end, float *out) {
-    const int64_t real = c->family->real_size, q_step = BA_FEW_PAD(c->dim);
+/* The same where several heads read a row together. */
+static void score_heads(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
+    const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
+    const int64_t sides = c->args->method == BA_SELECT_QUEST ? 2 : 1;
     struct rows_at *rows = &s->rows[0];
     for (int64_t at = begin; at < end; at += c->chunk_rows) {
         const int64_t count = ba_min(c->chunk_rows, end - at);
         find_rows(c, batch, at, ba_min(end, at + count + c->ahead), rows);
         for (int64_t first = 0; first < c->kv_heads; first += c->heads_at_once) {
             const int64_t heads = ba_min(c->heads_at_once, c->kv_heads - first);
-            const int64_t sides = c->args->method == BA_SELECT_QUEST ? 2 : 1, skip = first * q_step * real;
-            const ba_side side[2] = {{s->q + skip, q_step, rows->a, first * c->a.head_stride, c->a.head_stride},
-                                     {s->q_low + skip, q_step, rows->b, first * c->b.head_stride, c->b.head_stride}};
-            c->cache->score_heads(side, sides, heads, count, rows->count, c->ahead, c->dim, s->scores);
-            for (int64_t h = 0; h < heads; h++) keep_scores(c, at, count, s->scores + h * real, NULL, heads, out + (first + h) * c->most_pages);
+            const ba_side side[2] = {{rows->a, first * c->a.head_stride, c->a.head_stride}, {rows->b, first * c->b.head_stride, c->b.head_stride}};
+            c->cache->score_heads(side, sides, s->q + first * head_bytes(c, queries), queries, heads, count, rows->count, c->ahead, c->dim,
+                                  s->scores);
+            for (int64_t h = 0; h < heads; h++)
+                for (int64_t g = 0; g < queries; g++)
+                    keep_scores(c, at, count, s->scores + (h * queries + g) * real, heads * queries,
+                                out + (first + h) * row_step + g * c->most_pages);
         }
     }
 }
@@ -369,12 +355,12 @@ static void score_item(void *context, int64_t item, int worker) {
     if (first_page >= end_page) return;
     select_scratch s;
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    for (int64_t first = 0; first < rows_a_head; first += BA_FEW_QUERIES) {
-        const int64_t queries = ba_min(BA_FEW_QUERIES, rows_a_head - first);
+    for (int64_t first = 0; first < rows_a_head; first += c->queries_at_once) {
+        const int64_t queries = ba_min(c->queries_at_once, rows_a_head - first);
         load_all_queries(c, &s, batch, first, queries);
         const int64_t begin = first_page * rows_a_page, end = ba_min(rows, end_page * rows_a_page);
         float *out = c->page_scores + (batch * c->rows + first) * c->most_pages;
-        if (c->heads_at_once) score_heads(c, &s, batch, begin, end, out);
+        if (c->heads_at_once) score_heads(c, &s, batch, queries, begin, end, out);
         else score_stretch(c, &s, batch, queries, begin, end, out);
     }
 }
@@ -527,7 +513,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     if (a->page_size < 1 || (tokens && a->page_size != c->a.rows))
         return ba_fail(BA_ERROR_VALUE, "block_size: expected tokens a page%s, got %" PRId64, tokens ? " like k_cache" : ", at least 1", a->page_size);
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
-    BA_TRY(check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, tokens ? a->page_size : a->page_size * c->a.rows));
+    BA_TRY(check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
         if (a->recent && a->recent[b] < 0)
@@ -550,11 +536,15 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     return BA_OK;
 }
 
-/* Where heads do not lie side by side, one meets all rows before the next. */
-static int64_t heads_at_once(const select_call *c) {
-    if (c->rows != c->kv_heads) return 0;
-    const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
-    return c->a.head_stride >= c->a.row_stride ? 1 : ba_max(1, ba_min(c->kv_heads, most));
+/* Quest's bound takes a pass over rows that several queries of several heads share; products of many queries have a kernel that is quicker. Where
+ * heads do not lie side by side, one reads all rows before the next. */
+static void share_rows_among_heads(select_call *c) {
+    const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32), queries = c->rows / c->kv_heads;
+    c->heads_at_once = 0;
+    c->queries_at_once = BA_FEW_QUERIES;
+    if (queries > 1 && c->args->method != BA_SELECT_QUEST) return;
+    c->queries_at_once = ba_min(queries, ba_min(most, BA_FEW_QUERIES));
+    c->heads_at_once = c->a.head_stride >= c->a.row_stride ? 1 : ba_max(1, ba_min(c->kv_heads, most / c->queries_at_once));
 }
 
 ba_status ba_select_blocks(const ba_select_args *args) {
@@ -573,8 +563,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     }
     const int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
-    c.heads_at_once = heads_at_once(&c);
-    c.queries_at_once = c.heads_at_once ? 1 : BA_FEW_QUERIES;
+    share_rows_among_heads(&c);
     c.ahead = c.heads_at_once ? ba_min(MOST_AHEAD, ba_ceil_div(AHEAD_BYTES, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype))) : 0;
     c.chunk_rows = c.heads_at_once ? ROWS_AT_ONCE : SCORED_AT_ONCE;
     const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
