@@ -19,10 +19,12 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     for (int i = 0; i < t->ndim; i++) {
         if (t->dims[i] < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected no negative axis, got shape %s", name, ba_shape_text(t).chars);
         if (t->dims[i] == 0) empty = true;
+        else overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* of an empty array, too: drivers multiply its other axes */
     }
     for (int i = 0; i < t->ndim && !empty; i++) {
-        int64_t step = t->strides[i] < 0 ? -t->strides[i] : t->strides[i], reach;
-        overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements);
+        int64_t step, reach;
+        overflow |= __builtin_sub_overflow(0, t->strides[i], &step);
+        if (t->strides[i] > 0) step = t->strides[i];
         overflow |= __builtin_mul_overflow(step, t->dims[i] - 1, &reach) || __builtin_mul_overflow(reach, ba_dtype_size(t->dtype), &reach) ||
                     __builtin_add_overflow(extent, reach, &extent);
     }

@@ -101,8 +101,9 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
         return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
                        args->block_kv);
     p->listed = ba_given(t);
-    p->block_q = args->block_q;
-    p->block_kv = args->block_kv;
+    /* more than any sequence has, so that products with numbers of heads and columns stay in range */
+    p->block_q = ba_min(args->block_q, INT32_MAX);
+    p->block_kv = ba_min(args->block_kv, INT32_MAX);
     p->block_rows = ba_ceil_div(p->q_len, p->block_q);
     p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
     if (!p->listed) return BA_OK;
@@ -224,7 +225,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
 
     *out_shape = args->q;
     out_shape->data = NULL;
-    out_shape->dims[out_shape->ndim - 1] = layout == BA_BSH ? p->heads * p->v_dim : p->v_dim;
+    out_shape->dims[out_shape->ndim - 1] = p->v_dim;
+    if (layout == BA_BSH && __builtin_mul_overflow(p->heads, p->v_dim, &out_shape->dims[2])) out_shape->dims[2] = INT64_MAX;
     *lse_shape = (ba_tensor){.dtype = p->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {p->batch, p->heads, p->q_len}};
     if (layout == BA_TND) {
         lse_shape->ndim = 2;

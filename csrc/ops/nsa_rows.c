@@ -215,6 +215,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
         return ba_fail(BA_ERROR_VALUE, "out: expected batch, heads and last axis of x %s, got %s", ba_shape_text(&a->x).chars,
                        ba_shape_text(&a->out).chars);
     BA_TRY(ba_check_threads(a->num_threads));
+    if (c.out.tokens == 0) return BA_OK; /* else some sequence holds a block, whose size is then that of an array */
     c.blocks_an_item = ba_max(1, TOKENS_AN_ITEM / c.s.block);
     pool_scratch unused;
     c.scratch_bytes = lay_out_pool(&c, NULL, &unused);
@@ -273,6 +274,10 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
                            ba_shape_text(&a->dout).chars);
     } else {
         c.s = (sequences){.count = c.dx.batch, .tokens = c.dx.tokens, .block = 1, .stride = 1};
+    }
+    if (c.dout.tokens == 0) { /* without a block, its size may be any */
+        c.dout.data = NULL;
+        c.s.block = c.s.stride = 1;
     }
     for (; c.summands < BA_MOST_SUMMANDS && ba_given(&a->more[c.summands]); c.summands++) {
         BA_TRY(ba_take_rows("more", &a->more[c.summands], axes, packed, &c.more[c.summands]));
