@@ -138,8 +138,9 @@ def quest_block_select_paged(
 ) -> Any:
     """The k blocks of each request whose keys could score highest with its query.
 
-    A block's score is the sum over channels of ``max(q * largest, q * smallest)``: no key of the block scores more. Every one of
-    the ``ceil(seq_len / block_size)`` blocks of a request competes, and nothing else.
+    A block's score is the sum over channels of ``max(q * largest, q * smallest)``: no key of the block scores more. A score of NaN
+    comes last; a channel in which 0 and infinity are multiplied makes the score NaN or counts nothing. Every one of the
+    ``ceil(seq_len / block_size)`` blocks of a request competes, and nothing else.
 
     Parameters
     ----------

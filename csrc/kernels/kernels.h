@@ -299,9 +299,9 @@ typedef BA_SCORES_FEW((*ba_scores_few_fn));
 
 /* scores[(row * heads + head) * queries + query], in real, with room for round_up(rows * heads * queries, 16). With one side (and one query per
  * head) the product of the query and the head's row; with two the sum over channels of max(q * a, q * b), where a and b are the rows of the two
- * sides, in either order: NaN in any factor makes the score NaN. A head's rows lie offset + head * head_step bytes behind those that are given. q is
- * [head][query][BA_FEW_PAD(dim)] reals, each query packed alone, and heads * queries * round_up(dim, 32) is at most BA_HEADS_REALS. Row r + ahead is
- * prefetched while row r is read, as far as row pointers are `known`. */
+ * sides, in either order: NaN in any factor makes the score NaN, 0 times infinity makes it NaN or counts nothing. A head's rows lie offset + head *
+ * head_step bytes behind those that are given. q is [head][query][BA_FEW_PAD(dim)] reals, each query packed alone, and heads * queries *
+ * round_up(dim, 32) is at most BA_HEADS_REALS. Row r + ahead is prefetched while row r is read, as far as row pointers are `known`. */
 enum { BA_HEADS_REALS = 2048 };
 typedef struct ba_side {
     const void *const *rows;
