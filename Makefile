@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz build checkkernels check-emulated check-neon lint lint-code lint-layout format asan coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format asan coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -65,6 +65,10 @@ test: build
 SECONDS = 60
 fuzz: build
 	@$(call find_python) PYTHONPATH=.:tests "$$python" -m fuzz $(if $(REPLAY),--replay '$(REPLAY)',--seconds $(SECONDS) $(if $(SEED),--seed $(SEED))) $(ARGS)
+
+# How soon the fuzzer finds mistakes that are planted on purpose, in a copy of the tree.
+fuzz-mistakes: build
+	@$(call find_python) "$$python" tests/fuzz/mistakes.py $(ARGS)
 
 build:
 	@$(call find_python) "$$python" setup.py -q build_ext --inplace --build-temp build/temp

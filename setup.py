@@ -5,8 +5,9 @@ up) and today's disagree about the licence field of ``[project]``.
 
 Besides the usual commands there is ``python setup.py build_checkkernels``, which builds the kernel check program
 (tests/*.c) over the same sources with the same flags. Environment variables that the build looks at: ``CC``,
-``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come last of all (sanitizers, ``-Werror``), and
-``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C.
+``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come last of all (sanitizers, ``-Werror``),
+``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and ``BLITZ_ATTN_LEVELS``, which names the
+instruction sets to build beside the portable kernels (``avx2``, or ``avx2,avx512``), where a quick build is wanted.
 """
 
 import os
@@ -50,6 +51,7 @@ EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
+LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all
 
 LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/ops/*.c"))
 PYTHON_SOURCES = sorted(glob("csrc/python/*.c"))
@@ -117,7 +119,7 @@ def usable_isas(compiler):
     macros = predefined_macros(compiler, [])
     usable = {}
     for name, (architecture, flags) in ISA_FLAGS.items():
-        if architecture not in macros:
+        if architecture not in macros or (LEVELS and name not in LEVELS):
             continue
         if EMULATED:
             usable[name] = []

@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=campaign.default_jobs())
     parser.add_argument("--only", nargs="*", default=[], metavar="OPERATION", help="these operations alone")
     parser.add_argument("--replay", metavar="PROBLEM", help="operation:seed[:options]: runs one problem and shrinks it where it fails")
+    parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--no-corpus", action="store_true", help="leave out the problems that failed once")
     parser.add_argument("--list", action="store_true", help="print the operations")
     args = parser.parse_args()
@@ -35,7 +36,7 @@ def main() -> int:
         return campaign.replay(args.replay)
     failed = 0 if args.no_corpus else campaign.run_corpus(str(Path(__file__).with_name("corpus.txt")))
     seed = time.time_ns() // 1000 % 10**9 if args.seed is None else args.seed
-    return 1 if campaign.campaign(args.seconds, seed, args.jobs, args.only) + failed else 0
+    return 1 if campaign.campaign(args.seconds, seed, args.jobs, args.only, args.stop) + failed else 0
 
 
 raise SystemExit(main())

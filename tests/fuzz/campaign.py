@@ -274,14 +274,14 @@ class Worker:
 # ---- The campaign -------------------------------------------------------------------------------------------------
 
 
-def campaign(seconds: float, seed: int, jobs: int, only: list[str]) -> int:
-    """Runs problems for so long. Returns the number of different failures."""
+def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool = False) -> int:
+    """Runs problems for so long, with `stop` until the first failure, which is then not shrunk. Returns the number of different failures."""
     names, _ = _names_and_weights(only)
     print(f"fuzz: {len(names)} operations, {jobs} processes, {seconds:.0f} s, SEED={seed}", file=sys.stderr)
     workers = [Worker(seed, i, jobs, only) for i in range(jobs)]
     tally, failures, started, shown = Tally(), {}, time.monotonic(), time.monotonic()
     try:
-        while time.monotonic() - started < seconds:
+        while time.monotonic() - started < seconds and not (stop and failures):
             multiprocessing.connection.wait([w.pipe for w in workers], timeout=0.5)
             for worker in workers:
                 _listen(worker, names, tally, failures)
@@ -303,7 +303,7 @@ def campaign(seconds: float, seed: int, jobs: int, only: list[str]) -> int:
     print(f"{'all':40}{total:10}{total / took:10.1f}{sum(tally.discarded.values()):11}")
     for name, problem_seed, outcome, count, when in failures.values():
         print(f"\nfailure after {when - started:.1f} s, {count} times: {name}: {outcome.kind}\n{outcome.text}")
-        best, last = shrink(name, problem_seed, {}, outcome)
+        best, last = ({}, outcome) if stop else shrink(name, problem_seed, {}, outcome)
         print(f"{last.text if best else ''}make fuzz REPLAY='{reproducer(name, problem_seed, best)}'")
     if not total:
         print("no problem was run", file=sys.stderr)

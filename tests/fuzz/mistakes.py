@@ -1,0 +1,170 @@
+"""How soon the fuzzer finds mistakes: each of a list is planted in a copy of the tree, which is built and fuzzed until a problem fails.
+
+    make fuzz-mistakes            # all of them; ARGS="--only window join" some
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+COPY = ROOT / "build" / "mistakes"
+FOLDERS = ("csrc", "blitz_attn", "tests")
+FILES = ("setup.py", "README.md", "pyproject.toml")
+
+
+class Mistake(NamedTuple):
+    name: str
+    what: str
+    file: str
+    right: str
+    wrong: str
+
+
+MISTAKES = [
+    Mistake(
+        "padding",
+        "tiles are cut by the padded length again",
+        "csrc/ops/plan.c",
+        "return plan->gradients ? q.rows : q.valid;",
+        "return q.rows;",
+    ),
+    Mistake(
+        "ragged",
+        "a ragged request's queries begin one token late",
+        "csrc/ops/check_paged.c",
+        ".cu_q = args->cu_q,",
+        ".cu_q = args->cu_q, .q_begin = args->cu_q && args->batch > 1 ? 0 : -1,",
+    ),
+    Mistake(
+        "window",
+        "the window's right bound is lost where the call is not causal",
+        "csrc/ops/check_block_sparse.c",
+        ".window_right = ba_min(args->window[1], INT32_MAX),",
+        ".window_right = args->causal ? ba_min(args->window[1], INT32_MAX) : -1,",
+    ),
+    Mistake(
+        "overflow",
+        "a product of page sizes may wrap",
+        "csrc/ops/quest.c",
+        "if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = MOST_TOKENS;",
+        "page_tokens = (int64_t)((uint64_t)unit * (uint64_t)units);",
+    ),
+    Mistake(
+        "stride",
+        "layout BSND takes heads to lie side by side",
+        "csrc/ops/check_block_sparse.c",
+        "{t->data, t->strides[0], t->strides[2], t->strides[1]}}; break;",
+        "{t->data, t->strides[0], t->dims[3], t->strides[1]}}; break;",
+    ),
+    Mistake(
+        "join",
+        "the caller leaves a job while workers are still in it",
+        "csrc/core/pool.c",
+        "while (pool.running > 0) pthread_cond_wait(&pool.done, &pool.lock);",
+        "",
+    ),
+    Mistake(
+        "parts",
+        "the last part of a sequence's keys is not joined",
+        "csrc/ops/attend.c",
+        "for (int64_t part = 1; part < parts; part++) {",
+        "for (int64_t part = 1; part < parts - (parts > 2); part++) {",
+    ),
+    Mistake(
+        "duplicates",
+        "a block that is listed twice is not refused",
+        "csrc/ops/plan.c",
+        "if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;",
+        "if (column < 0 || column >= columns) return false;",
+    ),
+    Mistake(
+        "lists",
+        "every batch entry reads the first one's lists",
+        "csrc/ops/plan.c",
+        "const int64_t offset = list_batch * t->strides[0] + list_head",
+        "const int64_t offset = 0 * list_batch * t->strides[0] + list_head",
+    ),
+    Mistake(
+        "groups",
+        "heads of a group share the first one's lists",
+        "csrc/ops/plan.c",
+        "return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group;",
+        "return p->group;",
+    ),
+    Mistake(
+        "table",
+        "a table may be one page too short",
+        "csrc/ops/check_paged.c",
+        "ba_ceil_div(seq_lens[b], page_size) > width)",
+        "ba_ceil_div(seq_lens[b], page_size) > width + 1)",
+    ),
+    Mistake(
+        "diagonal",
+        "gradients place the causal diagonal one key too far",
+        "csrc/ops/block_sparse_backward.c",
+        "ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);",
+        "ba_range seen = ba_visible_keys(p, query + (q.valid > 1), q.valid + (q.valid > 1), kv.valid);\n        if (query >= q.valid) seen = (ba_range){0, 0};",
+    ),
+]
+
+
+def build() -> None:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", "build/temp"]
+    subprocess.run(command, cwd=COPY, check=True, stdout=subprocess.DEVNULL)
+
+
+def plant(mistake: Mistake) -> None:
+    path = COPY / mistake.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mistake.right) != 1:
+        raise SystemExit(f"{mistake.name}: expected its place once in {mistake.file}, found it {text.count(mistake.right)} times")
+    path.write_text(text.replace(mistake.right, mistake.wrong), encoding="utf-8")
+
+
+def find(seconds: float) -> tuple[float | None, str]:
+    """The seconds until a problem failed, and its reproducer; None where none did."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(COPY), str(COPY / "tests")])}
+    command = [sys.executable, "-m", "fuzz", "--seconds", str(seconds), "--no-corpus", "--stop"]
+    output = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"failure after ([0-9.]+) s", output)
+    return (float(found[1]) if found else None), output.rpartition("make fuzz ")[2].strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="names of mistakes")
+    parser.add_argument("--seconds", type=float, default=120)
+    args = parser.parse_args()
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, COPY / folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in FILES:
+        shutil.copy2(ROOT / name, COPY / name)
+    missed = 0
+    print(f"{'mistake':12}{'found after':>12}  what")
+    for mistake in MISTAKES:
+        if args.only and mistake.name not in args.only:
+            continue
+        started = time.monotonic()
+        plant(mistake)
+        try:
+            build()
+            print(f"mistakes: {mistake.name}: built in {time.monotonic() - started:.0f} s", file=sys.stderr)
+            seconds, problem = find(args.seconds)
+        finally:
+            shutil.copyfile(ROOT / mistake.file, COPY / mistake.file)  # with today's date, so that it is compiled again
+        missed += seconds is None
+        print(f"{mistake.name:12}{'missed' if seconds is None else f'{seconds:.1f} s':>12}  {mistake.what}; {problem[:160]}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
