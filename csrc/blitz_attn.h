@@ -34,6 +34,7 @@ typedef enum ba_status {
     BA_ERROR_VALUE,  /* a shape or a value out of range (Python: ValueError) */
     BA_ERROR_MEMORY, /* scratch memory could not be had (Python: MemoryError) */
     BA_ERROR_SYSTEM, /* a thread could not be made, or the platform refused something (Python: RuntimeError) */
+    BA_INTERRUPTED,  /* the function of ba_set_poll stopped the call: what its outputs hold is undefined (Python: the handler's exception) */
 } ba_status;
 
 /* One sentence about the last failure in this thread: `name: expected ..., got ...`. Never NULL. */
@@ -324,6 +325,12 @@ BA_API ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_
 BA_API int ba_get_num_threads(void);
 BA_API ba_status ba_set_num_threads(int num_threads);
 BA_API const char *ba_num_threads_source(void); /* which of those rules decided, as a short text */
+
+/* A way to stop calls that take long. While a call of this thread runs, `poll` is called by this thread, with no lock held, some ten times a second;
+ * when it returns other than 0, the call's threads stop soon and the call returns BA_INTERRUPTED. NULL, as in every new thread: calls run to their
+ * end. */
+typedef int (*ba_poll_fn)(void *context);
+BA_API void ba_set_poll(ba_poll_fn poll, void *context);
 
 /* Levels in rising order, of the architecture that this is compiled for; a CPU (and a cap) allows a level and all below it. */
 #ifdef __aarch64__

@@ -10,14 +10,9 @@
 enum { ALIGN = 64, HUGE_PAGE = 2 << 20 };
 static const size_t KEEP_BYTES = (size_t)32 << 20;
 
-typedef struct arena {
-    void *data;
-    size_t bytes;
-} arena;
-
 static pthread_key_t key;
 static pthread_once_t key_made = PTHREAD_ONCE_INIT;
-static _Thread_local arena mine;
+static _Thread_local ba_arena mine;
 
 static void free_at_thread_exit(void *data) { free(data); }
 static void make_key(void) { pthread_key_create(&key, free_at_thread_exit); }
@@ -42,4 +37,17 @@ void *ba_arena_get(size_t bytes) {
 
 void ba_arena_release(void) {
     if (mine.bytes > KEEP_BYTES) resize(0);
+}
+
+ba_arena ba_arena_put_aside(void) {
+    const ba_arena arena = mine;
+    mine = (ba_arena){0};
+    if (arena.data) pthread_setspecific(key, NULL); /* there is a key where there is an arena */
+    return arena;
+}
+
+void ba_arena_put_back(ba_arena arena) {
+    if (mine.data) resize(0);
+    mine = arena;
+    if (arena.data) pthread_setspecific(key, arena.data);
 }

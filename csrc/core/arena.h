@@ -11,4 +11,12 @@ void *ba_arena_get(size_t bytes);
 /* Says that the call is over: a large arena goes back to the system. */
 void ba_arena_release(void);
 
+/* While a call waits for a program's handler, which may make calls of its own in the same thread, its arena is put aside. */
+typedef struct ba_arena {
+    void *data;
+    size_t bytes;
+} ba_arena;
+ba_arena ba_arena_put_aside(void);
+void ba_arena_put_back(ba_arena arena);
+
 #endif

@@ -14,6 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/arena.h"
 #include "core/common.h"
 #include "core/status.h"
 
@@ -34,12 +35,89 @@ static struct {
     ba_item_fn fn;
     void *context;
     int64_t items;
+    struct stopper *stopper; /* NULL: nothing stops the job */
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static _Atomic int64_t next_item;
 
+/* ---- Stopping a job ------------------------------------------------------------------------------------------- */
+
+#define POLL_NANOSECONDS 100000000
+
+/* Of one job that can be stopped, in its caller's frame. All its threads look at the flag; only the caller polls. */
+typedef struct stopper {
+    _Atomic bool raised;
+    bool forked;       /* a poll forked: in the child, the job's workers are gone */
+    int looks;         /* since the clock was last looked at */
+    int64_t next_poll; /* nanoseconds; 0: not known yet */
+} stopper;
+
+static _Thread_local struct {
+    ba_poll_fn fn; /* NULL: nothing stops this thread's jobs */
+    void *context;
+    stopper *job; /* the one that this thread polls for; NULL: none */
+} poll;
+static _Thread_local stopper *joined; /* of the job that this thread takes part in; NULL: none, or one that nothing stops */
+static int forks;                     /* since the process that loaded the library */
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+void ba_set_poll(ba_poll_fn fn, void *context) {
+    poll.fn = fn;
+    poll.context = context;
+}
+
+/* What is polled may be a program's handler, which may call this library again, or fork. */
+static void poll_if_due(stopper *job) {
+    const int64_t time = now();
+    if (job->next_poll == 0) job->next_poll = time + POLL_NANOSECONDS;
+    if (time < job->next_poll) return;
+    const ba_poll_fn fn = poll.fn;
+    void *const context = poll.context;
+    const int forks_before = forks;
+    const ba_arena arena = ba_arena_put_aside();
+    poll.fn = NULL;
+    poll.job = joined = NULL;
+    const int wanted = fn(context);
+    poll.fn = fn;
+    poll.context = context;
+    poll.job = joined = job;
+    ba_arena_put_back(arena);
+    job->forked |= forks != forks_before;
+    if (wanted || job->forked) atomic_store_explicit(&job->raised, true, memory_order_relaxed);
+    job->next_poll = now() + POLL_NANOSECONDS;
+}
+
+bool ba_stopped(void) {
+    enum { LOOKS = 16 }; /* the clock costs more than a look at the flag */
+    stopper *const job = joined;
+    if (!job) return false;
+    if (job == poll.job && ++job->looks >= LOOKS) {
+        job->looks = 0;
+        poll_if_due(job);
+    }
+    return atomic_load_explicit(&job->raised, memory_order_relaxed);
+}
+
+static void open_job(stopper *job) {
+    if (poll.fn) poll.job = joined = job;
+}
+
+static ba_status close_job(const stopper *job) {
+    poll.job = joined = NULL;
+    if (job->forked)
+        return ba_fail(BA_ERROR_SYSTEM, "the process was forked by a signal's handler within the call: in the child the outputs are undefined");
+    return atomic_load(&job->raised) ? ba_fail(BA_INTERRUPTED, "interrupted: the outputs are undefined") : BA_OK;
+}
+
+/* ---- Taking part ---------------------------------------------------------------------------------------------- */
+
 static void take_items(ba_item_fn fn, void *context, int64_t items, int worker) {
-    for (;;) {
+    while (!ba_stopped()) {
         const int64_t item = atomic_fetch_add_explicit(&next_item, 1, memory_order_relaxed);
         if (item >= items) return;
         fn(context, item, worker);
@@ -49,12 +127,6 @@ static void take_items(ba_item_fn fn, void *context, int64_t items, int worker) 
 /* To wake a thread that sleeps takes as long as a small job. Jobs come in rows (the layers of a step, the two rounds of a
  * selection), so a thread that waits looks about for a moment before it sleeps. */
 #define SPIN_NANOSECONDS 50000
-
-static int64_t now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 static void pause_once(void) {
 #if defined(__x86_64__)
@@ -90,8 +162,10 @@ static void *worker_main(void *unused) {
         const ba_item_fn fn = pool.fn;
         void *context = pool.context;
         const int64_t items = pool.items;
+        joined = pool.stopper;
         pthread_mutex_unlock(&pool.lock);
         take_items(fn, context, items, worker);
+        joined = NULL;
         pthread_mutex_lock(&pool.lock);
         if (--pool.running == 0) pthread_cond_signal(&pool.done);
     }
@@ -105,6 +179,7 @@ static void reset_in_child(void) {
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.done, NULL);
     pool.workers = pool.places = pool.running = 0;
+    forks++;
 }
 
 static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_in_child); }
@@ -129,11 +204,35 @@ static void grow(int wanted) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
+/* Until all workers have left the job; called with the lock held, and lets it go. Where the job can be stopped, the caller goes on polling meanwhile.
+ */
+static void wait_for_workers(void) {
+    while (pool.running > 0) {
+        if (!joined) {
+            pthread_cond_wait(&pool.done, &pool.lock);
+            continue;
+        }
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += POLL_NANOSECONDS;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;
+        pthread_mutex_unlock(&pool.lock); /* what is polled may take locks of its own */
+        poll_if_due(joined);
+        if (joined->forked) return;
+        pthread_mutex_lock(&pool.lock);
+    }
+    pthread_mutex_unlock(&pool.lock);
+}
+
+ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
+    stopper job = {0};
+    open_job(&job);
     threads = (int)ba_min(threads, items);
     if (threads <= 1 || pthread_mutex_trylock(&pool.owner) != 0) {
-        for (int64_t item = 0; item < items; item++) fn(context, item, 0);
-        return;
+        for (int64_t item = 0; item < items && !ba_stopped(); item++) fn(context, item, 0);
+        return close_job(&job);
     }
     pthread_mutex_lock(&pool.lock);
     grow(threads - 1);
@@ -141,6 +240,7 @@ void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
     pool.fn = fn;
     pool.context = context;
     pool.items = items;
+    pool.stopper = joined;
     pool.places = threads - 1;
     pool.next_worker = 1;
     pool.generation++;
@@ -150,11 +250,13 @@ void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
     take_items(fn, context, items, 0);
 
     for (const int64_t until = now() + SPIN_NANOSECONDS; pool.running > 0 && now() < until;) relax();
-    pthread_mutex_lock(&pool.lock);
-    pool.places = 0;
-    while (pool.running > 0) pthread_cond_wait(&pool.done, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
-    pthread_mutex_unlock(&pool.owner);
+    if (!job.forked) {
+        pthread_mutex_lock(&pool.lock);
+        pool.places = 0;
+        wait_for_workers();
+    }
+    if (!job.forked) pthread_mutex_unlock(&pool.owner); /* a child's lock is new, and free */
+    return close_job(&job);
 }
 
 void ba_pause(int spins) {

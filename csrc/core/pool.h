@@ -2,6 +2,7 @@
 #ifndef BA_CORE_POOL_H
 #define BA_CORE_POOL_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "blitz_attn.h"
@@ -12,8 +13,13 @@ enum { BA_MAX_THREADS = 1024 };
 typedef void (*ba_item_fn)(void *context, int64_t item, int worker);
 
 /* Runs items 0 .. items-1 on up to `threads` threads, the caller among them, each taking the lowest item not yet taken.
- * Returns when all are done. When another caller has the pool, or a thread cannot be made, the caller does all by itself. */
-void ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context);
+ * Returns when all are done. When another caller has the pool, or a thread cannot be made, the caller does all by itself.
+ * BA_INTERRUPTED where the caller's poll (ba_set_poll) stopped it: then some items were left out or left early, and none runs any more. */
+ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) __attribute__((warn_unused_result));
+
+/* True where the job that this thread takes part in is to stop. Items that may take longer than some milliseconds look at it as they go; so does
+ * whoever waits for another item. */
+bool ba_stopped(void);
 
 /* For loops that wait for another thread of the same job: a moment's rest, and from some hundred spins on the CPU goes to others. */
 void ba_pause(int spins);

@@ -652,7 +652,7 @@ static void run_item(void *context, int64_t index, int worker) {
 
     batch many = {.panels = w.panels, .chunks = w.chunks};
     bool more = next_chunk(c, item, walks, lists, &w.chunk[0]);
-    for (int at = 0; more; many.older++) {
+    for (int at = 0; more && !ba_stopped(); many.older++) {
         const chunk_rows *here = &w.chunk[at];
         at = (at + 1) % c->chunks;
         if (many.older + 2 > c->chunks) flush(c, &many);
@@ -769,15 +769,15 @@ static ba_status attend_valid(const ba_problem *problem, int threads) {
     c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
     if (shared_bytes) ba_sharing_lay_out(&c.sharing, ba_take(memory, &used, shared_bytes));
 
-    const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
         if (flops < c.tuning->inline_flops) threads = 1;
         c.threads = threads;
-        ba_share_rows(&c.sharing, threads);
-        ba_parallel(threads, c.plan.items, run_item, &c);
-        if (c.plan.parts_most > 1) ba_parallel(threads, problem->batch * problem->kv_heads, join_item, &c);
+        status = ba_share_rows(&c.sharing, threads);
     }
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, run_item, &c);
+    if (status == BA_OK && c.plan.parts_most > 1) status = ba_parallel(threads, problem->batch * problem->kv_heads, join_item, &c);
     ba_arena_release();
     return status;
 }
@@ -791,7 +791,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;
     if (padding) {
         const bool many = padding * problem->heads * problem->v_dim * problem->element_size >= MANY_BYTES;
-        ba_parallel(many ? threads : 1, problem->batch * problem->heads, clear_padding, (void *)problem);
+        BA_TRY(ba_parallel(many ? threads : 1, problem->batch * problem->heads, clear_padding, (void *)problem));
     }
     return BA_OK;
 }

@@ -207,7 +207,7 @@ static void run_item(void *context, int64_t index, int worker) {
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     open_rows(c, &s, item);
     ba_plan_turn_lists(&c->plan, item, columns, s.begin, s.rows);
-    for (int64_t column = 0; column < columns; column++) {
+    for (int64_t column = 0; column < columns && !ba_stopped(); column++) {
         if (s.begin[column] == s.begin[column + 1]) continue;
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
         for (int64_t begin = column * p->block_kv; begin < end; begin += c->chunk_keys)
@@ -251,13 +251,11 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
     c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
     if (shared_bytes(&c, tuning)) c.shared = ba_take(memory, &used, shared_bytes(&c, tuning));
-    const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
-    if (status == BA_OK) {
-        const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
-        if (flops < tuning->inline_flops) threads = 1;
-        if (c.shared) ba_parallel(threads, problem->batch * problem->kv_heads * problem->block_columns, share_item, &c);
-        ba_parallel(threads, c.plan.items, run_item, &c);
-    }
+    ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
+    if (flops < tuning->inline_flops) threads = 1;
+    if (status == BA_OK && c.shared) status = ba_parallel(threads, problem->batch * problem->kv_heads * problem->block_columns, share_item, &c);
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, run_item, &c);
     ba_arena_release();
     return status;
 }

@@ -439,7 +439,7 @@ static void run_item(void *context, int64_t index, int worker) {
     }
     for (;;) {
         const int next = next_walk(walks, lists);
-        if (walks[next].key == BA_WALK_END) break;
+        if (walks[next].key == BA_WALK_END || ba_stopped()) break;
         ba_turn_pass(c->turns, index, walks[next].key);
         const ba_chunk chunk = open_chunk(c, &w, item, ba_walk_take(&walks[next], w.key_index));
         bool turn = false;
@@ -553,7 +553,7 @@ static void run_rows(void *context, int64_t index, int worker) {
     lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     open_rows(c, &w, item);
     ba_plan_turn_lists(&c->plan, item, columns, w.begin, w.listed);
-    for (int64_t column = 0; column < columns; column++) {
+    for (int64_t column = 0; column < columns && !ba_stopped(); column++) {
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
         for (int64_t first = column * p->block_kv; first < end; first += step) meet_keys(c, &w, index, column, first, ba_min(end, first + step));
     }
@@ -671,14 +671,14 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
         if (!memory) memory = ba_arena_get((size_t)used);
         if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
     }
-    const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
         if (c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim) < c.tuning->inline_flops) threads = 1;
         set_turns(&c, (int64_t *)last);
-        ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
-        ba_parallel(threads, c.plan.items, c.by_block ? run_rows : run_item, &c);
-        if (c.rounded) ba_parallel(threads, sums * stretches(problem), round_stretch, &c);
+        status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
     }
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, c.by_block ? run_rows : run_item, &c);
+    if (status == BA_OK && c.rounded) status = ba_parallel(threads, sums * stretches(problem), round_stretch, &c);
     ba_arena_release();
     return status;
 }

@@ -228,9 +228,9 @@ ba_status ba_gate(const ba_gate_args *a) {
     if (!c.packed_weight) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
     c.scratch = c.packed_weight + ba_round_up(weight_bytes(&c), BA_ALIGN);
     pack_weight(&c);
-    ba_parallel(threads, c.batch * c.items_a_batch, gate_item, &c);
+    const ba_status status = ba_parallel(threads, c.batch * c.items_a_batch, gate_item, &c);
     ba_arena_release();
-    return BA_OK;
+    return status;
 }
 
 static ba_status check_backward(const ba_gate_backward_args *a, gate_call *c) {
@@ -284,8 +284,8 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
     c.dweights = c.weighted ? memory : NULL;
     c.scratch = memory + sum_bytes;
-    ba_parallel(threads, items, backward_item, &c);
-    if (c.weighted) sum_dweights(&c, &a->dweight);
+    const ba_status status = ba_parallel(threads, items, backward_item, &c);
+    if (c.weighted && status == BA_OK) sum_dweights(&c, &a->dweight);
     ba_arena_release();
-    return BA_OK;
+    return status;
 }

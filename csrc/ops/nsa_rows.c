@@ -223,9 +223,9 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
-    ba_parallel(threads, stretches(&c.s, blocks_of, c.blocks_an_item), pool_item, &c);
+    const ba_status status = ba_parallel(threads, stretches(&c.s, blocks_of, c.blocks_an_item), pool_item, &c);
     ba_arena_release();
-    return BA_OK;
+    return status;
 }
 
 /* ---- Their gradient, and plain sums --------------------------------------------------------------------------------------- */
@@ -293,7 +293,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
-    ba_parallel(threads, stretches(&c.s, tokens_of, TOKENS_AN_ITEM), spread_item, &c);
+    const ba_status status = ba_parallel(threads, stretches(&c.s, tokens_of, TOKENS_AN_ITEM), spread_item, &c);
     ba_arena_release();
-    return BA_OK;
+    return status;
 }

@@ -468,7 +468,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
-    ba_parallel(threads, panels * c.list_heads, select_item, &c);
+    const ba_status status = ba_parallel(threads, panels * c.list_heads, select_item, &c);
     ba_arena_release();
-    return BA_OK;
+    return status;
 }

@@ -393,9 +393,9 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     const double entries =
         problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
     const int survey_threads = entries > 2e5 ? threads : 1;
-    ba_parallel(survey_threads, plan->items, survey_item, &s);
+    BA_TRY(ba_parallel(survey_threads, plan->items, survey_item, &s));
     if (problem->listed && problem->q_lens && !plan->gradients)
-        ba_parallel(survey_threads, problem->batch * problem->blocks.dims[1], survey_padding, &s);
+        BA_TRY(ba_parallel(survey_threads, problem->batch * problem->blocks.dims[1], survey_padding, &s));
     if (s.failed) {
         const ba_tensor *t = &problem->blocks;
         const int64_t column =

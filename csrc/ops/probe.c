@@ -79,7 +79,7 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
     p.seconds = seconds / SLICES;
     for (int slice = 0; slice < (seconds > 0 ? SLICES : 1) && p.rate && (!bytes || p.data); slice++) {
         atomic_store(&p.arrived, 0);
-        ba_parallel(threads, threads, run_probe, &p);
+        if (ba_parallel(threads, threads, run_probe, &p) != BA_OK) break;
         double total = 0;
         for (int i = 0; i < threads; i++) total += p.rate[i];
         best = total > best ? total : best;

@@ -164,8 +164,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     }
     const bool small = tokens * (double)(c.k.heads * c.k.dim) < 1e6;
     join_heads(&c);
-    ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
-    return BA_OK;
+    return ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
 }
 
 /* ---- Selection --------------------------------------------------------------------------------------------------------- */
@@ -582,8 +581,8 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         lay_out(&c, c.scratch + worker * c.scratch_bytes, &s);
         s.loaded[0] = -1;
     }
-    ba_parallel(threads, args->batch * c.stretches, score_item, &c);
-    ba_parallel(threads, args->batch * c.rows, choose_item, &c);
+    ba_status status = ba_parallel(threads, args->batch * c.stretches, score_item, &c);
+    if (status == BA_OK) status = ba_parallel(threads, args->batch * c.rows, choose_item, &c);
     ba_arena_release();
-    return BA_OK;
+    return status;
 }

@@ -74,7 +74,7 @@ static void share_item(void *context, int64_t index, int worker) {
     if (s->v.pack) pack_stretch(s, &s->v, &p->v, p->v_dim, head, begin, keys);
 }
 
-void ba_share_rows(ba_sharing *s, int threads) {
+ba_status ba_share_rows(ba_sharing *s, int threads) {
     const ba_problem *p = s->plan->problem;
     const int64_t lanes = ba_min(s->plan->tile_queries, s->plan->row_queries * s->plan->shared_heads);
     int64_t keys = 0, longest = 0;
@@ -84,5 +84,5 @@ void ba_share_rows(ba_sharing *s, int threads) {
         longest = ba_max(longest, range.hi - range.lo);
     }
     if (s->plan->cost < 2.0 * (double)lanes * (double)keys) s->shared = NULL;
-    if (s->shared) ba_parallel(threads, ba_ceil_div(longest, s->pack_keys) * p->batch * p->kv_heads, share_item, s);
+    return s->shared ? ba_parallel(threads, ba_ceil_div(longest, s->pack_keys) * p->batch * p->kv_heads, share_item, s) : BA_OK;
 }

@@ -33,7 +33,7 @@ bool ba_may_share(const ba_problem *problem, const ba_attend_family *family);
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory);
 
 /* Packs K and V if that is less work than packing chunks: whether tiles meet a key several times. */
-void ba_share_rows(ba_sharing *s, int threads);
+ba_status ba_share_rows(ba_sharing *s, int threads);
 
 static inline bool ba_is_shared(const ba_sharing *s, int64_t batch) { return s->shared && s->shared[batch]; }
 

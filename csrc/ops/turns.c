@@ -9,5 +9,5 @@ void ba_turn_wait(ba_turn *turns, int64_t item, int64_t key) {
     while (before >= 0 && is_past(&turns[before], BA_TURN_OVER - 1)) before = atomic_load(&turns[before].before);
     atomic_store(&turns[item].before, before); /* items that are done are not looked at again */
     for (; before >= 0; before = atomic_load(&turns[before].before))
-        for (int spins = 0; !is_past(&turns[before], key); spins++) ba_pause(spins);
+        for (int spins = 0; !is_past(&turns[before], key) && !ba_stopped(); spins++) ba_pause(spins);
 }

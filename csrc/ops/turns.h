@@ -18,7 +18,7 @@ typedef struct ba_turn {
     _Atomic int64_t before; /* the nearest earlier item of the same sums that may not be done; -1: none */
 } ba_turn;
 
-/* Waits until all items before `item` are past `key`. */
+/* Waits until all items before `item` are past `key`, or the job is stopped. */
 void ba_turn_wait(ba_turn *turns, int64_t item, int64_t key);
 
 static inline void ba_turn_pass(ba_turn *turns, int64_t item, int64_t key) { atomic_store_explicit(&turns[item].past, key, memory_order_release); }

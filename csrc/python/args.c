@@ -50,6 +50,7 @@ int arg_check(ba_status status) {
     case BA_ERROR_TYPE: PyErr_SetString(PyExc_TypeError, ba_last_error()); return -1;
     case BA_ERROR_VALUE: PyErr_SetString(PyExc_ValueError, ba_last_error()); return -1;
     case BA_ERROR_MEMORY: PyErr_SetString(PyExc_MemoryError, ba_last_error()); return -1;
+    case BA_INTERRUPTED: return -1; /* the exception of a signal's handler is set */
     default: PyErr_SetString(PyExc_RuntimeError, ba_last_error()); return -1;
     }
 }

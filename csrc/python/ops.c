@@ -161,7 +161,7 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     }
     if (check_disjoint(&call) < 0) goto done;
 
-    WITHOUT_GIL(status = ba_block_sparse_attention(&call.args));
+    INTERRUPTIBLE(status, ba_block_sparse_attention(&call.args));
     if (arg_check(status) < 0) goto done;
     result = return_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 done:
@@ -212,7 +212,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
         for (int k = 0; k < i; k++)
             if (arg_disjoint(&outputs[i], &outputs[k]) < 0) goto done;
     }
-    WITHOUT_GIL(status = ba_block_sparse_attention_backward(&a));
+    INTERRUPTIBLE(status, ba_block_sparse_attention_backward(&a));
     if (arg_check(status) < 0) goto done;
     result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2]);
 done:
@@ -299,7 +299,7 @@ PyObject *py_merge_states(PyObject *module, PyObject *const *args, Py_ssize_t na
     for (Py_ssize_t i = 0; i < 2 * call.parts; i++)
         if (arg_disjoint(&call.out, &call.arrays[i]) < 0 || arg_disjoint(&call.lse, &call.arrays[i]) < 0) goto done;
 
-    WITHOUT_GIL(status = ba_merge_states(call.parts, call.tensors, call.tensors + call.parts, &call.out.tensor, &call.lse.tensor));
+    INTERRUPTIBLE(status, ba_merge_states(call.parts, call.tensors, call.tensors + call.parts, &call.out.tensor, &call.lse.tensor));
     if (arg_check(status) < 0) goto done;
     result = PyTuple_Pack(2, out, lse);
 done:

@@ -25,6 +25,20 @@
         PyEval_RestoreThread(thread_state);                                                                                                          \
     } while (0)
 
+/* The same of a call that may take long: on the main thread, where Python runs the handlers of signals, a handler that raises ends it (Ctrl-C). The
+ * status is then BA_INTERRUPTED, and the handler's exception is set. */
+#define INTERRUPTIBLE(status, call)                                                                                                                  \
+    do {                                                                                                                                             \
+        PyThreadState *thread_state = PyEval_SaveThread();                                                                                           \
+        ba_set_poll(run_signal_handlers, &thread_state);                                                                                             \
+        status = (call);                                                                                                                             \
+        ba_set_poll(NULL, NULL);                                                                                                                     \
+        PyEval_RestoreThread(thread_state);                                                                                                          \
+    } while (0)
+
+/* A ba_poll_fn. `context`: the address of the PyThreadState * of a thread that has let the GIL go. */
+int run_signal_handlers(void *context);
+
 DECLARE_FUNCTION(block_sparse_attention);
 DECLARE_FUNCTION(block_sparse_attention_backward);
 DECLARE_FUNCTION(merge_states);

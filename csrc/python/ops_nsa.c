@@ -102,7 +102,7 @@ static int check_disjoint(const held_call *call) {
     do {                                                                                                                                             \
         ba_status status = BA_OK;                                                                                                                    \
         if (!(failed) && check_disjoint(&call) == 0) {                                                                                               \
-            WITHOUT_GIL(status = (statement));                                                                                                       \
+            INTERRUPTIBLE(status, statement);                                                                                                        \
             result = arg_check(status) < 0 ? NULL : Py_NewRef(Py_None);                                                                              \
         }                                                                                                                                            \
         release(&call);                                                                                                                              \

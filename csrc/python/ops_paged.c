@@ -197,7 +197,7 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     if (check_paged_disjoint(&call) < 0) goto done;
 
-    WITHOUT_GIL(status = ba_paged_attention(&call.args));
+    INTERRUPTIBLE(status, ba_paged_attention(&call.args));
     if (arg_check(status) < 0) goto done;
     result = return_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 done:
@@ -343,7 +343,7 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
     ba_status status = BA_OK;
     int failed = read_metadata(PyModule_GetState(module), values, &call);
     if (failed == 0) {
-        WITHOUT_GIL(status = ba_quest_metadata(&call.args));
+        INTERRUPTIBLE(status, ba_quest_metadata(&call.args));
         failed = arg_check(status);
     }
     release_metadata(&call);
@@ -500,7 +500,7 @@ PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t n
     for (size_t i = 0; i < COUNT_OF(inputs); i++)
         if (arg_disjoint(&call.selected, inputs[i]) < 0) goto done;
 
-    WITHOUT_GIL(status = ba_select_blocks(&call.args));
+    INTERRUPTIBLE(status, ba_select_blocks(&call.args));
     if (arg_check(status) < 0) goto done;
     result = return_counts ? PyTuple_Pack(2, selected, counts) : Py_NewRef(selected);
 done:

@@ -1,0 +1,29 @@
+/* Ctrl-C within a call: Python's handlers of signals run while the library works. */
+#if defined(__linux__)
+#define _GNU_SOURCE /* syscall */
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__APPLE__)
+#include <pthread.h>
+#endif
+#include "python/ops.h"
+
+/* The thread that the system started the program with: the one in which Python runs handlers. */
+static int on_main_thread(void) {
+#if defined(__linux__)
+    return syscall(SYS_gettid) == getpid();
+#elif defined(__APPLE__)
+    return pthread_main_np();
+#else
+    return 1;
+#endif
+}
+
+int run_signal_handlers(void *context) {
+    PyThreadState **const thread_state = context;
+    if (!on_main_thread()) return 0;
+    PyEval_RestoreThread(*thread_state);
+    const int raised = PyErr_CheckSignals() < 0;
+    *thread_state = PyEval_SaveThread();
+    return raised;
+}

@@ -1,0 +1,132 @@
+"""Ctrl-C within a call: it ends soon with the handler's exception, and the next call is right."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# Each makes a call that would take many seconds: far more than the test waits.
+CALLS = {
+    "forward": "ba.block_sparse_attention(many(1, 1, 120000, 64), keys, keys, num_threads=threads)",
+    "forward_lists": "ba.block_sparse_attention(many(1, 1, 120000, 64), keys, keys, np.arange(1875, dtype=np.int16)[None, None, None].repeat(1875, 2), block_shape=(64, 64), num_threads=threads)",
+    "backward": "ba.block_sparse_attention_backward(out, out, keys, keys, out, lse, num_threads=threads)",
+    "paged": "ba.paged_attention(many(4000, 8, 64), keys.reshape(7500, 16, 1, 64), keys.reshape(7500, 16, 1, 64), np.arange(7500, dtype=np.int32)[None].repeat(4000, 0), np.full(4000, 120000), num_threads=threads)",
+    "select": "ba.select_blocks(many(4000, 8, 64), keys.reshape(7500, 16, 1, 64), np.arange(7500, dtype=np.int32)[None].repeat(4000, 0), np.full(4000, 120000), k=8, method='max', num_threads=threads)",
+    "nsa": "nsa.nsa(many(1, 120000, 1, 64), keys.reshape(1, 120000, 1, 64), keys.reshape(1, 120000, 1, 64), window_size=120000, num_threads=threads)",
+}
+
+PROGRAM = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import blitz_attn as ba
+    from blitz_attn import nsa
+
+    rng = np.random.default_rng(0)
+    def many(*shape):
+        return np.broadcast_to(rng.standard_normal(shape[-1], dtype=np.float32), shape).copy()
+    keys = many(1, 1, 120000, 64)
+    out, lse = many(1, 1, 120000, 64), np.zeros((1, 1, 120000), np.float32)
+    threads = {threads}
+    small = [rng.standard_normal((2, 4, 200, 32), dtype=np.float32) for _ in range(3)]
+    expected = ba.block_sparse_attention(*small, num_threads=1)
+    def small_is_right():
+        return np.array_equal(ba.block_sparse_attention(*small, num_threads=threads), expected)
+    assert small_is_right()
+"""
+
+
+def run(program, timeout=60, **names):
+    """What the program prints."""
+    text = textwrap.dedent(PROGRAM).format(**names) + textwrap.dedent(program)
+    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=timeout, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_ends_a_call(name, threads):
+    """Within a second or so: a few polls, and what an item does between two looks."""
+    program = f"""
+        def interrupt():
+            time.sleep(0.4)
+            global sent
+            sent = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        try:
+            {CALLS[name]}
+        except KeyboardInterrupt:
+            print("interrupted", time.monotonic() - sent, small_is_right())
+        else:
+            print("ran to its end")
+    """
+    words = run(program, threads=threads).split()
+    assert words[0] == "interrupted", words
+    assert float(words[1]) < 5  # 0.1 s on an idle machine
+    assert words[2] == "True"
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_handler_that_does_not_raise(threads):
+    """The call goes on and its result is right; a handler may make calls of its own, whose results are right, too."""
+    program = """
+        q, k, v = (rng.standard_normal((1, 2, 6000, 64), dtype=np.float32) for _ in range(3))
+        expected_long = ba.block_sparse_attention(q, k, v, num_threads=1)
+        ran = []
+        def handler(number, frame):
+            ran.append(small_is_right())
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        for _ in range(3):
+            assert np.array_equal(ba.block_sparse_attention(q, k, v, num_threads=threads), expected_long)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(len(ran) > 1, all(ran))
+    """
+    assert run(program, threads=threads).split() == ["True", "True"]
+
+
+def test_other_threads_are_left_alone():
+    """Handlers run in the main thread: a call in another one runs to its end."""
+    program = """
+        q, k, v = (rng.standard_normal((1, 2, 6000, 64), dtype=np.float32) for _ in range(3))
+        expected_long = ba.block_sparse_attention(q, k, v, num_threads=1)
+        results = []
+        thread = threading.Thread(target=lambda: results.append(ba.block_sparse_attention(q, k, v, num_threads=threads)))
+        thread.start()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            while thread.is_alive():
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            print("interrupted")
+        thread.join()
+        print(np.array_equal(results[0], expected_long))
+    """
+    assert run(program, threads=2).split() == ["interrupted", "True"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_handler_that_forks():
+    """The parent's call is right. In the child, whose threads are gone, the call ends with an exception; the next one is right."""
+    program = """
+        q, k, v = (rng.standard_normal((1, 2, 8000, 64), dtype=np.float32) for _ in range(3))
+        expected_long = ba.block_sparse_attention(q, k, v, num_threads=1)
+        children = []
+        def handler(number, frame):
+            if not children:
+                children.append(os.fork())
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            right = np.array_equal(ba.block_sparse_attention(q, k, v, num_threads=threads), expected_long)
+        except RuntimeError as error:
+            right = "forked" in str(error)
+        if children and children[0] == 0:
+            os._exit(0 if right and small_is_right() else 1)
+        status = os.waitpid(children[0], 0)[1] if children else "no child"
+        print(right, status)
+    """
+    assert run(program, threads=2).split() == ["True", "0"]
