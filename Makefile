@@ -6,7 +6,7 @@
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers. For developers: bench-record, bench-compare, build,
-# checkkernels, check-emulated, check-neon, lint, format, asan, coverage, clean. Kernel checks for another architecture, by name:
+# checkkernels, check-emulated, check-neon, lint, format, asan, faults, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format asan coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format asan faults coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -109,15 +109,21 @@ format:
 	  "$$(dirname "$$python")/clang-format" -i $(C_FILES)
 
 # A build of its own, away from the one in place; every report of a sanitizer ends the run. Multiply-adds as the release build has them
-# (-fexpensive-optimizations): with two roundings for one the error rule fails at some short lengths.
-asan: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -fno-wrapv -g -fno-omit-frame-pointer -UNDEBUG -fsanitize=address,undefined -fno-sanitize-recover=all
-asan: export CC = gcc
-asan: export ASAN_OPTIONS = detect_leaks=0
+# (-fexpensive-optimizations): with two roundings for one the error rule fails at some short lengths. Scratch memory is guarded
+# (core/guard.h), and memory and threads fail on request (core/faults.h): faults runs the tests of that alone.
+asan faults: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -fno-wrapv -g -fno-omit-frame-pointer -UNDEBUG -DBA_FAULTS -fsanitize=address,undefined -fno-sanitize-recover=all
+asan faults: export CC = gcc
+asan faults: export ASAN_OPTIONS = detect_leaks=0
+build_asan = "$$python" setup.py -q build --build-base build/asan --build-lib build/asan/lib --build-temp build/asan/temp
+pytest_asan = cd build/asan && PYTHONPATH="$(CURDIR)/build/asan/lib" PYTHONMALLOC=malloc \
+  LD_PRELOAD="$(call sanitizer,asan) $(call sanitizer,ubsan)" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. $(1) $(ARGS)
 asan:
-	@$(call find_python) "$$python" setup.py -q build --build-base build/asan --build-lib build/asan/lib --build-temp build/asan/temp && \
+	@$(call find_python) $(build_asan) && \
 	  "$$python" setup.py -q build_checkkernels --build-temp build/asan/temp && build/asan/temp/checkkernels && \
-	  cd build/asan && PYTHONPATH="$(CURDIR)/build/asan/lib" PYTHONMALLOC=malloc LD_PRELOAD="$(call sanitizer,asan) $(call sanitizer,ubsan)" \
-	  "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. ../../tests $(ARGS)
+	  $(call pytest_asan,../../tests)
+
+faults:
+	@$(call find_python) $(build_asan) && $(call pytest_asan,../../tests/test_faults.py)
 
 coverage: export BLITZ_ATTN_CFLAGS = -O1 -UNDEBUG --coverage -fprofile-update=atomic
 coverage: export CC = gcc

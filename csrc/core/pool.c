@@ -16,6 +16,7 @@
 
 #include "core/arena.h"
 #include "core/common.h"
+#include "core/faults.h"
 #include "core/status.h"
 
 /* ---- The pool ------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ static void grow(int wanted) {
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     while (pool.workers < wanted) {
         pthread_t thread;
-        if (pthread_create(&thread, &attributes, worker_main, NULL) != 0) break;
+        if (ba_fault(BA_FAULT_THREAD) || pthread_create(&thread, &attributes, worker_main, NULL) != 0) break;
         pool.workers++;
     }
     pthread_attr_destroy(&attributes);

@@ -61,10 +61,18 @@ static int64_t place(const ba_tensor *t, int64_t row) {
 
 static double lse_of(const ba_tensor *lse, int64_t row) { return ba_get_real(lse->data, place(lse, row), ba_dtype_size(lse->dtype)); }
 
+static int64_t lay_out(const merge_call *c, char *base, const void ***rows, char **weights) {
+    int64_t used = 0;
+    *rows = (const void **)ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
+    *weights = ba_take(base, &used, c->parts * c->family->real_size);
+    return used;
+}
+
 static void merge_rows(void *context, int64_t item, int worker) {
     const merge_call *c = context;
-    const void **rows = (const void **)(c->scratch + worker * c->scratch_bytes);
-    void *weights = (void *)(rows + c->parts);
+    const void **rows;
+    char *weights;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
     const int64_t real_size = ba_dtype_size(c->lse->dtype);
     const int64_t element = ba_dtype_size(c->out->dtype);
     for (int64_t row = item * ROWS_AN_ITEM; row < ba_min(c->rows, (item + 1) * ROWS_AN_ITEM); row++) {
@@ -95,7 +103,9 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     BA_TRY(check_merge(parts, outs, lses, out, lse));
     merge_call c = {.family = ba_kernels_active()->vector[out->dtype], .parts = parts, .outs = outs, .lses = lses, .out = out, .lse = lse};
     c.rows = out->dims[0] * out->dims[1] * out->dims[2];
-    c.scratch_bytes = ba_round_up(parts * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
+    const void **unused_rows;
+    char *unused_weights;
+    c.scratch_bytes = lay_out(&c, NULL, &unused_rows, &unused_weights);
     const int64_t items = ba_ceil_div(c.rows, ROWS_AN_ITEM);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
     const int threads = work < 1e6 ? 1 : ba_threads_for(0);

@@ -187,6 +187,19 @@ static void set_sizes(gate_call *c, const ba_rows *like) {
     c->real_size = c->family->real_size;
 }
 
+/* The workers' scratch, and, where there are weights, `bytes` of their own. */
+static ba_status get_memory(gate_call *c, int threads, int64_t bytes, char **own) {
+    char *memory = NULL;
+    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+        int64_t used = 0;
+        *own = c->weighted ? ba_take(memory, &used, bytes) : NULL;
+        c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
+        if (!memory) memory = ba_arena_get((size_t)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+    }
+    return BA_OK;
+}
+
 static int64_t weight_bytes(const gate_call *c) { return c->weighted ? c->heads * GATES * BA_FEW_PAD(c->dim) * c->real_size : 0; }
 
 /* The three rows of each head as the kernel for few queries wants its queries. */
@@ -223,10 +236,7 @@ ba_status ba_gate(const ba_gate_args *a) {
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
-    const int64_t bytes = ba_round_up(weight_bytes(&c), BA_ALIGN) + threads * c.scratch_bytes;
-    c.packed_weight = ba_arena_get((size_t)bytes);
-    if (!c.packed_weight) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
-    c.scratch = c.packed_weight + ba_round_up(weight_bytes(&c), BA_ALIGN);
+    BA_TRY(get_memory(&c, threads, weight_bytes(&c), &c.packed_weight));
     pack_weight(&c);
     const ba_status status = ba_parallel(threads, c.batch * c.items_a_batch, gate_item, &c);
     ba_arena_release();
@@ -273,17 +283,12 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     set_sizes(&c, &c.dout);
     c.items_a_batch = ba_ceil_div(c.tokens, TOKENS_A_SUM);
     const int64_t items = c.batch * c.items_a_batch;
-    const int64_t sum_bytes = c.weighted ? ba_round_up(items * c.heads * GATES * c.dim * c.real_size, BA_ALIGN) : 0;
     c.dweights = c.weighted ? (char *)&c : NULL; /* wanted: not yet where */
     gate_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
-    const int64_t bytes = sum_bytes + threads * c.scratch_bytes;
-    char *memory = ba_arena_get((size_t)bytes);
-    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
-    c.dweights = c.weighted ? memory : NULL;
-    c.scratch = memory + sum_bytes;
+    BA_TRY(get_memory(&c, threads, items * c.heads * GATES * c.dim * c.real_size, &c.dweights));
     const ba_status status = ba_parallel(threads, items, backward_item, &c);
     if (c.weighted && status == BA_OK) sum_dweights(&c, &a->dweight);
     ba_arena_release();

@@ -239,6 +239,16 @@ typedef struct spread_call {
     char *scratch;
 } spread_call;
 
+/* Rows that a token gathers at most. */
+static int64_t most_rows(const spread_call *c) { return BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride); }
+
+static int64_t lay_out_spread(const spread_call *c, char *base, const void ***rows, char **weights) {
+    int64_t used = 0;
+    *rows = (const void **)ba_take(base, &used, most_rows(c) * (int64_t)sizeof(void *));
+    *weights = ba_take(base, &used, most_rows(c) * ba_dtype_size(ba_real_of(c->dx.dtype)));
+    return used;
+}
+
 /* Every token gathers from the blocks that it is in, lowest first: nothing is scattered, so nothing depends on the threads. */
 static void spread_item(void *context, int64_t index, int worker) {
     const spread_call *c = context;
@@ -246,10 +256,10 @@ static void spread_item(void *context, int64_t index, int worker) {
     int64_t sequence;
     const int64_t begin = find_stretch(&c->s, tokens_of, TOKENS_AN_ITEM, index, &sequence);
     const int64_t end = ba_min(begin + TOKENS_AN_ITEM, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
-    const void **rows = (const void **)(c->scratch + worker * c->scratch_bytes);
-    const int64_t most = BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride);
-    char *weights = (char *)(rows + most);
-    for (int64_t i = 0; i < most; i++) ba_set_real(weights, i, i < c->summands ? 1 : 1 / (double)c->s.block, real_size);
+    const void **rows;
+    char *weights;
+    lay_out_spread(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
+    for (int64_t i = 0; i < most_rows(c); i++) ba_set_real(weights, i, i < c->summands ? 1 : 1 / (double)c->s.block, real_size);
     for (int64_t t = begin; t < end; t++) {
         const int64_t first = t < c->s.block ? 0 : (t - c->s.block) / c->s.stride + 1, last = ba_min(t / c->s.stride, blocks - 1);
         for (int64_t head = 0; head < c->dx.heads; head++) {
@@ -288,7 +298,9 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     }
     BA_TRY(ba_check_threads(a->num_threads));
     c.merge_row = ba_kernels_active()->vector[a->dx.dtype]->merge_row;
-    c.scratch_bytes = ba_round_up((BA_MOST_SUMMANDS + ba_ceil_div(c.s.block, c.s.stride)) * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
+    const void **unused_rows;
+    char *unused_weights;
+    c.scratch_bytes = lay_out_spread(&c, NULL, &unused_rows, &unused_weights);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
     const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

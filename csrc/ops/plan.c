@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/status.h"
+#include "ops/scratch.h"
 
 enum { MOST_ENTRIES = 1 << 20 }; /* of an item's lists, where these are turned around */
 
@@ -369,13 +370,23 @@ void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, con
     for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
 }
 
+static int64_t lay_out(const ba_plan *plan, int threads, char *base, ba_item **item, uint64_t **bitmaps) {
+    int64_t used = 0;
+    *item = (ba_item *)ba_take(base, &used, plan->items * (int64_t)sizeof(ba_item));
+    *bitmaps = (uint64_t *)ba_take(base, &used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
+    return used;
+}
+
 int64_t ba_plan_bytes(const ba_plan *plan, int threads) {
-    return plan->items * (int64_t)sizeof(ba_item) + threads * plan->bitmap_words * (int64_t)sizeof(uint64_t);
+    ba_item *item;
+    uint64_t *bitmaps;
+    return lay_out(plan, threads, NULL, &item, &bitmaps);
 }
 
 ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     const ba_problem *problem = plan->problem;
-    plan->item = memory;
+    survey s = {.plan = plan, .lock = PTHREAD_MUTEX_INITIALIZER};
+    lay_out(plan, threads, memory, &plan->item, &s.bitmaps);
     int64_t n = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
         const int64_t tiles = tiles_of_batch(plan, b), parts = ba_plan_parts(plan, b), heads = heads_of_item(plan, b);
@@ -389,7 +400,6 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
                                                 .kv_heads = (int32_t)ba_min(heads, problem->kv_heads - g),
                                                 .part = part};
     }
-    survey s = {.plan = plan, .bitmaps = (uint64_t *)(plan->item + plan->items), .lock = PTHREAD_MUTEX_INITIALIZER};
     const double entries =
         problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
     const int survey_threads = entries > 2e5 ? threads : 1;

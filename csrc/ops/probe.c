@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "core/faults.h"
 #include "core/pool.h"
 #include "kernels/kernels.h"
 
@@ -71,8 +72,8 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
     probe p = {.kernels = ba_kernels_at(level)->probes, .seconds = seconds, .bytes = bytes, .threads = threads};
     p.flops = tiles ? p.kernels->tile_flops : p.kernels->flops;
     if (!p.flops) return 0;
-    p.rate = calloc((size_t)threads, sizeof *p.rate);
-    if (bytes && !data) p.made = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
+    p.rate = ba_fault(BA_FAULT_MEMORY) ? NULL : calloc((size_t)threads, sizeof *p.rate);
+    if (bytes && !data && !ba_fault(BA_FAULT_MEMORY)) p.made = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
     p.data = data ? data : (const char *)p.made;
     double best = 0;
     /* the best of a few slices is the limit: in a slice, threads may have shared a core until the system moved one */

@@ -570,12 +570,14 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
-    const int64_t score_bytes = ba_round_up(args->batch * c.rows * c.most_pages * (int64_t)sizeof(float), BA_ALIGN);
-    char *memory = ba_arena_get((size_t)(score_bytes + threads * c.scratch_bytes));
-    if (!memory)
-        return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(score_bytes + threads * c.scratch_bytes));
-    c.page_scores = (float *)memory;
-    c.scratch = memory + score_bytes;
+    char *memory = NULL;
+    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+        int64_t used = 0;
+        c.page_scores = (float *)ba_take(memory, &used, args->batch * c.rows * c.most_pages * (int64_t)sizeof(float));
+        c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
+        if (!memory) memory = ba_arena_get((size_t)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+    }
     for (int worker = 0; worker < threads; worker++) {
         select_scratch s;
         lay_out(&c, c.scratch + worker * c.scratch_bytes, &s);

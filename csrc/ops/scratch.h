@@ -3,12 +3,16 @@
 #define BA_OPS_SCRATCH_H
 
 #include "core/common.h"
+#include "core/guard.h"
 #include "kernels/kernels.h"
 
-/* Hands out parts of a memory block; with base NULL it only adds up. */
+/* Hands out parts of a memory block; with base NULL it only adds up. Under AddressSanitizer what follows the `bytes` is guarded. A part may be
+ * given on to be handed out in parts itself, by each worker anew for each of its items. */
 static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
     char *part = base ? base + *used : NULL;
-    *used += ba_round_up(bytes, BA_ALIGN);
+    const int64_t room = ba_round_up(bytes, BA_ALIGN) + BA_GUARD;
+    if (part) ba_guard(part, bytes, room);
+    *used += room;
     return part;
 }
 

@@ -28,6 +28,11 @@ static PyMethodDef methods[] = {
     FUNCTION(probe_flops),
     FUNCTION(probe_tile_flops),
     FUNCTION(probe_read),
+#ifdef BA_FAULTS
+    FUNCTION(_fail_allocation),
+    FUNCTION(_fail_thread),
+    FUNCTION(_live_blocks),
+#endif
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,13 +8,23 @@
 
 #define DECLARE_FUNCTION(name) PyObject *py_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 
+#ifdef BA_FAULTS /* faults.c: which allocations are the module's */
+int enter_function(void);
+void leave_function(const int *unused);
+#define WITHIN_FUNCTION const int entered __attribute__((cleanup(leave_function))) = enter_function()
+#else
+#define WITHIN_FUNCTION (void)0
+#endif
+
 /* Sorts the arguments of py_<name> into `values`, or leaves the function with NULL. */
 #define SORT_ARGUMENTS(name, count, required)                                                                                                        \
+    WITHIN_FUNCTION;                                                                                                                                 \
     PyObject *values[count];                                                                                                                         \
     if (arg_sort(#name, names, count, required, args, nargs, kwnames, values) < 0) return NULL
 
 #define NO_ARGUMENTS(name)                                                                                                                           \
     (void)module;                                                                                                                                    \
+    WITHIN_FUNCTION;                                                                                                                                 \
     if (arg_sort(#name, NULL, 0, 0, args, nargs, kwnames, NULL) < 0) return NULL
 
 /* Runs a library call without the GIL; the arrays that it reads and writes are held meanwhile. */
@@ -63,5 +73,10 @@ DECLARE_FUNCTION(kernels);
 DECLARE_FUNCTION(probe_flops);
 DECLARE_FUNCTION(probe_tile_flops);
 DECLARE_FUNCTION(probe_read);
+#ifdef BA_FAULTS                    /* faults.c: for tests; not in _core.pyi */
+DECLARE_FUNCTION(_fail_allocation); /* n: the n-th allocation from here on fails, 0: none. Returns how many there were since the last call */
+DECLARE_FUNCTION(_fail_thread);     /* the same of threads that the pool starts */
+DECLARE_FUNCTION(_live_blocks);     /* blocks that Python has allocated, up to a constant */
+#endif
 
 #endif

@@ -1,0 +1,254 @@
+"""Every public operation as a small call over arrays that are made once: for the suites that call each of them many times."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import blitz_attn
+from blitz_attn import nsa, testing
+
+
+class Operation(NamedTuple):
+    """`call()` returns what the operation returns; `outs` are the arrays that it writes, if the caller gives them."""
+
+    call: Callable[[], Any]
+    outs: tuple[np.ndarray, ...] = ()
+    refused: Callable[[], Any] | None = None  # the same with an argument that raises ValueError or TypeError
+
+
+def arrays_of(result):
+    """The arrays of a result, whatever tuples they lie in."""
+    if isinstance(result, tuple):
+        return [x for part in result for x in arrays_of(part)]
+    return [] if result is None else [np.asarray(result)]
+
+
+def blank(*arrays):
+    return tuple(np.zeros_like(x) for x in arrays)
+
+
+# ---- Block-sparse attention -----------------------------------------------------------------------------------------
+
+
+def block_sparse(threads):
+    q, k, v = testing.make_qkv(2, 4, 2, 40, 48, 8, seed=1)
+    sabi = np.array([[1, 0, -1], [2, 1, 0], [0, 2, -1]], np.int32)[None, None]
+    options = {"block_shape": (16, 16), "causal": True, "q_lens": [40, 33], "kv_lens": (48, 41), "num_threads": threads}
+    op = blitz_attn.block_sparse_attention
+    out, lse = op(q, k, v, sabi, return_lse=True, **options)
+    given = blank(out, lse)
+    packed = testing.make_qkv(1, 4, 2, 40, 40, 8, seed=2)
+    packed = [x[0].transpose(1, 0, 2).copy() for x in packed]
+    cu = np.array([0, 17, 40])
+    grads = blank(q, k, v)
+    backward = blitz_attn.block_sparse_attention_backward
+    short = q[:, :, :4].copy()
+    halves = [x.astype(np.float16) for x in (q, k, v, out)]
+    return {
+        "block_sparse_attention": Operation(
+            lambda: op(q, k, v, sabi, return_lse=True, out=given, **options), given, lambda: op(q, k[..., :7], v, sabi, **options)
+        ),
+        "block_sparse_attention, dense": Operation(lambda: op(q, k, v, num_threads=threads)),
+        "block_sparse_attention, few queries": Operation(lambda: op(short, k, v, window=(-1, 0), num_threads=threads)),
+        "block_sparse_attention, packed": Operation(
+            lambda: op(*packed, layout="TND", cu_seqlens_q=cu, cu_seqlens_kv=cu.tolist(), num_threads=threads),
+            refused=lambda: op(*packed, layout="TND", cu_seqlens_q=[0, 41], num_threads=threads),
+        ),
+        "block_sparse_attention_backward": Operation(
+            lambda: backward(out, q, k, v, out, lse, sabi, dlse=lse, grads=grads, **options),
+            grads,
+            lambda: backward(out, q, k, v, out, lse[:, 1:], sabi, **options),
+        ),
+        "block_sparse_attention_backward, halves": Operation(
+            lambda: backward(halves[3], *halves, lse, sabi, **{**options, "causal": False})
+        ),
+    }
+
+
+# ---- Paged caches ---------------------------------------------------------------------------------------------------
+
+
+def paged(threads):
+    case = testing.make_paged(3, 4, 2, [9, 0, 21], 4, 8, seed=3, poison=False)
+    coarse = testing.make_paged(2, 4, 2, [9, 14], 4, 8, kv_dtype="int8", kv_layout="HND", seed=4, poison=False)
+    ragged = testing.make_paged(2, 4, 2, [9, 14], 4, 8, seed=5, q_lens=[2, 3], poison=False)
+    options = {"num_threads": threads}
+    op, select = blitz_attn.paged_attention, blitz_attn.paged_select_attention
+    out, lse = op(*case.arrays, return_lse=True)
+    given, csr = blank(out, lse), (*case.csr(),)
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=4, num_threads=threads)
+    chosen, counts = np.array([[[0, 2]] * 2, [[0, 0]] * 2, [[1, 3]] * 2], np.int32), np.array([[2, 1], [0, 0], [2, 2]])
+    written = [x.copy() for x in case.arrays[1:3]]
+    new = [np.random.default_rng(6).standard_normal((3, 2, 8)).astype(np.float32) for _ in range(2)]
+    quantised, scales = [np.zeros((6, 4, 2, 8), np.int8) for _ in range(2)], [np.zeros((6, 4, 2), np.float32) for _ in range(2)]
+    values, scale = blitz_attn.quantize_kv(new[0], "int8")
+    slots, append = [3, 17, 9], blitz_attn.append_paged_kv
+    tables = {"block_tables": np.array([[1, 2], [3, 4], [5, 0]], np.int32), "seq_lens": [3, 7, 5]}
+    return {
+        "paged_attention": Operation(
+            lambda: op(*case.arrays, return_lse=True, out=given, **options), given, lambda: op(*case.arrays[:4], [9, 0, 99], **options)
+        ),
+        "paged_attention, csr": Operation(lambda: op(*case.arrays[:3], csr, sinks=np.ones(4, np.float32), softcap=20.0, **options)),
+        "paged_attention, int8": Operation(lambda: op(*coarse.arrays, **coarse.options, **options)),
+        "paged_attention, ragged": Operation(lambda: op(*ragged.arrays, window=5, **ragged.options, **options)),
+        "PagedPlan.attention": Operation(lambda: plan.attention(*case.arrays[:3], return_lse=True, out=given), given),
+        "PagedPlan": Operation(lambda: blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 1]).batch),
+        "paged_select_attention": Operation(
+            lambda: select(*case.arrays, chosen, counts=counts, return_lse=True, out=given, **options),
+            given,
+            lambda: select(*case.arrays, chosen + 9, counts=counts, **options),
+        ),
+        "append_paged_kv": Operation(
+            lambda: append(*new, *written, **tables), tuple(written), lambda: append(*new, *written, slot_mapping=[0, 1, 1])
+        ),
+        "append_paged_kv, int8": Operation(
+            lambda: append(*new, *quantised, slot_mapping=slots, k_scale=scales[0], v_scale=scales[1]), (*quantised, *scales)
+        ),
+        "quantize_kv": Operation(lambda: blitz_attn.quantize_kv(new[0], "int8"), refused=lambda: blitz_attn.quantize_kv(new[0], "int9")),
+        "dequantize_kv": Operation(lambda: blitz_attn.dequantize_kv(values, scale)),
+    }
+
+
+def quest(threads):
+    case = testing.make_paged(2, 4, 2, [30, 17], 4, 8, seed=7, poison=False)
+    tables = np.array([[0], [1]], np.int32)
+    largest, smallest, mean = (np.zeros((2, 8, 2, 8), np.float32) for _ in range(3))
+    metadata = blitz_attn.quest_prefill_metadata
+    metadata(case.k_cache, case.block_tables, case.seq_lens, tables, largest, smallest, meanblocks=mean)
+    summaries, over = blank(largest, smallest, mean), (largest, smallest, tables, case.seq_lens)
+    chosen = np.zeros((2, 2, 3), np.int32)
+    paged_keys = {"k_cache": case.k_cache, "v_cache": case.v_cache, "block_tables": case.block_tables, "seq_lens": case.seq_lens}
+    out = np.zeros_like(case.q)
+    threaded = {"num_threads": threads}
+    pairs = (largest, smallest)
+    select, attend = blitz_attn.select_blocks, blitz_attn.select_and_attend
+    choose, in_out, in_out_w = (
+        blitz_attn.quest_block_select_paged, blitz_attn.quest_block_select_paged_in_out, blitz_attn.quest_block_select_paged_in_out_w,
+    )  # fmt: skip
+    sized = {"block_size": 4}
+    return {
+        "quest_prefill_metadata": Operation(
+            lambda: metadata(
+                case.k_cache, case.block_tables, case.seq_lens, tables, *summaries[:2], meanblocks=summaries[2], start_lens=[0, 3], **threaded
+            ),
+            summaries,
+            lambda: metadata(case.k_cache, case.block_tables, [30, 99], tables, *summaries[:2]),
+        ),
+        "quest_block_select_paged": Operation(
+            lambda: choose(case.q, *over, 3, ascending=True, **sized, **threaded), refused=lambda: choose(case.q, *over, 0)
+        ),
+        "quest_block_select_paged_in_out": Operation(
+            lambda: in_out(case.q, largest, smallest, tables, [8, 7], chosen), (chosen,), lambda: in_out(case.q, *over, chosen[0])
+        ),
+        "quest_block_select_paged_in_out_w": Operation(
+            lambda: in_out_w(case.q, largest, smallest, tables, [8, 7], [1, 2], chosen),
+            (chosen,),
+            lambda: in_out_w(case.q, *over, -5, chosen),
+        ),
+        "select_blocks": Operation(
+            lambda: select(case.q, pairs, tables, case.seq_lens, budget=[3, 2], **sized, **threaded),
+            refused=lambda: select(case.q, pairs, tables, case.seq_lens, 3, method="quests"),
+        ),
+        "select_blocks, max": Operation(
+            lambda: select(case.q, case.k_cache, case.block_tables, case.seq_lens, 3, method="max", per_query_head=True, **threaded)
+        ),
+        "select_blocks, mean": Operation(lambda: select(case.q, mean, tables, case.seq_lens, 3, method="mean", recent=[1, 2], **sized, **threaded)),
+        "select_and_attend": Operation(
+            lambda: attend(case.q, **paged_keys, source=pairs, metadata_block_tables=tables, k=3, out=out, **threaded),
+            (out,),
+            lambda: attend(case.q, **paged_keys, source=pairs, metadata_block_tables=tables, k=0, **threaded),
+        ),
+    }
+
+
+# ---- Merging, and native sparse attention ---------------------------------------------------------------------------
+
+
+def merging(_threads):
+    rng = np.random.default_rng(8)
+    outs = [rng.standard_normal((2, 2, 5, 8)).astype(np.float32) for _ in range(3)]
+    lses = [rng.standard_normal((2, 2, 5)).astype(np.float32) for _ in range(3)]
+    given = blank(outs[0], lses[0])
+    two, many = blitz_attn.merge_states, blitz_attn.merge_states_n
+    return {
+        "merge_states": Operation(
+            lambda: two(outs[0], lses[0], outs[1], lses[1], out=given[0], lse_out=given[1]),
+            given,
+            lambda: two(outs[0], lses[0], outs[1], lses[1][1:]),
+        ),
+        "merge_states_n": Operation(lambda: many(outs, lses), refused=lambda: many(outs, lses[1:])),
+    }
+
+
+def native(threads):
+    rng = np.random.default_rng(9)
+    tokens, block, stride = 40, 8, 4
+    q, k, v = (rng.standard_normal((1, tokens, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    w_k, w_v, w_gate = ((rng.standard_normal(shape) / 8).astype(np.float32) for shape in ((2, 8, 8), (2, 8, 8), (4, 3, 8)))
+    sizes = {"compress_block_size": block, "num_selected_blocks": 3, "window_size": 6, "num_threads": threads}
+    weights = {"w_k_compress": w_k, "w_v_compress": w_v, "gate_proj_weight": w_gate}
+    out = np.zeros_like(q)
+    result, context = nsa.nsa(q, k, v, return_context=True, **sizes, **weights)
+    packed = [x[0] for x in (q, k, v)]
+    k_cmp, v_cmp = nsa.compress_kv(k, v, block, w_k, w_v, stride=stride)
+    o_cmp, lse_cmp = nsa.compressed_attention(q, k_cmp, v_cmp, block, return_lse=True)
+    chosen = nsa.score_and_select_blocks(q, k_cmp, 3, block)
+    o_slc, lse_slc = nsa.selected_attention(q, k, v, chosen, block, return_lse=True)
+    o_win, lse_win = nsa.window_attention(q, k, v, 6, return_lse=True)
+    gates = nsa.compute_gates(q, w_gate)
+    branches, options = (o_cmp, o_slc, o_win), {"num_threads": threads}
+    short = q[:, :-1]
+    return {
+        "nsa": Operation(lambda: nsa.nsa(q, k, v, out=out, **sizes, **weights), (out,), lambda: nsa.nsa(q, k, v[:, 1:], **sizes)),
+        "nsa, mslk": Operation(lambda: nsa.nsa(q, k, v, mode="mslk", q_tile_size=16, **sizes)),
+        "nsa, packed": Operation(lambda: nsa.nsa(*packed, cu_seqlens=[0, 13, tokens], **sizes)),
+        "nsa_backward": Operation(lambda: tuple(nsa.nsa_backward(result, context)), refused=lambda: nsa.nsa_backward(result[:, 1:], context)),
+        "compress_kv": Operation(lambda: nsa.compress_kv(k, v, block, w_k, w_v, stride=stride, **options), refused=lambda: nsa.compress_kv(k, v, 0, **options)),
+        "compress_kv_backward": Operation(
+            lambda: nsa.compress_kv_backward(k_cmp, v_cmp, k, v, block, w_k, w_v, stride=stride, **options),
+            refused=lambda: nsa.compress_kv_backward(k_cmp[:, 1:], v_cmp, k, v, block, w_k, w_v),
+        ),
+        "compressed_attention": Operation(
+            lambda: nsa.compressed_attention(q, k_cmp, v_cmp, block, return_lse=True, **options),
+            refused=lambda: nsa.compressed_attention(q, k_cmp[:, 1:], v_cmp, block),
+        ),
+        "compressed_attention_backward": Operation(
+            lambda: nsa.compressed_attention_backward(o_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, block, **options),
+            refused=lambda: nsa.compressed_attention_backward(short, q, k_cmp, v_cmp, o_cmp, lse_cmp, block),
+        ),
+        "score_and_select_blocks": Operation(
+            lambda: nsa.score_and_select_blocks(q, k_cmp, 3, block, **options), refused=lambda: nsa.score_and_select_blocks(q, k_cmp, 0, block)
+        ),
+        "selected_attention": Operation(
+            lambda: nsa.selected_attention(q, k, v, chosen, block, return_lse=True, **options),
+            refused=lambda: nsa.selected_attention(q, k, v, chosen + 90, block),
+        ),
+        "selected_attention_backward": Operation(
+            lambda: nsa.selected_attention_backward(o_slc, q, k, v, o_slc, lse_slc, chosen, block, **options),
+            refused=lambda: nsa.selected_attention_backward(short, q, k, v, o_slc, lse_slc, chosen, block),
+        ),
+        "window_attention": Operation(
+            lambda: nsa.window_attention(q, k, v, 6, return_lse=True, **options), refused=lambda: nsa.window_attention(q, k, v, -2)
+        ),
+        "window_attention_backward": Operation(
+            lambda: nsa.window_attention_backward(o_win, q, k, v, o_win, lse_win, 6, **options),
+            refused=lambda: nsa.window_attention_backward(short, q, k, v, o_win, lse_win, 6),
+        ),
+        "compute_gates": Operation(lambda: nsa.compute_gates(q, w_gate, **options), refused=lambda: nsa.compute_gates(q, w_gate[1:])),
+        "gate_and_combine": Operation(
+            lambda: nsa.gate_and_combine(*branches, gates, **options), refused=lambda: nsa.gate_and_combine(*branches, gates[:, 1:])
+        ),
+        "gating_backward": Operation(
+            lambda: nsa.gating_backward(q, o_cmp, *branches, gates, w_gate, **options),
+            refused=lambda: nsa.gating_backward(q, short, *branches, gates, w_gate),
+        ),
+    }
+
+
+GROUPS = (block_sparse, paged, quest, merging, native)
+
+
+def operations(threads=1):
+    """All of them, by name."""
+    return {name: operation for group in GROUPS for name, operation in group(threads).items()}

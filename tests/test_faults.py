@@ -1,0 +1,277 @@
+"""What happens where memory or threads cannot be had: MemoryError, or fewer threads; never a crash, a leak or a wrong number.
+
+Most of it needs a build that fails on request, which `make faults` and `make asan` make. The limits of the system are tested in any build."""
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import _core
+from cases import same_bits
+from cases_operations import arrays_of, operations
+
+injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build fails on no request: see make faults")
+NAMES = list(operations())
+IN_PYTHON = ("PagedPlan", "append_paged_kv", "append_paged_kv, int8", "quantize_kv", "dequantize_kv")  # these allocate by NumPy alone
+SEVEN = 7  # what outputs are filled with
+
+
+def fill(operation):
+    for out in operation.outs:
+        out.fill(SEVEN)
+
+
+def is_filled(out):
+    return bool((out == SEVEN).all())
+
+
+def right_results(operation):
+    """What the call returns, and what it leaves in its outputs."""
+    fill(operation)
+    returned = [x.copy() for x in arrays_of(operation.call())]
+    return returned, [x.copy() for x in operation.outs]
+
+
+def check_right(operation, result, right):
+    returned, left = right
+    for got, expected in zip([*arrays_of(result), *operation.outs], [*returned, *left], strict=True):
+        assert same_bits(got, expected)
+
+
+def check_call(operation, right):
+    fill(operation)
+    check_right(operation, operation.call(), right)
+
+
+# ---- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def attempt(operation, n):
+    """Calls while the n-th allocation fails: (result, exception, whether there were so many)."""
+    result = error = None
+    _core._fail_allocation(n)
+    try:
+        result = operation.call()
+    except BaseException as raised:
+        error = raised
+    return result, error, _core._fail_allocation(0) >= n
+
+
+def fail_each_allocation(operation, right):
+    """The call with its first, second, ... allocation failing, until it has no more. Returns how many raised MemoryError."""
+    failures = n = 0
+    while True:
+        n += 1
+        fill(operation)
+        result, error, reached = attempt(operation, n)
+        if not reached:
+            assert error is None, repr(error)
+            check_right(operation, result, right)
+            return failures
+        assert isinstance(error, MemoryError), f"allocation {n}: {error!r}"
+        failures += 1
+        for out, finished in zip(operation.outs, right[1], strict=True):
+            assert is_filled(out) or same_bits(out, finished), f"allocation {n}: an output that is neither untouched nor finished"
+        result = error = None
+        check_call(operation, right)
+
+
+def held(operation):
+    """References to the arrays of a call: one that a failed call still held would show."""
+    given = [cell.cell_contents for cell in operation.call.__closure__ if isinstance(cell.cell_contents, np.ndarray)]
+    return [sys.getrefcount(x) for x in [*given, *operation.outs]]
+
+
+@injected
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_allocation_fails_once(name, threads):
+    operation = operations(threads)[name]
+    right = right_results(operation)
+    before = held(operation)
+    blocks = np.zeros(40, np.int64)
+    for i in range(len(blocks)):  # what the interpreter and NumPy keep for later calls is there after some
+        failures = fail_each_allocation(operation, right)
+        gc.collect()
+        blocks[i] = _core._live_blocks()
+        if i and blocks[i] <= blocks[i - 1]:
+            break
+    else:
+        raise AssertionError(f"blocks of Python's memory that are not given back: {np.diff(blocks)}")
+    assert held(operation) == before
+    assert (failures > 0) == (name not in IN_PYTHON)
+
+
+class Empty:
+    """numpy.empty, whose n-th call finds no memory."""
+
+    def __init__(self, n):
+        self.left, self.empty = n, np.empty
+
+    def __call__(self, *arguments, **options):
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("no room for an array")
+        return self.empty(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_result_finds_no_memory(name, monkeypatch):
+    operation = operations()[name]
+    right = right_results(operation)
+    for n in range(1, 1000):
+        empty = Empty(n)
+        fill(operation)
+        monkeypatch.setattr(np, "empty", empty)
+        try:
+            result = operation.call()
+        except MemoryError:
+            monkeypatch.undo()
+            assert all(map(is_filled, operation.outs))
+            check_call(operation, right)
+        else:
+            monkeypatch.undo()
+            assert empty.left > 0
+            check_right(operation, result, right)
+            return
+
+
+# ---- Limits, in processes of their own ----------------------------------------------------------------------------------
+
+PRELUDE = """
+import os, resource, sys
+import numpy as np
+import blitz_attn
+from blitz_attn import _core, sabi, testing
+
+def bits(threads, tokens=600, backward=True):
+    q, k, v = testing.make_qkv(1, 4, 2, tokens, tokens, 32)
+    lists = sabi.random_with_frame(tokens, tokens, (32, 32), 0.5, seed=1)
+    options = {"block_shape": (32, 32), "causal": True, "num_threads": threads}
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, lists, return_lse=True, **options)
+    grads = blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse, lists, **options)
+    return [x.tobytes() for x in (out, lse, *grads)]
+
+def threads_now():
+    return len(os.listdir("/proc/self/task"))
+"""
+
+
+def run(program, *arguments, refused=None, **options):
+    """Runs a program after PRELUDE in a process of its own. `refused`: exit status that says that the system does not let it be tested."""
+    path = os.pathsep.join([str(Path(blitz_attn.__file__).resolve().parent.parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + program, *map(str, arguments)],
+        capture_output=True, text=True, env=environment, timeout=300, check=False, **options,
+    )  # fmt: skip
+    if refused is not None and done.returncode == refused:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+# Its shadow is terabytes of addresses, which a limit counts.
+unsanitized = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs more than the limit leaves")
+
+THREAD_FAILS = """
+n, alone = int(sys.argv[1]), bits(1)
+before = threads_now()
+_core._fail_thread(n)
+assert bits(6) == alone
+assert threads_now() - before <= 5
+assert _core._fail_thread(0) >= n
+assert bits(6) == alone
+assert threads_now() - before == 5  # those that were not to be had at first
+"""
+
+
+@injected
+@on_linux
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_thread_cannot_be_made(n):
+    run(THREAD_FAILS, n)
+
+
+NO_PROCESSES = """
+alone, before = bits(1), threads_now()
+try:
+    if os.getuid() == 0:  # whom the limit does not bind
+        os.setgid(65534)
+        os.setuid(int(sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_NPROC, (before + int(sys.argv[1]), before + int(sys.argv[1])))
+except (OSError, ValueError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(77)
+assert bits(8) == alone
+made = threads_now() - before
+if made == 7:
+    print("the system does not count threads against RLIMIT_NPROC", file=sys.stderr)
+    sys.exit(77)
+assert made <= int(sys.argv[1]), made
+assert bits(8) == alone
+"""
+
+
+@on_linux
+@pytest.mark.parametrize("spare", [0, 2])
+def test_limit_of_processes(spare):
+    """Threads of a user count against RLIMIT_NPROC: as many as there may be do the work. The user's number is one that runs nothing else."""
+    run(NO_PROCESSES, spare, 60000 + os.getpid() % 5000, refused=77)
+
+
+NO_ADDRESSES = """
+size = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize:"))) * 1024
+small = bits(1, 300)
+tokens, blocks = 1 << 15, 1 << 9
+q, k, v = (np.zeros((1, 1, tokens, 64), np.float16) for _ in range(3))
+grads = tuple(np.full_like(q, 7) for _ in range(3))
+plans = np.broadcast_to(np.arange(blocks, dtype=np.int32), (1, 1, tokens // 64, blocks))
+resource.setrlimit(resource.RLIMIT_AS, (size + (40 << 20), size + (40 << 20)))
+try:
+    lse = np.zeros((1, 1, tokens), np.float32)
+    blitz_attn.block_sparse_attention_backward(q, q, k, v, q, lse, plans, block_shape=(64, 64), grads=grads, num_threads=64)
+except MemoryError as error:
+    assert str(error).startswith("scratch: expected "), error
+else:
+    raise AssertionError("there was memory enough")
+assert all((x == 7).all() for x in grads)
+assert bits(1, 300) == small
+assert bits(2, 300) == small
+"""
+
+
+@on_linux
+@unsanitized
+def test_limit_of_addresses():
+    run(NO_ADDRESSES)
+
+
+SMALL_STACK = """
+import threading
+alone = bits(1)
+assert bits(4) == alone
+results = []
+threading.stack_size(256 << 10)
+thread = threading.Thread(target=lambda: results.append((bits(1), bits(4))))
+thread.start()
+thread.join()
+assert results == [(alone, alone)]
+"""
+
+
+@on_linux
+@unsanitized
+@pytest.mark.parametrize("kib", [256, 512])
+def test_small_stacks(kib):
+    """The stacks of the program's first thread and of all others follow RLIMIT_STACK."""
+    limit = (kib << 10, kib << 10)
+    run(SMALL_STACK, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, limit))
