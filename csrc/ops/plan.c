@@ -90,7 +90,7 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     for (int64_t i = 0; i < entries; i++) {
         const int64_t column = ba_list_entry(&p->blocks, offset + i * step);
         *at = i;
-        if (column == -1 && !p->block_counts) return true;
+        if ((column == -1 || (column < 0 && !p->page_size)) && !p->block_counts) return true; /* lists of pages have one pad, -1 */
         if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;
         bitmap[column / 64] |= (uint64_t)1 << (column % 64);
     }
