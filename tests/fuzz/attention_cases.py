@@ -110,11 +110,6 @@ def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12)) -> t
     return problem, layout, has_q_lens, has_kv_lens
 
 
-def known_few(p: Attention, n: int, padded: int) -> bool:
-    """A mistake that is being mended: few queries whose entry is padded beyond them."""
-    return 0 < n * (p.q.shape[1] // p.k.shape[1]) <= 8 and n < padded
-
-
 def draw_case(draw: Draw, **how: Any) -> Case:
     problem, layout, has_q_lens, has_kv_lens = draw_problem(draw, **how)
     garbage = draw.pick("garbage", (0.0, np.inf, -np.inf), (2, 1, 1)) if draw.flag("garbage.infinite", 0.3) else np.nan

@@ -10,9 +10,9 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, checks
-from .attention_cases import Arguments, Case, Outputs, alone, draw_case, known_few, laid_out, plain_arguments, rows_of
+from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of
 from .attention_oracle import Attention, forward
-from .draw import Discard, Draw
+from .draw import Draw
 from .problems import Finding, problem
 
 CHECKS = ("oracle", "threads", "permute", "alone", "dense", "masked")
@@ -82,8 +82,6 @@ def block_sparse_attention(draw: Draw) -> None:
     check = draw.pick("check", CHECKS)
     case = draw_case(draw)
     p = case.problem
-    if case.layout != "TND" and any(known_few(p, int(n), p.q.shape[2]) for n in p.q_lens):
-        raise Discard("few queries and padding")
     if check == "dense" and p.blocks is not None:
         p.blocks = np.ones_like(p.blocks)
     with checks.at_level(draw):
@@ -117,8 +115,6 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
     if batch == 0:
         return
     b = int(draw.rng("alone.entry").integers(batch))
-    if known_few(p, int(p.q_lens[b]), int(p.q_lens[b]) + pads[0]):
-        pads = 0, pads[1]
     single = alone(case, b, layout, *pads)
     again = attend(single, draw.rng("again"))
     clear = ~case.hit[b, :, : int(p.q_lens[b])]  # a NaN may be another one

@@ -10,7 +10,7 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, checks
-from .attention_cases import Arguments, Case, Outputs, alone, draw_case, known_few, laid_out, plain_arguments, rows_of
+from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of
 from .attention_oracle import Forward, backward, forward
 from .draw import Draw
 from .problems import Finding, problem
@@ -54,8 +54,7 @@ def draw_given(draw: Draw, case: Case, f: Forward) -> Given:
     rng = draw.rng("gradients")
     dout = arrays.rounded(rng.standard_normal(f.out.shape) * draw.pick("dout.spread", (1.0, 0.01)), p.dtype)
     dlse = arrays.rounded(rng.standard_normal(f.lse.shape), p.real) if draw.flag("dlse") else None
-    known = any(known_few(p, int(n), p.q.shape[2]) for n in p.q_lens)
-    if draw.flag("own_forward") and not known:
+    if draw.flag("own_forward"):
         qkv, options = plain_arguments(dataclasses.replace(case, layout="BNSD", has_q_lens=True, has_kv_lens=True), rng)
         out, lse = blitz_attn.block_sparse_attention(*qkv.values(), **options, return_lse=True)
         out, lse = arrays.values_of(out, p.dtype), arrays.values_of(lse, p.real)
