@@ -313,6 +313,23 @@ def test_blocks_behind_the_last_key_change_no_bit():
     assert all(same_bits(np.ascontiguousarray(a), np.ascontiguousarray(b)) for a, b in zip(*results, strict=True))
 
 
+def test_padding_of_queries_changes_no_bit():
+    """An entry of one query by itself, and padded: heads of one key head add in the same order."""
+    q, k, v = testing.make_qkv(1, 8, 1, 40, 30, 16)
+    kept = np.ones((1, 8, 1, 30), bool)
+    kept[0, :4, 0, 10:] = False
+    dout, _ = rest_of(q, v)
+    results = []
+    for length in (1, 2, 40):
+        options = {"block_shape": (40, 1), "q_lens": [1]}
+        cut = [np.ascontiguousarray(x[:, :, :length]) for x in (dout, q)]
+        lists = sabi.from_block_mask(kept, dtype="int32")
+        out, lse = attend(cut[1], k, v, lists, **options)
+        dq, dk, dv = gradients(cut[0], cut[1], k, v, out, lse, lists, **options)
+        results.append((np.ascontiguousarray(dq[:, :, :1]), dk, dv))
+    assert all(same_bits(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
 def test_layouts_agree():
     arrays = testing.make_qkv(2, 4, 2, 90, 130, 32)
     dout, dlse = rest_of(arrays[0], arrays[2])

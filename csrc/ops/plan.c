@@ -173,12 +173,14 @@ static void survey_item(void *context, int64_t index, int worker) {
             marked_row = tile.block_row;
             marked_head = tile.head;
         }
-        /* the middle query's keys stand for those of the tile */
-        const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(tile.lanes, tile.heads);
+        /* the middle query's keys stand for those of the tile; padding counts for nothing: sums of gradients are taken in the order of costs */
+        const int64_t lanes = ba_min(tile.lanes, (q.valid - tile.first_query) * tile.heads - tile.first_lane);
+        if (lanes <= 0) continue;
+        const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(lanes, tile.heads);
         const ba_range range = ba_visible_keys(p, first + queries / 2, q.valid, kv.valid);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
         /* few queries cost as much as reading their keys does */
-        item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(tile.lanes, BA_FEW_QUERIES) : tile.lanes);
+        item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
     }
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
 }
