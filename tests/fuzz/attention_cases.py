@@ -45,15 +45,16 @@ def _sizes(draw: Draw) -> tuple[int, ...]:
     """Batch, KV heads, group, query tokens, keys, head dims."""
     regime = draw.pick("regime", ("small", "few", "long", "deep"), (5, 2, 2, 1))
     most = {"small": (3, 3, 4, 64, 64), "few": (3, 2, 8, 9, 1500), "long": (2, 1, 3, 300, 600), "deep": (2, 2, 4, 24, 100)}[regime]
-    batch = draw.integer("batch", 0, most[0], likely=(1, 2))
+    zero = draw.pick("zero", ("none", "batch", "s_q", "s_kv"), (40, 1, 1, 1))
+    batch = draw.integer("batch", 1, most[0], likely=(1, 2))
     kv_heads = draw.integer("kv_heads", 1, most[1])
     group = draw.integer("group", 1, most[2], likely=(1, 2))
-    s_q = draw.integer("s_q", 0, most[3], likely=(1, 2, 8, 16, 32, 33, 64, 128, 256))
-    s_kv = draw.integer("s_kv", 0, most[4], likely=(most[4], 64, 128, 256, 512))
+    s_q = draw.integer("s_q", 1, most[3], likely=(1, 2, 8, 16, 32, 33, 64, 128, 256))
+    s_kv = draw.integer("s_kv", 1, most[4], likely=(most[4], 64, 128, 256, 512))
     dims = {"small": 128, "few": 128, "long": 64, "deep": 576}[regime]
     dim = draw.integer("dim", 1, dims, likely=(8, 16, 32, 64, 128, 256, 576))
     v_dim = dim if draw.pick("v_dim.same", (True, False)) else draw.integer("v_dim", 1, dims, likely=(16, 64, 128, 512))
-    return batch, kv_heads, group, s_q, s_kv, dim, v_dim
+    return batch * (zero != "batch"), kv_heads, group, s_q * (zero != "s_q"), s_kv * (zero != "s_kv"), dim, v_dim
 
 
 def _lengths(draw: Draw, name: str, batch: int, most: int) -> np.ndarray:

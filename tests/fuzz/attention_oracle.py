@@ -121,7 +121,7 @@ def forward(a: Attention) -> Forward:
     share = 2 * (relative + weight_error(a.dtype)) + count * eps
     tiny = SMALL + (2.0**-24 if a.dtype == "float16" else 0)
     allowed_out = share[..., None] * (weights @ np.abs(v)) + 2 * EPSILON[a.dtype] * np.abs(out) + tiny
-    sum_error = relative + (2.0**-11 if a.dtype in ("float16", "bfloat16") else 8 * eps) + count * eps
+    sum_error = relative + (2.0**-12 if a.dtype in ("float16", "bfloat16") else 8 * eps) + count * eps
     allowed_lse = sum_error + 4 * eps * np.abs(shift) + 4 * eps * np.abs(np.where(some, lse, 0)) + SMALL
     return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse)
 
