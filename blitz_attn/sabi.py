@@ -289,20 +289,18 @@ def document(
     kv_sizes = q_sizes if kv_lengths is None else np.asarray(kv_lengths, dtype=np.int64)
     if q_sizes.ndim != 1 or q_sizes.shape != kv_sizes.shape or min(q_sizes.min(initial=0), kv_sizes.min(initial=0)) < 0:
         raise ValueError(f"lengths: expected as many lengths from 0 on as kv_lengths, got {list(lengths)}")
-    q_ends, kv_ends = np.cumsum(q_sizes), np.cumsum(kv_sizes)
     s_q, s_kv = int(q_sizes.sum()), int(kv_sizes.sum())
     block_q, block_kv = checked_shape(block_shape)
-    grid_of(s_q, s_kv, block_shape)
-    first = np.arange(0, s_q, block_q)
-    last = np.minimum(first + block_q, s_q) - 1
-    first_doc, last_doc = np.searchsorted(q_ends, first, side="right"), np.searchsorted(q_ends, last, side="right")
-    low = kv_ends[first_doc] - kv_sizes[first_doc]
-    high = kv_ends[last_doc] - 1
-    if causal:
-        own = high - (q_ends[last_doc] - 1 - last)  # the last query's own diagonal
-        before = np.where(last_doc > first_doc, kv_ends[last_doc - 1] - 1, -1)
-        high = np.maximum(np.where(own >= kv_ends[last_doc] - kv_sizes[last_doc], own, -1), before)
-    return _one_head(_span_mask(low, high, s_kv, block_kv), dtype, width)
+    mask = np.zeros(grid_of(s_q, s_kv, block_shape), bool)
+    start = kv_start = 0
+    for size, kv_size in zip(q_sizes.tolist(), kv_sizes.tolist(), strict=True):
+        if size:
+            rows = np.arange(start // block_q, (start + size - 1) // block_q + 1)
+            last = np.minimum((rows + 1) * block_q, start + size) - 1 - start  # the document's last query in each row
+            high = last + kv_size - size if causal else np.full_like(last, kv_size - 1)
+            mask[rows] |= _span_mask(np.full_like(high, kv_start), kv_start + high, s_kv, block_kv)
+        start, kv_start = start + size, kv_start + kv_size
+    return _one_head(mask, dtype, width)
 
 
 def dilated(
@@ -408,7 +406,7 @@ def vertical_slash(
     if picked.min(initial=0) < 0 or picked.max(initial=0) >= s_kv:
         raise ValueError(f"vertical: expected key positions in 0..{s_kv - 1}, got {picked.min()}..{picked.max()}")
     lead = np.broadcast_shapes((1, 1), picked.shape[:-1], offsets.shape[:-1])
-    picked, offsets = (np.broadcast_to(x, (*lead, x.shape[-1])).reshape(-1, x.shape[-1]) for x in (picked, offsets))
+    picked, offsets = (np.broadcast_to(x, (*lead, x.shape[-1])).reshape(math.prod(lead), x.shape[-1]) for x in (picked, offsets))
     low, high = _keys_seen(s_q, s_kv, block_q)
     mask = np.zeros((picked.shape[0], rows, columns), bool)
     for head, (keys, back) in enumerate(zip(picked, offsets, strict=True)):

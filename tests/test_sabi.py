@@ -73,7 +73,7 @@ def test_sink_local(s_q, s_kv, block_shape, sink, local, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "kv_lengths"),
-    [([128, 256, 100], None), ([10, 0, 5, 300, 1], None), ([64, 100, 30], [70, 20, 90]), ([50, 50], [0, 80]), ([40, 30, 30], [90, 3, 3])],
+    [([128, 256, 100], None), ([10, 0, 5, 300, 1], None), ([64, 100, 30], [70, 20, 90]), ([50, 50], [0, 80]), ([40, 30, 30], [90, 3, 3]), ([20, 0, 20], [9, 100, 9])],
 )
 @pytest.mark.parametrize("block_shape", [(32, 32), (16, 48), (128, 128)])
 def test_document(lengths, kv_lengths, block_shape, causal):
@@ -96,6 +96,11 @@ def test_dilated(s_q, s_kv, block_shape, stride, reach, causal):
         last = min((r + 1) * block_shape[0], s_q) - 1 + s_kv - s_q
         away = last // block_shape[1] - c
         assert mask[r, c] == (away % stride == 0 and (reach is None or abs(away) <= reach) and (away >= 0 or not causal))
+
+
+@pytest.mark.parametrize(("vertical", "slash", "expected"), [([], [0], [[0], [1]]), ([0], [], [[0], [0]]), ([], [], [[-1], [-1]])])
+def test_vertical_slash_of_nothing(vertical, slash, expected):
+    assert sabi.vertical_slash(64, None, (32, 32), vertical=vertical, slash=slash, dtype="int32").tolist() == [[expected]]
 
 
 @pytest.mark.parametrize("causal", [False, True])

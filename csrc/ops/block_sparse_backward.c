@@ -249,24 +249,33 @@ static void write_dq(const call *c, const worker_scratch *w, const ba_item *item
 
 /* ---- An item ------------------------------------------------------------------------------------------------------ */
 
+/* Blocks behind the last valid key: whether lists are equal does not depend on them, nor does the order of sums on padding then. */
+static void forget_columns_from(uint64_t *bitmap, int64_t words, int64_t column) {
+    if (column / 64 < words) bitmap[column / 64] &= ((uint64_t)1 << (column % 64)) - 1;
+    for (int64_t i = column / 64 + 1; i < words; i++) bitmap[i] = 0;
+}
+
 /* Tiles whose lists are equal share one walk. Returns the number of walks. */
 static int make_walks(const call *c, const worker_scratch *w, const ba_item *item, ba_walk *walks) {
     const ba_problem *p = c->problem;
-    const int64_t words = c->plan.bitmap_words;
+    const int64_t words = c->plan.bitmap_words, keys = ba_kv_span(p, item->batch).valid;
     int n = 0;
     for (int64_t i = 0; i < item->tiles; i++) {
         tile_state *t = &w->tiles[i];
         uint64_t *bitmap = w->bitmaps + n * words;
         int64_t at;
         t->walk = n;
-        if (p->listed) ba_list_to_bitmap(p, item->batch, t->tile.head, t->tile.block_row, bitmap, words, &at);
+        if (p->listed) {
+            ba_list_to_bitmap(p, item->batch, t->tile.head, t->tile.block_row, bitmap, words, &at);
+            forget_columns_from(bitmap, words, ba_ceil_div(keys, p->block_kv));
+        }
         for (int k = 0; k < n; k++)
             if (!p->listed || memcmp(w->bitmaps + k * words, bitmap, (size_t)words * sizeof *bitmap) == 0) t->walk = k;
         if (t->walk == n)
             walks[n++] = (ba_walk){.bitmap = p->listed ? bitmap : NULL,
                                    .words = words,
                                    .block_kv = p->block_kv,
-                                   .keys = ba_kv_span(p, item->batch).valid,
+                                   .keys = keys,
                                    .chunk_keys = c->tuning->gradient_keys,
                                    .stop = INT64_MAX,
                                    .range = {INT64_MAX, 0}};

@@ -91,7 +91,7 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     for (int64_t i = 0; i < entries; i++) {
         const int64_t column = ba_list_entry(&p->blocks, offset + i * step);
         *at = i;
-        if (column == -1 && !p->block_counts) return true;
+        if ((column == -1 || (column < 0 && !p->page_size)) && !p->block_counts) return true; /* lists of pages have one pad, -1 */
         if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;
         bitmap[column / 64] |= (uint64_t)1 << (column % 64);
     }
@@ -174,12 +174,14 @@ static void survey_item(void *context, int64_t index, int worker) {
             marked_row = tile.block_row;
             marked_head = tile.head;
         }
-        /* the middle query's keys stand for those of the tile */
-        const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(tile.lanes, tile.heads);
+        /* the middle query's keys stand for those of the tile; padding counts for nothing: sums of gradients are taken in the order of costs */
+        const int64_t lanes = ba_min(tile.lanes, (q.valid - tile.first_query) * tile.heads - tile.first_lane);
+        if (lanes <= 0) continue;
+        const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(lanes, tile.heads);
         const ba_range range = ba_visible_keys(p, first + queries / 2, q.valid, kv.valid);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
         /* few queries cost as much as reading their keys does */
-        item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(tile.lanes, BA_FEW_QUERIES) : tile.lanes);
+        item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
     }
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
 }

@@ -1,1 +1,127 @@
-"""To be written."""
+"""`block_sparse_attention`: every list, rule, layout, dtype and kind of array at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import blitz_attn
+
+from . import arrays, checks
+from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of
+from .attention_oracle import Attention, forward
+from .draw import Draw
+from .problems import Finding, problem
+
+CHECKS = ("oracle", "threads", "permute", "alone", "dense", "masked")
+
+
+def attend(case: Case, rng: np.random.Generator, num_threads: int | None = 1) -> tuple[np.ndarray, np.ndarray]:
+    """The case once more, with plain arrays and the rows of its lists in some other order."""
+    given, options = plain_arguments(case, rng)
+    return blitz_attn.block_sparse_attention(*given.values(), **options, return_lse=True, num_threads=num_threads)
+
+
+def call(draw: Draw, case: Case, made: Arguments) -> tuple[Any, Any]:
+    """The drawn call; None for a log-sum-exp that is not asked for. Checks what a call promises whatever its numbers are."""
+    p = case.problem
+    shapes = {"out": laid_out(np.empty((*p.q.shape[:3], p.v.shape[-1])), case.layout, p.q_lens).shape}
+    shapes["lse"] = laid_out(np.empty(p.q.shape[:3]), case.layout, p.q_lens).shape
+    dtypes = {"out": p.dtype, "lse": p.real}
+    return_lse = draw.flag("return_lse", 0.7)
+    given = {"none": (), "out": ("out",), "pair": ("out", "lse"), "lse": ("lse",)}[
+        draw.pick("out", ("none", "out", "pair", "lse"), (4, 2, 1, 1))
+    ]
+    if "lse" in given and not return_lse:
+        given = ("out",)
+    outputs = Outputs(made, shapes, dtypes, given)
+    out = (outputs.given.get("out"), outputs.given["lse"]) if "lse" in given else outputs.given.get("out")
+    result = blitz_attn.block_sparse_attention(
+        *made.arrays.values(), **made.options, out=out, return_lse=return_lse, num_threads=checks.threads(draw)
+    )
+    results = dict(zip(("out", "lse"), result if return_lse else (result,), strict=False))
+    outputs.check(results)
+    return results["out"], results.get("lse")
+
+
+def check_numbers(case: Case, out: Any, lse: Any) -> None:
+    """Against the oracle. Rows that see garbage: NaN where a key is NaN, and anything where it is infinite."""
+    p = case.problem
+    f, hit = forward(p), case.hit
+    if np.isnan(case.garbage):
+        f.out[hit], f.lse[hit] = np.nan, np.nan
+    skipped = hit if not np.isnan(case.garbage) else np.zeros_like(hit)
+    got = arrays.values_of(out, p.dtype)
+    expected, allowed, off = (
+        laid_out(x, case.layout, p.q_lens) for x in (f.out, f.allowed_out, np.broadcast_to(skipped[..., None], f.out.shape))
+    )
+    checks.near("out", np.where(off, 0, got), np.where(off, 0, expected), np.where(off, 1, allowed))
+    seen_any = laid_out(f.seen.any(axis=-1) | hit, case.layout, p.q_lens)
+    empty = laid_out(np.broadcast_to(~f.seen.any(axis=-1)[..., None], f.out.shape), case.layout, p.q_lens)
+    if got[empty].any():
+        raise Finding("out: rows that see nothing are not 0")
+    if lse is not None:
+        expected, allowed, off = (laid_out(x, case.layout, p.q_lens) for x in (f.lse, f.allowed_lse, skipped))
+        got = arrays.values_of(lse, p.real)
+        checks.near("lse", np.where(off, 0, got), np.where(off, 0, expected), np.where(off, 1, allowed))
+        if not np.array_equal(np.isneginf(got[~off]), ~seen_any[~off]):
+            raise Finding("lse: -inf in other rows than those that see nothing")
+
+
+def masked_blocks(p: Attention) -> np.ndarray:
+    """The lists and, in each row, all blocks that lie wholly behind the last key of each entry that the list is for."""
+    starts = np.arange(p.blocks.shape[3]) * p.block_shape[1]
+    lens = p.kv_lens if p.blocks.shape[0] == p.kv_lens.size else p.kv_lens.max(initial=0)[None]
+    return p.blocks | (starts >= lens[:, None])[:, None, None]
+
+
+@problem("block_sparse_attention", weight=3)
+def block_sparse_attention(draw: Draw) -> None:
+    check = draw.pick("check", CHECKS)
+    case = draw_case(draw)
+    p = case.problem
+    if check == "dense" and p.blocks is not None:
+        p.blocks = np.ones_like(p.blocks)
+    with checks.at_level(draw):
+        made = Arguments(draw, case)
+        out, lse = call(draw, case, made)
+        check_numbers(case, out, lse)
+        rng = draw.rng("again")
+        if check == "alone":
+            check_alone(draw, case, out, lse)
+            return
+        if check == "oracle" or (check in ("permute", "dense", "masked") and p.blocks is None):
+            return
+        other = case
+        if check == "dense":
+            other = dataclasses.replace(case, problem=dataclasses.replace(p, blocks=None))
+        elif check == "masked":
+            other = dataclasses.replace(case, problem=dataclasses.replace(p, blocks=masked_blocks(p)))
+        again = attend(other, rng, {"threads": draw.pick("other_threads", checks.THREADS)}.get(check, 1))
+        what = {"dense": "all blocks listed and no list", "masked": "with masked blocks", "threads": "another number of threads"}.get(
+            check, "other order"
+        )
+        checks.same_bits(what, *((out, again[0]) if lse is None else ((out, lse), again)))
+
+
+def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
+    """One batch entry by itself, in another layout, with other padding."""
+    p = case.problem
+    batch, heads = p.q.shape[:2]
+    layout = draw.pick("alone.layout", ("BNSD", "BSND", "BSH", "TND"))
+    pads = draw.pick("alone.pad_q", (0, 1, 70)), draw.pick("alone.pad_kv", (0, 1, 70))
+    if batch == 0:
+        return
+    b = int(draw.rng("alone.entry").integers(batch))
+    single = alone(case, b, layout, *pads)
+    again = attend(single, draw.rng("again"))
+    clear = ~case.hit[b, :, : int(p.q_lens[b])]  # a NaN may be another one
+    results = [(arrays.stored(arrays.values_of(out, p.dtype), p.dtype), again[0], False)]
+    if lse is not None:
+        results.append((arrays.stored(arrays.values_of(lse, p.real), p.real), again[1], True))
+    for ours, theirs, numbers in results:
+        one = rows_of(ours, case.layout, heads, p.q_lens, b, numbers=numbers)
+        other = rows_of(theirs, layout, heads, single.problem.q_lens, 0, numbers=numbers)
+        checks.same_bits("lse alone" if numbers else "out alone", one[clear], other[clear])

@@ -1,1 +1,150 @@
-"""To be written."""
+"""`block_sparse_attention_backward`: the gradients of everything that the forward call takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import blitz_attn
+
+from . import arrays, checks
+from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of
+from .attention_oracle import Forward, backward, forward
+from .draw import Draw
+from .problems import Finding, problem
+
+CHECKS = ("oracle", "threads", "permute", "alone", "dense")
+LARGEST = {"float16": 65504.0}
+
+
+class Given(NamedTuple):
+    """What a backward call takes beside the forward call's arguments, (B, H, Sq, ...) whatever the layout."""
+
+    dout: np.ndarray
+    out: np.ndarray
+    lse: np.ndarray
+    dlse: np.ndarray | None
+
+    def laid_out(self, case: Case) -> dict[str, np.ndarray]:
+        """In the case's layout and dtypes; rows behind the last query hold garbage."""
+        p = case.problem
+        beyond = np.arange(p.q.shape[2]) >= p.q_lens[:, None, None]
+        laid = {}
+        for name, x in self._asdict().items():
+            if x is not None:
+                x = np.where(beyond if x.ndim == 3 else beyond[..., None], case.garbage, x)
+                laid[name] = np.ascontiguousarray(arrays.stored(laid_out(x, case.layout, p.q_lens), p.real if x.ndim == 3 else p.dtype))
+        return laid
+
+
+def gradients(case: Case, given: Given, rng: np.random.Generator, num_threads: int = 1) -> tuple[Any, Any, Any]:
+    """The gradients once more, with plain arrays and the rows of the lists in some other order."""
+    qkv, options = plain_arguments(case, rng)
+    others = given.laid_out(case)
+    dlse = others.pop("dlse", None)
+    call = blitz_attn.block_sparse_attention_backward
+    return call(others["dout"], *qkv.values(), others["out"], others["lse"], **options, dlse=dlse, num_threads=num_threads)
+
+
+def draw_given(draw: Draw, case: Case, f: Forward) -> Given:
+    """Gradients to start from, and a forward result: the package's own, or the oracle's, rounded."""
+    p = case.problem
+    rng = draw.rng("gradients")
+    dout = arrays.rounded(rng.standard_normal(f.out.shape) * draw.pick("dout.spread", (1.0, 0.01)), p.dtype)
+    dlse = arrays.rounded(rng.standard_normal(f.lse.shape), p.real) if draw.flag("dlse") else None
+    if draw.flag("own_forward"):
+        qkv, options = plain_arguments(dataclasses.replace(case, layout="BNSD", has_q_lens=True, has_kv_lens=True), rng)
+        out, lse = blitz_attn.block_sparse_attention(*qkv.values(), **options, return_lse=True)
+        out, lse = arrays.values_of(out, p.dtype), arrays.values_of(lse, p.real)
+    else:
+        out, lse = arrays.rounded(f.out, p.dtype), arrays.rounded(f.lse, p.real)
+    if draw.flag("lse.dropped", 0.1):  # queries that attended nothing, says their log-sum-exp
+        dropped = rng.random(lse.shape) < 0.3
+        out[dropped], lse[dropped] = 0, -np.inf
+    return Given(dout, out, lse, dlse)
+
+
+def check_numbers(case: Case, f: Forward, given: Given, got: dict[str, Any]) -> None:
+    p = case.problem
+    expected = backward(p, f, *given)
+    shown = f.seen & (given.lse > -np.inf)[..., None]
+    touched = p.ungrouped(shown.any(axis=2)) > 0
+    for i, (name, lens, some) in enumerate((("dq", p.q_lens, shown.any(axis=-1)), ("dk", p.kv_lens, touched), ("dv", p.kv_lens, touched))):
+        values, allowed = expected[i], expected.allowed[i]
+        overflow = np.abs(values) + allowed > LARGEST.get(p.dtype, np.inf)
+        values, allowed, off, some = (
+            laid_out(x, case.layout, lens) for x in (values, allowed, overflow, np.broadcast_to(some[..., None], values.shape))
+        )
+        ours = arrays.values_of(got[name], p.dtype)
+        checks.near(name, np.where(off, 0, ours), np.where(off, 0, values), allowed)
+        if ours[~some].any():
+            raise Finding(f"{name}: not 0 where nothing was attended")
+
+
+@problem("block_sparse_attention_backward", weight=2)
+def block_sparse_attention_backward(draw: Draw) -> None:
+    check = draw.pick("check", CHECKS)
+    case = draw_case(draw, spreads=(1, 0.02, 4))
+    p = case.problem
+    if check == "dense" and p.blocks is not None:
+        p.blocks = np.ones_like(p.blocks)
+    f = forward(p)
+    case.bad &= ~(p.ungrouped(f.seen.any(axis=2)) > 0)  # what some query sees would spoil all gradients
+    with checks.at_level(draw):
+        given = draw_given(draw, case, f)
+        made = Arguments(draw, case)
+        for name, x in given.laid_out(case).items():
+            made.arrays[name] = made.array(name, x, p.real if name in ("lse", "dlse") else p.dtype)
+        lens = {"dq": p.q_lens, "dk": p.kv_lens, "dv": p.kv_lens}
+        shapes = {name: laid_out(x, case.layout, lens[name]).shape for name, x in (("dq", p.q), ("dk", p.k), ("dv", p.v))}
+        written = {"none": (), "all": ("dq", "dk", "dv"), "some": ("dk",)}[draw.pick("grads", ("none", "all", "some"))]
+        outputs = Outputs(made, shapes, dict.fromkeys(shapes, p.dtype), written)
+        grads = tuple(outputs.given.get(name) for name in shapes) if written else None
+        call, x = blitz_attn.block_sparse_attention_backward, made.arrays
+        found = call(
+            *(x[name] for name in ("dout", "q", "k", "v", "out", "lse")),
+            **made.options,
+            dlse=x.get("dlse"),
+            grads=grads,
+            num_threads=checks.threads(draw),
+        )
+        got = dict(zip(shapes, found, strict=True))
+        outputs.check(got)
+        check_numbers(case, f, given, got)
+        rng = draw.rng("again")
+        if check == "alone":
+            check_alone(draw, case, given, got)
+        elif check == "threads":
+            checks.same_bits("another number of threads", found, gradients(case, given, rng, draw.pick("other_threads", checks.THREADS)))
+        elif check == "permute" and p.blocks is not None:
+            checks.same_bits("other order", found, gradients(case, given, rng))
+        elif check == "dense" and p.blocks is not None:
+            dense = gradients(dataclasses.replace(case, problem=dataclasses.replace(p, blocks=None)), given, rng)
+            same = 3 if p.block_shape[0] % 128 == 0 else 1
+            checks.same_bits("all blocks listed and no list", found[:same], dense[:same])
+
+
+def check_alone(draw: Draw, case: Case, given: Given, got: dict[str, Any]) -> None:
+    """One batch entry by itself, with other padding."""
+    p = case.problem
+    batch, heads = p.q.shape[:2]
+    pads = draw.pick("alone.pad_q", (0, 1, 70)), draw.pick("alone.pad_kv", (0, 1, 70))
+    if batch == 0:
+        return
+    b = int(draw.rng("alone.entry").integers(batch))
+    single = alone(case, b, case.layout, *pads)
+    s_q = single.problem.q.shape[2]
+
+    def cut(x: np.ndarray | None) -> np.ndarray | None:
+        if x is None:
+            return None
+        rows = x[b : b + 1, :, : int(p.q_lens[b])]
+        return np.concatenate([rows, np.zeros((1, heads, s_q - rows.shape[2], *x.shape[3:]))], axis=2)
+
+    again = gradients(single, Given(*(cut(x) for x in given)), draw.rng("again"))
+    for (name, ours), theirs in zip(got.items(), again, strict=True):
+        n_heads, lens = (heads, p.q_lens) if name == "dq" else (p.k.shape[1], p.kv_lens)
+        one = rows_of(arrays.stored(arrays.values_of(ours, p.dtype), p.dtype), case.layout, n_heads, lens, b)
+        checks.same_bits(f"{name} alone", one, rows_of(theirs, case.layout, n_heads, lens[b : b + 1], 0))

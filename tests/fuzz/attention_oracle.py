@@ -1,0 +1,169 @@
+"""Block-sparse attention and its gradients, token by token in float64: the README's definitions as boolean masks.
+
+Everything here has one form whatever the layout: queries (B, H, Sq, D), keys and values (B, Hkv, Skv, ...), where entry b holds
+q_lens[b] queries and kv_lens[b] keys and padding behind them. Values are finite; what is NaN or infinite for the package is known
+to `Problem.bad`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .checks import EPSILON
+
+SMALL = 1e-30  # numbers below 1e-38 may count as 0 at some levels, before they are multiplied and summed
+
+
+@dataclass
+class Attention:
+    """One problem: what is computed, not how its arrays look."""
+
+    dtype: str
+    q: np.ndarray  # (B, H, Sq, D)
+    k: np.ndarray  # (B, Hkv, Skv, D)
+    v: np.ndarray  # (B, Hkv, Skv, Dv)
+    q_lens: np.ndarray  # (B,)
+    kv_lens: np.ndarray
+    blocks: np.ndarray | None  # bool (B or 1, H or 1, ceil(Sq / block_q), ceil(Skv / block_kv))
+    block_shape: tuple[int, int]
+    scale: float | None
+    causal: bool
+    window: tuple[int, int] | None
+
+    @property
+    def real(self) -> str:
+        """The dtype of sums and of the log-sum-exp."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def factor(self) -> float:
+        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def grouped(self, x: np.ndarray) -> np.ndarray:
+        """Keys or values (B, Hkv, ...) once for each query head."""
+        return np.repeat(x, self.q.shape[1] // x.shape[1], axis=1) if x.shape[1] else x
+
+    def ungrouped(self, x: np.ndarray) -> np.ndarray:
+        """Sums over the query heads of each key head."""
+        kv_heads = self.k.shape[1]
+        return x.reshape(x.shape[0], kv_heads, x.shape[1] // max(kv_heads, 1), *x.shape[2:]).sum(axis=2)
+
+    def seen(self) -> np.ndarray:
+        """Boolean (B, H, Sq, Skv): whether a query attends a key."""
+        (batch, heads, s_q, _), s_kv = self.q.shape, self.k.shape[2]
+        i, j = np.arange(s_q)[:, None], np.arange(s_kv)
+        q_lens, kv_lens = self.q_lens[:, None, None], self.kv_lens[:, None, None]
+        mask = (i < q_lens) & (j < kv_lens)
+        away = j - (i + kv_lens - q_lens)
+        if self.causal:
+            mask &= away <= 0
+        if self.window is not None:
+            before, after = self.window
+            if before >= 0:
+                mask &= away >= -before
+            if after >= 0:
+                mask &= away <= after
+        mask = np.broadcast_to(mask[:, None], (batch, heads, s_q, s_kv))
+        if self.blocks is None:
+            return mask
+        block_q, block_kv = self.block_shape
+        return mask & self.blocks[:, :, np.arange(s_q) // block_q][..., np.arange(s_kv) // block_kv]
+
+
+class Forward(NamedTuple):
+    seen: np.ndarray  # (B, H, Sq, Skv)
+    scores: np.ndarray
+    out: np.ndarray  # (B, H, Sq, Dv)
+    lse: np.ndarray  # (B, H, Sq)
+    score_error: np.ndarray  # (B, H, Sq): how far a score of the row may be off
+    allowed_out: np.ndarray
+    allowed_lse: np.ndarray
+
+
+def weight_error(dtype: str) -> float:
+    """The relative error of a softmax weight beside that of its score: of the exponential, and of rounding it to the dtype.
+
+    Weights of bfloat16 problems may be rounded to bfloat16 before they meet the values; those of float16 are known to that dtype's
+    precision.
+    """
+    return EPSILON[dtype] if dtype in ("float16", "bfloat16") else 8 * EPSILON[dtype]
+
+
+def forward(a: Attention) -> Forward:
+    """The definition, and how far from it arithmetic in the promised precision may be.
+
+    A score is a sum of D products in float32, times a number: it is off by at most (D + 8) eps times the sum of the products'
+    absolute values. So is its exponential, relatively, and hence each weight before and after it is divided by their sum. A result
+    is a sum of n weighted values, off by (2 * that + n eps) of the sum of their absolute values, and is rounded to the dtype. The
+    sum of a row is off by as much, relatively, and the log-sum-exp absolutely.
+    """
+    seen, eps = a.seen(), EPSILON[a.real]
+    k, v = a.grouped(a.k), a.grouped(a.v)
+    scores = a.factor * (a.q @ k.swapaxes(-1, -2))
+    largest = np.max(np.where(seen, scores, -np.inf), axis=-1, initial=-np.inf)
+    some = largest > -np.inf
+    shift = np.where(some, largest, 0)
+    weights = np.exp(np.where(seen, scores - shift[..., None], -np.inf))
+    total = weights.sum(axis=-1)
+    weights /= np.where(some, total, 1)[..., None]
+    out = weights @ v
+    with np.errstate(divide="ignore"):
+        lse = np.where(some, np.log(total) + shift, -np.inf)
+
+    norms = np.linalg.norm(a.q, axis=-1) * np.linalg.norm(k, axis=-1).max(axis=-1, initial=0)[..., None]  # at least any sum of products
+    score_error = eps * abs(a.factor) * (a.q.shape[-1] + 8) * norms
+    with np.errstate(over="ignore"):
+        relative = np.expm1(2 * score_error)
+    count = np.minimum(seen.sum(axis=-1), 1 << 20)
+    share = 2 * (relative + weight_error(a.dtype)) + count * eps
+    tiny = SMALL + (2.0**-24 if a.dtype == "float16" else 0)
+    allowed_out = share[..., None] * (weights @ np.abs(v)) + 2 * EPSILON[a.dtype] * np.abs(out) + tiny
+    sum_error = relative + (2.0**-12 if a.dtype in ("float16", "bfloat16") else 8 * eps) + count * eps
+    allowed_lse = sum_error + 4 * eps * np.abs(shift) + 4 * eps * np.abs(np.where(some, lse, 0)) + SMALL
+    return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse)
+
+
+class Gradients(NamedTuple):
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    allowed: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None) -> Gradients:
+    """The formulas of the docstring with the `out` and `lse` that are given, and how far float32 arithmetic may be from them.
+
+    A probability is off by its score's error, by rounding the difference to `lse`, and by `weight_error`. dout . v and dout . out
+    are sums of Dv products, so a slope is off by the probability's error of itself and (Dv + 4) eps of the products' absolute
+    values; slopes are rounded as probabilities are. Each gradient is a sum of n products of these, rounded to the dtype.
+    """
+    eps = EPSILON[a.real]
+    k, v = a.grouped(a.k), a.grouped(a.v)
+    some = f.seen.any(axis=-1) & (lse > -np.inf)
+    shown = f.seen & some[..., None]
+    row_lse = np.where(some, lse, 0)
+    p = np.exp(np.where(shown, f.scores - row_lse[..., None], -np.inf))
+    delta = (dout * out).sum(axis=-1)
+    free = delta - (0 if dlse is None else dlse)
+    products = dout @ v.swapaxes(-1, -2)
+    ds = p * (products - free[..., None])
+
+    with np.errstate(over="ignore"):
+        p_error = np.expm1(2 * (f.score_error + 4 * eps * np.abs(row_lse)))[..., None] + weight_error(a.dtype)
+    norms = np.linalg.norm(dout, axis=-1)[..., None] * (np.linalg.norm(v, axis=-1)[..., None, :] + np.linalg.norm(out, axis=-1)[..., None])
+    size = np.abs(products) + np.abs(free)[..., None]
+    ds_error = p * (p_error * size + eps * (v.shape[-1] + 4) * norms + eps * size) + weight_error(a.dtype) * np.abs(ds)
+    n_kv, n_q = f.seen.shape[-1], f.seen.shape[-2] * (a.q.shape[1] // max(a.k.shape[1], 1))
+    ds_size = np.abs(ds) + ds_error
+    factor = abs(a.factor)
+    dq, dk, dv = a.factor * (ds @ k), a.factor * a.ungrouped(ds.swapaxes(-1, -2) @ a.q), a.ungrouped(p.swapaxes(-1, -2) @ dout)
+    dq_error = factor * ((ds_error + (n_kv + 4) * eps * ds_size) @ np.abs(k))
+    dk_error = factor * a.ungrouped((ds_error + (n_q + 4) * eps * ds_size).swapaxes(-1, -2) @ np.abs(a.q))
+    dv_error = a.ungrouped((p * (p_error + (n_q + 4) * eps)).swapaxes(-1, -2) @ np.abs(dout))
+    tiny = SMALL + (2.0**-24 if a.dtype == "float16" else 0)
+    rounding = 2 * EPSILON[a.dtype]
+    allowed = tuple(e + rounding * np.abs(x) + tiny for x, e in ((dq, dq_error), (dk, dk_error), (dv, dv_error)))
+    return Gradients(dq, dk, dv, allowed)
