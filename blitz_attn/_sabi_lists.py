@@ -1,8 +1,8 @@
 """Block lists as arrays: pads, checks, conversions and set operations. Public through `blitz_attn.sabi`.
 
 A block list (sabi, sparse attention block indices) has shape (..., R, W): for each of R blocks of queries, up to W
-column numbers of the blocks of keys that are kept. A row ends at its first pad: 65535 in uint16, -1 in the signed types
-(these functions take any negative number for one). All functions accept both conventions, any order within a row, and any leading axes.
+column numbers of the blocks of keys that are kept. A row ends at its first pad: 65535 in uint16, any negative number
+in the signed types. All functions accept both conventions, any order within a row, and any leading axes.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def block_sparse_attention(
     sabi : array_like of int, optional
         Sparse attention block indices, ``(B or 1, H or 1, ceil(Sq / block_shape[0]), W)``: each row lists the columns
         of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad:
-        65535 for uint16, -1 for int16, int32 and int64. None sees every block.
+        65535 for uint16, any negative entry for int16, int32 and int64. None sees every block.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys. The last block of either axis may be partial.
     scale : float, optional

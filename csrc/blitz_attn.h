@@ -47,7 +47,7 @@ typedef enum ba_dtype {
     BA_FLOAT16,
     BA_BFLOAT16,
     BA_FLOAT64,
-    BA_UINT16, /* index lists only: padded with 65535; the signed types pad with -1 */
+    BA_UINT16, /* index lists only: padded with 65535; the signed types pad with any negative entry, lists of pages with -1 */
     BA_INT16,
     BA_INT32,
     BA_INT64,
