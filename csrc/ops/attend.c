@@ -1,6 +1,7 @@
 /* The forward driver: loops, plan and scratch; it knows neither an ISA nor an element type. */
 #include "ops/attend.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -190,7 +191,8 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
     t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head + t->head, item->first_tile + index % item->tiles);
     t->range = (ba_range){INT64_MAX, 0};
     t->panels = 0;
-    int64_t at = index * (few ? FEW_ROOM : tile_room(c));
+    const int64_t room_of_tile = few ? FEW_ROOM : tile_room(c);
+    int64_t at = index * room_of_tile;
     for (int64_t lane = 0; lane < t->tile.lanes;) {
         panel_state *s = &t->panel[t->panels++];
         const int64_t left = t->tile.lanes - lane;
@@ -204,9 +206,10 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
         s->panel.l = w->ml + (at * 2 + room) * f->real_size;
         s->panel.lo = w->bounds + at * 2;
         s->panel.hi = w->bounds + at * 2 + room;
+        at += room;
+        assert(at <= (index + 1) * room_of_tile); /* else the panel is the next tile's too */
         open_panel(c, w, item, t, s);
         lane += s->lanes;
-        at += room;
     }
 }
 

@@ -7,6 +7,7 @@
  *
  * Where lists route single queries, an item is a longer run of rows: its lists are turned around, and block by block those that list the
  * block become tiles of their own, made for this block alone, whose dQ is added to what each query keeps. */
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -207,6 +208,7 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
     t->q = w->q_rows + at * pad_k * real;
     t->dout = w->dout_rows + at * pad_v * real;
     for (int64_t lane = 0; lane < t->tile.lanes; lane += t->panel[t->panels - 1].lanes) open_lanes(c, w, item, t, add_panel(c, w, t, lane, &at));
+    assert(at <= (index - item->first_tile + 1) * tile_room(c)); /* else the last panel is the next tile's too */
 }
 
 /* Packs a tile's queries, in both ways: their rows of q are w->rows, those of dout w->more_rows. */
