@@ -219,3 +219,41 @@ def draw_rules(setting: Setting, modes: tuple[str, ...] = ("paper", "mslk")) -> 
 
 def exact_parts(setting: Setting, x: np.ndarray) -> list[Near]:
     return [exact(part) for part in setting.parts(x)]
+
+
+# ---- Lists --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(setting: Setting, tile: int) -> list[int]:
+    return [-(-n // tile) for n in setting.lens]
+
+
+def list_parts(setting: Setting, lists: np.ndarray, tile: int) -> list[np.ndarray]:
+    """Lists of the sequences, (heads, rows, places)."""
+    if not setting.packed:
+        return list(lists)
+    ends = np.concatenate([[0], np.cumsum(rows_of(setting, tile))]).astype(int)
+    return [lists[:, ends[i] : ends[i + 1]] for i in range(len(setting.lens))]
+
+
+def lists_shape(setting: Setting, heads: int, tile: int, places: int) -> tuple[int, ...]:
+    rows = rows_of(setting, tile)
+    if setting.packed:
+        return heads, sum(rows), places
+    return len(rows), heads, rows[0] if rows else -(-setting.draw.options["tokens"] // tile), places
+
+
+def random_lists(setting: Setting, name: str, heads: int, tile: int, wide: int, places: int) -> np.ndarray:
+    """Rows of different lengths in any order, -1 behind them, and behind the first -1 blocks that do not count."""
+    draw = setting.draw
+    rng, garbage = draw.rng(name), draw.pick(f"{name}.behind", (-1, 0, 1000, -7))
+    lists = np.full(lists_shape(setting, heads, tile, places), -1, np.int64)
+    for n, part in zip(setting.lens, list_parts(setting, lists, tile), strict=True):
+        blocks = -(-n // wide)
+        for index in np.ndindex(part.shape[:2]):
+            row = part[index]
+            length = int(rng.integers(0, min(places, blocks), endpoint=True))
+            row[:length] = rng.permutation(blocks)[:length]
+            if blocks:
+                row[length + 1 :] = garbage
+    return lists

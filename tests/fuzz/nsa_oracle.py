@@ -113,6 +113,14 @@ def of_groups(x: Near, group: int, unit: float) -> Near:
     return total(Near(value, np.broadcast_to(x.error, x.value.shape).reshape(value.shape)), 1, unit)
 
 
+def added(terms: list[Near], how: Arithmetic, between: bool = True) -> Near:
+    """A sum whose terms may each have been rounded to the dtype."""
+    if between:
+        terms = [x.rounded(how) for x in terms]
+    size = sum(np.abs(x.value) for x in terms)
+    return Near(sum(x.value for x in terms), sum(x.error for x in terms) + SLACK * how.unit * size)
+
+
 # ---- What is seen -------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +260,8 @@ def compress_backward(dcmp: Near, x: Near, w: Near | None, rules: Rules, how: Ar
     if w is None:
         return dot(matrix.turned(), dcmp, how.unit), None
     dw = dot(block_means(x, rules, how).turned(), dcmp, how.unit)
-    return dot(matrix.turned(), dot(dcmp, w.turned(), how.unit), how.unit), dw
+    dmeans = dot(dcmp, w.turned(), how.unit).rounded(how)  # the gradient of the means lies between two steps, in the dtype
+    return dot(matrix.turned(), dmeans, how.unit), dw
 
 
 # ---- Selection ----------------------------------------------------------------------------------------------------

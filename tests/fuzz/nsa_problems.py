@@ -1,4 +1,4 @@
-"""Native sparse attention as a whole: `nsa` and `nsa_backward`."""
+"""Native sparse attention as a whole: `nsa` and `nsa_backward`. Its parts are in nsa_parts_problems."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import blitz_attn.nsa  # noqa: F401 - the module, which the package's name nsa may hide
 from blitz_attn.nsa import NSAContext, nsa, nsa_backward
 
-from . import arrays, checks
+from . import arrays, checks, nsa_parts_problems  # noqa: F401 - the last one registers its problems
 from . import nsa_oracle as oracle
 from .draw import Draw
-from .nsa_draws import Setting, Tensor, as_lists, draw_rules
+from .nsa_draws import Setting, Tensor, as_lists, draw_rules, list_parts, lists_shape, random_lists
 from .nsa_oracle import Arithmetic, Near, Rules, exact
 from .problems import Finding, problem
 
@@ -49,41 +49,6 @@ def pieces(draw: Draw) -> Iterator[None]:
         yield
     finally:
         module.PIECE_ELEMENTS = before
-
-
-def rows_of(setting: Setting, tile: int) -> list[int]:
-    return [-(-n // tile) for n in setting.lens]
-
-
-def list_parts(setting: Setting, lists: np.ndarray, tile: int) -> list[np.ndarray]:
-    """Lists of the sequences, (heads, rows, places)."""
-    if not setting.packed:
-        return list(lists)
-    ends = np.concatenate([[0], np.cumsum(rows_of(setting, tile))]).astype(int)
-    return [lists[:, ends[i] : ends[i + 1]] for i in range(len(setting.lens))]
-
-
-def lists_shape(setting: Setting, heads: int, tile: int, places: int) -> tuple[int, ...]:
-    rows = rows_of(setting, tile)
-    if setting.packed:
-        return heads, sum(rows), places
-    return len(rows), heads, rows[0] if rows else -(-setting.draw.options["tokens"] // tile), places
-
-
-def random_lists(setting: Setting, name: str, heads: int, tile: int, wide: int, places: int) -> np.ndarray:
-    """Rows of different lengths in any order, -1 behind them, and behind the first -1 blocks that do not count."""
-    draw = setting.draw
-    rng, garbage = draw.rng(name), draw.pick(f"{name}.behind", (-1, 0, 1000, -7))
-    lists = np.full(lists_shape(setting, heads, tile, places), -1, np.int64)
-    for n, part in zip(setting.lens, list_parts(setting, lists, tile), strict=True):
-        blocks = -(-n // wide)
-        for index in np.ndindex(part.shape[:2]):
-            row = part[index]
-            length = int(rng.integers(0, min(places, blocks), endpoint=True))
-            row[:length] = rng.permutation(blocks)[:length]
-            if blocks:
-                row[length + 1 :] = garbage
-    return lists
 
 
 def draw_call(draw: Draw, poisonous: bool) -> tuple[Call, dict[str, list[np.ndarray]]]:
@@ -341,9 +306,9 @@ def check_gradients(call: Call, grads: Any, dout: Tensor, wholes: list[Whole], h
         for name, part in (("dw_k_compress", dwk), ("dw_v_compress", dwv)):
             if part is not None:
                 sums[name].append(part)
-        dq.append(added(terms, how))
-        dk.append(added([dkc, slc.dk, win.dk], how))
-        dv.append(added([dvc, slc.dv, win.dv], how))
+        dq.append(oracle.added(terms, how))
+        dk.append(oracle.added([dkc, slc.dk, win.dk], how))
+        dv.append(oracle.added([dvc, slc.dv, win.dv], how))
     setting.near("dq", grads.dq, dq)
     setting.near("dk", grads.dk, dk)
     setting.near("dv", grads.dv, dv)
@@ -353,7 +318,7 @@ def check_gradients(call: Call, grads: Any, dout: Tensor, wholes: list[Whole], h
             raise Finding(f"{name}: {got!r} where the weight was {'not ' if given is None else ''}given")
         if given is not None:
             parts = sums[name]
-            summed = added(parts, how, between=False) if parts else exact(np.zeros(given.values.shape))
+            summed = oracle.added(parts, how, between=False) if parts else exact(np.zeros(given.values.shape))
             setting.weight_near(name, got, summed, given)
     if (grads.dgates is None) != (call.gates is None):
         raise Finding("dgates: given where gates were not, or not where they were")
@@ -361,11 +326,3 @@ def check_gradients(call: Call, grads: Any, dout: Tensor, wholes: list[Whole], h
         expected = setting.joined([x.value for x in dgates], ())
         error = setting.joined([np.broadcast_to(x.error, x.value.shape) for x in dgates], ())
         setting.weight_near("dgates", grads.dgates, Near(expected, error), call.gates)
-
-
-def added(terms: list[Near], how: Arithmetic, between: bool = True) -> Near:
-    """A sum whose terms may each have been rounded to the dtype."""
-    if between:
-        terms = [x.rounded(how) for x in terms]
-    size = sum(np.abs(x.value) for x in terms)
-    return Near(sum(x.value for x in terms), sum(x.error for x in terms) + oracle.SLACK * how.unit * size)
