@@ -58,15 +58,17 @@ def kind_of(what: str, got: Any, dtype: str, kind: str) -> None:
 class Setting:
     """One dtype, one kind of array, the shapes of q, k and v; `arrays` are checked for writes at the end."""
 
-    def __init__(self, draw: Draw, kinds: tuple[str, ...] | None = None):
+    def __init__(
+        self, draw: Draw, kinds: tuple[str, ...] | None = None, dtypes: tuple[str, ...] = arrays.FLOATS, packed: bool | None = None
+    ):
         self.draw = draw
-        self.dtype = draw.pick("dtype", arrays.FLOATS)
+        self.dtype = draw.pick("dtype", dtypes)
         kinds_here = tuple(x for x in arrays.kinds_for(self.dtype) if kinds is None or x in kinds)
         self.kind = draw.pick("kind", kinds_here)
         self.real = "float64" if self.dtype == "float64" else "float32"
         self.named = "bfloat16" if self.kind == "bits" else draw.pick("named", (None, self.dtype))
         size = draw.pick("size", ("small", "middle", "long", "wide"), (8, 3, 0.15, 0.4))
-        self.packed = draw.flag("packed")
+        self.packed = draw.flag("packed") if packed is None else packed
         count = draw.pick("sequences", (1, 2, 3, 0), (5, 3, 2, 0.2)) if size != "long" else 1
         most = {"small": 24, "middle": 70, "long": 600, "wide": 16}[size]
         tokens = draw.integer("tokens", 0, most, likely=(16, 17, 31, 33, 64, most))
