@@ -67,7 +67,7 @@ class Setting:
         self.kind = draw.pick("kind", kinds_here)
         self.real = "float64" if self.dtype == "float64" else "float32"
         self.named = "bfloat16" if self.kind == "bits" else draw.pick("named", (None, self.dtype))
-        size = draw.pick("size", ("small", "middle", "long", "wide"), (8, 3, 0.15, 0.4))
+        size = draw.pick("size", ("small", "middle", "long", "wide"), (8, 3, 0.4, 0.4))
         self.packed = draw.flag("packed") if packed is None else packed
         count = draw.pick("sequences", (1, 2, 3, 0), (5, 3, 2, 0.2)) if size != "long" else 1
         most = {"small": 24, "middle": 70, "long": 600, "wide": 16}[size]
