@@ -361,6 +361,8 @@ def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], batch: in
     if lists.ndim != len(shapes[0]) + 1 or lists.shape[:-1] not in shapes:
         raise ValueError(f"block_indices: expected shape {' or '.join(map(str, shapes))} with n more, got {lists.shape}")
     lists = lists.astype(np.int32 if lists.dtype.itemsize < 8 else np.int64, copy=False)
+    if ((lists[..., 1:] != -1) & (lists[..., :-1] == -1)).any():  # what comes behind the first -1 is in no row
+        lists = np.where(np.logical_or.accumulate(lists == -1, axis=-1), lists.dtype.type(-1), lists)
     for begin, end, tokens in row_ranges(rules, lengths):
         blocks = -(-tokens // rules.select)
         for at in range(begin, end, 1 << 14):

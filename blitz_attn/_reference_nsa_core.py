@@ -389,8 +389,10 @@ def selector(
 
 
 def routing_parts(indices: Any, cu_seqlens: Any, tile: int) -> list[np.ndarray]:
-    """The (heads, tiles, n) of each sequence of a selection."""
+    """The (heads, tiles, n) of each sequence of a selection, -1 from the first -1 of a row on."""
     indices = np.asarray(indices)
+    if indices.dtype.kind == "i":
+        indices = np.where(np.logical_or.accumulate(indices == -1, axis=-1), -1, indices)
     if cu_seqlens is None:
         return list(indices)
     tiles = np.cumsum([0, *(-(-int(b - a) // tile) for a, b in pairwise(np.asarray(cu_seqlens).astype(np.int64)))])

@@ -11,6 +11,7 @@ from ._reference_nsa_core import (
     at_least,
     attend,
     attend_backward,
+    block_count,
     check_block_sizes,
     check_weight,
     combine,
@@ -97,7 +98,8 @@ def compress_kv(k, v, block_size, w_k=None, w_v=None, *, stride=None, cu_seqlens
         w = None if w is None else to_float64(w, dtype)
         offsets = None if cu_seqlens is None else cuts(cu_seqlens, x.shape[0])
         parts = [compress(one, block_size, stride, w, rounding_of("float64")) for one in split(x, offsets)]
-        results.append(join(parts, offsets is not None, (0, *x.shape[1:])))
+        blocks = () if offsets is not None else (block_count(x.shape[1], block_size, stride),)
+        results.append(join(parts, offsets is not None, (0, *blocks, *x.shape[-2:])))
     return tuple(results)
 
 
@@ -254,7 +256,8 @@ def score_and_select_blocks(
     heads = k_cmp.shape[-2] if mode == "paper" else q.shape[-2]
     if cu_seqlens is not None:
         return np.concatenate([np.zeros((heads, 0, num_selected_blocks), np.int32), *parts], axis=1)
-    return np.stack(parts) if parts else np.zeros((0, heads, 0, num_selected_blocks), np.int32)
+    rows = -(-q.shape[1] // (1 if mode == "paper" else int(q_tile_size)))
+    return np.stack(parts) if parts else np.zeros((0, heads, rows, num_selected_blocks), np.int32)
 
 
 # ---- The branches ---------------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ def _backward(dout, q, k, v, out, lse, key_cuts, cu_seqlens, scale, strips, dtyp
     for n, (ds, qs, ks, vs, os, ls) in enumerate(sequences):
         rule = strips(n, qs.shape[1], qs.shape[0], ks.shape[1], ks.shape[0])
         parts.append(attend_backward(ds, qs, ks, vs, os, ls[..., 0], rule, scale, r))
-    return tuple(join(list(x), offsets is not None, like.shape) for x, like in zip(zip(*parts, strict=True), (q, k, v), strict=True))
+    return tuple(join([one[n] for one in parts], offsets is not None, like.shape) for n, like in enumerate((q, k, v)))
 
 
 def _compressed_rule(block_size, stride, causal, mode):

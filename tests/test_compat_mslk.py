@@ -113,6 +113,28 @@ def test_selection():
         assert (chosen[n, :, tiles:] == -1).all()
 
 
+def test_no_sequences_and_no_blocks():
+    """An empty run of sequences, and sequences shorter than a block, are calls like others."""
+    Q, K = np.ones((0, 2, 4), np.float32), np.ones((0, 1, 4), np.float32)
+    K_cmp, V_cmp = mslk.fused_compress_kv(K, K, 8, cu_seqlens=[0])
+    assert K_cmp.shape == V_cmp.shape == (0, 0, 1, 4)
+    assert [x.shape for x in mslk.fused_compress_kv_backward(K_cmp, V_cmp, K, K, 8, cu_seqlens=[0])[:2]] == [(0, 1, 4)] * 2
+    assert mslk.fused_score_and_select_blocks(Q, K_cmp, 3, 8, cu_seqlens=[0]).shape == (0, 2, 0, 3)
+    short = np.ones((1, 5, 1, 4), np.float32)
+    lists = mslk.compute_block_indices_reference(short, short, 8, 3)
+    assert lists.dtype == np.int64
+    assert lists.tolist() == [[[[-1, -1, -1]]]]
+    out = mslk.nsa_forward_reference(short, short, short, 8, 3)
+    assert (mslk.nsa_forward_reference(short, short, short, 8, 3, _block_indices=lists) == out).all()
+
+
+def test_no_batch_entries():
+    empty = np.ones((0, 5, 1, 4), np.float32)
+    lists = mslk.compute_block_indices_reference(empty, empty, 2, 3, q_tile_size=4)
+    assert lists.shape == (0, 1, 2, 2)
+    assert mslk.nsa_forward_reference(empty, empty, empty, 2, 3, q_tile_size=4, _block_indices=lists).shape == (0, 5, 1, 4)
+
+
 def test_gates():
     q, o_cmp, o_slc, o_sld, dout = (tensors((2, 40, 4, 16), seed=n) for n in range(5))
     weight = tensors((4, 3, 16), seed=9)

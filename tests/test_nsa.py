@@ -395,6 +395,17 @@ def test_forced_blocks(init, local):
             assert max(blocks) <= own
 
 
+def test_what_comes_behind_the_end_of_a_row_is_in_no_row():
+    """Rows end at the first -1: what lies behind it need not be a block, nor another one each time."""
+    q, k, v, _ = problem(50, 4, 2, 8)
+    clean = np.full((q.shape[0], k.shape[2], q.shape[1], 5), -1)
+    clean[..., 0] = 1
+    littered = clean.copy()
+    littered[..., 2:] = [1, 1000, -7]
+    results = [run(q, k, v, **{**PAPER, "num_selected_blocks": 5}, block_indices=lists)[0] for lists in (littered, clean)]
+    assert same_bits(*results)
+
+
 def test_no_block_from_behind_the_last_whole_one():
     """mslk: 100 tokens have 6 whole blocks of 16, though 6 * 16 < 100."""
     q, k, v, _ = problem(100)

@@ -465,3 +465,19 @@ def test_same_precision_errs_as_its_dtype_does(mode, dtype, low, high):
 def test_same_precision_of_float64_is_the_reference():
     q, k, v, _ = problem(20, dtype="float64")
     np.testing.assert_array_equal(reference.nsa_same_precision(q, k, v, **MODES["mslk"])[0], reference.nsa(q, k, v, **MODES["mslk"]))
+
+
+# ---- Nothing to do ----------------------------------------------------------------------------------------------------
+
+
+def test_shapes_of_no_sequences():
+    """Blocks and rows are those of the length that the entries would have, if there were any; packed runs have none."""
+    x = np.ones((0, 5, 2, 4))
+    k_cmp, _ = reference.compress_kv(x, x, 2)
+    assert k_cmp.shape == (0, 2, 2, 4)
+    assert reference.score_and_select_blocks(x, k_cmp, 3, 2, init_blocks=0).shape == (0, 2, 5, 3)
+    assert reference.score_and_select_blocks(x, k_cmp, 3, 2, mode="mslk", q_tile_size=4).shape == (0, 2, 2, 3)
+    for empty, packed in ((x, {}), (np.ones((0, 2, 4)), {"cu_seqlens": [0]})):
+        out, lse = reference.window_attention(empty, empty, empty, 3, return_lse=True, **packed)
+        grads = reference.window_attention_backward(empty, empty, empty, empty, out, lse, 3, **packed)
+        assert [g.shape for g in grads] == [empty.shape] * 3

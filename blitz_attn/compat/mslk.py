@@ -373,7 +373,7 @@ def compute_block_indices_reference(
     [[0, 1], [0, 1]]
     """
     k_cmp, _ = _named(reference.compress_kv, K, K, compress_block_size, W_k_compress)
-    count = min(num_selected_blocks, k_cmp.shape[1])
+    count = min(num_selected_blocks, k_cmp.shape[1]) or num_selected_blocks
     scale, options = softmax_scale, {"causal": causal, "q_tile_size": q_tile_size, "mode": "mslk"}
     chosen = _named(reference.score_and_select_blocks, Q, k_cmp, count, compress_block_size, scale=scale, **options)
     return chosen.astype(np.int64)
@@ -401,6 +401,7 @@ def _stack(rows: Any, cuts: np.ndarray, fill: int) -> Any:
 def _unstack(stacked: Any, cuts: np.ndarray) -> Any:
     """The way back."""
     parts = [stacked[n, : b - a] for n, (a, b) in enumerate(pairwise(cuts))]
+    parts = parts or [stacked.reshape((0, *stacked.shape[2:]))]  # there are no sequences
     if _arrays.family_of(stacked) is _arrays.TORCH:
         import torch
 
@@ -554,7 +555,8 @@ def score_and_select_blocks(
     Returns
     -------
     array of int32
-        (B, H, tiles, min(num_selected_blocks, blocks)), ascending. -1, at the end, where upstream repeats block 0.
+        (B, H, tiles, min(num_selected_blocks, blocks)), ascending. -1, at the end, where upstream repeats block 0; all of
+        num_selected_blocks places are -1 where there is no block.
 
     Raises
     ------

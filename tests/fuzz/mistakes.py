@@ -114,6 +114,27 @@ MISTAKES = [
         "ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);",
         "ba_range seen = ba_visible_keys(p, query + (q.valid > 1), q.valid + (q.valid > 1), kv.valid);\n        if (query >= q.valid) seen = (ba_range){0, 0};",
     ),
+    Mistake(
+        "stretches",
+        "stretches of a packed run read the first sequence's block lists",
+        "blitz_attn/_nsa_arrays.py",
+        "rows = slice(lists.start + begin // tile, lists.start - (-end // tile))",
+        "rows = slice(begin // tile, -(-end // tile))",
+    ),
+    Mistake(
+        "overlap",
+        "a compressed block that overlaps three blocks adds to two of them",
+        "csrc/ops/nsa_select.c",
+        "for (int64_t n = 0; n < c->narrow; n++) {",
+        "for (int64_t n = 0; n < ba_max(c->narrow - (c->narrow > 2), 1); n++) {",
+    ),
+    Mistake(
+        "left_up",
+        "sparse mode 2 of the upstream operator sees keys behind the last query",
+        "blitz_attn/compat/torch_bsa.py",
+        'return {"kv_lens": columns, "window": (-1, shifts.pop())}',
+        'return {"window": (-1, shifts.pop())}',
+    ),
 ]
 
 

@@ -1,0 +1,204 @@
+"""`blitz_attn.integrations.torch`: results and gradients are the library's own to the bit, whatever the tensors' strides.
+
+What the library's own functions give is judged by the other problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import blitz_attn
+from blitz_attn import nsa
+from blitz_attn.integrations import torch as integration
+
+from . import arrays, checks
+from .draw import Draw
+from .nsa_draws import Setting, as_integers, as_lists, draw_rules, random_lists
+from .problems import Finding, problem
+
+VIEWS = ("plain", "offset", "gaps", "steps", "turned")  # torch has no negative strides
+
+
+class Leaf:
+    """A tensor and the same numbers as a contiguous NumPy array (bfloat16: bits)."""
+
+    def __init__(self, draw: Draw, name: str, values: np.ndarray, dtype: str, history: bool = True):
+        stored = arrays.stored(values, dtype)
+        self.host = np.ascontiguousarray(stored)
+        self.placed = arrays.place(draw, name, stored, last_contiguous=False, views=VIEWS)
+        self.wanted = draw.flag(f"{name}.requires_grad", 0.7) if history else False
+        self.tensor = arrays.dressed(self.placed.array, dtype, "torch").requires_grad_(self.wanted)
+        # The function's argument may have a history of its own; the gradient of a plain alias is the same.
+        self.given = self.tensor.view_as(self.tensor) if history and draw.flag(f"{name}.alias") else self.tensor
+
+
+def upstream_gradient(draw: Draw, name: str, out: torch.Tensor, dtype: str) -> tuple[torch.Tensor, np.ndarray]:
+    """A gradient of a result, in several memory layouts: torch hands over expanded ones, too."""
+    how = draw.pick(f"{name}.as", ("plain", "expanded", "turned", "none"))
+    if how == "expanded":
+        values = np.ones(tuple(out.shape))
+        return torch.ones((), dtype=out.dtype).expand(out.shape), arrays.stored(values, dtype)
+    values = draw.rng(name).standard_normal(tuple(out.shape))
+    stored = np.ascontiguousarray(arrays.stored(values, dtype))
+    tensor = arrays.dressed(stored.T.copy().T if how == "turned" else stored.copy(), dtype, "torch")
+    return tensor, stored
+
+
+def compare(name: str, leaf: Leaf | None, got: torch.Tensor | None, expected: Any) -> None:
+    """A gradient for whoever asked for one."""
+    if leaf is None or not leaf.wanted:
+        if got is not None:
+            raise Finding(f"{name}: a gradient that nobody asked for")
+        return
+    if got is None or got.dtype != leaf.tensor.dtype or got.shape != leaf.tensor.shape:
+        raise Finding(
+            f"{name}: {None if got is None else (got.dtype, tuple(got.shape))} as the gradient of {leaf.tensor.dtype} {tuple(leaf.tensor.shape)}"
+        )
+    checks.same_bits(name, got, expected)
+
+
+def backward(draw: Draw, outputs: list[torch.Tensor], gradients: list[torch.Tensor], leaves: dict[str, Leaf | None]) -> dict[str, Any]:
+    """By `backward` or by `torch.autograd.grad`."""
+    named = {name: x for name, x in leaves.items() if x is not None and x.wanted}
+    if draw.pick("autograd", ("backward", "grad")) == "grad" and named:
+        grads = torch.autograd.grad(outputs, [x.tensor for x in named.values()], gradients, allow_unused=True)
+        return dict(zip(named, grads, strict=True))
+    torch.autograd.backward(outputs, gradients)
+    return {name: x.tensor.grad for name, x in leaves.items() if x is not None}
+
+
+@problem("torch.nsa", weight=0.7)
+def torch_nsa(draw: Draw) -> None:
+    with checks.at_level(draw):
+        setting = Setting(draw, kinds=("torch",), packed=None)
+        dtype = setting.dtype
+        rules, options = draw_rules(setting)
+        leaves: dict[str, Leaf | None] = {
+            "q": Leaf(draw, "q", setting.normal("q", *setting.shape(setting.heads, setting.dim)), dtype),
+            "k": Leaf(draw, "k", setting.normal("k", *setting.shape(setting.kv_heads, setting.dim)), dtype),
+            "v": Leaf(draw, "v", setting.normal("v", *setting.shape(setting.kv_heads, setting.v_dim)), dtype),
+        }
+        gating = draw.pick("gating", ("none", "weight", "gates"), (1, 2, 1))
+        others = ("float64",) if dtype == "float64" else (dtype, "float32", "float16")
+        weight_dtype = draw.pick("weight.dtype", tuple(dict.fromkeys(others)))
+        shapes = {
+            "w_k_compress": (setting.kv_heads, setting.dim, setting.dim) if draw.flag("has_w_k") else None,
+            "w_v_compress": (setting.kv_heads, setting.v_dim, setting.v_dim) if draw.flag("has_w_v") else None,
+            "gate_proj_weight": (setting.heads, 3, setting.dim) if gating == "weight" else None,
+            "gates": setting.shape(setting.heads, 3) if gating == "gates" else None,
+        }
+        for name, shape in shapes.items():
+            leaves[name] = None if shape is None else Leaf(draw, name, setting.normal(name, *shape) * 0.3, weight_dtype)
+        options |= {"cu_seqlens": setting.cu_seqlens(), "num_threads": checks.threads(draw)}
+        if draw.flag("has_block_indices", 0.2):
+            lists = random_lists(setting, "block_indices", setting.kv_heads, rules.tile, rules.wide, 4)
+            options["block_indices"] = as_lists(draw, "block_indices", lists)
+        out = integration.nsa(**{name: None if x is None else x.given for name, x in leaves.items()}, **options)
+        # bfloat16 in NumPy goes as bits; weights of bfloat16 then, too.
+        own, context = nsa.nsa(
+            **{name: None if x is None else x.host for name, x in leaves.items()}, **options,
+            dtype="bfloat16" if "bfloat16" in (dtype, weight_dtype) else None, return_context=True,
+        )  # fmt: skip
+        checks.same_bits("out", out, own)
+        if str(out.dtype) != f"torch.{dtype}" or tuple(out.shape) != own.shape:
+            raise Finding(f"out: {out.dtype} {tuple(out.shape)}")
+        wanted = any(x is not None and x.wanted for x in leaves.values())
+        if out.requires_grad != wanted:
+            raise Finding(f"out: requires_grad is {out.requires_grad}")
+        gradient, host = upstream_gradient(draw, "dout", out, dtype)
+        if wanted:
+            got = backward(draw, [out], [gradient], leaves)
+            expected = nsa.nsa_backward(host, context)
+            for name, leaf in leaves.items():
+                compare(f"d{name}", leaf, got.get(name), getattr(expected, f"d{name}"))
+    for leaf in leaves.values():
+        if leaf is not None:
+            leaf.placed.check_unchanged()
+
+
+@problem("torch.block_sparse_attention", weight=0.7)
+def torch_attention(draw: Draw) -> None:
+    with checks.at_level(draw):
+        dtype = draw.pick("dtype", arrays.FLOATS)
+        real = "float64" if dtype == "float64" else "float32"
+        layout = draw.pick("layout", ("BNSD", "BSND", "BSH", "TND"))
+        batch, kv_heads, group = (
+            draw.pick("batch", (1, 2, 3, 0), (4, 3, 1, 0.2)),
+            draw.pick("kv_heads", (1, 2, 3)),
+            draw.pick("group", (1, 2, 4)),
+        )
+        s_q, s_kv = (draw.integer(name, 0, 60, likely=(1, 16, 33)) for name in ("s_q", "s_kv"))
+        dim, v_dim = (draw.integer(name, 1, 64, likely=(1, 8, 16)) for name in ("dim", "v_dim"))
+        heads, shape = kv_heads * group, (draw.pick("block_q", (8, 1, 16, 128)), draw.pick("block_kv", (8, 1, 16, 128)))
+        options: dict[str, Any] = {
+            "causal": draw.flag("causal"), "block_shape": shape, "scale": draw.pick("scale", (None, 0.3)), "layout": layout,
+            "window": draw.pick("window", (None, "some")) and (draw.pick("left", (-1, 0, 5)), draw.pick("right", (-1, 0, 5))),
+            "num_threads": checks.threads(draw),
+        }  # fmt: skip
+        if layout == "BSH":
+            options |= {"num_heads": heads, "num_kv_heads": kv_heads}
+        lens = {
+            name: [draw.integer(f"{name}[{i}]", 0, n, likely=(n,)) for i in range(batch)]
+            for name, n in (("q_lens", s_q), ("kv_lens", s_kv))
+        }
+        ragged = draw.flag("ragged")
+        if layout == "TND":
+            sums = {name: np.concatenate([[0], np.cumsum(x)]).astype(np.int64) for name, x in lens.items()}
+            options |= {
+                "cu_seqlens_q": as_integers(draw, "cu_q", sums["q_lens"]),
+                "cu_seqlens_kv": as_integers(draw, "cu_kv", sums["kv_lens"]),
+            }
+            s_q, s_kv = (max(x, default=0) for x in lens.values())
+        elif ragged:
+            options |= {name: as_integers(draw, name, x) for name, x in lens.items()}
+        if draw.flag("has_sabi"):
+            rows, columns = -(-s_q // shape[0]), -(-s_kv // shape[1])
+            rng = draw.rng("sabi")
+            lists = np.full((batch, draw.pick("sabi.heads", (1, heads)), rows, columns), -1)
+            for index in np.ndindex(lists.shape[:3]):
+                places = rng.permutation(columns)[: int(rng.integers(0, columns, endpoint=True))]
+                lists[index][: len(places)] = places
+            options["sabi"] = as_lists(draw, "sabi", lists)
+
+        def shape_of(tokens: int, total: int, count: int, width: int) -> tuple[int, ...]:
+            forms = {"BNSD": (batch, count, tokens, width), "BSND": (batch, tokens, count, width), "BSH": (batch, tokens, count * width)}
+            return (total, count, width) if layout == "TND" else forms[layout]
+
+        leaves: dict[str, Leaf | None] = {}
+        for name, tokens, which, count, width in (
+            ("q", s_q, "q_lens", heads, dim),
+            ("k", s_kv, "kv_lens", kv_heads, dim),
+            ("v", s_kv, "kv_lens", kv_heads, v_dim),
+        ):
+            size = shape_of(tokens, sum(lens[which]), count, width)
+            leaves[name] = Leaf(draw, name, draw.rng(name).standard_normal(size), dtype)
+        sabi = options.pop("sabi", None)
+        with_lse = draw.flag("return_lse")
+        result = integration.block_sparse_attention(*(x.given for x in leaves.values()), sabi, return_lse=with_lse, **options)
+        out, lse = result if with_lse else (result, None)
+        named = "bfloat16" if dtype == "bfloat16" else None
+        host = [x.host for x in leaves.values()]
+        own = blitz_attn.block_sparse_attention(*host, sabi, return_lse=True, dtype=named, **options)
+        checks.same_bits("out", out, own[0])
+        if lse is not None:
+            checks.same_bits("lse", lse, own[1])
+        wanted = any(x.wanted for x in leaves.values())
+        if out.requires_grad != wanted:
+            raise Finding(f"out: requires_grad is {out.requires_grad}")
+        if wanted:
+            gradient, dout = upstream_gradient(draw, "dout", out, dtype)
+            outputs, gradients, dlse = [out], [gradient], None
+            through = draw.pick("through", ("both", "out", "lse")) if lse is not None else "out"
+            if through != "out":
+                lse_gradient, dlse = upstream_gradient(draw, "dlse", lse, real)
+                outputs, gradients = [*outputs, lse], [*gradients, lse_gradient]
+            if through == "lse":
+                outputs, gradients, dout = outputs[1:], gradients[1:], np.zeros_like(dout)
+            got = backward(draw, outputs, gradients, leaves)
+            expected = blitz_attn.block_sparse_attention_backward(dout, *host, *own, sabi, dlse=dlse, dtype=named, **options)
+            for i, (name, leaf) in enumerate(leaves.items()):
+                compare(f"d{name}", leaf, got.get(name), expected[i])
+    for leaf in leaves.values():
+        leaf.placed.check_unchanged()
