@@ -1,1 +1,230 @@
-"""To be written."""
+"""Bad calls: a right call of a public function with one argument, sometimes two, replaced by an odd value.
+
+Either the call is accepted, or it is refused with a TypeError or a ValueError whose one sentence names an argument concerned. In both
+cases nothing outside the outputs is written, and it takes no time and no memory to speak of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+import blitz_attn
+
+from .arrays import HAS_TORCH, bits_of
+from .draw import Draw
+from .good_calls import GROUPS, Arena, Good, parameters
+from .odd_values import ALIEN, ANY, is_huge, table
+from .problems import Finding, problem
+
+try:
+    import resource
+except ImportError:  # not on every platform
+    resource = None  # type: ignore[assignment]
+
+SECONDS = 2.0
+KIBIBYTES = 1 << 20
+VARIETIES = 32
+HOW = ("argument", "two arguments", "unknown keyword", "too many positional", "missing argument", "positional")
+SENTENCE = re.compile(r"([\w\[\]., ]+): expected .+, got .+", re.DOTALL)
+PLAIN = (np.ndarray, np.generic, str, bool, int, float, type(None))
+
+
+class Call:
+    """A right call, its arguments to be replaced."""
+
+    def __init__(self, name: str, good: Good, variety: int, seed: int = 0) -> None:
+        self.name, self.good = name, good
+        self.arena = Arena(seed)
+        self.arguments = good.make(self.arena, variety)
+        self.replaced: dict[str, str] = {}  # argument: name of the odd value
+        self.positional: tuple[Any, ...] = ()
+        self.python_refuses = False
+
+    def value(self, argument: str) -> Any:
+        if argument in self.arguments:
+            return self.arguments[argument]
+        default = parameters(self.good.call)[argument].default
+        return None if default is inspect.Parameter.empty else default
+
+    def choices(self, argument: str) -> list[str]:
+        """Names of the odd values that may stand for this argument, those made of the right one first."""
+        return [*table(self.value(argument)), *ANY]
+
+    def replace(self, argument: str, odd: str) -> None:
+        right = self.value(argument)
+        self.arguments[argument] = ANY[odd]() if odd in ANY else table(right)[odd](right)
+        self.replaced[argument] = odd
+
+    def make_positional(self) -> None:
+        """Passes what can be passed by position so."""
+        names = []
+        for name, parameter in parameters(self.good.call).items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY or name not in self.arguments:
+                break
+            names.append(name)
+        self.positional = tuple(self.arguments.pop(name) for name in names)
+
+    def run(self) -> str:
+        """Makes the call and judges. Returns "accepted", or the sentence of the refusal."""
+        before = self.arena.memory.copy()
+        memory, clock = _peak(), time.process_time()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) if not self.good.quiet else contextlib.nullcontext():
+                result = self.good.call(*self.positional, **self.arguments)
+        except (TypeError, ValueError) as error:
+            kind, text = type(error), _text(error)
+            self._judge_sentence(kind, text)
+        except MemoryError:
+            text = "MemoryError"
+            if not any(map(is_huge, self.replaced.values())):
+                raise
+        else:
+            text = "accepted"
+            self._judge_result(result)
+        clock, memory = time.process_time() - clock, _peak() - memory
+        if clock > SECONDS:
+            raise Finding(f"{self.name}({self.replaced}): {clock:.1f} s of work")
+        if memory > KIBIBYTES:
+            raise Finding(f"{self.name}({self.replaced}): {memory / KIBIBYTES:.1f} GiB of memory")
+        outside = np.ones(before.shape, np.bool_)
+        if text == "accepted":
+            for name in self.good.writes:
+                _mark(self.arena.memory, outside, self.value(name))
+        if not np.array_equal(before[outside], self.arena.memory[outside]):
+            raise Finding(f"{self.name}({self.replaced}): {text}, and wrote where it should not")
+        return text
+
+    def _judge_sentence(self, kind: type[Exception], text: str) -> None:
+        where = f"{self.name}({self.replaced}): {kind.__name__}: {text}"
+        if kind not in (TypeError, ValueError):
+            raise Finding(f"{where}\nis another kind of exception")
+        if not text.strip() or "\n" in text or len(text) > 1000:
+            raise Finding(f"{where}\nis not one sentence")
+        if self.python_refuses:
+            return
+        match = SENTENCE.fullmatch(text)
+        if match is None:
+            raise Finding(f"{where}\nis not `name: expected ..., got ...`")
+        named = [re.sub(r"\[.*?\]", "", name).partition(".")[0] for name in match[1].split(", ")]
+        known = {*parameters(self.good.call), *self.good.names}
+        if not all(name in known for name in named):
+            raise Finding(f"{where}\nnames what is no argument")
+        whole = kind is TypeError or (self.replaced and all(odd in ALIEN for odd in self.replaced.values()))
+        if whole and not any(re.search(rf"\b{argument}\b", text) for argument in (*self.replaced, *self.good.names)):
+            raise Finding(f"{where}\ndoes not name the argument")
+
+    def _judge_result(self, result: Any) -> None:
+        if not _is_plausible(result):
+            raise Finding(f"{self.name}({self.replaced}): accepted, with a result of {type(result).__name__}")
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as other:
+        raise Finding(f"a {type(error).__name__} that cannot be shown: {type(other).__name__}") from error
+
+
+def _peak() -> float:
+    """KiB."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _is_plausible(result: Any) -> bool:
+    if isinstance(result, (tuple, list, set)):
+        return all(map(_is_plausible, result))
+    if isinstance(result, dict):
+        return all(map(_is_plausible, result.values()))
+    if isinstance(result, np.ndarray):
+        return bool(result.dtype.kind in "fiubV" and not result.dtype.hasobject)
+    if HAS_TORCH and type(result).__module__.partition(".")[0] == "torch":
+        return True
+    return isinstance(result, PLAIN) or type(result).__module__.startswith("blitz_attn")
+
+
+def _mark(memory: np.ndarray, outside: np.ndarray, written: Any) -> None:
+    """Takes the bytes of an output out of those that may not change."""
+    if isinstance(written, (tuple, list)):
+        for part in written:
+            _mark(memory, outside, part)
+    if HAS_TORCH and type(written).__module__.partition(".")[0] == "torch":
+        written = written.detach().numpy()
+    if not isinstance(written, np.ndarray) or not written.size or not np.may_share_memory(memory, written):
+        return
+    first = written.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+    low = sum(min(0, (n - 1) * step) for n, step in zip(written.shape, written.strides, strict=True))
+    covered = np.frombuffer(outside.data, np.uint8, offset=first + low)
+    shape, strides = (*written.shape, written.itemsize), (*written.strides, 1)
+    as_strided(covered[-low:], shape, strides)[...] = 0
+
+
+# ---- Problems -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _expected(group: str, name: str) -> list[bytes]:
+    """Bits of the result, and of what is written, of the first right call."""
+    return _bits(Call(name, GROUPS[group][name], 0))
+
+
+def _bits(call: Call) -> list[bytes]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = call.good.call(**call.arguments)
+    found = []
+    for part in result if isinstance(result, tuple) else (result,):
+        if isinstance(part, np.ndarray) or (HAS_TORCH and type(part).__module__.partition(".")[0] == "torch"):
+            found.append(bits_of(part))
+    return [*found, call.arena.memory.tobytes()]
+
+
+def _change(draw: Draw, call: Call) -> None:
+    names = list(parameters(call.good.call))
+    how = draw.pick("how", HOW, (24, 5, 1, 1, 1, 1))
+    if how in ("argument", "two arguments", "positional") and names:
+        argument = draw.pick("argument", names)
+        call.replace(argument, draw.pick("odd", call.choices(argument)))
+    if how == "two arguments" and names:
+        second = draw.pick("argument 2", names)
+        call.replace(second, draw.pick("odd 2", call.choices(second)))
+    call.python_refuses = how in ("unknown keyword", "too many positional", "missing argument") or None in call.replaced
+    if how == "unknown keyword":
+        call.arguments[draw.pick("keyword", ("strange", "Q", "self", "attn_mask", ""))] = 1
+    elif how == "too many positional":
+        call.make_positional()
+        call.positional += (None,) * draw.integer("more", 1, 40)
+    elif how == "missing argument" and call.arguments:
+        call.arguments.pop(draw.pick("left out", list(call.arguments)))
+    elif how == "positional":
+        call.make_positional()
+
+
+def _problem(group: str) -> None:
+    names = list(GROUPS[group])
+
+    def run(draw: Draw) -> None:
+        name = draw.pick("function", names)
+        call = Call(name, GROUPS[group][name], draw.integer("variety", 0, VARIETIES - 1), draw.seed)
+        _change(draw, call)
+        cap = blitz_attn.isa()
+        try:
+            with cap:
+                call.run()
+        finally:
+            blitz_attn.set_num_threads(None)
+        if draw.flag("good again", 0.03) and _bits(Call(name, GROUPS[group][name], 0)) != _expected(group, name):
+            raise Finding(f"{name}: a right call gives other bits than before")
+
+    problem(f"bad_call.{group}", weight=0.3)(run)
+
+
+for _group in GROUPS:
+    _problem(_group)

@@ -1,0 +1,515 @@
+"""Odd values for any argument: wrong kinds, extreme numbers, objects whose methods raise or lie, and what can be done to a right one.
+
+Each value is made anew by a function, for some are used up or changed by a call.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import decimal
+import fractions
+import io
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from exporters import COMPLEX, CUDA, Dlpack, NotACapsule, StoppedDlpack, released_view
+
+from .arrays import HAS_ML_DTYPES, HAS_TORCH
+
+# ---- Objects whose methods raise, lie or return another kind ------------------------------------------------------
+
+
+def _raises(error: type[Exception]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        raise error("the object has stopped")
+
+    return method
+
+
+def _gives(value: Any) -> Callable[..., Any]:
+    return lambda self, *args, **options: value
+
+
+def _object(bases: tuple[type, ...] = (), /, **methods: Any) -> Callable[[], Any]:
+    """A maker of objects with these methods, whose names are written without underscores."""
+    kind = type("Odd", bases, {f"__{name}__": method for name, method in methods.items()})
+    return kind
+
+
+class Plain:
+    """Of no use as anything."""
+
+
+class Whole(int):
+    """An int in all but its class."""
+
+
+class Real(float):
+    """A float in all but its class."""
+
+
+class Word(str):
+    """A string in all but its class."""
+
+
+class Matrix(np.ndarray):
+    """An array in all but its class."""
+
+
+def _strange_shape(shape: Any) -> Callable[[], Any]:
+    return type("Odd", (), {"shape": shape, "ndim": 4, "dtype": np.dtype("float32")})
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "object": object,
+    "plain": Plain,
+    "a class": lambda: Plain,
+    "a function": lambda: len,
+    "a lambda": lambda: lambda *args: 0,
+    "a module": lambda: itertools,
+    "a file": lambda: io.BytesIO(b"12"),
+    "a path": lambda: pathlib.PurePosixPath("keys"),
+    "Ellipsis": lambda: Ellipsis,
+    "NotImplemented": lambda: NotImplemented,
+    "a slice": lambda: slice(0, 2),
+    "a range": lambda: range(2),
+    "a generator": lambda: (x for x in (1, 2)),
+    "an endless iterator": lambda: _object(iter=lambda self: itertools.repeat(1, 10**6))(),
+    "an exception": lambda: ValueError("q: expected"),
+    "index raises": _object(index=_raises(RuntimeError)),
+    "index raises TypeError": _object(index=_raises(TypeError)),
+    "index raises ValueError": _object(index=_raises(ValueError)),
+    "index raises OverflowError": _object(index=_raises(OverflowError)),
+    "index gives a string": _object(index=_gives("1")),
+    "index gives 2": _object(index=_gives(2)),
+    "index gives 2**70": _object(index=_gives(2**70)),
+    "int gives 2": _object(int=_gives(2)),
+    "float raises": _object(float=_raises(RuntimeError)),
+    "float raises KeyError": _object(float=_raises(KeyError)),
+    "float gives a string": _object(float=_gives("1")),
+    "float gives 0.5": _object(float=_gives(0.5)),
+    "float gives nan": _object(float=_gives(float("nan"))),
+    "bool raises": _object(bool=_raises(RuntimeError)),
+    "bool gives 2": _object(bool=_gives(2)),
+    "len raises": _object(len=_raises(RuntimeError), getitem=_gives(1)),
+    "len is negative": _object(len=_gives(-1), getitem=_gives(1)),
+    "len is huge": _object(len=_gives(2**62), getitem=_gives(1)),
+    "len is beyond": _object(len=_gives(2**70), getitem=_gives(1)),
+    "getitem raises": _object(len=_gives(2), getitem=_raises(RuntimeError)),
+    "getitem raises IndexError": _object(len=_gives(2), getitem=_raises(IndexError)),
+    "getitem gives itself": _object(len=_gives(2), getitem=lambda self, i: self),
+    "getitem gives strings": _object(len=_gives(2), getitem=_gives("1")),
+    "iter raises": _object(iter=_raises(RuntimeError)),
+    "next raises": _object(iter=lambda self: self, next=_raises(KeyError)),
+    "eq raises": _object(eq=_raises(RuntimeError), hash=_gives(1)),
+    "lt raises": _object(lt=_raises(RuntimeError), index=_gives(1)),
+    "hash raises": _object(hash=_raises(RuntimeError)),
+    "repr raises": _object(repr=_raises(RuntimeError)),
+    "str raises": _object(str=_raises(RuntimeError)),
+    "repr has two lines": _object(repr=_gives("two\nlines"), str=_gives("two\nlines")),
+    "getattr raises": _object(getattr=_raises(RuntimeError)),
+    "array raises": _object(array=_raises(RuntimeError)),
+    "array raises TypeError": _object(array=_raises(TypeError)),
+    "array gives a list": _object(array=_gives([1, 2])),
+    "array gives an array": _object(array=_gives(np.zeros((1, 2, 16, 8), np.float32))),
+    "array gives objects": _object(array=_gives(np.array([None, "x"], object))),
+    "interface is wrong": lambda: type("Odd", (), {"__array_interface__": {"shape": (2,), "typestr": "??"}})(),
+    "interface is no dict": lambda: type("Odd", (), {"__array_interface__": 3})(),
+    "dlpack raises": lambda: StoppedDlpack(RuntimeError("gone")),
+    "dlpack raises BufferError": lambda: StoppedDlpack(BufferError("gone")),
+    "dlpack raises in two lines": lambda: StoppedDlpack(RuntimeError("gone\nfor good")),
+    "dlpack gives 7": NotACapsule,
+    "dlpack is no method": lambda: type("Odd", (), {"__dlpack__": 3})(),
+    "dlpack raises when looked at": lambda: type("Odd", (), {"__dlpack__": property(_raises(RuntimeError))})(),
+    "shape is a number": _strange_shape(3),
+    "shape is None": _strange_shape(None),
+    "shape of strings": _strange_shape(("a", "b", "c", "d")),
+    "shape is negative": _strange_shape((-1, -1, -1, -1)),
+    "dict subclass": collections.OrderedDict,
+    "a deque": lambda: collections.deque([1, 2]),
+    "a released view": released_view,
+}
+
+# ---- Numbers, words and containers --------------------------------------------------------------------------------
+
+_INTEGERS = {
+    "0": 0, "1": 1, "-1": -1, "2": 2, "-2": -2, "3": 3, "65535": 65535, "2**15": 2**15, "2**31-1": 2**31 - 1, "2**31": 2**31, "2**32": 2**32,
+    "2**33+1": 2**33 + 1, "2**40": 2**40, "2**53+1": 2**53 + 1, "2**62": 2**62, "2**63-1": 2**63 - 1, "2**63": 2**63, "2**64": 2**64,
+    "2**64+2": 2**64 + 2, "-2**31": -(2**31), "-2**63": -(2**63), "-2**63-1": -(2**63) - 1, "10**400": 10**400,
+}  # fmt: skip
+_FLOATS = {
+    "0.0": 0.0, "-0.0": -0.0, "0.5": 0.5, "2.0": 2.0, "-1.5": -1.5, "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"),
+    "1e300": 1e300, "1e-320": 1e-320, "2.0**63": 2.0**63,
+}  # fmt: skip
+_WORDS = ("", "x", "1", "nan", "BNSD", "bsnd", "TND", "HND", "quest", "max", "paper", "mslk", "float32", "float16", "bfloat16", "int8", "float8_e4m3", "uint16", "int64",
+          "complex64", "portable", "dict", "two\nlines", "\x00", "\ud800", "\u00e9\u4e2d" * 30, "%s%n{}")  # fmt: skip
+
+NUMBERS: dict[str, Callable[[], Any]] = {
+    **{f"int {name}": (lambda x=x: x) for name, x in _INTEGERS.items()},
+    **{f"float {name}": (lambda x=x: x) for name, x in _FLOATS.items()},
+    "True": lambda: True,
+    "False": lambda: False,
+    "complex": lambda: 1 + 2j,
+    "Fraction": lambda: fractions.Fraction(1, 2),
+    "whole Fraction": lambda: fractions.Fraction(2),
+    "Decimal": lambda: decimal.Decimal("1.5"),
+    "Decimal nan": lambda: decimal.Decimal("sNaN"),
+    "an int subclass": lambda: Whole(2),
+    "a float subclass": lambda: Real(0.5),
+    "an int subclass whose index raises": _object((int,), index=_raises(RuntimeError)),
+    "an int subclass that compares oddly": _object((int,), lt=_raises(RuntimeError), gt=_raises(RuntimeError)),
+    "a float subclass whose float raises": _object((float,), float=_raises(RuntimeError)),
+    "numpy timedelta64": lambda: np.timedelta64(3, "s"),
+    "numpy datetime64": lambda: np.datetime64("2020-01-01"),
+    "numpy timedelta64 NaT": lambda: np.timedelta64("NaT"),
+    "numpy datetime64 NaT": lambda: np.datetime64("NaT"),
+    "numpy void": lambda: np.void(b"abcd"),
+    "numpy str": lambda: np.str_("x"),
+    "numpy bytes": lambda: np.bytes_(b"x"),
+    **{
+        f"numpy {name}": (lambda name=name: np.dtype(name).type(2))
+        for name in (
+            "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "longdouble",
+            "complex64", "complex128", "clongdouble",
+        )
+    },
+    "numpy float32 nan": lambda: np.float32("nan"),
+    "numpy uint64 2**64-1": lambda: np.uint64(2**64 - 1),
+    "ctypes int": lambda: ctypes.c_int(2),
+}  # fmt: skip
+
+WORDS: dict[str, Callable[[], Any]] = {
+    **{f"str {word!a}": (lambda word=word: word) for word in _WORDS},
+    "a str subclass": lambda: Word("BNSD"),
+    "bytes": lambda: b"float32",
+    "empty bytes": lambda: b"",
+    "bytearray": lambda: bytearray(b"ab"),
+    "a dtype": lambda: np.dtype("int32"),
+    "a dtype class": lambda: np.float64,
+    "a structured dtype": lambda: np.dtype([("a", "f4"), ("b", "i2")]),
+    "type int": lambda: int,
+}
+
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    **{
+        f"list {name}": (lambda x=x: list(x))
+        for name, x in {
+            "empty": [], "0": [0], "1": [1], "-1": [-1], "1, 2": [1, 2], "0, 1": [0, 1], "2, 1": [2, 1], "0, 8, 16": [0, 8, 16], "0, 16, 8": [0, 16, 8],
+            "1, 1, 1": [1, 1, 1], "0, 0": [0, 0], "-1, -1": [-1, -1], "16, 16": [16, 16], "2**31, 2**31": [2**31, 2**31], "2**62, 2**62": [2**62, 2**62],
+            "2**63, 1": [2**63, 1], "2**64, 2**64": [2**64, 2**64], "2**63-1, 2**63-1": [2**63 - 1] * 2, "1.0, 2.0": [1.0, 2.0], "0.5, 0.5": [0.5, 0.5],
+            "nan, nan": [float("nan")] * 2, "inf, 1": [float("inf"), 1], "1e300, 1": [1e300, 1], "a, b": ["a", "b"], "None, None": [None, None],
+            "True, False": [True, False], "ragged": [[1, 2], [3]], "nested": [[1, 2], [3, 4]], "deep": [[[[1]]]], "complex": [1j, 2], "objects": [object(), object()],
+            "empty lists": [[], []], "dicts": [{}, {}], "100 numbers": range(100), "times": [np.timedelta64(1, "s")] * 2,
+        }.items()
+    },
+    "list of itself": lambda: (lambda x: (x.append(x), x)[1])([]),
+    "list of objects that raise": lambda: [OBJECTS["index raises"](), OBJECTS["float raises"]()],
+    "list of arrays": lambda: [np.zeros((1, 2, 16, 8), np.float32), np.zeros((1, 2, 16, 8), np.float32)],
+    **{
+        f"tuple {name}": (lambda x=x: tuple(x))
+        for name, x in {
+            "empty": [], "1": [1], "1, 2": [1, 2], "2, 2": [2, 2], "0, 0": [0, 0], "-1, -1": [-1, -1], "-2, 0": [-2, 0], "1, 2, 3": [1, 2, 3], "1, 1, 1, 1": [1] * 4,
+            "2**31, 2**31": [2**31] * 2, "2**62, 2**62": [2**62] * 2, "2**63-1, 1": [2**63 - 1, 1], "2**64, 2**64": [2**64] * 2, "2.0, 2.0": [2.0] * 2,
+            "nan, 1": [float("nan"), 1], "None, None": [None] * 2, "None, None, None": [None] * 3, "a, b": ["a", "b"], "str, bfloat16": ["x", "bfloat16"],
+            "100 numbers": range(100),
+        }.items()
+    },
+    "tuple of arrays": lambda: (np.zeros((1, 2, 16, 8), np.float32), np.zeros((1, 2, 16), np.float32)),
+    "three arrays": lambda: (np.array([0, 1, 2]), np.array([0, 1]), np.array([1, 1])),
+    "three arrays without the last": lambda: (np.array([0, 1, 2]), np.array([0, 1]), None),
+    "three arrays without the middle": lambda: (np.array([0, 1, 2]), None, np.array([1, 1])),
+    "three arrays without the first": lambda: (None, np.array([0, 1]), np.array([1, 1])),
+    "three falling arrays": lambda: (np.array([2, 1, 0]), np.array([0, 1]), np.array([1, 1])),
+    "dict": lambda: {"a": 1},
+    "empty dict": dict,
+    "set": lambda: {1, 2},
+    "frozenset": lambda: frozenset((1, 2)),
+    "array.array ints": lambda: array.array("i", [1, 2]),
+    "array.array longs": lambda: array.array("q", [1, 2]),
+    "array.array doubles": lambda: array.array("d", [1, 2]),
+    "ctypes ints": lambda: (ctypes.c_int64 * 2)(1, 2),
+    "ctypes floats": lambda: (ctypes.c_float * 4)(),
+    "ctypes matrix": lambda: ((ctypes.c_float * 4) * 2)(),
+    "ctypes structures": lambda: (ctypes.c_char * 4)(),
+    "memoryview": lambda: memoryview(b"abcd"),
+    "memoryview of floats": lambda: memoryview(np.zeros((1, 2, 16, 8), np.float32)),
+    "memoryview of a number": lambda: memoryview(np.float32(1)),
+}  # fmt: skip
+
+# ---- Arrays -------------------------------------------------------------------------------------------------------
+
+
+def _structured(fields: Any) -> Callable[[], Any]:
+    return lambda: np.zeros((2, 2), fields)
+
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "0-d float": lambda: np.array(1.5),
+    "0-d float32": lambda: np.array(1.5, np.float32),
+    "0-d int": lambda: np.array(2),
+    "0-d bool": lambda: np.array(True),
+    "0-d str": lambda: np.array("text"),
+    "0-d object": lambda: np.array(None),
+    "0-d timedelta64": lambda: np.array(np.timedelta64(1, "s")),
+    "empty": lambda: np.zeros(0),
+    "empty float32": lambda: np.zeros(0, np.float32),
+    "empty int": lambda: np.zeros(0, np.int64),
+    "empty 3-d": lambda: np.zeros((2, 0, 4), np.float32),
+    "empty 4-d": lambda: np.zeros((1, 2, 0, 8), np.float32),
+    "empty rows": lambda: np.zeros((1, 1, 2, 0), np.int32),
+    "empty huge": lambda: as_strided(np.zeros(1, np.float32), (2**40, 0, 2**40, 8), (0, 0, 0, 4)),
+    "huge": lambda: as_strided(np.zeros(8, np.float32), (2**20, 2**10, 2**20, 8), (0, 0, 0, 4)),
+    "huge ints": lambda: as_strided(np.zeros(1, np.int32), (2**40,), (0,)),
+    "huge lists": lambda: as_strided(np.zeros(1, np.int32), (2**20, 2**20, 2, 1), (0, 0, 0, 4)),
+    "1-d": lambda: np.zeros(4, np.float32),
+    "2-d": lambda: np.zeros((4, 4), np.float32),
+    "3-d": lambda: np.zeros((4, 2, 8), np.float32),
+    "4-d": lambda: np.zeros((1, 2, 16, 8), np.float32),
+    "5-d": lambda: np.zeros((1, 1, 2, 4, 8), np.float32),
+    "20-d": lambda: np.zeros((1,) * 20, np.float32),
+    "1-d ints": lambda: np.array([1, 2]),
+    "1-d uint64": lambda: np.array([2**64 - 1, 1], np.uint64),
+    "1-d int8": lambda: np.array([1, -1], np.int8),
+    "1-d bool": lambda: np.array([True, False]),
+    "1-d int64 extremes": lambda: np.array([-(2**63), 2**63 - 1]),
+    "1-d halves": lambda: np.array([1.5, 2.5]),
+    "1-d nan": lambda: np.array([np.nan, np.nan]),
+    "1-d reversed": lambda: np.arange(4)[::-1],
+    "1-d objects": lambda: np.array([1, 2], object),
+    "1-d raising objects": lambda: np.array([OBJECTS["index raises"](), OBJECTS["float raises"]()], object),
+    "1-d str": lambda: np.array(["a", "b"]),
+    "1-d bytes": lambda: np.array([b"a", b"b"]),
+    "1-d big-endian": lambda: np.array([1, 2], ">i8"),
+    "1-d datetime64": lambda: np.array(["2020-01-01", "NaT"], "M8[s]"),
+    "1-d timedelta64": lambda: np.array([1, 2], "m8[s]"),
+    "2-d ints": lambda: np.array([[0, 1], [1, 0]], np.int32),
+    "4-d ints": lambda: np.zeros((1, 2, 2, 2), np.int32),
+    "4-d ints beyond": lambda: np.full((1, 2, 2, 2), 99, np.int32),
+    "4-d ints below": lambda: np.full((1, 2, 2, 2), -(2**31), np.int32),
+    "4-d uint16": lambda: np.full((1, 2, 2, 2), 65534, np.uint16),
+    "4-d object": lambda: np.zeros((1, 2, 16, 8), object),
+    "2-d bool": lambda: np.ones((2, 2), bool),
+    "2-d bool without columns": lambda: np.ones((2, 0), bool),
+    "4-d bool without rows": lambda: np.ones((1, 2, 0, 4), bool),
+    "complex64": lambda: np.zeros((1, 2, 16, 8), np.complex64),
+    "longdouble": lambda: np.zeros((1, 2, 16, 8), np.longdouble),
+    "structured": _structured([("a", "f4"), ("b", "i4")]),
+    "structured with a subarray": _structured([("a", "f4", (2, 2))]),
+    "structured without fields": _structured([]),
+    "void": lambda: np.zeros((2, 2), "V4"),
+    "masked": lambda: np.ma.masked_array([1.0, 2.0], [True, False]),
+    "the masked constant": lambda: np.ma.masked,
+    "matrix subclass": lambda: np.zeros((1, 2, 16, 8), np.float32).view(Matrix),
+    "record array": lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
+    "a flat iterator": lambda: np.zeros(4).flat,
+    "dlpack": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32)),
+    "dlpack of CUDA": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), device_type=CUDA),
+    "dlpack complex": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), code=COMPLEX),
+    "dlpack with lanes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), lanes=4),
+    "dlpack of 6 axes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), ndim=6),
+    "dlpack of -1 axes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), ndim=-1),
+    "dlpack of a negative size": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), shape=(1, 2, -16, 8)),
+    "dlpack of a huge size": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), shape=(2**40, 2**40, 16, 8)),
+    "dlpack of huge strides": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), strides=(2**62, 2**62, 8, 1)),
+    "dlpack of version 2": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), version=(2, 0)),
+    "dlpack of old": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), version=None),
+    "dlpack of odd bits": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), bits=12),
+    "dlpack of no bits": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), bits=0),
+    "dlpack of lengths": lambda: Dlpack(np.array([1, 2])),
+    "dlpack of negative lengths": lambda: Dlpack(np.array([1, 2]), shape=(-2,)),
+}
+
+if HAS_ML_DTYPES:
+
+    def _of_ml_dtypes(name: str, shape: tuple[int, ...]) -> Callable[[], Any]:
+        def make() -> Any:
+            import ml_dtypes
+
+            return np.zeros(shape, getattr(ml_dtypes, name))
+
+        return make
+
+    ARRAYS |= {f"ml_dtypes {name}": _of_ml_dtypes(name, (1, 2, 16, 8)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4")}
+
+if HAS_TORCH:
+
+    def _torch(make: Callable[[Any], Any]) -> Callable[[], Any]:
+        def tensor() -> Any:
+            import torch
+
+            return make(torch)
+
+        return tensor
+
+    ARRAYS |= {
+        "torch": _torch(lambda t: t.zeros(1, 2, 16, 8)),
+        "torch bfloat16": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.bfloat16)),
+        "torch complex": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.complex64)),
+        "torch bool": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.bool)),
+        "torch float8": _torch(lambda t: t.zeros(1, 2, 16, 8).to(t.float8_e5m2)),
+        "torch number": _torch(lambda t: t.tensor(2)),
+        "torch half number": _torch(lambda t: t.tensor(0.5)),
+        "torch ints": _torch(lambda t: t.tensor([1, 2])),
+        "torch that needs a gradient": _torch(lambda t: t.zeros(1, 2, 16, 8, requires_grad=True)),
+        "torch on meta": _torch(lambda t: t.zeros(1, 2, 16, 8, device="meta")),
+        "torch ints on meta": _torch(lambda t: t.zeros(2, dtype=t.int64, device="meta")),
+        "torch sparse": _torch(lambda t: t.zeros(1, 2, 16, 8).to_sparse()),
+        "torch conjugate": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.complex64).conj()),
+        "torch expanded": _torch(lambda t: t.zeros(1, 1, 1, 8).expand(1, 2, 16, 8)),
+        "torch transposed": _torch(lambda t: t.zeros(1, 2, 8, 16).transpose(2, 3)),
+        "torch empty": _torch(lambda t: t.zeros(0)),
+        "torch quantised": _torch(lambda t: t.quantize_per_tensor(t.zeros(2, 2), 0.1, 0, t.qint8)),
+        "torch nested list": _torch(lambda t: [t.zeros(1, 2, 16, 8), t.zeros(1, 2, 16)]),
+        "a torch dtype": _torch(lambda t: t.float16),
+        "a torch layout": _torch(lambda t: t.strided),
+        "a torch parameter": _torch(lambda t: t.nn.Parameter(t.zeros(1, 2, 16, 8))),
+    }
+
+ANY: dict[str, Callable[[], Any]] = {"None": lambda: None} | NUMBERS | WORDS | CONTAINERS | ARRAYS | OBJECTS
+
+# ---- What can be done to a right value ----------------------------------------------------------------------------
+
+
+def _astype(dtype: Any) -> Callable[[np.ndarray], Any]:
+    def cast(x: np.ndarray) -> Any:
+        with np.errstate(all="ignore"):
+            return np.nan_to_num(x).astype(dtype) if x.dtype.kind == "f" else x.astype(dtype)
+
+    return cast
+
+
+def _read_only(x: np.ndarray) -> np.ndarray:
+    view = x[...]
+    view.flags.writeable = False
+    return view
+
+
+def _misaligned(x: np.ndarray) -> np.ndarray:
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    moved = memory[1:].view(x.dtype).reshape(x.shape)
+    moved[...] = x
+    return moved
+
+
+def _filled(x: np.ndarray, value: Any) -> np.ndarray:
+    return np.full_like(x, value)
+
+
+def _with_entry(x: np.ndarray, value: Any) -> np.ndarray:
+    copy = x.copy()
+    if copy.size:
+        copy.flat[copy.size // 2] = value
+    return copy
+
+
+def _half_stepped(x: np.ndarray) -> Any:
+    """Strides that are no multiples of an element."""
+    return as_strided(x, x.shape, (*x.strides[:-1], x.itemsize // 2)) if x.ndim and x.itemsize > 1 else x
+
+
+OF_ARRAYS: dict[str, Callable[[np.ndarray], Any]] = {
+    **{
+        f"as {name}": _astype(name)
+        for name in (
+            "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "longdouble",
+            "complex64", "object", "S4", "U4",
+        )
+    },
+    "swapped bytes": lambda x: x.astype(x.dtype.newbyteorder()),
+    "as datetime64": lambda x: _astype("int64")(x).astype("m8[s]"),
+    "as a list": lambda x: x.tolist(),
+    "as a tuple": lambda x: tuple(x) if x.ndim else (x,),
+    "as bytes": lambda x: x.tobytes(),
+    "as a memoryview": lambda x: memoryview(x),
+    "as a memoryview of bytes": lambda x: memoryview(np.ascontiguousarray(x)).cast("B") if x.size else b"",
+    "as a pair": lambda x: (x, "bfloat16"),
+    "masked": np.ma.array,
+    "read-only": _read_only,
+    "misaligned": _misaligned,
+    "half steps": _half_stepped,
+    "one axis less": lambda x: x[0] if x.ndim and len(x) else x.reshape(-1),
+    "one axis more": lambda x: x[None],
+    "one axis more at the end": lambda x: x[..., None],
+    "flat": lambda x: x.reshape(-1),
+    "turned": lambda x: x.T,
+    "reversed": lambda x: x[::-1] if x.ndim else x,
+    "reversed inside": lambda x: x[..., ::-1] if x.ndim else x,
+    "every second": lambda x: x[..., ::2] if x.ndim else x,
+    "cut short": lambda x: x[:-1] if x.ndim else x,
+    "cut short inside": lambda x: x[..., :-1] if x.ndim else x,
+    "cut to nothing": lambda x: x[:0] if x.ndim else x,
+    "cut to nothing inside": lambda x: x[..., :0] if x.ndim else x,
+    "twice as long": lambda x: np.concatenate([x, x]) if x.ndim else x,
+    "twice as long inside": lambda x: np.concatenate([x, x], -1) if x.ndim else x,
+    "one element for all": lambda x: as_strided(x, x.shape, (0,) * x.ndim),
+    "rows that overlap": lambda x: as_strided(x, x.shape, (*(x.itemsize,) * (x.ndim - 1), x.itemsize)) if x.ndim > 1 else x,
+    "broadcast": lambda x: np.broadcast_to(x[:1], x.shape) if x.ndim and len(x) else x,
+    "all -1": lambda x: _filled(x.astype(np.int64) if x.dtype.kind == "u" else x, -1),
+    "all 0": lambda x: _filled(x, 0),
+    "all alike": lambda x: _filled(x, 1),
+    "all 99": lambda x: _filled(x, 99),
+    "all huge": lambda x: _filled(x, np.iinfo(x.dtype).max if x.dtype.kind in "iu" else 1),
+    "all least": lambda x: _filled(x, np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -1),
+    "all nan": lambda x: _filled(x, np.nan) if x.dtype.kind == "f" else x,
+    "an entry of 99": lambda x: _with_entry(x, 99),
+    "an entry of nan": lambda x: _with_entry(x, np.nan) if x.dtype.kind == "f" else x,
+    "dlpack": lambda x: Dlpack(np.ascontiguousarray(x)) if x.dtype.kind in "fiu" else x,
+    "dlpack, read-only": lambda x: Dlpack(np.ascontiguousarray(x), flags=1) if x.dtype.kind in "fiu" else x,
+}  # fmt: skip
+
+OF_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+    "cut short": lambda x: x[:-1],
+    "twice as long": lambda x: x + x,
+    "in a list": lambda x: [x],
+    "reversed": lambda x: x[::-1],
+    "without the first": lambda x: (None, *x[1:]),
+    "without the last": lambda x: (*x[:-1], None),
+    "first two alike": lambda x: (x[0], x[0], *x[2:]) if len(x) > 1 else x,
+    "as the other": lambda x: list(x) if isinstance(x, tuple) else tuple(x),
+    "as a generator": lambda x: (i for i in x),
+    "as floats": lambda x: [float(i) for i in x] if all(isinstance(i, int) for i in x) else x,
+    "as an array": lambda x: np.array(x) if all(isinstance(i, int) for i in x) else x,
+    "one more": lambda x: [i + 1 for i in x] if all(isinstance(i, int) for i in x) else x,
+    "last 2**62": lambda x: [*x[:-1], 2**62],
+    "last -1": lambda x: [*x[:-1], -1],
+    "last nan": lambda x: [*x[:-1], float("nan")],
+    "last None": lambda x: [*x[:-1], None],
+    "last a string": lambda x: [*x[:-1], "x"],
+}
+
+OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
+    "one more": lambda x: x + 1,
+    "one less": lambda x: x - 1,
+    "negated": lambda x: -x,
+    "as a float": float,
+    "as a string": str,
+    "as numpy int16": lambda x: np.int16(x % 2**15),
+    "in a list": lambda x: [x],
+}
+
+
+def table(value: Any) -> dict[str, Callable[[Any], Any]]:
+    """What may replace this right value: functions of it, under names."""
+    if isinstance(value, np.ndarray):
+        return {f"this {name}": make for name, make in OF_ARRAYS.items()}
+    if isinstance(value, (list, tuple)) and len(value):
+        return {f"this {name}": make for name, make in OF_SEQUENCES.items()}
+    if type(value) is int:
+        return {f"this {name}": make for name, make in OF_INTEGERS.items()}
+    return {}
+
+
+def is_huge(name: str) -> bool:
+    """Whether a call with it may fail for want of memory."""
+    return "2**" in name or "huge" in name or "10**" in name or "1e300" in name or "all 99" in name
+
+
+# What could be right nowhere but as text, a dtype or an option that is only looked at for truth: a refusal has to name the argument.
+ALIEN = frozenset(OBJECTS) | {"dict", "empty dict", "set", "complex", "bytes"}
