@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import blitz_attn
+from cases_operations import operations
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc"),
@@ -32,12 +33,13 @@ def forget_peak():
 """
 
 
-def measure(program, *arguments):
+def measure(program, *arguments, timeout=300):
     """Runs a program in a process of its own, so that no other test's memory is counted, and returns the number it prints."""
-    path = os.pathsep.join([str(Path(blitz_attn.__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = (str(Path(blitz_attn.__file__).resolve().parents[1]), str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-c", HELPERS + program, *map(str, arguments)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300, check=False,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=timeout, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
@@ -86,35 +88,57 @@ def test_scratch_of_a_long_backward_pass(dtype, threads):
     assert measure(PEAK_BACKWARD, dtype, threads) <= threads * 32 * MIB + sums
 
 
-LEAK = """
-q, k, v = testing.make_qkv(1, 4, 2, 200, 300, 24, dtype="float16")
-sabi = np.array([[1, 0, -1], [2, 1, 0]], np.int32)[None, None]
+# ---- Many calls -----------------------------------------------------------------------------------------------------------
 
-def call_all():
-    out, lse = blitz_attn.block_sparse_attention(q, k, v, sabi, causal=True, return_lse=True)
-    blitz_attn.merge_states(out, lse, out, lse)
-    blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse, sabi, causal=True, dlse=lse)
-    try:
-        blitz_attn.block_sparse_attention(q, k[..., :8], v, sabi)
-    except ValueError:
-        pass
-    else:
-        raise AssertionError("a wrong shape was accepted")
-    try:
-        blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse[:, 1:], sabi)
-    except ValueError:
-        pass
-    else:
-        raise AssertionError("a wrong shape was accepted")
+GROWTH = """
+from cases_operations import operations
 
-for _ in range(300):
-    call_all()
+def refuse(operation):
+    try:
+        operation.refused()
+    except (TypeError, ValueError):
+        return
+    raise AssertionError("a wrong argument was accepted")
+
+names, kind, warm_up, calls = sys.argv[1].split(";"), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+by_name = operations()
+chosen = [by_name[name] for name in names]
+
+def call_each(times):
+    for _ in range(times):
+        for operation in chosen:
+            if kind != "refused":
+                operation.call()
+            if kind != "called" and operation.refused is not None:
+                refuse(operation)
+
+call_each(warm_up)
 before = status("VmRSS")
-for _ in range(2000):
-    call_all()
+call_each(calls)
 print(status("VmRSS") - before)
 """
+OPERATIONS = operations()
+MANY = 10**6
 
 
-def test_no_leak():
-    assert measure(LEAK) <= MIB  # 500 bytes a call would show
+def test_no_growth():
+    """Every operation, called and refused; one that lost 3000 bytes a call would show."""
+    assert measure(GROWTH, ";".join(OPERATIONS), "both", 100, 350) <= MIB
+
+
+def test_no_growth_of_short_calls():
+    """One that lost 150 bytes a call would show."""
+    names = ("block_sparse_attention", "merge_states", "paged_attention", "paged_select_attention", "quest_block_select_paged_in_out")
+    assert measure(GROWTH, ";".join(names), "both", 1000, 7000) <= MIB
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_growth_of_a_million_calls(name):
+    assert measure(GROWTH, name, "called", MANY // 50, MANY, timeout=None) <= MIB
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.refused is not None])
+def test_no_growth_of_a_million_refusals(name):
+    assert measure(GROWTH, name, "refused", MANY // 50, MANY, timeout=None) <= MIB
