@@ -3,8 +3,9 @@
 The metadata stands here and not in pyproject.toml because the releases of setuptools that distributions ship (66 and
 up) and today's disagree about the licence field of ``[project]``.
 
-Besides the usual commands there is ``python setup.py build_checkkernels``, which builds the kernel check program
-(tests/*.c) over the same sources with the same flags. Environment variables that the build looks at: ``CC``,
+Besides the usual commands there are ``python setup.py build_checkkernels``, which builds the kernel check program
+(tests/*.c) over the same sources with the same flags, and ``build_fuzz``, which builds the fuzzer of the C API
+(tests/fuzz/c/*.c; it needs clang: make fuzz-c). Environment variables that the build looks at: ``CC``,
 ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come last of all (sanitizers, ``-Werror``), and
 ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C.
 """
@@ -54,7 +55,8 @@ EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/ops/*.c"))
 PYTHON_SOURCES = sorted(glob("csrc/python/*.c"))
 CHECK_SOURCES = sorted(glob("tests/*.c"))
-HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True) + glob("tests/*.h"))
+FUZZ_SOURCES = sorted(glob("tests/fuzz/c/*.c"))
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True) + glob("tests/**/*.h", recursive=True))
 
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API before CPython 3.15
 
@@ -99,6 +101,16 @@ class BuildCheckKernels(BuildExt):
     def build_extensions(self):
         objects = self.compile_sources([*CHECK_SOURCES, *LIBRARY_SOURCES])
         self.compiler.link_executable(objects, "checkkernels", self.build_temp, extra_postargs=self.link_flags())
+
+
+class BuildFuzz(BuildExt):
+    """Builds the fuzzer of the C API, at <build-temp>/fuzz, with clang; libFuzzer and the sanitizers come with BLITZ_ATTN_CFLAGS."""
+
+    description = "build the fuzzer of the C API (tests/fuzz/c/*.c)"
+
+    def build_extensions(self):
+        objects = self.compile_sources([*FUZZ_SOURCES, *LIBRARY_SOURCES])
+        self.compiler.link_executable(objects, "fuzz", self.build_temp, extra_postargs=self.link_flags())
 
 
 def is_older(target, sources):
@@ -190,7 +202,7 @@ setup(
     packages=find_packages(include=["blitz_attn", "blitz_attn.*"]),
     package_data={"blitz_attn": ["py.typed", "*.pyi"]},
     ext_modules=[extension()],
-    cmdclass={"build_ext": BuildExt, "build_checkkernels": BuildCheckKernels},
+    cmdclass={"build_ext": BuildExt, "build_checkkernels": BuildCheckKernels, "build_fuzz": BuildFuzz},
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
 )

@@ -254,7 +254,7 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
-        if (flops < tuning->inline_flops) threads = 1;
+        if (ba_is_small(flops, tuning->inline_flops)) threads = 1;
         if (c.shared) ba_parallel(threads, problem->batch * problem->kv_heads * problem->block_columns, share_item, &c);
         ba_parallel(threads, c.plan.items, run_item, &c);
     }

@@ -673,7 +673,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
     }
     const ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
-        if (c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim) < c.tuning->inline_flops) threads = 1;
+        if (ba_is_small(c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim), c.tuning->inline_flops)) threads = 1;
         set_turns(&c, (int64_t *)last);
         ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
         ba_parallel(threads, c.plan.items, c.by_block ? run_rows : run_item, &c);

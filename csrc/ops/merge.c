@@ -98,7 +98,7 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     c.scratch_bytes = ba_round_up(parts * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
     const int64_t items = ba_ceil_div(c.rows, ROWS_AN_ITEM);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(0);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(0);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
     ba_parallel(threads, items, merge_rows, &c);

@@ -222,7 +222,7 @@ ba_status ba_gate(const ba_gate_args *a) {
     gate_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     const int64_t bytes = ba_round_up(weight_bytes(&c), BA_ALIGN) + threads * c.scratch_bytes;
     c.packed_weight = ba_arena_get((size_t)bytes);
     if (!c.packed_weight) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);
@@ -278,7 +278,7 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     gate_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     const int64_t bytes = sum_bytes + threads * c.scratch_bytes;
     char *memory = ba_arena_get((size_t)bytes);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)bytes);

@@ -219,7 +219,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     pool_scratch unused;
     c.scratch_bytes = lay_out_pool(&c, NULL, &unused);
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
     ba_parallel(threads, stretches(&c.s, blocks_of, c.blocks_an_item), pool_item, &c);
@@ -285,7 +285,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     c.merge_row = ba_kernels_active()->vector[a->dx.dtype]->merge_row;
     c.scratch_bytes = ba_round_up((BA_MOST_SUMMANDS + ba_ceil_div(c.s.block, c.s.stride)) * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
     ba_parallel(threads, stretches(&c.s, tokens_of, TOKENS_AN_ITEM), spread_item, &c);

@@ -463,7 +463,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
         panels += panels_of(&c, b);
         work += (double)rows_of(&c, b) * (double)keys_of(&c, b) * (double)(c.q.heads * c.dim);
     }
-    const int threads = (int)ba_min(work < 2e6 ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
+    const int threads = (int)ba_min(ba_is_small(work, 2e6) ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
     select_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

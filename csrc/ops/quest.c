@@ -156,7 +156,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
         tokens += (double)ba_max(0, a->end[b] - begin);
         c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, SUMMARY_PAGES));
     }
-    const bool small = tokens * (double)(c.k.heads * c.k.dim) < 1e6;
+    const bool small = ba_is_small(tokens * (double)(c.k.heads * c.k.dim), 1e6);
     join_heads(&c);
     ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
     return BA_OK;
@@ -571,7 +571,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         pages += own;
         work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
     }
-    const int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
+    const int threads = ba_is_small(work, 5e5) ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
     c.heads_at_once = heads_at_once(&c);
     c.queries_at_once = c.heads_at_once ? 1 : BA_FEW_QUERIES;
