@@ -6,7 +6,7 @@
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers. For developers: bench-record, bench-compare, build,
-# checkkernels, check-emulated, check-neon, lint, format, asan, coverage, clean. Kernel checks for another architecture, by name:
+# checkkernels, check-emulated, check-neon, lint, format, asan, fuzz-c, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test build checkkernels check-emulated check-neon lint lint-code lint-layout format asan coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test build checkkernels check-emulated check-neon lint lint-code lint-layout format asan fuzz-c coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -109,6 +109,15 @@ asan:
 	  "$$python" setup.py -q build_checkkernels --build-temp build/asan/temp && build/asan/temp/checkkernels && \
 	  cd build/asan && PYTHONPATH="$(CURDIR)/build/asan/lib" PYTHONMALLOC=malloc LD_PRELOAD="$(call sanitizer,asan) $(call sanitizer,ubsan)" \
 	  "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. ../../tests $(ARGS)
+
+# The fuzzer of the C API: past findings first, then SECONDS of new inputs by JOBS processes, from a corpus that stays in build/fuzz.
+SECONDS = 60
+SEED = 1
+JOBS = 2
+fuzz-c: export CC = clang
+fuzz-c:
+	@$(call find_python) "$$python" setup.py -q build_fuzz --build-temp build/fuzz/temp && \
+	  "$$python" tests/fuzz/c/run.py build/fuzz/temp/fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS) $(ARGS)
 
 coverage: export BLITZ_ATTN_CFLAGS = -O1 -UNDEBUG --coverage -fprofile-update=atomic
 coverage: export CC = gcc

@@ -687,5 +687,6 @@ ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args
     ba_problem problem;
     ba_gradients gradients;
     BA_TRY(ba_check_block_sparse_backward(args, true, &problem, &gradients));
+    if (problem.batch == 0 || (problem.q_len == 0 && problem.kv_len == 0)) return BA_OK; /* nothing to write, however many heads there are */
     return run(&problem, &gradients, args->forward.num_threads);
 }

@@ -51,6 +51,8 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
         snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
         BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0], float32 (float64 for float64),"));
     }
+    BA_TRY(ba_check_places("out", out));
+    BA_TRY(ba_check_places("lse", lse));
     return BA_OK;
 }
 
@@ -93,6 +95,8 @@ static void merge_rows(void *context, int64_t item, int worker) {
 
 ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
     BA_TRY(check_merge(parts, outs, lses, out, lse));
+    for (int i = 0; i < 3; i++)
+        if (lse->dims[i] == 0) return BA_OK;
     merge_call c = {.family = ba_kernels_active()->vector[out->dtype], .parts = parts, .outs = outs, .lses = lses, .out = out, .lse = lse};
     c.rows = out->dims[0] * out->dims[1] * out->dims[2];
     c.scratch_bytes = ba_round_up(parts * (int64_t)(sizeof(void *) + sizeof(double)), BA_ALIGN);

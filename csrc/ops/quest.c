@@ -34,8 +34,7 @@ static ba_status take_pages(const char *name, const ba_tensor *t, ba_kv_layout l
     BA_TRY(ba_check_extent(name, t));
     const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
     const int64_t size = ba_dtype_size(t->dtype);
-    *out =
-        (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], t->strides[0] * size, t->strides[row] * size, t->strides[head] * size};
+    *out = (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};
     return BA_OK;
 }
 
@@ -83,6 +82,7 @@ static ba_status take_summary(const char *name, const ba_tensor *t, const ba_ten
                               int64_t *count) {
     if (!ba_given(t)) return BA_OK;
     BA_TRY(take_pages(name, t, BA_NHD, out));
+    BA_TRY(ba_check_places(name, t));
     if (t->dtype != k_cache->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(k_cache->dtype), ba_dtype_name(t->dtype));
     if (out->heads != k->heads || out->dim != k->dim || (*rows && (out->rows != *rows || out->count != *count)))
@@ -156,6 +156,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
         tokens += (double)ba_max(0, a->end[b] - begin);
         c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, SUMMARY_PAGES));
     }
+    if (tokens == 0) return BA_OK;
     const bool small = ba_is_small(tokens * (double)(c.k.heads * c.k.dim), 1e6);
     join_heads(&c);
     ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
@@ -560,6 +561,7 @@ static int64_t heads_at_once(const select_call *c) {
 ba_status ba_select_blocks(const ba_select_args *args) {
     select_call c = {.args = args, .most_pages = 1};
     BA_TRY(check_select(args, &c));
+    if (args->batch == 0) return BA_OK;
     const ba_kernels *kernels = ba_kernels_active();
     c.family = kernels->vector[args->q.dtype];
     c.cache = kernels->cache[args->a.dtype];

@@ -97,7 +97,7 @@ void fz_count_compared(fz_op op);
 void fz_print_counts(void);
 void fz_fail(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
 /* Multiply-adds that one call may take; what takes more is left out. */
-#define FZ_MOST_WORK 1e6
+#define FZ_MOST_WORK 3e5
 int fz_threads(void);
 
 /* ---- Operations, by file ------------------------------------------------------------------------------------------------ */

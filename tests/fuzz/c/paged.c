@@ -19,7 +19,7 @@ static sizes draw_sizes(void) {
     s.width = fz_once_in(8) ? fz_range(0, 60) : fz_range(0, 8);
     s.dim = fz_head_dim();
     s.v_dim = fz_once_in(3) ? fz_head_dim() : s.dim;
-    while (s.width > 1 && (double)(s.width * s.page_size * s.kv_heads * (s.dim + s.v_dim)) > 1e5) s.width /= 2;
+    while (s.width > 1 && (double)(s.width * s.page_size * s.kv_heads * (s.dim + s.v_dim)) > 4e4) s.width /= 2;
     s.pages = fz_range(1, 4) * s.width + fz_range(0, 3);
     while (s.pages > 1 && (double)(s.pages * s.page_size * s.kv_heads * (s.dim + s.v_dim)) > 2e5) s.pages /= 2;
     s.most_tokens = s.width * s.page_size;

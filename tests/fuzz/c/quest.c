@@ -14,7 +14,7 @@ static sizes draw_sizes(void) {
     s.heads = s.kv_heads * fz_pick(groups, 5);
     s.width = fz_once_in(6) ? fz_range(0, 200) : fz_range(0, 12);
     s.dim = fz_head_dim();
-    while (s.width > 1 && (double)(s.width * s.page_size * s.kv_heads * s.dim) > 1e5) s.width /= 2;
+    while (s.width > 1 && (double)(s.width * s.page_size * s.kv_heads * s.dim) > 4e4) s.width /= 2;
     s.rows = fz_once_in(4) ? fz_range(1, 40) : fz_pick(page_sizes, 9);
     s.summary_width = s.width / s.rows + 1;
     s.pages = s.width + fz_range(1, 5);
@@ -43,6 +43,7 @@ static ba_tensor draw_table(const sizes *s, int64_t width, int64_t pages, bool d
 
 static bool is_heavy(const ba_tensor *a, const ba_tensor *table, const int64_t *lengths, int64_t batch) {
     double tokens = 0;
+    if (a->dims[1] > 1 << 20 || a->dims[2] > 1 << 20 || table->dims[1] > 1 << 20) return true;
     for (int64_t b = 0; lengths && b < batch && b < 100; b++) tokens += lengths[b] > 0 ? (double)lengths[b] : 0;
     return (fz_elements(a) > 1e6 && fz_elements(a) < 1e18) || fz_elements(table) > 1e6 || (tokens > 1e5 && tokens < 1e12);
 }
@@ -67,7 +68,7 @@ void fz_quest_metadata(void) {
     a.num_threads = fz_threads();
     const ba_tensor *const summaries[] = {&a.maxblocks, &a.minblocks, &a.meanblocks};
     bool heavy = is_heavy(&a.k_cache, &a.block_tables, a.end, a.batch) || fz_elements(&a.metadata_tables) > 1e6;
-    for (int i = 0; i < 3; i++) heavy |= fz_elements(summaries[i]) > 1e6;
+    for (int i = 0; i < 3; i++) heavy |= fz_elements(summaries[i]) > 1e6 || summaries[i]->dims[1] > 1 << 20;
     if (heavy) fz_count_skipped(FZ_QUEST_METADATA);
     else fz_run(FZ_QUEST_METADATA, metadata, &a, &a.num_threads);
 }
