@@ -390,8 +390,7 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     c->sequences = a->batch;
     if (!a->cu_cmp) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
     BA_TRY(ba_check_cumulative("cu_seqlens", a->cu_q, a->batch, c->q.tokens, &longest));
-    if (longest > INT32_MAX / 2)
-        return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens a sequence, got %" PRId64, INT32_MAX / 2, longest);
+    if (longest > INT32_MAX / 2) return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens a sequence, got %" PRId64, INT32_MAX / 2, longest);
     BA_TRY(ba_check_cumulative("cu_blocks", a->cu_cmp, a->batch, c->k.tokens, &longest));
     for (int64_t b = 0; b < a->batch; b++)
         if (keys_of(c, b) != complete_blocks(a, queries_of(c, b)))

@@ -34,7 +34,8 @@ static ba_status take_pages(const char *name, const ba_tensor *t, ba_kv_layout l
     BA_TRY(ba_check_extent(name, t));
     const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
     const int64_t size = ba_dtype_size(t->dtype);
-    *out = (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};
+    *out =
+        (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};
     return BA_OK;
 }
 

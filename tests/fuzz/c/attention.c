@@ -44,8 +44,7 @@ static sizes draw_sizes(void) {
 }
 
 static ba_tensor draw_array(fz_role role, const sizes *s, ba_dtype dtype, int64_t heads, int64_t tokens, int64_t dim, int flags) {
-    const int64_t dims[][4] = {
-        {s->batch, heads, tokens, dim}, {s->batch, tokens, heads, dim}, {s->batch, tokens, heads * dim}, {tokens, heads, dim}};
+    const int64_t dims[][4] = {{s->batch, heads, tokens, dim}, {s->batch, tokens, heads, dim}, {s->batch, tokens, heads * dim}, {tokens, heads, dim}};
     return fz_tensor(role, dtype, s->layout <= BA_BSND ? 4 : 3, dims[s->layout], flags);
 }
 

@@ -7,12 +7,24 @@
 
 #include "memory.h"
 
-static const char *const names[FZ_OPS] = {
-    "block_sparse_check", "block_sparse_attention", "block_sparse_backward_check", "block_sparse_attention_backward",
-    "paged_check",        "paged_attention",        "quest_metadata",              "select_blocks quest",
-    "select_blocks mean", "select_blocks max",      "select_blocks other",         "block_means",
-    "block_means_backward", "gate",                 "gate_backward",               "nsa_select",
-    "merge_states",       "settings"};
+static const char *const names[FZ_OPS] = {"block_sparse_check",
+                                          "block_sparse_attention",
+                                          "block_sparse_backward_check",
+                                          "block_sparse_attention_backward",
+                                          "paged_check",
+                                          "paged_attention",
+                                          "quest_metadata",
+                                          "select_blocks quest",
+                                          "select_blocks mean",
+                                          "select_blocks max",
+                                          "select_blocks other",
+                                          "block_means",
+                                          "block_means_backward",
+                                          "gate",
+                                          "gate_backward",
+                                          "nsa_select",
+                                          "merge_states",
+                                          "settings"};
 static struct {
     int64_t accepted, refused, skipped, compared;
 } counts[FZ_OPS];

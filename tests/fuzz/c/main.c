@@ -1,3 +1,5 @@
+/* What libFuzzer calls. With -DBA_FUZZ_REPLAY a program of its own, which runs files with inputs, by any compiler. */
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "fuzz.h"
@@ -16,9 +18,10 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    static void (*const operations[])(void) = {fz_attention, fz_attention, fz_attention, fz_paged,      fz_paged,        fz_merge,
-                                               fz_select,    fz_select,    fz_gate,      fz_nsa_select, fz_block_means,  fz_block_means_backward,
-                                               fz_quest_metadata,          fz_gate_backward, fz_settings};
+    static void (*const operations[])(void) = {fz_attention,      fz_attention,     fz_attention,   fz_paged,
+                                               fz_paged,          fz_merge,         fz_select,      fz_select,
+                                               fz_gate,           fz_nsa_select,    fz_block_means, fz_block_means_backward,
+                                               fz_quest_metadata, fz_gate_backward, fz_settings};
     fz_open(data, size);
     ba_isa_set_cap((ba_isa)fz_range(0, ba_isa_detected()));
     ba_set_num_threads((int)fz_range(0, 4));
@@ -28,3 +31,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fz_release_all();
     return 0;
 }
+
+#ifdef BA_FUZZ_REPLAY
+int main(int argc, char **argv) {
+    static uint8_t data[4096];
+    for (int i = 1; i < argc; i++) {
+        FILE *file = fopen(argv[i], "rb");
+        if (!file) return 2;
+        const size_t size = fread(data, 1, sizeof data, file);
+        fclose(file);
+        fprintf(stderr, "%s\n", argv[i]);
+        LLVMFuzzerTestOneInput(data, size);
+    }
+    return 0;
+}
+#endif

@@ -1,10 +1,19 @@
 /* The memory of a call's tensors, each in a block of its own that ends where the tensor ends. */
 #include <math.h>
-#include <sanitizer/asan_interface.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "memory.h"
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#include <sanitizer/asan_interface.h>
+#endif
+#endif
+#ifndef ASAN_POISON_MEMORY_REGION /* where inputs are only run again, without a sanitizer */
+#define ASAN_POISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
+#endif
 
 enum { MOST_BYTES = 1 << 20, MOST_COUNT = 1 << 12 };
 

@@ -194,7 +194,8 @@ void fz_nsa_select(void) {
     a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
     a.k_cmp = draw_rows(FZ_INPUT, &s, s.dtype, keys < 1000 || fz_odd() ? keys : 1000, s.kv_heads, s.dim);
     const int64_t lse[] = {s.batch, s.tokens, s.heads};
-    if (a.tile == 0 || fz_odd()) a.lse = s.packed ? fz_tensor(FZ_INPUT, s.real, 2, lse + 1, FZ_FREE_LAST) : fz_tensor(FZ_INPUT, s.real, 3, lse, FZ_FREE_LAST);
+    if (a.tile == 0 || fz_odd())
+        a.lse = s.packed ? fz_tensor(FZ_INPUT, s.real, 2, lse + 1, FZ_FREE_LAST) : fz_tensor(FZ_INPUT, s.real, 3, lse, FZ_FREE_LAST);
     if (a.tile) fz_unseen(&a.lse);
     int64_t out[] = {s.batch, list_heads, rows, fz_range(0, 12) + (a.init_blocks + a.local_blocks < 100 ? a.init_blocks + a.local_blocks : 0)};
     a.selected = s.packed ? fz_tensor(FZ_OUTPUT, BA_INT32, 3, out + 1, FZ_FREE_LAST) : fz_tensor(FZ_OUTPUT, BA_INT32, 4, out, FZ_FREE_LAST);

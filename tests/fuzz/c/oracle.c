@@ -76,14 +76,16 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
     static sums s;
     for (int64_t b = 0; b < batches; b++) {
         const int64_t q_begin = packed ? a->cu_q[b] : 0, kv_begin = packed ? a->cu_kv[b] : 0;
-        const int64_t q_rows = packed ? a->cu_q[b + 1] - q_begin : a->q.dims[x.token], kv_rows = packed ? a->cu_kv[b + 1] - kv_begin : a->k.dims[x.token];
+        const int64_t q_rows = packed ? a->cu_q[b + 1] - q_begin : a->q.dims[x.token],
+                      kv_rows = packed ? a->cu_kv[b + 1] - kv_begin : a->k.dims[x.token];
         const int64_t q_len = a->q_lens ? a->q_lens[b] : q_rows, kv_len = a->kv_lens ? a->kv_lens[b] : kv_rows;
         for (int64_t h = 0; h < heads; h++)
             for (int64_t i = 0; i < q_rows; i++) {
                 s = (sums){.top = -INFINITY};
                 const int64_t token = i + (a->q_begin >= 0 ? a->q_begin : kv_len - q_len);
                 for (int64_t j = 0; j < kv_len && i < q_len; j++) {
-                    if (a->key_stride ? a->causal && (double)token < (double)j * (double)a->key_stride + (double)a->key_last : a->causal && j > token) continue;
+                    if (a->key_stride ? a->causal && (double)token < (double)j * (double)a->key_stride + (double)a->key_last : a->causal && j > token)
+                        continue;
                     if (a->window[0] >= 0 && (double)j < (double)token - (double)a->window[0]) continue;
                     if (a->window[1] >= 0 && (double)j > (double)token + (double)a->window[1]) continue;
                     if (!is_listed(a, heads, kv_heads, b, h, i, j)) continue;
@@ -98,7 +100,8 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
                     for (int64_t d = 0; d < v_dim; d++) s.out[d] += weight * element(a, &a->v, kv_heads, b, kv_head, kv_begin + j, d);
                 }
                 for (int64_t d = 0; d < v_dim; d++)
-                    compare("out", element(a, &a->out, heads, b, h, q_begin + i, d), s.sum > 0 ? s.out[d] / s.sum : 0, s.sum > 0 ? within : 0, i, h, d);
+                    compare("out", element(a, &a->out, heads, b, h, q_begin + i, d), s.sum > 0 ? s.out[d] / s.sum : 0, s.sum > 0 ? within : 0, i, h,
+                            d);
                 if (!a->lse.data) continue;
                 const int64_t at[] = {packed ? q_begin + i : b, h, i};
                 compare("lse", fz_get(&a->lse, at), s.sum > 0 ? s.top + log(s.sum) : -INFINITY, within, i, h, 0);

@@ -39,7 +39,7 @@ static void draw_cache(ba_paged_args *a, const sizes *s) {
 
 /* Entries of tables: pages that there are, in any order, some of them of several requests. */
 void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct) {
-    if (!fz_backed(t) || t->ndim < 1 || t->ndim > 2 || fz_elements(t) > 1e5 || t->dtype < BA_UINT16 || t->dtype > BA_INT64) return;
+    if (!fz_backed(t) || t->ndim < 1 || t->ndim > 2 || fz_elements(t) == 0 || fz_elements(t) > 1e5 || t->dtype < BA_UINT16 || t->dtype > BA_INT64) return;
     const int64_t rows = t->ndim == 2 ? t->dims[0] : 1, width = t->dims[t->ndim - 1];
     fz_seed();
     int64_t next = fz_below(pages);
@@ -48,7 +48,6 @@ void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct) {
             const int64_t at[] = {t->ndim == 2 ? row : i, i};
             fz_put(t, at, distinct ? next++ % (pages > 0 ? pages : 1) : fz_below(pages));
         }
-    if (rows == 0 || width == 0) return;
     const int64_t at[] = {t->ndim == 2 ? fz_below(rows) : fz_below(width), fz_below(width)};
     if (fz_odd()) fz_put(t, at, fz_odd_number());
     if (fz_odd()) fz_put(t, at, pages);
@@ -105,7 +104,7 @@ static void draw_selected(ba_paged_args *a, const sizes *s) {
     int64_t *counts = counted ? fz_numbers(t->dims[0] * t->dims[1]) : NULL;
     fz_seed();
     for (int64_t i = 0; counts && i < t->dims[0] * t->dims[1]; i++) counts[i] = fz_below((t->dims[2] < pages ? t->dims[2] : pages) + 1);
-    if (counts && fz_odd()) counts[fz_below(t->dims[0] * t->dims[1])] = fz_odd_number();
+    if (counts && t->dims[0] * t->dims[1] > 0 && fz_odd()) counts[fz_below(t->dims[0] * t->dims[1])] = fz_odd_number();
     a->selected_counts = counts;
 }
 
@@ -137,7 +136,7 @@ void fz_paged(void) {
     if (fz_once_in(4)) {
         float *sinks = fz_array(a.q.dims[1], sizeof(float));
         for (int64_t h = 0; sinks && h < a.q.dims[1]; h++) sinks[h] = (float)fz_below(9) - 4;
-        if (sinks && fz_odd()) sinks[fz_below(a.q.dims[1])] = (float)fz_odd_real();
+        if (sinks && a.q.dims[1] > 0 && fz_odd()) sinks[fz_below(a.q.dims[1])] = (float)fz_odd_real();
         a.sinks = sinks;
     }
     a.num_threads = fz_threads();

@@ -36,9 +36,9 @@ bool fz_odd(void) { return input.odds && fz_once_in(input.odds); }
 
 int64_t fz_odd_number(void) {
     static const int64_t table[] = {
-        0,         -1,           1,           2,          3,         -2,         INT64_MAX,     INT64_MIN,     INT64_MAX - 1, INT64_MIN + 1,
-        576,       577,          1023,        1024,       1025,      65535,      65536,         INT32_MAX,     INT32_MIN,     (int64_t)INT32_MAX + 1,
-        1ll << 32, 1ll << 48,    1ll << 60,   1ll << 61,  1ll << 62, -(1ll << 62), INT32_MAX / 2, 3ll << 61, 0x5555555555555555, -(1ll << 31) - 1,
+        0,         -1,        1,         2,         3,         -2,           INT64_MAX,     INT64_MIN, INT64_MAX - 1,      INT64_MIN + 1,
+        576,       577,       1023,      1024,      1025,      65535,        65536,         INT32_MAX, INT32_MIN,          (int64_t)INT32_MAX + 1,
+        1ll << 32, 1ll << 48, 1ll << 60, 1ll << 61, 1ll << 62, -(1ll << 62), INT32_MAX / 2, 3ll << 61, 0x5555555555555555, -(1ll << 31) - 1,
     };
     enum { COUNT = sizeof table / sizeof *table };
     const int64_t which = fz_range(0, COUNT + 2);

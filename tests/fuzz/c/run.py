@@ -104,7 +104,7 @@ def main():
     if failed:
         print(text_of(failed)[-6000:])
     sum_up(logs, seconds)
-    for file in sorted(set(folder.glob("*-*")) - known):
+    for file in sorted(file for file in set(folder.glob("*-*")) - known if not file.name.startswith("slow")):
         print(f"found: FUZZ_VERBOSE=1 {os.path.relpath(fuzzer)} {os.path.relpath(file)}")
     return 1 if failed else 0
 
