@@ -6,7 +6,7 @@
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers. For developers: bench-record, bench-compare, build,
-# checkkernels, check-emulated, check-neon, lint, format, asan, faults, coverage, clean. Kernel checks for another architecture, by name:
+# checkkernels, check-emulated, check-neon, lint, format, asan, tsan, faults, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format asan faults coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format asan tsan faults coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -124,6 +124,20 @@ asan:
 
 faults:
 	@$(call find_python) $(build_asan) && $(call pytest_asan,../../tests/test_faults.py)
+
+# Several callers of several operations at once, under ThreadSanitizer. One level is enough: what may race is no kernel.
+tsan: export BLITZ_ATTN_CFLAGS = -O1 -g -fno-omit-frame-pointer -UNDEBUG -DBA_NO_SMALL_CALLS -fsanitize=thread
+tsan: export BLITZ_ATTN_LEVELS = avx2
+tsan: export CC = gcc
+tsan:
+	@$(call find_python) "$$python" setup.py -q build_races --build-temp build/tsan/temp && TSAN_OPTIONS=halt_on_error=1 build/tsan/temp/races $(ARGS)
+
+# The fuzzer of the C API: past findings first, then SECONDS of new inputs by JOBS processes, from a corpus that stays in build/fuzz.
+JOBS = 2
+fuzz-c: export CC = clang
+fuzz-c:
+	@$(call find_python) "$$python" setup.py -q build_fuzz --build-temp build/fuzz/temp && \
+	  "$$python" tests/fuzz/c/run.py build/fuzz/temp/fuzz --seconds $(SECONDS) --seed $(or $(SEED),1) --jobs $(JOBS) $(ARGS)
 
 coverage: export BLITZ_ATTN_CFLAGS = -O1 -UNDEBUG --coverage -fprofile-update=atomic
 coverage: export CC = gcc

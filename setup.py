@@ -3,11 +3,13 @@
 The metadata stands here and not in pyproject.toml because the releases of setuptools that distributions ship (66 and
 up) and today's disagree about the licence field of ``[project]``.
 
-Besides the usual commands there is ``python setup.py build_checkkernels``, which builds the kernel check program
-(tests/*.c) over the same sources with the same flags. Environment variables that the build looks at: ``CC``,
-``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come last of all (sanitizers, ``-Werror``),
-``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and ``BLITZ_ATTN_LEVELS``, which names the
-instruction sets to build beside the portable kernels (``avx2``, or ``avx2,avx512``), where a quick build is wanted.
+Besides the usual commands there are ``python setup.py build_checkkernels``, which builds the kernel check program
+(tests/*.c) over the same sources with the same flags, ``build_fuzz``, which builds the fuzzer of the C API
+(tests/fuzz/c/*.c; it needs clang: make fuzz-c), and ``build_races`` (tests/threads/*.c: make tsan). Environment
+variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come
+last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
+``BLITZ_ATTN_LEVELS``, which names the instruction sets to build beside the portable kernels (``avx2``, or
+``avx2,avx512``), where a quick build is wanted.
 """
 
 import os
@@ -56,7 +58,9 @@ LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # no
 LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/ops/*.c"))
 PYTHON_SOURCES = sorted(glob("csrc/python/*.c"))
 CHECK_SOURCES = sorted(glob("tests/*.c"))
-HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True) + glob("tests/*.h"))
+RACE_SOURCES = sorted(glob("tests/threads/*.c"))
+FUZZ_SOURCES = sorted(glob("tests/fuzz/c/*.c"))
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True) + glob("tests/**/*.h", recursive=True))
 
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API before CPython 3.15
 
@@ -76,7 +80,7 @@ class BuildExt(build_ext):
         left_out = [f"-DBA_NO_{name}" for name in ISA_FLAGS if name not in isas]
 
         def compile_one(source):
-            flags = [*COMMON_FLAGS, *left_out, *isas.get(isa_of(Path(source)), ()), *EXTRA_FLAGS]
+            flags = [*COMMON_FLAGS, *left_out, *isas.get(isa_of(Path(source)), ()), *self.more_flags(source), *EXTRA_FLAGS]
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])
@@ -88,6 +92,9 @@ class BuildExt(build_ext):
 
         with ThreadPoolExecutor(self.parallel or os.cpu_count()) as pool:
             return list(pool.map(compile_one, sources))
+
+    def more_flags(self, source):
+        return []
 
     def link_flags(self):
         return ["-pthread", "-lm", "-lpthread", *EXTRA_FLAGS]
@@ -101,6 +108,41 @@ class BuildCheckKernels(BuildExt):
     def build_extensions(self):
         objects = self.compile_sources([*CHECK_SOURCES, *LIBRARY_SOURCES])
         self.compiler.link_executable(objects, "checkkernels", self.build_temp, extra_postargs=self.link_flags())
+
+
+class BuildRaces(BuildExt):
+    """Builds the program of several callers at once, at <build-temp>/races."""
+
+    description = "build the program that looks for races (tests/threads/*.c)"
+
+    def build_extensions(self):
+        objects = self.compile_sources([*RACE_SOURCES, *LIBRARY_SOURCES])
+        self.compiler.link_executable(objects, "races", self.build_temp, extra_postargs=self.link_flags())
+
+
+class BuildFuzz(BuildExt):
+    """Builds the fuzzer of the C API, at <build-temp>/fuzz, with clang, whose libFuzzer it needs.
+
+    The kernels' own files, which are made of large inlined functions, have AddressSanitizer alone: with all of it they take clang
+    a quarter of an hour. make asan runs them under UndefinedBehaviorSanitizer. What looks at results (memory.c, calls.c, oracle.c)
+    has it alone too: its branches would tell libFuzzer nothing, and take half of the time.
+    """
+
+    description = "build the fuzzer of the C API (tests/fuzz/c/*.c)"
+    fuzz_flags = shlex.split("-fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all")
+    unguided_flags = shlex.split("-fsanitize=address -fno-sanitize-address-use-after-scope")
+
+    def build_extensions(self):
+        objects = self.compile_sources([*FUZZ_SOURCES, *LIBRARY_SOURCES])
+        self.compiler.link_executable(objects, "fuzz", self.build_temp, extra_postargs=self.link_flags())
+
+    def more_flags(self, source):
+        common = ["-O1", "-gline-tables-only", "-fno-omit-frame-pointer", "-fno-wrapv", "-UNDEBUG", "-DBA_NO_SMALL_CALLS"]
+        unguided = isa_of(Path(source)) or Path(source).stem in ("portable", "memory", "calls", "oracle")
+        return [*common, *(self.unguided_flags if unguided else self.fuzz_flags)]
+
+    def link_flags(self):
+        return [*self.fuzz_flags, *super().link_flags()]
 
 
 def is_older(target, sources):
@@ -192,7 +234,7 @@ setup(
     packages=find_packages(include=["blitz_attn", "blitz_attn.*"]),
     package_data={"blitz_attn": ["py.typed", "*.pyi"]},
     ext_modules=[extension()],
-    cmdclass={"build_ext": BuildExt, "build_checkkernels": BuildCheckKernels},
+    cmdclass={"build_ext": BuildExt, "build_checkkernels": BuildCheckKernels, "build_fuzz": BuildFuzz, "build_races": BuildRaces},
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
 )

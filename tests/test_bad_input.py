@@ -434,3 +434,29 @@ def test_no_sequences():
     x = np.zeros((0, 2, 8), np.float32)
     out, lse = blitz_attn.block_sparse_attention(x, x, x, layout="TND", cu_seqlens_q=[0], cu_seqlens_kv=[0], return_lse=True)
     assert (out.shape, lse.shape) == ((0, 2, 8), (0, 2))
+
+
+@pytest.mark.parametrize("block_shape", [(2**61, 8), (2**62, 2**62), (2**63 - 1, 1), (4, 2**63 - 1)])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_blocks_of_any_size(block_shape, heads):
+    """Sizes whose product with the heads of a group, or with a number of columns, is beyond 64 bits."""
+    rng = np.random.default_rng(3)
+    q, k = rng.standard_normal((1, 8, 4, 16)).astype(np.float32), rng.standard_normal((1, 1, 4, 16)).astype(np.float32)
+    sabi = np.arange(-(-4 // block_shape[1]), dtype=np.int32).reshape(1, 1, 1, -1).repeat(heads, 1)
+    expected = blitz_attn.block_sparse_attention(q, k, k)
+    np.testing.assert_allclose(blitz_attn.block_sparse_attention(q, k, k, sabi, block_shape=block_shape), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 2**40, 0, 4), (2**40, 1, 0, 4), (0, 2**40, 4, 4)], ids=["heads", "batch", "no_batch"])
+def test_empty_takes_no_time(shape):
+    q = np.empty(shape, np.float32)
+    assert blitz_attn.block_sparse_attention(q, q, q).shape == shape
+    grads = blitz_attn.block_sparse_attention_backward(q, q, q, q, q, np.empty(shape[:3], np.float32))
+    assert [grad.shape for grad in grads] == [shape] * 3
+
+
+def test_strides_of_single_places():
+    """Where an axis has one place, its stride may be any number."""
+    x = np.random.default_rng(4).standard_normal((1, 1, 5, 8)).astype(np.float32)
+    odd = as_strided(x, x.shape, (-(2**63), 2**62 + 4, *x.strides[2:]))
+    assert (blitz_attn.block_sparse_attention(odd, odd, odd) == blitz_attn.block_sparse_attention(x, x, x)).all()

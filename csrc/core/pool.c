@@ -179,7 +179,8 @@ static void reset_in_child(void) {
     pthread_mutex_init(&pool.lock, NULL);
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.done, NULL);
-    pool.workers = pool.places = pool.running = 0;
+    pool.workers = pool.places = 0;
+    pool.running = 0;
     forks++;
 }
 

@@ -27,4 +27,14 @@ void ba_pause(int spins);
 /* The number of threads for a call that asks for `asked` (0: as set). */
 int ba_threads_for(int asked);
 
+/* Whether a call has too little work to wake threads for. In a build for checks none has, so that small problems reach the threads. */
+static inline bool ba_is_small(double work, double least) {
+#ifdef BA_NO_SMALL_CALLS
+    (void)work, (void)least;
+    return false;
+#else
+    return work < least;
+#endif
+}
+
 #endif

@@ -43,8 +43,8 @@ const ba_kernels *ba_kernels_at(ba_isa level) {
 const ba_kernels *ba_kernels_active(void) { return ba_kernels_at(ba_isa_active()); }
 
 int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa *implemented_at) {
+    if ((unsigned)level >= BA_ISA_COUNT || index < 0 || index >= BA_FLOAT_DTYPES) return 0;
     const ba_kernels *table = ba_kernels_at(level);
-    if (index < 0 || index >= BA_FLOAT_DTYPES) return 0;
     *name = table->attend[index]->name;
     *implemented_at = table->attend[index]->isa;
     return 1;

@@ -775,7 +775,7 @@ static ba_status attend_valid(const ba_problem *problem, int threads) {
     ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
-        if (flops < c.tuning->inline_flops) threads = 1;
+        if (ba_is_small(flops, c.tuning->inline_flops)) threads = 1;
         c.threads = threads;
         status = ba_share_rows(&c.sharing, threads);
     }

@@ -253,7 +253,7 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     if (shared_bytes(&c, tuning)) c.shared = ba_take(memory, &used, shared_bytes(&c, tuning));
     ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
-    if (flops < tuning->inline_flops) threads = 1;
+    if (ba_is_small(flops, tuning->inline_flops)) threads = 1;
     if (status == BA_OK && c.shared) status = ba_parallel(threads, problem->batch * problem->kv_heads * problem->block_columns, share_item, &c);
     if (status == BA_OK) status = ba_parallel(threads, c.plan.items, run_item, &c);
     ba_arena_release();

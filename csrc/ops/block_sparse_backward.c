@@ -684,7 +684,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
     }
     ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {
-        if (c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim) < c.tuning->inline_flops) threads = 1;
+        if (ba_is_small(c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim), c.tuning->inline_flops)) threads = 1;
         set_turns(&c, (int64_t *)last);
         status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
     }
@@ -698,6 +698,6 @@ ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args
     ba_problem problem;
     ba_gradients gradients;
     BA_TRY(ba_check_block_sparse_backward(args, true, &problem, &gradients));
-    if (problem.q_len == 0 && problem.kv_len == 0) return BA_OK; /* an empty array's other axes may be of any length */
+    if (problem.batch == 0 || (problem.q_len == 0 && problem.kv_len == 0)) return BA_OK; /* nothing to write, however many heads there are */
     return run(&problem, &gradients, args->forward.num_threads);
 }

@@ -7,26 +7,35 @@
 
 ba_text ba_shape_text(const ba_tensor *t) {
     ba_text out;
+    if (t->ndim < 0 || t->ndim > BA_MAX_DIMS) { /* there are no such axes to tell */
+        snprintf(out.chars, sizeof out.chars, "%d axes", t->ndim);
+        return out;
+    }
     size_t used = (size_t)snprintf(out.chars, sizeof out.chars, "(");
     for (int i = 0; i < t->ndim; i++) used += (size_t)snprintf(out.chars + used, sizeof out.chars - used, i ? ", %" PRId64 : "%" PRId64, t->dims[i]);
     snprintf(out.chars + used, sizeof out.chars - used, t->ndim == 1 ? ",)" : ")");
     return out;
 }
 
+int64_t ba_step(const ba_tensor *t, int axis) {
+    for (int i = 0; i < t->ndim; i++)
+        if (t->dims[i] == 0) return 0;
+    return t->dims[axis] > 1 ? t->strides[axis] : 0;
+}
+
 ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     int64_t extent = ba_dtype_size(t->dtype), elements = extent;
     bool overflow = false, empty = false;
+    if (t->ndim < 0 || t->ndim > BA_MAX_DIMS) return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d axes, got %d", name, BA_MAX_DIMS, t->ndim);
     for (int i = 0; i < t->ndim; i++) {
         if (t->dims[i] < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected no negative axis, got shape %s", name, ba_shape_text(t).chars);
         if (t->dims[i] == 0) empty = true;
         else overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* of an empty array, too: drivers multiply its other axes */
     }
     for (int i = 0; i < t->ndim && !empty; i++) {
-        int64_t step, reach;
-        overflow |= __builtin_sub_overflow(0, t->strides[i], &step);
-        if (t->strides[i] > 0) step = t->strides[i];
-        overflow |= __builtin_mul_overflow(step, t->dims[i] - 1, &reach) || __builtin_mul_overflow(reach, ba_dtype_size(t->dtype), &reach) ||
-                    __builtin_add_overflow(extent, reach, &extent);
+        int64_t reach, bytes;
+        overflow |= __builtin_mul_overflow(ba_step(t, i), t->dims[i] - 1, &reach) || __builtin_mul_overflow(reach, ba_dtype_size(t->dtype), &bytes) ||
+                    bytes == INT64_MIN || __builtin_add_overflow(extent, bytes < 0 ? -bytes : bytes, &extent);
     }
     if (overflow) return ba_fail(BA_ERROR_VALUE, "%s: expected a size below 2^63 bytes, got shape %s", name, ba_shape_text(t).chars);
     if (!empty && !t->data) return ba_fail(BA_ERROR_VALUE, "%s: expected an array, got none", name);
@@ -46,6 +55,10 @@ ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *e
 
 ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
     BA_TRY(ba_check_same(name, t, expected, contiguous_last_axis));
+    return ba_check_places(name, t);
+}
+
+ba_status ba_check_places(const char *name, const ba_tensor *t) {
     bool empty = false;
     for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
     for (int i = 0; !empty && i < t->ndim; i++) /* an empty array's strides say nothing */
@@ -56,6 +69,7 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
 
 ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
     if (!cu) return ba_fail(BA_ERROR_VALUE, "%s: expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name, tokens);
+    if (batch < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected at least one number, got none", name);
     if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, "%s: expected 0 at [0], got %" PRId64, name, cu[0]);
     *longest = 0;
     for (int64_t b = 0; b < batch; b++) {

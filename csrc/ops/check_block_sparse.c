@@ -44,16 +44,17 @@ static ba_status check_kind(const char *name, const ba_tensor *t, const char *ax
 /* `heads` is looked at for BA_BSH only. */
 static ba_status take_apart(const char *name, const ba_tensor *t, const char *axes, ba_layout layout, int64_t heads, parts *out) {
     BA_TRY(check_kind(name, t, axes, layout));
-    out->view.data = t->data;
+    int64_t step[BA_MAX_DIMS] = {0};
+    for (int i = 0; i < t->ndim; i++) step[i] = ba_step(t, i);
     switch (layout) {
-    case BA_BNSD: *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, t->strides[0], t->strides[1], t->strides[2]}}; break;
-    case BA_BSND: *out = (parts){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, t->strides[0], t->strides[2], t->strides[1]}}; break;
-    case BA_TND: *out = (parts){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, t->strides[1], t->strides[0]}}; break;
+    case BA_BNSD: *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, step[0], step[1], step[2]}}; break;
+    case BA_BSND: *out = (parts){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;
+    case BA_TND: *out = (parts){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, step[1], step[0]}}; break;
     case BA_BSH:
         if (heads < 1) return ba_fail(BA_ERROR_VALUE, "num_heads: expected the number of heads in the last axis for layout BSH, got %" PRId64, heads);
         if (t->dims[2] % heads != 0)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a last axis that %" PRId64 " heads divide, got %s", name, heads, ba_shape_text(t).chars);
-        *out = (parts){t->dims[0], heads, t->dims[1], t->dims[2] / heads, {t->data, t->strides[0], t->dims[2] / heads, t->strides[1]}};
+        *out = (parts){t->dims[0], heads, t->dims[1], t->dims[2] / heads, {t->data, step[0], t->dims[2] / heads, step[1]}};
         break;
     }
     return BA_OK;
@@ -101,9 +102,8 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
         return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
                        args->block_kv);
     p->listed = ba_given(t);
-    /* more than any sequence has, so that products with numbers of heads and columns stay in range */
-    p->block_q = ba_min(args->block_q, INT32_MAX);
-    p->block_kv = ba_min(args->block_kv, INT32_MAX);
+    p->block_q = ba_min(args->block_q, INT32_MAX / 2); /* longer than a sequence is all the same */
+    p->block_kv = ba_min(args->block_kv, INT32_MAX / 2);
     p->block_rows = ba_ceil_div(p->q_len, p->block_q);
     p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
     if (!p->listed) return BA_OK;

@@ -26,8 +26,8 @@ static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout 
 }
 
 static ba_view cache_view(const ba_tensor *t, ba_kv_layout layout) {
-    if (layout == BA_NHD) return (ba_view){t->data, t->strides[0], t->strides[2], t->strides[1]};
-    return (ba_view){t->data, t->strides[0], t->strides[1], t->strides[2]};
+    if (layout == BA_NHD) return (ba_view){t->data, ba_step(t, 0), ba_step(t, 2), ba_step(t, 1)};
+    return (ba_view){t->data, ba_step(t, 0), ba_step(t, 1), ba_step(t, 2)};
 }
 
 static ba_status check_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout,
@@ -168,7 +168,7 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
         .scale = args->scale,
         .softcap = args->softcap,
         .sinks = args->sinks,
-        .q = args->cu_q ? (ba_view){q->data, 0, q->strides[1], q->strides[0]} : (ba_view){q->data, q->strides[0], q->strides[1], 0},
+        .q = args->cu_q ? (ba_view){q->data, 0, ba_step(q, 1), ba_step(q, 0)} : (ba_view){q->data, ba_step(q, 0), ba_step(q, 1), 0},
         .k = cache_view(k, args->kv_layout),
         .v = cache_view(v, args->kv_layout),
         .page_size = page_size,

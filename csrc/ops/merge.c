@@ -51,6 +51,8 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
         snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
         BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0], float32 (float64 for float64),"));
     }
+    BA_TRY(ba_check_places("out", out));
+    BA_TRY(ba_check_places("lse", lse));
     return BA_OK;
 }
 
@@ -101,6 +103,8 @@ static void merge_rows(void *context, int64_t item, int worker) {
 
 ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
     BA_TRY(check_merge(parts, outs, lses, out, lse));
+    for (int i = 0; i < 3; i++)
+        if (lse->dims[i] == 0) return BA_OK;
     merge_call c = {.family = ba_kernels_active()->vector[out->dtype], .parts = parts, .outs = outs, .lses = lses, .out = out, .lse = lse};
     c.rows = out->dims[0] * out->dims[1] * out->dims[2];
     const void **unused_rows;
@@ -108,7 +112,7 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     c.scratch_bytes = lay_out(&c, NULL, &unused_rows, &unused_weights);
     const int64_t items = ba_ceil_div(c.rows, ROWS_AN_ITEM);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(0);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(0);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, items, merge_rows, &c);

@@ -181,7 +181,7 @@ static void set_sizes(gate_call *c, const ba_rows *like) {
     c->batch = like->batch;
     c->tokens = like->tokens;
     c->heads = like->heads;
-    c->dim = c->q.data ? c->q.dim : 1;
+    c->dim = ba_max(1, c->q.dim); /* 0 where q is not given */
     c->kernels = ba_kernels_active();
     c->family = c->kernels->vector[like->dtype];
     c->real_size = c->family->real_size;
@@ -228,14 +228,17 @@ ba_status ba_gate(const ba_gate_args *a) {
     static const char *const names[] = {"o_cmp", "o_slc", "o_win"};
     for (int g = 0; combine && g < GATES; g++) BA_TRY(take_like(names[g], &a->branch[g], packed, like, g ? c.branch[0].dim : 0, &c.branch[g]));
     if (combine) BA_TRY(take_like("out", &a->out, packed, like, c.branch[0].dim, &c.out));
+    if (combine) BA_TRY(ba_check_places("out", &a->out));
+    if (c.weighted && ba_given(&a->gates)) BA_TRY(ba_check_places("gates", &a->gates));
     BA_TRY(ba_check_threads(a->num_threads));
+    if (like->batch == 0 || like->tokens == 0) return BA_OK;
 
     set_sizes(&c, like);
     c.items_a_batch = ba_max(1, ba_ceil_div(c.tokens, TOKENS_AN_ITEM));
     gate_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     BA_TRY(get_memory(&c, threads, weight_bytes(&c), &c.packed_weight));
     pack_weight(&c);
     const ba_status status = ba_parallel(threads, c.batch * c.items_a_batch, gate_item, &c);
@@ -249,15 +252,18 @@ static ba_status check_backward(const ba_gate_backward_args *a, gate_call *c) {
     BA_TRY(ba_take_rows("dout", &a->dout, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c->dout));
     for (int g = 0; g < GATES; g++) {
         BA_TRY(take_like(gradient_names[g], &a->dbranch[g], packed, &c->dout, c->dout.dim, &c->dbranch[g]));
+        BA_TRY(ba_check_places(gradient_names[g], &a->dbranch[g]));
         if (wants_gates) BA_TRY(take_like(names[g], &a->branch[g], packed, &c->dout, c->dout.dim, &c->branch[g]));
     }
     const ba_dtype real = ba_real_of(c->dout.dtype);
     if (ba_given(&a->gates)) BA_TRY(take_reals("gates", &a->gates, packed, &c->dout, real, &c->gates));
     if (ba_given(&a->dgates)) BA_TRY(take_reals("dgates", &a->dgates, packed, &c->dout, real, &c->dgates));
+    if (ba_given(&a->dgates)) BA_TRY(ba_check_places("dgates", &a->dgates));
     if (c->weighted) {
         BA_TRY(take_like("q", &a->q, packed, &c->dout, 0, &c->q));
         BA_TRY(check_weight(&a->weight, &c->q));
         BA_TRY(take_like("dq", &a->dq, packed, &c->dout, c->q.dim, &c->dq));
+        BA_TRY(ba_check_places("dq", &a->dq));
         const ba_tensor expected = {.dtype = real, .ndim = 3, .dims = {c->q.heads, GATES, c->q.dim}};
         BA_TRY(ba_check_output("dgate_proj_weight", &a->dweight, &expected, false));
     }
@@ -280,6 +286,7 @@ static void sum_dweights(const gate_call *c, const ba_tensor *dweight) {
 ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     gate_call c = {.weighted = ba_given(&a->weight), .weight = &a->weight};
     BA_TRY(check_backward(a, &c));
+    if (!c.weighted && (c.dout.batch == 0 || c.dout.tokens == 0)) return BA_OK;
     set_sizes(&c, &c.dout);
     c.items_a_batch = ba_ceil_div(c.tokens, TOKENS_A_SUM);
     const int64_t items = c.batch * c.items_a_batch;
@@ -287,7 +294,7 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     gate_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     BA_TRY(get_memory(&c, threads, items * c.heads * GATES * c.dim * c.real_size, &c.dweights));
     const ba_status status = ba_parallel(threads, items, backward_item, &c);
     if (c.weighted && status == BA_OK) sum_dweights(&c, &a->dweight);

@@ -18,15 +18,23 @@ ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, b
     if (!ba_is_float(t->dtype))
         return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != rank) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
-    const int64_t *dims = t->dims + (packed ? 0 : 1), *strides = t->strides + (packed ? 0 : 1), size = ba_dtype_size(t->dtype);
+    const int first = packed ? 0 : 1;
+    const int64_t *dims = t->dims + first, *strides = t->strides + first, size = ba_dtype_size(t->dtype);
     if (dims[2] < 1 || dims[2] > BA_MAX_HEAD_DIM || dims[1] < 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with at least one head and a last axis from 1 to %d, got %s", name, axes,
                        BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
     if (dims[2] > 1 && strides[2] != 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, strides[2]);
     BA_TRY(ba_check_extent(name, t));
-    *out = (ba_rows){t->data,           t->dtype,         packed ? 1 : t->dims[0], dims[0], dims[1], dims[2], packed ? 0 : t->strides[0] * size,
-                     strides[0] * size, strides[1] * size};
+    *out = (ba_rows){.data = t->data,
+                     .dtype = t->dtype,
+                     .batch = packed ? 1 : t->dims[0],
+                     .tokens = dims[0],
+                     .heads = dims[1],
+                     .dim = dims[2],
+                     .batch_step = packed ? 0 : ba_step(t, 0) * size,
+                     .token_step = ba_step(t, first) * size,
+                     .head_step = ba_step(t, first + 1) * size};
     return BA_OK;
 }
 
@@ -198,6 +206,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     const bool packed = a->cu != NULL;
     BA_TRY(ba_take_rows("x", &a->x, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c.x));
     BA_TRY(ba_take_rows("out", &a->out, packed ? "(blocks, H, D)" : "(B, blocks, H, D)", packed, &c.out));
+    BA_TRY(ba_check_places("out", &a->out));
     BA_TRY(check_sequences(&c.s, &c.x, &a->out, "out"));
     if (a->out.dtype != a->x.dtype && a->out.dtype != ba_real_of(a->x.dtype))
         return ba_fail(BA_ERROR_TYPE, "out: expected dtype %s like x, or %s, got %s", ba_dtype_name(a->x.dtype),
@@ -215,12 +224,12 @@ ba_status ba_block_means(const ba_block_means_args *a) {
         return ba_fail(BA_ERROR_VALUE, "out: expected batch, heads and last axis of x %s, got %s", ba_shape_text(&a->x).chars,
                        ba_shape_text(&a->out).chars);
     BA_TRY(ba_check_threads(a->num_threads));
-    if (c.out.tokens == 0) return BA_OK; /* else some sequence holds a block, whose size is then that of an array */
+    if (c.out.batch == 0 || c.out.tokens == 0) return BA_OK;
     c.blocks_an_item = ba_max(1, TOKENS_AN_ITEM / c.s.block);
     pool_scratch unused;
     c.scratch_bytes = lay_out_pool(&c, NULL, &unused);
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, stretches(&c.s, blocks_of, c.blocks_an_item), pool_item, &c);
@@ -233,7 +242,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
 typedef struct spread_call {
     sequences s;
     ba_rows dout, dx, more[BA_MOST_SUMMANDS];
-    int64_t summands;
+    int64_t summands; /* of `more` */
     ba_merge_row_fn merge_row;
     int64_t scratch_bytes;
     char *scratch;
@@ -276,6 +285,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     const bool packed = a->cu != NULL;
     const char *axes = packed ? "(T, H, D)" : "(B, N, H, D)";
     BA_TRY(ba_take_rows("dx", &a->dx, axes, packed, &c.dx));
+    BA_TRY(ba_check_places("dx", &a->dx));
     if (ba_given(&a->dout)) {
         BA_TRY(ba_take_rows("dout", &a->dout, packed ? "(blocks, H, D)" : "(B, blocks, H, D)", packed, &c.dout));
         BA_TRY(check_sequences(&c.s, &c.dx, &a->dout, "dout"));
@@ -298,11 +308,12 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     }
     BA_TRY(ba_check_threads(a->num_threads));
     c.merge_row = ba_kernels_active()->vector[a->dx.dtype]->merge_row;
+    if (c.dx.batch == 0 || c.dx.tokens == 0) return BA_OK;
     const void **unused_rows;
     char *unused_weights;
     c.scratch_bytes = lay_out_spread(&c, NULL, &unused_rows, &unused_weights);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
-    const int threads = work < 1e6 ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, stretches(&c.s, tokens_of, TOKENS_AN_ITEM), spread_item, &c);

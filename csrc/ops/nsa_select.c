@@ -54,7 +54,7 @@ static int64_t dim_pad(const select_call *c) { return ba_round_up(BA_FEW_PAD(c->
 
 static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, pad = dim_pad(c), keys = c->chunk_keys;
-    const int64_t tile = ba_max(c->args->tile, 1), heads = c->by_query ? c->group : 1;
+    const int64_t tile = ba_max(ba_min(c->args->tile, c->q.tokens), 1), heads = c->by_query ? c->group : 1;
     const int64_t stretches = c->cmp_width ? ba_ceil_div(c->most_blocks, c->args->cmp_group) : 0;
     int64_t used = 0;
     s->rows = ba_take(base, &used, lanes * pad * real);
@@ -292,7 +292,7 @@ static void choose_blocks(const select_call *c, const select_scratch *s, const s
 
 /* The best stretches of compressed keys, by the mean score of those that may be selected. */
 static void choose_stretches(const select_call *c, const select_scratch *s, const stretch *at) {
-    const int64_t size = c->args->cmp_group;
+    const int64_t size = ba_min(c->args->cmp_group, INT32_MAX); /* more than there are is all the same */
     rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) {
         const int64_t end = rules_of(c, at, i).hi;
@@ -377,7 +377,9 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     int64_t longest;
     if (!a->cu_q) {
         c->sequences = c->q.batch;
-        if (a->tokens < a->q_begin + c->q.tokens)
+        if (a->tokens > INT32_MAX / 2)
+            return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens a sequence, got %" PRId64, INT32_MAX / 2, a->tokens);
+        if (a->tokens < a->q_begin || a->tokens - a->q_begin < c->q.tokens)
             return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from %" PRId64 " on, got %" PRId64, a->tokens, a->q_begin,
                            c->q.tokens);
         if (c->k.batch != c->q.batch || c->k.tokens != complete_blocks(a, a->tokens))
@@ -388,6 +390,7 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     c->sequences = a->batch;
     if (!a->cu_cmp) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
     BA_TRY(ba_check_cumulative("cu_seqlens", a->cu_q, a->batch, c->q.tokens, &longest));
+    if (longest > INT32_MAX / 2) return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens a sequence, got %" PRId64, INT32_MAX / 2, longest);
     BA_TRY(ba_check_cumulative("cu_blocks", a->cu_cmp, a->batch, c->k.tokens, &longest));
     for (int64_t b = 0; b < a->batch; b++)
         if (keys_of(c, b) != complete_blocks(a, queries_of(c, b)))
@@ -446,6 +449,8 @@ static ba_isa level_with_parts(ba_dtype real) {
 ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     select_call c = {.args = args, .by_query = args->tile == 0};
     BA_TRY(check_select(args, &c));
+    for (int i = 0; i < args->selected.ndim; i++)
+        if (args->selected.dims[i] == 0) return BA_OK;
     const ba_dtype real = ba_real_of(args->q.dtype);
     const ba_isa level = level_with_parts(real);
     c.kernels = ba_kernels_at(level);
@@ -463,7 +468,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
         panels += panels_of(&c, b);
         work += (double)rows_of(&c, b) * (double)keys_of(&c, b) * (double)(c.q.heads * c.dim);
     }
-    const int threads = (int)ba_min(work < 2e6 ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
+    const int threads = (int)ba_min(ba_is_small(work, 2e6) ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
     select_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

@@ -308,8 +308,8 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
                       .parts_most = 1};
     plan->shared_heads = heads_of_list(problem);
     plan->few_rows = ba_plan_few_rows(problem);
-    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES;  /* a tile's room in scratch: a row has no more */
-    if (most_flops(plan) < tuning->inline_flops) threads = 1; /* as the caller will have it */
+    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES;              /* a tile's room in scratch: a row has no more */
+    if (ba_is_small(most_flops(plan), tuning->inline_flops)) threads = 1; /* as the caller will have it */
     if (!plan->few_rows) choose_tile_queries(plan, panel_lanes, threads);
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     const int64_t tiles = all_tiles(plan);

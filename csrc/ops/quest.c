@@ -35,7 +35,7 @@ static ba_status take_pages(const char *name, const ba_tensor *t, ba_kv_layout l
     const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
     const int64_t size = ba_dtype_size(t->dtype);
     *out =
-        (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], t->strides[0] * size, t->strides[row] * size, t->strides[head] * size};
+        (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};
     return BA_OK;
 }
 
@@ -89,6 +89,7 @@ static ba_status take_summary(const char *name, const ba_tensor *t, const ba_ten
                               int64_t *count) {
     if (!ba_given(t)) return BA_OK;
     BA_TRY(take_pages(name, t, BA_NHD, out));
+    BA_TRY(ba_check_places(name, t));
     if (t->dtype != k_cache->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(k_cache->dtype), ba_dtype_name(t->dtype));
     if (out->heads != k->heads || out->dim != k->dim || (*rows && (out->rows != *rows || out->count != *count)))
@@ -162,7 +163,8 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
         tokens += (double)ba_max(0, a->end[b] - begin);
         c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, SUMMARY_PAGES));
     }
-    const bool small = tokens * (double)(c.k.heads * c.k.dim) < 1e6;
+    if (tokens == 0) return BA_OK;
+    const bool small = ba_is_small(tokens * (double)(c.k.heads * c.k.dim), 1e6);
     join_heads(&c);
     return ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
 }
@@ -549,6 +551,7 @@ static void share_rows_among_heads(select_call *c) {
 ba_status ba_select_blocks(const ba_select_args *args) {
     select_call c = {.args = args, .most_pages = 1};
     BA_TRY(check_select(args, &c));
+    if (args->batch == 0) return BA_OK;
     const ba_kernels *kernels = ba_kernels_active();
     c.family = kernels->vector[args->q.dtype];
     c.cache = kernels->cache[args->a.dtype];
@@ -560,7 +563,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         pages += own;
         work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
     }
-    const int threads = work < 5e5 ? 1 : ba_threads_for(args->num_threads);
+    const int threads = ba_is_small(work, 5e5) ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
     share_rows_among_heads(&c);
     c.ahead = c.heads_at_once ? ba_min(MOST_AHEAD, ba_ceil_div(AHEAD_BYTES, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype))) : 0;

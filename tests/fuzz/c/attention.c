@@ -1,0 +1,243 @@
+/* Block-sparse attention, forward and backward. */
+#include <math.h>
+
+#include "fuzz.h"
+
+ba_dtype fz_float(void) { return (ba_dtype)fz_range(BA_FLOAT32, BA_FLOAT64); }
+
+int64_t fz_head_dim(void) {
+    static const int64_t rare[] = {64, 128, 80, 576, 96, 575, 127, 129, 65};
+    return fz_once_in(12) ? fz_pick(rare, 9) : fz_range(1, 40);
+}
+
+double fz_scale(int64_t head_dim) {
+    if (fz_odd()) return fz_odd_real();
+    return fz_once_in(8) ? 0.01 * (double)fz_range(-100, 100) : ba_default_scale(head_dim);
+}
+
+static int64_t block_size(int64_t tokens) {
+    static const int64_t usual[] = {16, 1, 2, 3, 4, 8, 32, 64, 128, 5, 7, 256};
+    if (fz_odd()) return fz_odd_number();
+    return fz_once_in(4) ? fz_range(1, tokens + 1) : fz_pick(usual, 12);
+}
+
+typedef struct sizes {
+    ba_layout layout;
+    ba_dtype dtype;
+    int64_t batch, heads, kv_heads, q_len, kv_len, dim, v_dim; /* BA_TND: of all sequences together */
+} sizes;
+
+static sizes draw_sizes(void) {
+    sizes s = {.layout = (ba_layout)fz_range(BA_BNSD, BA_TND), .dtype = fz_float(), .batch = fz_once_in(16) ? 0 : fz_range(1, 3)};
+    static const int64_t groups[] = {1, 2, 3, 4, 8, 9, 16};
+    s.kv_heads = fz_range(1, 3);
+    s.heads = s.kv_heads * (fz_once_in(4) ? fz_pick(groups, 7) : fz_range(1, 2));
+    s.q_len = fz_once_in(8) ? fz_range(0, 300) : fz_range(0, 40);
+    s.kv_len = fz_once_in(6) ? fz_range(0, 700) : fz_range(0, 60);
+    s.dim = fz_head_dim();
+    s.v_dim = fz_once_in(3) ? fz_head_dim() : s.dim;
+    while (s.kv_len > 8 && (double)(s.batch * s.heads * s.q_len * s.kv_len * (s.dim + s.v_dim)) > FZ_MOST_WORK) {
+        s.kv_len /= 2;
+        s.q_len = (s.q_len + 1) / 2;
+    }
+    return s;
+}
+
+static ba_tensor draw_array(fz_role role, const sizes *s, ba_dtype dtype, int64_t heads, int64_t tokens, int64_t dim, int flags) {
+    const int64_t dims[][4] = {{s->batch, heads, tokens, dim}, {s->batch, tokens, heads, dim}, {s->batch, tokens, heads * dim}, {tokens, heads, dim}};
+    return fz_tensor(role, dtype, s->layout <= BA_BSND ? 4 : 3, dims[s->layout], flags);
+}
+
+/* A row of a list: some of the columns, in their order or in another, and pads. */
+static void fill_row(const ba_tensor *t, int64_t *at, int64_t columns) {
+    const int last = t->ndim - 1;
+    const int64_t width = t->dims[last], pad = t->dtype == BA_UINT16 ? 65535 : -1;
+    int64_t order[64], n = columns < 64 ? columns : 64;
+    for (int64_t i = 0; i < n; i++) order[i] = columns <= 64 ? i : columns / 64 * i + fz_below(columns / 64);
+    const bool shuffled = fz_random() % 2;
+    for (int64_t i = 0; shuffled && i < n; i++) {
+        const int64_t other = i + fz_below(n - i), column = order[i];
+        order[i] = order[other];
+        order[other] = column;
+    }
+    int64_t kept = fz_random() % 3 ? n : fz_below(n + 1);
+    if (!shuffled && kept < n && fz_random() % 2) /* the last ones instead of the first */
+        for (int64_t i = 0; i < kept; i++) order[i] = order[n - kept + i];
+    for (at[last] = 0; at[last] < width; at[last]++) fz_put(t, at, at[last] < kept ? order[at[last]] : pad);
+    at[last] = 0;
+}
+
+/* Rows of lists over so many columns in a tensor of 2 to 4 axes, now and then with an entry that may not stand there. */
+void fz_fill_lists(const ba_tensor *t, int64_t columns) {
+    if (!fz_backed(t) || t->ndim < 1 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5) return;
+    int64_t at[BA_MAX_DIMS] = {0};
+    fz_seed();
+    for (bool more = true; more;) {
+        fill_row(t, at, columns);
+        more = false;
+        for (int i = t->ndim - 2; i >= 0 && !more; i--) {
+            more = ++at[i] < t->dims[i];
+            if (!more) at[i] = 0;
+        }
+    }
+    for (int i = 0; i < t->ndim; i++) at[i] = fz_below(t->dims[i]);
+    if (fz_odd()) fz_put(t, at, fz_odd_number());
+    if (fz_odd()) fz_put(t, at, columns);
+}
+
+static int64_t rows_of(int64_t tokens, int64_t block) { return block < 1 ? 1 : tokens / block + (tokens % block != 0); }
+
+static void draw_blocks(ba_block_sparse_args *a, const sizes *s) {
+    static const int64_t dtypes[] = {BA_INT32, BA_INT64, BA_INT16, BA_UINT16};
+    if (fz_once_in(4)) return;
+    a->routed = fz_once_in(3);
+    const int64_t columns = rows_of(s->kv_len, a->block_kv), width = fz_once_in(4) ? fz_range(0, columns + 3) : columns;
+    const int64_t heads = fz_once_in(3) ? 1 : a->routed && fz_once_in(3) ? s->kv_heads : s->heads;
+    int64_t rows = rows_of(s->q_len, a->block_q), most_columns = columns, longest = 0;
+    if (s->layout == BA_TND && a->cu_q && a->cu_kv && a->batch >= 0 && a->batch < 100) { /* the longest sequence counts */
+        int64_t *cu_rows = fz_numbers(a->batch + 1);
+        rows = most_columns = 0;
+        for (int64_t b = 0; b < a->batch; b++) {
+            const int64_t tokens = (int64_t)((uint64_t)a->cu_q[b + 1] - (uint64_t)a->cu_q[b]);
+            const int64_t keys = (int64_t)((uint64_t)a->cu_kv[b + 1] - (uint64_t)a->cu_kv[b]);
+            cu_rows[b + 1] = cu_rows[b] + (tokens < 0 || tokens > 1000 ? 0 : rows_of(tokens, a->block_q));
+            rows = rows_of(tokens, a->block_q) > rows ? rows_of(tokens, a->block_q) : rows;
+            longest = keys > longest ? keys : longest;
+        }
+        most_columns = rows_of(longest, a->block_kv);
+        if (fz_once_in(2)) {
+            a->cu_rows = cu_rows;
+            rows = cu_rows[a->batch];
+            if (fz_odd()) cu_rows[fz_below(a->batch + 1)] = fz_odd_number();
+        }
+    }
+    if (rows > 1000 || rows < 0) rows = 1000;
+    const int64_t lists = s->layout == BA_TND ? a->batch : s->batch;
+    const int64_t dims[] = {fz_once_in(3) ? 1 : lists < 0 || lists > 100 ? 1 : lists, heads, rows, width > 1000 ? 1000 : width};
+    if (a->cu_rows) a->blocks = fz_tensor(FZ_INPUT, (ba_dtype)fz_pick(dtypes, 4), 3, dims + 1, FZ_FREE_LAST);
+    else a->blocks = fz_tensor(FZ_INPUT, (ba_dtype)fz_pick(dtypes, 4), 4, dims, FZ_FREE_LAST);
+    fz_fill_lists(&a->blocks, most_columns);
+}
+
+/* Leaves out entries with few valid queries and padding beyond, whose scratch overlaps. */
+static void avoid_few_padded(int64_t *q_lens, int64_t batch, int64_t q_len, int64_t group) {
+    for (int64_t b = 0; q_lens && b < batch; b++)
+        if (q_lens[b] > 0 && q_lens[b] < q_len && q_lens[b] * group <= 8) q_lens[b] = 0;
+}
+
+static void draw_rules(ba_block_sparse_args *a, const sizes *s) {
+    a->scale = fz_scale(s->dim);
+    a->causal = fz_once_in(3);
+    for (int i = 0; i < 2; i++) a->window[i] = fz_odd() ? fz_odd_number() : fz_once_in(4) ? fz_range(0, 20) : -1;
+    if (fz_once_in(6)) a->q_begin = fz_odd() ? fz_odd_number() : fz_range(0, 60);
+    if (fz_once_in(8)) {
+        a->key_stride = fz_odd() ? fz_odd_number() : fz_range(1, 8);
+        a->key_last = fz_odd() ? fz_odd_number() : fz_range(0, 16);
+        if (a->q_begin < 0 && !fz_odd()) a->q_begin = 0;
+        if (!fz_odd()) a->window[0] = a->window[1] = -1;
+    }
+    a->num_threads = fz_threads();
+}
+
+static void draw_forward(ba_block_sparse_args *a, sizes *s) {
+    *a = (ba_block_sparse_args)BA_BLOCK_SPARSE_ARGS_INIT;
+    *s = draw_sizes();
+    a->layout = s->layout;
+    a->q = draw_array(FZ_INPUT, s, s->dtype, s->heads, s->q_len, s->dim, 0);
+    a->k = draw_array(FZ_INPUT, s, s->dtype, s->kv_heads, s->kv_len, s->dim, 0);
+    a->v = draw_array(FZ_INPUT, s, s->dtype, s->kv_heads, s->kv_len, s->v_dim, 0);
+    if (s->layout == BA_BSH || fz_odd()) {
+        a->num_heads = s->heads;
+        a->num_kv_heads = s->heads == s->kv_heads && fz_once_in(2) ? 0 : s->kv_heads;
+        if (fz_odd()) a->num_heads = fz_odd_number();
+        if (fz_odd()) a->num_kv_heads = fz_odd_number();
+    }
+    const int64_t batch = a->q.dims[0]; /* as it came, which may be odd */
+    if (s->layout == BA_TND || fz_odd()) {
+        a->batch = fz_odd() ? fz_odd_number() : fz_range(0, 4);
+        if (a->batch == 0 && (s->q_len || s->kv_len) && !fz_odd()) a->batch = 1;
+        a->cu_q = fz_cumulative(a->batch, a->q.dims[0]);
+        a->cu_kv = fz_cumulative(a->batch, a->k.dims[0]);
+    }
+    if (s->layout != BA_TND || fz_odd()) {
+        if (fz_once_in(3)) {
+            int64_t *q_lens = fz_lengths(batch, s->q_len);
+            avoid_few_padded(q_lens, batch, s->q_len, s->heads / s->kv_heads);
+            a->q_lens = q_lens;
+        }
+        if (fz_once_in(3)) a->kv_lens = fz_lengths(batch, s->kv_len);
+    }
+    a->block_q = block_size(s->q_len);
+    a->block_kv = block_size(s->kv_len);
+    draw_blocks(a, s);
+    draw_rules(a, s);
+    if (fz_odd()) a->layout = (ba_layout)fz_odd_number();
+}
+
+static ba_tensor draw_lse(fz_role role, const sizes *s) {
+    const int64_t dims[] = {s->batch, s->heads, s->q_len}, packed[] = {s->q_len, s->heads};
+    const ba_dtype dtype = s->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32;
+    return s->layout == BA_TND ? fz_tensor(role, dtype, 2, packed, FZ_FREE_LAST) : fz_tensor(role, dtype, 3, dims, FZ_FREE_LAST);
+}
+
+/* Whether a call might take long: axes without memory of their own can be of any length. */
+static bool is_heavy(const ba_block_sparse_args *a) {
+    const double q = fz_elements(&a->q), k = fz_elements(&a->k), v = fz_elements(&a->v);
+    const int last = a->q.ndim >= 1 && a->q.ndim <= BA_MAX_DIMS ? a->q.ndim - 1 : 0;
+    const double dim = a->q.dims[last] > 1 ? (double)a->q.dims[last] : 1;
+    return q + k + v > 3e5 || q * (k + v) / dim > 2e7;
+}
+
+static ba_status check_forward(const void *args) {
+    ba_tensor out, lse;
+    return ba_block_sparse_check(args, &out, &lse);
+}
+static ba_status forward(const void *args) { return ba_block_sparse_attention(args); }
+
+static ba_status check_backward(const void *args) {
+    ba_tensor dq, dk, dv;
+    return ba_block_sparse_backward_check(args, &dq, &dk, &dv);
+}
+static ba_status backward(const void *args) { return ba_block_sparse_attention_backward(args); }
+
+static bool same_shape(const ba_tensor *a, const ba_tensor *b) {
+    bool same = a->ndim == b->ndim && a->dtype == b->dtype;
+    for (int i = 0; same && i < a->ndim; i++) same = a->dims[i] == b->dims[i];
+    return same;
+}
+
+static void run_backward(ba_block_sparse_args *forward_args, const sizes *s) {
+    ba_block_sparse_backward_args a = {.forward = *forward_args};
+    fz_set_role(&a.forward.out, FZ_INPUT);
+    if (!a.forward.lse.data && a.forward.lse.ndim == 0 && !fz_odd()) a.forward.lse = draw_lse(FZ_INPUT, s);
+    fz_set_role(&a.forward.lse, FZ_INPUT);
+    a.dout = draw_array(FZ_INPUT, s, s->dtype, s->heads, s->q_len, s->v_dim, 0);
+    if (fz_once_in(2)) a.dlse = draw_lse(FZ_INPUT, s);
+    if (fz_run(FZ_BACKWARD_CHECK, check_backward, &a, &a.forward.num_threads)) {
+        ba_tensor dq, dk, dv;
+        ba_block_sparse_backward_check(&a, &dq, &dk, &dv);
+        if (!same_shape(&dq, &a.forward.q) || !same_shape(&dk, &a.forward.k) || !same_shape(&dv, &a.forward.v))
+            fz_fail("expected gradients like q, k and v");
+    }
+    a.dq = draw_array(FZ_OUTPUT, s, s->dtype, s->heads, s->q_len, s->dim, 0);
+    a.dk = draw_array(FZ_OUTPUT, s, s->dtype, s->kv_heads, s->kv_len, s->dim, 0);
+    a.dv = draw_array(FZ_OUTPUT, s, s->dtype, s->kv_heads, s->kv_len, s->v_dim, 0);
+    fz_run(FZ_BACKWARD, backward, &a, &a.forward.num_threads);
+}
+
+void fz_attention(void) {
+    ba_block_sparse_args a;
+    sizes s;
+    draw_forward(&a, &s);
+    if (is_heavy(&a)) {
+        fz_count_skipped(FZ_FORWARD);
+        return;
+    }
+    const bool good = fz_run(FZ_FORWARD_CHECK, check_forward, &a, &a.num_threads);
+    a.out = draw_array(FZ_OUTPUT, &s, s.dtype, s.heads, s.q_len, s.v_dim, 0);
+    if (!fz_once_in(4)) a.lse = draw_lse(FZ_OUTPUT, &s);
+    const bool accepted = fz_run(FZ_FORWARD, forward, &a, &a.num_threads);
+    if (accepted && !good) fz_fail("expected what the check refuses to be refused, got a result");
+    if (accepted && fz_once_in(3)) fz_compare_forward(&a);
+    if (fz_once_in(3)) run_backward(&a, &s);
+}
