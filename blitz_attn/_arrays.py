@@ -176,6 +176,13 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
     return x, tag or _plain_name(x.dtype)
 
 
+def as_kind_of(result: np.ndarray, given: Any) -> Any:
+    """A NumPy array of integers or floats as the kind of array that `given` is: a torch tensor, a JAX array, or as it is."""
+    if _is_torch(given):
+        return sys.modules["torch"].from_numpy(np.ascontiguousarray(result))
+    return _to_jax(result) if _is_jax(given) else result
+
+
 def integer(x: Any, name: str) -> int:
     """The integer that `x` is."""
     try:

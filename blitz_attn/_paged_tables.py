@@ -18,6 +18,9 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
         if seq_lens is not None:
             raise ValueError("seq_lens: expected None with (indptr, indices, last_page_len), which tell the lengths, got lengths too")
         indptr, indices, last_page_len = block_tables
+        for part, name in ((indptr, "indptr"), (indices, "indices"), (last_page_len, "last_page_len")):
+            if part is None:
+                raise TypeError(f"{name}: expected an array of (indptr, indices, last_page_len), got NoneType")
         return indices, None, indptr, last_page_len
     if seq_lens is None:
         raise ValueError("seq_lens: expected a length a request, got None")

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ._arrays import integer
+
 __all__ = [
     "check",
     "coarsen",
@@ -46,6 +48,9 @@ def signed(sabi: Any) -> np.ndarray:
     return np.where(np.logical_or.accumulate(pad, axis=-1), -1, rows)
 
 
+MOST_BLOCKS = 1 << 30  # of a grid that a list is made for: more would take gigabytes while it is made
+
+
 def blocks_of(size: int, block: int) -> int:
     """Number of blocks that cover `size` tokens."""
     return -(-int(size) // int(block))
@@ -54,18 +59,34 @@ def blocks_of(size: int, block: int) -> int:
 def grid_of(s_q: int, s_kv: int | None, block_shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of the block grid, after checking what makes it."""
     block_q, block_kv = checked_shape(block_shape)
-    for name, size in (("s_q", s_q), ("s_kv", s_q if s_kv is None else s_kv)):
-        if int(size) < 1:
+    sizes = integer(s_q, "s_q"), integer(s_q, "s_q") if s_kv is None else integer(s_kv, "s_kv")
+    for name, size in zip(("s_q", "s_kv"), sizes, strict=True):
+        if size < 1:
             raise ValueError(f"{name}: expected at least 1 token, got {size}")
-    return blocks_of(s_q, block_q), blocks_of(s_q if s_kv is None else s_kv, block_kv)
+    rows, columns = blocks_of(sizes[0], block_q), blocks_of(sizes[1], block_kv)
+    if rows * columns > MOST_BLOCKS:
+        raise ValueError(f"block_shape: expected blocks so large that a grid has at most {MOST_BLOCKS} of them, got {rows} x {columns}")
+    return rows, columns
 
 
 def checked_shape(block_shape: Sequence[int]) -> tuple[int, int]:
     """The two block sizes as positive ints."""
-    sizes = tuple(int(n) for n in block_shape)
-    if len(sizes) != 2 or min(sizes) < 1:
-        raise ValueError(f"block_shape: expected two positive numbers (queries, keys), got {tuple(block_shape)}")
-    return sizes[0], sizes[1]
+    return two_integers(block_shape, "block_shape", "two positive numbers (queries, keys)", least=1)
+
+
+def two_integers(pair: Any, name: str, what: str, least: int | None = None) -> tuple[int, int]:
+    """The two integers of `pair`, each at least `least`."""
+    try:
+        one, other = (integer(n, name) for n in pair)
+    except (TypeError, ValueError) as error:
+        if isinstance(pair, (tuple, list)):
+            if len(pair) == 2:
+                raise
+            raise ValueError(f"{name}: expected {what}, got {tuple(pair)}") from error
+        raise TypeError(f"{name}: expected {what}, got {type(pair).__name__}") from error
+    if least is not None and min(one, other) < least:
+        raise ValueError(f"{name}: expected {what}, got {(one, other)}")
+    return one, other
 
 
 def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
@@ -242,7 +263,7 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
         width = max(1, fullest)
     if fullest > width:
         raise ValueError(f"width: expected at least {fullest}, the blocks of the fullest row, got {width}")
-    row, column = np.nonzero(array.reshape(-1, array.shape[-1]) if counts.size else np.zeros((0, 1), bool))
+    row, column = np.nonzero(array.reshape(counts.size, array.shape[-1]))
     rows = np.full((counts.size, width), -1, np.int64)
     rows[row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)] = column
     return padded(rows.reshape(*array.shape[:-1], width), array.shape[-1], dtype)

@@ -119,7 +119,7 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     >>> bool(np.abs(out - blitz_attn.block_sparse_attention(q, k, v)).max() < 1e-5)
     True
     """
-    outs, lses = tuple(outs), tuple(lses)
+    outs, lses = _parts(outs, "outs"), _parts(lses, "lses")
     family = _arrays.family_of(outs[0]) if outs else _arrays.NUMPY
     result = _core.merge_states(
         family.empty,
@@ -130,3 +130,10 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
         _arrays.dtype_name(dtype),
     )
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+def _parts(arrays: Any, name: str) -> tuple[Any, ...]:
+    try:
+        return tuple(arrays)
+    except Exception as error:
+        raise TypeError(f"{name}: expected a sequence of arrays, got {type(arrays).__name__}") from error

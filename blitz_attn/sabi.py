@@ -20,7 +20,7 @@ import numpy as np
 
 from . import _sabi_lists
 from ._sabi_lists import *  # noqa: F403
-from ._sabi_lists import checked_shape, from_block_mask, grid_of, padded, signed, to_block_mask
+from ._sabi_lists import checked_shape, from_block_mask, grid_of, padded, signed, to_block_mask, two_integers
 
 __all__ = [
     *_sabi_lists.__all__,
@@ -181,7 +181,7 @@ def sliding_window(
     >>> sabi.sliding_window(512, window=(128, 0), dtype="int32").tolist()
     [[[[0, -1], [0, 1], [1, 2], [2, 3]]]]
     """
-    left, right = (int(n) for n in window)
+    left, right = two_integers(window, "window", "two token counts (before, after)")
     if min(left, right) < -1:
         raise ValueError(f"window: expected two counts of tokens or -1, got {tuple(window)}")
     block_q, block_kv = checked_shape(block_shape)

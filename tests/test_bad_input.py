@@ -460,3 +460,13 @@ def test_strides_of_single_places():
     x = np.random.default_rng(4).standard_normal((1, 1, 5, 8)).astype(np.float32)
     odd = as_strided(x, x.shape, (-(2**63), 2**62 + 4, *x.strides[2:]))
     assert (blitz_attn.block_sparse_attention(odd, odd, odd) == blitz_attn.block_sparse_attention(x, x, x)).all()
+
+
+@pytest.mark.parametrize("scalar", [np.datetime64("2020-01-01"), np.timedelta64(3, "D"), np.datetime64("NaT")])
+@pytest.mark.parametrize("name", ["q", "sabi", "q_lens", "out"])
+def test_scalars_of_dates(scalar, name):
+    """NumPy exports them as buffers without strides."""
+    x = np.ones((8, 1, 8, 8), np.float32)
+    arguments = {"q": x, "k": x, "v": x, name: scalar}
+    with pytest.raises(TypeError, match=f"^{name}: expected "):
+        blitz_attn.block_sparse_attention(**arguments)

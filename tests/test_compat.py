@@ -314,3 +314,11 @@ def test_left_up_refuses_what_it_cannot_say():
     q, k, v = qkv(batch=2)
     with pytest.raises(ValueError, match=r"^sparse_mode: expected queries to exceed keys by one number .*, got \[0, 50\]"):
         bnsd(q, k, v, sparse_mode=2, actual_seq_lengths=[300, 300], actual_seq_lengths_kv=[300, 250])
+
+
+def test_things_that_are_no_arrays():
+    x = np.ones((1, 2, 8, 8), np.float32)
+    with pytest.raises(TypeError, match="^query: expected an array, got NoneType$"):
+        torch_bsa.blitz_sparse_attention(None, x, x)
+    with pytest.raises(TypeError, match="^key: expected an array, got int$"):
+        torch_bsa.blitz_sparse_attention(x, 3, x, input_layout="BNSD")

@@ -186,3 +186,11 @@ def test_torch_gradients():
     padded = mslk.fused_compress_kv(leaves[1].detach()[0], leaves[2].detach()[0], 16, cu_seqlens=[0, 33, 100])
     assert isinstance(padded[0], torch.Tensor)
     assert padded[0].shape == (2, 4, 2, 16)
+
+
+def test_selections_of_tensors_are_tensors():
+    torch = pytest.importorskip("torch")
+    chosen = mslk.score_and_select_blocks(torch.ones(1, 8, 1, 1), torch.ones(1, 4, 1, 1), 2, 2, q_tile_size=4)
+    assert chosen.tolist() == [[[[0, 1], [0, 1]]]]
+    packed = mslk.fused_score_and_select_blocks(torch.ones(6, 1, 1), torch.ones(2, 2, 1, 1), 1, 2, q_tile_size=4, cu_seqlens=[0, 2, 6])
+    assert all(isinstance(x, torch.Tensor) and x.dtype == torch.int32 for x in (chosen, packed))

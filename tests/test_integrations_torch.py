@@ -198,3 +198,11 @@ def test_errors_are_those_of_the_library():
         functions.nsa(q, k, v, window_size=0)
     with pytest.raises(ValueError, match="^k: expected "):
         functions.block_sparse_attention(q, k[..., :3], v, layout="BSND")
+
+
+def test_things_that_are_no_tensors():
+    x = torch.ones(1, 8, 2, 4)
+    with pytest.raises(TypeError, match="^q: expected a torch tensor, got ndarray$"):
+        functions.block_sparse_attention(x.numpy(), x, x)
+    with pytest.raises(TypeError, match="^v: expected a torch tensor, got NoneType$"):
+        functions.nsa(x, x, None)

@@ -381,3 +381,13 @@ def test_oddities(function, name):
             refused += 1
             assert str(error).partition(":")[0].split("[")[0].isidentifier() or "argument" in str(error), str(error)
     assert refused > len(ODDITIES) // 2
+
+
+@pytest.mark.parametrize("missing", ["indptr", "indices", "last_page_len"])
+@pytest.mark.parametrize("call", [blitz_attn.paged_attention, blitz_attn.paged_select_attention])
+def test_half_a_triple(call, missing):
+    parts = {"indptr": np.array([0, 1, 2]), "indices": np.array([0, 1]), "last_page_len": np.array([1, 1]), missing: None}
+    cache = np.ones((8, 4, 2, 8), np.float32)
+    selected = [np.zeros((2, 2, 1), np.int32)] if call is blitz_attn.paged_select_attention else []
+    with pytest.raises(TypeError, match=f"^{missing}: expected an array of .indptr, indices, last_page_len., got NoneType"):
+        call(np.ones((2, 2, 8), np.float32), cache, cache, tuple(parts.values()), None, *selected)

@@ -345,3 +345,27 @@ def test_masks_must_be_boolean():
     for call in (sabi.from_block_mask, sabi.from_token_mask):
         with pytest.raises(TypeError, match="mask: expected booleans, got int64"):
             call(np.zeros((2, 2), np.int64))
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "call"),
+    [
+        (TypeError, "s_q: expected an integer, got float", lambda: sabi.causal(np.inf, 8)),
+        (TypeError, "s_q: expected an integer, got NoneType", lambda: sabi.dense(None, 8)),
+        (TypeError, "s_kv: expected an integer, got str", lambda: sabi.dense(8, "x")),
+        (ValueError, "s_q: expected an integer of 64 bits, got 9223372036854775808", lambda: sabi.dense(2**63, 8)),
+        (TypeError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, 3)),
+        (ValueError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, (3, 4, 5))),
+        (TypeError, "block_shape: expected an integer, got str", lambda: sabi.dense(8, 8, (3, "x"))),
+        (TypeError, "window: expected two token counts", lambda: sabi.sliding_window(100, window=np.inf)),
+        (ValueError, "block_shape: expected blocks so large that a grid has at most", lambda: sabi.dense(54000, 54000, (1, 1))),
+    ],
+)
+def test_sizes_of_a_wrong_kind(error, sentence, call):
+    """Refused in a sentence; a list of 11 GiB is not begun."""
+    with pytest.raises(error, match=f"^{sentence}"):
+        call()
+
+
+def test_a_mask_without_columns():
+    assert sabi.from_block_mask(np.zeros((1, 2, 3, 0), bool), dtype="int32").tolist() == [[[[-1]] * 3] * 2]

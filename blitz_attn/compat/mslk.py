@@ -572,10 +572,11 @@ def score_and_select_blocks(
     [[0, 1], [1, 3]]
     """
     count = min(num_selected_blocks, K_cmp.shape[1]) or num_selected_blocks
-    return _named(
+    chosen = _named(
         _score_and_select_blocks, Q, K_cmp, count, compress_block_size, causal=causal, q_tile_size=q_tile_size, scale=softmax_scale,
         mode="mslk",
     )  # fmt: skip
+    return _arrays.as_kind_of(chosen, Q)
 
 
 def fused_score_and_select_blocks(
@@ -631,7 +632,8 @@ def fused_score_and_select_blocks(
         _score_and_select_blocks, Q, packed, count, compress_block_size, causal=causal, q_tile_size=q_tile_size, scale=softmax_scale,
         mode="mslk", cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    return _stack(chosen.swapaxes(0, 1), _cuts(cu_seqlens, lambda n: -(-n // q_tile_size)), -1).swapaxes(1, 2)
+    stacked = _stack(chosen.swapaxes(0, 1), _cuts(cu_seqlens, lambda n: -(-n // q_tile_size)), -1).swapaxes(1, 2)
+    return _arrays.as_kind_of(stacked, Q)
 
 
 # ---- Gates ------------------------------------------------------------------------------------------------------------

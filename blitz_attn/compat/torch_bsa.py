@@ -40,6 +40,9 @@ class _Sizes(NamedTuple):
 
 def _sizes(query: Any, key: Any, layout: str) -> _Sizes:
     """Batch and lengths; whether the ranks are right is for the core to say, so odd ones give zeros."""
+    for name, x in (("query", query), ("key", key)):
+        if not hasattr(x, "shape"):
+            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     rank = 3 if layout in ("BSH", "TND") else 4
     if len(query.shape) != rank or len(key.shape) != rank:
         return _Sizes(0, 0, 0)

@@ -27,6 +27,14 @@ def _rows(x: Any) -> Any:
     return x if x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
+def _expect_tensors(**arguments: Any) -> None:
+    import torch
+
+    for name, x in arguments.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
+
+
 class _Functions(NamedTuple):
     block_sparse_attention: Any
     nsa: Any
@@ -170,6 +178,7 @@ def block_sparse_attention(
         "num_kv_heads": num_kv_heads,
         "num_threads": num_threads,
     }
+    _expect_tensors(q=q, k=k, v=v)
     out, lse = _functions().block_sparse_attention.apply(q, k, v, sabi, options)
     return (out, lse) if return_lse else out
 
@@ -238,4 +247,5 @@ def nsa(
     """
     given = dict(locals())
     tensors = [given.pop(name) for name in _NSA_TENSORS]
+    _expect_tensors(q=q, k=k, v=v, **{name: x for name, x in zip(_NSA_TENSORS[3:], tensors[3:], strict=True) if x is not None})
     return _functions().nsa.apply(given, *tensors)

@@ -22,13 +22,13 @@ typedef struct merge_call {
     int64_t scratch_bytes;
 } merge_call;
 
-static ba_status same_shape(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like) {
+static ba_status same_shape(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like, const char *with) {
     bool same = t->ndim == expected->ndim;
     for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
     if (!same)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(expected).chars, like, ba_shape_text(t).chars);
     if (t->dtype != expected->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like %s, got %s", name, ba_dtype_name(expected->dtype), like, ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s %s, got %s", name, ba_dtype_name(expected->dtype), with, ba_dtype_name(t->dtype));
     return ba_check_extent(name, t);
 }
 
@@ -45,11 +45,11 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
         const bool is_output = i == parts;
         const ba_tensor *o = is_output ? out : &outs[i], *s = is_output ? lse : &lses[i];
         snprintf(name, sizeof name, is_output ? "out" : "outs[%" PRId64 "]", i);
-        BA_TRY(same_shape(name, o, first, "outs[0]"));
+        BA_TRY(same_shape(name, o, first, "outs[0]", "like outs[0]"));
         if (o->dims[3] > 1 && o->strides[3] != 1)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, o->strides[3]);
         snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
-        BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0], float32 (float64 for float64),"));
+        BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0]", first->dtype == BA_FLOAT64 ? "with float64 outs" : "with these outs"));
     }
     BA_TRY(ba_check_places("out", out));
     BA_TRY(ba_check_places("lse", lse));

@@ -131,6 +131,8 @@ static int read_view(arg_array *array, raw_array *raw) {
     raw->ndim = view->ndim;
     read_format(view->format, raw);
     if (check_rank(array->name, view->ndim) < 0) return -1;
+    if (view->ndim > 0 && (view->shape == NULL || view->strides == NULL)) /* which were asked for: NumPy's scalars of dates have none */
+        return fail_kind(array->name, "an array that has a shape and strides", view->obj);
     for (int i = 0; i < view->ndim; i++) {
         raw->dims[i] = view->shape[i];
         raw->strides[i] = view->strides[i];
