@@ -217,9 +217,9 @@ class Tally:
 
 
 def _names_and_weights(only: list[str]) -> tuple[list[str], list[float]]:
-    chosen = [p for p in REGISTRY.values() if not only or p.name in only]
-    total = sum(p.weight for p in chosen)
-    return [p.name for p in chosen], [p.weight / total for p in chosen]
+    chosen = [p for p in REGISTRY.values() if (p.name in only if only else p.weight > 0)]
+    weights = [p.weight or 1.0 for p in chosen]
+    return [p.name for p in chosen], [weight / sum(weights) for weight in weights]
 
 
 def _work(seed: int, first: int, step: int, only: list[str], cell: str, pipe: Any) -> None:

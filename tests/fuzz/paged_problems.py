@@ -1,1 +1,237 @@
-"""To be written."""
+"""`paged_attention`, `paged_select_attention` and `PagedPlan`: caches, tables, lengths and rules at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import blitz_attn
+
+from . import arrays, checks
+from .draw import Draw
+from .paged_oracle import Paged, attend
+from .problems import Finding, problem
+
+CACHES = ("same", "float32", "float16", "bfloat16", "int8", "float8_e4m3")
+GARBAGE = (0.0, np.nan, np.inf)
+
+
+def float8_values(bits: np.ndarray) -> np.ndarray:
+    """e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; the largest exponent holds numbers too, but for one NaN."""
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
+    return np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits >> 7, -size, size))
+
+
+class Cache:
+    """K or V: its stored array, its scales and its values."""
+
+    def __init__(self, draw: Draw, name: str, shape: tuple[int, ...], dtype: str, used: np.ndarray, garbage: float, hnd: bool):
+        rng = draw.rng(name)
+        self.dtype, self.scales = dtype, None
+        if dtype in ("int8", "float8_e4m3"):
+            bits = rng.integers(0, 256, shape, dtype=np.uint8)
+            bits[(bits & 0x7F) == 0x7F] = 0x11
+            raw = bits.view(np.int8) if dtype == "int8" else bits
+            numbers = raw.astype(np.float64) if dtype == "int8" else float8_values(bits)
+            scales = (0.5 + rng.random(shape[:3])).astype(np.float32) * np.float32(0.01)
+            self.values = numbers * scales[..., None].astype(np.float64)
+            scales[~used] = garbage
+            self.scales = scales.swapaxes(1, 2).copy() if hnd else scales
+        else:
+            self.values = arrays.rounded(rng.standard_normal(shape) * draw.pick(f"{name}.spread", (1, 0.02, 8)), dtype)
+            filled = self.values.copy()
+            filled[~used] = garbage
+            raw = arrays.stored(filled, dtype)
+        self.placed = arrays.place(draw, name, raw.swapaxes(1, 2).copy() if hnd else raw)
+
+    def given(self) -> Any:
+        return self.placed.array
+
+
+class Case:
+    """A drawn problem and its arguments."""
+
+    def __init__(self, draw: Draw, listed: bool):
+        regime = draw.pick("regime", ("small", "long", "chunk"), (4, 2, 1))
+        dtype = draw.pick("dtype", arrays.FLOATS)
+        cache_dtype = draw.pick("cache", CACHES, (4, 1, 1, 1, 2, 2))
+        cache_dtype = dtype if cache_dtype == "same" or dtype == "float64" else cache_dtype
+        self.cache_dtype = cache_dtype
+        batch = draw.integer("batch", 0 if regime == "small" else 1, {"small": 4, "long": 2, "chunk": 2}[regime], likely=(1, 2))
+        kv_heads = draw.integer("kv_heads", 1, 3)
+        group = draw.integer("group", 1, 9, likely=(1, 2, 4, 8))
+        dim = draw.integer("dim", 1, 576 if regime == "small" else 64, likely=(8, 16, 32, 64, 128))
+        v_dim = dim if draw.pick("v_dim.same", (True, False)) else draw.integer("v_dim", 1, 160, likely=(16, 64, 128))
+        size = draw.integer("page_size", 1, 64, likely=(1, 4, 16, 32))
+        longest = {"small": 80, "long": 3000, "chunk": 300}[regime]
+        lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=(1, longest, 256, 257, 2048, 2049)) for b in range(batch)], np.int64)
+        self.ragged = draw.flag("ragged")
+        most = {"small": 10, "long": 3, "chunk": 70}[regime]
+        q_lens = np.array([min(draw.integer(f"q_lens[{b}]", 0, most, likely=(1,)), lens[b]) for b in range(batch)], np.int64)
+        q_lens = q_lens if self.ragged else np.ones(batch, np.int64)
+        rng = draw.rng("tables")
+        counts = -(-lens // size)
+        pages = int(counts.sum()) + 3
+        order = rng.permutation(pages)
+        shared = draw.flag("shared", 0.2)
+        own = [order[rng.integers(0, pages, n)] if shared else order[int(counts[:b].sum()) :][:n] for b, n in enumerate(counts)]
+        used = np.zeros((pages, size), np.bool_)
+        for b in range(batch):
+            t = np.arange(lens[b])
+            used[own[b][t // size], t % size] = True
+        garbage = draw.pick("garbage", (0, 1, 2))
+        self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
+        all_used = np.repeat(used[..., None], kv_heads, axis=2)
+        self.k = Cache(draw, "k_cache", (pages, size, kv_heads, dim), cache_dtype, all_used, GARBAGE[garbage], self.hnd)
+        self.v = Cache(draw, "v_cache", (pages, size, kv_heads, v_dim), cache_dtype, all_used, GARBAGE[garbage], self.hnd)
+        heads = kv_heads * group
+        q = arrays.rounded(draw.rng("q").standard_normal((int(q_lens.sum()), heads, dim)), dtype)
+        window = draw.pick("window", (None, 0, 5, 100))
+        sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
+        softcap = draw.pick("softcap", (None, 2.0, 30.0))
+        self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
+        self.tables = self._tables(draw, own, counts, lens, size)
+        self.selected = None
+        chosen = None
+        if listed:
+            rows = heads if draw.pick("selected.rows", ("kv", "query")) == "query" else kv_heads
+            kept = draw.pick("selected.kept", (0.5, 0.0, 1.0))
+            make = draw.rng("selected")
+            chosen = [[np.flatnonzero(make.random(n) < kept) for _ in range(rows)] for n in counts]
+        self.problem = Paged(
+            dtype, q, q_lens, self.k.values, self.v.values, own, lens, dim**-0.5 if self.scale is None else self.scale, window,
+            None if sinks is None else sinks.astype(np.float64), softcap, chosen,
+        )  # fmt: skip
+        self.sinks = sinks
+        self.q = arrays.place(draw, "q", arrays.stored(q, dtype))
+        self.table_dtype = np.dtype(draw.pick("table_dtype", ("int32", "int64")))
+
+    def _tables(self, draw: Draw, own: list[np.ndarray], counts: np.ndarray, lens: np.ndarray, size: int) -> tuple[Any, Any]:
+        """As a matrix with garbage behind what is used, or as the triple."""
+        kind = np.dtype(draw.pick("tables.dtype", ("int32", "int64")))
+        if draw.pick("tables", ("matrix", "triple")) == "triple":
+            indices = np.concatenate([*own, np.empty(0, np.int64)]).astype(kind)
+            return (np.concatenate([[0], np.cumsum(counts)]), indices, lens - np.maximum(counts - 1, 0) * size), None
+        matrix = np.full((len(own), int(counts.max(initial=0)) + draw.integer("tables.width", 0, 3)), -7, kind)
+        for b, pages in enumerate(own):
+            matrix[b, : len(pages)] = pages
+        return arrays.place(draw, "block_tables", matrix, last_contiguous=False).array, lens
+
+    def options(self) -> dict[str, Any]:
+        p, bits = self.problem, {}
+        if p.dtype == "bfloat16":
+            bits["dtype"] = "bfloat16"
+        if self.cache_dtype in ("bfloat16", "float8_e4m3"):
+            bits["kv_dtype"] = self.cache_dtype
+        elif p.dtype == "bfloat16":
+            bits["kv_dtype"] = None
+        return {
+            "scale": self.scale, "kv_layout": "HND" if self.hnd else "NHD", "window": p.window, "sinks": self.sinks, "softcap": p.softcap,
+            "k_scale": self.k.scales, "v_scale": self.v.scales, "q_lens": p.q_lens if self.ragged else None, **bits,
+        }  # fmt: skip
+
+    def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """The selected blocks in some order, with -1 behind them or with counts and garbage."""
+        chosen = self.problem.selected
+        assert chosen is not None
+        width = max([len(x) for row in chosen for x in row], default=0) + 1
+        rows = len(chosen[0]) if chosen else self.problem.k.shape[2]
+        selected = np.full((len(chosen), rows, width), -1 if not counts else 9999, np.int32)
+        for b, row in enumerate(chosen):
+            for h, x in enumerate(row):
+                selected[b, h, : len(x)] = rng.permutation(x)
+        numbers = np.array([[len(x) for x in row] for row in chosen], np.int64).reshape(len(chosen), rows)
+        return selected, numbers if counts else None
+
+    def call(self, rng: np.random.Generator, counts: bool, num_threads: int, **options: Any) -> tuple[Any, Any]:
+        tables, lens = self.tables
+        given = {**self.options(), **options, "return_lse": True, "num_threads": num_threads}
+        if self.problem.selected is None:
+            return blitz_attn.paged_attention(self.q.array, self.k.given(), self.v.given(), tables, lens, **given)
+        selected, numbers = self.lists(rng, counts)
+        return blitz_attn.paged_select_attention(self.q.array, self.k.given(), self.v.given(), tables, lens, selected, counts=numbers, **given)
+
+    def check_unchanged(self) -> None:
+        for x in (self.q, self.k.placed, self.v.placed):
+            x.check_unchanged()
+
+
+def run(draw: Draw, listed: bool) -> None:
+    check = draw.pick("check", ("oracle", "threads", "order", "alone", "plan", "all"))
+    case = Case(draw, listed)
+    p = case.problem
+    with_counts = draw.flag("counts")
+    with checks.at_level(draw):
+        written = {}
+        if draw.flag("out", 0.3):
+            written = {"out": arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype)}
+        out, lse = case.call(draw.rng("order"), with_counts, checks.threads(draw), out=written["out"].array if written else None)
+        expected, expected_lse, allowed, allowed_lse = attend(p)
+        got = arrays.values_of(out, p.dtype)
+        checks.near("out", got, expected, allowed)
+        checks.near("lse", arrays.values_of(lse, p.real), expected_lse, allowed_lse)
+        if got[np.isneginf(expected_lse)].any():
+            raise Finding("out: rows that see nothing are not 0")
+        case.check_unchanged()
+        if written:
+            written["out"].check_around()
+        if check == "threads":
+            again = case.call(draw.rng("order"), with_counts, draw.pick("other_threads", checks.THREADS))
+            checks.same_bits("another number of threads", (out, lse), again)
+        elif check == "order" and listed:
+            checks.same_bits("another order of blocks", (out, lse), case.call(draw.rng("other order"), not with_counts, 1))
+        elif check == "alone" and len(p.q_lens):
+            check_alone(draw, case, out, lse)
+        elif check == "plan" and not listed:
+            check_plan(case, out, lse)
+        elif check == "all" and listed:
+            every = [[np.arange(-(-n // p.k.shape[1])) for _ in row] for n, row in zip(p.seq_lens, p.selected or [], strict=True)]
+            case.problem = dataclasses.replace(p, selected=every)
+            listed_all = case.call(draw.rng("order"), with_counts, 1)
+            case.problem = dataclasses.replace(p, selected=None)
+            checks.same_bits("all blocks listed and no list", listed_all, case.call(draw.rng("order"), with_counts, 1))
+
+
+def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
+    """One request without its batch mates has the same bits."""
+    p = case.problem
+    b = int(draw.rng("alone").integers(len(p.q_lens)))
+    end = int(np.cumsum(p.q_lens)[b])
+    rows = slice(end - int(p.q_lens[b]), end)
+    tables = np.asarray(p.pages[b], np.int32)[None]
+    options = case.options()
+    if case.ragged:
+        options["q_lens"] = p.q_lens[b : b + 1]
+    arguments: list[Any] = [case.q.array[rows], case.k.given(), case.v.given(), tables, p.seq_lens[b : b + 1]]
+    if p.selected is None:
+        again = blitz_attn.paged_attention(*arguments, **options, return_lse=True, num_threads=1)
+    else:
+        selected, _ = case.lists(draw.rng("other order"), False)
+        again = blitz_attn.paged_select_attention(*arguments, selected[b : b + 1], **options, return_lse=True, num_threads=1)
+    checks.same_bits("a request alone", (np.asarray(out)[rows], np.asarray(lse)[rows]), again)
+
+
+def check_plan(case: Case, out: Any, lse: Any) -> None:
+    """A plan gives the same bits, twice."""
+    options = case.options()
+    fixed = {name: options[name] for name in ("scale", "kv_layout", "window", "softcap", "q_lens")}
+    fixed |= {name: options[name] for name in ("dtype", "kv_dtype") if name in options}
+    tables, lens = case.tables
+    plan = blitz_attn.PagedPlan(tables, lens, page_size=case.problem.k.shape[1], num_pages=case.problem.k.shape[0], **fixed)
+    rest = {name: options[name] for name in ("sinks", "k_scale", "v_scale")}
+    for _ in range(2):
+        again = plan.attention(case.q.array, case.k.given(), case.v.given(), **rest, return_lse=True)
+        checks.same_bits("a plan", (out, lse), again)
+
+
+@problem("paged_attention", weight=3)
+def paged_attention(draw: Draw) -> None:
+    run(draw, listed=False)
+
+
+@problem("paged_select_attention", weight=2)
+def paged_select_attention(draw: Draw) -> None:
+    run(draw, listed=True)
