@@ -310,7 +310,12 @@ def mslk_compress(draw: Draw) -> None:
             nsa.compress_kv_backward(*d_ours, u.K.given, u.V.given, block, u.given("W_k"), u.given("W_v"), **packed),
             strict=True,
         ):
-            same(name, one, other)
+            if name.startswith("dW") and one is not None:  # NumPy's product of matrices, whose bits depend on how its operands lie
+                kind = str(one.dtype).rpartition(".")[2].replace("uint16", "bfloat16")
+                one, other = (arrays.values_of(x, kind) for x in (one, other))
+                checks.near(name, one, other, 2 * checks.EPSILON["bfloat16"] * np.abs(other).max(initial=0))
+            else:
+                same(name, one, other)
     setting.check_inputs()
 
 

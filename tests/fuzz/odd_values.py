@@ -39,8 +39,7 @@ def _gives(value: Any) -> Callable[..., Any]:
 
 def _object(bases: tuple[type, ...] = (), /, **methods: Any) -> Callable[[], Any]:
     """A maker of objects with these methods, whose names are written without underscores."""
-    kind = type("Odd", bases, {f"__{name}__": method for name, method in methods.items()})
-    return kind
+    return type("Odd", bases, {f"__{name}__": method for name, method in methods.items()})
 
 
 class Plain:
