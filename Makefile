@@ -126,7 +126,7 @@ faults:
 	@$(call find_python) $(build_asan) && $(call pytest_asan,../../tests/test_faults.py)
 
 # Several callers of several operations at once, under ThreadSanitizer. One level is enough: what may race is no kernel.
-tsan: export BLITZ_ATTN_CFLAGS = -O1 -g -fno-omit-frame-pointer -UNDEBUG -DBA_NO_SMALL_CALLS -fsanitize=thread
+tsan: export BLITZ_ATTN_CFLAGS = -O1 -g -Wno-maybe-uninitialized -fno-omit-frame-pointer -UNDEBUG -DBA_NO_SMALL_CALLS -fsanitize=thread
 tsan: export BLITZ_ATTN_LEVELS = avx2
 tsan: export CC = gcc
 tsan:
