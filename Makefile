@@ -63,8 +63,11 @@ test: build
 
 # Random problems against an oracle of their own, and bad calls, on all cores. REPLAY='...' runs and shrinks one that failed.
 SECONDS = 60
-fuzz: build
-	@$(call find_python) PYTHONPATH=.:tests "$$python" -m fuzz $(if $(REPLAY),--replay '$(REPLAY)',--seconds $(SECONDS) $(if $(SEED),--seed $(SEED))) $(ARGS)
+# A build of its own, in which small problems reach the threads, too.
+fuzz: export BLITZ_ATTN_CFLAGS = -DBA_NO_SMALL_CALLS
+fuzz:
+	@$(call find_python) "$$python" setup.py -q build --build-base build/threads --build-lib build/threads/lib --build-temp build/threads/temp && \
+	  cd build/threads && PYTHONPATH=lib:../../tests "$$python" -m fuzz $(if $(REPLAY),--replay '$(REPLAY)',--seconds $(SECONDS) $(if $(SEED),--seed $(SEED))) $(ARGS)
 
 # How soon the fuzzer finds mistakes that are planted on purpose, in a copy of the tree.
 fuzz-mistakes: build

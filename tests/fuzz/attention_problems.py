@@ -125,3 +125,26 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
         one = rows_of(ours, case.layout, heads, p.q_lens, b, numbers=numbers)
         other = rows_of(theirs, layout, heads, single.problem.q_lens, 0, numbers=numbers)
         checks.same_bits("lse alone" if numbers else "out alone", one[clear], other[clear])
+
+
+@problem("refused_lists", weight=0.5)
+def refused_lists(draw: Draw) -> None:
+    """A block that stands in a row twice, or is none: refused wherever it stands, with nothing written."""
+    batch, heads, rows, columns = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("heads", 4), ("rows", 9), ("columns", 9)))
+    block_q, block_kv = draw.integer("block_q", 1, 20), draw.integer("block_kv", 1, 20)
+    rng = draw.rng("list")
+    lists = np.argsort(rng.random((batch, heads, rows, columns)), axis=-1)
+    lists = np.concatenate([lists, np.full_like(lists[..., :1], -1)], axis=-1)
+    kind = np.dtype(draw.pick("dtype", ("int32", "int16", "int64", "uint16")))
+    at = tuple(int(rng.integers(n)) for n in (batch, heads, rows, columns))
+    if draw.pick("mistake", ("range", "twice")) == "range" or columns == 1:
+        lists[at] = columns + int(rng.integers(3))
+    else:
+        lists[at] = lists[(*at[:3], (at[3] + 1) % columns)]
+    q = draw.rng("q").standard_normal((batch, heads, rows * block_q, 8)).astype(np.float32)
+    k = draw.rng("k").standard_normal((batch, heads, columns * block_kv, 8)).astype(np.float32)
+    q_lens = rng.integers(0, rows * block_q, batch, endpoint=True) if draw.flag("q_lens") else None
+    out = arrays.poisoned(draw, "out", q.shape, "float32")
+    given = {"block_shape": (block_q, block_kv), "q_lens": q_lens, "num_threads": checks.threads(draw), "out": out.array}
+    checks.refused(lambda: blitz_attn.block_sparse_attention(q, k, k, lists.astype(kind), **given), (ValueError,), "sabi")
+    out.check_unchanged()

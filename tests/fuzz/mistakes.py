@@ -62,15 +62,15 @@ MISTAKES = [
         "stride",
         "layout BSND takes heads to lie side by side",
         "csrc/ops/check_block_sparse.c",
-        "{t->data, t->strides[0], t->strides[2], t->strides[1]}}; break;",
-        "{t->data, t->strides[0], t->dims[3], t->strides[1]}}; break;",
+        "t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;",
+        "t->dims[1], t->dims[3], {t->data, step[0], t->dims[3], step[1]}}; break;",
     ),
     Mistake(
         "join",
         "the caller leaves a job while workers are still in it",
         "csrc/core/pool.c",
-        "while (pool.running > 0) pthread_cond_wait(&pool.done, &pool.lock);",
-        "",
+        "pool.places = 0;\n        wait_for_workers();",
+        "pool.places = 0;\n        pthread_mutex_unlock(&pool.lock);",
     ),
     Mistake(
         "parts",
@@ -140,7 +140,8 @@ MISTAKES = [
 
 def build() -> None:
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", "build/temp"]
-    subprocess.run(command, cwd=COPY, check=True, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, "BLITZ_ATTN_CFLAGS": "-DBA_NO_SMALL_CALLS"}  # as make fuzz has it
+    subprocess.run(command, cwd=COPY, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 def plant(mistake: Mistake) -> None:

@@ -235,3 +235,29 @@ def paged_attention(draw: Draw) -> None:
 @problem("paged_select_attention", weight=2)
 def paged_select_attention(draw: Draw) -> None:
     run(draw, listed=True)
+
+
+@problem("refused_tables", weight=0.5)
+def refused_tables(draw: Draw) -> None:
+    """A length beyond the table, or a page that the cache does not have: refused, with nothing written."""
+    case = Case(draw, listed=False)
+    p, rng = case.problem, draw.rng("mistake")
+    long = [b for b in range(len(p.seq_lens)) if p.seq_lens[b] > 0]
+    if not long:
+        return
+    b, size, pages = long[int(rng.integers(len(long)))], p.k.shape[1], p.k.shape[0]
+    width = max(len(x) for x in p.pages)
+    tables, lens = np.zeros((len(p.pages), width), np.int32), p.seq_lens.copy()
+    for i, x in enumerate(p.pages):
+        tables[i, : len(x)] = x
+    if draw.pick("mistake", ("page", "length")) == "page":
+        at, name = int(rng.integers(len(p.pages[b]))), "block_tables"
+        tables[b, at] = (-1, -2, pages, 2**31 - 1)[int(rng.integers(4))]
+    else:
+        lens[b], name = width * size + 1 + int(rng.integers(2)) * size, "seq_lens"
+    out = arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype)
+    options = case.options()
+    checks.refused(
+        lambda: blitz_attn.paged_attention(case.q.array, case.k.given(), case.v.given(), tables, lens, out=out.array, **options), (ValueError,), name
+    )
+    out.check_unchanged()

@@ -131,10 +131,14 @@ static void compare_output(int index) {
         shared = own[offset]; /* two elements in one place: which comes last is open */
         memset(own + offset, 1, size);
         const bool unwritten = b->role == FZ_PARTIAL && all_bytes(first, size, FIRST) && all_bytes(second, size, SECOND);
-        if (!shared && memcmp(first, second, size) != 0 && !unwritten && !(is_nan(first, t->dtype) && is_nan(second, t->dtype)))
-            fz_fail("block %d: expected every element written, and the same for any number of threads, got another at (%" PRId64 ", %" PRId64
-                    ", %" PRId64 ", %" PRId64 ")",
-                    index, at[0], at[1], at[2], at[3]);
+        if (!shared && memcmp(first, second, size) != 0 && !unwritten && !(is_nan(first, t->dtype) && is_nan(second, t->dtype))) {
+            uint64_t bits[2] = {0};
+            memcpy(&bits[0], first, size);
+            memcpy(&bits[1], second, size);
+            fz_fail("block %d: expected every element written, and the same for any number of threads, got %" PRIx64 " and %" PRIx64 " at (%" PRId64
+                    ", %" PRId64 ", %" PRId64 ", %" PRId64 ")",
+                    index, bits[0], bits[1], at[0], at[1], at[2], at[3]);
+        }
         more = false;
         for (int i = t->ndim - 1; i >= 0 && !more; i--) {
             more = ++at[i] < t->dims[i];
