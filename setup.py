@@ -45,9 +45,13 @@ ISA_FLAGS = {
 # flags may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g brings it. Whether signed sums wrap is said here, and
 # not by Python's flags: nothing needs it, but the compiler finds other addresses for what loops read (benchmark/README.md).
 COMMON_FLAGS = shlex.split(
-    "-std=c11 -O3 -g0 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fstrict-overflow -fwrapv -fvisibility=hidden"
+    "-std=c11 -O3 -g0 -fno-math-errno -fno-trapping-math -fstrict-overflow -fwrapv -fvisibility=hidden"
     " -Wall -Wextra -Wno-psabi -pthread"
 )
+# Results have the same bits for any number of threads because copies of one text round alike, whatever they are inlined into. So a
+# product and a sum must become one multiply-add by what is written, not by what surrounds it. clang does that within an expression
+# (on); under =fast it joins them block by block of its own code, and copies differ. gcc before 14 has fast alone, and is steady there.
+CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
 # Every level as plain C, whatever the CPU: vectors in vec.h's generic forms, tiles in tile.h's. For checks (make check-emulated).
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
@@ -78,9 +82,10 @@ class BuildExt(build_ext):
         macros = self.extensions[0].define_macros
         isas = usable_isas(self.compiler)
         left_out = [f"-DBA_NO_{name}" for name in ISA_FLAGS if name not in isas]
+        contraction = CONTRACTION["clang" if "__clang__" in predefined_macros(self.compiler, []) else "gcc"]
 
         def compile_one(source):
-            flags = [*COMMON_FLAGS, *left_out, *isas.get(isa_of(Path(source)), ()), *self.more_flags(source), *EXTRA_FLAGS]
+            flags = [*COMMON_FLAGS, contraction, *left_out, *isas.get(isa_of(Path(source)), ()), *self.more_flags(source), *EXTRA_FLAGS]
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])

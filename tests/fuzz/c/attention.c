@@ -119,12 +119,6 @@ static void draw_blocks(ba_block_sparse_args *a, const sizes *s) {
     fz_fill_lists(&a->blocks, most_columns);
 }
 
-/* Leaves out entries with few valid queries and padding beyond, whose scratch overlaps. */
-static void avoid_few_padded(int64_t *q_lens, int64_t batch, int64_t q_len, int64_t group) {
-    for (int64_t b = 0; q_lens && b < batch; b++)
-        if (q_lens[b] > 0 && q_lens[b] < q_len && q_lens[b] * group <= 8) q_lens[b] = 0;
-}
-
 static void draw_rules(ba_block_sparse_args *a, const sizes *s) {
     a->scale = fz_scale(s->dim);
     a->causal = fz_once_in(3);
@@ -160,11 +154,7 @@ static void draw_forward(ba_block_sparse_args *a, sizes *s) {
         a->cu_kv = fz_cumulative(a->batch, a->k.dims[0]);
     }
     if (s->layout != BA_TND || fz_odd()) {
-        if (fz_once_in(3)) {
-            int64_t *q_lens = fz_lengths(batch, s->q_len);
-            avoid_few_padded(q_lens, batch, s->q_len, s->heads / s->kv_heads);
-            a->q_lens = q_lens;
-        }
+        if (fz_once_in(3)) a->q_lens = fz_lengths(batch, s->q_len);
         if (fz_once_in(3)) a->kv_lens = fz_lengths(batch, s->kv_len);
     }
     a->block_q = block_size(s->q_len);

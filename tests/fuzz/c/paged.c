@@ -74,11 +74,11 @@ static void draw_requests(ba_paged_args *a, const sizes *s, int64_t *total) {
     }
     const int64_t entries = indptr && a->batch < 100 ? indptr[a->batch] : 0;
     if (a->batch > 0 && fz_odd()) seq_lens[fz_below(a->batch)] = fz_odd_number();
-    if (a->batch > 0 && fz_odd()) seq_lens[fz_below(a->batch)] += fz_range(-1, 1) * s->page_size;
+    else if (a->batch > 0 && fz_odd()) seq_lens[fz_below(a->batch)] += fz_range(-1, 1) * s->page_size;
     if (indptr && fz_odd()) indptr[fz_below(a->batch + 1)] = fz_odd_number();
-    if (indptr && fz_odd()) indptr[fz_below(a->batch + 1)] += fz_range(-1, 1);
+    else if (indptr && fz_odd()) indptr[fz_below(a->batch + 1)] += fz_range(-1, 1);
     if (cu_q && fz_odd()) cu_q[fz_below(a->batch + 1)] = fz_odd_number();
-    if (cu_q && fz_odd()) cu_q[fz_below(a->batch + 1)] += fz_range(-1, 1);
+    else if (cu_q && fz_odd()) cu_q[fz_below(a->batch + 1)] += fz_range(-1, 1);
     if (fz_odd()) a->seq_lens = NULL;
     const int64_t dims[] = {a->batch, s->width};
     if (indptr) a->block_tables = fz_tensor(FZ_INPUT, dtype, 1, &entries, FZ_FREE_LAST);
