@@ -98,8 +98,8 @@ static void draw_blocks(ba_block_sparse_args *a, const sizes *s) {
         int64_t *cu_rows = fz_numbers(a->batch + 1);
         rows = most_columns = 0;
         for (int64_t b = 0; b < a->batch; b++) {
-            const int64_t tokens = (int64_t)((uint64_t)a->cu_q[b + 1] - (uint64_t)a->cu_q[b]);
-            const int64_t keys = (int64_t)((uint64_t)a->cu_kv[b + 1] - (uint64_t)a->cu_kv[b]);
+            const int64_t tokens = a->cu_q[b + 1] - a->cu_q[b];
+            const int64_t keys = a->cu_kv[b + 1] - a->cu_kv[b];
             cu_rows[b + 1] = cu_rows[b] + (tokens < 0 || tokens > 1000 ? 0 : rows_of(tokens, a->block_q));
             rows = rows_of(tokens, a->block_q) > rows ? rows_of(tokens, a->block_q) : rows;
             longest = keys > longest ? keys : longest;

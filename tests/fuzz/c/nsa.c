@@ -41,7 +41,7 @@ static const int64_t *count_all(const int64_t *cu, int64_t batch, int64_t block,
     int64_t *counts = cu && batch < INT64_MAX ? fz_numbers(batch + 1) : NULL;
     *total = 0;
     for (int64_t b = 0; counts && b < batch; b++) {
-        const int64_t tokens = (int64_t)((uint64_t)cu[b + 1] - (uint64_t)cu[b]), blocks = complete_blocks(tokens, block, stride);
+        const int64_t tokens = cu[b + 1] - cu[b], blocks = complete_blocks(tokens, block, stride);
         counts[b + 1] = *total += blocks < 1000 ? blocks : 0;
     }
     if (counts && batch >= 0 && fz_odd()) counts[fz_below(batch + 1)] = fz_odd_number();
@@ -183,11 +183,11 @@ void fz_nsa_select(void) {
         a.cu_q = fz_cumulative(a.batch, s.tokens);
         a.cu_cmp = count_all(a.cu_q, a.batch, a.compress_block, a.compress_stride, &keys);
         for (int64_t b = rows = 0; a.cu_q && b < a.batch && b < 100; b++)
-            rows += a.tile > 0 ? ceil_div((int64_t)((uint64_t)a.cu_q[b + 1] - (uint64_t)a.cu_q[b]), a.tile) : 0;
+            rows += a.tile > 0 ? ceil_div(a.cu_q[b + 1] - a.cu_q[b], a.tile) : 0;
         if (a.tile <= 0) rows = s.tokens;
     } else {
         if (fz_once_in(4)) a.q_begin = fz_odd() ? fz_odd_number() : fz_range(0, 40);
-        a.tokens = fz_odd() ? fz_odd_number() : (int64_t)((uint64_t)a.q_begin + (uint64_t)s.tokens) + (fz_once_in(4) ? fz_range(0, 40) : 0);
+        a.tokens = fz_odd() ? fz_odd_number() : a.q_begin + s.tokens + (fz_once_in(4) ? fz_range(0, 40) : 0);
         keys = complete_blocks(a.tokens, a.compress_block, a.compress_stride);
     }
     if (rows > 1000 || rows < 0) rows = 1000;
@@ -197,7 +197,8 @@ void fz_nsa_select(void) {
     if (a.tile == 0 || fz_odd())
         a.lse = s.packed ? fz_tensor(FZ_INPUT, s.real, 2, lse + 1, FZ_FREE_LAST) : fz_tensor(FZ_INPUT, s.real, 3, lse, FZ_FREE_LAST);
     if (a.tile) fz_unseen(&a.lse);
-    int64_t out[] = {s.batch, list_heads, rows, fz_range(0, 12) + (a.init_blocks + a.local_blocks < 100 ? a.init_blocks + a.local_blocks : 0)};
+    const int64_t forced = a.init_blocks + a.local_blocks;
+    int64_t out[] = {s.batch, list_heads, rows, fz_range(0, 12) + (forced > -100 && forced < 100 ? forced : 0)};
     a.selected = s.packed ? fz_tensor(FZ_OUTPUT, BA_INT32, 3, out + 1, FZ_FREE_LAST) : fz_tensor(FZ_OUTPUT, BA_INT32, 4, out, FZ_FREE_LAST);
     if (a.tile ? fz_once_in(2) : fz_odd()) {
         out[3] = fz_range(0, 6);
