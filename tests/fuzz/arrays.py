@@ -72,6 +72,11 @@ def bits_of(array: Any) -> bytes:
 VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")
 
 
+def views_for(kind: str) -> tuple[str, ...]:
+    """The views that an array of this kind can be."""
+    return VIEWS[:-1] if kind == "torch" else VIEWS  # torch has no negative strides
+
+
 def place(draw: Draw, name: str, data: np.ndarray, *, last_contiguous: bool = True, views: Sequence[str] = VIEWS) -> Placed:
     """`data` once more, as a view of a larger buffer that is filled with a canary. Draws ``<name>.view``."""
     view = draw.pick(f"{name}.view", views, [4] + [1] * (len(views) - 1))
@@ -132,6 +137,25 @@ def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any
     if dtype in FLOATS:
         return place(draw, name, stored(np.full(shape, np.nan), dtype), **how)
     return place(draw, name, np.full(shape, np.iinfo(dtype).max, dtype), **how)
+
+
+def repeated(placed: Placed, axis: int, size: int) -> Placed:
+    """The same entry `size` times along an axis of one entry: a view with a stride of 0."""
+    array = placed.array
+    shape, strides = list(array.shape), list(array.strides)
+    shape[axis], strides[axis] = size, 0
+    placed.array = np.lib.stride_tricks.as_strided(array, shape, strides)
+    return placed
+
+
+def page_table(draw: Draw, name: str, pages: Sequence[np.ndarray]) -> Placed:
+    """(B, W) numbers of pages, with numbers behind them that name no page. Draws the dtype, the view and how much wider than need be."""
+    dtype = draw.pick(f"{name}.dtype", ("int32", "int64"))
+    width = max([len(x) for x in pages], default=0) + draw.integer(f"{name}.width", 0, 3)
+    matrix = np.full((len(pages), width), draw.pick(f"{name}.behind", (-7, -(2**31), 2**31 - 1)), dtype)
+    for row, numbers in zip(matrix, pages, strict=True):
+        row[: len(numbers)] = numbers
+    return place(draw, name, matrix, last_contiguous=False)
 
 
 # ---- Kinds --------------------------------------------------------------------------------------------------------

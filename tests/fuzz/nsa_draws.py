@@ -88,7 +88,7 @@ class Setting:
 
     @property
     def views(self) -> tuple[str, ...]:
-        return tuple(x for x in arrays.VIEWS if self.kind != "torch" or x != "reversed")  # torch has no negative strides
+        return arrays.views_for(self.kind)
 
     def cu_seqlens(self) -> Any:
         return as_integers(self.draw, "cu_seqlens", self.cu) if self.packed else None

@@ -52,9 +52,9 @@ class Cache:
 
 
 class Case:
-    """A drawn problem and its arguments."""
+    """A drawn problem and its arguments. With `newest`, one query a request and tables as a matrix."""
 
-    def __init__(self, draw: Draw, listed: bool):
+    def __init__(self, draw: Draw, listed: bool, newest: bool = False):
         regime = draw.pick("regime", ("small", "long", "chunk"), (4, 2, 1))
         dtype = draw.pick("dtype", arrays.FLOATS)
         cache_dtype = draw.pick("cache", CACHES, (4, 1, 1, 1, 2, 2))
@@ -68,7 +68,7 @@ class Case:
         size = draw.integer("page_size", 1, 64, likely=(1, 4, 16, 32))
         longest = {"small": 80, "long": 3000, "chunk": 300}[regime]
         lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=(1, longest, 256, 257, 2048, 2049)) for b in range(batch)], np.int64)
-        self.ragged = draw.flag("ragged")
+        self.ragged = not newest and draw.flag("ragged")
         most = {"small": 10, "long": 3, "chunk": 70}[regime]
         q_lens = np.array([min(draw.integer(f"q_lens[{b}]", 0, most, likely=(1,)), lens[b]) for b in range(batch)], np.int64)
         q_lens = q_lens if self.ragged else np.ones(batch, np.int64)
@@ -93,7 +93,10 @@ class Case:
         sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
         softcap = draw.pick("softcap", (None, 2.0, 30.0))
         self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
-        self.tables = self._tables(draw, own, counts, lens, size)
+        self.tables: tuple[Any, Any] = (arrays.page_table(draw, "block_tables", own).array, lens)
+        if not newest and draw.pick("tables", ("matrix", "triple")) == "triple":
+            indices = np.concatenate([*own, np.empty(0, np.int64)]).astype(draw.pick("indices.dtype", ("int32", "int64")))
+            self.tables = (np.concatenate([[0], np.cumsum(counts)]), indices, lens - np.maximum(counts - 1, 0) * size), None
         self.selected = None
         chosen = None
         if listed:
@@ -107,18 +110,6 @@ class Case:
         )  # fmt: skip
         self.sinks = sinks
         self.q = arrays.place(draw, "q", arrays.stored(q, dtype))
-        self.table_dtype = np.dtype(draw.pick("table_dtype", ("int32", "int64")))
-
-    def _tables(self, draw: Draw, own: list[np.ndarray], counts: np.ndarray, lens: np.ndarray, size: int) -> tuple[Any, Any]:
-        """As a matrix with garbage behind what is used, or as the triple."""
-        kind = np.dtype(draw.pick("tables.dtype", ("int32", "int64")))
-        if draw.pick("tables", ("matrix", "triple")) == "triple":
-            indices = np.concatenate([*own, np.empty(0, np.int64)]).astype(kind)
-            return (np.concatenate([[0], np.cumsum(counts)]), indices, lens - np.maximum(counts - 1, 0) * size), None
-        matrix = np.full((len(own), int(counts.max(initial=0)) + draw.integer("tables.width", 0, 3)), -7, kind)
-        for b, pages in enumerate(own):
-            matrix[b, : len(pages)] = pages
-        return arrays.place(draw, "block_tables", matrix, last_contiguous=False).array, lens
 
     def options(self) -> dict[str, Any]:
         p, bits = self.problem, {}
