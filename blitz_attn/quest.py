@@ -78,7 +78,7 @@ def quest_prefill_metadata(
     Notes
     -----
     Largest and smallest are taken over a block's valid tokens, so the block at the end of a request is summarised as far as it is
-    filled. They are keys' own values, exact to the bit.
+    filled. They are keys' own values, exact to the bit, and pass NaN over; a mean does not.
 
     Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
     and float32 are additions.

@@ -18,13 +18,6 @@ CACHES = ("same", "float32", "float16", "bfloat16", "int8", "float8_e4m3")
 GARBAGE = (0.0, np.nan, np.inf)
 
 
-def float8_values(bits: np.ndarray) -> np.ndarray:
-    """e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; the largest exponent holds numbers too, but for one NaN."""
-    exponent, mantissa = (bits >> 3) & 15, bits & 7
-    size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
-    return np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits >> 7, -size, size))
-
-
 class Cache:
     """K or V: its stored array, its scales and its values."""
 
@@ -35,7 +28,7 @@ class Cache:
             bits = rng.integers(0, 256, shape, dtype=np.uint8)
             bits[(bits & 0x7F) == 0x7F] = 0x11
             raw = bits.view(np.int8) if dtype == "int8" else bits
-            numbers = raw.astype(np.float64) if dtype == "int8" else float8_values(bits)
+            numbers = raw.astype(np.float64) if dtype == "int8" else arrays.float8_values(bits)
             scales = (0.5 + rng.random(shape[:3])).astype(np.float32) * np.float32(0.01)
             self.values = numbers * scales[..., None].astype(np.float64)
             scales[~used] = garbage

@@ -71,9 +71,9 @@ class Held:
     """An array (pages, rows, N, D) that the package is given: its buffer, and how it is laid out and dressed."""
 
     def __init__(self, draw: Draw, name: str, values: np.ndarray, dtype: str, kind: str, hnd: bool = False, spread: bool = False):
-        """With `spread` all heads are the first one, which is there once."""
+        """`values` in float64, or as they are stored. With `spread` all heads are the first one, which is there once."""
         self.dtype, self.kind, self.hnd = dtype, kind, hnd
-        values = arrays.stored(values, dtype)
+        values = arrays.stored(values, dtype) if values.dtype == np.float64 else values
         heads = values.shape[2]
         values = values[:, :, :1] if spread else values
         self.placed = arrays.place(draw, name, values.swapaxes(1, 2) if hnd else values, views=arrays.views_for(kind))
