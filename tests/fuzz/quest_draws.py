@@ -119,7 +119,7 @@ class Choice:
             below = self.options["dense_below"] = draw.integer("dense_below", 0, longest + 1, likely=(longest,))
             places = np.where(lens < below, -(-lens // size), places)
         recent = self._take(draw, "recent", 0, 6, (0, 1))
-        since = self._take(draw, "tokens_since_metadata_update", -1, longest + 9, (-1, 0, 1, size)) if draw.flag("stale", 0.3) else np.full(count, -1)
+        since = self._take(draw, "tokens_since_metadata_update", -1, longest + 9, (0, 1, size, *(lens % size))) if draw.flag("stale", 0.3) else np.full(count, -1)
         always = [max(int(r), oracle.stale(int(n), int(s), size)) for r, n, s in zip(recent, lens, since, strict=True)]
         self.rules = [oracle.Rule(int(-(-n // size)), int(p), self.options["sink"], a) for n, p, a in zip(lens, places, always, strict=True)]
         self.width = max(1, int(places.max(initial=0))) if count else None

@@ -230,9 +230,9 @@ def quest_block_select_paged(draw: Draw) -> None:
     if variant == "in_out_w":
         how = draw.pick("since", ("one", "each", "off"), (2, 2, 1))
         if how == "one":
-            since[:] = given_since = draw.integer("since.one", 0, 200, likely=(0, 1, batch.size))
+            since[:] = given_since = draw.integer("since.one", 0, 200, likely=(0, 1, *(batch.lens % batch.size)))
         elif how == "each":
-            since = np.array([draw.integer(f"since[{b}]", -1, n + 9, likely=(-1, 0, 1, batch.size, n)) for b, n in enumerate(batch.lens)], np.int64)
+            since = np.array([draw.integer(f"since[{b}]", -1, n + 9, likely=(-1, 1, n, n % batch.size)) for b, n in enumerate(batch.lens)], np.int64)
             given_since = as_integers(draw, "since", since)
         sink = 0 if how == "off" else 1
     rules = [
