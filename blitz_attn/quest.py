@@ -452,7 +452,8 @@ def select_blocks(
 
     Notes
     -----
-    Of blocks that tie, the lower is selected. quest is after [1]_, mean after the gate of MoBA [2]_.
+    Of blocks that tie, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes its block's score so.
+    quest is after [1]_, mean after the gate of MoBA [2]_.
 
     References
     ----------

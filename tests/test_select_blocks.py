@@ -245,3 +245,17 @@ def test_selected_indices_of_a_query_that_only_exports_dlpack():
     for query, selected in ((OnlyDlpack(case.q), got), (case.q, expected)):
         blitz_attn.quest_block_select_paged_in_out(query, *source, tables, case.seq_lens, selected)
     assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_a_key_of_nan_makes_its_block_the_last_choice_of_max(per_query_head, isa_level):
+    """Wherever in the block it stands."""
+    for place in range(SIZE):
+        problem = Problem(lens=[8 * SIZE])
+        case = problem.case
+        case.k_cache[case.block_tables[0, 3], place, :, DIM // 2] = np.nan
+        options = {"method": "max", "sink": 0, "recent": 0, "ascending": False, "per_query_head": per_query_head}
+        selected, _ = blitz_attn.select_blocks(case.q, case.k_cache, case.block_tables, case.seq_lens, 8, **options)
+        assert (selected[..., -1] == 3).all(), place
+        expected, _ = reference.select_blocks(case.q, case.k_cache, case.block_tables, case.seq_lens, 8, **options)
+        np.testing.assert_array_equal(selected, expected)

@@ -80,7 +80,10 @@ def sum_of_products(q: np.ndarray, q_error: np.ndarray, *sides: np.ndarray) -> t
     with np.errstate(invalid="ignore"):
         products = [q * side for side in sides]
         value = np.maximum(products[0], products[-1]).sum(-1)
-    unsure = (np.isinf(sides) & (np.abs(q) <= q_error) | np.isinf(q) & (np.asarray(sides) == 0)).any((0, -1))
+    unsure = np.isinf(sides) & (np.abs(q) <= q_error) & (q_error > 0)
+    if len(sides) > 1:  # which of two products is larger is open where 0 and infinity make one of them
+        unsure |= np.isinf(sides) & (q == 0) | np.isinf(q) & (np.asarray(sides) == 0)
+    unsure = unsure.any((0, -1))
     numbers = [np.where(np.isfinite(x), x, 0) for x in products]  # where the value is a number, infinite products are the smaller ones
     size = np.maximum(np.abs(numbers[0]), np.abs(numbers[-1])).sum(-1)
     q_error = np.where(np.isfinite(q_error), q_error, 0)
@@ -106,8 +109,8 @@ def score(method: str, q: np.ndarray, per_query_head: bool, sides: tuple[np.ndar
         head = r * kv_heads // len(rows)
         value, error, unsure = sum_of_products(row, row_error, *(side[:, head] for side in sides))
         result.alike[r] = first_alike([b"".join(side[i][:, head].tobytes() for side in blocks) for i in range(n)])
-        if method == "max":  # the largest of numbers moves by no more than they do
-            parts = [blocks_of(x, size) for x in (value, error, unsure | np.isnan(value))]
+        if method == "max":  # the largest of numbers moves by no more than they do; NaN is none, and remains
+            parts = [blocks_of(x, size) for x in (value, error, unsure)]
             value, error, unsure = (np.array([x.max() for x in part]) for part in parts) if n else (value, error, unsure)
         result.value[r], result.error[r], result.open[r] = value, error, unsure
     return result
