@@ -176,6 +176,17 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
     return x, tag or _plain_name(x.dtype)
 
 
+def shape_of(x: Any) -> tuple[int, ...] | None:
+    """The shape of an array, of one that only exports DLPack too; None where NumPy cannot read that."""
+    shape = getattr(x, "shape", None)
+    if shape is None and hasattr(x, "__dlpack__"):
+        try:
+            shape = np.from_dlpack(x).shape
+        except (BufferError, RuntimeError, TypeError):
+            return None
+    return () if shape is None else tuple(shape)
+
+
 def as_kind_of(result: np.ndarray, given: Any) -> Any:
     """A NumPy array of integers or floats as the kind of array that `given` is: a torch tensor, a JAX array, or as it is."""
     if _is_torch(given):

@@ -394,7 +394,8 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
     values : numpy.ndarray
         ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each is the nearest to ``x / scale``, ties to even.
     scale : numpy.ndarray
-        ``(...)`` float32: the largest magnitude of a row over the largest of the format, 127 or 448; 1 for a row of zeros.
+        ``(...)`` float32: the largest magnitude of a row over the largest of the format, 127 or 448; 1 for a row of zeros, or of numbers so
+        small that it would be 0.
 
     Raises
     ------

@@ -78,7 +78,7 @@ def quest_prefill_metadata(
     Notes
     -----
     Largest and smallest are taken over a block's valid tokens, so the block at the end of a request is summarised as far as it is
-    filled. They are keys' own values, exact to the bit.
+    filled. They are keys' own values, exact to the bit, and pass NaN over; a mean does not.
 
     Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
     and float32 are additions.
@@ -216,7 +216,7 @@ def quest_block_select_paged(
 
 def _selects_per_query_head(query: Any, maxblocks: Any, selected_indices: Any) -> bool:
     """Whether a given result has a row a query head. Odd shapes are for the core to refuse."""
-    shapes: list[tuple[int, ...]] = [getattr(x, "shape", ()) for x in (query, maxblocks, selected_indices)]
+    shapes = [_arrays.shape_of(x) or () for x in (query, maxblocks, selected_indices)]
     if any(len(shape) != rank for shape, rank in zip(shapes, (3, 4, 3), strict=True)):
         return False
     return bool(shapes[2][1] == shapes[0][1] != shapes[1][2])
@@ -362,6 +362,14 @@ def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any,
     return max(rows, default=1) or 1, rows
 
 
+def _block_size(pages: Any, kv_layout: str, name: str) -> int | None:
+    """Rows of a page; None where there are no pages, which is for the core to refuse."""
+    shape = _arrays.shape_of(pages)
+    if shape is None:
+        raise TypeError(f"{name}: expected an array with a shape, or one that NumPy can read by DLPack, got {type(pages).__name__}")
+    return int(shape[2 if kv_layout == "HND" else 1]) if len(shape) == 4 else None
+
+
 def select_blocks(
     q: Any,
     source: Any,
@@ -444,7 +452,8 @@ def select_blocks(
 
     Notes
     -----
-    Of blocks that tie, the lower is selected. quest is after [1]_, mean after the gate of MoBA [2]_.
+    Of blocks that tie, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes its block's score so.
+    quest is after [1]_, mean after the gate of MoBA [2]_.
 
     References
     ----------
@@ -472,12 +481,11 @@ def select_blocks(
     if method != "quest" and second is not None:
         raise TypeError(f"source: expected one array for method {method!r}, got a pair")
     size = block_size
-    if size is None:
-        shape = getattr(first, "shape", ())
-        size = int(shape[2 if method == "max" and kv_layout == "HND" else 1]) if len(shape) == 4 else 1  # other ranks the core refuses
-    if _arrays.integer(size, "block_size") < 1:
+    if size is None and not (isinstance(k, int) and dense_below is None):  # else the core knows it as well
+        size = _block_size(first, kv_layout if method == "max" else "NHD", "source")
+    if size is not None and _arrays.integer(size, "block_size") < 1:
         raise ValueError(f"block_size: expected at least 1 token, got {size}")
-    width, blocks = _budgets(k, budget, dense_below, seq_lens, size)
+    width, blocks = _budgets(k, budget, dense_below, seq_lens, size or 1)
     try:
         return _core.select_blocks(
             _integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
@@ -566,18 +574,16 @@ def select_and_attend(
     if isinstance(method, str) and method == "max":
         if source is not None or metadata_block_tables is not None:
             raise ValueError("source: expected None for method 'max', which looks at k_cache itself, got summaries")
-        source, summary_tables = k_cache, block_tables
+        source, summary_tables, size = k_cache, block_tables, None
     else:
         if source is None or metadata_block_tables is None:
             raise ValueError(f"source: expected summaries and metadata_block_tables for method {method!r}, got None")
-        summary_tables = metadata_block_tables
-    size = getattr(k_cache, "shape", ())
+        summary_tables, size = metadata_block_tables, _block_size(k_cache, kv_layout, "k_cache")
     bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype)) else None
     selected, counts = select_blocks(
         q, source, summary_tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
         dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
-        block_size=int(size[1 if kv_layout == "NHD" else 2]) if len(size) == 4 else None, kv_layout=kv_layout, dtype=bits,
-        num_threads=num_threads,
+        block_size=size, kv_layout=kv_layout, dtype=bits, num_threads=num_threads,
     )  # fmt: skip
     return paged_select_attention(
         q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks,

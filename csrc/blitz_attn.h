@@ -203,7 +203,7 @@ BA_API ba_status ba_quest_metadata(const ba_quest_metadata_args *args);
 typedef enum ba_select_method {
     BA_SELECT_QUEST, /* sum over channels of max(q max, q min): an upper bound of q.k; a = maxblocks, b = minblocks */
     BA_SELECT_MEAN,  /* q . mean; a = meanblocks */
-    BA_SELECT_MAX,   /* the largest q.k of the page's tokens; a = k_cache */
+    BA_SELECT_MAX,   /* the largest q.k of the page's tokens, NaN where one is; a = k_cache */
 } ba_select_method;
 
 /* The k best pages of each (request, KV head or query head), the first sink pages and the newest ones always among them.

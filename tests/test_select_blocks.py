@@ -204,3 +204,58 @@ def test_decode_loop():
         few = blitz_attn.select_and_attend(q, k_cache, v_cache, tables, lens, (high, low), summary_tables, budget=32)
         assert np.isfinite(few).all()
         assert same_bits(few, out) == (step <= 32)
+
+
+class OnlyDlpack:
+    """An array that tells nothing but DLPack."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("method", METHODS)
+def test_block_size_of_arrays_that_only_export_dlpack(method, kv_layout):
+    """Budgets count in the blocks of the source; in select_and_attend in those of the cache, whatever the rows of a summary page."""
+    problem = Problem(kv_layout=kv_layout)
+    case, (source, tables) = problem.case, problem.source(method)
+    hidden = tuple(OnlyDlpack(x) for x in source) if method == "quest" else OnlyDlpack(source)
+    for options in ({"budget": 5 * SIZE}, {"k": 2, "dense_below": 131}):
+        options |= {"method": method, "kv_layout": kv_layout}
+        lens = np.minimum(case.seq_lens, SIZE)  # a block of the cache is none of a summary page's rows
+        got, expected = (blitz_attn.select_blocks(case.q, x, tables, lens, **options) for x in (hidden, source))
+        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    options = {"k": 3, "method": method, "kv_layout": kv_layout}
+    summaries = () if method == "max" else (source, tables)
+    hidden = [case.q, OnlyDlpack(case.k_cache), OnlyDlpack(case.v_cache), case.block_tables, case.seq_lens]
+    got, expected = (blitz_attn.select_and_attend(*x, *summaries, **options) for x in (hidden, case.arrays))
+    assert same_bits(got, expected)
+
+
+def test_selected_indices_of_a_query_that_only_exports_dlpack():
+    problem = Problem(rows=SIZE)
+    case, (source, tables) = problem.case, problem.source("quest")
+    got, expected = np.full((2, len(LENS), 8, 3), -7, np.int32)
+    for query, selected in ((OnlyDlpack(case.q), got), (case.q, expected)):
+        blitz_attn.quest_block_select_paged_in_out(query, *source, tables, case.seq_lens, selected)
+    assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_a_key_of_nan_makes_its_block_the_last_choice_of_max(per_query_head, isa_level):
+    """Wherever in the block it stands."""
+    for place in range(SIZE):
+        problem = Problem(lens=[8 * SIZE])
+        case = problem.case
+        case.k_cache[case.block_tables[0, 3], place, :, DIM // 2] = np.nan
+        options = {"method": "max", "sink": 0, "recent": 0, "ascending": False, "per_query_head": per_query_head}
+        selected, _ = blitz_attn.select_blocks(case.q, case.k_cache, case.block_tables, case.seq_lens, 8, **options)
+        assert (selected[..., -1] == 3).all(), place
+        expected, _ = reference.select_blocks(case.q, case.k_cache, case.block_tables, case.seq_lens, 8, **options)
+        np.testing.assert_array_equal(selected, expected)

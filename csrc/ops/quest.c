@@ -293,14 +293,15 @@ static void ask_for_all(const select_call *c, const pages *p, const void *const 
     }
 }
 
-/* Scores of one query with rows from `at` on, which stand `step` apart, into those of pages: the same, or the largest of those of its tokens. */
+/* Scores of one query with rows from `at` on, which stand `step` apart, into those of pages: the same, or the largest of those of its tokens, NaN
+ * where one is. */
 static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, int64_t step, float *pages) {
     const int64_t real = c->family->real_size, size = c->args->page_size;
     if (c->args->method == BA_SELECT_MAX) {
         for (int64_t i = 0; i < count; i++) {
             const double score = ba_get_real(scores, i * step, real);
             float *page = &pages[(at + i) / size];
-            if ((at + i) % size == 0 || score > (double)*page) *page = (float)score;
+            if ((at + i) % size == 0 || score > (double)*page || score != score) *page = (float)score;
         }
     } else if (real == 4) {
         for (int64_t i = 0; i < count; i++) pages[at + i] = ((const float *)scores)[i * step];

@@ -48,12 +48,21 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
     return to_bfloat16_bits(values) if dtype == "bfloat16" else np.asarray(values).astype(dtype)
 
 
+def float8_values(bits: np.ndarray) -> np.ndarray:
+    """e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; the largest exponent holds numbers too, but for one NaN."""
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
+    return np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits >> 7, -size, size))
+
+
 def values_of(array: Any, dtype: str) -> np.ndarray:
     """What the package returned, as float64, whatever kind of array it is."""
     if type(array).__module__.partition(".")[0] == "torch":
         array = array.detach()
         return array.double().numpy().copy()
     array = np.asarray(array)
+    if dtype == "float8_e4m3":
+        return float8_values(array.view(np.uint8))
     return from_bfloat16_bits(array.view(np.uint16)) if dtype == "bfloat16" else array.astype(np.float64)
 
 
@@ -70,6 +79,11 @@ def bits_of(array: Any) -> bytes:
 # ---- Views --------------------------------------------------------------------------------------------------------
 
 VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")
+
+
+def views_for(kind: str) -> tuple[str, ...]:
+    """The views that an array of this kind can be."""
+    return VIEWS[:-1] if kind == "torch" else VIEWS  # torch has no negative strides
 
 
 def place(draw: Draw, name: str, data: np.ndarray, *, last_contiguous: bool = True, views: Sequence[str] = VIEWS) -> Placed:
@@ -98,8 +112,8 @@ def place(draw: Draw, name: str, data: np.ndarray, *, last_contiguous: bool = Tr
     whole = np.frombuffer(buffer.data, data.dtype, count, offset=64 + lead).reshape(stored_shape)
     turned = whole.transpose(np.argsort(order))
     index = tuple(slice(before[i], before[i] + shape[i] * step[i], step[i]) for i in range(ndim))
-    inner = turned[index]
-    inner = inner[tuple(slice(None, None, -1) if back[i] else slice(None) for i in range(ndim))]
+    inner = turned[(*index, ...)]
+    inner = inner[(*(slice(None, None, -1) if back[i] else slice(None) for i in range(ndim)), ...)]
     inner[...] = data
     return Placed(name, buffer, inner)
 
@@ -134,6 +148,25 @@ def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any
     return place(draw, name, np.full(shape, np.iinfo(dtype).max, dtype), **how)
 
 
+def repeated(placed: Placed, axis: int, size: int) -> Placed:
+    """The same entry `size` times along an axis of one entry: a view with a stride of 0."""
+    array = placed.array
+    shape, strides = list(array.shape), list(array.strides)
+    shape[axis], strides[axis] = size, 0
+    placed.array = np.lib.stride_tricks.as_strided(array, shape, strides)
+    return placed
+
+
+def page_table(draw: Draw, name: str, pages: Sequence[np.ndarray]) -> Placed:
+    """(B, W) numbers of pages, with numbers behind them that name no page. Draws the dtype, the view and how much wider than need be."""
+    dtype = draw.pick(f"{name}.dtype", ("int32", "int64"))
+    width = max([len(x) for x in pages], default=0) + draw.integer(f"{name}.width", 0, 3)
+    matrix = np.full((len(pages), width), draw.pick(f"{name}.behind", (-7, -(2**31), 2**31 - 1)), dtype)
+    for row, numbers in zip(matrix, pages, strict=True):
+        row[: len(numbers)] = numbers
+    return place(draw, name, matrix, last_contiguous=False)
+
+
 # ---- Kinds --------------------------------------------------------------------------------------------------------
 
 
@@ -152,17 +185,17 @@ class Dlpack:
 
 def kinds_for(dtype: str) -> list[str]:
     """Kinds of array that can carry this dtype here, the plainest first."""
-    if dtype == "bfloat16":
+    if dtype in ("bfloat16", "float8_e4m3"):
         return ["bits"] + ["ml_dtypes"] * HAS_ML_DTYPES + ["torch"] * HAS_TORCH
     return ["numpy", "dlpack"] + ["torch"] * HAS_TORCH
 
 
 def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
-    """The NumPy array (bfloat16: its bits) as the kind of array that is wanted. Memory is shared."""
+    """The NumPy array (what NumPy lacks: its bits) as the kind of array that is wanted. Memory is shared."""
     if kind == "ml_dtypes":
         import ml_dtypes
 
-        return array.view(ml_dtypes.bfloat16)
+        return array.view(ml_dtypes.float8_e4m3fn if dtype == "float8_e4m3" else ml_dtypes.bfloat16)
     if kind == "dlpack":
         return Dlpack(array)
     if kind == "torch":
@@ -171,5 +204,6 @@ def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
         if min(array.strides, default=0) < 0:
             return dressed(array, dtype, "bits" if dtype == "bfloat16" else "numpy")  # torch has no negative strides
         tensor = torch.from_numpy(array.view(np.int16) if dtype == "bfloat16" else array)
-        return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+        own = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}.get(dtype)
+        return tensor if own is None else tensor.view(own)
     return array

@@ -26,6 +26,17 @@ def at_level(draw: Draw) -> Iterator[str]:
         yield level
 
 
+@contextlib.contextmanager
+def default_threads(count: int) -> Iterator[None]:
+    """So many threads for the calls of the block that are not told."""
+    before = blitz_attn.get_num_threads()
+    blitz_attn.set_num_threads(count)
+    try:
+        yield
+    finally:
+        blitz_attn.set_num_threads(before)
+
+
 def threads(draw: Draw) -> int:
     return draw.pick("num_threads", THREADS)
 

@@ -17,7 +17,10 @@ CU_KINDS = ("list", "tuple", "int32", "int64", "strided")
 
 def as_integers(draw: Draw, name: str, numbers: Any) -> Any:
     """Lengths as a list or as an array of a drawn kind."""
-    how = draw.pick(f"{name}.as", CU_KINDS)
+    return integers_as(draw.pick(f"{name}.as", CU_KINDS), numbers)
+
+
+def integers_as(how: str, numbers: Any) -> Any:
     plain = np.asarray(numbers, np.int64)
     if how in ("list", "tuple"):
         return tuple(plain.tolist()) if how == "tuple" else plain.tolist()
@@ -88,7 +91,7 @@ class Setting:
 
     @property
     def views(self) -> tuple[str, ...]:
-        return tuple(x for x in arrays.VIEWS if self.kind != "torch" or x != "reversed")  # torch has no negative strides
+        return arrays.views_for(self.kind)
 
     def cu_seqlens(self) -> Any:
         return as_integers(self.draw, "cu_seqlens", self.cu) if self.packed else None

@@ -18,13 +18,6 @@ CACHES = ("same", "float32", "float16", "bfloat16", "int8", "float8_e4m3")
 GARBAGE = (0.0, np.nan, np.inf)
 
 
-def float8_values(bits: np.ndarray) -> np.ndarray:
-    """e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; the largest exponent holds numbers too, but for one NaN."""
-    exponent, mantissa = (bits >> 3) & 15, bits & 7
-    size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
-    return np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits >> 7, -size, size))
-
-
 class Cache:
     """K or V: its stored array, its scales and its values."""
 
@@ -35,7 +28,7 @@ class Cache:
             bits = rng.integers(0, 256, shape, dtype=np.uint8)
             bits[(bits & 0x7F) == 0x7F] = 0x11
             raw = bits.view(np.int8) if dtype == "int8" else bits
-            numbers = raw.astype(np.float64) if dtype == "int8" else float8_values(bits)
+            numbers = raw.astype(np.float64) if dtype == "int8" else arrays.float8_values(bits)
             scales = (0.5 + rng.random(shape[:3])).astype(np.float32) * np.float32(0.01)
             self.values = numbers * scales[..., None].astype(np.float64)
             scales[~used] = garbage
@@ -52,9 +45,9 @@ class Cache:
 
 
 class Case:
-    """A drawn problem and its arguments."""
+    """A drawn problem and its arguments. With `newest`, one query a request and tables as a matrix."""
 
-    def __init__(self, draw: Draw, listed: bool):
+    def __init__(self, draw: Draw, listed: bool, newest: bool = False):
         regime = draw.pick("regime", ("small", "long", "chunk"), (4, 2, 1))
         dtype = draw.pick("dtype", arrays.FLOATS)
         cache_dtype = draw.pick("cache", CACHES, (4, 1, 1, 1, 2, 2))
@@ -68,7 +61,7 @@ class Case:
         size = draw.integer("page_size", 1, 64, likely=(1, 4, 16, 32))
         longest = {"small": 80, "long": 3000, "chunk": 300}[regime]
         lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=(1, longest, 256, 257, 2048, 2049)) for b in range(batch)], np.int64)
-        self.ragged = draw.flag("ragged")
+        self.ragged = not newest and draw.flag("ragged")
         most = {"small": 10, "long": 3, "chunk": 70}[regime]
         q_lens = np.array([min(draw.integer(f"q_lens[{b}]", 0, most, likely=(1,)), lens[b]) for b in range(batch)], np.int64)
         q_lens = q_lens if self.ragged else np.ones(batch, np.int64)
@@ -93,7 +86,10 @@ class Case:
         sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
         softcap = draw.pick("softcap", (None, 2.0, 30.0))
         self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
-        self.tables = self._tables(draw, own, counts, lens, size)
+        self.tables: tuple[Any, Any] = (arrays.page_table(draw, "block_tables", own).array, lens)
+        if not newest and draw.pick("tables", ("matrix", "triple")) == "triple":
+            indices = np.concatenate([*own, np.empty(0, np.int64)]).astype(draw.pick("indices.dtype", ("int32", "int64")))
+            self.tables = (np.concatenate([[0], np.cumsum(counts)]), indices, lens - np.maximum(counts - 1, 0) * size), None
         self.selected = None
         chosen = None
         if listed:
@@ -107,18 +103,6 @@ class Case:
         )  # fmt: skip
         self.sinks = sinks
         self.q = arrays.place(draw, "q", arrays.stored(q, dtype))
-        self.table_dtype = np.dtype(draw.pick("table_dtype", ("int32", "int64")))
-
-    def _tables(self, draw: Draw, own: list[np.ndarray], counts: np.ndarray, lens: np.ndarray, size: int) -> tuple[Any, Any]:
-        """As a matrix with garbage behind what is used, or as the triple."""
-        kind = np.dtype(draw.pick("tables.dtype", ("int32", "int64")))
-        if draw.pick("tables", ("matrix", "triple")) == "triple":
-            indices = np.concatenate([*own, np.empty(0, np.int64)]).astype(kind)
-            return (np.concatenate([[0], np.cumsum(counts)]), indices, lens - np.maximum(counts - 1, 0) * size), None
-        matrix = np.full((len(own), int(counts.max(initial=0)) + draw.integer("tables.width", 0, 3)), -7, kind)
-        for b, pages in enumerate(own):
-            matrix[b, : len(pages)] = pages
-        return arrays.place(draw, "block_tables", matrix, last_contiguous=False).array, lens
 
     def options(self) -> dict[str, Any]:
         p, bits = self.problem, {}

@@ -18,6 +18,7 @@ MODULES = (
     "merge_problems",
     "sabi_problems",
     "paged_problems",
+    "cache_problems",
     "quest_problems",
     "nsa_problems",
     "compat_problems",

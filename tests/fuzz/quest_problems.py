@@ -1,1 +1,408 @@
-"""To be written."""
+"""`quest_prefill_metadata`, the three `quest_block_select_paged`, `select_blocks` and `select_and_attend`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import blitz_attn
+from blitz_attn.compat import select_attn_ops
+
+from . import arrays, checks
+from . import quest_oracle as oracle
+from .draw import Discard, Draw
+from .nsa_draws import as_integers, kind_of
+from .paged_oracle import attend
+from .paged_problems import GARBAGE, Case
+from .problems import Finding, problem
+from .quest_draws import Batch, Choice, Held, contents, laid_out, named_bits, odd_numbers, pages_for
+
+SOURCES = (blitz_attn, select_attn_ops)
+
+
+# ---- Summaries ----------------------------------------------------------------------------------------------------
+
+
+class Metadata:
+    """A call of `quest_prefill_metadata`. With `pool`, the largest keys go to pages of the cache itself."""
+
+    NAMES = ("maxblocks", "minblocks", "meanblocks")
+
+    def __init__(self, draw: Draw):
+        self.batch = batch = Batch(draw, most_size=1024)
+        self.dtype = draw.pick("dtype", arrays.FLOATS)
+        self.kind = draw.pick("kind", arrays.kinds_for(self.dtype))
+        self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
+        self.pool = draw.flag("pool", 0.15) and not self.hnd
+        self.rows = batch.size if self.pool else draw.integer("rows", 1, 40, likely=(1, 2, batch.size))
+        how, odd, spread = draw.pick("keys", ("normal", "whole", "alike")), odd_numbers(draw, "keys.odd"), draw.flag("spread", 0.1) and not self.pool
+        own, count = batch.pages("keys", 1)
+        self.summary_pages, self.summaries = batch.pages("summaries", self.rows)
+        if self.pool:  # behind the pages of keys
+            self.summary_pages = [x + count for x in self.summary_pages]
+            self.summaries = count = count + self.summaries
+        shape = (batch.kv_heads, batch.dim)
+        keys = [contents(draw.rng(f"keys[{b}]"), (int(n), *shape), self.dtype, how, odd) for b, n in enumerate(batch.lens)]
+        self.keys = [np.repeat(x[:, :1], batch.kv_heads, axis=1) for x in keys] if spread else keys
+        cache = laid_out(self.keys, shape, (own, count), batch.size, GARBAGE[draw.pick("garbage", (0, 1, 2))])
+        self.k = Held(draw, "k_cache", cache, self.dtype, self.kind, self.hnd, spread)
+        self.tables = arrays.page_table(draw, "block_tables", own)
+        self.summary_tables = arrays.page_table(draw, "metadata_block_tables", self.summary_pages)
+        self.lens = as_integers(draw, "seq_lens", batch.lens)
+        self.start = None
+        if draw.flag("start_lens", 0.3):
+            self.start = np.array([draw.integer(f"start_lens[{b}]", 0, n + 5, likely=(0, n, n - 1, batch.size)) for b, n in enumerate(batch.lens)], np.int64)
+        self.wanted = [name for name in self.NAMES if draw.flag(name, 0.75)] or ["meanblocks"]
+
+    def outputs(self, name: str = "") -> dict[str, Held]:
+        """Summaries full of numbers that tell whether they were written."""
+        shape = (self.summaries, self.rows, self.batch.kv_heads, self.batch.dim)
+        return {
+            x: Held(self.batch.draw, f"{x}{name}", arrays.rounded(self.batch.draw.rng("before").integers(100, 200, shape), self.dtype), self.dtype, self.kind)
+            for x in self.wanted
+            if not (self.pool and x == "maxblocks")
+        }
+
+    def expected(self, before: dict[str, Held], only: int | None = None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """(values, allowed error) of each summary. Where nothing is to be written, what is there."""
+        found = {name: (x.values(), np.zeros(x.placed.array.shape)) for name, x in before.items()}
+        if self.pool and "maxblocks" in self.wanted:
+            found["maxblocks"] = (self.k.values(), np.zeros(self.k.placed.array.shape))
+        for b, keys in enumerate(self.keys):
+            start = 0 if self.start is None else int(self.start[b])
+            if start >= len(keys) or only not in (None, b):
+                continue
+            every = oracle.summaries(keys, self.batch.size)
+            rounding = checks.EPSILON[self.dtype] * np.abs(every.mean) + (2.0**-25 if self.dtype == "float16" else 1e-36)
+            unit = 2 * checks.EPSILON["float64"] if self.dtype == "float64" else oracle.UNIT
+            mean_error = (min(self.batch.size, len(keys)) + oracle.SLACK) * unit * every.sizes + 2 * rounding
+            for i in range(start // self.batch.size, len(self.summary_pages[b]) * self.rows):
+                at = self.summary_pages[b][i // self.rows], i % self.rows
+                for name, (values, allowed) in found.items():
+                    numbers = {"maxblocks": every.largest, "minblocks": every.smallest, "meanblocks": every.mean}[name]
+                    values[at] = numbers[i] if i < len(numbers) else 0
+                    if name == "meanblocks" and i < len(numbers):
+                        allowed[at] = np.where(np.isfinite(mean_error[i]), mean_error[i], 0)
+        return found
+
+    def call(self, outputs: dict[str, Held], num_threads: int, only: int | None = None, cache: Any = None, **options: Any) -> None:
+        rows = slice(None) if only is None else slice(only, only + 1)
+        k = self.k.given(written=self.pool) if cache is None else cache
+        given = {name: x.given(written=True) for name, x in outputs.items()}
+        if self.pool and "maxblocks" in self.wanted:
+            given["maxblocks"] = k
+        options = {"kv_layout": "HND" if self.hnd else "NHD", "start_lens": None if self.start is None else self.start[rows], **options}
+        SOURCES[self.batch.draw.options["module"]].quest_prefill_metadata(
+            k, self.tables.array[rows], self.lens if only is None else self.batch.lens[rows], self.summary_tables.array[rows], given.get("maxblocks"),
+            given.get("minblocks"), meanblocks=given.get("meanblocks"), dtype=named_bits(self.dtype, self.kind), num_threads=num_threads, **options,
+        )  # fmt: skip
+
+    def check(self, what: str, outputs: dict[str, Held], expected: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        for name, (values, allowed) in expected.items():
+            held = outputs.get(name, self.k)
+            checks.near(f"{what} {name}", held.values(), values, allowed)
+            held.placed.check_around()
+        for x in ([self.tables, self.summary_tables] if self.pool and "maxblocks" in self.wanted else [self.k.placed, self.tables, self.summary_tables]):
+            x.check_unchanged()
+
+
+@problem("quest_prefill_metadata", weight=1)
+def quest_prefill_metadata(draw: Draw) -> None:
+    check = draw.pick("check", ("oracle", "threads", "alone", "layout"))
+    draw.pick("module", (0, 1))
+    case = Metadata(draw)
+    with checks.at_level(draw):
+        outputs = case.outputs()
+        expected = case.expected(outputs)
+        case.call(outputs, checks.threads(draw))
+        case.check("after the call:", outputs, expected)
+        if case.pool or check == "oracle":
+            return
+        again, only, options, cache = case.outputs(" again"), None, {}, None
+        if check == "alone" and len(case.keys):
+            only = int(draw.rng("alone").integers(len(case.keys)))
+            expected = case.expected(again, only)
+        elif check == "layout":
+            cache = case.k.other_layout()
+            options = {"kv_layout": "NHD" if case.hnd else "HND"}
+        case.call(again, draw.pick("other_threads", checks.THREADS), only, cache, **options)
+        case.check(f"{check}:", again, expected)
+        for name, x in outputs.items():
+            one, other = x.placed.array, again[name].placed.array
+            at = slice(None) if only is None else case.summary_pages[only]
+            checks.same_bits(f"{check}: {name}", one[at].copy(), other[at].copy())
+
+
+# ---- Selections ---------------------------------------------------------------------------------------------------
+
+
+class Selection:
+    """Queries, and what a method scores: summaries, or keys."""
+
+    def __init__(self, draw: Draw, method: str, size_is_rows: bool = False):
+        self.batch = batch = Batch(draw)
+        self.method = method
+        self.per_query_head = draw.flag("per_query_head")
+        self.group = draw.integer("group", 1, 9, likely=(1, 2, 3, 4, 8))
+        self.dtype = draw.pick("dtype", arrays.FLOATS)
+        self.source_dtype = self.dtype
+        if self.dtype != "float64" and draw.flag("other dtype", 0.3):
+            self.source_dtype = draw.pick("source_dtype", ("float32", "float16", "bfloat16"))
+        self.kind = draw.pick("kind", arrays.kinds_for(self.dtype))
+        self.source_kind = draw.pick("source_kind", ("same", "other"))
+        kinds = arrays.kinds_for(self.source_dtype)
+        self.source_kind = self.kind if self.source_kind == "same" and self.kind in kinds else kinds[0]
+        self.hnd = method == "max" and draw.pick("kv_layout", ("NHD", "HND")) == "HND"
+        self.rows = batch.size if method == "max" or size_is_rows else draw.integer("rows", 1, 40, likely=(1, 2, batch.size))
+        self.how, self.unordered = draw.pick("values", ("normal", "whole", "alike"), (3, 2, 1)), draw.flag("unordered", 0.3)
+        self.odd, q_odd = odd_numbers(draw, "source.odd"), odd_numbers(draw, "q.odd") if draw.flag("q.odd", 0.1) else (0.0, 0.0)
+        shape = (len(batch.lens), batch.kv_heads * self.group, batch.dim)
+        self.q = contents(draw.rng("q"), shape, self.dtype, "whole" if self.how == "whole" else "normal", q_odd)
+        self.sides = [self._sides(draw.rng(f"source[{b}]"), b) for b in range(len(batch.lens))]  # of each request: (entries, N, D), each
+        self.placed_q = arrays.place(draw, "query", arrays.stored(self.q, self.dtype), views=arrays.views_for(self.kind))
+        self.garbage = GARBAGE[draw.pick("garbage", (0, 1, 2))]
+        self.tables, self.held = self.on_pages("source", spare=2)
+        self.lens = as_integers(draw, "seq_lens", batch.lens)
+
+    def _sides(self, rng: np.random.Generator, b: int) -> tuple[np.ndarray, ...]:
+        batch = self.batch
+        shape = (int(batch.lens[b] if self.method == "max" else batch.blocks[b]), batch.kv_heads, batch.dim)
+        if self.method != "quest":
+            return (contents(rng, shape, self.source_dtype, self.how, self.odd),)
+        both = contents(rng, (*shape[:2], 2, batch.dim), self.source_dtype, self.how, self.odd)
+        both = both if self.unordered else -np.sort(-both, axis=2)
+        return both[:, :, 0], both[:, :, 1]
+
+    def on_pages(self, name: str, spare: int) -> tuple[arrays.Placed, list[Held]]:
+        """The tables and the source's arrays."""
+        draw, batch = self.batch.draw, self.batch
+        own = batch.pages(name, 1 if self.method == "max" else self.rows, spare)
+        held = []
+        for i in range(2 if self.method == "quest" else 1):
+            whole = laid_out([x[i] for x in self.sides], (batch.kv_heads, batch.dim), own, self.rows, self.garbage)
+            held.append(Held(draw, f"{name}[{i}]", whole, self.source_dtype, self.source_kind, self.hnd))
+        return arrays.page_table(draw, f"{name}.tables", own[0]), held
+
+    @property
+    def bits(self) -> str | None:
+        return named_bits(self.dtype, self.kind) or named_bits(self.source_dtype, self.source_kind)
+
+    @property
+    def rows_a_request(self) -> int:
+        return self.batch.kv_heads * (self.group if self.per_query_head else 1)
+
+    def query(self, rows: slice = slice(None)) -> Any:
+        return arrays.dressed(self.placed_q.array[rows], self.dtype, self.kind)
+
+    def check(self, what: str, selected: Any, rules: list[oracle.Rule], ascending: bool) -> None:
+        selected = np.asarray(selected)
+        batch = self.batch
+        if selected.dtype != np.int32 or selected.shape[:2] != (len(batch.lens), self.rows_a_request):
+            raise Finding(f"{what}: {selected.dtype} of shape {selected.shape}")
+        for b, rule in enumerate(rules):
+            scores = oracle.score(self.method, self.q[b], self.per_query_head, self.sides[b], batch.size)
+            for r in range(self.rows_a_request):
+                mistake = oracle.row_mistake(selected[b, r], rule, scores, r, ascending)
+                if mistake:
+                    raise Finding(f"{what}: request {b}, row {r}: {mistake}")
+
+    def check_unchanged(self) -> None:
+        for x in (self.placed_q, self.tables, *(x.placed for x in self.held)):
+            x.check_unchanged()
+
+
+@problem("quest_block_select_paged", weight=1.5)
+def quest_block_select_paged(draw: Draw) -> None:
+    variant = draw.pick("variant", ("plain", "in_out", "in_out_w"))
+    check = draw.pick("check", ("oracle", "threads", "alone", "pages"))
+    module = SOURCES[draw.pick("module", (0, 1))]
+    case = Selection(draw, "quest", size_is_rows=variant != "plain")
+    batch = case.batch
+    most = int(batch.blocks.max(initial=0))
+    k = draw.integer("k", 1, most + 5, likely=(1, 2, 8, 16, most))
+    ascending = variant == "plain" and draw.flag("ascending")
+    if variant != "plain" and case.group == 1:
+        case.per_query_head = False  # the shape of the result tells
+    since = np.full(len(batch.lens), -1)
+    sink, given_since = 0, -1
+    if variant == "in_out_w":
+        how = draw.pick("since", ("one", "each", "off"), (2, 2, 1))
+        if how == "one":
+            since[:] = given_since = draw.integer("since.one", 0, 200, likely=(0, 1, *(batch.lens % batch.size)))
+        elif how == "each":
+            since = np.array([draw.integer(f"since[{b}]", -1, n + 9, likely=(-1, 1, n, n % batch.size)) for b, n in enumerate(batch.lens)], np.int64)
+            given_since = as_integers(draw, "since", since)
+        sink = 0 if how == "off" else 1
+    rules = [
+        oracle.Rule(int(n), k, sink, oracle.stale(int(seq_len), int(ago), batch.size))
+        for n, seq_len, ago in zip(batch.blocks, batch.lens, since, strict=True)
+    ]
+
+    def call(name: str, rows: slice, tables: Any, held: list[Held], lens: Any, num_threads: int) -> np.ndarray:
+        given = case.query(rows), *(x.given() for x in held), tables, lens
+        if variant == "plain":
+            selected = module.quest_block_select_paged(
+                *given, k, per_query_head=case.per_query_head, ascending=ascending, block_size=None if case.rows == batch.size else batch.size,
+                dtype=case.bits, num_threads=num_threads,
+            )  # fmt: skip
+            kind_of("selected", selected, "int32", case.kind)
+            return np.asarray(selected)
+        shape, views = (len(batch.lens[rows]), case.rows_a_request, k), arrays.views_for(case.kind)
+        written = arrays.poisoned(draw, name, shape, "int32", last_contiguous=False, views=views)
+        out = arrays.dressed(written.array, "int32", "torch" if case.kind == "torch" else "numpy")
+        with checks.default_threads(num_threads):
+            if variant == "in_out":
+                module.quest_block_select_paged_in_out(*given, out, dtype=case.bits)
+            else:
+                ago = given_since if rows == slice(None) or isinstance(given_since, int) else since[rows]
+                module.quest_block_select_paged_in_out_w(*given, ago, out, dtype=case.bits)
+        written.check_around()
+        return written.array
+
+    with checks.at_level(draw):
+        selected = call("selected", slice(None), case.tables.array, case.held, case.lens, checks.threads(draw))
+        case.check(variant, selected, rules, ascending)
+        check_again(draw, check, case, selected, call)
+        case.check_unchanged()
+
+
+def check_again(draw: Draw, check: str, case: Selection, selected: np.ndarray, call: Any) -> None:
+    """The same selection with another number of threads, for one request alone, and with the source on other pages in another view."""
+    batch, rows, tables, held, lens = case.batch, slice(None), case.tables.array, case.held, case.lens
+    if check == "oracle":
+        return
+    if check == "alone" and len(batch.lens):
+        b = int(draw.rng("alone").integers(len(batch.lens)))
+        rows, tables, lens = slice(b, b + 1), tables[b : b + 1], batch.lens[b : b + 1]
+    elif check == "pages":
+        placed, held = case.on_pages("other source", spare=0)
+        tables = placed.array
+    again = call("selected again", rows, tables, held, lens, draw.pick("other_threads", checks.THREADS))
+    checks.same_bits(check, selected[rows], again)
+
+
+@problem("select_blocks", weight=2)
+def select_blocks(draw: Draw) -> None:
+    check = draw.pick("check", ("oracle", "threads", "alone", "pages", "order"))
+    case = Selection(draw, draw.pick("method", ("quest", "mean", "max")))
+    batch, choice, ascending = case.batch, None, draw.flag("ascending")
+    choice = Choice(draw, batch.lens, batch.size)
+
+    def call(name: str, rows: slice, tables: Any, held: list[Held], lens: Any, num_threads: int, ascending: bool = ascending) -> np.ndarray:
+        source = tuple(x.given() for x in held)
+        selected, counts = blitz_attn.select_blocks(
+            case.query(rows), source if case.method == "quest" else source[0], tables, lens, method=case.method, **choice.given(rows),
+            per_query_head=case.per_query_head, ascending=ascending, block_size=None if case.rows == batch.size else batch.size,
+            kv_layout="HND" if case.hnd else "NHD", dtype=case.bits, num_threads=num_threads,
+        )  # fmt: skip
+        kind_of("selected", selected, "int32", case.kind)
+        kind_of("counts", counts, "int32", case.kind)
+        selected = np.asarray(selected)
+        used = np.array([[rule.used] * case.rows_a_request for rule in choice.rules[rows]], np.int32).reshape(-1, case.rows_a_request)
+        if not np.array_equal(np.asarray(counts), used):
+            raise Finding(f"counts {np.asarray(counts).tolist()}, expected {used.tolist()}")
+        if rows != slice(None):  # as wide as the request itself needs
+            return np.pad(selected, [(0, 0), (0, 0), (0, choice.width - selected.shape[2])], constant_values=-1)
+        if choice.width not in (None, selected.shape[2]):
+            raise Finding(f"{selected.shape[2]} places, expected {choice.width}")
+        return selected
+
+    with checks.at_level(draw):
+        selected = call("selected", slice(None), case.tables.array, case.held, case.lens, checks.threads(draw))
+        case.check(case.method, selected, choice.rules, ascending)
+        if check == "order":
+            other = call("other order", slice(None), case.tables.array, case.held, case.lens, 1, not ascending)
+            checks.same_bits("the other order", np.sort(selected), np.sort(other))
+        else:
+            check_again(draw, check, case, selected, call)
+        case.check_unchanged()
+
+
+@problem("select_and_attend", weight=1)
+def select_and_attend(draw: Draw) -> None:
+    """Attention over what `select_blocks` selects, with the same arguments, from summaries of the float cache or of the 8-bit one's values."""
+    case = Case(draw, listed=False, newest=True)
+    p, method, per_query_head = case.problem, draw.pick("method", ("quest", "mean", "max")), draw.flag("per_query_head")
+    size, tables = p.k.shape[1], case.tables[0]
+    if method == "max" and case.cache_dtype in ("int8", "float8_e4m3"):
+        raise Discard("max looks at float caches")
+    choice = Choice(draw, p.seq_lens, size)
+    source, summary_tables = case.k.given(), tables
+    if method != "max":
+        rows = draw.integer("rows", 1, 20, likely=(1, 2, size))
+        dtype = p.dtype if draw.flag("source.same") or p.dtype == "float64" else "float32"
+        own = pages_for(draw.rng("summaries"), -(-p.seq_lens // size), rows, 1)
+        every = [oracle.summaries(p.tokens(p.k, b), size) for b in range(len(p.seq_lens))]
+        held = []
+        for name in ("largest", "smallest") if method == "quest" else ("mean",):
+            whole = arrays.rounded(laid_out([getattr(x, name) for x in every], p.k.shape[2:], own, rows, np.nan), dtype)
+            held.append(Held(draw, name, whole, dtype, "bits" if dtype == "bfloat16" else "numpy").given())
+        source, summary_tables = tuple(held) if method == "quest" else held[0], arrays.page_table(draw, "metadata_block_tables", own[0]).array
+    bits = "bfloat16" if p.dtype == "bfloat16" or case.cache_dtype == "bfloat16" else None
+    how = choice.given() | {"method": method, "per_query_head": per_query_head}
+    attending = {name: x for name, x in case.options().items() if name != "q_lens"} | {"return_lse": True}
+    with checks.at_level(draw):
+        selected, counts = blitz_attn.select_blocks(
+            case.q.array, source, summary_tables, p.seq_lens, **how, block_size=size, kv_layout="HND" if case.hnd else "NHD", dtype=bits,
+            num_threads=1, ascending=draw.flag("ascending"),
+        )  # fmt: skip
+        written = arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype) if draw.flag("out") else None
+        out, lse = blitz_attn.select_and_attend(
+            case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, None if method == "max" else source,
+            None if method == "max" else summary_tables, **how, **attending, out=written and written.array, num_threads=checks.threads(draw),
+        )  # fmt: skip
+        chosen = [[row[:n] for row, n in zip(*pair, strict=True)] for pair in zip(selected, counts, strict=True)]
+        expected, expected_lse, allowed, allowed_lse = attend(dataclasses.replace(p, selected=chosen))
+        checks.near("out", arrays.values_of(out, p.dtype), expected, allowed)
+        checks.near("lse", arrays.values_of(lse, p.real), expected_lse, allowed_lse)
+        if written:
+            written.check_around()
+        apart = blitz_attn.paged_select_attention(
+            case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, selected, counts=counts, **attending, num_threads=1
+        )
+        checks.same_bits("selecting and attending apart", (out, lse), apart)
+    case.check_unchanged()
+
+
+# ---- Refusals -----------------------------------------------------------------------------------------------------
+
+
+@problem("refused_summaries", weight=0.3)
+def refused_summaries(draw: Draw) -> None:
+    """Tables that name no page or one twice, lengths beyond a table: refused, with nothing written."""
+    draw.pick("module", (0,))
+    case = Metadata(draw)
+    batch, outputs, rng = case.batch, case.outputs(), draw.rng("mistake")
+    long = np.flatnonzero(batch.lens)
+    mistake = draw.pick("mistake", ("page", "summary page", "twice", "length", "rows", "heads"))
+    if not len(long) or case.pool:
+        raise Discard("no page in use")
+    b = int(rng.choice(long))
+    nowhere = int(rng.choice([-1, -2, 2**31 - 1]))
+    if mistake == "page":
+        case.tables.array[b, rng.integers(batch.blocks[b])], name = nowhere, "block_tables"
+    elif mistake == "summary page":
+        case.summary_tables.array[b, rng.integers(len(case.summary_pages[b]))], name = (nowhere, case.summaries)[int(rng.integers(2))], "metadata_block_tables"
+    elif mistake == "twice":
+        places = [(i, j) for i, pages in enumerate(case.summary_pages) for j in range(len(pages))]
+        if len(places) < 2:
+            raise Discard("one page in use")
+        one, other = rng.permutation(len(places))[:2]
+        case.summary_tables.array[places[one]], name = case.summary_tables.array[places[other]], "metadata_block_tables"
+    elif mistake == "length":
+        case.lens, name = batch.lens.copy(), "seq_lens"
+        case.lens[b] = case.tables.array.shape[1] * batch.size + 1 + int(rng.integers(3))
+    else:
+        name = case.wanted[-1]
+        shape = [case.summaries, case.rows, batch.kv_heads, batch.dim]
+        shape[1 if mistake == "rows" else 2] += 1
+        if mistake == "rows" and len(case.wanted) < 2:
+            raise Discard("one summary has any rows")
+        outputs[name] = Held(draw, f"{name} of another shape", np.full(shape, 100.0), case.dtype, case.kind)
+    for x in (case.tables, case.summary_tables):
+        x.before = x.buffer.copy()
+    checks.refused(lambda: case.call(outputs, 1), (ValueError,), name)
+    for x in (*(y.placed for y in outputs.values()), case.k.placed, case.tables, case.summary_tables):
+        x.check_unchanged()

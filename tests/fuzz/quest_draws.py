@@ -1,0 +1,136 @@
+"""What the problems of summaries and selections draw together: requests and their blocks, arrays on pages, how many blocks are chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import arrays
+from . import quest_oracle as oracle
+from .draw import Draw
+from .nsa_draws import as_integers
+
+
+class Batch:
+    """Sizes, lengths and where the blocks of each request lie."""
+
+    def __init__(self, draw: Draw, most_size: int = 64):
+        self.draw = draw
+        regime = draw.pick("regime", ("small", "many", "wide"), (6, 2, 1))
+        count = draw.integer("batch", 0, 4 if regime == "small" else 2, likely=(1, 2))
+        self.kv_heads = draw.integer("kv_heads", 1, 4, likely=(1, 2))
+        self.dim = draw.integer("dim", 1, {"small": 64, "many": 20, "wide": 576}[regime], likely=(8, 16, 32, 64, 128, 576))
+        self.size = draw.integer("block_size", 1, {"small": 40, "many": 4, "wide": most_size}[regime], likely=(1, 4, 16, 32, most_size))
+        longest = {"small": 120, "many": 700 * self.size, "wide": 3 * self.size}[regime]
+        near = (1, longest, self.size, self.size + 1, 128 * self.size, 129 * self.size, 257 * self.size)
+        self.lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=near) for b in range(count)], np.int64)
+        self.blocks = -(-self.lens // self.size)
+
+    def pages(self, name: str, rows: int, spare: int = 2) -> tuple[list[np.ndarray], int]:
+        """Pages that hold `rows` blocks each, for all blocks of the requests."""
+        return pages_for(self.draw.rng(f"{name}.order"), self.blocks, rows, spare)
+
+
+def pages_for(rng: np.random.Generator, blocks: np.ndarray, rows: int, spare: int) -> tuple[list[np.ndarray], int]:
+    """Pages of `rows` entries in some order, for each request as many as its blocks need; and how many pages there are."""
+    needed = [-(-int(n) // rows) for n in blocks]
+    order = rng.permutation(sum(needed) + spare)
+    return [order[end - n : end] for end, n in zip(np.cumsum(needed), needed, strict=True)], len(order)
+
+
+def odd_numbers(draw: Draw, name: str) -> tuple[float, float]:
+    """What share of the numbers is replaced by NaN or infinity."""
+    return draw.pick(f"{name}.share", (0.0, 0.01, 0.3), (3, 1, 1)), (np.nan, np.inf, -np.inf)[draw.pick(f"{name}.number", (0, 1, 2))]
+
+
+def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: str, odd: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+    """Numbers of `dtype`: "normal", "whole" ones whose sums are exact, or "alike": a few entries (all but the first axis) again and again."""
+    if how == "whole":
+        values = rng.integers(-2, 3, shape).astype(np.float64)
+    else:
+        values = rng.standard_normal((min(shape[0], 4) if how == "alike" else shape[0], *shape[1:]))
+    if odd[0]:
+        values[rng.random(values.shape) < odd[0]] = odd[1]
+    if how == "alike" and shape[0]:
+        values = values[rng.integers(0, len(values), shape[0])]
+    return arrays.rounded(values, dtype)
+
+
+def laid_out(per_request: list[np.ndarray], entry: tuple[int, ...], own: tuple[list[np.ndarray], int], rows: int, garbage: float) -> np.ndarray:
+    """(pages, rows, *entry): what the requests (entries, *entry) hold on their own of all pages, and garbage elsewhere."""
+    pages, count = own
+    whole = np.full((count, rows, *entry), garbage)
+    for values, these in zip(per_request, pages, strict=True):
+        i = np.arange(len(values))
+        whole[these[i // rows], i % rows] = values
+    return whole
+
+
+class Held:
+    """An array (pages, rows, N, D) that the package is given: its buffer, and how it is laid out and dressed."""
+
+    def __init__(self, draw: Draw, name: str, values: np.ndarray, dtype: str, kind: str, hnd: bool = False, spread: bool = False):
+        """`values` in float64, or as they are stored. With `spread` all heads are the first one, which is there once."""
+        self.dtype, self.kind, self.hnd = dtype, kind, hnd
+        values = arrays.stored(values, dtype) if values.dtype == np.float64 else values
+        heads = values.shape[2]
+        values = values[:, :, :1] if spread else values
+        self.placed = arrays.place(draw, name, values.swapaxes(1, 2) if hnd else values, views=arrays.views_for(kind))
+        if spread:
+            arrays.repeated(self.placed, 1 if hnd else 2, heads)
+
+    def given(self, written: bool = False) -> Any:
+        return arrays.dressed(self.placed.array, self.dtype, "numpy" if written and self.kind == "dlpack" else self.kind)
+
+    def values(self) -> np.ndarray:
+        values = arrays.values_of(self.placed.array, self.dtype)
+        return values.swapaxes(1, 2) if self.hnd else values
+
+    def other_layout(self) -> Any:
+        return arrays.dressed(self.placed.array.swapaxes(1, 2).copy(), self.dtype, self.kind)
+
+
+def named_bits(dtype: str, kind: str) -> str | None:
+    """The option `dtype`: needed where plain uint16 arrays go in."""
+    return "bfloat16" if dtype == "bfloat16" and kind == "bits" else None
+
+
+def one_or_each(draw: Draw, name: str, count: int, low: int, high: int, likely: tuple[int, ...]) -> tuple[np.ndarray, bool]:
+    """A number for all requests, or one for each."""
+    if draw.flag(f"{name}.each", 0.3):
+        return np.array([draw.integer(f"{name}[{b}]", low, high, likely=likely) for b in range(count)], np.int64), True
+    return np.full(count, draw.integer(name, low, high, likely=likely)), False
+
+
+class Choice:
+    """The options of `select_blocks` that say how many blocks and which always, and what they mean for each request."""
+
+    def __init__(self, draw: Draw, lens: np.ndarray, size: int):
+        count, most, longest = len(lens), int(-(-lens // size).max(initial=0)), int(lens.max(initial=0))
+        self.size, self.lens, self.numbers = size, lens, {}
+        self.options: dict[str, Any] = {"sink": draw.integer("sink", 0, 6, likely=(0, 1)), "dense_below": None}
+        if draw.pick("places", ("k", "budget")) == "k":
+            self.wanted = places = self._take(draw, "k", 1, most + 5, (1, 2, 8, most))
+        else:
+            self.wanted = self._take(draw, "budget", 1, longest + 2 * size, (size, 2 * size, 9 * size - 1, longest))
+            places = np.array([max(1, x // size) for x in self.wanted], np.int64)
+        if draw.flag("dense", 0.25):
+            below = self.options["dense_below"] = draw.integer("dense_below", 0, longest + 1, likely=(longest,))
+            places = np.where(lens < below, -(-lens // size), places)
+        recent = self._take(draw, "recent", 0, 6, (0, 1))
+        since = self._take(draw, "tokens_since_metadata_update", -1, longest + 9, (0, 1, size, *(lens % size))) if draw.flag("stale", 0.3) else np.full(count, -1)
+        always = [max(int(r), oracle.stale(int(n), int(s), size)) for r, n, s in zip(recent, lens, since, strict=True)]
+        self.rules = [oracle.Rule(int(-(-n // size)), int(p), self.options["sink"], a) for n, p, a in zip(lens, places, always, strict=True)]
+        self.width = max(1, int(places.max(initial=0))) if count else None
+
+    def _take(self, draw: Draw, name: str, low: int, high: int, likely: tuple[int, ...]) -> np.ndarray:
+        numbers, each = one_or_each(draw, name, len(self.lens), low, high, likely)
+        self.options[name] = as_integers(draw, name, numbers) if each else draw.options[name]
+        if each:
+            self.numbers[name] = numbers
+        return numbers
+
+    def given(self, rows: slice = slice(None)) -> dict[str, Any]:
+        """The options, as they are or for these requests alone."""
+        return self.options if rows == slice(None) else self.options | {name: x[rows] for name, x in self.numbers.items()}
