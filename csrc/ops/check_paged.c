@@ -186,13 +186,14 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
     BA_TRY(ba_check_tables(&args->block_tables, args->indptr, args->seq_lens, args->batch, page_size, k->dims[0], INT32_MAX / 2));
     for (int64_t b = 0; b < p->batch; b++) p->kv_len = ba_max(p->kv_len, args->seq_lens[b]);
     if (args->cu_q) {
+        int64_t queries;
         p->q_len = 0;
-        if (args->cu_q[0] != 0 || args->cu_q[p->batch] != q->dims[0])
+        if (args->cu_q[0] != 0) return ba_fail(BA_ERROR_VALUE, "cu_q: expected 0 at [0], got %" PRId64, args->cu_q[0]);
+        if (args->cu_q[p->batch] != q->dims[0])
             return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, q->dims[0],
-                           args->cu_q[p->batch] - args->cu_q[0]);
+                           args->cu_q[p->batch]);
         for (int64_t b = 0; b < p->batch; b++) {
-            const int64_t queries = args->cu_q[b + 1] - args->cu_q[b];
-            if (queries < 0 || queries > args->seq_lens[b])
+            if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries) || queries < 0 || queries > args->seq_lens[b])
                 return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens' %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", args->seq_lens[b],
                                queries, b);
             p->q_len = ba_max(p->q_len, queries);
