@@ -63,7 +63,8 @@ def to_float64(x: Any, dtype: Any = None) -> np.ndarray:
             raise TypeError(f'dtype: expected "bfloat16" to read uint16 bits, got {dtype!r}')
         bits = np.ascontiguousarray(given).view(np.uint16).astype(np.uint32)
         return (bits << np.uint32(16)).view(np.float32).astype(np.float64).reshape(given.shape)
-    return given.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        return given.astype(np.float64)
 
 
 def _bfloat16_bits(x32: np.ndarray) -> np.ndarray:
@@ -109,7 +110,7 @@ def round_to(x: Any, dtype: Any) -> np.ndarray:
     [1.0, 1.0, 3.140625]
     """
     name = dtype_name(dtype)
-    values = np.array(x, dtype=np.float64)
+    values = np.array(array(x, "x", "numbers"), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         if name in ("float64", "float32", "float16"):
             return values.astype(name)

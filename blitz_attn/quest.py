@@ -584,11 +584,11 @@ def select_and_attend(
         for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
             if given is not None:
                 raise ValueError(f"{name}: expected None for method 'max', which looks at k_cache itself, got {type(given).__name__}")
-        source, summary_tables, names = k_cache, block_tables, {"source": "k_cache", "tables": "block_tables"}
+        source, summary_tables, names = k_cache, block_tables, {"source": "k_cache", "tables": "block_tables", "block_size": "k_cache"}
     else:
         if source is None or metadata_block_tables is None:
             raise ValueError(f"source: expected summaries and metadata_block_tables for method {shown(method)}, got None")
-        summary_tables, names = metadata_block_tables, {"tables": "metadata_block_tables"}
+        summary_tables, names = metadata_block_tables, {"tables": "metadata_block_tables", "block_size": "k_cache"}
     size, hnd = _arrays.shape_of(k_cache), isinstance(kv_layout, str) and kv_layout == "HND"
     bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")) else None
     try:

@@ -282,6 +282,7 @@ MASK = np.zeros((300, 300), bool)
             ValueError,
             r"^pre_tokens, next_tokens: expected 0 or more with sparse_mode 4, got -1 and 0",
         ),
+        ({"query": np.zeros((2, 2, 300, 32), np.float32)}, ValueError, r"^key: expected the 2 batch entries of query, got shape \(1, 2, "),
         ({"input_layout": 3}, TypeError, r"^input_layout: expected a string, got int"),
         ({"sparse_mode": "3"}, TypeError, r"^sparse_mode: expected an integer, got str"),
         ({"pre_tokens": 1.5}, TypeError, r"^pre_tokens: expected an integer, got float"),

@@ -182,6 +182,7 @@ X, ONE = np.ones((1, 12, 2, 8), np.float32), np.ones((1, 3, 2, 8), np.float32)
         (TypeError, "K_cmp: expected an array, got int", lambda: mslk.score_and_select_blocks(X, 7, 2, 4)),
         (TypeError, "num_selected_blocks: expected an integer, got float", lambda: mslk.score_and_select_blocks(X, ONE, 2.0, 4)),
         (TypeError, "O_slc: expected dtype float32 like O_cmp, got float64", lambda: mslk.gate_and_combine(X, X.astype(float), X, X[..., :3])),
+        (ValueError, "Q: expected the tokens and heads of O_cmp", lambda: mslk.fused_gate_and_combine(X[:, 1:], X, X, X)),
         (TypeError, "W_k_compress: expected an array, got list", lambda: mslk.nsa_forward_reference(X, X, X, 4, W_k_compress=[1])),
         (TypeError, "_block_indices: expected int16, int32 or int64, got float32", lambda: mslk.nsa_forward_reference(X, X, X, 4, _block_indices=X)),
         (TypeError, "dO: expected an array, got tuple", lambda: mslk.nsa_backward_reference(X, X, X, (1, 2), 4)),

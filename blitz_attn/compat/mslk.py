@@ -768,7 +768,10 @@ def fused_gate_and_combine(Q: Any, O_cmp: Any, O_slc: Any, O_sld: Any, gate_proj
     >>> mslk.fused_gate_and_combine(x, x, 2 * x, 4 * x, np.zeros((1, 3, 2), np.float32)).tolist()
     [[[3.5, 3.5]]]
     """
-    return gate_and_combine(O_cmp, O_slc, O_sld, compute_gates(Q, gate_proj_weight))
+    gates, shape, expected = compute_gates(Q, gate_proj_weight), _arrays.shape_of(Q), _arrays.shape_of(O_cmp)
+    if len(expected) in (3, 4) and shape[:-1] != expected[:-1]:
+        raise ValueError(f"Q: expected the tokens and heads of O_cmp {expected}, got {shape}")
+    return gate_and_combine(O_cmp, O_slc, O_sld, gates)
 
 
 def fused_gating_backward(

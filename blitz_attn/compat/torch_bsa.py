@@ -43,6 +43,8 @@ def _sizes(query: Any, key: Any, layout: str) -> _Sizes:
     rank, q_shape, kv_shape = 3 if layout in ("BSH", "TND") else 4, _arrays.shape_of(query), _arrays.shape_of(key)
     if len(q_shape) != rank or len(kv_shape) != rank:
         return _Sizes(0, 0, 0)
+    if layout != "TND" and q_shape[0] != kv_shape[0]:
+        raise ValueError(f"key: expected the {q_shape[0]} batch entries of query, got shape {kv_shape}")
     token_axis = 0 if layout == "TND" else 2 if layout.startswith("BNSD") else 1
     return _Sizes(q_shape[0], q_shape[token_axis], kv_shape[token_axis])
 

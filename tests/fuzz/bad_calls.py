@@ -25,7 +25,7 @@ from . import odd_values
 from .arrays import HAS_TORCH, bits_of
 from .draw import Discard, Draw
 from .good_calls import GROUPS, Arena, Good, parameters
-from .odd_values import ALIEN, ANY, is_huge, table
+from .odd_values import ALIEN, ANY, ENDLESS, is_huge, table
 from .problems import Finding, problem
 
 try:
@@ -67,8 +67,10 @@ class Call:
         return [*table(self.value(argument)), *ANY]
 
     def replace(self, argument: str, odd: str) -> None:
-        if self.good.lenient and (is_huge(odd) or "65535" in odd):
-            raise Discard("help for tests makes arrays of the size that it is told")
+        if self.good.lenient and (is_huge(odd) or "65535" in odd or odd in ENDLESS):
+            raise Discard("help for tests makes arrays of the size that it is told, and follows items as NumPy does")
+        if argument in self.good.sizes and odd == "int 2**31-1":
+            raise Discard("a result as large as this is what was asked for, where it is the largest that may be")
         right = self.value(argument)
         try:
             self.arguments[argument] = ANY[odd]() if odd in ANY else table(right)[odd](right)

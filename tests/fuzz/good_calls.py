@@ -62,6 +62,7 @@ class Good(NamedTuple):
     quiet: bool = True  # prints nothing
     names: tuple[str, ...] = ()  # what refusals may call things beside the arguments
     lenient: bool = False  # help for tests: may raise anything
+    sizes: tuple[str, ...] = ()  # arguments that say how large the result is
 
 
 # ---- Attention ----------------------------------------------------------------------------------------------------
@@ -512,7 +513,7 @@ TESTING = {
 
 QUEST = {
     "quest_prefill_metadata": Good(blitz_attn.quest_prefill_metadata, _metadata, ("maxblocks", "minblocks", "meanblocks")),
-    "quest_block_select_paged": Good(blitz_attn.quest_block_select_paged, _quest),
+    "quest_block_select_paged": Good(blitz_attn.quest_block_select_paged, _quest, sizes=("k",)),
     "quest_block_select_paged_in_out": Good(blitz_attn.quest_block_select_paged_in_out, _quest_into, ("selected_indices",)),
     "quest_block_select_paged_in_out_w": Good(blitz_attn.quest_block_select_paged_in_out_w, _quest_into_w, ("selected_indices",)),
 }
@@ -547,8 +548,8 @@ GROUPS: dict[str, dict[str, Good]] = {
         "PagedPlan.select_attention": Good(_plan_select_attention, _of_plan(_paged_select), ("out",), names=_OF_PLAN),
     },
     "quest": QUEST | {
-        "select_blocks": Good(blitz_attn.select_blocks, _select, names=("minblocks",)),
-        "select_and_attend": Good(blitz_attn.select_and_attend, _select_and_attend, ("out",), names=("lse", "minblocks", "tables")),
+        "select_blocks": Good(blitz_attn.select_blocks, _select, names=("minblocks",), sizes=("k", "budget")),
+        "select_and_attend": Good(blitz_attn.select_and_attend, _select_and_attend, ("out",), names=("lse", "minblocks"), sizes=("k", "budget")),
     },
     "nsa": {
         "nsa": Good(nsa.nsa, _native, ("out",)),

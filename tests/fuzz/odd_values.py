@@ -523,4 +523,7 @@ def is_huge(name: str) -> bool:
 
 # What could be right nowhere but as text, a dtype or an option that is only looked at for truth: a refusal has to name the argument.
 # Objects that are right arrays, numbers or sequences in all but their class are none of these.
-ALIEN = (frozenset(OBJECTS) - {"array gives an array", "index gives 2", "lt raises", "float gives 0.5", "a range"}) | {"dict", "empty dict", "set", "complex", "bytes"}
+ALIEN = (frozenset(OBJECTS) - {"array gives an array", "index gives 2", "lt raises", "float gives 0.5", "a range", "a deque"}) | {"dict", "empty dict", "set", "complex", "bytes"}
+
+# Items without end, which NumPy follows until it has no memory.
+ENDLESS = frozenset(name for name in OBJECTS if name.startswith(("len ", "getitem gives ")))
