@@ -7,13 +7,16 @@ in. No framework is imported: one that is not in ``sys.modules`` yet cannot have
 
 from __future__ import annotations
 
-import operator
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from . import _core
+from ._sentences import shown
 
 
 class Family(NamedTuple):
@@ -144,7 +147,7 @@ def split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
     """The caller's arrays for the result and for the log-sum-exp, from an `out` that may be both in a pair."""
     if not isinstance(out, tuple):
         return out, None
-    if not return_lse or len(out) != 2:
+    if not flag(return_lse, "return_lse") or len(out) != 2:
         raise ValueError(f"out: expected an array, or a pair (out, lse) with return_lse=True, got a tuple of {len(out)}")
     return out
 
@@ -158,33 +161,23 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
     tag = None
     if isinstance(x, tuple):
         x, tag = x
-    if _is_torch(x):
-        if dtype_name(x.dtype) == "bfloat16":
-            x, tag = x.view(sys.modules["torch"].int16).numpy().view(np.uint16), "bfloat16"
-        else:
-            x = x.numpy()
+    if _is_torch(x) and dtype_name(x.dtype) == "bfloat16":
+        x, tag = x.view(sys.modules["torch"].int16), "bfloat16"
     if not isinstance(x, np.ndarray):
-        if written or not (hasattr(x, "__array__") or hasattr(x, "__dlpack__")):
+        foreign = not _is_torch(x)
+        if foreign and (written or not (hasattr(x, "__array__") or hasattr(x, "__dlpack__"))):
             raise TypeError(f"{name}: expected {'a NumPy array or a torch tensor' if written else 'an array'}, got {type(x).__name__}")
-        x = np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
+        x = _memory(x, name, "an array whose memory can be read")
+        if tag == "bfloat16":
+            x = x.view(np.uint16)
         bits = _bits_of(x)
         x, tag = (x, tag) if bits is None else bits
+    _of_a_size(x, name)
     if not x.dtype.isnative:
         raise TypeError(f"{name}: expected native byte order, got {x.dtype}")
     if tag is None and bits_as in ("bfloat16", "float8_e4m3") and x.dtype == (np.uint16 if bits_as == "bfloat16" else np.uint8):
         tag = bits_as
     return x, tag or _plain_name(x.dtype)
-
-
-def shape_of(x: Any) -> tuple[int, ...] | None:
-    """The shape of an array, of one that only exports DLPack too; None where NumPy cannot read that."""
-    shape = getattr(x, "shape", None)
-    if shape is None and hasattr(x, "__dlpack__"):
-        try:
-            shape = np.from_dlpack(x).shape
-        except (BufferError, RuntimeError, TypeError):
-            return None
-    return () if shape is None else tuple(shape)
 
 
 def as_kind_of(result: np.ndarray, given: Any) -> Any:
@@ -194,44 +187,117 @@ def as_kind_of(result: np.ndarray, given: Any) -> Any:
     return _to_jax(result) if _is_jax(given) else result
 
 
+def _memory(x: Any, name: str, expected: str) -> np.ndarray:
+    """NumPy's view of what some exporter holds, or its array of what a sequence does."""
+    try:
+        if _is_torch(x):
+            return x.numpy()
+        return np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever an exporter's methods raise
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{name}: expected {expected}, got {type(x).__name__} that refuses: {why}") from error
+
+
+def _exports_buffer(x: Any) -> bool:
+    try:
+        memoryview(x).release()
+    except TypeError:
+        return False
+    except (BufferError, ValueError):
+        return True  # it does, in principle: NumPy says what is wrong
+    return True
+
+
+def array(x: Any, name: str, expected: str) -> np.ndarray:
+    """An array of any kind, a sequence, or a sequence of sequences, as a NumPy array. `expected` is said of what is none of these."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
+    if isinstance(x, np.ndarray):
+        return _of_a_size(x, name)
+    if hasattr(type(x), "__getitem__") and not isinstance(x, (Sequence, np.generic)):
+        exports = hasattr(x, "__array__") or hasattr(x, "__dlpack__") or hasattr(x, "__array_interface__")
+        if not exports and not _exports_buffer(x):  # NumPy would follow items to no end
+            raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    made = _memory(x, name, expected)
+    if made.dtype == object:
+        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    return _of_a_size(made, name)
+
+
+def _of_a_size(x: np.ndarray, name: str) -> np.ndarray:
+    """`x`, unless it is so large, by strides of 0 or an axis of length 0, that NumPy can count the bytes of no copy of it."""
+    if x.size > 1 << 48 or (not x.size and math.prod(max(1, n) for n in x.shape) > 1 << 48):
+        raise ValueError(f"{name}: expected axes of at most 2**48 entries in all, got shape {x.shape}")
+    return x
+
+
 def integer(x: Any, name: str) -> int:
     """The integer that `x` is."""
+    return _core.read_integer(x, name)
+
+
+def number(x: Any, name: str) -> float:
+    """The number that `x` is."""
+    return _core.read_number(x, name)
+
+
+def flag(x: Any, name: str) -> bool:
+    """Whether `x` is true."""
+    return _core.read_flag(x, name)
+
+
+def choice(x: Any, name: str, choices: tuple[str, ...]) -> str:
+    """`x`, which is one of the strings `choices`."""
+    if not isinstance(x, str):
+        raise TypeError(f"{name}: expected a string, got {type(x).__name__}")
+    if x not in choices:
+        expected = " or ".join(map(repr, choices)) if len(choices) == 2 else f"one of {', '.join(choices)}"
+        raise ValueError(f"{name}: expected {expected}, got {shown(x)}")
+    return x
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of an array of any kind, of one that only exports DLPack, too; () for what has none, which whoever reads its memory refuses."""
     try:
-        value = operator.index(x)
-    except TypeError as error:
-        raise TypeError(f"{name}: expected an integer, got {type(x).__name__}") from error
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
-    return value
+        shape = x.shape if hasattr(x, "shape") or not hasattr(x, "__dlpack__") else np.from_dlpack(x).shape
+    except Exception:  # a released memoryview's, say, or of a dtype that NumPy does not know
+        return ()
+    return tuple(shape) if isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape) else ()
 
 
 def integers(x: Any, name: str) -> np.ndarray:
     """int64 array of the integers of a sequence or an array."""
-    try:
-        array = np.asarray(x)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name}: expected integers, got {type(x).__name__}") from error
-    if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(f"{name}: expected integers, got {array.dtype if array.dtype != object else type(x).__name__}")
-    return array.astype(np.int64, copy=False)
+    given = array(x, name, "integers")
+    if given.dtype.kind not in "iu" and (given.size or given.dtype != np.float64):  # float64 is NumPy's kind of an empty list
+        raise TypeError(f"{name}: expected integers, got {given.dtype}")
+    if given.dtype.kind == "u" and given.dtype.itemsize == 8:
+        given = np.minimum(given, np.uint64(2**63 - 1))  # every later check finds it too large
+    return given.astype(np.int64, copy=False)
 
 
 def float32_numbers(x: Any, name: str) -> np.ndarray:
     """Contiguous float32 array of the numbers of a sequence or an array."""
     if _is_torch(x):
-        x = x.detach().float().numpy()
-    try:
-        return np.asarray(x, np.float32, order="C")
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected numbers, got {type(x).__name__}") from error
+        x = x.detach()
+        x = x.float() if dtype_name(x.dtype) == "bfloat16" else x
+    given = array(x, name, "numbers")
+    if given.dtype.kind not in "fiub" and _bits_of(given) is None:
+        raise TypeError(f"{name}: expected numbers, got {given.dtype if hasattr(x, 'dtype') else type(x).__name__}")
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, as in any conversion
+        return np.asarray(given, np.float32, order="C")
 
 
-def dtype_name(dtype: Any) -> Any:
+def dtype_name(dtype: Any, argument: str = "dtype") -> Any:
     """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; strings and None as they are. The e4m3 that
     has no infinity, which frameworks call float8_e4m3fn, is ``"float8_e4m3"`` here."""
     if dtype is None or isinstance(dtype, str):
         name = dtype
     else:
-        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-        name = str(name).rpartition(".")[2]
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+        if name is None and type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
+            name = str(dtype).rpartition(".")[2]
+        if not isinstance(name, str):
+            raise TypeError(f"{argument}: expected a dtype or its name, got {type(dtype).__name__}")
     return "float8_e4m3" if name == "float8_e4m3fn" else name

@@ -62,7 +62,7 @@ def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
     """Contiguous copy (or view) of an array in the dtype of sums for `kind`, and the name of its own dtype."""
     array, own = floats(x, name, dtype, strided=True)
     if (own == "float64") != (kind == "float64"):
-        raise TypeError(f"{name}: expected float64 beside float64 queries and only there, got {own}")
+        raise TypeError(f"{name}: expected {'float64' if kind == 'float64' else 'float32, float16 or bfloat16'} like q, got {own}")
     return np.ascontiguousarray(converted(array, own, real_of(kind))), own
 
 
@@ -103,9 +103,14 @@ class Result:
 # ---- Sequences ----------------------------------------------------------------------------------------------------
 
 
+def sums_of(cu_seqlens: Any) -> Any:
+    """Cumulative lengths as an array, to be checked by `cuts`; None stays None."""
+    return None if cu_seqlens is None else _arrays.integers(cu_seqlens, "cu_seqlens")
+
+
 def cuts(cu_seqlens: Any, total: int) -> np.ndarray:
     """Checked cumulative lengths of `total` tokens, int64."""
-    cu = _arrays.integers(cu_seqlens, "cu_seqlens")
+    cu = sums_of(cu_seqlens)
     if cu.ndim != 1 or cu.size == 0:
         raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got shape {cu.shape}")
     if cu[0] != 0 or cu[-1] != total:
@@ -231,10 +236,7 @@ def number(x: Any, name: str, least: int = 1) -> int:
 def scale_of(scale: Any, dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(max(1, dim))
-    try:
-        value = float(scale)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"scale: expected a number, got {type(scale).__name__}") from error
+    value = _arrays.number(scale, "scale")
     if not math.isfinite(value):
         raise ValueError(f"scale: expected a finite number, got {value}")
     return value
@@ -245,9 +247,7 @@ def threads_of(num_threads: Any) -> int | None:
 
 
 def mode_of(mode: Any) -> str:
-    if mode not in ("paper", "mslk"):
-        raise ValueError(f'mode: expected "paper" or "mslk", got {mode!r}')
-    return str(mode)
+    return _arrays.choice(mode, "mode", ("paper", "mslk"))
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def rules_of(
     init_blocks: Any, local_blocks: Any, causal: Any,
 ) -> Rules:  # fmt: skip
     """Checked rules, with the defaults of the mode."""
-    mode = mode_of(mode)
+    mode, causal = mode_of(mode), _arrays.flag(causal, "causal")
     size, count = number(compress_block_size, "compress_block_size"), number(num_selected_blocks, "num_selected_blocks")
     tile = number(q_tile_size, "q_tile_size")
     stride = None if compress_stride is None else number(compress_stride, "compress_stride")
@@ -292,14 +292,14 @@ def rules_of(
         for name, value in (("compress_stride", stride), ("select_block_size", select)):
             if value is not None and value != size:
                 raise ValueError(f'{name}: expected None or compress_block_size = {size} in mode "mslk", got {value}')
-        return Rules(mode, size, size, size, count, tile, 0, 0, bool(causal))
+        return Rules(mode, size, size, size, count, tile, 0, 0, causal)
     stride, select = stride or max(1, size // 2), select or size
     for name, value in (("compress_block_size", size), ("select_block_size", select)):
         if value % stride:
             raise ValueError(f"compress_stride: expected a divisor of {name} = {value}, got {stride}")
     if init + local > count:
         raise ValueError(f"num_selected_blocks: expected at least init_blocks + local_blocks = {init + local}, got {count}")
-    return Rules(mode, size, stride, select, count, 1, init, local, bool(causal))
+    return Rules(mode, size, stride, select, count, 1, init, local, causal)
 
 
 # ---- The core's operations over such arrays -----------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def window_of(window_size: int, causal: bool) -> tuple[int, int]:
 
 def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], batch: int, lengths: list[int], packed: bool) -> np.ndarray:
     """A given selection, found to have rows for all queries and to name only blocks that there are, each once a row."""
-    lists = np.asarray(block_indices)
+    lists = _arrays.array(block_indices, "block_indices", "an integer array")
     if lists.dtype.kind not in "iu" or lists.dtype.itemsize < 2:
         raise TypeError(f"block_indices: expected int16, int32 or int64, got {lists.dtype}")
     rows = sum(map(rules.rows, lengths))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import dtype_name
+from ._arrays import dtype_name, flag
 from ._nsa_arrays import (
     COMPRESSED_NAMES,
     SELECTED_NAMES,
@@ -25,6 +25,7 @@ from ._nsa_arrays import (
     reals,
     same_kind,
     scale_of,
+    sums_of,
     threads_of,
     window_of,
 )
@@ -55,7 +56,7 @@ class Branch(NamedTuple):
 def _arrays_of(
     q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
 ) -> tuple[Any, ...]:
-    dtype = dtype_name(dtype)
+    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
     queries, kind = floats(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
     packed = cu_seqlens is not None
@@ -71,44 +72,46 @@ def _compressed(
     num_threads: Any,
 ) -> tuple[Branch, bool, dict[str, str]]:  # fmt: skip
     size = number(compress_block_size, "compress_block_size")
-    step = size if stride is None else number(stride, "compress_stride")
-    last = size - 1 if mode_of(mode) == "paper" else 0
+    step = size if stride is None else number(stride, "stride")
+    causal, last = flag(causal, "causal"), size - 1 if mode_of(mode) == "paper" else 0
     names = ("k_cmp", "v_cmp")
     queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k_cmp, v_cmp, names, scale, cu_seqlens, dtype, num_threads)
     sequences = Sequences.of(cu, size, step)
     if cu is not None and sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
         raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {size}, got {keys.shape}")
     options = {"cu": cu, "cu_kv": sequences.blocks, "stride": step, "last": last}
-    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), bool(causal), COMPRESSED_NAMES
+    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), causal, COMPRESSED_NAMES
 
 
 def _selected(
     q: Any, k: Any, v: Any, block_indices: Any, block_size: Any, q_tile_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any,
     num_threads: Any,
 ) -> tuple[Branch, bool, dict[str, str]]:  # fmt: skip
-    size, tile = number(block_size, "block_size"), number(q_tile_size, "q_tile_size")
+    size, tile, causal = number(block_size, "block_size"), number(q_tile_size, "q_tile_size"), flag(causal, "causal")
     queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
     if keys.shape[:-2] != queries.shape[:-2]:
         raise ValueError(f"k: expected the tokens of q {queries.shape}, got {keys.shape}")
-    rules = Rules("mslk", size, size, size, 1, tile, 0, 0, bool(causal))
+    rules = Rules("mslk", size, size, size, 1, tile, 0, 0, causal)
     lengths = [queries.shape[1]] if cu is None else np.diff(cu).tolist()
     heads = tuple(dict.fromkeys((queries.shape[-2], keys.shape[-2])))
     lists = lists_of(block_indices, rules, heads, queries.shape[0], lengths, cu is not None)
     options = {"cu": cu, "lists": lists, "cu_rows": Sequences.of(cu, tile=tile).rows, "block_shape": (tile, size)}
-    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), bool(causal), SELECTED_NAMES
+    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), causal, SELECTED_NAMES
 
 
 def _window(
     q: Any, k: Any, v: Any, window_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
 ) -> tuple[Branch, bool, dict[str, str]]:
-    window = window_of(number(window_size, "window_size"), bool(causal))
+    causal = flag(causal, "causal")
+    window = window_of(number(window_size, "window_size"), causal)
     queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
     if keys.shape[:-2] != queries.shape[:-2]:
         raise ValueError(f"k: expected the tokens of q {queries.shape}, got {keys.shape}")
-    return Branch(queries, keys, values, kind, factor, threads, cu is not None, {"cu": cu, "window": window}), bool(causal), {}
+    return Branch(queries, keys, values, kind, factor, threads, cu is not None, {"cu": cu, "window": window}), causal, {}
 
 
 def _forward(branch: Branch, causal: bool, names: dict[str, str], like: Any, return_lse: bool) -> Any:
+    return_lse = flag(return_lse, "return_lse")
     out = Result((*branch.q.shape[:-1], branch.v.shape[-1]), branch.kind, like)
     lse = Result(branch.q.shape[:-1], real_of(branch.kind), like) if return_lse else None
     attend(

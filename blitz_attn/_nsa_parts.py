@@ -27,8 +27,10 @@ from ._nsa_arrays import (
     same_kind,
     scale_of,
     storage,
+    sums_of,
     threads_of,
 )
+from ._sentences import renamed
 
 __all__ = ["compress_kv", "compress_kv_backward", "score_and_select_blocks"]
 
@@ -49,9 +51,14 @@ def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences
 
 
 def compress_into(
-    x: np.ndarray, weight: np.ndarray | None, out: np.ndarray, kind: str, size: int, stride: int, sequences: Sequences, threads: int | None
-) -> None:
-    _core.block_means(x, weight, out, size, stride, sequences.tokens, sequences.blocks, kind, threads)
+    x: np.ndarray, weight: np.ndarray | None, out: np.ndarray, kind: str, size: int, stride: int, sequences: Sequences,
+    threads: int | None, names: tuple[str, str],
+) -> None:  # fmt: skip
+    """`names`: what the caller knows `x` and `weight` by."""
+    try:
+        _core.block_means(x, weight, out, size, stride, sequences.tokens, sequences.blocks, kind, threads)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"x": names[0], "weight": names[1]}) from error
 
 
 def check_weight(w: Any, name: str, shape: tuple[int, ...], dtype: Any, kind: str) -> tuple[np.ndarray | None, str]:
@@ -115,10 +122,10 @@ def compress_kv(
     >>> nsa.compress_kv(k, k, 4, stride=2)[0].ravel().tolist()
     [1.5, 3.5, 5.5, 7.5]
     """
-    size = number(block_size, "compress_block_size")
-    step = size if stride is None else number(stride, "compress_stride")
+    size = number(block_size, "block_size")
+    step = size if stride is None else number(stride, "stride")
     threads = threads_of(num_threads)
-    dtype = dtype_name(dtype)
+    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
     keys, kind = floats(k, "k", dtype)
     values = same_kind(v, "v", dtype, kind, "k")
     packed = cu_seqlens is not None
@@ -131,30 +138,34 @@ def compress_kv(
         (x, check_weight(w, name, x.shape, dtype, kind)[0]) for x, w, name in ((keys, w_k, "w_k"), (values, w_v, "w_v"))
     ]
     results = [Result(compressed_shape(x, size, step, sequences), kind, k) for x, _ in pairs]
-    for (x, w), result in zip(pairs, results, strict=True):
-        compress_into(x, w, result.array, kind, size, step, sequences, threads)
+    for (x, w), result, names in zip(pairs, results, (("k", "w_k"), ("v", "w_v")), strict=True):
+        compress_into(x, w, result.array, kind, size, step, sequences, threads, names)
     return results[0].value, results[1].value
 
 
 def compress_gradients(
     dy: np.ndarray, x: np.ndarray, weight: np.ndarray | None, dx: np.ndarray, more: tuple[np.ndarray, ...], kind: str, size: int,
-    stride: int, sequences: Sequences, threads: int | None,
+    stride: int, sequences: Sequences, threads: int | None, names: tuple[str, str, str] = ("dout", "x", "weight"),
 ) -> np.ndarray | None:  # fmt: skip
-    """Fills dx, to which the arrays of `more` are added; returns the gradient of the weight in the dtype of sums."""
+    """Fills dx, to which the arrays of `more` are added; returns the gradient of the weight in the dtype of sums. `names`: what the caller
+    knows `dy`, `x` and `weight` by."""
     dweight = None
     if weight is not None:
         real = real_of(kind)
         means = np.empty((*dy.shape[:-1], x.shape[-1]), real)
-        compress_into(x, None, means, kind, size, stride, sequences, threads)
+        compress_into(x, None, means, kind, size, stride, sequences, threads, names[1:])
         wide = widened(dy, kind)
         flat = [np.moveaxis(y, -2, 0).reshape(y.shape[-2], -1, y.shape[-1]) for y in (means, wide)]
         dweight = flat[0].swapaxes(1, 2) @ flat[1]
         turned = np.ascontiguousarray(weight.swapaxes(1, 2))
         dmeans = np.empty((*dy.shape[:-1], x.shape[-1]), storage(kind))
         alone = Sequences.of(np.array([0, dy.shape[0]])) if dy.ndim == 3 else Sequences(None, None, None)
-        compress_into(dy, turned, dmeans, kind, 1, 1, alone, threads)
+        compress_into(dy, turned, dmeans, kind, 1, 1, alone, threads, (names[0], names[2]))
         dy = dmeans
-    _core.block_means_backward(dy, dx, more, size, stride, sequences.tokens, sequences.blocks, kind, threads)
+    try:
+        _core.block_means_backward(dy, dx, more, size, stride, sequences.tokens, sequences.blocks, kind, threads)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"dout": names[0]}) from error
     return dweight
 
 
@@ -196,10 +207,10 @@ def compress_kv_backward(
     >>> nsa.compress_kv_backward(dy, dy, k, k, 4, stride=2)[0].ravel().tolist()
     [0.25, 0.25, 0.5, 0.5, 0.25, 0.25, 0.0]
     """
-    size = number(block_size, "compress_block_size")
-    step = size if stride is None else number(stride, "compress_stride")
+    size = number(block_size, "block_size")
+    step = size if stride is None else number(stride, "stride")
     threads = threads_of(num_threads)
-    dtype = dtype_name(dtype)
+    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
     packed = cu_seqlens is not None
     grads, weight_grads = [], []
     kind = floats(k, "k", dtype)[1]
@@ -211,7 +222,7 @@ def compress_kv_backward(
         expect_shape(dy, names[0], compressed_shape(x, size, step, sequences), "as compress_kv gives it")
         w, own = check_weight(w_given, names[2], x.shape, dtype, kind)
         dx = Result(x.shape, kind, k)
-        dw = compress_gradients(dy, x, w, dx.array, (), kind, size, step, sequences, threads)
+        dw = compress_gradients(dy, x, w, dx.array, (), kind, size, step, sequences, threads, names)
         grads.append(dx.value)
         weight_grads.append(None if dw is None else rounded(dw, real_of(kind), own, w_given))
     return grads[0], grads[1], weight_grads[0], weight_grads[1]
@@ -324,13 +335,15 @@ def score_and_select_blocks(
         mode, compress_block_size, num_selected_blocks, q_tile_size, compress_stride, select_block_size, init_blocks, local_blocks, causal
     )
     threads = threads_of(num_threads)
-    dtype = dtype_name(dtype)
+    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
     queries, kind = floats(q, "q", dtype)
     keys = same_kind(k_cmp, "k_cmp", dtype, kind, "q")
     packed = cu_seqlens is not None
     _rank(queries, "q", packed)
     _rank(keys, "k_cmp", packed)
     sequences = Sequences.of(cuts(cu_seqlens, queries.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
+    if sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
+        raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {rules.size}, got {keys.shape}")
     factor = scale_of(scale, queries.shape[-1])
     known = None
     if rules.by_query and lse is not None:

@@ -23,7 +23,7 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
                 raise TypeError(f"{name}: expected an array of (indptr, indices, last_page_len), got NoneType")
         return indices, None, indptr, last_page_len
     if seq_lens is None:
-        raise ValueError("seq_lens: expected a length a request, got None")
+        raise ValueError("seq_lens: expected a length a request beside an array of block_tables, got None")
     return block_tables, seq_lens, None, None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import _sabi_lists as lists
-from ._arrays import dtype_name
+from ._arrays import array, dtype_name
 
 __all__ = ["block_sparse_attention", "dense_same_precision", "merge_states", "merge_states_n", "round_to", "to_float64"]
 
@@ -27,7 +27,7 @@ def _host_array(x: Any) -> np.ndarray:
     """NumPy view or copy of `x`; framework tensors are widened to float64 first, which NumPy always has."""
     if hasattr(x, "detach"):
         return x.detach().cpu().double().numpy()
-    return np.asarray(x)
+    return array(x, "x", "an array")
 
 
 def to_float64(x: Any, dtype: Any = None) -> np.ndarray:
@@ -57,13 +57,14 @@ def to_float64(x: Any, dtype: Any = None) -> np.ndarray:
     >>> to_float64(np.array([0x3F80, 0xC000], np.uint16), "bfloat16").tolist()
     [1.0, -2.0]
     """
-    array = _host_array(x)
-    if array.dtype.name == "bfloat16" or array.dtype == np.uint16:
-        if array.dtype == np.uint16 and dtype_name(dtype) != "bfloat16":
+    given = _host_array(x)
+    if given.dtype.name == "bfloat16" or given.dtype == np.uint16:
+        if given.dtype == np.uint16 and dtype_name(dtype) != "bfloat16":
             raise TypeError(f'dtype: expected "bfloat16" to read uint16 bits, got {dtype!r}')
-        bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
-        return (bits << np.uint32(16)).view(np.float32).astype(np.float64).reshape(array.shape)
-    return array.astype(np.float64)
+        bits = np.ascontiguousarray(given).view(np.uint16).astype(np.uint32)
+        return (bits << np.uint32(16)).view(np.float32).astype(np.float64).reshape(given.shape)
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        return given.astype(np.float64)
 
 
 def _bfloat16_bits(x32: np.ndarray) -> np.ndarray:
@@ -109,7 +110,7 @@ def round_to(x: Any, dtype: Any) -> np.ndarray:
     [1.0, 1.0, 3.140625]
     """
     name = dtype_name(dtype)
-    values = np.array(x, dtype=np.float64)
+    values = np.array(array(x, "x", "numbers"), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         if name in ("float64", "float32", "float16"):
             return values.astype(name)

@@ -7,12 +7,15 @@ in the signed types. All functions accept both conventions, any order within a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ._arrays import integer
+from ._arrays import array as array_of
+from ._arrays import integer, integers
+from ._sentences import shown
 
 __all__ = [
     "check",
@@ -34,21 +37,31 @@ __all__ = [
 ]
 
 PAD_UINT16 = 65535
+_TWO_FACTORS = "two positive numbers"
 
 
-def signed(sabi: Any) -> np.ndarray:
+def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
     """int64 copy of a block list in which everything from a row's first pad on is -1."""
-    array = np.asarray(sabi)
+    array = array_of(sabi, name, "an integer array")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"sabi: expected an integer array, got {array.dtype}")
+        raise TypeError(f"{name}: expected an integer array, got {array.dtype}")
     if array.ndim < 2:
-        raise ValueError(f"sabi: expected shape (..., rows, width), got {array.shape}")
+        raise ValueError(f"{name}: expected shape (..., rows, width), got {array.shape}")
     rows = array.astype(np.int64)
     pad = rows == PAD_UINT16 if array.dtype == np.uint16 else rows < 0
     return np.where(np.logical_or.accumulate(pad, axis=-1), -1, rows)
 
 
-MOST_BLOCKS = 1 << 30  # of a grid that a list is made for: more would take gigabytes while it is made
+MOST_BLOCKS = 1 << 28  # of a grid that a list is made for: more would take gigabytes while it is made
+MOST_TOKENS = 1 << 48  # sums of such numbers fit in 64 bits
+
+
+def count_of(x: Any, name: str, most: int, least: int = 0) -> int:
+    """The integer `x`, which is from `least` to `most`."""
+    value = integer(x, name)
+    if not least <= value <= max(least, most):
+        raise ValueError(f"{name}: expected {least} to {max(least, most)}, got {value}")
+    return value
 
 
 def blocks_of(size: int, block: int) -> int:
@@ -56,13 +69,21 @@ def blocks_of(size: int, block: int) -> int:
     return -(-int(size) // int(block))
 
 
-def grid_of(s_q: int, s_kv: int | None, block_shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of the block grid, after checking what makes it."""
-    block_q, block_kv = checked_shape(block_shape)
+def tokens_of(s_q: Any, s_kv: Any) -> tuple[int, int]:
+    """Numbers of query and key tokens, each at least 1."""
     sizes = integer(s_q, "s_q"), integer(s_q, "s_q") if s_kv is None else integer(s_kv, "s_kv")
     for name, size in zip(("s_q", "s_kv"), sizes, strict=True):
         if size < 1:
             raise ValueError(f"{name}: expected at least 1 token, got {size}")
+        if size > MOST_TOKENS:
+            raise ValueError(f"{name}: expected at most {MOST_TOKENS} tokens, got {size}")
+    return sizes
+
+
+def grid_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
+    """Rows and columns of the block grid, after checking what makes it."""
+    block_q, block_kv = checked_shape(block_shape)
+    sizes = tokens_of(s_q, s_kv)
     rows, columns = blocks_of(sizes[0], block_q), blocks_of(sizes[1], block_kv)
     if rows * columns > MOST_BLOCKS:
         raise ValueError(f"block_shape: expected blocks so large that a grid has at most {MOST_BLOCKS} of them, got {rows} x {columns}")
@@ -76,24 +97,36 @@ def checked_shape(block_shape: Sequence[int]) -> tuple[int, int]:
 
 def two_integers(pair: Any, name: str, what: str, least: int | None = None) -> tuple[int, int]:
     """The two integers of `pair`, each at least `least`."""
-    try:
-        one, other = (integer(n, name) for n in pair)
-    except (TypeError, ValueError) as error:
-        if isinstance(pair, (tuple, list)):
-            if len(pair) == 2:
-                raise
-            raise ValueError(f"{name}: expected {what}, got {tuple(pair)}") from error
-        raise TypeError(f"{name}: expected {what}, got {type(pair).__name__}") from error
+    one, other = some_integers(pair, name, what, 2)
     if least is not None and min(one, other) < least:
         raise ValueError(f"{name}: expected {what}, got {(one, other)}")
     return one, other
+
+
+def some_integers(given: Any, name: str, what: str, count: int) -> tuple[int, ...]:
+    """The `count` integers of a sequence or an array."""
+    if isinstance(given, (tuple, list)):
+        if len(given) != count:
+            raise ValueError(f"{name}: expected {what}, got {shown(tuple(given))}")
+        return tuple(integer(n, name) for n in given)
+    try:
+        numbers = integers(given, name)
+        len(numbers)
+    except TypeError as error:  # no integers, or one alone
+        raise TypeError(f"{name}: expected {what}, got {type(given).__name__}") from error
+    if numbers.shape != (count,):
+        raise ValueError(f"{name}: expected {what}, got shape {numbers.shape}")
+    return tuple(numbers.tolist())
 
 
 def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
     """The dtype of a list over `columns` blocks: uint16 where its pad is free, else int32, or the one asked for."""
     if dtype is None:
         return np.dtype(np.uint16 if columns < PAD_UINT16 else np.int32)
-    chosen = np.dtype(dtype)
+    try:
+        chosen = np.dtype(dtype)
+    except Exception as error:  # whatever NumPy has to say of it
+        raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {shown(dtype)}") from error
     if chosen not in (np.dtype(np.uint16), np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)):
         raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {chosen}")
     if columns > np.iinfo(chosen).max:
@@ -107,14 +140,35 @@ def padded(rows: np.ndarray, columns: int, dtype: Any = None) -> np.ndarray:
     return rows.astype(chosen)  # -1 wraps to 65535 in uint16
 
 
-def _columns(rows: np.ndarray, columns: int | None) -> int:
+def _columns(rows: np.ndarray, columns: Any, name: str = "sabi") -> int:
     """Number of columns: the one given, checked against the entries, or the least that holds them."""
     most = int(rows.max(initial=-1)) + 1
-    if columns is None:
-        return most
-    if most > columns:
-        raise ValueError(f"sabi: expected columns below {columns}, got {most - 1}")
-    return int(columns)
+    if columns is not None:
+        columns = count_of(columns, "columns", MOST_BLOCKS)
+        if most > columns:
+            raise ValueError(f"{name}: expected columns below {columns}, got {most - 1}")
+    elif most > MOST_BLOCKS:
+        raise ValueError(f"{name}: expected columns below {MOST_BLOCKS}, got {most - 1}")
+    return most if columns is None else columns
+
+
+def _width(width: Any, fullest: int, rows: int) -> int:
+    """Width of a list: the one given, checked against the fullest of its rows, or that row's own."""
+    if width is None:
+        return max(1, fullest)
+    width = count_of(width, "width", MOST_BLOCKS // max(1, rows))
+    if fullest > width:
+        raise ValueError(f"width: expected at least {fullest}, the blocks of the fullest row, got {width}")
+    return width
+
+
+def _booleans(mask: Any) -> np.ndarray:
+    array = array_of(mask, "mask", "booleans")
+    if array.dtype != np.bool_:
+        raise TypeError(f"mask: expected booleans, got {array.dtype}")
+    if array.ndim < 2:
+        raise ValueError(f"mask: expected shape (..., rows, columns), got {array.shape}")
+    return array
 
 
 def check(
@@ -164,13 +218,15 @@ def check(
     """
     rows = signed(sabi)
     count, columns = grid_of(s_q, s_kv, block_shape)
+    block_q, _ = checked_shape(block_shape)
     if rows.ndim != 4:
         raise ValueError(f"sabi: expected shape (B or 1, H or 1, rows, width), got {rows.shape}")
     for axis, (name, size) in enumerate((("batch", batch), ("heads", heads))):
-        if size is not None and rows.shape[axis] not in (1, size):
+        if size is not None and rows.shape[axis] not in (1, integer(size, name)):
             raise ValueError(f"sabi: expected {name} {size} or 1 on axis {axis}, got shape {rows.shape}")
     if rows.shape[2] != count:
-        raise ValueError(f"sabi: expected {count} rows for {s_q} queries in blocks of {block_shape[0]}, got shape {rows.shape}")
+        queries = integer(s_q, "s_q")
+        raise ValueError(f"sabi: expected {count} rows for {queries} queries in blocks of {block_q}, got shape {rows.shape}")
     if rows.max(initial=-1) >= columns:
         where = tuple(int(n) for n in np.argwhere(rows >= columns)[0])
         raise ValueError(f"sabi: expected columns in 0..{columns - 1}, got {rows[where]} in row {where[:3]}")
@@ -214,8 +270,14 @@ def to_block_mask(sabi: Any, columns: int | None = None) -> np.ndarray:
     >>> sabi.to_block_mask(np.array([[2, 0], [-1, -1]]), 3).astype(int).tolist()
     [[1, 0, 1], [0, 0, 0]]
     """
-    rows = signed(sabi)
-    count = _columns(rows, columns)
+    return _mask_of(signed(sabi), columns, "sabi")
+
+
+def _mask_of(rows: np.ndarray, columns: Any, name: str) -> np.ndarray:
+    """`to_block_mask` of the list `name`, read already."""
+    count = _columns(rows, columns, name)
+    if count * (rows.size // max(1, rows.shape[-1])) > MOST_BLOCKS:
+        raise ValueError(f"columns: expected so few that the mask has at most {MOST_BLOCKS} blocks, got {count}")
     mask = np.zeros((*rows.shape[:-1], count + 1), bool)  # the last column swallows the pads
     np.put_along_axis(mask, rows, True, axis=-1)
     return np.ascontiguousarray(mask[..., :-1])
@@ -252,17 +314,9 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
     >>> sabi.from_block_mask(np.array([[True, False, True], [False, True, False]]), dtype="int32").tolist()
     [[0, 2], [1, -1]]
     """
-    array = np.asarray(mask)
-    if array.dtype != np.bool_:
-        raise TypeError(f"mask: expected booleans, got {array.dtype}")
-    if array.ndim < 2:
-        raise ValueError(f"mask: expected shape (..., rows, columns), got {array.shape}")
+    array = _booleans(mask)
     counts = array.sum(axis=-1).reshape(-1)
-    fullest = int(counts.max(initial=0))
-    if width is None:
-        width = max(1, fullest)
-    if fullest > width:
-        raise ValueError(f"width: expected at least {fullest}, the blocks of the fullest row, got {width}")
+    width = _width(width, int(counts.max(initial=0)), counts.size)
     row, column = np.nonzero(array.reshape(counts.size, array.shape[-1]))
     rows = np.full((counts.size, width), -1, np.int64)
     rows[row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)] = column
@@ -298,13 +352,16 @@ def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Seq
     >>> sabi.to_token_mask(np.array([[0], [1]]), 3, 3, (2, 2)).astype(int).tolist()
     [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
-    s_kv = s_q if s_kv is None else s_kv
     count, columns = grid_of(s_q, s_kv, block_shape)
+    (block_q, block_kv), (s_q, s_kv) = checked_shape(block_shape), tokens_of(s_q, s_kv)
     mask = to_block_mask(sabi, columns)
     if mask.shape[-2] != count:
-        raise ValueError(f"sabi: expected {count} rows for {s_q} queries in blocks of {block_shape[0]}, got {mask.shape[-2]}")
-    tall = np.repeat(mask, block_shape[0], axis=-2)[..., :s_q, :]
-    return np.repeat(tall, block_shape[1], axis=-1)[..., :s_kv]
+        raise ValueError(f"sabi: expected {count} rows for {s_q} queries in blocks of {block_q}, got {mask.shape[-2]}")
+    for name, size, other in (("s_q", s_q, s_kv), ("s_kv", s_kv, s_q)):
+        if size > MOST_BLOCKS // other:
+            raise ValueError(f"{name}: expected tokens whose mask has at most {MOST_BLOCKS} elements, got {s_q} x {s_kv}")
+    tall = np.repeat(mask, min(block_q, s_q), axis=-2)[..., :s_q, :]
+    return np.repeat(tall, min(block_kv, s_kv), axis=-1)[..., :s_kv]
 
 
 def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None, width: int | None = None) -> np.ndarray:
@@ -336,10 +393,7 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
     >>> sabi.from_token_mask(np.tri(4, dtype=bool), (2, 2), dtype="int32").tolist()
     [[0, -1], [0, 1]]
     """
-    array = np.asarray(mask)
-    if array.dtype != np.bool_:
-        raise TypeError(f"mask: expected booleans, got {array.dtype}")
-    return from_block_mask(_any_pool(array, checked_shape(block_shape)), dtype=dtype, width=width)
+    return from_block_mask(_any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width)
 
 
 def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -371,7 +425,7 @@ def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
     [[0, 2, 2, 3], [0, 2, 1]]
     """
     rows = signed(sabi)
-    rows = rows.reshape(-1, rows.shape[-1])
+    rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     kept = rows >= 0
     indptr = np.concatenate([[0], np.cumsum(kept.sum(axis=-1))]).astype(np.int64)
     ordered = np.sort(np.where(kept, rows, np.iinfo(np.int64).max), axis=-1)
@@ -412,22 +466,23 @@ def from_csr(
     >>> sabi.from_csr([0, 2, 2, 3], [0, 2, 1], lead=(), dtype="int32").tolist()
     [[0, 2], [-1, -1], [1, -1]]
     """
-    starts, flat = np.asarray(indptr, dtype=np.int64), np.asarray(indices, dtype=np.int64)
+    starts, flat = integers(indptr, "indptr"), integers(indices, "indices")
+    if flat.ndim != 1:
+        raise ValueError(f"indices: expected one axis, got shape {flat.shape}")
     if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or (np.diff(starts) < 0).any():
-        raise ValueError(f"indptr: expected numbers rising from 0 to {flat.size}, the length of indices, got {starts.tolist()[:8]}")
+        raise ValueError(f"indptr: expected numbers rising from 0 to {flat.size}, the length of indices, got {shown(starts.tolist())}")
     if flat.min(initial=0) < 0:
         raise ValueError(f"indices: expected columns from 0 on, got {flat.min()}")
-    count = _columns(flat, columns)
+    count = _columns(flat, columns, "indices")
     counts = np.diff(starts)
-    lead_size = int(np.prod(lead, dtype=np.int64))
+    axes = integers(lead, "lead")
+    lead_size = math.prod(axes.tolist()) if axes.ndim == 1 and axes.min(initial=1) > 0 else 0
     if lead_size < 1 or counts.size % lead_size:
-        raise ValueError(f"lead: expected axes that divide {counts.size} rows, got {tuple(lead)}")
-    width = max(1, int(counts.max(initial=0))) if width is None else width
-    if counts.max(initial=0) > width:
-        raise ValueError(f"width: expected at least {counts.max()}, the blocks of the fullest row, got {width}")
+        raise ValueError(f"lead: expected axes that divide {counts.size} rows, got {shown(axes.tolist())}")
+    width = _width(width, int(counts.max(initial=0)), counts.size)
     rows = np.full((counts.size, width), -1, np.int64)
     rows[np.repeat(np.arange(counts.size), counts), np.arange(flat.size) - np.repeat(starts[:-1], counts)] = flat
-    return padded(rows.reshape(*lead, counts.size // lead_size, width), count, dtype)
+    return padded(rows.reshape(*axes, counts.size // lead_size, width), count, dtype)
 
 
 def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -493,7 +548,7 @@ def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any =
     >>> sabi.from_num_idx([2, 1], [[0, 2, 1], [1, 0, 2]], dtype="int32").tolist()
     [[0, 2], [1, -1]]
     """
-    counts, entries = np.asarray(num, dtype=np.int64), np.asarray(idx, dtype=np.int64)
+    counts, entries = integers(num, "num"), integers(idx, "idx")
     if entries.shape[:-1] != counts.shape or entries.ndim < 2:
         raise ValueError(f"idx: expected shape {(*counts.shape, 'W')}, got {entries.shape}")
     if counts.min(initial=0) < 0 or counts.max(initial=0) > entries.shape[-1]:
@@ -502,16 +557,21 @@ def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any =
     if (entries[used] < 0).any():
         raise ValueError(f"idx: expected columns from 0 on, got {entries[used].min()}")
     rows = np.where(used, entries, -1)[..., : max(1, int(counts.max(initial=0)))]
-    return padded(rows, _columns(rows, columns), dtype)
+    return padded(rows, _columns(rows, columns, "idx"), dtype)
 
 
 # ---- Sets -----------------------------------------------------------------------------------------------------------
 
 
-def _masks(columns: int | None, *parts: Any) -> list[np.ndarray]:
-    rows = [signed(p) for p in parts]
-    count = max(_columns(r, columns) for r in rows)
-    return [to_block_mask(r, count) for r in rows]
+def _masks(columns: Any, a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
+    x, y = signed(a, "a"), signed(b, "b")
+    count = max(_columns(x, columns, "a"), _columns(y, columns, "b"))
+    one, other = _mask_of(x, count, "a"), _mask_of(y, count, "b")
+    try:
+        np.broadcast_shapes(one.shape, other.shape)
+    except ValueError as error:
+        raise ValueError(f"b: expected axes that broadcast with those of a {x.shape}, got {y.shape}") from error
+    return one, other
 
 
 def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
@@ -634,7 +694,7 @@ def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     >>> sabi.complement(np.array([[1], [0]]), 3, dtype="int32").tolist()
     [[0, 2], [1, 2]]
     """
-    return from_block_mask(~to_block_mask(a, columns), dtype=dtype)
+    return from_block_mask(~_mask_of(signed(a, "a"), integer(columns, "columns"), "a"), dtype=dtype)
 
 
 def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -666,7 +726,7 @@ def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     >>> sabi.transpose(np.array([[0, 1], [1, -1]]), 3, dtype="int32").tolist()
     [[0, -1], [0, 1], [-1, -1]]
     """
-    return from_block_mask(np.ascontiguousarray(to_block_mask(a, columns).swapaxes(-1, -2)), dtype=dtype)
+    return from_block_mask(np.ascontiguousarray(_mask_of(signed(a, "a"), integer(columns, "columns"), "a").swapaxes(-1, -2)), dtype=dtype)
 
 
 def _any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
@@ -707,7 +767,8 @@ def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) 
     >>> sabi.coarsen(np.array([[0], [3], [2]]), (2, 2), 4, dtype="int32").tolist()
     [[0, 1], [1, -1]]
     """
-    return from_block_mask(_any_pool(to_block_mask(a, columns), _factors(factors)), dtype=dtype)
+    mask = _mask_of(signed(a, "a"), integer(columns, "columns"), "a")
+    return from_block_mask(_any_pool(mask, two_integers(factors, "factors", _TWO_FACTORS, least=1)), dtype=dtype)
 
 
 def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -741,15 +802,12 @@ def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: An
     >>> sabi.refine(np.array([[1], [0]]), (2, 2), 3, 4, dtype="int32").tolist()
     [[2, 3], [2, 3], [0, 1]]
     """
-    tall, wide = _factors(factors)
-    mask = to_block_mask(a, blocks_of(columns, wide))
+    tall, wide = two_integers(factors, "factors", _TWO_FACTORS, least=1)
+    rows, columns = (count_of(n, name, MOST_BLOCKS, least=1) for n, name in ((rows, "rows"), (columns, "columns")))
+    mask = _mask_of(signed(a, "a"), blocks_of(columns, wide), "a")
     if blocks_of(rows, tall) != mask.shape[-2]:
         raise ValueError(f"rows: expected {(mask.shape[-2] - 1) * tall + 1}..{mask.shape[-2] * tall}, got {rows}")
-    return from_block_mask(np.repeat(np.repeat(mask, tall, axis=-2), wide, axis=-1)[..., :rows, :columns], dtype=dtype)
-
-
-def _factors(factors: Sequence[int]) -> tuple[int, int]:
-    tall, wide = (int(n) for n in factors)
-    if min(tall, wide) < 1:
-        raise ValueError(f"factors: expected two positive numbers, got {tuple(factors)}")
-    return tall, wide
+    if rows * columns * math.prod(mask.shape[:-2]) > MOST_BLOCKS:
+        raise ValueError(f"rows: expected a grid of at most {MOST_BLOCKS} blocks, got {rows} x {columns}")
+    tall_mask = np.repeat(mask, min(tall, rows), axis=-2)[..., :rows, :]
+    return from_block_mask(np.repeat(tall_mask, min(wide, columns), axis=-1)[..., :columns], dtype=dtype)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import reference
+from ._arrays import integer, integers
 
 QUANTIZED = ("int8", "float8_e4m3")
 
@@ -111,10 +112,11 @@ def make_paged(
     """
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: expected NHD or HND, got {kv_layout!r}")
-    lengths = np.broadcast_to(np.asarray(seq_lens, np.int64), (batch,)).copy()
+    lengths = np.broadcast_to(integers(seq_lens, "seq_lens"), (batch,)).copy()
     v_dim, kv_dtype = head_dim if v_dim is None else v_dim, dtype if kv_dtype is None else kv_dtype
+    seed = integer(seed, "seed")
     rng = np.random.default_rng(seed)
-    queries = batch if q_lens is None else int(np.sum(q_lens, dtype=int))
+    queries = batch if q_lens is None else int(integers(q_lens, "q_lens").sum())
     q = reference.round_to(rng.standard_normal((queries, heads, head_dim), dtype=np.float32), dtype)
     used = -(-lengths // page_size)
     tables, pages = _random_tables(used, table_seed, index_dtype, poison)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
+from . import _arrays, _core
 
 __all__ = ["get_num_threads", "isa", "isa_levels", "kernels", "set_num_threads", "show_config"]
 
@@ -141,7 +141,7 @@ def isa_levels(*, available: bool = False) -> tuple[str, ...]:
     'portable'
     """
     levels = _core.isa_levels()
-    return levels[: levels.index(_core.isa_detected()) + 1] if available else levels
+    return levels[: levels.index(_core.isa_detected()) + 1] if _arrays.flag(available, "available") else levels
 
 
 def kernels(level: str | None = None) -> dict[str, str]:
@@ -244,10 +244,8 @@ def show_config(mode: str = "text") -> dict[str, Any] | None:
     >>> report["isa"]["active"] in blitz_attn.isa_levels(available=True)
     True
     """
-    if mode == "dict":
+    if _arrays.choice(mode, "mode", ("text", "dict")) == "dict":
         return _report()
-    if mode != "text":
-        raise ValueError(f"mode: expected 'text' or 'dict', got {mode!r}")
     for section, entries in _report().items():
         width = max(map(len, entries), default=0)
         print(section)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from . import _arrays, _core
@@ -10,7 +11,8 @@ from ._sentences import renamed
 
 __all__ = ["merge_states", "merge_states_n"]
 
-_PAIR_NAMES = {"outs[0]": "out_a", "outs[1]": "out_b", "lses[0]": "lse_a", "lses[1]": "lse_b", "lse": "lse_out"}
+_MOST_PARTS = 1 << 16
+_PAIR_NAMES = {"outs[0]": "out_a", "outs[1]": "out_b", "lses[0]": "lse_a", "lses[1]": "lse_b"}
 
 
 def merge_states(
@@ -121,19 +123,22 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     """
     outs, lses = _parts(outs, "outs"), _parts(lses, "lses")
     family = _arrays.family_of(outs[0]) if outs else _arrays.NUMPY
-    result = _core.merge_states(
-        family.empty,
-        tuple(_arrays.readable(x, f"outs[{i}]") for i, x in enumerate(outs)),
-        tuple(_arrays.readable(x, f"lses[{i}]") for i, x in enumerate(lses)),
-        _arrays.writable(out, "out"),
-        _arrays.writable(lse_out, "lse_out"),
-        _arrays.dtype_name(dtype),
-    )
+    parts = (tuple(_arrays.readable(x, f"{name}[{i}]") for i, x in enumerate(given)) for given, name in ((outs, "outs"), (lses, "lses")))
+    given_out, given_lse, kind = _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse_out"), _arrays.dtype_name(dtype)
+    try:
+        result = _core.merge_states(family.empty, *parts, given_out, given_lse, kind)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"lse": "lse_out"}) from error
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
 
 
 def _parts(arrays: Any, name: str) -> tuple[Any, ...]:
     try:
-        return tuple(arrays)
+        if not hasattr(type(arrays), "__iter__"):  # what has items without an end could not be told from a sequence
+            raise TypeError("it cannot be iterated over")
+        parts = tuple(islice(arrays, _MOST_PARTS + 1))
     except Exception as error:
         raise TypeError(f"{name}: expected a sequence of arrays, got {type(arrays).__name__}") from error
+    if len(parts) > _MOST_PARTS:
+        raise ValueError(f"{name}: expected at most {_MOST_PARTS} arrays, got more")
+    return parts

@@ -41,6 +41,7 @@ from ._nsa_arrays import (
     same_kind,
     scale_of,
     storage,
+    sums_of,
     threads_of,
     window_of,
 )
@@ -163,16 +164,17 @@ def _check(given: dict[str, Any]) -> Call:
     window = number(given["window_size"], "window_size")
     most_groups = given["num_cmp_selected_blocks"]
     if most_groups is not None:
+        most_groups = number(most_groups, "num_cmp_selected_blocks")
         if rules.by_query:
             raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {most_groups}')
-        most_groups = number(most_groups, "num_cmp_selected_blocks")
     threads = threads_of(given["num_threads"])
     dtype = _arrays.dtype_name(given["dtype"])
     q, kind = floats(given["q"], "q", dtype)
     k, v = (same_kind(given[name], name, dtype, kind, "q") for name in ("k", "v"))
     if dtype is not None and kind != dtype:
         raise TypeError(f"q: expected {dtype} as dtype says, got {kind}")
-    packed = given["cu_seqlens"] is not None
+    cu_seqlens = sums_of(given["cu_seqlens"])
+    packed = cu_seqlens is not None
     rank, shape = (3, "(T, H, D)") if packed else (4, "(B, N, H, D)")
     if q.ndim != rank:
         raise ValueError(f"q: expected shape {shape}, got {q.shape}")
@@ -185,7 +187,7 @@ def _check(given: dict[str, Any]) -> Call:
             raise ValueError(f"{name}: expected at least one head and a head dim from 1 to 576, got {x.shape}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
-    sequences = Sequences.of(cuts(given["cu_seqlens"], q.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
+    sequences = Sequences.of(cuts(cu_seqlens, q.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
     w_k, kind_k = check_weight(given["w_k_compress"], "w_k_compress", k.shape, dtype, kind)
     w_v, kind_v = check_weight(given["w_v_compress"], "w_v_compress", v.shape, dtype, kind)
     w_gate, kind_gate = weight_of(given["gate_proj_weight"], q, dtype, kind)
@@ -443,12 +445,14 @@ def nsa(
     """
     given = dict(locals())
     call = _check(given)
+    return_context = _arrays.flag(return_context, "return_context")
     shape = (*call.q.shape[:-1], call.v.shape[-1])
     result = Result(shape, call.kind, q, out, "out", _arrays.dtype_name(dtype))
     result.refuse_overlap(q=call.q, k=call.k, v=call.v, gates=call.gates, gate_proj_weight=call.w_gate, block_indices=call.lists)
     context = _context(call, given, shape) if return_context else None
-    for x, w, made in ((call.k, call.w_k, call.k_cmp), (call.v, call.w_v, call.v_cmp)):
-        compress_into(x, w, made, call.kind, call.rules.size, call.rules.stride, call.sequences, call.threads)
+    halves = (call.k, call.w_k, call.k_cmp, ("k", "w_k_compress")), (call.v, call.w_v, call.v_cmp, ("v", "w_v_compress"))
+    for x, w, made, names in halves:
+        compress_into(x, w, made, call.kind, call.rules.size, call.rules.stride, call.sequences, call.threads, names)
     batch, tokens = (0, shape[0]) if call.packed else shape[:2]
     room = Room()
     heads = (call.q.shape[-2], call.k.shape[-2])

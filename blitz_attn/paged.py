@@ -9,7 +9,7 @@ from numpy import empty, ndarray
 
 from . import _arrays, _core, _formats
 from ._paged_tables import Tables, last_numbers, query_lengths, tables_for_core
-from ._sentences import renamed
+from ._sentences import renamed, shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
 
@@ -42,7 +42,7 @@ def _attend(
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), *requests,
             q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, _arrays.writable(out, "out"),
-            _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype), num_threads,
+            _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):
@@ -347,7 +347,8 @@ class PagedPlan:
             self._q_lens = query_lengths(q_lens, tables.seq_lens).copy()
             self.num_queries = int(self._q_lens.sum())
         self._requests = tables.for_core()
-        self._options = (scale, kv_layout, window, softcap, _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype), num_threads)
+        kinds = _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
+        self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
 
     def attention(
         self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
@@ -423,7 +424,7 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
     """
     to = _arrays.dtype_name(dtype)
     if to not in _QUANTISED:
-        raise ValueError(f"dtype: expected 'int8' or 'float8_e4m3', got {to!r}")
+        raise ValueError(f"dtype: expected 'int8' or 'float8_e4m3', got {shown(to)}")
     return _quantized("x", _float_values(x, "x", None), to)
 
 
@@ -652,9 +653,8 @@ def append_paged_kv(
     >>> bool(np.abs(written[[2, 3, 3, 1, 1], [15, 0, 1, 0, 1]] - k).max() < 0.02)
     True
     """
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
-    bits = _arrays.dtype_name(kv_dtype)
+    kv_layout = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND"))
+    bits = _arrays.dtype_name(kv_dtype, "kv_dtype")
     keys, values = _Cache("k_cache", k_cache, k_scale, kv_layout, bits), _Cache("v_cache", v_cache, v_scale, kv_layout, bits)
     if values.kind != keys.kind:
         raise TypeError(f"v_cache: expected dtype {keys.kind} like k_cache, got {values.kind}")
@@ -683,6 +683,8 @@ def append_paged_kv(
         if metadata_block_tables is not None:
             if tables.indptr is not None:
                 raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
+            if keys.kind in _QUANTISED:
+                raise TypeError(f"k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got {keys.kind}")
             refresh = (
                 _arrays.readable(k_cache, "k_cache"), tables.pages, tables.seq_lens, metadata_block_tables,
                 _arrays.writable(maxblocks, "maxblocks"), _arrays.writable(minblocks, "minblocks"), None,

@@ -7,7 +7,7 @@ from typing import Any
 from numpy import empty
 
 from . import _arrays, _core
-from ._sentences import renamed
+from ._sentences import renamed, shown
 from .paged import paged_select_attention
 
 __all__ = [
@@ -115,11 +115,17 @@ def _quest(
     query: Any, maxblocks: Any, minblocks: Any, tables: Any, seq_lens: Any, k: Any, block_size: Any, per_query_head: Any, sink: int,
     since: Any, ascending: Any, selected_indices: Any, dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
-    return _core.select_blocks(
+    call = (
         _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
         _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, None, ascending, "NHD",
         _arrays.writable(selected_indices, "selected_indices"), False, _arrays.dtype_name(dtype), num_threads,
     )  # fmt: skip
+    try:
+        return _core.select_blocks(*call)
+    except (TypeError, ValueError) as error:
+        if selected_indices is None or not str(error).startswith("k:"):
+            raise
+        raise renamed(error, {"k": "selected_indices"}) from error  # whose last axis it is
 
 
 def quest_block_select_paged(
@@ -216,7 +222,7 @@ def quest_block_select_paged(
 
 def _selects_per_query_head(query: Any, maxblocks: Any, selected_indices: Any) -> bool:
     """Whether a given result has a row a query head. Odd shapes are for the core to refuse."""
-    shapes = [_arrays.shape_of(x) or () for x in (query, maxblocks, selected_indices)]
+    shapes = [_arrays.shape_of(x) for x in (query, maxblocks, selected_indices)]
     if any(len(shape) != rank for shape, rank in zip(shapes, (3, 4, 3), strict=True)):
         return False
     return bool(shapes[2][1] == shapes[0][1] != shapes[1][2])
@@ -329,7 +335,8 @@ def quest_block_select_paged_in_out_w(
     per_query_head = _selects_per_query_head(query, maxblocks, selected_indices)
     if selected_indices is None:
         raise TypeError("selected_indices: expected an array, got NoneType")
-    off = getattr(tokens_since_metadata_update, "ndim", 0) == 0 and tokens_since_metadata_update == -1
+    one_number = hasattr(type(tokens_since_metadata_update), "__index__") and not _arrays.shape_of(tokens_since_metadata_update)
+    off = one_number and _arrays.integer(tokens_since_metadata_update, "tokens_since_metadata_update") == -1
     _quest(
         query, maxblocks, minblocks, metadata_block_tables, seq_lens, None, None, per_query_head, 0 if off else 1,
         tokens_since_metadata_update, False, selected_indices, dtype, None,
@@ -343,12 +350,13 @@ def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any,
     """(width of the result, blocks of each request or None where the width says all)."""
     if (k is None) == (budget is None):
         raise ValueError(f"budget: expected either it or k, got {'neither' if k is None else 'both'}")
-    one = k if k is not None else budget
+    one, name = (k, "k") if k is not None else (budget, "budget")
+    dense_below = None if dense_below is None else _arrays.integer(dense_below, "dense_below")
     if dense_below is None and isinstance(one, int):
+        one = _arrays.integer(one, name)
         if k is None and one < 1:
             raise ValueError(f"budget: expected at least 1 token, got {one}")
         return one if k is not None else max(1, one // size), None
-    name = "budget" if k is None else "k"
     lengths = _arrays.integers(seq_lens, "seq_lens")
     wanted = _arrays.integers(one, name)
     if wanted.shape not in ((), lengths.shape) or lengths.ndim != 1:
@@ -362,12 +370,19 @@ def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any,
     return max(rows, default=1) or 1, rows
 
 
-def _block_size(pages: Any, kv_layout: str, name: str) -> int | None:
-    """Rows of a page; None where there are no pages, which is for the core to refuse."""
+def _block_size(pages: Any, kv_layout: Any, name: str, needed: bool = True) -> int | None:
+    """Tokens of a page, by its shape; None where that is of no pages, which the core refuses. Needed: it must be known here."""
     shape = _arrays.shape_of(pages)
-    if shape is None:
+    if needed and shape == () and hasattr(pages, "__dlpack__") and not hasattr(pages, "shape"):
         raise TypeError(f"{name}: expected an array with a shape, or one that NumPy can read by DLPack, got {type(pages).__name__}")
-    return int(shape[2 if kv_layout == "HND" else 1]) if len(shape) == 4 else None
+    return shape[2 if isinstance(kv_layout, str) and kv_layout == "HND" else 1] if len(shape) == 4 else None
+
+
+_SELECT_NAMES = {
+    "query": "q",
+    **dict.fromkeys(("maxblocks", "meanblocks", "k_cache"), "source"),
+    **dict.fromkeys(("block_tables", "metadata_block_tables"), "tables"),
+}
 
 
 def select_blocks(
@@ -481,9 +496,9 @@ def select_blocks(
     if method != "quest" and second is not None:
         raise TypeError(f"source: expected one array for method {method!r}, got a pair")
     size = block_size
-    if size is None and not (isinstance(k, int) and dense_below is None):  # else the core knows it as well
-        size = _block_size(first, kv_layout if method == "max" else "NHD", "source")
-    if size is not None and _arrays.integer(size, "block_size") < 1:
+    if size is None:
+        size = _block_size(first, kv_layout if method == "max" else "NHD", "source", budget is not None or dense_below is not None)
+    elif _arrays.integer(size, "block_size") < 1:
         raise ValueError(f"block_size: expected at least 1 token, got {size}")
     width, blocks = _budgets(k, budget, dense_below, seq_lens, size or 1)
     try:
@@ -494,7 +509,7 @@ def select_blocks(
             _arrays.dtype_name(dtype), num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, {"query": "q"}) from error
+        raise renamed(error, _SELECT_NAMES) from error
 
 
 def select_and_attend(
@@ -572,19 +587,25 @@ def select_and_attend(
     True
     """
     if isinstance(method, str) and method == "max":
-        if source is not None or metadata_block_tables is not None:
-            raise ValueError("source: expected None for method 'max', which looks at k_cache itself, got summaries")
+        for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None for method 'max', which looks at k_cache itself, got {type(given).__name__}")
         source, summary_tables, size = k_cache, block_tables, None
+        names = {"source": "k_cache", "tables": "block_tables", "block_size": "k_cache"}
     else:
         if source is None or metadata_block_tables is None:
-            raise ValueError(f"source: expected summaries and metadata_block_tables for method {method!r}, got None")
+            raise ValueError(f"source: expected summaries and metadata_block_tables for method {shown(method)}, got None")
         summary_tables, size = metadata_block_tables, _block_size(k_cache, kv_layout, "k_cache")
-    bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype)) else None
-    selected, counts = select_blocks(
-        q, source, summary_tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
-        dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
-        block_size=size, kv_layout=kv_layout, dtype=bits, num_threads=num_threads,
-    )  # fmt: skip
+        names = {"tables": "metadata_block_tables", "block_size": "k_cache"}
+    bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")) else None
+    try:
+        selected, counts = select_blocks(
+            q, source, summary_tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
+            dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
+            block_size=size, kv_layout=kv_layout, dtype=bits, num_threads=num_threads,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from error
     return paged_select_attention(
         q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks,
         softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype, kv_dtype=kv_dtype,

@@ -19,8 +19,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _sabi_lists
+from ._arrays import flag, integer, integers, number
 from ._sabi_lists import *  # noqa: F403
-from ._sabi_lists import checked_shape, from_block_mask, grid_of, padded, signed, to_block_mask, two_integers
+from ._sabi_lists import (
+    MOST_BLOCKS,
+    MOST_TOKENS,
+    checked_shape,
+    count_of,
+    from_block_mask,
+    grid_of,
+    padded,
+    signed,
+    some_integers,
+    to_block_mask,
+    tokens_of,
+    two_integers,
+)
+from ._sentences import shown
 
 __all__ = [
     *_sabi_lists.__all__,
@@ -40,6 +55,9 @@ __all__ = [
     "sparsity",
     "vertical_slash",
 ]
+
+
+_MOST_SIDE = 1 << 20  # what loops and lists of Python's go over: rows or columns of a grid with a frame, heads
 
 
 class FrameWidths(NamedTuple):
@@ -183,10 +201,11 @@ def sliding_window(
     """
     left, right = two_integers(window, "window", "two token counts (before, after)")
     if min(left, right) < -1:
-        raise ValueError(f"window: expected two counts of tokens or -1, got {tuple(window)}")
+        raise ValueError(f"window: expected two counts of tokens or -1, got {(left, right)}")
     block_q, block_kv = checked_shape(block_shape)
     grid_of(s_q, s_kv, block_shape)
-    s_kv = s_q if s_kv is None else s_kv
+    s_q, s_kv = tokens_of(s_q, s_kv)
+    left, right = min(left, s_q + s_kv), min(right, s_q + s_kv)
     low, high = _keys_seen(s_q, s_kv, block_q)
     low = np.zeros_like(low) if left == -1 else low - left
     high = np.full_like(high, s_kv) if right == -1 else high + right
@@ -233,11 +252,13 @@ def sink_local(
     >>> sabi.sink_local(512, sink=1, local=1, dtype="int32").tolist()
     [[[[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 2, 3]]]]
     """
+    sink, local, causal = integer(sink, "sink"), integer(local, "local"), flag(causal, "causal")
     if min(sink, local) < 0:
         raise ValueError(f"sink, local: expected numbers of tokens from 0 on, got {sink}, {local}")
     block_q, block_kv = checked_shape(block_shape)
     grid_of(s_q, s_kv, block_shape)
-    s_kv = s_q if s_kv is None else s_kv
+    s_q, s_kv = tokens_of(s_q, s_kv)
+    sink, local = min(sink, s_q + s_kv), min(local, s_q + s_kv)
     low, high = _keys_seen(s_q, s_kv, block_q)
     start = np.full_like(high, sink - 1)
     mask = _span_mask(np.zeros_like(low), np.minimum(start, high) if causal else start, s_kv, block_kv)
@@ -285,10 +306,14 @@ def document(
     >>> sabi.document([256, 100, 156], dtype="int32").tolist()
     [[[[0, 1], [0, 1], [2, 3], [2, 3]]]]
     """
-    q_sizes = np.asarray(lengths, dtype=np.int64)
-    kv_sizes = q_sizes if kv_lengths is None else np.asarray(kv_lengths, dtype=np.int64)
+    q_sizes = integers(lengths, "lengths")
+    kv_sizes = q_sizes if kv_lengths is None else integers(kv_lengths, "kv_lengths")
+    causal = flag(causal, "causal")
     if q_sizes.ndim != 1 or q_sizes.shape != kv_sizes.shape or min(q_sizes.min(initial=0), kv_sizes.min(initial=0)) < 0:
-        raise ValueError(f"lengths: expected as many lengths from 0 on as kv_lengths, got {list(lengths)}")
+        raise ValueError(f"lengths: expected as many lengths from 0 on as kv_lengths, got {shown(q_sizes.tolist())}")
+    for name, sizes in (("lengths", q_sizes), ("kv_lengths", kv_sizes)):
+        if not 1 <= sum(map(int, sizes)) <= MOST_TOKENS:
+            raise ValueError(f"{name}: expected 1 to {MOST_TOKENS} tokens in all, got {sum(map(int, sizes))}")
     s_q, s_kv = int(q_sizes.sum()), int(kv_sizes.sum())
     block_q, block_kv = checked_shape(block_shape)
     mask = np.zeros(grid_of(s_q, s_kv, block_shape), bool)
@@ -343,11 +368,12 @@ def dilated(
     >>> sabi.dilated(512, stride=2, dtype="int32").tolist()
     [[[[0, 2], [1, 3], [0, 2], [1, 3]]]]
     """
+    stride, reach, causal = integer(stride, "stride"), None if reach is None else integer(reach, "reach"), flag(causal, "causal")
     if stride < 1 or (reach is not None and reach < 0):
         raise ValueError(f"stride, reach: expected a stride from 1 and a reach from 0 on, got {stride}, {reach}")
     block_q, block_kv = checked_shape(block_shape)
     _, columns = grid_of(s_q, s_kv, block_shape)
-    _, high = _keys_seen(s_q, s_q if s_kv is None else s_kv, block_q)
+    _, high = _keys_seen(*tokens_of(s_q, s_kv), block_q)
     away = np.floor_divide(high, block_kv)[:, None] - np.arange(columns)
     mask = away % stride == 0
     if reach is not None:
@@ -399,13 +425,21 @@ def vertical_slash(
     """
     block_q, block_kv = checked_shape(block_shape)
     rows, columns = grid_of(s_q, s_kv, block_shape)
-    s_kv = s_q if s_kv is None else s_kv
-    picked, offsets = (np.atleast_1d(np.asarray(x, dtype=np.int64)) for x in (vertical, slash))
+    s_q, s_kv = tokens_of(s_q, s_kv)
+    causal = flag(causal, "causal")
+    picked, offsets = (np.atleast_1d(integers(x, name)) for x, name in ((vertical, "vertical"), (slash, "slash")))
     if max(picked.ndim, offsets.ndim) > 3:
         raise ValueError(f"vertical, slash: expected at most three axes, got {picked.shape} and {offsets.shape}")
     if picked.min(initial=0) < 0 or picked.max(initial=0) >= s_kv:
         raise ValueError(f"vertical: expected key positions in 0..{s_kv - 1}, got {picked.min()}..{picked.max()}")
-    lead = np.broadcast_shapes((1, 1), picked.shape[:-1], offsets.shape[:-1])
+    if offsets.size and max(-int(offsets.min()), int(offsets.max())) > MOST_TOKENS:
+        raise ValueError(f"slash: expected distances of at most {MOST_TOKENS} tokens, got {offsets.min()}..{offsets.max()}")
+    try:
+        lead = np.broadcast_shapes((1, 1), picked.shape[:-1], offsets.shape[:-1])
+    except ValueError as error:
+        raise ValueError(f"slash: expected axes that broadcast with those of vertical {picked.shape}, got {offsets.shape}") from error
+    if math.prod(lead) > _MOST_SIDE:
+        raise ValueError(f"vertical, slash: expected at most {_MOST_SIDE} heads in all, got {lead}")
     picked, offsets = (np.broadcast_to(x, (*lead, x.shape[-1])).reshape(math.prod(lead), x.shape[-1]) for x in (picked, offsets))
     low, high = _keys_seen(s_q, s_kv, block_q)
     mask = np.zeros((picked.shape[0], rows, columns), bool)
@@ -416,6 +450,13 @@ def vertical_slash(
     if causal:
         mask &= _span_mask(np.zeros_like(low), high, s_kv, block_kv)
     return from_block_mask(mask.reshape(*lead, rows, columns), dtype=dtype, width=width)
+
+
+def _kept_share(sparsity: Any) -> float:
+    value = number(sparsity, "sparsity")
+    if math.isnan(value):
+        raise ValueError(f"sparsity: expected a share of the blocks, got {value}")
+    return 1.0 - min(1.0, max(0.0, value))
 
 
 def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | None = None) -> FramePlan:
@@ -449,16 +490,21 @@ def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | No
     >>> plan.forced_blocks, plan.kept_blocks, plan.extra_per_row
     (28, 32, 1)
     """
+    rows, columns = integer(rows, "rows"), integer(columns, "columns")
     if rows < 1 or columns < 1:
         raise ValueError(f"rows, columns: expected at least one block each, got {rows} and {columns}")
-    left, right, top, bottom = frame or FrameWidths(0, 0, 0, 0)
-    if max(left, right) > columns or max(top, bottom) > rows or min(left, right, top, bottom) < 0:
-        raise ValueError(f"frame: expected widths within {rows} rows and {columns} columns, got {tuple(frame or ())}")
+    if max(rows, columns) > _MOST_SIDE:
+        raise ValueError(f"rows, columns: expected a grid of at most {_MOST_SIDE} blocks each, got {rows} x {columns}")
+    share = _kept_share(sparsity)
+    frame = FrameWidths(0, 0, 0, 0) if frame is None else FrameWidths(*some_integers(frame, "frame", "four widths", 4))
+    left, right, top, bottom = frame
+    if max(left, right) > columns or max(top, bottom) > rows or min(frame) < 0:
+        raise ValueError(f"frame: expected widths within {rows} rows and {columns} columns, got {tuple(frame)}")
     forced = sorted({*range(left), *range(columns - right, columns)})
     whole = {*range(top), *range(rows - bottom, rows)}
     loose = rows - len(whole)
     forced_blocks = len(forced) * loose + columns * len(whole)
-    kept = math.floor(rows * columns * (1.0 - min(1.0, max(0.0, float(sparsity)))))
+    kept = math.floor(rows * columns * share)
     extra = max(0, math.ceil((kept - forced_blocks) / loose)) if loose else 0
     free = sorted(set(range(columns)) - set(forced))
     return FramePlan(forced, free, whole, forced_blocks, kept, extra)
@@ -521,7 +567,11 @@ def random_with_frame(
     """
     rows, columns = grid_of(s_q, s_kv, block_shape)
     plan = frame_plan(rows, columns, sparsity, frame)
-    allowed = 1.0 - min(1.0, max(0.0, float(sparsity)))
+    allowed = _kept_share(sparsity)
+    batch, heads = count_of(batch, "batch", _MOST_SIDE), count_of(heads, "heads", _MOST_SIDE)
+    if batch * heads > _MOST_SIDE:
+        raise ValueError(f"batch, heads: expected at most {_MOST_SIDE} heads in all, got {batch} x {heads}")
+    seed, sort = integer(seed, "seed"), flag(sort, "sort")
     if plan.forced_blocks / (rows * columns) > allowed:
         raise ValueError(
             f"frame: expected at most {allowed:.2%} of the blocks, got {plan.forced_blocks} of {rows * columns} "
@@ -531,7 +581,7 @@ def random_with_frame(
     for offset in range(batch + heads - 1 if min(batch, heads) > 0 else 0):
         heads_drawn[offset] = _draw_head(rows, columns, plan, seed + offset, sort)
     fullest = max([1, len(plan.forced_columns) + plan.extra_per_row, columns if plan.dense_rows else 0])
-    width = min(fullest, columns) if width is None else width
+    width = min(fullest, columns) if width is None else count_of(width, "width", MOST_BLOCKS // max(1, rows * batch * heads))
     if width < min(fullest, columns):
         raise ValueError(f"width: expected at least {min(fullest, columns)}, the blocks of the fullest row, got {width}")
     drawn = np.full((batch, heads, rows, width), -1, np.int64)
@@ -628,6 +678,7 @@ def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     >>> sabi.density(np.array([[0, 1], [1, -1]]), 4)
     0.375
     """
+    columns, per_head = integer(columns, "columns"), flag(per_head, "per_head")
     if columns < 1:
         raise ValueError(f"columns: expected at least 1, got {columns}")
     share = counts(sabi) / columns
@@ -690,7 +741,7 @@ def balance(sabi: Any, *, per_head: bool = False) -> Any:
     0.75
     """
     work = counts(sabi)
-    work = work.sum(axis=-1) if per_head else work
+    work = work.sum(axis=-1) if flag(per_head, "per_head") else work
     return float(work.mean() / work.max()) if work.max(initial=0) else 1.0
 
 
@@ -731,7 +782,7 @@ def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_co
     """
     mask = to_block_mask(sabi, columns)
     rows, count = mask.shape[-2:]
-    tall, wide = -(-rows // max(1, max_rows)), -(-count // max(1, max_columns))
+    tall, wide = -(-rows // max(1, integer(max_rows, "max_rows"))), -(-count // max(1, integer(max_columns, "max_columns")))
     lines = []
     for head in np.ndindex(*mask.shape[:-2]):
         one = mask[head]

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import reference
 from . import sabi as lists
-from ._arrays import dtype_name
+from ._arrays import dtype_name, integer
 from ._testing_paged import QUANTIZED, Paged, make_paged
 from .reference import round_to, to_float64
 from .sabi import FrameWidths
@@ -369,7 +369,7 @@ def make_qkv(
     >>> [x.shape for x in make_qkv(2, 4, 2, 5, 7, 8, v_dim=3, layout="BSND")]
     [(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 3)]
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(integer(seed, "seed"))
     v_dim = head_dim if v_dim is None else v_dim
     shapes = [(batch, heads, q_len, head_dim), (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_dim)]
     q, k, v = (to_layout(round_to(rng.standard_normal(shape, dtype=np.float32), dtype), layout) for shape in shapes)

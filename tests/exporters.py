@@ -1,5 +1,6 @@
 """Exporters of the buffer protocol and of DLPack that misbehave on purpose, or show what the reader did with them."""
 
+import collections
 import ctypes
 import weakref
 
@@ -50,16 +51,18 @@ _capsule_name = ctypes.pythonapi.PyCapsule_GetName
 _capsule_name.restype = ctypes.c_char_p
 _capsule_name.argtypes = (ctypes.py_object,)
 
+_exported = collections.deque(maxlen=1000)  # what a consumer may still look at stays, as the protocol wants it
+
 _KINDS = {"f": FLOAT, "i": INT, "u": UINT, "c": COMPLEX}
 
 
 class Dlpack:
     """A NumPy array behind ``__dlpack__`` only. Counts calls of its deleter; keyword arguments overwrite what the tensor says.
 
-    `version` None exports the structure from before DLPack 1.0 and, as exporters of that time do, knows no ``max_version``.
+    `deletes` False exports no deleter: NumPy calls one of Python's amid its exceptions. `version` None exports the structure from before DLPack 1.0 and, as exporters of that time do, knows no ``max_version``.
     """
 
-    def __init__(self, array, *, version=(1, 0), flags=0, compact_strides=False, **changes):
+    def __init__(self, array, *, version=(1, 0), flags=0, compact_strides=False, deletes=True, **changes):
         self.array = array
         self.version = version
         self.flags = flags
@@ -85,11 +88,12 @@ class Dlpack:
         this = weakref.ref(self)
 
         def delete(_pointer):
-            this().deleted += 1
+            this().deleted += 1  # it is there: _exported holds it
 
-        self.deleter = DELETER(delete)
+        self.deleter = DELETER(delete) if deletes else DELETER()  # none
 
     def _export(self, name, struct):
+        _exported.append(self)
         self.structs.append(struct)
         capsule = _new_capsule(ctypes.addressof(struct), name, None)
         self.capsules.append(capsule)

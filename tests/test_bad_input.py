@@ -55,6 +55,19 @@ class Odd:
     """Of no use as any argument."""
 
 
+class Raising:
+    """Stops whoever asks what it is, in more than one line."""
+
+    def __index__(self):
+        raise RuntimeError("no index\nat all")
+
+    def __float__(self):
+        raise RuntimeError("no number\nat all")
+
+    def __bool__(self):
+        raise RuntimeError("no truth\nat all")
+
+
 # id, exception, pattern of the sentence, the arguments that differ from those of the good call (made from its arguments)
 CASES = [
     # ---- rank and shape
@@ -166,11 +179,25 @@ CASES = [
     ("kv_lens_rank", ValueError, r"^kv_lens: expected 1 dimension, got 2", lambda a: {"kv_lens": np.ones((2, 1), int)}),
     ("kv_lens_number", TypeError, r"^kv_lens: expected a sequence of integers, got int", lambda a: {"kv_lens": 3}),
     ("kv_lens_string", TypeError, r"^kv_lens: expected a sequence of integers, got str", lambda a: {"kv_lens": "12"}),
+    ("kv_lens_of_odd_bits", TypeError, r"^kv_lens: expected integers, got", lambda a: {"kv_lens": dlpack(np.array([1, 2]), bits=24)}),
+    ("kv_lens_of_no_bits", TypeError, r"^kv_lens: expected integers, got", lambda a: {"kv_lens": dlpack(np.array([1, 2]), bits=0)}),
+    ("kv_lens_negative_size", ValueError, r"^kv_lens: expected dimensions of fewer than 2\^63 bytes, got -2 on axis 0",
+     lambda a: {"kv_lens": dlpack(np.array([1, 2]), shape=(-2,))}),
+    ("kv_lens_stopped", ValueError, r"^kv_lens: expected integers, got Raising that refuses: no index$", lambda a: {"kv_lens": [1, Raising()]}),
+    ("heads_of_5000_digits", ValueError, r"^num_heads: expected an integer of 64 bits, got a larger one", lambda a: {"num_heads": 10**5000}),
     ("cumulative_without_tnd", ValueError, r"^cu_seqlens_q: expected none with layout BNSD", lambda a: {"cu_seqlens_q": [0, 96]}),
     # ---- rules and options
     ("scale_nan", ValueError, r"^scale: expected a finite number, got -?nan", lambda a: {"scale": float("nan")}),
     ("scale_inf", ValueError, r"^scale: expected a finite number, got inf", lambda a: {"scale": float("inf")}),
     ("scale_string", TypeError, r"^scale: expected a number, got str", lambda a: {"scale": "0.1"}),
+    ("scale_complex", TypeError, r"^scale: expected a number, got complex128", lambda a: {"scale": np.complex128(1)}),
+    ("scale_stopped", ValueError, r"^scale: expected a number, got Raising that refuses: no number$", lambda a: {"scale": Raising()}),
+    ("causal_stopped", ValueError, r"^causal: expected True or False, got Raising that refuses: no truth$", lambda a: {"causal": Raising()}),
+    ("layout_surrogate", ValueError, r"^layout: expected a string, got str that refuses: 'utf-8'", lambda a: {"layout": "\ud800"}),
+    ("layout_null", ValueError, r"^layout: expected a string without null characters, got 'BNSD", lambda a: {"layout": "BNSD\0"}),
+    ("dtype_number", TypeError, r"^dtype: expected a dtype or its name, got int", lambda a: {"dtype": 3}),
+    ("return_lse_array", TypeError, r"^return_lse: expected True or False, got ndarray",
+     lambda a: {"return_lse": np.zeros(2), "out": (a["q"], a["q"])}),
     ("scale_huge", ValueError, r"^scale: expected a finite number, got an integer beyond", lambda a: {"scale": 10**400}),
     ("window_number", TypeError, r"^window: expected a pair of integers, got int", lambda a: {"window": 3}),
     ("window_one", ValueError, r"^window: expected a pair of integers, got 1", lambda a: {"window": (3,)}),
@@ -289,6 +316,23 @@ def test_refused(error, pattern, changes):
             assert x.deleted == len(x.capsules) == 1
 
 
+class Endless:
+    """More items than memory has room for."""
+
+    def __len__(self):
+        return 2**62
+
+    def __getitem__(self, i):
+        return 1
+
+
+@pytest.mark.parametrize("lens", [Endless(), as_strided(np.ones(1, np.int8), (2**62,), (0,))], ids=["items", "view"])
+def test_lengths_without_end(lens):
+    """8 * 2**62 bytes are not 0 bytes."""
+    with pytest.raises(MemoryError):
+        blitz_attn.block_sparse_attention(**(good_call() | {"kv_lens": lens}))
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python classes export buffers from 3.12 on")
 def test_stopped_buffer():
     with pytest.raises(
@@ -375,7 +419,7 @@ def states():
 
 MERGE_CASES = [
     ("rank", ValueError, r"^out_a: expected shape \(B, H, S, Dv\), got", lambda a: {"out_a": a["out_a"][0]}),
-    ("shape", ValueError, r"^out_b: expected shape \(2, 4, 96, 16\) like outs\[0\], got", lambda a: {"out_b": a["out_b"][..., :8]}),
+    ("shape", ValueError, r"^out_b: expected shape \(2, 4, 96, 16\) like out_a, got", lambda a: {"out_b": a["out_b"][..., :8]}),
     ("dtype", TypeError, r"^out_b: expected dtype float32 like", lambda a: {"out_b": a["out_b"].astype(np.float16)}),
     ("kind", TypeError, r"^out_b: expected float32, .*, got int64", lambda a: {"out_b": a["out_b"].astype(np.int64)}),
     ("list", TypeError, r"^lse_a: expected an array, got list", lambda a: {"lse_a": a["lse_a"].tolist()}),

@@ -169,6 +169,31 @@ def test_errors_are_in_upstream_names(changes, sentence):
         mslk.nsa(**arguments)
 
 
+X, ONE = np.ones((1, 12, 2, 8), np.float32), np.ones((1, 3, 2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence", "call"),
+    [
+        (TypeError, "block_size: expected an integer, got str", lambda: mslk.fused_compress_kv(X[0], X[0], "4", cu_seqlens=[0, 12])),
+        (TypeError, "block_size: expected an integer, got str", lambda: mslk.fused_compress_kv_backward(ONE, ONE, X[0], X[0], "4", cu_seqlens=[0, 12])),
+        (ValueError, r"dV_cmp: expected shape \(1 sequences, 3 or more", lambda: mslk.fused_compress_kv_backward(ONE, ONE[:, 1:], X[0], X[0], 4, cu_seqlens=[0, 12])),
+        (ValueError, "cu_seqlens: expected numbers rising from 0, got 12", lambda: mslk.fused_compress_kv_backward(ONE, ONE, X[0], X[0], 4, cu_seqlens=12)),
+        (TypeError, "K_cmp: expected an array, got int", lambda: mslk.score_and_select_blocks(X, 7, 2, 4)),
+        (TypeError, "num_selected_blocks: expected an integer, got float", lambda: mslk.score_and_select_blocks(X, ONE, 2.0, 4)),
+        (TypeError, "O_slc: expected dtype float32 like O_cmp, got float64", lambda: mslk.gate_and_combine(X, X.astype(float), X, X[..., :3])),
+        (ValueError, "Q: expected the tokens and heads of O_cmp", lambda: mslk.fused_gate_and_combine(X[:, 1:], X, X, X)),
+        (TypeError, "W_k_compress: expected an array, got list", lambda: mslk.nsa_forward_reference(X, X, X, 4, W_k_compress=[1])),
+        (TypeError, "_block_indices: expected int16, int32 or int64, got float32", lambda: mslk.nsa_forward_reference(X, X, X, 4, _block_indices=X)),
+        (TypeError, "dO: expected an array, got tuple", lambda: mslk.nsa_backward_reference(X, X, X, (1, 2), 4)),
+        (TypeError, "softmax_scale: expected a number, got str", lambda: mslk.compute_block_indices_reference(X, X, 4, softmax_scale="1")),
+    ],
+)  # fmt: skip
+def test_parts_of_a_wrong_kind(kind, sentence, call):
+    with pytest.raises(kind, match=f"^{sentence}"):
+        call()
+
+
 def test_torch_gradients():
     """As upstream's nsa, this one is differentiable."""
     torch = pytest.importorskip("torch")

@@ -206,3 +206,13 @@ def test_things_that_are_no_tensors():
         functions.block_sparse_attention(x.numpy(), x, x)
     with pytest.raises(TypeError, match="^v: expected a torch tensor, got NoneType$"):
         functions.nsa(x, x, None)
+
+
+def test_tensors_elsewhere():
+    x = torch.ones(1, 8, 2, 4)
+    with pytest.raises(TypeError, match="^k: expected a dense tensor in CPU memory, got one of layout torch.strided on meta$"):
+        functions.block_sparse_attention(x, x.to("meta"), x)
+    with pytest.raises(TypeError, match="^v: expected a dense tensor in CPU memory, got one of layout torch.sparse_coo on cpu$"):
+        functions.nsa(x, x, x.to_sparse())
+    with pytest.raises(ValueError, match="^return_lse: expected True or False, got Tensor that refuses: Boolean value of"):
+        functions.block_sparse_attention(x, x, x, return_lse=torch.ones(2))

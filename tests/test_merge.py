@@ -135,11 +135,20 @@ def test_refusals(change, sentence):
         blitz_attn.merge_states_n(*change(outs, lses))
 
 
+class Unending:
+    """A sequence that gives items for ever."""
+
+    def __getitem__(self, i):
+        return i
+
+
 def test_sentences():
     out, lse = np.ones((1, 2, 8, 8), np.float32), np.zeros((1, 2, 8), np.float32)
+    with pytest.raises(TypeError, match="^lses: expected a sequence of arrays, got Unending$"):
+        blitz_attn.merge_states_n([], Unending())
     with pytest.raises(TypeError, match="^outs: expected a sequence of arrays, got NoneType$"):
         blitz_attn.merge_states_n(None, None)
     with pytest.raises(ValueError, match=r"^lses\[1\]: expected shape \(1, 2, 8\) like the first three axes of outs\[0\], got \(1, 2\)$"):
         blitz_attn.merge_states_n([out, out], [lse, lse[..., 0]])
-    with pytest.raises(TypeError, match=r"^lses\[1\]: expected dtype float32 with these outs, got float64$"):
+    with pytest.raises(TypeError, match=r"^lses\[1\]: expected dtype float32 with outs\[0\] of 32 bits or fewer, got float64$"):
         blitz_attn.merge_states_n([out, out], [lse, lse.astype(np.float64)])

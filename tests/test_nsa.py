@@ -13,6 +13,7 @@ from blitz_attn import reference, testing
 from cases import DTYPES, ISA_LEVELS, bits_option, dtype_of, poisoned, same_bits
 from cases_nsa import UPSTREAM, WEIGHTS, alone, one_hot, problem, sequences, tensors
 from cases_nsa_library import IS_REFERENCE, check, check_selection, exact_scores, library, routing_of, run
+from exporters import StoppedDlpack
 
 PAPER = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 21}
 MSLK = {"mode": "mslk", "compress_block_size": 16, "num_selected_blocks": 3, "window_size": 21, "q_tile_size": 32}
@@ -689,6 +690,14 @@ def test_the_good_call_is_good():
         (ValueError, "out", lambda a: {"q": a["q"], "out": a["v"].repeat(2, 2)[:, :, :4][..., ::-1]}),
         (TypeError, "scale", lambda a: {"scale": "no"}),
         (ValueError, "scale", lambda a: {"scale": np.nan}),
+        (TypeError, "block_indices", lambda a: {"block_indices": "all"}),
+        (TypeError, "cu_seqlens", lambda a: {"cu_seqlens": "0 80"}),
+        (TypeError, "scale", lambda a: {"scale": 1j}),
+        (TypeError, "causal", lambda a: {"causal": [True]}),
+        (TypeError, "mode", lambda a: {"mode": ["paper"]}),
+        (TypeError, "dtype", lambda a: {"dtype": ["float32"]}),
+        (TypeError, "q_tile_size", lambda a: {"q_tile_size": 2.0}),
+        (ValueError, "k", lambda a: {"k": StoppedDlpack(RuntimeError("gone\nfor good"))}),
         (ValueError, "num_threads", lambda a: {"num_threads": 0}),
     ],
 )

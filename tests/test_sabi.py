@@ -358,6 +358,34 @@ def test_masks_must_be_boolean():
         (ValueError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, (3, 4, 5))),
         (TypeError, "block_shape: expected an integer, got str", lambda: sabi.dense(8, 8, (3, "x"))),
         (TypeError, "window: expected two token counts", lambda: sabi.sliding_window(100, window=np.inf)),
+        (ValueError, "s_q: expected at most 281474976710656 tokens, got 4611686018427387904", lambda: sabi.causal(2**62, 8)),
+        (TypeError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, np.array([1.5, 2]))),
+        (TypeError, "dtype: expected uint16, int16, int32 or int64, got .two words", lambda: sabi.dense(8, 8, dtype="two words")),
+        (TypeError, "causal: expected True or False, got ndarray", lambda: sabi.sink_local(8, sink=1, local=1, causal=np.ones(2))),
+        (TypeError, "sink: expected an integer, got str", lambda: sabi.sink_local(8, sink="1", local=1)),
+        (TypeError, "lengths: expected integers, got <U1", lambda: sabi.document(["a"])),
+        (ValueError, "lengths: expected 1 to 281474976710656 tokens in all, got 0", lambda: sabi.document([0])),
+        (TypeError, "vertical: expected integers, got datetime64", lambda: sabi.vertical_slash(8, vertical=np.zeros(1, "M8[s]"), slash=[0])),
+        (ValueError, "slash: expected axes that broadcast with those of vertical", lambda: sabi.vertical_slash(8, vertical=np.zeros((2, 1), int), slash=np.zeros((3, 1), int))),
+        (ValueError, "sparsity: expected a share of the blocks, got nan", lambda: sabi.frame_plan(4, 4, np.nan)),
+        (TypeError, "sparsity: expected a number, got list", lambda: sabi.random_with_frame(8, sparsity=[0.5])),
+        (TypeError, "frame: expected four widths, got str", lambda: sabi.frame_plan(4, 4, 0.5, "1111")),
+        (ValueError, "heads: expected 0 to 1048576, got 4611686018427387904", lambda: sabi.random_with_frame(8, heads=2**62)),
+        (TypeError, "seed: expected an integer, got list", lambda: sabi.random_with_frame(8, seed=[1])),
+        (ValueError, "width: expected 0 to 268435456, got 2147483648", lambda: sabi.causal(8, 8, width=2**31)),
+        (TypeError, "a: expected an integer array, got float64", lambda: sabi.union([[0.5]], [[0]])),
+        (ValueError, "b: expected columns below 2, got 3", lambda: sabi.difference([[0]], [[3]], 2)),
+        (ValueError, "b: expected axes that broadcast with those of a", lambda: sabi.union([[0]] * 2, [[0]] * 3)),
+        (TypeError, "columns: expected an integer, got NoneType", lambda: sabi.complement([[0]], None)),
+        (TypeError, "factors: expected two positive numbers, got int", lambda: sabi.coarsen([[0]], 2, 1)),
+        (ValueError, "factors: expected two positive numbers, got \\(0, 2\\)", lambda: sabi.refine([[0]], (0, 2), 1, 1)),
+        (TypeError, "indptr: expected integers, got dict", lambda: sabi.from_csr({}, [0])),
+        (ValueError, "lead: expected axes that divide 1 rows, got \\[-1\\]", lambda: sabi.from_csr([0, 1], [0], lead=[-1])),
+        (TypeError, "num: expected integers, got float64", lambda: sabi.from_num_idx([1.0], [[0]])),
+        (TypeError, "max_rows: expected an integer, got str", lambda: sabi.picture([[0]], max_rows="1")),
+        (TypeError, "per_head: expected True or False, got NoneType", lambda: sabi.density([[0]], 1, per_head=None)),
+        (ValueError, "columns: expected 0 to 268435456, got 4611686018427387904", lambda: sabi.to_block_mask([[0]], 2**62)),
+        (ValueError, "s_q: expected tokens whose mask has at most", lambda: sabi.to_token_mask([[0]], 2**40, 2**40, (2**40, 2**40))),
         (ValueError, "block_shape: expected blocks so large that a grid has at most", lambda: sabi.dense(54000, 54000, (1, 1))),
     ],
 )
@@ -365,6 +393,25 @@ def test_sizes_of_a_wrong_kind(error, sentence, call):
     """Refused in a sentence; a list of 11 GiB is not begun."""
     with pytest.raises(error, match=f"^{sentence}"):
         call()
+
+
+def test_lists_of_no_width():
+    assert [x.tolist() for x in sabi.to_csr(np.zeros((1, 2, 0), np.int32))] == [[0, 0, 0], []]
+
+
+class Nested:
+    """A sequence, two of itself."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return self
+
+
+def test_items_without_end():
+    with pytest.raises(TypeError, match="^sabi: expected an integer array, got Nested"):
+        sabi.counts(Nested())
 
 
 def test_a_mask_without_columns():

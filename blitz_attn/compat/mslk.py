@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays, reference
-from .._sentences import renamed
+from .._nsa_arrays import floats, number
+from .._sentences import renamed, shown
+from ..nsa import _check as _check_nsa
 from ..nsa import compress_kv as _compress_kv
 from ..nsa import compress_kv_backward as _compress_kv_backward
 from ..nsa import compute_gates as _compute_gates
@@ -61,6 +63,7 @@ _NAMES = {
     "o_win": "O_sld",
     "dout": "dO",
     "scale": "softmax_scale",
+    "block_indices": "_block_indices",
 }
 
 
@@ -78,7 +81,7 @@ def _named(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 def _wants_gradient(*tensors: Any) -> bool:
     """Whether torch would want the gradient of a call on these."""
     torch_tensors = [x for x in tensors if x is not None and _arrays.family_of(x) is _arrays.TORCH]
-    if not any(x.requires_grad for x in torch_tensors):
+    if len(torch_tensors) < sum(x is not None for x in tensors) or not any(x.requires_grad for x in torch_tensors):
         return False
     import torch
 
@@ -219,11 +222,22 @@ def nsa_forward(
 # ---- Upstream's references --------------------------------------------------------------------------------------------
 
 
+def _expect_right(Q: Any, K: Any, V: Any, **options: Any) -> None:
+    """Refuses what `nsa` would: the reference looks at little by itself."""
+    given = _nsa.__kwdefaults__ | {"q": Q, "k": K, "v": V, "mode": "mslk"} | options
+    _named(_check_nsa, {name: x.detach() if _arrays.family_of(x) is _arrays.TORCH else x for name, x in given.items()})
+
+
 def _reference(
     Q, K, V, compress_block_size, num_selected_blocks, window_size, W_k_compress, W_v_compress, gate_proj_weight, causal, softmax_scale,
     q_tile_size, block_indices,
 ):  # fmt: skip
     """(result, context) of the float64 reference."""
+    _expect_right(
+        Q, K, V, compress_block_size=compress_block_size, num_selected_blocks=num_selected_blocks, window_size=window_size,
+        w_k_compress=W_k_compress, w_v_compress=W_v_compress, gate_proj_weight=gate_proj_weight, causal=causal, scale=softmax_scale,
+        q_tile_size=q_tile_size, block_indices=block_indices,
+    )  # fmt: skip
     return _named(
         reference.nsa, Q, K, V, compress_block_size=compress_block_size, num_selected_blocks=num_selected_blocks,
         window_size=window_size, w_k_compress=W_k_compress, w_v_compress=W_v_compress, gate_proj_weight=gate_proj_weight, causal=causal,
@@ -332,6 +346,7 @@ def nsa_backward_reference(
         Q, K, V, compress_block_size, num_selected_blocks, window_size, W_k_compress, W_v_compress, gate_proj_weight, causal,
         softmax_scale, q_tile_size, _block_indices,
     )  # fmt: skip
+    floats(dO.detach() if _arrays.family_of(dO) is _arrays.TORCH else dO, "dO", None, strided=True)
     grads = _named(reference.nsa_backward, dO, context)
     names = ("dQ", "dK", "dV", "dW_k_compress", "dW_v_compress", "dgate_proj_weight")
     return dict(zip(names, grads, strict=False))
@@ -372,6 +387,10 @@ def compute_block_indices_reference(
     >>> mslk.compute_block_indices_reference(x, x, 2, 2, q_tile_size=4)[0, 0].tolist()
     [[0, 1], [0, 1]]
     """
+    _expect_right(
+        Q, K, K, compress_block_size=compress_block_size, num_selected_blocks=num_selected_blocks, w_k_compress=W_k_compress, causal=causal,
+        scale=softmax_scale, q_tile_size=q_tile_size,
+    )  # fmt: skip
     k_cmp, _ = _named(reference.compress_kv, K, K, compress_block_size, W_k_compress)
     count = min(num_selected_blocks, k_cmp.shape[1]) or num_selected_blocks
     scale, options = softmax_scale, {"causal": causal, "q_tile_size": q_tile_size, "mode": "mslk"}
@@ -384,7 +403,10 @@ def compute_block_indices_reference(
 
 def _cuts(cu_seqlens: Any, step: Callable[[int], int]) -> np.ndarray:
     """Where each sequence's rows begin, when a sequence of n tokens has step(n) of them."""
-    lengths = [int(b) - int(a) for a, b in pairwise(_arrays.integers(cu_seqlens, "cu_seqlens"))]
+    sums = _arrays.integers(cu_seqlens, "cu_seqlens")
+    if sums.ndim != 1 or sums.size == 0 or sums[0] != 0 or (np.diff(sums) < 0).any():
+        raise ValueError(f"cu_seqlens: expected numbers rising from 0, got {shown(sums.tolist())}")
+    lengths = [int(b) - int(a) for a, b in pairwise(sums)]
     return np.cumsum([0, *map(step, lengths)])
 
 
@@ -398,8 +420,13 @@ def _stack(rows: Any, cuts: np.ndarray, fill: int) -> Any:
     return stacked
 
 
-def _unstack(stacked: Any, cuts: np.ndarray) -> Any:
+def _unstack(stacked: Any, name: str, cuts: np.ndarray) -> Any:
     """The way back."""
+    shape, sequences, most = _arrays.shape_of(stacked), len(cuts) - 1, int(np.diff(cuts).max(initial=0))
+    if len(shape) != 4 or shape[0] != sequences or shape[1] < most:
+        raise ValueError(f"{name}: expected shape ({sequences} sequences, {most} or more blocks, H, D), got {shape}")
+    if _arrays.family_of(stacked) is not _arrays.TORCH:
+        stacked = _arrays.array(stacked, name, "an array")
     parts = [stacked[n, : b - a] for n, (a, b) in enumerate(pairwise(cuts))]
     parts = parts or [stacked.reshape((0, *stacked.shape[2:]))]  # there are no sequences
     if _arrays.family_of(stacked) is _arrays.TORCH:
@@ -482,7 +509,8 @@ def fused_compress_kv(
     if cu_seqlens is None:
         return compress_kv(K, V, block_size, W_k, W_v)
     packed = _named(_compress_kv, K, V, block_size, W_k, W_v, cu_seqlens=cu_seqlens)
-    cuts = _cuts(cu_seqlens, lambda n: n // block_size)
+    size = number(block_size, "block_size")
+    cuts = _cuts(cu_seqlens, lambda n: n // size)
     return _stack(packed[0], cuts, 0), _stack(packed[1], cuts, 0)
 
 
@@ -518,12 +546,19 @@ def fused_compress_kv_backward(
     """
     if cu_seqlens is None:
         return _named(_compress_kv_backward, dK_cmp, dV_cmp, K, V, block_size, W_k, W_v)
-    cuts = _cuts(cu_seqlens, lambda n: n // block_size)
-    packed = _unstack(dK_cmp, cuts), _unstack(dV_cmp, cuts)
+    size = number(block_size, "block_size")
+    cuts = _cuts(cu_seqlens, lambda n: n // size)
+    packed = _unstack(dK_cmp, "dK_cmp", cuts), _unstack(dV_cmp, "dV_cmp", cuts)
     return _named(_compress_kv_backward, *packed, K, V, block_size, W_k, W_v, cu_seqlens=cu_seqlens)
 
 
 # ---- Selection --------------------------------------------------------------------------------------------------------
+
+
+def _places(num_selected_blocks: Any, k_cmp: Any) -> int:
+    """Places of a list: no more than there are blocks."""
+    wanted, shape = number(num_selected_blocks, "num_selected_blocks"), _arrays.shape_of(k_cmp)
+    return min(wanted, shape[1]) or wanted if len(shape) > 1 else wanted
 
 
 def score_and_select_blocks(
@@ -571,7 +606,7 @@ def score_and_select_blocks(
     >>> mslk.score_and_select_blocks(Q, K_cmp, 2, 2, q_tile_size=4)[0, 0].tolist()
     [[0, 1], [1, 3]]
     """
-    count = min(num_selected_blocks, K_cmp.shape[1]) or num_selected_blocks
+    count = _places(num_selected_blocks, K_cmp)
     chosen = _named(
         _score_and_select_blocks, Q, K_cmp, count, compress_block_size, causal=causal, q_tile_size=q_tile_size, scale=softmax_scale,
         mode="mslk",
@@ -626,13 +661,14 @@ def fused_score_and_select_blocks(
     """
     if cu_seqlens is None:
         return score_and_select_blocks(Q, K_cmp, num_selected_blocks, compress_block_size, causal, q_tile_size, softmax_scale)
-    packed = _unstack(K_cmp, _cuts(cu_seqlens, lambda n: n // compress_block_size))
-    count = min(num_selected_blocks, K_cmp.shape[1]) or num_selected_blocks
+    size, tile = number(compress_block_size, "compress_block_size"), number(q_tile_size, "q_tile_size")
+    packed = _unstack(K_cmp, "K_cmp", _cuts(cu_seqlens, lambda n: n // size))
+    count = _places(num_selected_blocks, K_cmp)
     chosen = _named(
         _score_and_select_blocks, Q, packed, count, compress_block_size, causal=causal, q_tile_size=q_tile_size, scale=softmax_scale,
         mode="mslk", cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    stacked = _stack(chosen.swapaxes(0, 1), _cuts(cu_seqlens, lambda n: -(-n // q_tile_size)), -1).swapaxes(1, 2)
+    stacked = _stack(chosen.swapaxes(0, 1), _cuts(cu_seqlens, lambda n: -(-n // tile)), -1).swapaxes(1, 2)
     return _arrays.as_kind_of(stacked, Q)
 
 
@@ -732,7 +768,10 @@ def fused_gate_and_combine(Q: Any, O_cmp: Any, O_slc: Any, O_sld: Any, gate_proj
     >>> mslk.fused_gate_and_combine(x, x, 2 * x, 4 * x, np.zeros((1, 3, 2), np.float32)).tolist()
     [[[3.5, 3.5]]]
     """
-    return gate_and_combine(O_cmp, O_slc, O_sld, compute_gates(Q, gate_proj_weight))
+    gates, shape, expected = compute_gates(Q, gate_proj_weight), _arrays.shape_of(Q), _arrays.shape_of(O_cmp)
+    if len(expected) in (3, 4) and shape[:-1] != expected[:-1]:
+        raise ValueError(f"Q: expected the tokens and heads of O_cmp {expected}, got {shape}")
+    return gate_and_combine(O_cmp, O_slc, O_sld, gates)
 
 
 def fused_gating_backward(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .. import _arrays
-from .._sentences import renamed
+from .._sentences import renamed, shown
 from ..block_sparse import block_sparse_attention
 
 __all__ = ["blitz_sparse_attention"]
@@ -39,22 +39,35 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(query: Any, key: Any, layout: str) -> _Sizes:
-    """Batch and lengths; whether the ranks are right is for the core to say, so odd ones give zeros."""
-    for name, x in (("query", query), ("key", key)):
-        if not hasattr(x, "shape"):
-            raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
-    rank = 3 if layout in ("BSH", "TND") else 4
-    if len(query.shape) != rank or len(key.shape) != rank:
+    """Batch and lengths; whether these are arrays, and of the right rank, is for the core to say, so odd ones give zeros."""
+    rank, q_shape, kv_shape = 3 if layout in ("BSH", "TND") else 4, _arrays.shape_of(query), _arrays.shape_of(key)
+    if len(q_shape) != rank or len(kv_shape) != rank:
         return _Sizes(0, 0, 0)
+    if layout != "TND" and q_shape[0] != kv_shape[0]:
+        raise ValueError(f"key: expected the {q_shape[0]} batch entries of query, got shape {kv_shape}")
     token_axis = 0 if layout == "TND" else 2 if layout.startswith("BNSD") else 1
-    return _Sizes(query.shape[0], query.shape[token_axis], key.shape[token_axis])
+    return _Sizes(q_shape[0], q_shape[token_axis], kv_shape[token_axis])
+
+
+def _sums(value: Any, name: str) -> list[int]:
+    """Upstream's cumulative sums of lengths, with the 0 that they leave out."""
+    if value is None:
+        raise ValueError(f"{name}: expected cumulative sums of lengths with layout TND, got None")
+    return [0, *_list(value, name)]
+
+
+def _list(value: Any, name: str) -> list[int]:
+    numbers = _arrays.integers(value, name)
+    if numbers.ndim != 1:
+        raise ValueError(f"{name}: expected one axis, got shape {numbers.shape}")
+    return numbers.tolist()
 
 
 def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
     """Upstream's rule: one length holds for the whole batch, else the first ones count."""
     if value is None:
         return None
-    lengths = [int(n) for n in value]
+    lengths = _list(value, name)
     if len(lengths) == 1:
         return lengths * batch
     if len(lengths) < batch:
@@ -94,16 +107,18 @@ def _token_rules(
     return {}
 
 
-def _check_mode(sparse_mode: int, atten_mask: Any) -> int:
+def _check_mode(sparse_mode: Any, atten_mask: Any) -> int:
     """The mode without its precision; refuses what only a full mask could say."""
+    sparse_mode = 0 if sparse_mode is None else _arrays.integer(sparse_mode, "sparse_mode")
     mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 more asks for high precision, which is all there is
     if not 0 <= mode <= 4:
         raise ValueError(f"sparse_mode: expected 0 to 4 or 10 to 14, got {sparse_mode}")
     if mode == 1:
         raise ValueError("sparse_mode: expected 0, 2, 3 or 4, got 1, which needs a full mask: list the blocks in sabi instead")
     if atten_mask is not None:
-        if _arrays.dtype_name(getattr(atten_mask, "dtype", type(atten_mask))) not in ("bool", "bool_"):
-            raise TypeError(f"atten_mask: expected a bool array, got {getattr(atten_mask, 'dtype', type(atten_mask).__name__)}")
+        dtype = getattr(atten_mask, "dtype", type(atten_mask))
+        if _arrays.dtype_name(dtype, "atten_mask") not in ("bool", "bool_"):
+            raise TypeError(f"atten_mask: expected a bool array, got {_arrays.dtype_name(dtype, 'atten_mask')}")
         if mode == 0:
             raise ValueError(
                 "atten_mask: expected None with sparse_mode 0, got a mask: list blocks in sabi, which blitz_attn.sabi.from_token_mask "
@@ -113,10 +128,10 @@ def _check_mode(sparse_mode: int, atten_mask: Any) -> int:
 
 
 def _check_block_shape(block_shape: Any) -> tuple[int, int]:
-    shape = tuple(int(n) for n in block_shape)
+    shape = _list(block_shape, "block_shape")
     if len(shape) != 2 or any(n not in _BLOCK_SIZES for n in shape):
-        raise ValueError(f"block_shape: expected two of {_BLOCK_SIZES}, got {list(shape)} (blitz_attn.block_sparse_attention takes any)")
-    return shape
+        raise ValueError(f"block_shape: expected two of {_BLOCK_SIZES}, got {shown(shape)} (blitz_attn.block_sparse_attention takes any)")
+    return shape[0], shape[1]
 
 
 def blitz_sparse_attention(
@@ -200,33 +215,30 @@ def blitz_sparse_attention(
     >>> bool(np.abs(attention_out - exact).max() < 1e-5), bool(np.abs(softmax_lse - exact_lse).max() < 1e-5)
     (True, True)
     """
-    layout = "BSH" if input_layout is None else input_layout
-    if layout not in _LAYOUTS:
-        raise ValueError(f"input_layout: expected one of {', '.join(_LAYOUTS)}, got {layout!r}")
-    mode = _check_mode(sparse_mode or 0, atten_mask)
+    layout = "BSH" if input_layout is None else _arrays.choice(input_layout, "input_layout", _LAYOUTS)
+    mode = _check_mode(sparse_mode, atten_mask)
     shape = _check_block_shape((128, 128) if block_shape is None else block_shape)
     sizes = _sizes(query, key, layout)
     ragged = layout == "TND"
-    want_lse = bool(softmax_lse_flag) and not ragged
+    want_lse = softmax_lse_flag is not None and _arrays.flag(softmax_lse_flag, "softmax_lse_flag") and not ragged
 
     options: dict[str, Any] = {"block_shape": shape, "scale": 1.0 if scale_value is None else scale_value}
     options["num_heads"] = 1 if num_heads is None and layout == "BSH" else num_heads
-    options["num_kv_heads"] = num_key_value_heads or None
+    kv_heads = 0 if num_key_value_heads is None else _arrays.integer(num_key_value_heads, "num_key_value_heads")
+    options["num_kv_heads"] = kv_heads or None  # upstream's 0: as many as of queries
     q_lens = kv_lens = None
     if ragged:
-        for name, sums in (("actual_seq_lengths", actual_seq_lengths), ("actual_seq_lengths_kv", actual_seq_lengths_kv)):
-            if sums is None:
-                raise ValueError(f"{name}: expected cumulative sums of lengths with layout TND, got None")
-        options |= {"cu_seqlens_q": [0, *actual_seq_lengths], "cu_seqlens_kv": [0, *actual_seq_lengths_kv]}
+        options["cu_seqlens_q"] = _sums(actual_seq_lengths, "actual_seq_lengths")
+        options["cu_seqlens_kv"] = _sums(actual_seq_lengths_kv, "actual_seq_lengths_kv")
     else:
         q_lens = _lengths(actual_seq_lengths, "actual_seq_lengths", sizes.batch)
         kv_lens = _lengths(actual_seq_lengths_kv, "actual_seq_lengths_kv", sizes.batch)
         options |= {"q_lens": q_lens, "kv_lens": kv_lens}
-    options |= _token_rules(
-        mode, layout, sizes, q_lens, kv_lens, _NO_BOUND if pre_tokens is None else pre_tokens, 0 if next_tokens is None else next_tokens
-    )
-    if sabi is not None and len(getattr(sabi, "shape", ())) == 3:
-        sabi = sabi[None]
+    before = _NO_BOUND if pre_tokens is None else _arrays.integer(pre_tokens, "pre_tokens")
+    after = 0 if next_tokens is None else _arrays.integer(next_tokens, "next_tokens")
+    options |= _token_rules(mode, layout, sizes, q_lens, kv_lens, before, after)
+    if len(_arrays.shape_of(sabi)) == 3:
+        sabi = _arrays.host(sabi, "sabi")[0][None]
 
     try:
         result = block_sparse_attention(query, key, value, sabi, layout=layout.partition("_")[0], return_lse=want_lse, **options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+from .._arrays import flag
 from ..block_sparse import block_sparse_attention as _attend
 from ..block_sparse import block_sparse_attention_backward as _attend_backward
 from ..nsa import nsa as _nsa
@@ -33,6 +34,8 @@ def _expect_tensors(**arguments: Any) -> None:
     for name, x in arguments.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.device.type != "cpu":
+            raise TypeError(f"{name}: expected a dense tensor in CPU memory, got one of layout {x.layout} on {x.device}")
 
 
 class _Functions(NamedTuple):
@@ -179,6 +182,7 @@ def block_sparse_attention(
         "num_threads": num_threads,
     }
     _expect_tensors(q=q, k=k, v=v)
+    return_lse = flag(return_lse, "return_lse")
     out, lse = _functions().block_sparse_attention.apply(q, k, v, sabi, options)
     return (out, lse) if return_lse else out
 

@@ -14,7 +14,7 @@ static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout 
     const char *axes = layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)";
     const bool fits = q_dtype == BA_FLOAT64 ? t->dtype == BA_FLOAT64 : t->dtype != BA_FLOAT64 && (ba_is_float(t->dtype) || is_quantised(t->dtype));
     if (!fits)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected %s under %s queries, got %s", name,
+        return ba_fail(BA_ERROR_TYPE, "%s: expected %s under a %s q, got %s", name,
                        q_dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q_dtype),
                        ba_dtype_name(t->dtype));
     if (t->ndim != 4) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);

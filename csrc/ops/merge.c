@@ -49,7 +49,8 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
         if (o->dims[3] > 1 && o->strides[3] != 1)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, o->strides[3]);
         snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
-        BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0]", first->dtype == BA_FLOAT64 ? "with float64 outs" : "with these outs"));
+        const char *with = first->dtype == BA_FLOAT64 ? "with outs[0] of float64" : "with outs[0] of 32 bits or fewer";
+        BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0]", with));
     }
     BA_TRY(ba_check_places("out", out));
     BA_TRY(ba_check_places("lse", lse));

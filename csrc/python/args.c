@@ -21,17 +21,30 @@ static int fail_kind(const char *name, const char *expected, PyObject *object) {
     return -1;
 }
 
-/* Turns the exception that an exporter raised into a ValueError that names the argument, and chains it. What is no fault of
- * the argument (an interrupt, no memory) passes through. */
-static int fail_unreadable(const char *name, PyObject *object) {
+/* The first line of an exception's text, for a sentence that quotes it. */
+static PyObject *first_line(PyObject *exception) {
+    PyObject *text = PyObject_Str(exception);
+    PyObject *lines = text != NULL ? PyUnicode_Splitlines(text, 0) : NULL;
+    Py_XDECREF(text);
+    PyObject *line = NULL;
+    if (lines != NULL && PyList_Size(lines) > 0) line = Py_NewRef(PyList_GetItem(lines, 0));
+    Py_XDECREF(lines);
+    PyErr_Clear(); /* an exception without a text of its own is told by its type alone */
+    return line != NULL ? line : PyType_GetName(Py_TYPE(exception));
+}
+
+/* Turns the exception that one of the object's own methods raised into a ValueError that names the argument, and chains it. What is no
+ * fault of the argument (an interrupt, no memory) passes through. */
+static int fail_refusing(const char *name, const char *expected, PyObject *object) {
     if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
     PyObject *type, *cause, *traceback;
     PyErr_Fetch(&type, &cause, &traceback);
     PyErr_NormalizeException(&type, &cause, &traceback);
     if (traceback != NULL) PyException_SetTraceback(cause, traceback);
     PyObject *object_type = PyType_GetName(Py_TYPE(object));
-    if (object_type != NULL)
-        PyErr_Format(PyExc_ValueError, "%s: expected an array whose memory can be read, got %U that refuses: %S", name, object_type, cause);
+    PyObject *why = object_type != NULL ? first_line(cause) : NULL;
+    if (why != NULL) PyErr_Format(PyExc_ValueError, "%s: expected %s, got %U that refuses: %U", name, expected, object_type, why);
+    Py_XDECREF(why);
     Py_XDECREF(object_type);
     Py_XDECREF(type);
     Py_XDECREF(traceback);
@@ -43,6 +56,8 @@ static int fail_unreadable(const char *name, PyObject *object) {
     PyErr_Restore(new_type, error, new_traceback);
     return -1;
 }
+
+static int fail_unreadable(const char *name, PyObject *object) { return fail_refusing(name, "an array whose memory can be read", object); }
 
 int arg_check(ba_status status) {
     switch (status) {
@@ -121,6 +136,17 @@ static void read_format(const char *format, raw_array *raw) {
 static int check_rank(const char *name, int64_t ndim) {
     if (ndim >= 0 && ndim <= BA_MAX_DIMS) return 0;
     return fail(PyExc_ValueError, "%s: expected at most %d dimensions, got %lld", name, BA_MAX_DIMS, (long long)ndim);
+}
+
+/* Sizes that no array has are refused before anything is computed from them. */
+static int check_dims(const char *name, const raw_array *raw) {
+    int64_t bytes = raw->size;
+    for (int i = 0; i < raw->ndim; i++) {
+        const int64_t dim = raw->dims[i];
+        if (dim < 0 || __builtin_mul_overflow(bytes, dim > 1 ? dim : 1, &bytes))
+            return fail(PyExc_ValueError, "%s: expected dimensions of fewer than 2^63 bytes, got %lld on axis %d", name, (long long)dim, i);
+    }
+    return 0;
 }
 
 static int read_view(arg_array *array, raw_array *raw) {
@@ -303,13 +329,11 @@ static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bo
     tensor->dtype = dtype;
     tensor->ndim = raw->ndim;
 
+    if (check_dims(array->name, raw) < 0) return -1;
     bool empty = false;
-    int64_t bytes = raw->size;
     for (int i = 0; i < raw->ndim; i++) {
-        const int64_t dim = tensor->dims[i] = raw->dims[i];
-        empty |= dim == 0;
-        if (dim < 0 || __builtin_mul_overflow(bytes, dim > 1 ? dim : 1, &bytes))
-            return fail(PyExc_ValueError, "%s: expected dimensions of fewer than 2^63 bytes, got %lld on axis %d", array->name, (long long)dim, i);
+        tensor->dims[i] = raw->dims[i];
+        empty |= raw->dims[i] == 0;
     }
 
     int64_t below = 0, above = raw->size, compact = 1;
@@ -448,13 +472,19 @@ static bool is_sequence(PyObject *object) {
 static int read_int64(PyObject *object, const char *name, const char *expected, int64_t *value) {
     PyObject *index = PyNumber_Index(object);
     if (index == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return fail_refusing(name, expected, object);
         PyErr_Clear();
         return fail_kind(name, expected, object);
     }
     int overflow = 0;
     const long long result = PyLong_AsLongLongAndOverflow(index, &overflow);
-    if (overflow != 0) fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got %R", name, index);
+    if (overflow != 0) {
+        PyObject *digits = PyObject_Str(index);
+        PyErr_Clear(); /* of more digits than Python writes */
+        if (digits != NULL) fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got %U", name, digits);
+        else fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got a larger one", name);
+        Py_XDECREF(digits);
+    }
     Py_DECREF(index);
     if (overflow != 0 || (result == -1 && PyErr_Occurred())) return -1;
     *value = result;
@@ -481,13 +511,14 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
 }
 
 int arg_double(PyObject *object, const char *name, double *value) {
+    if (PyComplex_Check(object)) return fail_kind(name, "a number", object); /* NumPy's would lose a part */
     *value = PyFloat_AsDouble(object);
     if (*value != -1.0 || !PyErr_Occurred()) return 0;
-    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+    if (PyLong_Check(object) && PyErr_ExceptionMatches(PyExc_OverflowError)) {
         PyErr_Clear();
         return fail(PyExc_ValueError, "%s: expected a finite number, got an integer beyond a double's range", name);
     }
-    if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) return -1;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) return fail_refusing(name, "a number", object);
     PyErr_Clear();
     return fail_kind(name, "a number", object);
 }
@@ -495,13 +526,15 @@ int arg_double(PyObject *object, const char *name, double *value) {
 int arg_flag(PyObject *object, const char *name, int *value) {
     if (object == Py_None || PySequence_Check(object)) return fail_kind(name, "True or False", object);
     *value = PyObject_IsTrue(object);
-    return *value < 0 ? fail_unreadable(name, object) : 0;
+    return *value < 0 ? fail_refusing(name, "True or False", object) : 0;
 }
 
 int arg_text(PyObject *object, const char *name, const char **value) {
     if (!PyUnicode_Check(object)) return fail_kind(name, "a string", object);
-    *value = PyUnicode_AsUTF8AndSize(object, NULL);
-    return *value == NULL ? -1 : 0;
+    Py_ssize_t size;
+    *value = PyUnicode_AsUTF8AndSize(object, &size);
+    if (*value == NULL) return fail_refusing(name, "a string", object);
+    return strlen(*value) == (size_t)size ? 0 : fail(PyExc_ValueError, "%s: expected a string without null characters, got %R", name, object);
 }
 
 int arg_threads(PyObject *object, const char *name, int *value) {
@@ -566,7 +599,8 @@ int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value
 /* ---- Lists of lengths -------------------------------------------------------------------------------------- */
 
 static int allocate_list(arg_list *list, Py_ssize_t count) {
-    list->values = PyMem_Malloc((size_t)(count > 0 ? count : 1) * sizeof *list->values);
+    const bool fits = count <= PY_SSIZE_T_MAX / (Py_ssize_t)sizeof *list->values; /* a view may repeat a byte 2^62 times */
+    list->values = fits ? PyMem_Malloc((size_t)(count > 0 ? count : 1) * sizeof *list->values) : NULL;
     list->count = count;
     if (list->values != NULL) return 0;
     PyErr_NoMemory();
@@ -602,7 +636,9 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
     raw_array raw;
     int status = hold_raw(state, object, name, &array, &raw);
     if (status == 0 && raw.swapped) status = fail_elements(object, &array, "native byte order", "");
-    if (status == 0 && raw.kind != KIND_INT && raw.kind != KIND_UINT) status = fail_elements(object, &array, "integers", "");
+    const bool is_integer = (raw.kind == KIND_INT || raw.kind == KIND_UINT) && (raw.size == 1 || raw.size == 2 || raw.size == 4 || raw.size == 8);
+    if (status == 0 && !is_integer) status = fail_elements(object, &array, "integers", "");
+    if (status == 0) status = check_dims(name, &raw);
     if (status == 0 && raw.ndim != ndim)
         status = fail(PyExc_ValueError, "%s: expected %d dimension%s, got %d", name, ndim, ndim == 1 ? "" : "s", raw.ndim);
     const int64_t rows = status == 0 && ndim == 2 ? raw.dims[0] : 1, columns = status == 0 ? raw.dims[ndim - 1] : 0;
@@ -636,6 +672,7 @@ int arg_lengths(module_state *state, PyObject *object, const char *name, arg_lis
     list->values = NULL;
     list->count = 0;
     if (object == Py_None) return 0;
+    if (PyBytes_Check(object) || PyByteArray_Check(object)) return fail_kind(name, "a sequence of integers", object); /* text, not lengths */
     if (PyObject_CheckBuffer(object) || PyObject_HasAttr(object, state->dlpack_method)) return read_array_list(state, object, name, 1, NULL, list);
     if (!is_sequence(object)) return fail_kind(name, "a sequence of integers", object);
     const Py_ssize_t count = PySequence_Size(object);

@@ -309,6 +309,40 @@ done:
     return result;
 }
 
+/* ---- Arguments that Python looks at itself ------------------------------------------------------------------ */
+
+static const char *const read_names[] = {"value", "name"};
+
+PyObject *py_read_integer(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = read_names;
+    (void)module;
+    SORT_ARGUMENTS(read_integer, 2, 2);
+    const char *name;
+    int64_t value;
+    if (arg_text(values[1], "name", &name) < 0 || arg_int64(values[0], name, &value) < 0) return NULL;
+    return PyLong_FromLongLong(value);
+}
+
+PyObject *py_read_number(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = read_names;
+    (void)module;
+    SORT_ARGUMENTS(read_number, 2, 2);
+    const char *name;
+    double value;
+    if (arg_text(values[1], "name", &name) < 0 || arg_double(values[0], name, &value) < 0) return NULL;
+    return PyFloat_FromDouble(value);
+}
+
+PyObject *py_read_flag(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = read_names;
+    (void)module;
+    SORT_ARGUMENTS(read_flag, 2, 2);
+    const char *name;
+    int value;
+    if (arg_text(values[1], "name", &name) < 0 || arg_flag(values[0], name, &value) < 0) return NULL;
+    return PyBool_FromLong(value);
+}
+
 /* ---- Threads and instruction sets -------------------------------------------------------------------------- */
 
 PyObject *py_get_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {

@@ -19,6 +19,7 @@ import traceback
 from multiprocessing import shared_memory
 from typing import Any, NamedTuple
 
+from . import calls
 from .draw import Discard, Draw, bucket
 from .problems import REGISTRY, load
 
@@ -169,19 +170,21 @@ def replay(text: str) -> int:
 
 
 class Tally:
-    """Problems by operation, and which pairs of options have met."""
+    """Problems and calls of the package by operation, and which pairs of options have met."""
 
     def __init__(self) -> None:
         self.passed: collections.Counter[str] = collections.Counter()
         self.discarded: collections.Counter[str] = collections.Counter()
+        self.calls: collections.Counter[str] = collections.Counter()  # of problems that passed
         self.values: dict[str, dict[str, set[str]]] = collections.defaultdict(lambda: collections.defaultdict(set))
         self.pairs: dict[str, set[tuple[str, str, str, str]]] = collections.defaultdict(set)
 
-    def count(self, name: str, draw: Draw, outcome: Outcome) -> None:
+    def count(self, name: str, draw: Draw, outcome: Outcome, made: int) -> None:
         if outcome.kind != "passed":
             self.discarded[name] += outcome.kind == "discarded"
             return
         self.passed[name] += 1
+        self.calls[name] += made
         if self.passed[name] > 2000 and self.passed[name] % 16:
             return  # pairs are counted for a sample: it costs as much as a small problem
         met = [(key, bucket(key, value, draw.bounds)) for key, value in draw.options.items() if "[" not in key and not key.endswith(".details")]
@@ -191,9 +194,10 @@ class Tally:
         for (a, x), (b, y) in itertools.combinations(met, 2):
             pairs.add((a, x, b, y))
 
-    def add(self, passed: Any, discarded: Any, values: Any, pairs: Any) -> None:
+    def add(self, passed: Any, discarded: Any, made: Any, values: Any, pairs: Any) -> None:
         self.passed += passed
         self.discarded += discarded
+        self.calls += made
         for name, options in values.items():
             for key, seen in options.items():
                 self.values[name][key] |= seen
@@ -202,8 +206,8 @@ class Tally:
 
     def take(self) -> tuple[Any, ...]:
         """What was counted since the last time, in plain containers."""
-        state = self.passed, self.discarded, {n: dict(v) for n, v in self.values.items()}, dict(self.pairs)
-        self.passed, self.discarded = collections.Counter(), collections.Counter()
+        state = self.passed, self.discarded, self.calls, {n: dict(v) for n, v in self.values.items()}, dict(self.pairs)
+        self.passed, self.discarded, self.calls = collections.Counter(), collections.Counter(), collections.Counter()
         self.values = collections.defaultdict(lambda: collections.defaultdict(set))
         self.pairs = collections.defaultdict(set)
         return state
@@ -234,9 +238,9 @@ def _work(seed: int, first: int, step: int, only: list[str], cell: str, pipe: An
         name = names[int(np.random.default_rng([seed, index]).choice(len(names), p=weights))]
         problem_seed = seed * 10**9 + index
         struct.pack_into("qq", memory.buf, 0, index, names.index(name))
-        draw = Draw(problem_seed)
+        draw, before = Draw(problem_seed), calls.made()
         outcome = run_one(name, draw)
-        tally.count(name, draw, outcome)
+        tally.count(name, draw, outcome, calls.made() - before)
         if outcome.kind not in ("passed", "discarded"):
             pipe.send(("failure", name, problem_seed, outcome))
         if time.monotonic() - reported > REPORT_SECONDS:
@@ -295,12 +299,12 @@ def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool =
         for worker in workers:
             worker.close()
     took = time.monotonic() - started
-    print(f"{'operation':40}{'problems':>10}{'a second':>10}{'discarded':>11}{'pairs met':>11}")
+    print(f"{'operation':40}{'problems':>10}{'a second':>10}{'calls':>10}{'discarded':>11}{'pairs met':>11}")
     for name in names:
         n = tally.passed[name]
-        print(f"{name:40}{n:10}{n / took:10.1f}{tally.discarded[name]:11}{tally.coverage(name):11.1%}")
+        print(f"{name:40}{n:10}{n / took:10.1f}{tally.calls[name]:10}{tally.discarded[name]:11}{tally.coverage(name):11.1%}")
     total = sum(tally.passed.values())
-    print(f"{'all':40}{total:10}{total / took:10.1f}{sum(tally.discarded.values()):11}")
+    print(f"{'all':40}{total:10}{total / took:10.1f}{sum(tally.calls.values()):10}{sum(tally.discarded.values()):11}")
     for name, problem_seed, outcome, count, when in failures.values():
         print(f"\nfailure after {when - started:.1f} s, {count} times: {name}: {outcome.kind}\n{outcome.text}")
         best, last = ({}, outcome) if stop else shrink(name, problem_seed, {}, outcome)

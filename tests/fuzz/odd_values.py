@@ -10,18 +10,23 @@ import collections
 import ctypes
 import decimal
 import fractions
+import functools
 import io
 import itertools
 import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from exporters import COMPLEX, CUDA, Dlpack, NotACapsule, StoppedDlpack, released_view
+from exporters import COMPLEX, CUDA, NotACapsule, StoppedDlpack, released_view
+from exporters import Dlpack as _Dlpack
 
 from .arrays import HAS_ML_DTYPES, HAS_TORCH
+
+Dlpack = functools.partial(_Dlpack, deletes=False)
 
 # ---- Objects whose methods raise, lie or return another kind ------------------------------------------------------
 
@@ -141,7 +146,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 _INTEGERS = {
     "0": 0, "1": 1, "-1": -1, "2": 2, "-2": -2, "3": 3, "65535": 65535, "2**15": 2**15, "2**31-1": 2**31 - 1, "2**31": 2**31, "2**32": 2**32,
     "2**33+1": 2**33 + 1, "2**40": 2**40, "2**53+1": 2**53 + 1, "2**62": 2**62, "2**63-1": 2**63 - 1, "2**63": 2**63, "2**64": 2**64,
-    "2**64+2": 2**64 + 2, "-2**31": -(2**31), "-2**63": -(2**63), "-2**63-1": -(2**63) - 1, "10**400": 10**400,
+    "2**64+2": 2**64 + 2, "-2**31": -(2**31), "-2**63": -(2**63), "-2**63-1": -(2**63) - 1, "10**400": 10**400, "10**5000": 10**5000,
 }  # fmt: skip
 _FLOATS = {
     "0.0": 0.0, "-0.0": -0.0, "0.5": 0.5, "2.0": 2.0, "-1.5": -1.5, "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"),
@@ -263,7 +268,8 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "empty 3-d": lambda: np.zeros((2, 0, 4), np.float32),
     "empty 4-d": lambda: np.zeros((1, 2, 0, 8), np.float32),
     "empty rows": lambda: np.zeros((1, 1, 2, 0), np.int32),
-    "empty huge": lambda: as_strided(np.zeros(1, np.float32), (2**29, 0, 2**29, 8), (0, 0, 0, 4)),
+    "empty huge": lambda: as_strided(np.zeros(1, np.float32), (2**28, 0, 2**29, 8), (0, 0, 0, 4)),
+    "huge bytes": lambda: as_strided(np.zeros(1, np.int8), (2**62,), (0,)),
     "huge": lambda: as_strided(np.zeros(8, np.float32), (2**20, 2**10, 2**20, 8), (0, 0, 0, 4)),
     "huge ints": lambda: as_strided(np.zeros(1, np.int32), (2**40,), (0,)),
     "huge lists": lambda: as_strided(np.zeros(1, np.int32), (2**20, 2**20, 2, 1), (0, 0, 0, 4)),
@@ -312,7 +318,7 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "dlpack of CUDA": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), device_type=CUDA),
     "dlpack complex": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), code=COMPLEX),
     "dlpack with lanes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), lanes=4),
-    "dlpack of 6 axes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), ndim=6),
+    "dlpack of 6 axes": lambda: Dlpack(np.zeros((1, 1, 1, 2, 16, 8), np.float32)),
     "dlpack of -1 axes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), ndim=-1),
     "dlpack of a negative size": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), shape=(1, 2, -16, 8)),
     "dlpack of a huge size": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), shape=(2**40, 2**40, 16, 8)),
@@ -347,6 +353,11 @@ if HAS_TORCH:
 
         return tensor
 
+    def _quantised(torch: Any) -> Any:
+        with warnings.catch_warnings():  # of being out of fashion
+            warnings.simplefilter("ignore")
+            return torch.quantize_per_tensor(torch.zeros(2, 2), 0.1, 0, torch.qint8)
+
     ARRAYS |= {
         "torch": _torch(lambda t: t.zeros(1, 2, 16, 8)),
         "torch bfloat16": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.bfloat16)),
@@ -364,7 +375,7 @@ if HAS_TORCH:
         "torch expanded": _torch(lambda t: t.zeros(1, 1, 1, 8).expand(1, 2, 16, 8)),
         "torch transposed": _torch(lambda t: t.zeros(1, 2, 8, 16).transpose(2, 3)),
         "torch empty": _torch(lambda t: t.zeros(0)),
-        "torch quantised": _torch(lambda t: t.quantize_per_tensor(t.zeros(2, 2), 0.1, 0, t.qint8)),
+        "torch quantised": _torch(_quantised),
         "torch nested list": _torch(lambda t: [t.zeros(1, 2, 16, 8), t.zeros(1, 2, 16)]),
         "a torch dtype": _torch(lambda t: t.float16),
         "a torch layout": _torch(lambda t: t.strided),
@@ -511,4 +522,8 @@ def is_huge(name: str) -> bool:
 
 
 # What could be right nowhere but as text, a dtype or an option that is only looked at for truth: a refusal has to name the argument.
-ALIEN = frozenset(OBJECTS) | {"dict", "empty dict", "set", "complex", "bytes"}
+# Objects that are right arrays, numbers or sequences in all but their class are none of these.
+ALIEN = (frozenset(OBJECTS) - {"array gives an array", "index gives 2", "lt raises", "float gives 0.5", "a range", "a deque"}) | {"dict", "empty dict", "set", "complex", "bytes"}
+
+# Items without end, which NumPy follows until it has no memory.
+ENDLESS = frozenset(name for name in OBJECTS if name.startswith(("len ", "getitem gives ")))

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from . import calls
 from .draw import Draw
 
 MODULES = (
@@ -52,6 +53,7 @@ def problem(name: str, weight: float = 1.0) -> Callable[[Callable[[Draw], None]]
 
 
 def load() -> dict[str, Problem]:
+    calls.count()
     for module in MODULES:
         importlib.import_module(f"{__package__}.{module}")
     return REGISTRY
