@@ -6,7 +6,7 @@
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers. For developers: bench-record, bench-compare, build,
-# checkkernels, check-emulated, check-neon, lint, format, asan, tsan, faults, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
+# checkkernels, check-emulated, check-neon, lint, format, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format asan tsan faults coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -116,7 +116,8 @@ format:
 # (core/guard.h), and memory and threads fail on request (core/faults.h): faults runs the tests of that alone.
 asan faults: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -fno-wrapv -g -fno-omit-frame-pointer -UNDEBUG -DBA_FAULTS -fsanitize=address,undefined -fno-sanitize-recover=all
 asan faults: export CC = gcc
-asan faults: export ASAN_OPTIONS = detect_leaks=0
+# Python itself leaves much behind when it ends, so that tests look for lost memory while it runs.
+asan faults: export ASAN_OPTIONS = detect_leaks=1:leak_check_at_exit=0
 build_asan = "$$python" setup.py -q build --build-base build/asan --build-lib build/asan/lib --build-temp build/asan/temp
 pytest_asan = cd build/asan && PYTHONPATH="$(CURDIR)/build/asan/lib" PYTHONMALLOC=malloc \
   LD_PRELOAD="$(call sanitizer,asan) $(call sanitizer,ubsan)" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. $(1) $(ARGS)
@@ -127,6 +128,11 @@ asan:
 
 faults:
 	@$(call find_python) $(build_asan) && $(call pytest_asan,../../tests/test_faults.py)
+
+# A million calls of every operation, and as many refused ones: memory must not grow. tests/test_memory.py makes a thousand.
+CALLS = 1000000
+growth: build
+	@$(call find_python) PYTHONPATH=.:tests "$$python" tests/growth.py --calls $(CALLS) $(ARGS)
 
 # Several callers of several operations at once, under ThreadSanitizer. One level is enough: what may race is no kernel.
 tsan: export BLITZ_ATTN_CFLAGS = -O1 -g -Wno-maybe-uninitialized -fno-omit-frame-pointer -UNDEBUG -DBA_NO_SMALL_CALLS -fsanitize=thread

@@ -7,6 +7,8 @@ import numpy as np
 
 import blitz_attn
 from blitz_attn import nsa, testing
+from blitz_attn.compat import mslk
+from blitz_attn.compat.torch_bsa import blitz_sparse_attention
 
 
 class Operation(NamedTuple):
@@ -92,8 +94,17 @@ def paged(threads):
         "paged_attention, csr": Operation(lambda: op(*case.arrays[:3], csr, sinks=np.ones(4, np.float32), softcap=20.0, **options)),
         "paged_attention, int8": Operation(lambda: op(*coarse.arrays, **coarse.options, **options)),
         "paged_attention, ragged": Operation(lambda: op(*ragged.arrays, window=5, **ragged.options, **options)),
-        "PagedPlan.attention": Operation(lambda: plan.attention(*case.arrays[:3], return_lse=True, out=given), given),
-        "PagedPlan": Operation(lambda: blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 1]).batch),
+        "PagedPlan.attention": Operation(
+            lambda: plan.attention(*case.arrays[:3], return_lse=True, out=given), given, lambda: plan.attention(out[1:], *case.arrays[1:3])
+        ),
+        "PagedPlan.select_attention": Operation(
+            lambda: plan.select_attention(*case.arrays[:3], chosen, counts=counts, return_lse=True, out=given),
+            given,
+            lambda: plan.select_attention(*case.arrays[:3], chosen + 9, counts=counts),
+        ),
+        "PagedPlan": Operation(
+            lambda: blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 1]).batch, refused=lambda: blitz_attn.PagedPlan(csr, page_size=0)
+        ),
         "paged_select_attention": Operation(
             lambda: select(*case.arrays, chosen, counts=counts, return_lse=True, out=given, **options),
             given,
@@ -106,7 +117,7 @@ def paged(threads):
             lambda: append(*new, *quantised, slot_mapping=slots, k_scale=scales[0], v_scale=scales[1]), (*quantised, *scales)
         ),
         "quantize_kv": Operation(lambda: blitz_attn.quantize_kv(new[0], "int8"), refused=lambda: blitz_attn.quantize_kv(new[0], "int9")),
-        "dequantize_kv": Operation(lambda: blitz_attn.dequantize_kv(values, scale)),
+        "dequantize_kv": Operation(lambda: blitz_attn.dequantize_kv(values, scale), refused=lambda: blitz_attn.dequantize_kv(values, scale[1:])),
     }
 
 
@@ -246,9 +257,89 @@ def native(threads):
     }
 
 
-GROUPS = (block_sparse, paged, quest, merging, native)
+# ---- Upstream's interfaces, and the settings ---------------------------------------------------------------------------
+
+
+def compatible(_threads):
+    q, k, v = testing.make_qkv(1, 4, 2, 40, 48, 8, seed=10)
+    rows = [np.ascontiguousarray(x[:, :, :40].transpose(0, 2, 1, 3)) for x in (q, k, v)]
+    rng = np.random.default_rng(11)
+    w_k, w_v, w_gate = ((rng.standard_normal(shape) / 8).astype(np.float32) for shape in ((2, 8, 8), (2, 8, 8), (4, 3, 8)))
+    bsa, sizes, cu = blitz_sparse_attention, (8, 3, 6), np.array([0, 13, 40])
+    packed = [x[0] for x in rows]
+    k_cmp, v_cmp = mslk.compress_kv(*rows[1:], 8, w_k, w_v)
+    packed_cmp, _ = mslk.fused_compress_kv(*packed[1:], 8, cu_seqlens=cu)
+    gates = mslk.compute_gates(rows[0], w_gate)
+    branches = [rng.standard_normal(rows[0].shape).astype(np.float32) for _ in range(3)]
+    options = {"input_layout": "BNSD", "num_heads": 4, "num_key_value_heads": 2, "softmax_lse_flag": True}
+    return {
+        "blitz_sparse_attention": Operation(
+            lambda: bsa(q, k, v, actual_seq_lengths_kv=[41], sparse_mode=2, **options), refused=lambda: bsa(q, k, v, sparse_mode=1, **options)
+        ),
+        "mslk.nsa": Operation(lambda: mslk.nsa(*packed, *sizes, q_tile_size=16, cu_seqlens=cu), refused=lambda: mslk.nsa(*packed, *sizes)),
+        "mslk.nsa_forward": Operation(
+            lambda: mslk.nsa_forward(*rows, *sizes, w_k, w_v, w_gate), refused=lambda: mslk.nsa_forward(*rows, *sizes, w_k, w_v[1:])
+        ),
+        "mslk.compress_kv": Operation(lambda: mslk.compress_kv(*rows[1:], 8, w_k, w_v), refused=lambda: mslk.compress_kv(*rows[1:], 0)),
+        "mslk.fused_compress_kv": Operation(
+            lambda: mslk.fused_compress_kv(*packed[1:], 8, w_k, w_v, cu), refused=lambda: mslk.fused_compress_kv(*packed[1:], 8, cu_seqlens=[0, 99])
+        ),
+        "mslk.fused_compress_kv_backward": Operation(
+            lambda: mslk.fused_compress_kv_backward(k_cmp, v_cmp, *rows[1:], 8, w_k, w_v),
+            refused=lambda: mslk.fused_compress_kv_backward(k_cmp[:, 1:], v_cmp, *rows[1:], 8, w_k, w_v),
+        ),
+        "mslk.score_and_select_blocks": Operation(
+            lambda: mslk.score_and_select_blocks(rows[0], k_cmp, 3, 8, q_tile_size=16),
+            refused=lambda: mslk.score_and_select_blocks(rows[0], k_cmp, 0, 8),
+        ),
+        "mslk.fused_score_and_select_blocks": Operation(
+            lambda: mslk.fused_score_and_select_blocks(packed[0], packed_cmp, 3, 8, q_tile_size=16, cu_seqlens=cu),
+            refused=lambda: mslk.fused_score_and_select_blocks(packed[0], packed_cmp, 0, 8, cu_seqlens=cu),
+        ),
+        "mslk.compute_gates": Operation(lambda: mslk.compute_gates(rows[0], w_gate), refused=lambda: mslk.compute_gates(rows[0], w_gate[1:])),
+        "mslk.gate_and_combine": Operation(
+            lambda: mslk.gate_and_combine(*branches, gates), refused=lambda: mslk.gate_and_combine(*branches, gates[:, 1:])
+        ),
+        "mslk.fused_gate_and_combine": Operation(
+            lambda: mslk.fused_gate_and_combine(rows[0], *branches, w_gate),
+            refused=lambda: mslk.fused_gate_and_combine(rows[0], *branches, w_gate[1:]),
+        ),
+        "mslk.fused_gating_backward": Operation(
+            lambda: mslk.fused_gating_backward(rows[0], branches[0], *branches, gates, w_gate),
+            refused=lambda: mslk.fused_gating_backward(rows[0], branches[0], *branches, gates[:, 1:], w_gate),
+        ),
+    }
+
+
+def settings(_threads):
+    """Each returns what a call before it could have left changed."""
+
+    def capped():
+        with blitz_attn.isa("portable"):
+            pass
+        return np.array(blitz_attn.isa().level)
+
+    def threads():
+        blitz_attn.set_num_threads(3)
+        three = blitz_attn.get_num_threads()
+        blitz_attn.set_num_threads(None)
+        return np.array(three)
+
+    return {
+        "isa": Operation(capped, refused=lambda: blitz_attn.isa("pdp11")),
+        "isa_levels": Operation(lambda: np.array(blitz_attn.isa_levels(available=True))),
+        "kernels": Operation(lambda: np.array(list(blitz_attn.kernels().items())), refused=lambda: blitz_attn.kernels("pdp11")),
+        "set_num_threads": Operation(threads, refused=lambda: blitz_attn.set_num_threads(-1)),
+        "get_num_threads": Operation(lambda: np.array(blitz_attn.get_num_threads())),
+        "show_config": Operation(
+            lambda: np.array(repr(blitz_attn.show_config("dict")["kernels"])), refused=lambda: blitz_attn.show_config("words")
+        ),
+    }
+
+
+GROUPS = (block_sparse, paged, quest, merging, native, compatible, settings)
 
 
 def operations(threads=1):
-    """All of them, by name."""
+    """All of them, by name: that of the function, or of the class and method, and what may follow a comma."""
     return {name: operation for group in GROUPS for name, operation in group(threads).items()}

@@ -2,7 +2,9 @@
 
 Most of it needs a build that fails on request, which `make faults` and `make asan` make. The limits of the system are tested in any build."""
 
+import ctypes
 import gc
+import inspect
 import os
 import resource
 import subprocess
@@ -13,13 +15,15 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import _core
+from blitz_attn import _core, nsa
+from blitz_attn.compat import mslk, select_attn_ops, torch_bsa
 from cases import same_bits
 from cases_operations import arrays_of, operations
 
 injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build fails on no request: see make faults")
 NAMES = list(operations())
 IN_PYTHON = ("PagedPlan", "append_paged_kv", "append_paged_kv, int8", "quantize_kv", "dequantize_kv")  # these allocate by NumPy alone
+leak_check = getattr(ctypes.CDLL(None), "__lsan_do_recoverable_leak_check", None)  # 1 where memory is lost, of which it prints a report
 SEVEN = 7  # what outputs are filled with
 
 
@@ -48,6 +52,24 @@ def check_right(operation, result, right):
 def check_call(operation, right):
     fill(operation)
     check_right(operation, operation.call(), right)
+
+
+# ---- What there is to call ----------------------------------------------------------------------------------------------
+
+# These compute nothing in C: what results are made of, and slow twins in NumPy.
+WITHOUT_C = {"NSAContext", "NSAGradients", "mslk.nsa_forward_reference", "mslk.nsa_backward_reference", "mslk.compute_block_indices_reference"}
+
+
+def test_every_public_operation_is_among_them():
+    modules = {blitz_attn: "", nsa: "", torch_bsa: "", select_attn_ops: "", mslk: "mslk."}
+    public = {
+        prefix + name
+        for module, prefix in modules.items()
+        for name in module.__all__
+        if callable(what := getattr(module, name)) and not inspect.ismodule(what)
+    }
+    methods = {f"PagedPlan.{name}" for name, what in vars(blitz_attn.PagedPlan).items() if inspect.isfunction(what) and name[0] != "_"}
+    assert public | methods == {name.partition(",")[0] for name in NAMES} | WITHOUT_C
 
 
 # ---- Memory -----------------------------------------------------------------------------------------------------------
@@ -89,6 +111,24 @@ def held(operation):
     return [sys.getrefcount(x) for x in [*given, *operation.outs]]
 
 
+def nothing_lost():
+    """Whether every block of malloc's can still be reached from somewhere. True where there is no LeakSanitizer to ask."""
+    return leak_check is None or leak_check() == 0
+
+
+@pytest.mark.skipif(leak_check is None, reason="there is no LeakSanitizer: see make faults")
+def test_lost_memory_is_seen():
+    malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+    malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    assert nothing_lost()
+    blocks = [malloc(1000) for _ in range(4)]  # a Python integer holds no pointer that could be found
+    lost = not nothing_lost()
+    for block in blocks:
+        free(block)
+    assert lost
+    assert nothing_lost()
+
+
 @injected
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -106,6 +146,7 @@ def test_each_allocation_fails_once(name, threads):
     else:
         raise AssertionError(f"blocks of Python's memory that are not given back: {np.diff(blocks)}")
     assert held(operation) == before
+    assert nothing_lost()
     assert (failures > 0) == (name not in IN_PYTHON)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import blitz_attn
-from cases_operations import operations
+from interpreters import python
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc"),
@@ -90,55 +90,7 @@ def test_scratch_of_a_long_backward_pass(dtype, threads):
 
 # ---- Many calls -----------------------------------------------------------------------------------------------------------
 
-GROWTH = """
-from cases_operations import operations
-
-def refuse(operation):
-    try:
-        operation.refused()
-    except (TypeError, ValueError):
-        return
-    raise AssertionError("a wrong argument was accepted")
-
-names, kind, warm_up, calls = sys.argv[1].split(";"), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-by_name = operations()
-chosen = [by_name[name] for name in names]
-
-def call_each(times):
-    for _ in range(times):
-        for operation in chosen:
-            if kind != "refused":
-                operation.call()
-            if kind != "called" and operation.refused is not None:
-                refuse(operation)
-
-call_each(warm_up)
-before = status("VmRSS")
-call_each(calls)
-print(status("VmRSS") - before)
-"""
-OPERATIONS = operations()
-MANY = 10**6
-
-
 def test_no_growth():
-    """Every operation, called and refused; one that lost 3000 bytes a call would show."""
-    assert measure(GROWTH, ";".join(OPERATIONS), "both", 100, 350) <= MIB
-
-
-def test_no_growth_of_short_calls():
-    """One that lost 150 bytes a call would show."""
-    names = ("block_sparse_attention", "merge_states", "paged_attention", "paged_select_attention", "quest_block_select_paged_in_out")
-    assert measure(GROWTH, ";".join(names), "both", 1000, 7000) <= MIB
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_no_growth_of_a_million_calls(name):
-    assert measure(GROWTH, name, "called", MANY // 50, MANY, timeout=None) <= MIB
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.refused is not None])
-def test_no_growth_of_a_million_refusals(name):
-    assert measure(GROWTH, name, "refused", MANY // 50, MANY, timeout=None) <= MIB
+    """Every operation, called and refused a thousand times, in a process of its own: a leak of one block a call would show. make growth
+    makes a million of each."""
+    python(str(Path(__file__).with_name("growth.py")), "--calls", "1000")

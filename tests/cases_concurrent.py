@@ -1,0 +1,37 @@
+"""Calls that are big enough for threads to share them out, each a few milliseconds: for what goes on around calls that run."""
+
+import numpy as np
+
+import blitz_attn
+from blitz_attn import nsa, sabi, testing
+from cases_operations import arrays_of
+
+
+def bits(result):
+    """The bytes of all arrays of a result."""
+    return [x.tobytes() for x in arrays_of(result)]
+
+
+def calls(threads):
+    """By name, calls without arguments that return new arrays."""
+    options = {"block_shape": (32, 32), "causal": True, "num_threads": threads}
+    q, k, v = testing.make_qkv(1, 4, 2, 400, 400, 32)
+    halves = [x.astype(np.float16) for x in (q, k, v)]
+    lists = sabi.random_with_frame(400, 400, (32, 32), 0.5, seed=1)
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, lists, return_lse=True, **options)
+    paged = testing.make_paged(2, 8, 2, [3000, 700], 16, 32, seed=2, poison=False)
+    tokens = [np.ascontiguousarray(x.transpose(0, 2, 1, 3)[:, :200]) for x in (q, k, v)]
+    sizes = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 32, "num_threads": threads}
+    result, context = nsa.nsa(*tokens, return_context=True, **sizes)
+    return {
+        "forward": lambda: blitz_attn.block_sparse_attention(q, k, v, lists, return_lse=True, **options),
+        "forward, halves": lambda: blitz_attn.block_sparse_attention(*halves, causal=True, num_threads=threads),
+        "backward": lambda: blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse, lists, **options),
+        "paged": lambda: blitz_attn.paged_attention(*paged.arrays, return_lse=True, num_threads=threads),
+        "select": lambda: blitz_attn.select_blocks(
+            paged.q, paged.k_cache, paged.block_tables, paged.seq_lens, 6, method="max", num_threads=threads
+        ),
+        "nsa": lambda: nsa.nsa(*tokens, **sizes),
+        "nsa_backward": lambda: tuple(nsa.nsa_backward(result, context)),
+        "merge": lambda: blitz_attn.merge_states(out, lse, out, lse),
+    }

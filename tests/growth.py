@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Calls every operation over and over, and has each refuse as often: memory must not grow. A line each.
+
+    make growth                             # a million calls and a million refusals of each: an hour on one core
+    make growth CALLS=1000 ARGS="--only nsa"
+
+`RSS` is the process's memory in KiB after some calls to warm up, and at the end. `Blocks` are those that Python's allocator has handed out, and
+`bytes` those that malloc has (glibc only), more than before by so many a call: 1 and 16 would be the smallest leaks that there are.
+"""
+
+import argparse
+import ctypes
+import gc
+import sys
+
+from cases_operations import operations
+
+ENOUGH = 1 << 20  # bytes that resident memory may grow by, however many the calls
+SPARE_BLOCKS, SPARE_BYTES = 300, 4096  # what the interpreter and NumPy keep for later, such as free tuples
+LEFT_OUT = ("show_config",)  # looks through the installed packages, for some milliseconds
+
+
+class Mallinfo2(ctypes.Structure):
+    """struct mallinfo2 of <malloc.h>: the bytes in blocks that have a mapping of their own, and in all others."""
+
+    _fields_ = [
+        ("before", ctypes.c_size_t * 4),
+        ("hblkhd", ctypes.c_size_t),
+        ("between", ctypes.c_size_t * 2),
+        ("uordblks", ctypes.c_size_t),
+        ("after", ctypes.c_size_t * 2),
+    ]
+
+
+def malloced():
+    """Bytes in blocks that malloc has handed out."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:  # a C library without it
+        return 0
+    mallinfo2.restype = Mallinfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:"))
+
+
+def refusing(call):
+    """The call as one that returns when it was refused, as it should be."""
+
+    def refused():
+        try:
+            call()
+        except (TypeError, ValueError):
+            return
+        raise AssertionError("a wrong argument was accepted")
+
+    return refused
+
+
+def repeat(call, times):
+    for _ in range(times):
+        call()
+
+
+def measure(call, calls):
+    """Resident memory before and after, and blocks and bytes that were not given back."""
+    repeat(call, max(100, calls // 50))
+    gc.collect()
+    before = resident(), sys.getallocatedblocks(), malloced()
+    repeat(call, calls)
+    gc.collect()
+    after = sys.getallocatedblocks(), malloced()
+    return before[0], resident(), after[0] - before[1], after[1] - before[2]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=10**6, help="of each kind, an operation (%(default)s)")
+    parser.add_argument("--only", default="", metavar="WORD", help="operations whose name holds this")
+    args = parser.parse_args()
+    grown = 0
+    print(f"{'operation':42} {'kind':8} {'calls':>8} {'RSS':>8} {'at the end':>10} {'blocks':>8} {'bytes':>8}")
+    for name, operation in operations().items():
+        if name in LEFT_OUT or args.only not in name:
+            continue
+        kinds = {"called": operation.call} | ({"refused": refusing(operation.refused)} if operation.refused else {})
+        for kind, call in kinds.items():
+            before, after, blocks, size = measure(call, args.calls)
+            wrong = after - before > ENOUGH or blocks > SPARE_BLOCKS + args.calls // 100 or size > SPARE_BYTES + args.calls // 10
+            grown += wrong
+            print(
+                f"{name.replace(', ', ',').replace(' ', '_'):42} {kind:8} {args.calls:8} {before >> 10:8} {after >> 10:10} {blocks / args.calls:8.4f}"
+                f" {size / args.calls:8.4f}{' GROWS' if wrong else ''}",
+                flush=True,
+            )
+    print(f"{grown} grow")
+    return grown > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
