@@ -259,7 +259,7 @@ def choice(x: Any, name: str, choices: tuple[str, ...]) -> str:
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of an array of any kind, of one that only exports DLPack, too; () for what has none, which whoever reads its memory refuses."""
+    """The shape of an array of any kind, of one that only exports DLPack too; () for what has none, which whoever reads it refuses."""
     try:
         shape = x.shape if hasattr(x, "shape") or not hasattr(x, "__dlpack__") else np.from_dlpack(x).shape
     except Exception:  # a released memoryview's, say, or of a dtype that NumPy does not know

@@ -498,7 +498,9 @@ def select_blocks(
     size = block_size
     if size is None:
         size = _block_size(first, kv_layout if method == "max" else "NHD", "source", budget is not None or dense_below is not None)
-    elif _arrays.integer(size, "block_size") < 1:
+    else:
+        size = _arrays.integer(size, "block_size")
+    if size is not None and size < 1:
         raise ValueError(f"block_size: expected at least 1 token, got {size}")
     width, blocks = _budgets(k, budget, dense_below, seq_lens, size or 1)
     try:
