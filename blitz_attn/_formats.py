@@ -54,7 +54,8 @@ def widened(x: np.ndarray, name: str) -> np.ndarray:
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if name == "float8_e4m3":
         return e4m3_from_bits(x)
-    return x if name == "float64" else x.astype(np.float32, copy=False)
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        return x if name == "float64" else x.astype(np.float32, copy=False)
 
 
 def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
@@ -62,7 +63,7 @@ def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
     if name == to:
         return x
     values = widened(x, name)
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, as in any conversion
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as in any conversion; a NaN that signals
         return _bfloat16_to_bits(values.astype(np.float32, copy=False)) if to == "bfloat16" else values.astype(to)
 
 
@@ -70,7 +71,8 @@ def quantized(values: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
     """(int8 values or float8 e4m3 bits, float32 scales): each row of the last axis by a scale that maps its largest magnitude
     to the format's largest, a row of zeros by 1. Rows that are not finite get a scale that is not."""
     limit = INT8_MAX if to == "int8" else E4M3_MAX
-    wide = values.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        wide = values.astype(np.float64)
     scale = (np.abs(wide).max(axis=-1, initial=0.0) / limit).astype(np.float32)
     scale = np.where(scale == 0, np.float32(1), scale)
     with np.errstate(invalid="ignore"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _arrays, _core
 from ._formats import converted
-from ._sentences import renamed
+from ._sentences import renamed, shown
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block
@@ -38,6 +38,14 @@ def floats(x: Any, name: str, dtype: Any, written: bool = False, strided: bool =
             f"{name}: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of {step:g} elements"
         )
     return array, kind
+
+
+def dtype_of(dtype: Any) -> str | None:
+    """The name that a caller's dtype argument gives."""
+    name = _arrays.dtype_name(dtype)
+    if name is not None and name not in FLOATS:
+        raise ValueError(f"dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got {shown(name)}")
+    return name
 
 
 def same_kind(x: Any, name: str, dtype: Any, kind: str, like: str, written: bool = False) -> np.ndarray:

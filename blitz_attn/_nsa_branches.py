@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import dtype_name, flag
+from ._arrays import flag
 from ._nsa_arrays import (
     COMPRESSED_NAMES,
     SELECTED_NAMES,
@@ -16,6 +16,7 @@ from ._nsa_arrays import (
     attend,
     attend_backward,
     cuts,
+    dtype_of,
     expect_shape,
     floats,
     lists_of,
@@ -56,7 +57,7 @@ class Branch(NamedTuple):
 def _arrays_of(
     q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
 ) -> tuple[Any, ...]:
-    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
+    dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
     queries, kind = floats(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
     packed = cu_seqlens is not None
@@ -125,7 +126,7 @@ def _backward(
     branch: Branch, causal: bool, names: dict[str, str], dout: Any, out: Any, lse: Any, dtype: Any, like: tuple[Any, Any, Any]
 ) -> tuple[Any, Any, Any]:
     shape = (*branch.q.shape[:-1], branch.v.shape[-1])
-    given = [same_kind(x, name, dtype_name(dtype), branch.kind, "q") for x, name in ((dout, "dout"), (out, "out"))]
+    given = [same_kind(x, name, dtype_of(dtype), branch.kind, "q") for x, name in ((dout, "dout"), (out, "out"))]
     for x, name in zip(given, ("dout", "out"), strict=True):
         expect_shape(x, name, shape, "of the result")
     known, _ = reals(lse, "lse", None, branch.kind)

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._arrays import dtype_name
 from ._formats import converted
-from ._nsa_arrays import Result, expect_shape, floats, real_of, reals, same_kind, threads_of
+from ._nsa_arrays import Result, dtype_of, expect_shape, floats, real_of, reals, same_kind, threads_of
 from ._nsa_parts import rounded
 
 __all__ = ["compute_gates", "gate_and_combine", "gating_backward"]
@@ -61,7 +60,7 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     [[[0.5, 1.0, 0.0]]]
     """
     threads = threads_of(num_threads)
-    dtype = dtype_name(dtype)
+    dtype = dtype_of(dtype)
     queries, kind = floats(q, "q", dtype)
     _leading(queries, "q", "D")
     weight, _ = weight_of(gate_proj_weight, queries, dtype, kind)
@@ -122,7 +121,7 @@ def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: A
     [[[5.0, 5.0]]]
     """
     threads = threads_of(num_threads)
-    dtype = dtype_name(dtype)
+    dtype = dtype_of(dtype)
     branches, kind = _branches(o_cmp, o_slc, o_win, dtype)
     wide, _ = gates_as_reals(gates, branches[0].shape, dtype, kind)
     result = Result(branches[0].shape, kind, o_cmp)
@@ -173,7 +172,7 @@ def gating_backward(
     ([[[0.5, 0.5]]], [[[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]])
     """
     threads = threads_of(num_threads)
-    dtype = dtype_name(dtype)
+    dtype = dtype_of(dtype)
     branches, kind = _branches(o_cmp, o_slc, o_win, dtype)
     gradient = same_kind(dout, "dout", dtype, kind, "o_cmp")
     expect_shape(gradient, "dout", branches[0].shape, "of o_cmp")

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._arrays import dtype_name
 from ._formats import converted, widened
 from ._nsa_arrays import (
     CMP_GROUP,
@@ -18,6 +17,7 @@ from ._nsa_arrays import (
     attend,
     block_count,
     cuts,
+    dtype_of,
     expect_shape,
     floats,
     number,
@@ -125,7 +125,7 @@ def compress_kv(
     size = number(block_size, "block_size")
     step = size if stride is None else number(stride, "stride")
     threads = threads_of(num_threads)
-    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
+    dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
     keys, kind = floats(k, "k", dtype)
     values = same_kind(v, "v", dtype, kind, "k")
     packed = cu_seqlens is not None
@@ -210,7 +210,7 @@ def compress_kv_backward(
     size = number(block_size, "block_size")
     step = size if stride is None else number(stride, "stride")
     threads = threads_of(num_threads)
-    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
+    dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
     packed = cu_seqlens is not None
     grads, weight_grads = [], []
     kind = floats(k, "k", dtype)[1]
@@ -335,7 +335,7 @@ def score_and_select_blocks(
         mode, compress_block_size, num_selected_blocks, q_tile_size, compress_stride, select_block_size, init_blocks, local_blocks, causal
     )
     threads = threads_of(num_threads)
-    dtype, cu_seqlens = dtype_name(dtype), sums_of(cu_seqlens)
+    dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
     queries, kind = floats(q, "q", dtype)
     keys = same_kind(k_cmp, "k_cmp", dtype, kind, "q")
     packed = cu_seqlens is not None

@@ -114,7 +114,7 @@ def make_paged(
         raise ValueError(f"kv_layout: expected NHD or HND, got {kv_layout!r}")
     lengths = np.broadcast_to(integers(seq_lens, "seq_lens"), (batch,)).copy()
     v_dim, kv_dtype = head_dim if v_dim is None else v_dim, dtype if kv_dtype is None else kv_dtype
-    seed = integer(seed, "seed")
+    seed, table_seed = integer(seed, "seed"), integer(table_seed, "table_seed")
     rng = np.random.default_rng(seed)
     queries = batch if q_lens is None else int(integers(q_lens, "q_lens").sum())
     q = reference.round_to(rng.standard_normal((queries, heads, head_dim), dtype=np.float32), dtype)

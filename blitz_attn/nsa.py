@@ -31,6 +31,7 @@ from ._nsa_arrays import (
     attend,
     attend_backward,
     cuts,
+    dtype_of,
     expect_shape,
     floats,
     lists_of,
@@ -168,7 +169,7 @@ def _check(given: dict[str, Any]) -> Call:
         if rules.by_query:
             raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {most_groups}')
     threads = threads_of(given["num_threads"])
-    dtype = _arrays.dtype_name(given["dtype"])
+    dtype = dtype_of(given["dtype"])
     q, kind = floats(given["q"], "q", dtype)
     k, v = (same_kind(given[name], name, dtype, kind, "q") for name in ("k", "v"))
     if dtype is not None and kind != dtype:
@@ -447,7 +448,7 @@ def nsa(
     call = _check(given)
     return_context = _arrays.flag(return_context, "return_context")
     shape = (*call.q.shape[:-1], call.v.shape[-1])
-    result = Result(shape, call.kind, q, out, "out", _arrays.dtype_name(dtype))
+    result = Result(shape, call.kind, q, out, "out", dtype_of(dtype))
     result.refuse_overlap(q=call.q, k=call.k, v=call.v, gates=call.gates, gate_proj_weight=call.w_gate, block_indices=call.lists)
     context = _context(call, given, shape) if return_context else None
     halves = (call.k, call.w_k, call.k_cmp, ("k", "w_k_compress")), (call.v, call.w_v, call.v_cmp, ("v", "w_v_compress"))

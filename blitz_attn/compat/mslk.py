@@ -224,7 +224,7 @@ def nsa_forward(
 
 def _expect_right(Q: Any, K: Any, V: Any, **options: Any) -> None:
     """Refuses what `nsa` would: the reference looks at little by itself."""
-    given = _nsa.__kwdefaults__ | {"q": Q, "k": K, "v": V, "mode": "mslk"} | options
+    given = (_nsa.__kwdefaults__ or {}) | {"q": Q, "k": K, "v": V, "mode": "mslk"} | options
     _named(_check_nsa, {name: x.detach() if _arrays.family_of(x) is _arrays.TORCH else x for name, x in given.items()})
 
 
@@ -346,7 +346,9 @@ def nsa_backward_reference(
         Q, K, V, compress_block_size, num_selected_blocks, window_size, W_k_compress, W_v_compress, gate_proj_weight, causal,
         softmax_scale, q_tile_size, _block_indices,
     )  # fmt: skip
-    floats(dO.detach() if _arrays.family_of(dO) is _arrays.TORCH else dO, "dO", None, strided=True)
+    given, _ = floats(dO.detach() if _arrays.family_of(dO) is _arrays.TORCH else dO, "dO", None, strided=True)
+    if _arrays.shape_of(dO) != given.shape:  # it says what it holds only when it is asked as NumPy asks
+        dO = given
     grads = _named(reference.nsa_backward, dO, context)
     names = ("dQ", "dK", "dV", "dW_k_compress", "dW_v_compress", "dgate_proj_weight")
     return dict(zip(names, grads, strict=False))
@@ -392,7 +394,7 @@ def compute_block_indices_reference(
         scale=softmax_scale, q_tile_size=q_tile_size,
     )  # fmt: skip
     k_cmp, _ = _named(reference.compress_kv, K, K, compress_block_size, W_k_compress)
-    count = min(num_selected_blocks, k_cmp.shape[1]) or num_selected_blocks
+    count = _places(num_selected_blocks, k_cmp)
     scale, options = softmax_scale, {"causal": causal, "q_tile_size": q_tile_size, "mode": "mslk"}
     chosen = _named(reference.score_and_select_blocks, Q, k_cmp, count, compress_block_size, scale=scale, **options)
     return chosen.astype(np.int64)

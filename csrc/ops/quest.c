@@ -500,7 +500,8 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     BA_TRY(ba_check_extent("query", q));
     BA_TRY(take_pages(a_name, &a->a, tokens ? a->kv_layout : BA_NHD, &c->a));
     if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float64 with a float64 query and only with one, got %s", a_name, ba_dtype_name(a->a.dtype));
+        return ba_fail(BA_ERROR_TYPE, "%s: expected %s with query of %s, got %s", a_name,
+                       q->dtype == BA_FLOAT64 ? "float64" : "float32, float16 or bfloat16", ba_dtype_name(q->dtype), ba_dtype_name(a->a.dtype));
     if (c->a.dim != q->dims[2] || q->dims[1] % c->a.heads != 0)
         return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", a_name,
                        q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);

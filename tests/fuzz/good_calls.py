@@ -346,8 +346,8 @@ def _combine(*names: str) -> Callable[[Arena, int], dict[str, Any]]:
 
 def _grid(**more: Any) -> Callable[[Arena, int], dict[str, Any]]:
     def make(a: Arena, v: int) -> dict[str, Any]:
-        call: dict[str, Any] = {"s_q": 16 + v % 2, "block_shape": (8, 4)[:: 1 - 2 * (v // 2 % 2)]}
-        return call | ({"s_kv": 24} if v & 1 else {}) | ({"dtype": "int32"} if v & 4 else {}) | more
+        call: dict[str, Any] = {"s_q": 32 + v % 2, "block_shape": (16, 8)[:: 1 - 2 * (v // 2 % 2)]}
+        return call | ({"s_kv": 48} if v & 1 else {}) | ({"dtype": "int32"} if v & 4 else {}) | more
 
     return make
 
