@@ -121,7 +121,7 @@ static ba_status merge(room *r, int threads) {
 static const struct operation {
     const char *name;
     ba_status (*run)(room *, int threads);
-} operations[] = {{"dense", dense},       {"listed", listed},       {"backward", backward}, {"paged", paged},
+} operations[] = {{"dense", dense},         {"listed", listed},       {"backward", backward}, {"paged", paged},
                   {"summaries", summaries}, {"selection", selection}, {"merge", merge}};
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
@@ -168,7 +168,8 @@ int main(int argc, char **argv) {
         tables[i] = (i * 7) % PAGES;
         summary_tables[i] = i % TABLE;
     }
-    for (int b = 0; b < B; b++) summary_tables[b * TABLE] = b * 4, summary_tables[b * TABLE + 1] = b * 4 + 1, summary_tables[b * TABLE + 2] = b * 4 + 2;
+    for (int b = 0; b < B; b++)
+        summary_tables[b * TABLE] = b * 4, summary_tables[b * TABLE + 1] = b * 4 + 1, summary_tables[b * TABLE + 2] = b * 4 + 2;
     ba_block_sparse_args a = forward_args(forward_out, forward_lse, 1, 1);
     if (ba_block_sparse_attention(&a) != BA_OK) return puts(ba_last_error()), 1;
     for (int n = 0; n < OPERATIONS; n++) {

@@ -182,8 +182,7 @@ void fz_nsa_select(void) {
         a.batch = fz_odd() ? fz_odd_number() : fz_range(1, 4);
         a.cu_q = fz_cumulative(a.batch, s.tokens);
         a.cu_cmp = count_all(a.cu_q, a.batch, a.compress_block, a.compress_stride, &keys);
-        for (int64_t b = rows = 0; a.cu_q && b < a.batch && b < 100; b++)
-            rows += a.tile > 0 ? ceil_div(a.cu_q[b + 1] - a.cu_q[b], a.tile) : 0;
+        for (int64_t b = rows = 0; a.cu_q && b < a.batch && b < 100; b++) rows += a.tile > 0 ? ceil_div(a.cu_q[b + 1] - a.cu_q[b], a.tile) : 0;
         if (a.tile <= 0) rows = s.tokens;
     } else {
         if (fz_once_in(4)) a.q_begin = fz_odd() ? fz_odd_number() : fz_range(0, 40);

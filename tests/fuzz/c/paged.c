@@ -39,7 +39,8 @@ static void draw_cache(ba_paged_args *a, const sizes *s) {
 
 /* Entries of tables: pages that there are, in any order, some of them of several requests. */
 void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct) {
-    if (!fz_backed(t) || t->ndim < 1 || t->ndim > 2 || fz_elements(t) == 0 || fz_elements(t) > 1e5 || t->dtype < BA_UINT16 || t->dtype > BA_INT64) return;
+    if (!fz_backed(t) || t->ndim < 1 || t->ndim > 2 || fz_elements(t) == 0 || fz_elements(t) > 1e5 || t->dtype < BA_UINT16 || t->dtype > BA_INT64)
+        return;
     const int64_t rows = t->ndim == 2 ? t->dims[0] : 1, width = t->dims[t->ndim - 1];
     fz_seed();
     int64_t next = fz_below(pages);
