@@ -123,10 +123,11 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     """
     outs, lses = _parts(outs, "outs"), _parts(lses, "lses")
     family = _arrays.family_of(outs[0]) if outs else _arrays.NUMPY
-    parts = (tuple(_arrays.readable(x, f"{name}[{i}]") for i, x in enumerate(given)) for given, name in ((outs, "outs"), (lses, "lses")))
+    given_outs = tuple(_arrays.readable(x, f"outs[{i}]") for i, x in enumerate(outs))
+    given_lses = tuple(_arrays.readable(x, f"lses[{i}]") for i, x in enumerate(lses))
     given_out, given_lse, kind = _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse_out"), _arrays.dtype_name(dtype)
     try:
-        result = _core.merge_states(family.empty, *parts, given_out, given_lse, kind)
+        result = _core.merge_states(family.empty, given_outs, given_lses, given_out, given_lse, kind)
     except (TypeError, ValueError) as error:
         raise renamed(error, {"lse": "lse_out"}) from error
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)

@@ -224,7 +224,7 @@ def nsa_forward(
 
 def _expect_right(Q: Any, K: Any, V: Any, **options: Any) -> None:
     """Refuses what `nsa` would: the reference looks at little by itself."""
-    given = _nsa.__kwdefaults__ | {"q": Q, "k": K, "v": V, "mode": "mslk"} | options
+    given = {**(_nsa.__kwdefaults__ or {}), "q": Q, "k": K, "v": V, "mode": "mslk", **options}
     _named(_check_nsa, {name: x.detach() if _arrays.family_of(x) is _arrays.TORCH else x for name, x in given.items()})
 
 
