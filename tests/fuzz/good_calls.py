@@ -377,17 +377,18 @@ def _num_idx(a: Arena, v: int) -> dict[str, Any]:
 
 
 _FRAME = sabi.FrameWidths(1, 0, 1, 0)
+_TOKENS = ("s_q", "s_kv")
 
 SABI = {
-    "dense": Good(sabi.dense, _grid()),
-    "causal": Good(sabi.causal, _grid()),
-    "sliding_window": Good(sabi.sliding_window, _grid(window=(8, 0))),
-    "sink_local": Good(sabi.sink_local, _grid(sink=4, local=8)),
+    "dense": Good(sabi.dense, _grid(), sizes=_TOKENS),
+    "causal": Good(sabi.causal, _grid(), sizes=_TOKENS),
+    "sliding_window": Good(sabi.sliding_window, _grid(window=(8, 0)), sizes=_TOKENS),
+    "sink_local": Good(sabi.sink_local, _grid(sink=4, local=8), sizes=_TOKENS),
     "document": Good(sabi.document, lambda a, v: {"lengths": [5, 9], "block_shape": (8, 4)} | ({"kv_lengths": a.integers([4, 0])} if v & 1 else {})),
-    "dilated": Good(sabi.dilated, _grid(stride=2, reach=3)),
-    "vertical_slash": Good(sabi.vertical_slash, lambda a, v: _grid()(a, v) | {"vertical": [0, 9], "slash": a.integers([[0, 3]])}),
+    "dilated": Good(sabi.dilated, _grid(stride=2, reach=3), sizes=_TOKENS),
+    "vertical_slash": Good(sabi.vertical_slash, lambda a, v: _grid()(a, v) | {"vertical": [0, 9], "slash": a.integers([[0, 3]])}, sizes=_TOKENS),
     "frame_plan": Good(sabi.frame_plan, lambda a, v: {"rows": 4, "columns": 6, "sparsity": 0.5} | ({"frame": _FRAME} if v & 1 else {})),
-    "random_with_frame": Good(sabi.random_with_frame, _grid(sparsity=0.25, heads=2, frame=_FRAME)),
+    "random_with_frame": Good(sabi.random_with_frame, _grid(sparsity=0.25, heads=2, frame=_FRAME), sizes=_TOKENS),
     "counts": Good(sabi.counts, _without_columns(_lists("sabi"))),
     "density": Good(sabi.density, _lists("sabi", columns=True)),
     "sparsity": Good(sabi.sparsity, _lists("sabi", columns=True, per_head=True)),
