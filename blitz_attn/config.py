@@ -77,7 +77,11 @@ class IsaCap:
         self._before = _core.isa_active()
         if level is not None:
             _core.isa_set_cap(level)
-        self.level = _core.isa_active()
+        try:
+            self.level = _core.isa_active()
+        except MemoryError:  # nobody would take the cap back
+            _core.isa_set_cap(self._before)
+            raise
 
     def __enter__(self) -> str:
         return self.level

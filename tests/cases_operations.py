@@ -331,9 +331,6 @@ def settings(_threads):
         "kernels": Operation(lambda: np.array(list(blitz_attn.kernels().items())), refused=lambda: blitz_attn.kernels("pdp11")),
         "set_num_threads": Operation(threads, refused=lambda: blitz_attn.set_num_threads(-1)),
         "get_num_threads": Operation(lambda: np.array(blitz_attn.get_num_threads())),
-        "show_config": Operation(
-            lambda: np.array(repr(blitz_attn.show_config("dict")["kernels"])), refused=lambda: blitz_attn.show_config("words")
-        ),
     }
 
 

@@ -17,7 +17,6 @@ from cases_operations import operations
 
 ENOUGH = 1 << 20  # bytes that resident memory may grow by, however many the calls
 SPARE_BLOCKS, SPARE_BYTES = 300, 4096  # what the interpreter and NumPy keep for later, such as free tuples
-LEFT_OUT = ("show_config",)  # looks through the installed packages, for some milliseconds
 
 
 class Mallinfo2(ctypes.Structure):
@@ -85,7 +84,7 @@ def main():
     grown = 0
     print(f"{'operation':42} {'kind':8} {'calls':>8} {'RSS':>8} {'at the end':>10} {'blocks':>8} {'bytes':>8}")
     for name, operation in operations().items():
-        if name in LEFT_OUT or args.only not in name:
+        if args.only not in name:
             continue
         kinds = {"called": operation.call} | ({"refused": refusing(operation.refused)} if operation.refused else {})
         for kind, call in kinds.items():

@@ -184,12 +184,11 @@ static void reset_in_child(void) {
     forks++;
 }
 
+static pthread_once_t fork_handler = PTHREAD_ONCE_INIT;
 static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_in_child); }
 
 /* Makes threads until there are `wanted` workers, or until the system refuses one. Called with the lock held. */
 static void grow(int wanted) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, register_fork_handler);
     if (pool.workers >= wanted) return;
     sigset_t all, before;
     sigfillset(&all);
@@ -232,6 +231,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
     stopper job = {0};
     open_job(&job);
     threads = (int)ba_min(threads, items);
+    if (threads > 1) pthread_once(&fork_handler, register_fork_handler); /* before a lock is taken that a child would find taken */
     if (threads <= 1 || pthread_mutex_trylock(&pool.owner) != 0) {
         for (int64_t item = 0; item < items && !ba_stopped(); item++) fn(context, item, 0);
         return close_job(&job);
