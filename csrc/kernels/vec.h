@@ -23,6 +23,7 @@
 #undef vec
 #undef ivec
 #undef BA_HAVE_V_MAX
+#undef BA_HAVE_V_NAN_OF
 #undef BA_HAVE_V_EXP2
 #undef BA_HAVE_V_CONVERT
 #undef BA_HAVE_V_SHORT
@@ -123,6 +124,11 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 /* The larger of a and b; b where either is NaN (as MAXPS has it). */
 #ifndef BA_HAVE_V_MAX
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a, b); }
+#endif
+
+/* b, but NaN where a is. */
+#ifndef BA_HAVE_V_NAN_OF
+BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return NAME(v_select)((ivec)(a == a), b, a); }
 #endif
 
 /* The larger of x and a number; NaN where x is. */

@@ -6,6 +6,11 @@
 #define BA_HAVE_V_MAX 1
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 
+#define BA_HAVE_V_NAN_OF 1
+BA_INLINE vec NAME(v_nan_of)(vec a, vec b) {
+    return (vec)_mm512_mask_mov_ps((__m512)b, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q), (__m512)a);
+}
+
 /* The fraction by VREDUCEPS, the exponent by VSCALEFPS, which takes underflow, infinity and NaN as they should be. */
 #define BA_HAVE_V_EXP2 1
 BA_INLINE vec NAME(v_exp2)(vec x) {

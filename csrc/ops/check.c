@@ -17,14 +17,9 @@ ba_text ba_shape_text(const ba_tensor *t) {
     return out;
 }
 
-int64_t ba_step(const ba_tensor *t, int axis) {
-    for (int i = 0; i < t->ndim; i++)
-        if (t->dims[i] == 0) return 0;
-    return t->dims[axis] > 1 ? t->strides[axis] : 0;
-}
-
 ba_status ba_check_extent(const char *name, const ba_tensor *t) {
-    int64_t extent = ba_dtype_size(t->dtype), elements = extent;
+    const int64_t size = ba_dtype_size(t->dtype);
+    int64_t extent = size, elements = size;
     bool overflow = false, empty = false;
     if (t->ndim < 0 || t->ndim > BA_MAX_DIMS) return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d axes, got %d", name, BA_MAX_DIMS, t->ndim);
     for (int i = 0; i < t->ndim; i++) {
@@ -33,9 +28,10 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
         else overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* of an empty array, too: drivers multiply its other axes */
     }
     for (int i = 0; i < t->ndim && !empty; i++) {
-        int64_t reach, bytes;
-        overflow |= __builtin_mul_overflow(ba_step(t, i), t->dims[i] - 1, &reach) || __builtin_mul_overflow(reach, ba_dtype_size(t->dtype), &bytes) ||
-                    bytes == INT64_MIN || __builtin_add_overflow(extent, bytes < 0 ? -bytes : bytes, &extent);
+        int64_t reach;
+        if (t->dims[i] == 1) continue; /* its stride says nothing */
+        overflow |= __builtin_mul_overflow(t->strides[i], t->dims[i] - 1, &reach) || __builtin_mul_overflow(reach, size, &reach) ||
+                    reach == INT64_MIN || __builtin_add_overflow(extent, reach < 0 ? -reach : reach, &extent);
     }
     if (overflow) return ba_fail(BA_ERROR_VALUE, "%s: expected a size below 2^63 bytes, got shape %s", name, ba_shape_text(t).chars);
     if (!empty && !t->data) return ba_fail(BA_ERROR_VALUE, "%s: expected an array, got none", name);

@@ -18,7 +18,11 @@ ba_text ba_shape_text(const ba_tensor *t);
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
 /* Elements from one place of an axis to the next: 0 where there is no next one, since a stride may be any number there. */
-int64_t ba_step(const ba_tensor *t, int axis);
+static inline int64_t ba_step(const ba_tensor *t, int axis) {
+    bool empty = false;
+    for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
+    return !empty && t->dims[axis] > 1 ? t->strides[axis] : 0;
+}
 
 /* The dtype and shape that the other arguments ask of an array, and on request that its last axis is contiguous. */
 ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);

@@ -44,8 +44,8 @@ static ba_status check_kind(const char *name, const ba_tensor *t, const char *ax
 /* `heads` is looked at for BA_BSH only. */
 static ba_status take_apart(const char *name, const ba_tensor *t, const char *axes, ba_layout layout, int64_t heads, parts *out) {
     BA_TRY(check_kind(name, t, axes, layout));
-    int64_t step[BA_MAX_DIMS] = {0};
-    for (int i = 0; i < t->ndim; i++) step[i] = ba_step(t, i);
+    int64_t step[3]; /* of all axes but the last */
+    for (int i = 0; i < 3 && i < t->ndim; i++) step[i] = ba_step(t, i);
     switch (layout) {
     case BA_BNSD: *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, step[0], step[1], step[2]}}; break;
     case BA_BSND: *out = (parts){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;
