@@ -5,9 +5,7 @@
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
 
 #define BA_HAVE_V_NAN_OF 1
-BA_INLINE vec NAME(v_nan_of)(vec a, vec b) {
-    return (vec)_mm256_blendv_ps((__m256)b, (__m256)a, _mm256_cmp_ps((__m256)a, (__m256)a, _CMP_UNORD_Q));
-}
+BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return (vec)_mm256_blendv_ps((__m256)b, (__m256)a, _mm256_cmp_ps((__m256)a, (__m256)a, _CMP_UNORD_Q)); }
 
 #define BA_HAVE_V_CONVERT 1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
