@@ -23,6 +23,7 @@ PROGRAM = """
     import blitz_attn as ba
     from blitz_attn import nsa
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     rng = np.random.default_rng(0)
     def many(*shape):
         return np.broadcast_to(rng.standard_normal(shape[-1], dtype=np.float32), shape).copy()
