@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "mistakes"
 FOLDERS = ("csrc", "blitz_attn", "tests")
-FILES = ("setup.py", "README.md", "pyproject.toml")
+FILES = ("setup.py", "README.md", "LICENSE", "pyproject.toml")
 
 
 class Mistake(NamedTuple):
@@ -39,10 +39,10 @@ MISTAKES = [
     ),
     Mistake(
         "ragged",
-        "a ragged request's queries begin one token late",
+        "queries of ragged requests stand at the beginning of their keys, not at the end",
         "csrc/ops/check_paged.c",
-        ".cu_q = args->cu_q,",
-        ".cu_q = args->cu_q, .q_begin = args->cu_q && args->batch > 1 ? 0 : -1,",
+        "        .q_begin = -1,\n",
+        "        .q_begin = args->cu_q && args->batch > 1 ? 0 : -1,\n",
     ),
     Mistake(
         "window",

@@ -406,3 +406,21 @@ def refused_summaries(draw: Draw) -> None:
     checks.refused(lambda: case.call(outputs, 1), (ValueError,), name)
     for x in (*(y.placed for y in outputs.values()), case.k.placed, case.tables, case.summary_tables):
         x.check_unchanged()
+
+
+@problem("long_blocks", weight=0.2)
+def long_blocks(draw: Draw) -> None:
+    """However much longer than every request a block is, a request has one, and the same summary stands for it."""
+    batch, heads, dim, rows = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("kv_heads", 3), ("dim", 40), ("rows", 9)))
+    rng, lens = draw.rng("values"), np.array([draw.integer(f"seq_lens[{b}]", 0, 64) for b in range(batch)], np.int64)
+    query, high, low = (rng.standard_normal(shape, np.float32) for shape in ((batch, heads, dim), *[(batch, rows, heads, dim)] * 2))
+    tables, size = np.arange(batch, dtype=np.int32)[:, None], 2 ** draw.integer("log2(block_size)", 7, 62)
+    method = draw.pick("method", ("quest_block_select_paged", "quest", "mean"))
+
+    def call(block_size: int) -> Any:
+        if method == "quest_block_select_paged":
+            return blitz_attn.quest_block_select_paged(query, high, low, tables, lens, 2, block_size=block_size)
+        source = (high, low) if method == "quest" else high
+        return blitz_attn.select_blocks(query, source, tables, lens, 2, method=method, block_size=block_size)
+
+    checks.same_bits(f"blocks of {size} tokens and of 64", call(size), call(64))
