@@ -408,13 +408,14 @@ def refused_summaries(draw: Draw) -> None:
         x.check_unchanged()
 
 
-@problem("long_blocks", weight=0.2)
+@problem("long_blocks", weight=0.4)
 def long_blocks(draw: Draw) -> None:
     """However much longer than every request a block is, a request has one, and the same summary stands for it."""
-    batch, heads, dim, rows = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("kv_heads", 3), ("dim", 40), ("rows", 9)))
+    batch, heads, dim = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("kv_heads", 3), ("dim", 40)))
+    rows = draw.integer("rows", 1, 9, likely=(4, 8))  # times a power of two, 0 in 64 bits
     rng, lens = draw.rng("values"), np.array([draw.integer(f"seq_lens[{b}]", 0, 64) for b in range(batch)], np.int64)
     query, high, low = (rng.standard_normal(shape, np.float32) for shape in ((batch, heads, dim), *[(batch, rows, heads, dim)] * 2))
-    tables, size = np.arange(batch, dtype=np.int32)[:, None], 2 ** draw.integer("log2(block_size)", 7, 62)
+    tables, size = np.arange(batch, dtype=np.int32)[:, None], 2 ** draw.integer("log2(block_size)", 7, 62, likely=(60, 61, 62))
     method = draw.pick("method", ("quest_block_select_paged", "quest", "mean"))
 
     def call(block_size: int) -> Any:
