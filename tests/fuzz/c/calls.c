@@ -116,6 +116,33 @@ static bool is_nan(const char *element, ba_dtype dtype) {
     return (bits & magnitude[dtype]) > infinity[dtype];
 }
 
+/* The next element's place, in C order; false behind the last. */
+static bool next_place(const ba_tensor *t, int64_t *at) {
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        if (++at[i] < t->dims[i]) return true;
+        at[i] = 0;
+    }
+    return false;
+}
+
+static int64_t offset_of(const fz_block *b, const int64_t *at, int64_t size) {
+    int64_t offset = (char *)b->tensor.data - b->memory;
+    for (int i = 0; i < b->tensor.ndim; i++) offset += at[i] * b->tensor.strides[i] * size;
+    return offset;
+}
+
+/* Marks the bytes of all elements. True where two elements share some: which comes last is open then. */
+static bool mark_elements(const fz_block *b, char *own) {
+    const size_t size = (size_t)ba_dtype_size(b->tensor.dtype);
+    int64_t at[BA_MAX_DIMS] = {0};
+    do {
+        const int64_t offset = offset_of(b, at, (int64_t)size);
+        for (size_t i = 0; i < size; i++)
+            if (own[offset + (int64_t)i]++) return true;
+    } while (next_place(&b->tensor, at));
+    return false;
+}
+
 /* The result of a second run beside the first's: elements are the same, and what is no element is what it was before each. */
 static void compare_output(int index) {
     const fz_block *b = &fz_blocks[index];
@@ -124,31 +151,22 @@ static void compare_output(int index) {
     if (b->bytes == 0) return;
     char *own = calloc(b->bytes, 1);
     int64_t at[BA_MAX_DIMS] = {0};
-    for (bool more = true, shared = false; more && !shared && !any_order;) {
-        int64_t offset = (char *)t->data - b->memory;
-        for (int i = 0; i < t->ndim; i++) offset += at[i] * t->strides[i] * (int64_t)size;
-        const char *first = b->copy + offset, *second = b->memory + offset;
-        shared = own[offset]; /* two elements in one place: which comes last is open */
-        memset(own + offset, 1, size);
-        const bool unwritten = b->role == FZ_PARTIAL && all_bytes(first, size, FIRST) && all_bytes(second, size, SECOND);
-        if (!shared && memcmp(first, second, size) != 0 && !unwritten && !(is_nan(first, t->dtype) && is_nan(second, t->dtype))) {
+    if (!any_order && !mark_elements(b, own)) {
+        do {
+            const int64_t offset = offset_of(b, at, (int64_t)size);
+            const char *first = b->copy + offset, *second = b->memory + offset;
+            const bool unwritten = b->role == FZ_PARTIAL && all_bytes(first, size, FIRST) && all_bytes(second, size, SECOND);
+            if (memcmp(first, second, size) == 0 || unwritten || (is_nan(first, t->dtype) && is_nan(second, t->dtype))) continue;
             uint64_t bits[2] = {0};
             memcpy(&bits[0], first, size);
             memcpy(&bits[1], second, size);
             fz_fail("block %d: expected every element written, and the same for any number of threads, got %" PRIx64 " and %" PRIx64 " at (%" PRId64
                     ", %" PRId64 ", %" PRId64 ", %" PRId64 ")",
                     index, bits[0], bits[1], at[0], at[1], at[2], at[3]);
-        }
-        more = false;
-        for (int i = t->ndim - 1; i >= 0 && !more; i--) {
-            more = ++at[i] < t->dims[i];
-            if (!more) at[i] = 0;
-        }
-        if (shared || !more) {
-            for (size_t i = 0; i < b->bytes && !shared; i++)
-                if (!own[i] && ((unsigned char)b->copy[i] != FIRST || (unsigned char)b->memory[i] != SECOND))
-                    fz_fail("block %d: expected nothing written between elements, got byte %zu", index, i);
-        }
+        } while (next_place(t, at));
+        for (size_t i = 0; i < b->bytes; i++)
+            if (!own[i] && ((unsigned char)b->copy[i] != FIRST || (unsigned char)b->memory[i] != SECOND))
+                fz_fail("block %d: expected nothing written between elements, got byte %zu", index, i);
     }
     free(own);
 }
