@@ -33,7 +33,7 @@ try:
 except ImportError:  # not on every platform
     resource = None  # type: ignore[assignment]
 
-SECONDS = 2.0
+SECONDS = 10.0  # far more than any answer takes, even on a busy machine: what has no end is looked for, not what is slow
 KIBIBYTES = 1 << 20
 VARIETIES = 32
 WEIGHT = 0.03  # of a function: about a tenth of a campaign's problems are bad calls
