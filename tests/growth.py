@@ -4,8 +4,8 @@
     make growth                             # a million calls and a million refusals of each: an hour on one core
     make growth CALLS=1000 ARGS="--only nsa"
 
-`RSS` is the process's memory in KiB after some calls to warm up, and at the end. `Blocks` are those that Python's allocator has handed out, and
-`bytes` those that malloc has (glibc only), more than before by so many a call: 1 and 16 would be the smallest leaks that there are.
+`RSS` is the memory of the process in KiB, first after some calls to warm up and then at the end. `Blocks` and `bytes` are per call: how many more
+blocks Python's allocator has handed out, and how many more bytes malloc has (glibc only). The smallest possible leaks would show 1 and 16.
 """
 
 import argparse

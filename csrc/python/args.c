@@ -29,7 +29,7 @@ static PyObject *first_line(PyObject *exception) {
     PyObject *line = NULL;
     if (lines != NULL && PyList_Size(lines) > 0) line = Py_NewRef(PyList_GetItem(lines, 0));
     Py_XDECREF(lines);
-    PyErr_Clear(); /* an exception without a text of its own is told by its type alone */
+    PyErr_Clear(); /* where the exception has no text, its type stands for it */
     return line != NULL ? line : PyType_GetName(Py_TYPE(exception));
 }
 

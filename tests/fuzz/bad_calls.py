@@ -68,7 +68,7 @@ class Call:
 
     def replace(self, argument: str, odd: str) -> None:
         if self.good.lenient and (is_huge(odd) or "65535" in odd or odd in ENDLESS):
-            raise Discard("help for tests makes arrays of the size that it is told, and follows items as NumPy does")
+            raise Discard("blitz_attn.testing makes arrays of any size that is asked for, and reads sequences as NumPy does")
         if argument in self.good.sizes and re.search(r"2\*\*3[123]\b", odd):
             raise Discard("a result as large as this is what was asked for, where it is refused only beyond")
         right = self.value(argument)
