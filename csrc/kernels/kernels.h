@@ -260,10 +260,11 @@ typedef struct ba_attend_family {
     bool has_cuts;      /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
     int64_t few_group;  /* few and pack_few are for so many query heads a KV head and more; below, or where few is NULL, those of the vector family
                            serve, whose packed queries find room here */
+    int64_t least_pairs; /* queries that a key is to meet, on the average, for this family's packing of K and V to pay: an entry of fewer is for the
+                          * vector family. 0: always */
     double weight_unit; /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
     double exp_unit;    /* the same of exp2 */
     bool flushes;       /* inputs, products and o count as 0 below real's normal range */
-    bool gradient_rows; /* gradient_tile serves lists that route few queries each row by row; else such queries meet block by block */
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
     ba_attend_fn attend[BA_PANEL_WIDTHS];
@@ -387,7 +388,8 @@ typedef struct ba_tuning {
     int64_t block_lanes;
     double inline_flops;  /* calls with less work than this run in the caller's thread */
     int64_t shared_bytes; /* of packed K and V at most, where they are packed once for all items; 0: they are not */
-    ba_few_tuning few;
+    ba_few_tuning few;      /* of the kernels for few queries */
+    ba_few_tuning tile_few; /* of one over tiles, where the level has it; keys 0: as above */
 } ba_tuning;
 
 /* The row of the level that a family belongs to is the family's, but for `few`, where the level in use counts. */

@@ -13,20 +13,210 @@
  * core has under way, and some more (Zen 5; Zen 3: 8 of 128 keys); where requests run a chunk ahead, L2 is to have room for it: few.keys, few.bytes.
  * few.gathered_bytes: Zen 5, attention over selected blocks in token-major pages (5 to 15 % where rows are of 128 and 256 bytes, nothing or less
  * where they are longer); not timed elsewhere. */
-/* clang-format off */
 static const ba_tuning rows[BA_ISA_COUNT] = {
-    /*                     chunk_keys  list_keys  tile_queries  group_tiles  most_tiles  gradient: keys  queries  tiles  meeting_lanes  most_meeting  block_lanes  inline_flops  shared_bytes  few: part_keys  least_part_keys  keys      bytes  followed_bytes  _queries  gathered_bytes  distances */
-    [BA_ISA_PORTABLE]    = {      128,         0,          128,           4,          4,            128,      128,      4,          2048,         8192,          64,          4e5,            0, {         2048,             256,   64, 128 << 10,      INT64_MAX,         8,               0, { 128 << 10 } } },
+    [BA_ISA_PORTABLE] =
+        {
+            .chunk_keys = 128,
+            .list_keys = 0,
+            .tile_queries = 128,
+            .group_tiles = 4,
+            .most_tiles = 4,
+            .gradient_keys = 128,
+            .gradient_queries = 128,
+            .gradient_tiles = 4,
+            .meeting_lanes = 2048,
+            .most_meeting = 8192,
+            .block_lanes = 64,
+            .inline_flops = 4e5,
+            .shared_bytes = 0,
+            .few =
+                {
+                    .part_keys = 2048,
+                    .least_part_keys = 256,
+                    .keys = 64,
+                    .bytes = 128 << 10,
+                    .followed_bytes = INT64_MAX,
+                    .followed_queries = 8,
+                    .gathered_bytes = 0,
+                    .distances = {128 << 10},
+                },
+        },
 #ifdef __aarch64__ /* not timed yet */
-    [BA_ISA_NEON]        = {      256,         0,          128,           4,          4,            128,      128,      4,          2048,         8192,          64,          2e6,            0, {         2048,             256,   64, 128 << 10,      INT64_MAX,         8,               0, { 128 << 10 } } },
-    [BA_ISA_NEON_BF16]   = {      256,         0,          128,           4,          4,            128,      128,      4,          2048,         8192,          64,          2e6,            0, {         2048,             256,   64, 128 << 10,      INT64_MAX,         8,               0, { 128 << 10 } } },
+    [BA_ISA_NEON] =
+        {
+            .chunk_keys = 256,
+            .list_keys = 0,
+            .tile_queries = 128,
+            .group_tiles = 4,
+            .most_tiles = 4,
+            .gradient_keys = 128,
+            .gradient_queries = 128,
+            .gradient_tiles = 4,
+            .meeting_lanes = 2048,
+            .most_meeting = 8192,
+            .block_lanes = 64,
+            .inline_flops = 2e6,
+            .shared_bytes = 0,
+            .few =
+                {
+                    .part_keys = 2048,
+                    .least_part_keys = 256,
+                    .keys = 64,
+                    .bytes = 128 << 10,
+                    .followed_bytes = INT64_MAX,
+                    .followed_queries = 8,
+                    .gathered_bytes = 0,
+                    .distances = {128 << 10},
+                },
+        },
+    [BA_ISA_NEON_BF16] =
+        {
+            .chunk_keys = 256,
+            .list_keys = 0,
+            .tile_queries = 128,
+            .group_tiles = 4,
+            .most_tiles = 4,
+            .gradient_keys = 128,
+            .gradient_queries = 128,
+            .gradient_tiles = 4,
+            .meeting_lanes = 2048,
+            .most_meeting = 8192,
+            .block_lanes = 64,
+            .inline_flops = 2e6,
+            .shared_bytes = 0,
+            .few =
+                {
+                    .part_keys = 2048,
+                    .least_part_keys = 256,
+                    .keys = 64,
+                    .bytes = 128 << 10,
+                    .followed_bytes = INT64_MAX,
+                    .followed_queries = 8,
+                    .gathered_bytes = 0,
+                    .distances = {128 << 10},
+                },
+        },
 #else
-    [BA_ISA_AVX2]        = {      256,         0,          128,           4,          4,            128,      128,      4,          2048,         8192,          64,          4e6,            0, {         1024,             256,  128,   2 << 20,           4096,         2,               0, { 24 << 10 } } },
-    [BA_ISA_AVX512]      = {      256,         0,          128,           4,          4,            128,      128,      4,          2048,         8192,          64,          8e6,    512 << 20, {         2048,             256,   32, 256 << 10,           4096,         8,               0, { 8 << 10, 128 << 10 } } },
-    [BA_ISA_AVX512_BF16] = {      256,         0,          128,           4,          4,            128,      128,      4,          1024,         8192,          64,          8e6,    512 << 20, {         4096,             256,  256,   4 << 20,           4096,         0,             256, { 8 << 10, 12 << 10, 16 << 10 } } },
-    [BA_ISA_AMX]         = {      512,       256,          128,           8,         32,            128,      128,      4,          2048,         8192,          64,          3e7,    512 << 20, {         2048,             256,   32, 256 << 10,           4096,         8,               0, { 8 << 10, 128 << 10 } } },
+    [BA_ISA_AVX2] =
+        {
+            .chunk_keys = 256,
+            .list_keys = 0,
+            .tile_queries = 128,
+            .group_tiles = 4,
+            .most_tiles = 4,
+            .gradient_keys = 128,
+            .gradient_queries = 128,
+            .gradient_tiles = 4,
+            .meeting_lanes = 2048,
+            .most_meeting = 8192,
+            .block_lanes = 64,
+            .inline_flops = 4e6,
+            .shared_bytes = 0,
+            .few =
+                {
+                    .part_keys = 1024,
+                    .least_part_keys = 256,
+                    .keys = 128,
+                    .bytes = 2 << 20,
+                    .followed_bytes = 4096,
+                    .followed_queries = 2,
+                    .gathered_bytes = 0,
+                    .distances = {24 << 10},
+                },
+        },
+    [BA_ISA_AVX512] =
+        {
+            .chunk_keys = 256,
+            .list_keys = 0,
+            .tile_queries = 128,
+            .group_tiles = 4,
+            .most_tiles = 4,
+            .gradient_keys = 128,
+            .gradient_queries = 128,
+            .gradient_tiles = 4,
+            .meeting_lanes = 2048,
+            .most_meeting = 8192,
+            .block_lanes = 64,
+            .inline_flops = 8e6,
+            .shared_bytes = 512 << 20,
+            .few =
+                {
+                    .part_keys = 2048,
+                    .least_part_keys = 256,
+                    .keys = 32,
+                    .bytes = 256 << 10,
+                    .followed_bytes = 4096,
+                    .followed_queries = 8,
+                    .gathered_bytes = 0,
+                    .distances = {8 << 10, 128 << 10},
+                },
+        },
+    [BA_ISA_AVX512_BF16] =
+        {
+            .chunk_keys = 256,
+            .list_keys = 0,
+            .tile_queries = 128,
+            .group_tiles = 4,
+            .most_tiles = 4,
+            .gradient_keys = 128,
+            .gradient_queries = 128,
+            .gradient_tiles = 4,
+            .meeting_lanes = 1024,
+            .most_meeting = 8192,
+            .block_lanes = 64,
+            .inline_flops = 8e6,
+            .shared_bytes = 512 << 20,
+            .few =
+                {
+                    .part_keys = 4096,
+                    .least_part_keys = 256,
+                    .keys = 256,
+                    .bytes = 4 << 20,
+                    .followed_bytes = 4096,
+                    .followed_queries = 0,
+                    .gathered_bytes = 256,
+                    .distances = {8 << 10, 12 << 10, 16 << 10},
+                },
+        },
+    [BA_ISA_AMX] =
+        {
+            .chunk_keys = 512,
+            .list_keys = 256,
+            .tile_queries = 128,
+            .group_tiles = 8,
+            .most_tiles = 32,
+            .gradient_keys = 128,
+            .gradient_queries = 128,
+            .gradient_tiles = 4,
+            .meeting_lanes = 2048,
+            .most_meeting = 8192,
+            .block_lanes = 64,
+            .inline_flops = 3e7,
+            .shared_bytes = 512 << 20,
+            .few =
+                {
+                    .part_keys = 2048,
+                    .least_part_keys = 256,
+                    .keys = 256,
+                    .bytes = 4 << 20,
+                    .followed_bytes = 4096,
+                    .followed_queries = 8,
+                    .gathered_bytes = 0,
+                    .distances = {16 << 10},
+                },
+            .tile_few =
+                {
+                    .part_keys = 2048,
+                    .least_part_keys = 256,
+                    .keys = 32,
+                    .bytes = 256 << 10,
+                    .followed_bytes = 4096,
+                    .followed_queries = 8,
+                    .gathered_bytes = 0,
+                    .distances = {64 << 10},
+                },
+        },
 #endif
 };
-/* clang-format on */
 
 const ba_tuning *ba_tuning_at(ba_isa level) { return &rows[level]; }

@@ -1,4 +1,4 @@
-/* The forward driver: loops, plan and scratch; it knows neither an ISA nor an element type. */
+/* The forward driver: loops, plan and scratch; it knows neither an ISA nor an element type. attend_batch.c says which entries it is given. */
 #include "ops/attend.h"
 
 #include <assert.h>
@@ -66,6 +66,7 @@ typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
+    bool own_few; /* the family's kernel for few queries, and not the cache's */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
@@ -678,21 +679,15 @@ static void run_item(void *context, int64_t index, int worker) {
 
 static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     const ba_kernels *kernels = ba_kernels_at(level);
-    c->family = kernels->attend[p->dtype];
-    c->pack_k = c->family->pack_k;
-    c->pack_v = c->family->pack_v;
+    const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype];
+    const bool own = p->kv_dtype == p->dtype;
+    c->pack_k = own ? f->pack_k : kernels->cache[p->kv_dtype]->pack;
+    c->pack_v = own ? f->pack_v : kernels->cache[p->kv_dtype]->pack;
     /* by the group and not by a panel's queries: lists of single heads shall give what shared ones give, to the bit */
-    const ba_attend_family *few = c->family->few && p->group >= c->family->few_group ? c->family : kernels->vector[p->dtype];
-    c->few = few->few;
-    c->pack_few = few->pack_few;
-    c->order_few = few->order_few;
-    if (p->kv_dtype != p->dtype) {
-        c->family = kernels->vector[p->dtype];
-        c->pack_k = c->pack_v = kernels->cache[p->kv_dtype]->pack;
-        c->few = kernels->cache[p->kv_dtype]->few;
-        c->pack_few = c->family->pack_few;
-        c->order_few = kernels->cache[p->kv_dtype]->order_few;
-    }
+    c->own_few = own && f->few && f->few_group > 0 && p->group >= f->few_group;
+    c->few = c->own_few ? f->few : kernels->cache[p->kv_dtype]->few;
+    c->pack_few = c->own_few ? f->pack_few : vectors->pack_few;
+    c->order_few = c->own_few ? f->order_few : kernels->cache[p->kv_dtype]->order_few;
 }
 
 /* Rows of one panel take small bites of their lists, so that rows side by side meet at a key while it is in cache; those of more take large ones,
@@ -723,24 +718,13 @@ static int64_t lay_out_parts(const call *c, int64_t *offset) {
     return bytes;
 }
 
-/* Writes what queries behind their entry's length have: output 0, log-sum-exp -inf. Item: one head of one batch entry. */
-static void clear_padding(void *context, int64_t item, int worker) {
-    (void)worker;
-    const ba_problem *p = context;
-    const int64_t batch = item / p->heads, head = item % p->heads, real_size = ba_dtype_size(ba_real_of(p->dtype));
-    const ba_span q = ba_q_span(p, batch);
-    for (int64_t query = q.valid; query < q.rows; query++) {
-        memset(ba_query_row(p, &p->out, p->element_size, batch, head, query), 0, (size_t)(p->v_dim * p->element_size));
-        if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, real_size, batch, head, query), 0, -INFINITY, real_size);
-    }
-}
-
-static ba_status attend_valid(const ba_problem *problem, int threads) {
+ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *problem, int threads) {
     const ba_isa level = ba_isa_active();
-    call c = {.problem = problem};
+    call c = {.problem = problem, .family = family};
     choose_kernels(&c, problem, level);
     ba_tuning tuning = *ba_tuning_at(c.family->isa);
-    tuning.few = ba_tuning_at(level)->few;
+    const ba_tuning *of_level = ba_tuning_at(level);
+    tuning.few = c.own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
     c.tuning = &tuning;
     const ba_attend_family *rows = c.family->attend_rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
     if (ba_attends_by_block(problem, rows)) return ba_attend_by_block(problem, rows, threads);
@@ -783,18 +767,4 @@ static ba_status attend_valid(const ba_problem *problem, int threads) {
     if (status == BA_OK && c.plan.parts_most > 1) status = ba_parallel(threads, problem->batch * problem->kv_heads, join_item, &c);
     ba_arena_release();
     return status;
-}
-
-ba_status ba_attend(const ba_problem *problem, int num_threads) {
-    enum { MANY_BYTES = 1 << 20 }; /* fewer are written by one thread */
-    const int threads = ba_threads_for(num_threads);
-    if (problem->q_len == 0) return BA_OK; /* an empty array's other axes may be of any length: nothing goes through them */
-    BA_TRY(attend_valid(problem, threads));
-    int64_t padding = 0;
-    for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;
-    if (padding) {
-        const bool many = padding * problem->heads * problem->v_dim * problem->element_size >= MANY_BYTES;
-        BA_TRY(ba_parallel(many ? threads : 1, problem->batch * problem->heads, clear_padding, (void *)problem));
-    }
-    return BA_OK;
 }

@@ -658,7 +658,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
     c.rounded = c.family->real_size != problem->kv_element_size;
     int threads = ba_threads_for(num_threads);
     c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
-    c.by_block = ba_plan_few_rows(problem) && !family->gradient_rows;
+    c.by_block = ba_plan_few_rows(problem);
     if (c.by_block) ba_plan_lay_out_gradient_rows(&c.plan, problem, ba_tuning_at(c.family->isa));
     else ba_plan_lay_out_gradients(&c.plan, problem, c.tuning);
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;

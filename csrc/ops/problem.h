@@ -53,8 +53,8 @@ typedef struct ba_span {
 } ba_span;
 
 static inline ba_span ba_q_span(const ba_problem *p, int64_t batch) {
-    if (p->cu_q) return (ba_span){p->cu_q[batch], p->cu_q[batch + 1] - p->cu_q[batch], p->cu_q[batch + 1] - p->cu_q[batch]};
-    return (ba_span){0, p->q_len, p->q_lens ? p->q_lens[batch] : p->q_len};
+    const int64_t begin = p->cu_q ? p->cu_q[batch] : 0, rows = p->cu_q ? p->cu_q[batch + 1] - begin : p->q_len;
+    return (ba_span){begin, rows, p->q_lens ? p->q_lens[batch] : rows};
 }
 
 static inline ba_span ba_kv_span(const ba_problem *p, int64_t batch) {

@@ -33,8 +33,10 @@ static int64_t lay_out(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, c
             rows->offset[i] = at - range.lo * rows->row_bytes;
             rows->in_place[i] = !rows->pack;
         }
-        if (!ba_plan_few(s->plan, i / p->kv_heads) && rows->pack)
-            at += ba_round_up(ba_max(0, range.hi + s->chunk_keys - range.lo), s->chunk_keys) * rows->row_bytes;
+        if (ba_plan_few(s->plan, i / p->kv_heads) || !rows->pack) continue;
+        /* whole chunks are packed, of keys that there are */
+        const int64_t there = ba_max(0, ba_kv_span(p, i / p->kv_heads).valid - range.lo);
+        at += ba_min(ba_round_up(ba_max(0, range.hi - range.lo), s->chunk_keys), ba_round_up(there, s->family->key_pad)) * rows->row_bytes;
     }
     rows->data = ba_take(memory, &used, at);
     return used;

@@ -1,0 +1,79 @@
+/* A forward call from outside: which kernels each batch entry is for, and what its padding becomes. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/faults.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/kernels.h"
+#include "ops/attend.h"
+#include "ops/scratch.h"
+
+/* Queries that a key of this batch entry meets on the average, heads of its group counted each, where no list leaves blocks out. Only the entry's
+ * own shape decides it, so that its bits depend neither on its batch mates nor on how long a list is padded. */
+static double pairs_per_key(const ba_problem *p, int64_t batch) {
+    const double queries = (double)ba_q_span(p, batch).valid, keys = (double)ba_kv_span(p, batch).valid;
+    if (queries == 0 || keys == 0) return 0;
+    double pairs = queries;
+    if (p->causal) pairs = queries <= keys ? queries - queries * (queries - 1) / (2 * keys) : (keys + 1) / 2;
+    const int64_t right = p->causal ? 0 : p->window_right;
+    if (p->window_left >= 0 && right >= 0) pairs = fmin(pairs, (double)p->window_left + (double)right + 1);
+    return pairs * (double)p->group;
+}
+
+/* The call in two, where some entries are for one family and some for the other: each leaves the other's queries out, as if they were padding.
+ * The first reads all lists, so that nothing is written if one is wrong. */
+static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int threads) {
+    const size_t bytes = (size_t)problem->batch * sizeof(int64_t);
+    int64_t *lens = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
+    if (!lens) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %zu bytes, the system has none", bytes);
+    ba_status status = BA_OK;
+    for (int pass = 0; pass < 2 && status == BA_OK; pass++) {
+        ba_problem part = *problem;
+        for (int64_t b = 0; b < problem->batch; b++) {
+            const bool pays = pairs_per_key(problem, b) >= packed->least_pairs;
+            lens[b] = pays == (pass == 0) ? ba_q_span(problem, b).valid : 0;
+        }
+        part.q_lens = lens;
+        status = ba_attend_with(pass == 0 ? packed : vectors, &part, threads);
+    }
+    free(lens);
+    return status;
+}
+
+static ba_status attend_valid(const ba_problem *problem, int threads) {
+    const ba_kernels *kernels = ba_kernels_active();
+    const ba_attend_family *family = kernels->attend[problem->dtype], *vectors = kernels->vector[problem->dtype];
+    if (problem->kv_dtype != problem->dtype) return ba_attend_with(vectors, problem, threads);
+    int64_t pay = 0;
+    for (int64_t b = 0; family->least_pairs > 0 && b < problem->batch; b++) pay += pairs_per_key(problem, b) >= family->least_pairs;
+    if (family->least_pairs == 0 || pay == problem->batch) return ba_attend_with(family, problem, threads);
+    return pay == 0 ? ba_attend_with(vectors, problem, threads) : attend_apart(family, vectors, problem, threads);
+}
+
+/* Writes what queries behind their entry's length have: output 0, log-sum-exp -inf. Item: one head of one batch entry. */
+static void clear_padding(void *context, int64_t item, int worker) {
+    (void)worker;
+    const ba_problem *p = context;
+    const int64_t batch = item / p->heads, head = item % p->heads, real_size = ba_dtype_size(ba_real_of(p->dtype));
+    const ba_span q = ba_q_span(p, batch);
+    for (int64_t query = q.valid; query < q.rows; query++) {
+        memset(ba_query_row(p, &p->out, p->element_size, batch, head, query), 0, (size_t)(p->v_dim * p->element_size));
+        if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, real_size, batch, head, query), 0, -INFINITY, real_size);
+    }
+}
+
+ba_status ba_attend(const ba_problem *problem, int num_threads) {
+    enum { MANY_BYTES = 1 << 20 }; /* fewer are written by one thread */
+    const int threads = ba_threads_for(num_threads);
+    if (problem->q_len == 0) return BA_OK; /* an empty array's other axes may be of any length: nothing goes through them */
+    BA_TRY(attend_valid(problem, threads));
+    int64_t padding = 0;
+    for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;
+    if (padding) {
+        const bool many = padding * problem->heads * problem->v_dim * problem->element_size >= MANY_BYTES;
+        BA_TRY(ba_parallel(many ? threads : 1, problem->batch * problem->heads, clear_padding, (void *)problem));
+    }
+    return BA_OK;
+}
