@@ -195,18 +195,19 @@ def pieces(batch: int, tokens: int, sequences: Sequences, tile: int, most: int, 
     """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
 
     A piece goes over all keys of its heads, each time anew: so heads are parted first, and queries only where one head has too many.
+    How a sequence is cut depends on its own shape alone, never on its batch mates, and so do the bits of its result.
     """
     alone = Sequences(None, None, None)
     if sequences.tokens is None:
-        if batch * tokens * heads[0] <= most:
-            everything = (ALL,)
-            yield Piece(everything, everything, everything, (ALL, ALL), ((ALL,), ALL), sequences, 0, tokens)
-            return
-        for b in range(batch):
-            one = slice(b, b + 1)
+        whole = most // max(1, tokens * heads[0])  # sequences that one piece has room for; 0: each is cut
+        for b in range(0, batch, max(1, whole)):
+            some = slice(b, min(b + max(1, whole), batch))
+            if whole:
+                yield Piece((some,), (some,), (some,), (ALL, ALL), ((some,), ALL), alone, 0, tokens)
+                continue
             for cut, begin, end in _pieces_of_one(tokens, tile, most, heads):
-                rows, keys = slice(begin // tile, -(-end // tile)), (one, ALL, cut[1])
-                yield Piece((one, slice(begin, end), cut[0]), keys, keys, cut, ((one,), rows), alone, begin, tokens)
+                rows, keys = slice(begin // tile, -(-end // tile)), (some, ALL, cut[1])
+                yield Piece((some, slice(begin, end), cut[0]), keys, keys, cut, ((some,), rows), alone, begin, tokens)
         return
     cu, cu_blocks, cu_rows = (np.asarray(x) for x in sequences)
     at, count, together = 0, len(cu) - 1, max(1, most // heads[0])

@@ -290,6 +290,17 @@ def test_pieces_change_nothing(mode, packed, elements, monkeypatch):
         assert same_bits(cut, library.nsa(q, k, v, **rules, **given))
 
 
+@pytest.mark.skipif(IS_REFERENCE, reason="the reference does everything at once")
+def test_batch_mates_cut_nothing(monkeypatch):
+    """A sequence is cut into pieces by its own length alone: a piece of one query by itself would be summed in another order."""
+    rules = {"mode": "mslk", "compress_block_size": 1, "num_selected_blocks": 1, "window_size": 1, "q_tile_size": 14}
+    q, k, v, _ = problem(15, 1, 1, 2, 37, batch=2)
+    monkeypatch.setattr(sys.modules["blitz_attn.nsa"], "PIECE_ELEMENTS", 20 * 37)
+    out = library.nsa(q, k, v, **rules)
+    for b in range(2):
+        assert same_bits(library.nsa(q[b : b + 1], k[b : b + 1], v[b : b + 1], **rules), np.ascontiguousarray(out[b : b + 1]))
+
+
 @both_modes
 def test_the_rest_of_the_batch_does_not_matter(mode):
     q, k, v, _ = problem(90, batch=3)
