@@ -135,7 +135,7 @@ def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
 
 
 def padded(rows: np.ndarray, columns: int, dtype: Any = None) -> np.ndarray:
-    """A -1 padded int64 list in its final dtype and pad."""
+    """A list of signed integers, padded with -1, in its final dtype and with its pad."""
     chosen = result_dtype(columns, dtype)
     return rows.astype(chosen)  # -1 wraps to 65535 in uint16
 

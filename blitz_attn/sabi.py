@@ -584,7 +584,7 @@ def random_with_frame(
     width = min(fullest, columns) if width is None else count_of(width, "width", MOST_BLOCKS // max(1, rows * batch * heads))
     if width < min(fullest, columns):
         raise ValueError(f"width: expected at least {min(fullest, columns)}, the blocks of the fullest row, got {width}")
-    drawn = np.full((batch, heads, rows, width), -1, np.int64)
+    drawn = np.full((batch, heads, rows, width), -1, np.int32)
     for b in range(batch):
         for h in range(heads):
             head = heads_drawn[b + h]
@@ -595,7 +595,7 @@ def random_with_frame(
 def _draw_head(rows: int, columns: int, plan: FramePlan, seed: int, sort: bool) -> np.ndarray:
     """(rows, columns) list of one head, -1 padded. The order of the draws is upstream's and decides the result."""
     rng = random.Random(seed)
-    drawn = np.full((rows, columns), -1, np.int64)
+    drawn = np.full((rows, columns), -1, np.int32)
     size = len(plan.forced_columns) + plan.extra_per_row
     if sort and plan.extra_per_row == len(plan.free_columns):
         drawn[:] = np.arange(columns)  # all of them: what the draws would be does not matter

@@ -34,6 +34,7 @@ except ImportError:  # not on every platform
     resource = None  # type: ignore[assignment]
 
 SECONDS = 10.0  # far more than any answer takes, even on a busy machine: what has no end is looked for, not what is slow
+SECONDS_PER_ELEMENT = 1e-6  # more for results that are large because the call says so
 KIBIBYTES = 1 << 20
 VARIETIES = 32
 WEIGHT = 0.03  # of a function: about a tenth of a campaign's problems are bad calls
@@ -90,17 +91,17 @@ class Call:
     def run(self) -> str:
         """Makes the call and judges. Returns "accepted", or the sentence of the refusal."""
         before = self.arena.memory.copy()
-        memory, clock = _peak(), time.process_time()
+        memory, clock, elements = _peak(), time.process_time(), 0
         try:
             with contextlib.redirect_stdout(io.StringIO()) if not self.good.quiet else contextlib.nullcontext():
                 result = self.good.call(*self.positional, **self.arguments)
         except Exception as error:
             text = self._judge_refusal(error)
         else:
-            text = "accepted"
+            text, elements = "accepted", getattr(result, "size", 0)
             self._judge_result(result)
         clock, memory = time.process_time() - clock, _peak() - memory
-        if clock > SECONDS:
+        if clock > SECONDS + SECONDS_PER_ELEMENT * (elements if isinstance(elements, int) else 0):
             raise Finding(f"{self.name}({self.replaced}): {clock:.1f} s of work")
         if memory > KIBIBYTES:
             raise Finding(f"{self.name}({self.replaced}): {memory / KIBIBYTES:.1f} GiB of memory")
