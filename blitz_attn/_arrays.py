@@ -197,7 +197,7 @@ def _memory(x: Any, name: str, expected: str) -> np.ndarray:
         raise
     except Exception as error:  # whatever an exporter's methods raise
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name}: expected {expected}, got {type(x).__name__} that refuses: {why}") from error
+        raise ValueError(f"{name}: expected {expected}, got {type(x).__name__} that raises: {why}") from error
 
 
 def _exports_buffer(x: Any) -> bool:

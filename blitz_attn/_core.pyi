@@ -140,7 +140,7 @@ def select_blocks(
     dtype: Any,
     num_threads: Any,
 ) -> Any:
-    """Returns selected or (selected, counts). k is the width of a result that is made here; budget is in blocks, one a request."""
+    """Returns selected or (selected, counts). k is the width of a result that is made here; budget is in blocks, one per request."""
 
 def block_means(
     x: Any,

@@ -16,14 +16,14 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
         if len(block_tables) != 3:
             raise ValueError(f"block_tables: expected an array or (indptr, indices, last_page_len), got a tuple of {len(block_tables)}")
         if seq_lens is not None:
-            raise ValueError("seq_lens: expected None with (indptr, indices, last_page_len), which tell the lengths, got lengths too")
+            raise ValueError("seq_lens: expected None with (indptr, indices, last_page_len), which give the lengths, got lengths as well")
         indptr, indices, last_page_len = block_tables
         for part, name in ((indptr, "indptr"), (indices, "indices"), (last_page_len, "last_page_len")):
             if part is None:
                 raise TypeError(f"{name}: expected an array of (indptr, indices, last_page_len), got NoneType")
         return indices, None, indptr, last_page_len
     if seq_lens is None:
-        raise ValueError("seq_lens: expected a length a request beside an array of block_tables, got None")
+        raise ValueError("seq_lens: expected one length per request with an array of block_tables, got None")
     return block_tables, seq_lens, None, None
 
 
@@ -31,9 +31,9 @@ def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
     """int64 numbers of queries, each from 0 to its request's length."""
     lengths = _arrays.integers(q_lens, "q_lens")
     if lengths.shape != seq_lens.shape:
-        raise ValueError(f"q_lens: expected {len(seq_lens)} entries, one a request, got shape {lengths.shape}")
+        raise ValueError(f"q_lens: expected {len(seq_lens)} entries, one per request, got shape {lengths.shape}")
     for b in ((lengths < 0) | (lengths > seq_lens)).nonzero()[0]:
-        raise ValueError(f"q_lens: expected 0 to seq_lens' {seq_lens[b]}, got {lengths[b]} at [{b}]")
+        raise ValueError(f"q_lens: expected 0 to seq_lens[{b}] = {seq_lens[b]}, got {lengths[b]} at [{b}]")
     return lengths
 
 
@@ -53,13 +53,13 @@ class Tables:
             self.seq_lens = _arrays.integers(lengths, "seq_lens").copy()
             widths = np.full(len(self.pages), self.pages.shape[1])
             if self.seq_lens.shape != (len(self.pages),):
-                raise ValueError(f"seq_lens: expected {len(self.pages)} entries, one a request, got shape {self.seq_lens.shape}")
+                raise ValueError(f"seq_lens: expected {len(self.pages)} entries, one per request, got shape {self.seq_lens.shape}")
         else:
             self.indptr, last = _arrays.integers(indptr, "indptr").copy(), _arrays.integers(last, "last_page_len")
             self._check_indptr()
             widths = np.diff(self.indptr)
             if last.shape != widths.shape:
-                raise ValueError(f"last_page_len: expected {len(widths)} entries, one a request, got shape {last.shape}")
+                raise ValueError(f"last_page_len: expected {len(widths)} entries, one per request, got shape {last.shape}")
             for b in ((last < (widths > 0)) | (last > page_size)).nonzero()[0]:
                 raise ValueError(f"last_page_len: expected 1 to the {page_size} tokens of a page, got {last[b]} at [{b}]")
             self.seq_lens = np.where(widths > 0, (widths - 1) * page_size + last, 0)

@@ -109,7 +109,7 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
             raise ValueError(f"{what}: expected the shape of q with v's last dimension, got {(out if what == 'out' else dout).shape}")
     for what, parts in (("lse", lses), ("dlse", dlses)):
         if len(parts) != len(sequences) or any(x.shape != s.q.shape[:2] for x, s in zip(parts, sequences, strict=True)):
-            raise ValueError(f"{what}: expected a number a query and head, got {numbers[what == 'dlse'].shape}")
+            raise ValueError(f"{what}: expected one number per query and head, got {numbers[what == 'dlse'].shape}")
     heads = sequences[0].q.shape[0] if sequences else 0
     if scale is None:
         scale = 1.0 / math.sqrt(sequences[0].q.shape[2] if sequences else 1)

@@ -88,7 +88,7 @@ def _check_arrays(q: Array, k: Array, v: Array, cu_seqlens: Any) -> list[int] | 
 def _check_gates(gates: Any, gate_proj_weight: Any, q: Array) -> None:
     heads, dim = q.shape[-2:]
     if gates is not None and gate_proj_weight is not None:
-        raise ValueError("gates: expected None beside gate_proj_weight, got both")
+        raise ValueError("gates: expected None with gate_proj_weight, got both")
     if gates is not None and tuple(gates.shape) != (*q.shape[:-1], 3):
         raise ValueError(f"gates: expected shape {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
     if gate_proj_weight is not None and tuple(gate_proj_weight.shape) != (heads, 3, dim):

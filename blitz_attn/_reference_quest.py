@@ -414,7 +414,7 @@ def select_blocks(
     ([[[0, 1, 3]]], [[3]])
     """
     if (k is None) == (budget is None):
-        raise ValueError("budget: expected either it or k")
+        raise ValueError("budget: expected exactly one of budget and k")
     sources = source if method == "quest" else (source,)
     lengths = np.asarray(seq_lens, np.int64)
     shape = np.shape(sources[0])

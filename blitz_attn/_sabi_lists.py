@@ -234,7 +234,7 @@ def check(
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if twice.any():
         where = tuple(int(n) for n in np.argwhere(twice)[0])
-        raise ValueError(f"sabi: expected each column once a row, got {ordered[where]} twice in row {where[:3]}")
+        raise ValueError(f"sabi: expected each column once per row, got {ordered[where]} twice in row {where[:3]}")
     return rows
 
 

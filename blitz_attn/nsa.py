@@ -195,7 +195,7 @@ def _check(given: dict[str, Any]) -> Call:
     gates, kind_gates = None, kind
     if given["gates"] is not None:
         if w_gate is not None:
-            raise ValueError("gates: expected None beside gate_proj_weight, got both")
+            raise ValueError("gates: expected None with gate_proj_weight, got both")
         gates, kind_gates = gates_as_reals(given["gates"], q.shape, dtype, kind)
     lists = None
     if given["block_indices"] is not None:

@@ -574,9 +574,8 @@ def _table_slots(tables: Tables, q_lens: Any, count: int, num_pages: int) -> tup
     ones = q_lens is None
     new = query_lengths(np.ones(len(tables.seq_lens), np.int64) if ones else q_lens, tables.seq_lens)
     if new.sum() != count:
-        raise ValueError(
-            f"q_lens: expected lengths that add up to k's {count} tokens, got {int(new.sum())}{', one a request' if ones else ''}"
-        )
+        given = f"None, which means 1 for each of {len(new)} requests" if ones else int(new.sum())
+        raise ValueError(f"q_lens: expected lengths that add up to k's {count} tokens, got {given}")
     requests, positions = last_numbers(new, tables.seq_lens)
     blocks, places = np.divmod(positions, tables.page_size)
     pages = tables.at(requests, blocks)
@@ -665,7 +664,8 @@ def append_paged_kv(
     if len(new_v[0]) != count:
         raise ValueError(f"v: expected {count} tokens like k, got {len(new_v[0])}")
     if (slot_mapping is None) == (block_tables is None):
-        raise ValueError(f"slot_mapping: expected either it or block_tables, got {'neither' if slot_mapping is None else 'both'}")
+        given = "neither" if slot_mapping is None else "both"
+        raise ValueError(f"slot_mapping: expected exactly one of slot_mapping and block_tables, got {given}")
 
     refresh: tuple[Any, Any, Any, Any, Any, Any, None] | None = None
     if slot_mapping is not None:

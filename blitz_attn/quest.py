@@ -349,7 +349,7 @@ def quest_block_select_paged_in_out_w(
 def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
     """(width of the result, blocks of each request or None where the width says all)."""
     if (k is None) == (budget is None):
-        raise ValueError(f"budget: expected either it or k, got {'neither' if k is None else 'both'}")
+        raise ValueError(f"budget: expected exactly one of budget and k, got {'neither' if k is None else 'both'}")
     one, name = (k, "k") if k is not None else (budget, "budget")
     dense_below = None if dense_below is None else _arrays.integer(dense_below, "dense_below")
     if dense_below is None and isinstance(one, int):
@@ -360,7 +360,7 @@ def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any,
     lengths = _arrays.integers(seq_lens, "seq_lens")
     wanted = _arrays.integers(one, name)
     if wanted.shape not in ((), lengths.shape) or lengths.ndim != 1:
-        raise ValueError(f"{name}: expected a number, or {lengths.size} of them, one a request, got shape {wanted.shape}")
+        raise ValueError(f"{name}: expected a number, or {lengths.size} of them, one per request, got shape {wanted.shape}")
     if wanted.size and wanted.min() < 1:
         raise ValueError(f"{name}: expected at least 1, got {wanted.min()}")
     blocks = _arrays.np.broadcast_to(_arrays.np.maximum(1, wanted // size) if k is None else wanted, lengths.shape)

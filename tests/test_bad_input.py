@@ -131,11 +131,11 @@ CASES = [
      lambda a: {"k": dlpack(a["k"], strides=(-(1 << 60), 0, D, 1), shape=(5, HKV, SKV, D))}),
     ("negative_dim", ValueError, r"^q: expected dimensions .*, got -1 on axis 2", lambda a: {"q": dlpack(a["q"], shape=(B, H, -1, D))}),
     # ---- exporters
-    ("released", ValueError, r"^q: .* memory can be read, got memoryview that refuses: .*released", lambda a: {"q": released_view()}),
-    ("stopped", ValueError, r"^k: .* memory can be read, got StoppedDlpack that refuses: gone",
+    ("released", ValueError, r"^q: .* memory can be read, got memoryview that raises: .*released", lambda a: {"q": released_view()}),
+    ("stopped", ValueError, r"^k: .* memory can be read, got StoppedDlpack that raises: gone",
      lambda a: {"k": StoppedDlpack(RuntimeError("gone"))}),
-    ("stopped_sabi", ValueError, r"^sabi: .* got StoppedDlpack that refuses", lambda a: {"sabi": StoppedDlpack(BufferError("gone"))}),
-    ("stopped_lens", ValueError, r"^kv_lens: .* got StoppedDlpack that refuses", lambda a: {"kv_lens": StoppedDlpack(TypeError("gone"))}),
+    ("stopped_sabi", ValueError, r"^sabi: .* got StoppedDlpack that raises", lambda a: {"sabi": StoppedDlpack(BufferError("gone"))}),
+    ("stopped_lens", ValueError, r"^kv_lens: .* got StoppedDlpack that raises", lambda a: {"kv_lens": StoppedDlpack(TypeError("gone"))}),
     ("no_capsule", TypeError, r"^v: expected an unused DLPack capsule .*, got int", lambda a: {"v": NotACapsule()}),
     ("device", TypeError, r"^q: expected an array in CPU memory, got one on DLPack device type 2",
      lambda a: {"q": dlpack(a["q"], device_type=CUDA)}),
@@ -168,7 +168,7 @@ CASES = [
     ("block_huge", ValueError, r"^block_shape: expected an integer of 64 bits, got 10+", lambda a: {"block_shape": (10**20, 32)}),
     ("block_none", TypeError, r"^block_shape: expected a pair of integers, got NoneType", lambda a: {"block_shape": None}),
     # ---- lengths
-    ("q_lens_count", ValueError, r"^q_lens: expected 2 entries, one a batch entry, got 3", lambda a: {"q_lens": [1, 2, 3]}),
+    ("q_lens_count", ValueError, r"^q_lens: expected 2 entries, one per batch entry, got 3", lambda a: {"q_lens": [1, 2, 3]}),
     ("q_lens_negative", ValueError, r"^q_lens: expected lengths from 0 to 96, got -1 at \[1\]", lambda a: {"q_lens": [96, -1]}),
     ("q_lens_beyond", ValueError, r"^q_lens: expected lengths from 0 to 96, got 97", lambda a: {"q_lens": (97, 0)}),
     ("kv_lens_beyond", ValueError, r"^kv_lens: expected lengths from 0 to 160, got 161", lambda a: {"kv_lens": np.array([1, 161])}),
@@ -183,7 +183,7 @@ CASES = [
     ("kv_lens_of_no_bits", TypeError, r"^kv_lens: expected integers, got", lambda a: {"kv_lens": dlpack(np.array([1, 2]), bits=0)}),
     ("kv_lens_negative_size", ValueError, r"^kv_lens: expected dimensions of fewer than 2\^63 bytes, got -2 on axis 0",
      lambda a: {"kv_lens": dlpack(np.array([1, 2]), shape=(-2,))}),
-    ("kv_lens_stopped", ValueError, r"^kv_lens: expected integers, got Raising that refuses: no index$", lambda a: {"kv_lens": [1, Raising()]}),
+    ("kv_lens_stopped", ValueError, r"^kv_lens: expected integers, got Raising that raises: no index$", lambda a: {"kv_lens": [1, Raising()]}),
     ("heads_of_5000_digits", ValueError, r"^num_heads: expected an integer of 64 bits, got a larger one", lambda a: {"num_heads": 10**5000}),
     ("cumulative_without_tnd", ValueError, r"^cu_seqlens_q: expected none with layout BNSD", lambda a: {"cu_seqlens_q": [0, 96]}),
     # ---- rules and options
@@ -191,9 +191,9 @@ CASES = [
     ("scale_inf", ValueError, r"^scale: expected a finite number, got inf", lambda a: {"scale": float("inf")}),
     ("scale_string", TypeError, r"^scale: expected a number, got str", lambda a: {"scale": "0.1"}),
     ("scale_complex", TypeError, r"^scale: expected a number, got complex128", lambda a: {"scale": np.complex128(1)}),
-    ("scale_stopped", ValueError, r"^scale: expected a number, got Raising that refuses: no number$", lambda a: {"scale": Raising()}),
-    ("causal_stopped", ValueError, r"^causal: expected True or False, got Raising that refuses: no truth$", lambda a: {"causal": Raising()}),
-    ("layout_surrogate", ValueError, r"^layout: expected a string, got str that refuses: 'utf-8'", lambda a: {"layout": "\ud800"}),
+    ("scale_stopped", ValueError, r"^scale: expected a number, got Raising that raises: no number$", lambda a: {"scale": Raising()}),
+    ("causal_stopped", ValueError, r"^causal: expected True or False, got Raising that raises: no truth$", lambda a: {"causal": Raising()}),
+    ("layout_surrogate", ValueError, r"^layout: expected a string, got str that raises: 'utf-8'", lambda a: {"layout": "\ud800"}),
     ("layout_null", ValueError, r"^layout: expected a string without null characters, got 'BNSD", lambda a: {"layout": "BNSD\0"}),
     ("dtype_number", TypeError, r"^dtype: expected a dtype or its name, got int", lambda a: {"dtype": 3}),
     ("return_lse_array", TypeError, r"^return_lse: expected True or False, got ndarray",
@@ -336,7 +336,7 @@ def test_lengths_without_end(lens):
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python classes export buffers from 3.12 on")
 def test_stopped_buffer():
     with pytest.raises(
-        ValueError, match=r"^q: expected an array whose memory can be read, got StoppedBuffer that refuses: the exporter has stopped"
+        ValueError, match=r"^q: expected an array whose memory can be read, got StoppedBuffer that raises: the exporter has stopped"
     ):
         blitz_attn.block_sparse_attention(**(good_call() | {"q": StoppedBuffer()}))
 

@@ -214,5 +214,5 @@ def test_tensors_elsewhere():
         functions.block_sparse_attention(x, x.to("meta"), x)
     with pytest.raises(TypeError, match="^v: expected a dense tensor in CPU memory, got one of layout torch.sparse_coo on cpu$"):
         functions.nsa(x, x, x.to_sparse())
-    with pytest.raises(ValueError, match="^return_lse: expected True or False, got Tensor that refuses: Boolean value of"):
+    with pytest.raises(ValueError, match="^return_lse: expected True or False, got Tensor that raises: Boolean value of"):
         functions.block_sparse_attention(x, x, x, return_lse=torch.ones(2))

@@ -301,7 +301,7 @@ def test_picture_limits_its_size():
         (np.zeros((1, 3, 2, 1), int), ValueError, r"sabi: expected heads 4 or 1 on axis 1, got shape \(1, 3, 2, 1\)"),
         (np.zeros((3, 1, 2, 1), int), ValueError, r"sabi: expected batch 2 or 1 on axis 0, got shape \(3, 1, 2, 1\)"),
         (np.full((1, 1, 2, 1), 3), ValueError, r"sabi: expected columns in 0..2, got 3 in row \(0, 0, 0\)"),
-        (np.array([[[[0, 1, -1], [2, 0, 2]]]]), ValueError, r"sabi: expected each column once a row, got 2 twice in row \(0, 0, 1\)"),
+        (np.array([[[[0, 1, -1], [2, 0, 2]]]]), ValueError, r"sabi: expected each column once per row, got 2 twice in row \(0, 0, 1\)"),
     ],
 )
 def test_check_refuses(lists, error, sentence):

@@ -111,7 +111,7 @@ static void open_job(stopper *job) {
 static ba_status close_job(const stopper *job) {
     poll.job = joined = NULL;
     if (job->forked)
-        return ba_fail(BA_ERROR_SYSTEM, "the process was forked by a signal's handler within the call: in the child the outputs are undefined");
+        return ba_fail(BA_ERROR_SYSTEM, "a signal handler forked the process while the call ran: the outputs are undefined in the child");
     return atomic_load(&job->raised) ? ba_fail(BA_INTERRUPTED, "interrupted: the outputs are undefined") : BA_OK;
 }
 

@@ -66,7 +66,7 @@ typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
-    bool own_few; /* the family's kernel for few queries, and not the cache's */
+    bool own_few;                   /* the family's kernel for few queries, and not the cache's */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
@@ -747,7 +747,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take(NULL, &used, shared_bytes);
     char *memory = ba_arena_get((size_t)used);
-    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     used = 0;
     char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
     int64_t *part_offset = (int64_t *)ba_take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));

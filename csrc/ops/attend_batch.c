@@ -27,7 +27,7 @@ static double pairs_per_key(const ba_problem *p, int64_t batch) {
 static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int threads) {
     const size_t bytes = (size_t)problem->batch * sizeof(int64_t);
     int64_t *lens = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
-    if (!lens) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %zu bytes, the system has none", bytes);
+    if (!lens) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %zu bytes of memory, got none", bytes);
     ba_status status = BA_OK;
     for (int pass = 0; pass < 2 && status == BA_OK; pass++) {
         ba_problem part = *problem;

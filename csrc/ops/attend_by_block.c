@@ -246,7 +246,7 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     ba_take(NULL, &used, threads * c.scratch_bytes);
     ba_take(NULL, &used, shared_bytes(&c, tuning));
     char *memory = ba_arena_get((size_t)used);
-    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     used = 0;
     char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
     c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);

@@ -680,7 +680,7 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
             c.dv = sum_view(&c, dv, problem->v_dim);
         }
         if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     }
     ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {

@@ -59,7 +59,7 @@ ba_status ba_check_places(const char *name, const ba_tensor *t) {
     for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
     for (int i = 0; !empty && i < t->ndim; i++) /* an empty array's strides say nothing */
         if (t->dims[i] > 1 && t->strides[i] == 0)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected every element in a place of its own, got stride 0 on axis %d", name, i);
+            return ba_fail(BA_ERROR_VALUE, "%s: expected a place in memory of its own for every element, got stride 0 on axis %d", name, i);
     return BA_OK;
 }
 

@@ -80,8 +80,10 @@ static ba_status check_rows_in_a_run(const ba_block_sparse_args *args, ba_proble
     int64_t rows = 0;
     for (int64_t b = 0; b <= p->batch; b++) {
         if (args->cu_rows[b] != rows)
-            return ba_fail(BA_ERROR_VALUE, "cu_rows: expected %" PRId64 ", the rows of the sequences before, got %" PRId64 " at [%" PRId64 "]", rows,
-                           args->cu_rows[b], b);
+            return ba_fail(BA_ERROR_VALUE,
+                           "cu_rows: expected %" PRId64 ", the number of block rows in the sequences before this one, got %" PRId64 " at [%" PRId64
+                           "]",
+                           rows, args->cu_rows[b], b);
         if (b < p->batch) rows += ba_ceil_div(ba_q_span(p, b).rows, p->block_q);
     }
     if (t->ndim != 3 || !list_heads_fit(p, t->dims[0]) || t->dims[1] != rows)
@@ -218,7 +220,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
     }
     if (p->q_len > INT32_MAX / 2 || p->kv_len > INT32_MAX / 2)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens a sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
+        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
                        ba_max(p->q_len, p->kv_len));
     BA_TRY(check_blocks(args, p));
     BA_TRY(check_positions(args, p));

@@ -14,7 +14,7 @@ static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout 
     const char *axes = layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)";
     const bool fits = q_dtype == BA_FLOAT64 ? t->dtype == BA_FLOAT64 : t->dtype != BA_FLOAT64 && (ba_is_float(t->dtype) || is_quantised(t->dtype));
     if (!fits)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected %s under a %s q, got %s", name,
+        return ba_fail(BA_ERROR_TYPE, "%s: expected %s with a %s q, got %s", name,
                        q_dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q_dtype),
                        ba_dtype_name(t->dtype));
     if (t->ndim != 4) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
@@ -63,7 +63,7 @@ ba_status ba_check_tables(const ba_tensor *tables, const int64_t *indptr, const 
         if (indptr[b] < 0 || indptr[b + 1] < indptr[b] || indptr[b + 1] > tables->dims[0])
             return ba_fail(BA_ERROR_VALUE, "indptr: expected rising numbers from 0 to %" PRId64 ", got %" PRId64 " and %" PRId64 " at [%" PRId64 "]",
                            tables->dims[0], indptr[b], indptr[b + 1], b);
-    if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
+    if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     const ba_problem view = {.tables = *tables, .page_indptr = indptr};
     for (int64_t b = 0; b < batch; b++) {
         const int64_t width = indptr ? indptr[b + 1] - indptr[b] : tables->dims[1];
@@ -92,14 +92,14 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     p->block_rows = 1;
     p->block_columns = ba_ceil_div(p->kv_len, p->page_size);
     if (!ba_given(t)) {
-        if (args->selected_counts) return ba_fail(BA_ERROR_VALUE, "selected_counts: expected none without selected");
+        if (args->selected_counts) return ba_fail(BA_ERROR_VALUE, "selected_counts: expected none without selected, got some");
         return BA_OK;
     }
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64 && t->dtype != BA_INT16)
         return ba_fail(BA_ERROR_TYPE, "selected: expected int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
     if (t->ndim != 3 || t->dims[0] != p->batch || (t->dims[1] != p->kv_heads && t->dims[1] != p->heads))
         return ba_fail(BA_ERROR_VALUE,
-                       "selected: expected shape (%" PRId64 ", %" PRId64 " or %" PRId64 ", K), a row a request and a KV head or query head, got %s",
+                       "selected: expected shape (%" PRId64 ", %" PRId64 " or %" PRId64 ", K), one row per request and KV head or query head, got %s",
                        p->batch, p->kv_heads, p->heads, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("selected", t));
     p->listed = true;
@@ -129,7 +129,7 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
         return ba_fail(BA_ERROR_VALUE, "q: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements",
                        q->strides[2]);
     if (args->batch < 0 || (!args->cu_q && q->dims[0] != args->batch))
-        return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], args->batch);
+        return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], args->batch);
     BA_TRY(check_cache("k_cache", k, args->kv_layout, q->dtype));
     if (k->dims[3] != q->dims[2])
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2], ba_shape_text(k).chars);
@@ -194,8 +194,8 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
                            args->cu_q[p->batch]);
         for (int64_t b = 0; b < p->batch; b++) {
             if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries) || queries < 0 || queries > args->seq_lens[b])
-                return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens' %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", args->seq_lens[b],
-                               queries, b);
+                return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
+                               args->seq_lens[b], queries, b);
             p->q_len = ba_max(p->q_len, queries);
         }
     }

@@ -115,7 +115,7 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(0);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, items, merge_rows, &c);
     ba_arena_release();
     return status;

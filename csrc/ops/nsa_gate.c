@@ -195,7 +195,7 @@ static ba_status get_memory(gate_call *c, int threads, int64_t bytes, char **own
         *own = c->weighted ? ba_take(memory, &used, bytes) : NULL;
         c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
         if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     }
     return BA_OK;
 }

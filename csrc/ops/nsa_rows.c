@@ -42,7 +42,7 @@ ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, 
     if (r->batch == like->batch && r->tokens == like->tokens && r->heads == like->heads && (dim == 0 || r->dim == dim)) return BA_OK;
     return ba_fail(BA_ERROR_VALUE,
                    "%s: expected %" PRId64 " x %" PRId64 " tokens and %" PRId64 " heads like %s, and a last axis of %" PRId64 ", got %" PRId64
-                   " x %" PRId64 ", %" PRId64 " and %" PRId64,
+                   " x %" PRId64 " tokens, %" PRId64 " heads and a last axis of %" PRId64,
                    name, like->batch, like->tokens, like->heads, of, dim ? dim : r->dim, r->batch, r->tokens, r->heads, r->dim);
 }
 
@@ -95,8 +95,9 @@ static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_t
         for (int64_t b = 0; b <= s->count; b++) {
             if (s->cu_blocks[b] != expected)
                 return ba_fail(BA_ERROR_VALUE,
-                               "cu_blocks: expected %" PRId64 ", the blocks of the sequences before, got %" PRId64 " at [%" PRId64 "]", expected,
-                               s->cu_blocks[b], b);
+                               "cu_blocks: expected %" PRId64 ", the number of blocks in the sequences before this one, got %" PRId64 " at [%" PRId64
+                               "]",
+                               expected, s->cu_blocks[b], b);
             if (b < s->count) expected += blocks_in(s, s->cu[b + 1] - s->cu[b]);
         }
     } else {
@@ -231,7 +232,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, stretches(&c.s, blocks_of, c.blocks_an_item), pool_item, &c);
     ba_arena_release();
     return status;
@@ -315,7 +316,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, stretches(&c.s, tokens_of, TOKENS_AN_ITEM), spread_item, &c);
     ba_arena_release();
     return status;

@@ -378,9 +378,9 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     if (!a->cu_q) {
         c->sequences = c->q.batch;
         if (a->tokens > INT32_MAX / 2)
-            return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens a sequence, got %" PRId64, INT32_MAX / 2, a->tokens);
+            return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, INT32_MAX / 2, a->tokens);
         if (a->tokens < a->q_begin || a->tokens - a->q_begin < c->q.tokens)
-            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from %" PRId64 " on, got %" PRId64, a->tokens, a->q_begin,
+            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from token %" PRId64 " on, got %" PRId64, a->tokens, a->q_begin,
                            c->q.tokens);
         if (c->k.batch != c->q.batch || c->k.tokens != complete_blocks(a, a->tokens))
             return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", %" PRId64 ", Hkv, D), got %s", c->q.batch, complete_blocks(a, a->tokens),
@@ -390,7 +390,7 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     c->sequences = a->batch;
     if (!a->cu_cmp) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
     BA_TRY(ba_check_cumulative("cu_seqlens", a->cu_q, a->batch, c->q.tokens, &longest));
-    if (longest > INT32_MAX / 2) return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens a sequence, got %" PRId64, INT32_MAX / 2, longest);
+    if (longest > INT32_MAX / 2) return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, INT32_MAX / 2, longest);
     BA_TRY(ba_check_cumulative("cu_blocks", a->cu_cmp, a->batch, c->k.tokens, &longest));
     for (int64_t b = 0; b < a->batch; b++)
         if (keys_of(c, b) != complete_blocks(a, queries_of(c, b)))
@@ -422,7 +422,8 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
     c->width = expected.dims[last] = a->selected.ndim == expected.ndim ? a->selected.dims[last] : 1;
     BA_TRY(ba_check_output("block_indices", &a->selected, &expected, false));
     if (c->width < 1 || a->init_blocks + a->local_blocks > c->width)
-        return ba_fail(BA_ERROR_VALUE, "num_selected_blocks: expected at least init_blocks + local_blocks = %" PRId64 " and 1, got %" PRId64,
+        return ba_fail(BA_ERROR_VALUE,
+                       "num_selected_blocks: expected at least 1, and at least init_blocks + local_blocks = %" PRId64 ", got %" PRId64,
                        a->init_blocks + a->local_blocks, c->width);
     if (c->by_query) {
         const ba_dtype real = ba_real_of(a->q.dtype);
@@ -472,7 +473,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     select_scratch unused;
     c.scratch_bytes = lay_out(&c, NULL, &unused);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, panels * c.list_heads, select_item, &c);
     ba_arena_release();
     return status;

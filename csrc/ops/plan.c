@@ -420,7 +420,7 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
                            ", %" PRId64 "]",
                            problem->list_name, columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
         return ba_fail(BA_ERROR_VALUE,
-                       "%s: expected each block column once a row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+                       "%s: expected each block column once per row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
                        problem->list_name, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
     }
     for (int64_t i = 0; i < n; i++) {

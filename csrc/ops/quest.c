@@ -150,7 +150,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     BA_TRY(take_summary("minblocks", &a->minblocks, &a->k_cache, &c.k, &c.smallest, &rows, &count));
     BA_TRY(take_summary("meanblocks", &a->meanblocks, &a->k_cache, &c.k, &c.mean, &rows, &count));
     if (!rows) return ba_fail(BA_ERROR_VALUE, "maxblocks: expected a summary to write, got none");
-    if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
+    if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     for (int64_t b = 0; a->begin && b < a->batch; b++)
         if (a->begin[b] < 0)
             return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
@@ -513,9 +513,10 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
             return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars,
                            ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
     }
-    if (a->page_size < 1 || (tokens && a->page_size != c->a.rows))
-        return ba_fail(BA_ERROR_VALUE, "block_size: expected tokens a page%s, got %" PRId64, tokens ? " like k_cache" : ", at least 1", a->page_size);
-    if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected a length a request, got none");
+    if (a->page_size < 1) return ba_fail(BA_ERROR_VALUE, "block_size: expected at least 1 token per page, got %" PRId64, a->page_size);
+    if (tokens && a->page_size != c->a.rows)
+        return ba_fail(BA_ERROR_VALUE, "block_size: expected the %" PRId64 " tokens per page of k_cache, got %" PRId64, c->a.rows, a->page_size);
+    if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     BA_TRY(check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
@@ -527,7 +528,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     const int64_t rows = a->per_query_head ? q->dims[1] : c->a.heads;
     ba_tensor expected = {.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, rows, out->ndim == 3 ? out->dims[2] : 0}};
     BA_TRY(ba_check_output("selected_indices", out, &expected, false));
-    if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, "k: expected at least 1 place a row, got %" PRId64, out->dims[2]);
+    if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, "k: expected at least 1 place per row, got %" PRId64, out->dims[2]);
     expected.ndim = 2;
     if (ba_given(&a->counts)) BA_TRY(ba_check_output("counts", &a->counts, &expected, false));
     if (a->num_threads < 0 || a->num_threads > BA_MAX_THREADS)
@@ -581,7 +582,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         c.page_scores = (float *)ba_take(memory, &used, args->batch * c.rows * c.most_pages * (int64_t)sizeof(float));
         c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
         if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     }
     for (int worker = 0; worker < threads; worker++) {
         select_scratch s;

@@ -43,7 +43,7 @@ static int fail_refusing(const char *name, const char *expected, PyObject *objec
     if (traceback != NULL) PyException_SetTraceback(cause, traceback);
     PyObject *object_type = PyType_GetName(Py_TYPE(object));
     PyObject *why = object_type != NULL ? first_line(cause) : NULL;
-    if (why != NULL) PyErr_Format(PyExc_ValueError, "%s: expected %s, got %U that refuses: %U", name, expected, object_type, why);
+    if (why != NULL) PyErr_Format(PyExc_ValueError, "%s: expected %s, got %U that raises: %U", name, expected, object_type, why);
     Py_XDECREF(why);
     Py_XDECREF(object_type);
     Py_XDECREF(type);

@@ -38,8 +38,8 @@ static int set_lengths(block_sparse_call *call) {
         a->q_lens = a->kv_lens = NULL;
         return 0;
     }
-    if (arg_expect_count(&call->q_lens, "q_lens", batch, "one a batch entry") < 0) return -1;
-    return arg_expect_count(&call->kv_lens, "kv_lens", batch, "one a batch entry");
+    if (arg_expect_count(&call->q_lens, "q_lens", batch, "one per batch entry") < 0) return -1;
+    return arg_expect_count(&call->kv_lens, "kv_lens", batch, "one per batch entry");
 }
 
 /* With a layout that has an axis of heads, num_heads and num_kv_heads may be given too, but not in contradiction. */

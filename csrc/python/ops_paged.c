@@ -78,14 +78,14 @@ static int set_requests(paged_call *call) {
             PyErr_SetString(PyExc_ValueError, "indptr: expected B + 1 entries, got 0");
             return -1;
         }
-        if (arg_expect_count(&call->last_page_len, "last_page_len", a->batch, "one a request") < 0 || lengths_from_pages(call) < 0) return -1;
+        if (arg_expect_count(&call->last_page_len, "last_page_len", a->batch, "one per request") < 0 || lengths_from_pages(call) < 0) return -1;
     } else {
         a->batch = call->seq_lens.count;
     }
     a->indptr = call->indptr.values;
     a->seq_lens = call->seq_lens.values;
     if (call->q_lens.values == NULL) return 0;
-    if (arg_expect_count(&call->q_lens, "q_lens", a->batch, "one a request") < 0) return -1;
+    if (arg_expect_count(&call->q_lens, "q_lens", a->batch, "one per request") < 0) return -1;
     a->cu_q = call->cu_q = PyMem_Malloc((size_t)(a->batch + 1) * sizeof *call->cu_q);
     if (call->cu_q == NULL) {
         PyErr_NoMemory();
@@ -118,7 +118,7 @@ static int read_sinks(module_state *state, PyObject *object, paged_call *call) {
     if (hold_optional(state, object, "sinks", ARG_SCALES, BA_UINT16, &call->sinks, &sinks) < 0) return -1;
     if (object == Py_None || a->q.ndim != 3) return 0; /* the library refuses q */
     if (sinks.ndim != 1 || sinks.dims[0] != a->q.dims[1] || sinks.strides[0] != 1) {
-        PyErr_Format(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), a number a head, got %d dimensions and %lld numbers",
+        PyErr_Format(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), one number per head, got %d dimensions and %lld numbers",
                      (long long)a->q.dims[1], sinks.ndim, (long long)(sinks.ndim > 0 ? sinks.dims[0] : 1));
         return -1;
     }
@@ -352,7 +352,7 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* ---- Selecting pages ----------------------------------------------------------------------------------------------- */
 
-/* k is the width of a result that is made here; a and b are what the method scores; recent is a number or one a request. */
+/* k is the width of a result that is made here; a and b are what the method scores; recent is a number or one per request. */
 /* clang-format off */
 #define SELECT_ARGUMENTS(X) \
     X(empty) X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) \
@@ -393,7 +393,7 @@ static int read_per_request(module_state *state, PyObject *object, const char *n
     const bool is_array = PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method); /* arrays have an index slot too */
     if (!PyIndex_Check(object) || is_array) {
         if (arg_lengths(state, object, name, list) < 0) return -1;
-        return arg_expect_count(list, name, batch, "one a request");
+        return arg_expect_count(list, name, batch, "one per request");
     }
     int64_t value;
     if (arg_int64(object, name, &value) < 0) return -1;
@@ -454,7 +454,7 @@ static int read_select(module_state *state, PyObject *const *values, select_call
                          &call->since) < 0)
         return -1;
     if (arg_lengths(state, values[SELECT_budget], "budget", &call->budget) < 0) return -1;
-    if (arg_expect_count(&call->budget, "budget", a->batch, "one a request") < 0 || add_window(call) < 0) return -1;
+    if (arg_expect_count(&call->budget, "budget", a->batch, "one per request") < 0 || add_window(call) < 0) return -1;
     a->recent = call->recent.values;
     a->budget = call->budget.values;
     return arg_threads(values[SELECT_num_threads], "num_threads", &a->num_threads);
