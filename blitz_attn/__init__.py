@@ -7,7 +7,9 @@
 (1, 1, 256, 64)
 """
 
-from . import nsa, plot, reference, sabi, testing
+from typing import TYPE_CHECKING
+
+from . import nsa, sabi
 from ._core import __version__
 from .block_sparse import block_sparse_attention, block_sparse_attention_backward
 from .config import get_num_threads, isa, isa_levels, kernels, set_num_threads, show_config
@@ -21,6 +23,9 @@ from .quest import (
     select_and_attend,
     select_blocks,
 )
+
+if TYPE_CHECKING:
+    from . import plot, reference, testing
 
 __all__ = [
     "PagedPlan",
@@ -52,3 +57,18 @@ __all__ = [
     "show_config",
     "testing",
 ]
+
+_LAZY = ("plot", "reference", "testing")  # programs that only run the operations never need these modules
+
+
+def __getattr__(name: str) -> object:
+    """Import the module ``plot``, ``reference`` or ``testing`` on its first use."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

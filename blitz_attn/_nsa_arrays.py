@@ -199,10 +199,10 @@ def pieces(batch: int, tokens: int, sequences: Sequences, tile: int, most: int, 
     """
     alone = Sequences(None, None, None)
     if sequences.tokens is None:
-        whole = most // max(1, tokens * heads[0])  # sequences that one piece has room for; 0: each is cut
-        for b in range(0, batch, max(1, whole)):
-            some = slice(b, min(b + max(1, whole), batch))
-            if whole:
+        fit = most // max(1, tokens * heads[0])  # sequences that fit into one piece; 0: each sequence is cut
+        for b in range(0, batch, max(1, fit)):
+            some = slice(b, min(b + max(1, fit), batch))
+            if fit:
                 yield Piece((some,), (some,), (some,), (ALL, ALL), ((some,), ALL), alone, 0, tokens)
                 continue
             for cut, begin, end in _pieces_of_one(tokens, tile, most, heads):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -179,6 +178,8 @@ def kernels(level: str | None = None) -> dict[str, str]:
 
 
 def _package_version(name: str) -> str | None:
+    from importlib import metadata  # here because importing it takes as long as importing half of this package
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

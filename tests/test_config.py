@@ -17,6 +17,24 @@ def isa_report(**variables):
     return json.loads(python("-m", "blitz_attn", "--json", **variables))["isa"]
 
 
+# ---- Import -------------------------------------------------------------------------------------------------------
+
+
+def test_import_leaves_out_what_only_some_programs_need():
+    program = """if True:
+        import sys, blitz_attn
+        print([name for name in ("plot", "reference", "testing") if f"blitz_attn.{name}" in sys.modules])
+        print(set(blitz_attn.__all__) <= set(dir(blitz_attn)))
+        print(blitz_attn.reference.__name__, blitz_attn.plot.__name__, blitz_attn.testing.__name__)
+    """
+    assert python("-c", program).splitlines() == ["[]", "True", "blitz_attn.reference blitz_attn.plot blitz_attn.testing"]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(AttributeError, match="module 'blitz_attn' has no attribute 'plots'"):
+        blitz_attn.plots  # noqa: B018
+
+
 # ---- The report ---------------------------------------------------------------------------------------------------
 
 
