@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _arrays, _core
-from ._nsa_arrays import (
+from ._nsa.arrays import (
     BRANCHES,
     CMP_GROUP,
     COMPRESSED_NAMES,
@@ -46,7 +46,7 @@ from ._nsa_arrays import (
     threads_of,
     window_of,
 )
-from ._nsa_branches import (
+from ._nsa.branches import (
     compressed_attention,
     compressed_attention_backward,
     selected_attention,
@@ -54,8 +54,8 @@ from ._nsa_branches import (
     window_attention,
     window_attention_backward,
 )
-from ._nsa_gates import compute_gates, gate_and_combine, gates_as_reals, gating_backward, weight_of
-from ._nsa_parts import (
+from ._nsa.gates import compute_gates, gate_and_combine, gates_as_reals, gating_backward, weight_of
+from ._nsa.parts import (
     check_weight,
     compress_gradients,
     compress_into,

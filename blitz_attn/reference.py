@@ -8,10 +8,10 @@ rows at a time: memory stays bounded for sequences of tens of thousands of token
 error rule: the same attention as a plain array program would compute it in the precision of the inputs.
 """
 
-from ._reference_backward import block_sparse_attention_backward, dense_same_precision_backward
-from ._reference_dense import block_sparse_attention, dense_same_precision, merge_states, merge_states_n, round_to, to_float64
-from ._reference_nsa import NSAContext, NSAGradients, nsa, nsa_backward, nsa_same_precision
-from ._reference_nsa_parts import (
+from ._reference.backward import block_sparse_attention_backward, dense_same_precision_backward
+from ._reference.dense import block_sparse_attention, dense_same_precision, merge_states, merge_states_n, round_to, to_float64
+from ._reference.nsa import NSAContext, NSAGradients, nsa, nsa_backward, nsa_same_precision
+from ._reference.nsa_parts import (
     compress_kv,
     compress_kv_backward,
     compressed_attention,
@@ -26,8 +26,8 @@ from ._reference_nsa_parts import (
     window_attention,
     window_attention_backward,
 )
-from ._reference_paged import dequantize_kv, paged_attention, paged_same_precision, paged_select_attention, quantize_kv
-from ._reference_quest import (
+from ._reference.paged import dequantize_kv, paged_attention, paged_same_precision, paged_select_attention, quantize_kv
+from ._reference.quest import (
     append_paged_kv,
     quest_block_select_paged,
     quest_block_select_paged_in_out,

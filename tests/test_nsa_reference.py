@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from blitz_attn import _reference_nsa_core as core
 from blitz_attn import reference, testing
+from blitz_attn._reference import nsa_core as core
 from cases_nsa import GRADIENTS, WEIGHTS, alone, one_hot, problem, sequences, tensors
 
 # Small everywhere, with tails behind blocks and tiles, and with grouped heads.

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from blitz_attn import _reference_dense, reference, sabi, testing
+from blitz_attn import reference, sabi, testing
+from blitz_attn._reference import dense
 from cases import DTYPES, LAYOUTS, bits_option, random_lists
 
 
@@ -138,7 +139,7 @@ def test_strips_do_not_show(monkeypatch):
         {"sabi": lists, "block_shape": (32, 32), "causal": True, "window": (20, -1)},
     ]
     whole = [reference.block_sparse_attention(q, k, v, return_lse=True, **c) for c in calls]
-    monkeypatch.setattr(_reference_dense, "_STRIP_ELEMENTS", 500)
+    monkeypatch.setattr(dense, "_STRIP_ELEMENTS", 500)
     for (out, lse), call in zip(whole, calls, strict=True):
         narrow, narrow_lse = reference.block_sparse_attention(q, k, v, return_lse=True, **call)
         np.testing.assert_allclose(narrow, out, rtol=1e-13, atol=1e-14)

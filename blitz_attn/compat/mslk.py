@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays, reference
-from .._nsa_arrays import floats, number
+from .._nsa.arrays import floats, number
 from .._sentences import renamed, shown
 from ..nsa import _check as _check_nsa
 from ..nsa import compress_kv as _compress_kv

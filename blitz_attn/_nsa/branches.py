@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import flag
-from ._nsa_arrays import (
+from .._arrays import flag
+from .arrays import (
     COMPRESSED_NAMES,
     SELECTED_NAMES,
     Result,

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _core
-from ._formats import converted
-from ._sentences import renamed, shown
+from .. import _arrays, _core
+from .._formats import converted
+from .._sentences import renamed, shown
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import dtype_name
-from ._reference_dense import round_to, to_float64
-from ._reference_paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, tables_of
+from .._arrays import dtype_name
+from .dense import round_to, to_float64
+from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, tables_of
 
 # ---- Summaries ----------------------------------------------------------------------------------------------------
 

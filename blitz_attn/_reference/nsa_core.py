@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import integer
-from ._reference_dense import round_in_float32
+from .._arrays import integer
+from .dense import round_in_float32
 
 _STRIP_ELEMENTS = 1 << 22  # scores held at a time: 32 MiB of float64
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block: upstream's

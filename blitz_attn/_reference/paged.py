@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import dtype_name
-from ._reference_dense import Rules, SequenceParts, attend_head, round_to, to_float64, written
+from .._arrays import dtype_name
+from .dense import Rules, SequenceParts, attend_head, round_to, to_float64, written
 
 # ---- Cache values -------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
-from ._formats import converted, widened
-from ._nsa_arrays import (
+from .. import _core
+from .._formats import converted, widened
+from .._sentences import renamed
+from .arrays import (
     CMP_GROUP,
     COMPRESSED_NAMES,
     Result,
@@ -30,7 +31,6 @@ from ._nsa_arrays import (
     sums_of,
     threads_of,
 )
-from ._sentences import renamed
 
 __all__ = ["compress_kv", "compress_kv_backward", "score_and_select_blocks"]
 

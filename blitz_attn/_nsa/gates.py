@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
-from ._formats import converted
-from ._nsa_arrays import Result, dtype_of, expect_shape, floats, real_of, reals, same_kind, threads_of
-from ._nsa_parts import rounded
+from .. import _core
+from .._formats import converted
+from .arrays import Result, dtype_of, expect_shape, floats, real_of, reals, same_kind, threads_of
+from .parts import rounded
 
 __all__ = ["compute_gates", "gate_and_combine", "gating_backward"]
 

@@ -1,13 +1,13 @@
 """float64 twins of the parts of native sparse attention: compression, selection, the three branches, gating, and the
-gradient of each. Public through `blitz_attn.reference`; `_reference_nsa.py` puts them together.
+gradient of each. Public through `blitz_attn.reference`; `nsa.py` puts them together.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ._reference_dense import to_float64
-from ._reference_nsa_core import (
+from .dense import to_float64
+from .nsa_core import (
     at_least,
     attend,
     attend_backward,

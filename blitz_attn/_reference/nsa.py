@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _reference_nsa_core as core
-from ._arrays import dtype_name
-from ._reference_dense import to_float64, written
+from .._arrays import dtype_name
+from . import nsa_core as core
+from .dense import to_float64, written
 
 __all__ = ["NSAContext", "NSAGradients", "nsa", "nsa_backward", "nsa_same_precision"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _sabi_lists as lists
-from ._arrays import dtype_name
-from ._reference_dense import (
+from .._arrays import dtype_name
+from .._sabi import lists
+from .dense import (
     Rules,
     SequenceParts,
     join_sequences,

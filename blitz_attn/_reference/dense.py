@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _sabi_lists as lists
-from ._arrays import array, dtype_name
+from .._arrays import array, dtype_name
+from .._sabi import lists
 
 __all__ = ["block_sparse_attention", "dense_same_precision", "merge_states", "merge_states_n", "round_to", "to_float64"]
 

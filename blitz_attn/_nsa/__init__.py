@@ -1,0 +1,1 @@
+"""The parts of native sparse attention. Public through `blitz_attn.nsa`."""

@@ -1,0 +1,393 @@
+"""Block lists of fixed patterns: causal, window, sinks, documents, diagonals. Public through `blitz_attn.sabi`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._arrays import flag, integer, integers
+from .._sentences import shown
+from .convert import from_block_mask
+from .lists import MOST_SIDE, MOST_TOKENS, checked_shape, grid_of, padded, tokens_of, two_integers
+
+__all__ = [
+    "causal",
+    "dense",
+    "dilated",
+    "document",
+    "sink_local",
+    "sliding_window",
+    "vertical_slash",
+]
+
+
+def _one_head(mask: np.ndarray, dtype: Any, width: int | None) -> np.ndarray:
+    return from_block_mask(mask[None, None] if mask.ndim == 2 else mask, dtype=dtype, width=width)
+
+
+def _keys_seen(s_q: int, s_kv: int, block_q: int) -> tuple[np.ndarray, np.ndarray]:
+    """Key positions on the bottom-right diagonal of each query block's first and last query."""
+    first = np.arange(0, s_q, block_q)
+    return first + s_kv - s_q, np.minimum(first + block_q, s_q) - 1 + s_kv - s_q
+
+
+def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> np.ndarray:
+    """Blocks of keys that meet the positions low..high (inclusive), a row each."""
+    first = np.arange(0, s_kv, block_kv)
+    last = np.minimum(first + block_kv, s_kv) - 1
+    return (first <= high[:, None]) & (last >= low[:, None]) & (low <= high)[:, None]
+
+
+def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None) -> np.ndarray:
+    """Every block.
+
+    Parameters
+    ----------
+    s_q, s_kv : int
+        Numbers of query and key tokens; `s_kv` defaults to `s_q`.
+    block_shape : (int, int)
+        Tokens a block of queries and of keys.
+    dtype : dtype, optional
+        uint16, int16, int32 or int64. Default: uint16 where the columns fit, else int32.
+
+    Returns
+    -------
+    numpy.ndarray
+        (1, 1, R, C).
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size below 1, or a dtype that is not for lists or too narrow.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.dense(256).tolist()
+    [[[[0, 1], [0, 1]]]]
+    """
+    rows, columns = grid_of(s_q, s_kv, block_shape)
+    return padded(np.broadcast_to(np.arange(columns), (1, 1, rows, columns)), columns, dtype)
+
+
+def causal(
+    s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None, width: int | None = None
+) -> np.ndarray:
+    """Blocks at or before the diagonal, aligned to the bottom right: query i sees keys up to i + s_kv - s_q.
+
+    Parameters
+    ----------
+    s_q, s_kv, block_shape, dtype
+        As in `dense`.
+    width : int, optional
+        Width of the list. Default: that of the fullest row.
+
+    Returns
+    -------
+    numpy.ndarray
+        (1, 1, R, W).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `dense`.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.causal(384, dtype="int32").tolist()
+    [[[[0, -1, -1], [0, 1, -1], [0, 1, 2]]]]
+    """
+    return sliding_window(s_q, s_kv, block_shape, window=(-1, 0), dtype=dtype, width=width)
+
+
+def sliding_window(
+    s_q: int,
+    s_kv: int | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    *,
+    window: tuple[int, int],
+    dtype: Any = None,
+    width: int | None = None,
+) -> np.ndarray:
+    """Blocks within a window of tokens around the bottom-right diagonal.
+
+    Parameters
+    ----------
+    s_q, s_kv, block_shape, dtype
+        As in `dense`.
+    window : (int, int)
+        Tokens before and after the diagonal, -1 = no bound: the meaning of `window` in the attention call.
+    width : int, optional
+        Width of the list. Default: that of the fullest row.
+
+    Returns
+    -------
+    numpy.ndarray
+        (1, 1, R, W).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `dense`, and a window below -1.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.sliding_window(512, window=(128, 0), dtype="int32").tolist()
+    [[[[0, -1], [0, 1], [1, 2], [2, 3]]]]
+    """
+    left, right = two_integers(window, "window", "two token counts (before, after)")
+    if min(left, right) < -1:
+        raise ValueError(f"window: expected two counts of tokens or -1, got {(left, right)}")
+    block_q, block_kv = checked_shape(block_shape)
+    grid_of(s_q, s_kv, block_shape)
+    s_q, s_kv = tokens_of(s_q, s_kv)
+    left, right = min(left, s_q + s_kv), min(right, s_q + s_kv)
+    low, high = _keys_seen(s_q, s_kv, block_q)
+    low = np.zeros_like(low) if left == -1 else low - left
+    high = np.full_like(high, s_kv) if right == -1 else high + right
+    return _one_head(_span_mask(low, high, s_kv, block_kv), dtype, width)
+
+
+def sink_local(
+    s_q: int,
+    s_kv: int | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    *,
+    sink: int,
+    local: int,
+    causal: bool = True,
+    dtype: Any = None,
+    width: int | None = None,
+) -> np.ndarray:
+    """The first tokens and those near the diagonal, the pattern of streaming attention.
+
+    Parameters
+    ----------
+    s_q, s_kv, block_shape, dtype, width
+        As in `sliding_window`.
+    sink : int
+        Tokens at the start that every query sees.
+    local : int
+        Tokens before the diagonal (and, unless `causal`, after it) that a query sees.
+    causal : bool
+        Drop the blocks that lie wholly after the diagonal.
+
+    Returns
+    -------
+    numpy.ndarray
+        (1, 1, R, W).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `dense`, and negative `sink` or `local`.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.sink_local(512, sink=1, local=1, dtype="int32").tolist()
+    [[[[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 2, 3]]]]
+    """
+    sink, local, causal = integer(sink, "sink"), integer(local, "local"), flag(causal, "causal")
+    if min(sink, local) < 0:
+        raise ValueError(f"sink, local: expected numbers of tokens from 0 on, got {sink}, {local}")
+    block_q, block_kv = checked_shape(block_shape)
+    grid_of(s_q, s_kv, block_shape)
+    s_q, s_kv = tokens_of(s_q, s_kv)
+    sink, local = min(sink, s_q + s_kv), min(local, s_q + s_kv)
+    low, high = _keys_seen(s_q, s_kv, block_q)
+    start = np.full_like(high, sink - 1)
+    mask = _span_mask(np.zeros_like(low), np.minimum(start, high) if causal else start, s_kv, block_kv)
+    return _one_head(mask | _span_mask(low - local, high + (0 if causal else local), s_kv, block_kv), dtype, width)
+
+
+def document(
+    lengths: Sequence[int],
+    kv_lengths: Sequence[int] | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    *,
+    causal: bool = False,
+    dtype: Any = None,
+    width: int | None = None,
+) -> np.ndarray:
+    """Packed documents, each of which sees only itself.
+
+    The blocks where two documents meet are shared: the list covers the documents and cannot cut between two tokens of a
+    block. Layout TND of the attention call cuts exactly.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Query tokens of each document, in order.
+    kv_lengths : sequence of int, optional
+        Key tokens of each; default `lengths`.
+    block_shape, dtype, width
+        As in `sliding_window`.
+    causal : bool
+        Within each document keep what lies at or before its own bottom-right diagonal.
+
+    Returns
+    -------
+    numpy.ndarray
+        (1, 1, R, W) over sum(lengths) queries and sum(kv_lengths) keys.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `dense`, and lengths that are negative or differ in number.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.document([256, 100, 156], dtype="int32").tolist()
+    [[[[0, 1], [0, 1], [2, 3], [2, 3]]]]
+    """
+    q_sizes = integers(lengths, "lengths")
+    kv_sizes = q_sizes if kv_lengths is None else integers(kv_lengths, "kv_lengths")
+    causal = flag(causal, "causal")
+    if q_sizes.ndim != 1 or q_sizes.shape != kv_sizes.shape or min(q_sizes.min(initial=0), kv_sizes.min(initial=0)) < 0:
+        raise ValueError(f"lengths: expected as many lengths from 0 on as kv_lengths, got {shown(q_sizes.tolist())}")
+    for name, sizes in (("lengths", q_sizes), ("kv_lengths", kv_sizes)):
+        if not 1 <= sum(map(int, sizes)) <= MOST_TOKENS:
+            raise ValueError(f"{name}: expected 1 to {MOST_TOKENS} tokens in all, got {sum(map(int, sizes))}")
+    s_q, s_kv = int(q_sizes.sum()), int(kv_sizes.sum())
+    block_q, block_kv = checked_shape(block_shape)
+    mask = np.zeros(grid_of(s_q, s_kv, block_shape), bool)
+    start = kv_start = 0
+    for size, kv_size in zip(q_sizes.tolist(), kv_sizes.tolist(), strict=True):
+        if size:
+            rows = np.arange(start // block_q, (start + size - 1) // block_q + 1)
+            last = np.minimum((rows + 1) * block_q, start + size) - 1 - start  # the document's last query in each row
+            high = last + kv_size - size if causal else np.full_like(last, kv_size - 1)
+            mask[rows] |= _span_mask(np.full_like(high, kv_start), kv_start + high, s_kv, block_kv)
+        start, kv_start = start + size, kv_start + kv_size
+    return _one_head(mask, dtype, width)
+
+
+def dilated(
+    s_q: int,
+    s_kv: int | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    *,
+    stride: int,
+    reach: int | None = None,
+    causal: bool = False,
+    dtype: Any = None,
+    width: int | None = None,
+) -> np.ndarray:
+    """The diagonal block of each row and every `stride`-th block from it.
+
+    Parameters
+    ----------
+    s_q, s_kv, block_shape, dtype, width
+        As in `sliding_window`. The diagonal block is that of the last key the row's last query sees when causal.
+    stride : int
+        Distance between kept blocks, in blocks.
+    reach : int, optional
+        Largest distance from the diagonal, in blocks. Default: no bound.
+    causal : bool
+        Drop the blocks after the diagonal.
+
+    Returns
+    -------
+    numpy.ndarray
+        (1, 1, R, W).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `dense`, a stride below 1 or a negative reach.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.dilated(512, stride=2, dtype="int32").tolist()
+    [[[[0, 2], [1, 3], [0, 2], [1, 3]]]]
+    """
+    stride, reach, causal = integer(stride, "stride"), None if reach is None else integer(reach, "reach"), flag(causal, "causal")
+    if stride < 1 or (reach is not None and reach < 0):
+        raise ValueError(f"stride, reach: expected a stride from 1 and a reach from 0 on, got {stride}, {reach}")
+    block_q, block_kv = checked_shape(block_shape)
+    _, columns = grid_of(s_q, s_kv, block_shape)
+    _, high = _keys_seen(*tokens_of(s_q, s_kv), block_q)
+    away = np.floor_divide(high, block_kv)[:, None] - np.arange(columns)
+    mask = away % stride == 0
+    if reach is not None:
+        mask &= np.abs(away) <= reach
+    if causal:
+        mask &= away >= 0
+    return _one_head(mask, dtype, width)
+
+
+def vertical_slash(
+    s_q: int,
+    s_kv: int | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    *,
+    vertical: Any,
+    slash: Any,
+    causal: bool = True,
+    dtype: Any = None,
+    width: int | None = None,
+) -> np.ndarray:
+    """Blocks that hold chosen key tokens, or meet chosen diagonals.
+
+    Parameters
+    ----------
+    s_q, s_kv, block_shape, dtype, width
+        As in `sliding_window`.
+    vertical : array_like of int
+        Key positions, (n,) for all heads, (H, n) or (B, H, n).
+    slash : array_like of int
+        Distances before the bottom-right diagonal, in tokens (0 is the diagonal itself); axes as in `vertical`.
+    causal : bool
+        Drop the blocks that lie wholly after the diagonal.
+
+    Returns
+    -------
+    numpy.ndarray
+        (B, H, R, W), 1 where an axis was not given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `dense`, a key position out of range, or axes that do not broadcast.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.vertical_slash(512, vertical=[0], slash=[0], dtype="int32").tolist()
+    [[[[0, -1], [0, 1], [0, 2], [0, 3]]]]
+    """
+    block_q, block_kv = checked_shape(block_shape)
+    rows, columns = grid_of(s_q, s_kv, block_shape)
+    s_q, s_kv = tokens_of(s_q, s_kv)
+    causal = flag(causal, "causal")
+    picked, offsets = (np.atleast_1d(integers(x, name)) for x, name in ((vertical, "vertical"), (slash, "slash")))
+    if max(picked.ndim, offsets.ndim) > 3:
+        raise ValueError(f"vertical, slash: expected at most three axes, got {picked.shape} and {offsets.shape}")
+    if picked.min(initial=0) < 0 or picked.max(initial=0) >= s_kv:
+        raise ValueError(f"vertical: expected key positions in 0..{s_kv - 1}, got {picked.min()}..{picked.max()}")
+    if offsets.size and max(-int(offsets.min()), int(offsets.max())) > MOST_TOKENS:
+        raise ValueError(f"slash: expected distances of at most {MOST_TOKENS} tokens, got {offsets.min()}..{offsets.max()}")
+    try:
+        lead = np.broadcast_shapes((1, 1), picked.shape[:-1], offsets.shape[:-1])
+    except ValueError as error:
+        raise ValueError(f"slash: expected axes that broadcast with those of vertical {picked.shape}, got {offsets.shape}") from error
+    if math.prod(lead) > MOST_SIDE:
+        raise ValueError(f"vertical, slash: expected at most {MOST_SIDE} heads in all, got {lead}")
+    picked, offsets = (np.broadcast_to(x, (*lead, x.shape[-1])).reshape(math.prod(lead), x.shape[-1]) for x in (picked, offsets))
+    low, high = _keys_seen(s_q, s_kv, block_q)
+    mask = np.zeros((picked.shape[0], rows, columns), bool)
+    for head, (keys, back) in enumerate(zip(picked, offsets, strict=True)):
+        mask[head][:, keys // block_kv] = True
+        for step in back:
+            mask[head] |= _span_mask(low - step, high - step, s_kv, block_kv)
+    if causal:
+        mask &= _span_mask(np.zeros_like(low), high, s_kv, block_kv)
+    return from_block_mask(mask.reshape(*lead, rows, columns), dtype=dtype, width=width)

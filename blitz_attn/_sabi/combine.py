@@ -1,0 +1,268 @@
+"""Set operations on block lists, and block lists over other grids. Public through `blitz_attn.sabi`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._arrays import integer
+from .convert import any_pool, from_block_mask, mask_of
+from .lists import MOST_BLOCKS, blocks_of, columns_of, count_of, signed, two_integers
+
+__all__ = [
+    "coarsen",
+    "complement",
+    "difference",
+    "intersection",
+    "refine",
+    "transpose",
+    "union",
+]
+
+_TWO_FACTORS = "two positive numbers"
+
+
+def _masks(columns: Any, a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
+    x, y = signed(a, "a"), signed(b, "b")
+    count = max(columns_of(x, columns, "a"), columns_of(y, columns, "b"))
+    one, other = mask_of(x, count, "a"), mask_of(y, count, "b")
+    try:
+        np.broadcast_shapes(one.shape, other.shape)
+    except ValueError as error:
+        raise ValueError(f"b: expected axes that broadcast with those of a {x.shape}, got {y.shape}") from error
+    return one, other
+
+
+def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+    """Blocks listed in `a` or `b`.
+
+    Parameters
+    ----------
+    a, b : array_like of int
+        Block lists (..., R, W), of widths that may differ and leading axes that broadcast.
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every entry.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list, columns rising.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.union(np.array([[2, 0]]), np.array([[1, -1]]), dtype="int32").tolist()
+    [[0, 1, 2]]
+    """
+    x, y = _masks(columns, a, b)
+    return from_block_mask(x | y, dtype=dtype)
+
+
+def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+    """Blocks listed in both `a` and `b`.
+
+    Parameters
+    ----------
+    a, b, columns, dtype
+        As in `union`.
+
+    Returns
+    -------
+    numpy.ndarray
+        As in `union`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `union`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.intersection(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
+    [[0]]
+    """
+    x, y = _masks(columns, a, b)
+    return from_block_mask(x & y, dtype=dtype)
+
+
+def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+    """Blocks listed in `a` and not in `b`.
+
+    Parameters
+    ----------
+    a, b, columns, dtype
+        As in `union`.
+
+    Returns
+    -------
+    numpy.ndarray
+        As in `union`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `union`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.difference(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
+    [[2]]
+    """
+    x, y = _masks(columns, a, b)
+    return from_block_mask(x & ~y, dtype=dtype)
+
+
+def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
+    """Blocks of the grid that `a` does not list.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    columns : int
+        Number of key blocks.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list, columns rising.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.complement(np.array([[1], [0]]), 3, dtype="int32").tolist()
+    [[0, 2], [1, 2]]
+    """
+    return from_block_mask(~mask_of(signed(a, "a"), integer(columns, "columns"), "a"), dtype=dtype)
+
+
+def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
+    """For each block of keys, the blocks of queries that list it.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    columns : int
+        Number of key blocks C.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list (..., C, W'), entries in 0..R-1, rising.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.transpose(np.array([[0, 1], [1, -1]]), 3, dtype="int32").tolist()
+    [[0, -1], [0, 1], [-1, -1]]
+    """
+    return from_block_mask(np.ascontiguousarray(mask_of(signed(a, "a"), integer(columns, "columns"), "a").swapaxes(-1, -2)), dtype=dtype)
+
+
+def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) -> np.ndarray:
+    """Least list over larger blocks that covers `a`.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    factors : (int, int)
+        Old blocks of queries and of keys that make a new one.
+    columns : int
+        Number of key blocks of `a`.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list (..., ceil(R / factors[0]), W').
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`, and factors below 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.coarsen(np.array([[0], [3], [2]]), (2, 2), 4, dtype="int32").tolist()
+    [[0, 1], [1, -1]]
+    """
+    mask = mask_of(signed(a, "a"), integer(columns, "columns"), "a")
+    return from_block_mask(any_pool(mask, two_integers(factors, "factors", _TWO_FACTORS, least=1)), dtype=dtype)
+
+
+def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: Any = None) -> np.ndarray:
+    """The same tokens as a list over smaller blocks.
+
+    Parameters
+    ----------
+    a : array_like of int
+        Block list (..., R, W).
+    factors : (int, int)
+        New blocks of queries and of keys that an old one splits into.
+    rows, columns : int
+        Numbers of blocks of queries and keys of the result, which drop what lies beyond the last token.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        Block list (..., rows, W').
+
+    Raises
+    ------
+    ValueError
+        `rows` or `columns` do not fit `a` and `factors`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.refine(np.array([[1], [0]]), (2, 2), 3, 4, dtype="int32").tolist()
+    [[2, 3], [2, 3], [0, 1]]
+    """
+    tall, wide = two_integers(factors, "factors", _TWO_FACTORS, least=1)
+    rows, columns = (count_of(n, name, MOST_BLOCKS, least=1) for n, name in ((rows, "rows"), (columns, "columns")))
+    mask = mask_of(signed(a, "a"), blocks_of(columns, wide), "a")
+    if blocks_of(rows, tall) != mask.shape[-2]:
+        raise ValueError(f"rows: expected {(mask.shape[-2] - 1) * tall + 1}..{mask.shape[-2] * tall}, got {rows}")
+    if rows * columns * math.prod(mask.shape[:-2]) > MOST_BLOCKS:
+        raise ValueError(f"rows: expected a grid of at most {MOST_BLOCKS} blocks, got {rows} x {columns}")
+    tall_mask = np.repeat(mask, min(tall, rows), axis=-2)[..., :rows, :]
+    return from_block_mask(np.repeat(tall_mask, min(wide, columns), axis=-1)[..., :columns], dtype=dtype)

@@ -1,0 +1,360 @@
+"""Block lists to and from boolean masks, compressed rows, and counts with indices. Public through `blitz_attn.sabi`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._arrays import array as array_of
+from .._arrays import integers
+from .._sentences import shown
+from .lists import MOST_BLOCKS, checked_shape, columns_of, grid_of, padded, signed, tokens_of, width_of
+
+__all__ = [
+    "from_block_mask",
+    "from_csr",
+    "from_num_idx",
+    "from_token_mask",
+    "to_block_mask",
+    "to_csr",
+    "to_num_idx",
+    "to_token_mask",
+]
+
+
+def _booleans(mask: Any) -> np.ndarray:
+    array = array_of(mask, "mask", "booleans")
+    if array.dtype != np.bool_:
+        raise TypeError(f"mask: expected booleans, got {array.dtype}")
+    if array.ndim < 2:
+        raise ValueError(f"mask: expected shape (..., rows, columns), got {array.shape}")
+    return array
+
+
+def mask_of(rows: np.ndarray, columns: Any, name: str) -> np.ndarray:
+    """`to_block_mask` of the list `name`, read already."""
+    count = columns_of(rows, columns, name)
+    if count * (rows.size // max(1, rows.shape[-1])) > MOST_BLOCKS:
+        raise ValueError(f"columns: expected so few that the mask has at most {MOST_BLOCKS} blocks, got {count}")
+    mask = np.zeros((*rows.shape[:-1], count + 1), bool)  # the last column swallows the pads
+    np.put_along_axis(mask, rows, True, axis=-1)
+    return np.ascontiguousarray(mask[..., :-1])
+
+
+def any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
+    """True where any element of a cell of `factors` rows and columns is."""
+    rows, columns = mask.shape[-2:]
+    tall = np.logical_or.reduceat(mask, np.arange(0, rows, factors[0]), axis=-2)
+    return np.logical_or.reduceat(tall, np.arange(0, columns, factors[1]), axis=-1)
+
+
+def to_block_mask(sabi: Any, columns: int | None = None) -> np.ndarray:
+    """Boolean mask over blocks, True = kept.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    columns : int, optional
+        Number of key blocks C. Default: the least that holds every entry.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (..., R, C).
+
+    Raises
+    ------
+    TypeError
+        Not integers.
+    ValueError
+        An entry of `columns` or more.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.to_block_mask(np.array([[2, 0], [-1, -1]]), 3).astype(int).tolist()
+    [[1, 0, 1], [0, 0, 0]]
+    """
+    return mask_of(signed(sabi), columns, "sabi")
+
+
+def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -> np.ndarray:
+    """Block list of a boolean mask over blocks.
+
+    Parameters
+    ----------
+    mask : array_like of bool
+        (..., R, C), True = kept.
+    dtype : dtype, optional
+        uint16, int16, int32 or int64. Default: uint16 where C < 65535, else int32.
+    width : int, optional
+        Width W of the list. Default: that of the fullest row, at least 1.
+
+    Returns
+    -------
+    numpy.ndarray
+        (..., R, W), columns rising, padded with 65535 (uint16) or -1.
+
+    Raises
+    ------
+    TypeError
+        `mask` is not boolean.
+    ValueError
+        A row holds more than `width` blocks, or the mask has fewer than two axes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.from_block_mask(np.array([[True, False, True], [False, True, False]]), dtype="int32").tolist()
+    [[0, 2], [1, -1]]
+    """
+    array = _booleans(mask)
+    counts = array.sum(axis=-1).reshape(-1)
+    width = width_of(width, int(counts.max(initial=0)), counts.size)
+    row, column = np.nonzero(array.reshape(counts.size, array.shape[-1]))
+    rows = np.full((counts.size, width), -1, np.int64)
+    rows[row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)] = column
+    return padded(rows.reshape(*array.shape[:-1], width), array.shape[-1], dtype)
+
+
+def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128)) -> np.ndarray:
+    """Boolean mask over tokens, True = attended. For small problems: it has s_q * s_kv elements a head.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    s_q, s_kv : int
+        Numbers of query and key tokens; `s_kv` defaults to `s_q`.
+    block_shape : (int, int)
+        Tokens a block of queries and of keys.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (..., s_q, s_kv).
+
+    Raises
+    ------
+    ValueError
+        Rows or columns that do not fit the sizes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.to_token_mask(np.array([[0], [1]]), 3, 3, (2, 2)).astype(int).tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    count, columns = grid_of(s_q, s_kv, block_shape)
+    (block_q, block_kv), (s_q, s_kv) = checked_shape(block_shape), tokens_of(s_q, s_kv)
+    mask = to_block_mask(sabi, columns)
+    if mask.shape[-2] != count:
+        raise ValueError(f"sabi: expected {count} rows for {s_q} queries in blocks of {block_q}, got {mask.shape[-2]}")
+    for name, size, other in (("s_q", s_q, s_kv), ("s_kv", s_kv, s_q)):
+        if size > MOST_BLOCKS // other:
+            raise ValueError(f"{name}: expected tokens whose mask has at most {MOST_BLOCKS} elements, got {s_q} x {s_kv}")
+    tall = np.repeat(mask, min(block_q, s_q), axis=-2)[..., :s_q, :]
+    return np.repeat(tall, min(block_kv, s_kv), axis=-1)[..., :s_kv]
+
+
+def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None, width: int | None = None) -> np.ndarray:
+    """Least block list that covers a boolean mask over tokens.
+
+    Parameters
+    ----------
+    mask : array_like of bool
+        (..., s_q, s_kv), True = attended.
+    block_shape : (int, int)
+        Tokens a block of queries and of keys.
+    dtype, width
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        (..., R, W): every block that holds at least one True.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `from_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.from_token_mask(np.tri(4, dtype=bool), (2, 2), dtype="int32").tolist()
+    [[0, -1], [0, 1]]
+    """
+    return from_block_mask(any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width)
+
+
+def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Compressed rows: `indices[indptr[r]:indptr[r + 1]]` are the columns of row r.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W); leading axes are flattened in C order, so that row r of head h of batch b is row
+        ``(b * H + h) * R + r``.
+
+    Returns
+    -------
+    indptr : numpy.ndarray
+        int64, one more than there are rows.
+    indices : numpy.ndarray
+        int32, rising within a row.
+
+    Raises
+    ------
+    TypeError
+        Not integers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> [x.tolist() for x in sabi.to_csr(np.array([[2, 0], [-1, -1], [1, -1]]))]
+    [[0, 2, 2, 3], [0, 2, 1]]
+    """
+    rows = signed(sabi)
+    rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+    kept = rows >= 0
+    indptr = np.concatenate([[0], np.cumsum(kept.sum(axis=-1))]).astype(np.int64)
+    ordered = np.sort(np.where(kept, rows, np.iinfo(np.int64).max), axis=-1)
+    return indptr, ordered[ordered < np.iinfo(np.int64).max].astype(np.int32)
+
+
+def from_csr(
+    indptr: Any, indices: Any, lead: Sequence[int] = (1, 1), *, columns: int | None = None, dtype: Any = None, width: int | None = None
+) -> np.ndarray:
+    """Block list of compressed rows.
+
+    Parameters
+    ----------
+    indptr : array_like of int
+        Rising from 0 to the number of indices; one more entry than there are rows.
+    indices : array_like of int
+        Columns, row after row.
+    lead : sequence of int
+        Leading axes (batch, heads) that the rows are split over, in C order.
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every index.
+    dtype, width
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        (*lead, R, W), columns in the order given.
+
+    Raises
+    ------
+    ValueError
+        `indptr` does not fit `indices`, the rows do not split over `lead`, or an index is out of range.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.from_csr([0, 2, 2, 3], [0, 2, 1], lead=(), dtype="int32").tolist()
+    [[0, 2], [-1, -1], [1, -1]]
+    """
+    starts, flat = integers(indptr, "indptr"), integers(indices, "indices")
+    if flat.ndim != 1:
+        raise ValueError(f"indices: expected one axis, got shape {flat.shape}")
+    if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or (np.diff(starts) < 0).any():
+        raise ValueError(f"indptr: expected numbers rising from 0 to {flat.size}, the length of indices, got {shown(starts.tolist())}")
+    if flat.min(initial=0) < 0:
+        raise ValueError(f"indices: expected columns from 0 on, got {flat.min()}")
+    count = columns_of(flat, columns, "indices")
+    counts = np.diff(starts)
+    axes = integers(lead, "lead")
+    lead_size = math.prod(axes.tolist()) if axes.ndim == 1 and axes.min(initial=1) > 0 else 0
+    if lead_size < 1 or counts.size % lead_size:
+        raise ValueError(f"lead: expected axes that divide {counts.size} rows, got {shown(axes.tolist())}")
+    width = width_of(width, int(counts.max(initial=0)), counts.size)
+    rows = np.full((counts.size, width), -1, np.int64)
+    rows[np.repeat(np.arange(counts.size), counts), np.arange(flat.size) - np.repeat(starts[:-1], counts)] = flat
+    return padded(rows.reshape(*axes, counts.size // lead_size, width), count, dtype)
+
+
+def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and indices, the form of FlexAttention's `kv_num_blocks` and `kv_indices`.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    columns : int, optional
+        Number of key blocks C. Default: the least that holds every entry.
+
+    Returns
+    -------
+    num : numpy.ndarray
+        int32 (..., R): blocks kept.
+    idx : numpy.ndarray
+        int32 (..., R, C): the kept columns rising, then the others rising, so that every entry is a valid column.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> [x.tolist() for x in sabi.to_num_idx(np.array([[2, 0], [1, -1]]), 3)]
+    [[2, 1], [[0, 2, 1], [1, 0, 2]]]
+    """
+    mask = to_block_mask(sabi, columns)
+    return mask.sum(axis=-1).astype(np.int32), np.argsort(~mask, axis=-1, kind="stable").astype(np.int32)
+
+
+def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any = None) -> np.ndarray:
+    """Block list of counts and indices; entries from a row's count on are not looked at.
+
+    Parameters
+    ----------
+    num : array_like of int
+        (..., R): entries of each row that count.
+    idx : array_like of int
+        (..., R, W): columns.
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every entry.
+    dtype : dtype, optional
+        As in `from_block_mask`.
+
+    Returns
+    -------
+    numpy.ndarray
+        (..., R, W') with W' the largest count, at least 1; order kept.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not belong together, a count beyond W, or a column out of range.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.from_num_idx([2, 1], [[0, 2, 1], [1, 0, 2]], dtype="int32").tolist()
+    [[0, 2], [1, -1]]
+    """
+    counts, entries = integers(num, "num"), integers(idx, "idx")
+    if entries.shape[:-1] != counts.shape or entries.ndim < 2:
+        raise ValueError(f"idx: expected shape {(*counts.shape, 'W')}, got {entries.shape}")
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > entries.shape[-1]:
+        raise ValueError(f"num: expected counts in 0..{entries.shape[-1]}, got {counts.min()}..{counts.max()}")
+    used = np.arange(entries.shape[-1]) < counts[..., None]
+    if (entries[used] < 0).any():
+        raise ValueError(f"idx: expected columns from 0 on, got {entries[used].min()}")
+    rows = np.where(used, entries, -1)[..., : max(1, int(counts.max(initial=0)))]
+    return padded(rows, columns_of(rows, columns, "idx"), dtype)

@@ -1,0 +1,208 @@
+"""Random block lists inside a fixed frame, after upstream's rule. Public through `blitz_attn.sabi`."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._arrays import flag, integer, number
+from .lists import MOST_BLOCKS, MOST_SIDE, count_of, grid_of, padded, some_integers
+
+__all__ = [
+    "FrameWidths",
+    "frame_plan",
+    "random_with_frame",
+]
+
+
+class FrameWidths(NamedTuple):
+    """Blocks that a random list keeps at its borders: columns in blocks of keys, rows in blocks of queries."""
+
+    left_cols: int
+    right_cols: int
+    top_rows: int
+    bottom_rows: int
+
+
+class FramePlan(NamedTuple):
+    """What a frame and a sparsity come to on a grid of blocks: see `frame_plan`."""
+
+    forced_columns: list[int]
+    free_columns: list[int]
+    dense_rows: set[int]
+    forced_blocks: int
+    kept_blocks: int
+    extra_per_row: int
+
+
+FrameWidths.__module__ = FramePlan.__module__ = "blitz_attn.sabi"  # where users and pickles find them
+
+
+def _kept_share(sparsity: Any) -> float:
+    value = number(sparsity, "sparsity")
+    if math.isnan(value):
+        raise ValueError(f"sparsity: expected a share of the blocks, got {value}")
+    return 1.0 - min(1.0, max(0.0, value))
+
+
+def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | None = None) -> FramePlan:
+    """What upstream's random rule keeps on a grid: the frame, and how many blocks more in each row outside it.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Blocks of queries and of keys.
+    sparsity : float
+        Share of blocks to drop, clamped to 0..1. The frame counts inside the kept share.
+    frame : FrameWidths, optional
+        Left and right columns kept in every row, top and bottom rows kept whole.
+
+    Returns
+    -------
+    FramePlan
+        ``forced_columns``, ``free_columns`` (lists), ``dense_rows`` (set), ``forced_blocks`` (what the frame alone
+        keeps), ``kept_blocks`` = floor(rows * columns * (1 - sparsity)), and ``extra_per_row``, random blocks in each
+        row outside the frame.
+
+    Raises
+    ------
+    ValueError
+        An empty grid, or a frame wider than the grid.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> plan = sabi.frame_plan(8, 8, 0.5, sabi.FrameWidths(1, 1, 1, 1))
+    >>> plan.forced_blocks, plan.kept_blocks, plan.extra_per_row
+    (28, 32, 1)
+    """
+    rows, columns = integer(rows, "rows"), integer(columns, "columns")
+    if rows < 1 or columns < 1:
+        raise ValueError(f"rows, columns: expected at least one block each, got {rows} and {columns}")
+    if max(rows, columns) > MOST_SIDE:
+        raise ValueError(f"rows, columns: expected a grid of at most {MOST_SIDE} blocks each, got {rows} x {columns}")
+    share = _kept_share(sparsity)
+    frame = FrameWidths(0, 0, 0, 0) if frame is None else FrameWidths(*some_integers(frame, "frame", "four widths", 4))
+    left, right, top, bottom = frame
+    if max(left, right) > columns or max(top, bottom) > rows or min(frame) < 0:
+        raise ValueError(f"frame: expected widths within {rows} rows and {columns} columns, got {tuple(frame)}")
+    forced = sorted({*range(left), *range(columns - right, columns)})
+    whole = {*range(top), *range(rows - bottom, rows)}
+    loose = rows - len(whole)
+    forced_blocks = len(forced) * loose + columns * len(whole)
+    kept = math.floor(rows * columns * share)
+    extra = max(0, math.ceil((kept - forced_blocks) / loose)) if loose else 0
+    free = sorted(set(range(columns)) - set(forced))
+    return FramePlan(forced, free, whole, forced_blocks, kept, extra)
+
+
+def random_with_frame(
+    s_q: int,
+    s_kv: int | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    sparsity: float = 0.5,
+    *,
+    frame: FrameWidths | None = None,
+    batch: int = 1,
+    heads: int = 1,
+    seed: int = 1234,
+    sort: bool = True,
+    dtype: Any = None,
+    width: int | None = None,
+) -> np.ndarray:
+    """Random blocks inside a fixed frame, equally many in each row: upstream's rule, with upstream's results.
+
+    Head h of batch entry b draws from ``random.Random(seed + b + h)``. See `frame_plan` for the counts. Sparsity 0
+    gives the full list, so that a benchmark at 0 times the sparse path.
+
+    Parameters
+    ----------
+    s_q, s_kv, block_shape, dtype, width
+        As in `sliding_window`.
+    sparsity : float
+        Share of blocks to drop, clamped to 0..1.
+    frame : FrameWidths, optional
+        Border that is always kept; it counts inside the kept share.
+    batch, heads : int
+        Leading axes of the result.
+    seed : int
+        Base of the seeds.
+    sort : bool
+        Columns rising. False shuffles each row with the same generator.
+
+    Returns
+    -------
+    numpy.ndarray
+        (batch, heads, R, W).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `dense`, and a frame that is wider than the grid or alone keeps more than the sparsity allows.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> drawn = sabi.random_with_frame(1024, sparsity=0.5, frame=sabi.FrameWidths(1, 1, 1, 1), heads=2)
+    >>> drawn.shape, sabi.counts(drawn)[0, 0].tolist()
+    ((1, 2, 8, 8), [8, 3, 3, 3, 3, 3, 3, 8])
+    >>> sabi.random_with_frame(1024, sparsity=0.9, frame=sabi.FrameWidths(1, 1, 1, 1))
+    Traceback (most recent call last):
+    ...
+    ValueError: frame: expected at most 10.00% of the blocks, got 28 of 64 (43.75%) at sparsity 0.9
+    """
+    rows, columns = grid_of(s_q, s_kv, block_shape)
+    plan = frame_plan(rows, columns, sparsity, frame)
+    allowed = _kept_share(sparsity)
+    batch, heads = count_of(batch, "batch", MOST_SIDE), count_of(heads, "heads", MOST_SIDE)
+    if batch * heads > MOST_SIDE:
+        raise ValueError(f"batch, heads: expected at most {MOST_SIDE} heads in all, got {batch} x {heads}")
+    seed, sort = integer(seed, "seed"), flag(sort, "sort")
+    if plan.forced_blocks / (rows * columns) > allowed:
+        raise ValueError(
+            f"frame: expected at most {allowed:.2%} of the blocks, got {plan.forced_blocks} of {rows * columns} "
+            f"({plan.forced_blocks / (rows * columns):.2%}) at sparsity {sparsity}"
+        )
+    heads_drawn = {}
+    for offset in range(batch + heads - 1 if min(batch, heads) > 0 else 0):
+        heads_drawn[offset] = _draw_head(rows, columns, plan, seed + offset, sort)
+    fullest = max([1, len(plan.forced_columns) + plan.extra_per_row, columns if plan.dense_rows else 0])
+    width = min(fullest, columns) if width is None else count_of(width, "width", MOST_BLOCKS // max(1, rows * batch * heads))
+    if width < min(fullest, columns):
+        raise ValueError(f"width: expected at least {min(fullest, columns)}, the blocks of the fullest row, got {width}")
+    drawn = np.full((batch, heads, rows, width), -1, np.int32)
+    for b in range(batch):
+        for h in range(heads):
+            head = heads_drawn[b + h]
+            drawn[b, h, :, : min(width, columns)] = head[:, : min(width, columns)]
+    return padded(drawn, columns, dtype)
+
+
+def _draw_head(rows: int, columns: int, plan: FramePlan, seed: int, sort: bool) -> np.ndarray:
+    """(rows, columns) list of one head, -1 padded. The order of the draws is upstream's and decides the result."""
+    rng = random.Random(seed)
+    drawn = np.full((rows, columns), -1, np.int32)
+    size = len(plan.forced_columns) + plan.extra_per_row
+    if sort and plan.extra_per_row == len(plan.free_columns):
+        drawn[:] = np.arange(columns)  # all of them: what the draws would be does not matter
+        return drawn
+    for r in range(rows):
+        if r in plan.dense_rows:
+            row = list(range(columns))
+        else:
+            row = plan.forced_columns + (rng.sample(plan.free_columns, plan.extra_per_row) if plan.extra_per_row else [])
+            if sort:
+                drawn[r, :size] = row
+                continue
+            row.sort()
+        if not sort:
+            rng.shuffle(row)
+        drawn[r, : len(row)] = row
+    if sort:
+        loose = [r for r in range(rows) if r not in plan.dense_rows]
+        drawn[loose, :size] = np.sort(drawn[loose, :size], axis=-1)
+    return drawn

@@ -1,0 +1,213 @@
+"""Block lists as arrays: pads, checks and sizes, which all other modules of block lists build on.
+
+A block list (sabi, sparse attention block indices) has shape (..., R, W): for each of R blocks of queries, up to W
+column numbers of the blocks of keys that are kept. A row ends at its first pad: 65535 in uint16, any negative number
+in the signed types. All functions accept both conventions, any order within a row, and any leading axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._arrays import array as array_of
+from .._arrays import integer, integers
+from .._sentences import shown
+
+__all__ = [
+    "check",
+]
+
+PAD_UINT16 = 65535
+
+MOST_BLOCKS = 1 << 28  # of a grid that a list is made for: more would take gigabytes while it is made
+
+MOST_TOKENS = 1 << 48  # sums of such numbers fit in 64 bits
+MOST_SIDE = 1 << 20  # of what Python loops over: heads, and rows or columns of a grid with a frame
+
+
+def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
+    """int64 copy of a block list in which everything from a row's first pad on is -1."""
+    array = array_of(sabi, name, "an integer array")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected an integer array, got {array.dtype}")
+    if array.ndim < 2:
+        raise ValueError(f"{name}: expected shape (..., rows, width), got {array.shape}")
+    rows = array.astype(np.int64)
+    pad = rows == PAD_UINT16 if array.dtype == np.uint16 else rows < 0
+    return np.where(np.logical_or.accumulate(pad, axis=-1), -1, rows)
+
+
+def count_of(x: Any, name: str, most: int, least: int = 0) -> int:
+    """The integer `x`, which is from `least` to `most`."""
+    value = integer(x, name)
+    if not least <= value <= max(least, most):
+        raise ValueError(f"{name}: expected {least} to {max(least, most)}, got {value}")
+    return value
+
+
+def blocks_of(size: int, block: int) -> int:
+    """Number of blocks that cover `size` tokens."""
+    return -(-int(size) // int(block))
+
+
+def tokens_of(s_q: Any, s_kv: Any) -> tuple[int, int]:
+    """Numbers of query and key tokens, each at least 1."""
+    sizes = integer(s_q, "s_q"), integer(s_q, "s_q") if s_kv is None else integer(s_kv, "s_kv")
+    for name, size in zip(("s_q", "s_kv"), sizes, strict=True):
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1 token, got {size}")
+        if size > MOST_TOKENS:
+            raise ValueError(f"{name}: expected at most {MOST_TOKENS} tokens, got {size}")
+    return sizes
+
+
+def grid_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
+    """Rows and columns of the block grid, after checking what makes it."""
+    block_q, block_kv = checked_shape(block_shape)
+    sizes = tokens_of(s_q, s_kv)
+    rows, columns = blocks_of(sizes[0], block_q), blocks_of(sizes[1], block_kv)
+    if rows * columns > MOST_BLOCKS:
+        raise ValueError(f"block_shape: expected blocks so large that a grid has at most {MOST_BLOCKS} of them, got {rows} x {columns}")
+    return rows, columns
+
+
+def checked_shape(block_shape: Sequence[int]) -> tuple[int, int]:
+    """The two block sizes as positive ints."""
+    return two_integers(block_shape, "block_shape", "two positive numbers (queries, keys)", least=1)
+
+
+def two_integers(pair: Any, name: str, what: str, least: int | None = None) -> tuple[int, int]:
+    """The two integers of `pair`, each at least `least`."""
+    one, other = some_integers(pair, name, what, 2)
+    if least is not None and min(one, other) < least:
+        raise ValueError(f"{name}: expected {what}, got {(one, other)}")
+    return one, other
+
+
+def some_integers(given: Any, name: str, what: str, count: int) -> tuple[int, ...]:
+    """The `count` integers of a sequence or an array."""
+    if isinstance(given, (tuple, list)):
+        if len(given) != count:
+            raise ValueError(f"{name}: expected {what}, got {shown(tuple(given))}")
+        return tuple(integer(n, name) for n in given)
+    try:
+        numbers = integers(given, name)
+        len(numbers)
+    except TypeError as error:  # no integers, or one alone
+        raise TypeError(f"{name}: expected {what}, got {type(given).__name__}") from error
+    if numbers.shape != (count,):
+        raise ValueError(f"{name}: expected {what}, got shape {numbers.shape}")
+    return tuple(numbers.tolist())
+
+
+def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
+    """The dtype of a list over `columns` blocks: uint16 where its pad is free, else int32, or the one asked for."""
+    if dtype is None:
+        return np.dtype(np.uint16 if columns < PAD_UINT16 else np.int32)
+    try:
+        chosen = np.dtype(dtype)
+    except Exception as error:  # whatever NumPy has to say of it
+        raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {shown(dtype)}") from error
+    if chosen not in (np.dtype(np.uint16), np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)):
+        raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {chosen}")
+    if columns > np.iinfo(chosen).max:
+        raise ValueError(f"dtype: expected room for {columns} columns and a pad, got {chosen}")
+    return chosen
+
+
+def padded(rows: np.ndarray, columns: int, dtype: Any = None) -> np.ndarray:
+    """A list of signed integers, padded with -1, in its final dtype and with its pad."""
+    chosen = result_dtype(columns, dtype)
+    return rows.astype(chosen)  # -1 wraps to 65535 in uint16
+
+
+def columns_of(rows: np.ndarray, columns: Any, name: str = "sabi") -> int:
+    """Number of columns: the one given, checked against the entries, or the least that holds them."""
+    most = int(rows.max(initial=-1)) + 1
+    if columns is not None:
+        columns = count_of(columns, "columns", MOST_BLOCKS)
+        if most > columns:
+            raise ValueError(f"{name}: expected columns below {columns}, got {most - 1}")
+    elif most > MOST_BLOCKS:
+        raise ValueError(f"{name}: expected columns below {MOST_BLOCKS}, got {most - 1}")
+    return most if columns is None else columns
+
+
+def width_of(width: Any, fullest: int, rows: int) -> int:
+    """Width of a list: the one given, checked against the fullest of its rows, or that row's own."""
+    if width is None:
+        return max(1, fullest)
+    width = count_of(width, "width", MOST_BLOCKS // max(1, rows))
+    if fullest > width:
+        raise ValueError(f"width: expected at least {fullest}, the blocks of the fullest row, got {width}")
+    return width
+
+
+def check(
+    sabi: Any,
+    s_q: int,
+    s_kv: int | None = None,
+    block_shape: Sequence[int] = (128, 128),
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> np.ndarray:
+    """Check a block list against a problem, as the attention operations do.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (B or 1, H or 1, R, W).
+    s_q, s_kv : int
+        Numbers of query and key tokens; `s_kv` defaults to `s_q`.
+    block_shape : (int, int)
+        Tokens a block of queries and of keys.
+    batch, heads : int, optional
+        Sizes that the leading axes must have, where they are not 1. Not checked when left out.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (B or 1, H or 1, R, W): the list with -1 from each row's first pad on.
+
+    Raises
+    ------
+    TypeError
+        Not integers.
+    ValueError
+        A shape that does not fit, a column out of range, or a column listed twice in a row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.check(np.array([[[[1, 0, -1], [1, -1, 0]]]]), 256).tolist()
+    [[[[1, 0, -1], [1, -1, -1]]]]
+    >>> sabi.check(np.array([[[[1, 1], [2, -1]]]]), 256)
+    Traceback (most recent call last):
+    ...
+    ValueError: sabi: expected columns in 0..1, got 2 in row (0, 0, 1)
+    """
+    rows = signed(sabi)
+    count, columns = grid_of(s_q, s_kv, block_shape)
+    block_q, _ = checked_shape(block_shape)
+    if rows.ndim != 4:
+        raise ValueError(f"sabi: expected shape (B or 1, H or 1, rows, width), got {rows.shape}")
+    for axis, (name, size) in enumerate((("batch", batch), ("heads", heads))):
+        if size is not None and rows.shape[axis] not in (1, integer(size, name)):
+            raise ValueError(f"sabi: expected {name} {size} or 1 on axis {axis}, got shape {rows.shape}")
+    if rows.shape[2] != count:
+        queries = integer(s_q, "s_q")
+        raise ValueError(f"sabi: expected {count} rows for {queries} queries in blocks of {block_q}, got shape {rows.shape}")
+    if rows.max(initial=-1) >= columns:
+        where = tuple(int(n) for n in np.argwhere(rows >= columns)[0])
+        raise ValueError(f"sabi: expected columns in 0..{columns - 1}, got {rows[where]} in row {where[:3]}")
+    ordered = np.sort(rows, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        where = tuple(int(n) for n in np.argwhere(twice)[0])
+        raise ValueError(f"sabi: expected each column once per row, got {ordered[where]} twice in row {where[:3]}")
+    return rows

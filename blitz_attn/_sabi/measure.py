@@ -1,0 +1,199 @@
+"""Measures and a text picture of block lists. Public through `blitz_attn.sabi`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .._arrays import flag, integer
+from .convert import to_block_mask
+from .lists import signed
+
+__all__ = [
+    "balance",
+    "counts",
+    "density",
+    "picture",
+    "sparsity",
+]
+
+
+def counts(sabi: Any) -> np.ndarray:
+    """Blocks kept in each row.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (..., R).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not an integer array of at least two axes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.counts(np.array([[0, 1], [1, -1]])).tolist()
+    [2, 1]
+    """
+    return (signed(sabi) >= 0).sum(axis=-1)
+
+
+def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
+    """Share of the blocks that is kept.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    columns : int
+        Number of key blocks.
+    per_head : bool
+        Average over the rows only.
+
+    Returns
+    -------
+    float or numpy.ndarray
+        In 0..1; with `per_head` an array over the leading axes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not an integer array of at least two axes, or `columns` below 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.density(np.array([[0, 1], [1, -1]]), 4)
+    0.375
+    """
+    columns, per_head = integer(columns, "columns"), flag(per_head, "per_head")
+    if columns < 1:
+        raise ValueError(f"columns: expected at least 1, got {columns}")
+    share = counts(sabi) / columns
+    if share.size == 0 and not (per_head and share.shape[-1]):
+        raise ValueError(f"sabi: expected at least one row, got shape {(*share.shape, 'W')}")
+    return share.mean(axis=-1) if per_head else float(share.mean())
+
+
+def sparsity(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
+    """Share of the blocks that is dropped: 1 - `density`.
+
+    Parameters
+    ----------
+    sabi, columns, per_head
+        As in `density`.
+
+    Returns
+    -------
+    float or numpy.ndarray
+        As in `density`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `density`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.sparsity(np.array([[0, 1], [1, -1]]), 4)
+    0.625
+    """
+    return 1.0 - density(sabi, columns, per_head=per_head)
+
+
+def balance(sabi: Any, *, per_head: bool = False) -> Any:
+    """How even the work is: mean over most blocks a row (1 = all rows equal), or a head with `per_head`.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W); with `per_head`, (..., H, R, W).
+    per_head : bool
+        Compare heads in place of rows.
+
+    Returns
+    -------
+    float
+        In 0..1; 1 for a list with nothing in it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not an integer array of at least two axes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> sabi.balance(np.array([[0, 1], [1, -1]]))
+    0.75
+    """
+    work = counts(sabi)
+    work = work.sum(axis=-1) if flag(per_head, "per_head") else work
+    return float(work.mean() / work.max()) if work.max(initial=0) else 1.0
+
+
+def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
+    """Text picture of a block list: two characters a cell, a header a head.
+
+    A cell is full where every block in it is kept, shaded where some are and blank where none is; grids larger than the
+    limits are drawn with several blocks a cell.
+
+    Parameters
+    ----------
+    sabi : array_like of int
+        Block list (..., R, W).
+    columns : int, optional
+        Number of key blocks. Default: the least that holds every entry.
+    max_rows, max_columns : int
+        Most cells drawn.
+
+    Returns
+    -------
+    str
+        Lines without trailing blanks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `to_block_mask`.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> print(sabi.picture(sabi.causal(512, dtype="int32")))
+    head (0, 0): 4 x 4 blocks, 62.5% kept
+    ██
+    ████
+    ██████
+    ████████
+    """
+    mask = to_block_mask(sabi, columns)
+    rows, count = mask.shape[-2:]
+    tall, wide = -(-rows // max(1, integer(max_rows, "max_rows"))), -(-count // max(1, integer(max_columns, "max_columns")))
+    lines = []
+    for head in np.ndindex(*mask.shape[:-2]):
+        one = mask[head]
+        share = float(one.mean()) if one.size else 0.0
+        scale = f", {tall} x {wide} blocks a cell" if max(tall, wide) > 1 else ""
+        lines.append(f"{f'head {head}: ' if head else ''}{rows} x {count} blocks, {share:.1%} kept{scale}")
+        if one.size == 0:
+            continue
+        kept = np.add.reduceat(one.astype(np.int64), np.arange(0, rows, tall), axis=0)
+        kept = np.add.reduceat(kept, np.arange(0, count, wide), axis=1)
+        sizes = np.outer(np.diff([*range(0, rows, tall), rows]), np.diff([*range(0, count, wide), count]))
+        cells = np.where(kept == 0, "  ", np.where(kept == sizes, "██", "░░"))
+        lines += ["".join(row).rstrip() for row in cells]
+    return "\n".join(lines)
