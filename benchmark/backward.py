@@ -30,6 +30,7 @@ from _bench import Column, Contender, Progress, Table, in_turns, parameters
 from _peers import UnavailableError, imported_torch, torch_tensor
 from benchmark import DTYPES, block_shape, positive, share
 from blitz_attn import reference, sabi, testing
+from saved import add_save, main_with_save
 from work import dense_pairs, kept_pairs
 
 COLUMNS = (
@@ -194,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="time torch too (yes)")
     result.add_argument("--run-reference", action=argparse.BooleanOptionalAction, default=True, help="check the gradients (yes)")
     result.add_argument("--seed", type=int, default=1234, help="of lists and operands (%(default)s)")
-    return result
+    return add_save(result)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -228,4 +229,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

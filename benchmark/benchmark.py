@@ -20,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from saved import add_save, main_with_save
+
 SIZES = (128, 256, 512, 1024)
 GRID_BLOCK_SHAPES = [(block_q, block_kv) for block_q in SIZES for block_kv in SIZES]
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -118,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
     outputs.add_argument("--print-width", type=positive, default=8, help="columns of them (%(default)s)")
     outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows, with every timing, as CSV")
     outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON")
-    return result
+    return add_save(result)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -189,4 +191,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

@@ -37,6 +37,7 @@ from benchmark import positive
 from blitz_attn import _core, testing
 from paged_operands import ITEM_BYTES, LAYOUTS, Decode, draw_decode, memory_available, query_dtype, token_bytes
 from records import Records
+from saved import add_save, main_with_save
 
 LEVELS = ("L2", "L3", "DRAM")
 KV_HEADS = {"L2": 1, "L3": 8, "DRAM": 8}  # 8 heads of 128 would leave L2 a handful of tokens
@@ -267,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
     outputs = result.add_argument_group("outputs")
     outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
     outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON, with every timing")
-    return result
+    return add_save(result)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -319,4 +320,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

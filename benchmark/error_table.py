@@ -21,6 +21,7 @@ import numpy as np
 import _bench  # first: finds the library of this checkout
 import blitz_attn
 from blitz_attn import sabi, testing
+from saved import add_save, main_with_save
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 COLUMNS = (
@@ -85,7 +86,7 @@ def main(argv=None) -> int:
     parser.add_argument("--isa", nargs="+", help="instruction sets (all that this CPU has)")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of queries and keys (%(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of operands and lists (%(default)s)")
-    args = parser.parse_args(argv)
+    args = add_save(parser).parse_args(argv)
     print(" ".join(f"{column.name:>{column.width}}" for column in COLUMNS))
     broken = 0
     for row in rows(args.dtypes, args.isa or list(blitz_attn.isa_levels(available=True)), args.tokens, args.seed):
@@ -96,4 +97,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

@@ -48,6 +48,7 @@ from blitz_attn.nsa import (
 )
 from paged_operands import bits_options, memory_available
 from records import Records
+from saved import add_save, main_with_save
 
 TOKENS = tuple(1 << n for n in range(10, 17))
 QUICK_TOKENS = tuple(1 << n for n in range(10, 14))
@@ -395,7 +396,7 @@ def parser() -> argparse.ArgumentParser:
     outputs = result.add_argument_group("outputs")
     outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
     outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON")
-    return result
+    return add_save(result)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -456,4 +457,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

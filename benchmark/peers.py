@@ -37,6 +37,7 @@ from operands import draw
 from paged_operands import memory_available
 from prefill_peers import BLOCK, LARGEST_ERROR, OURS, PEERS, Question
 from records import Records
+from saved import add_save, main_with_save
 from work import dense_pairs, flops, kept_pairs
 
 OWN = "ours"
@@ -317,7 +318,7 @@ def parser() -> argparse.ArgumentParser:
     outputs = result.add_argument_group("outputs")
     outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
     outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON, with every timing")
-    return result
+    return add_save(result)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -373,4 +374,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

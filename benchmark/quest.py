@@ -32,6 +32,7 @@ from benchmark import positive
 from blitz_attn import _core, testing
 from paged_operands import ITEM_BYTES, LAYOUTS, Decode, bits_options, draw_cache, draw_tables, memory_available, token_bytes
 from records import Records
+from saved import add_save, main_with_save
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 QUICK_CONTEXTS = (4096, 32768, 131072)
@@ -263,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--warmup", type=positive, default=1, help="turns before them (%(default)s)")
     result.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
     result.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON")
-    return result
+    return add_save(result)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -304,4 +305,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

@@ -24,6 +24,7 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import Column, Progress, Table
 from blitz_attn import _core
+from saved import add_save, main_with_save
 
 READ_LEVELS = ("L1", "L2", "L3", "DRAM")
 DEFAULT_CACHES = {"L1": 32 << 10, "L2": 512 << 10, "L3": 16 << 20}  # where the system does not tell
@@ -155,7 +156,7 @@ def main(argv=None) -> int:
     parser.add_argument("--seconds", type=float, default=0.3, help="time a measurement (%(default)s)")
     parser.add_argument("--operations", action=argparse.BooleanOptionalAction, default=True, help="measure operations too (yes)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of the operations, of which the median counts (%(default)s)")
-    args = parser.parse_args(argv)
+    args = add_save(parser).parse_args(argv)
     isas = args.isa or list(blitz_attn.isa_levels(available=True))
     counts = list(args.threads or range(1, blitz_attn.get_num_threads() + 1))
     progress = Progress(1.0)
@@ -175,4 +176,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

@@ -34,6 +34,7 @@ from _bench import Column, Contender, Progress, Table, in_turns, parameters
 from benchmark import DTYPES, positive
 from blitz_attn import sabi, testing
 from paged_operands import bits_options, draw_decode
+from saved import add_save, main_with_save
 
 COLUMNS = (
     Column("dtype", 9),
@@ -246,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=positive, default=5, help="timed turns, of which the median counts (%(default)s)")
     result.add_argument("--warmup", type=int, default=1, help="turns before them (%(default)s)")
     result.add_argument("--settle", type=float, default=0.01, help="seconds of calls ahead of a sample of a short one (%(default)s)")
-    return result
+    return add_save(result)
 
 
 def uneven_table(threads: int, states: tuple[bool, ...], args: argparse.Namespace, progress: Progress) -> None:
@@ -287,4 +288,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))

@@ -8,18 +8,15 @@
 A row is one operation of a small fixed set (operations.py) at one level with one number of threads; its number is the share of the limit
 that binds it (F, P or R), the median over turns, limits measured in the same turns. `Spread` is half the range of the middle half of the
 turns, over the median. A row is flagged where its median moved by more than both spreads twice over and by more than a twentieth (0.15
-where R binds): what moves by less may be the machine. Records are kept by machine in benchmark/machines: CPU model, number of threads,
-level and cache sizes, and nothing else of it.
+where R binds): what moves by less may be the machine. Records are kept by machine, benchmark/results/<machine>/speed.json: CPU model,
+number of threads, level and cache sizes, and nothing else of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +24,11 @@ from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-import roofline
-from _bench import ROOT, Column, Progress, Table
+from _bench import Column, Progress, Table
 from blitz_attn import _core
 from operations import Point, every_operation, measured
+from saved import RESULTS, commit, machine, tag, today
 
-MACHINES = Path(__file__).resolve().parent / "machines"
 # Between two runs of the same build, medians differ by this much on a machine that others share: caches and memory more than arithmetic.
 LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}
 REPEATS = 7
@@ -48,32 +44,6 @@ COLUMNS = (
     Column("Spread", 7, ".3f"),
 )
 MOVE_COLUMNS = (Column("Was", 7, ".3f"), Column("Its_spread", 10, ".3f"), Column("Moved", 7, "+.3f"), Column("Flag", 7))
-
-
-def machine() -> dict[str, Any]:
-    """What makes a machine another one for its speed."""
-    return {
-        "cpu": _core.cpu_model(),
-        "threads": blitz_attn.get_num_threads(),
-        "level": _core.isa_active(),
-        "caches": roofline.cache_sizes(),
-    }
-
-
-def tag(found: dict[str, Any]) -> str:
-    """The machine as a file name."""
-    sizes = "-".join(f"{name}.{size >> 10}k" for name, size in sorted(found["caches"].items()))
-    text = f"{found['cpu']}-{found['threads']}-{found['level']}-{sizes}"
-    return re.sub(r"[^a-z0-9.]+", "-", re.sub(r"\((r|tm)\)", "", text.lower())).strip("-")
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with a + where files differ from it; None where there is none."""
-    try:
-        ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip() or None
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def spread(shares: Sequence[float]) -> float:
@@ -134,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     what = result.add_mutually_exclusive_group()
     what.add_argument("--record", action="store_true", help="store what is measured as this machine's record")
     what.add_argument("--compare", action="store_true", help="show what has moved since this machine's record")
-    result.add_argument("--file", type=Path, help="the record (benchmark/machines/<this machine>.json)")
+    result.add_argument("--file", type=Path, help="the record (benchmark/results/<this machine>/speed.json)")
     result.add_argument("--only", nargs="+", metavar="WORD", help="only operations with one of these words in their name or dtype")
     result.add_argument("--threads", type=int, nargs="+", help="numbers of threads (1, and what the library uses)")
     result.add_argument("--repeats", type=int, default=REPEATS, help="timed turns (%(default)s)")
@@ -144,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     here = machine()
-    path = args.file or MACHINES / f"{tag(here)}.json"
+    path = args.file or RESULTS / tag(here) / "speed.json"
     try:
         record = read(path) if args.compare else None
     except ValueError as error:
@@ -173,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"# {counts}; {new} not in the record, {lost} only there")
     if args.record:
         path.parent.mkdir(parents=True, exist_ok=True)
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        about = {"machine": here, "version": blitz_attn.__version__, "commit": commit(), "compiler": _core.compiler, "date": today}
+        about = {"machine": here, "version": blitz_attn.__version__, "commit": commit(), "compiler": _core.compiler, "date": today()}
         lines = ",\n  ".join(json.dumps(row) for row in rows)  # a row a line: a record's changes can be read
         path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
         print(f"{path}: {len(rows)} rows", file=sys.stderr)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import types
@@ -22,6 +23,7 @@ import beside  # noqa: E402
 import operations  # noqa: E402
 import peers  # noqa: E402
 import prefill_peers  # noqa: E402
+import saved  # noqa: E402
 import speed  # noqa: E402
 from _peers import UnavailableError  # noqa: E402
 from _plots import parse_rows  # noqa: E402
@@ -276,7 +278,7 @@ def test_a_record_tells_nothing_of_its_host(few_operations, tmp_path):
     assert speed.main(["--record", "--threads", "1", "--repeats", "1", "--file", str(tmp_path / "r.json")]) == 0
     assert str(tmp_path) not in (tmp_path / "r.json").read_text()
     named = {"cpu": "Some(R) CPU(TM) @ 2.0 GHz/x", "threads": 4, "level": "avx2", "caches": {"L2": 1 << 20, "L1": 1 << 15}}
-    assert speed.tag(named) == "some-cpu-2.0-ghz-x-4-avx2-l1.32k-l2.1024k"
+    assert saved.tag(named) == "some-cpu-2.0-ghz-x-4-avx2-l1.32k-l2.1024k"
 
 
 @pytest.mark.parametrize(
@@ -316,11 +318,47 @@ def test_contenders_settle_outside_the_clock():
     assert len(calls) >= 3 * (1 + 2)  # a timed call and some ahead of it, in every turn
 
 
+def test_results_of_this_repository_say_where_they_are_from():
+    files = sorted(saved.RESULTS.glob("*/*.txt"))
+    assert files
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        head = saved.read_head(text)
+        assert set(saved.HEAD) <= set(head), path
+        assert re.fullmatch(r"[0-9a-f]{7,40}\+?", head["commit"]), path
+        assert re.fullmatch(r"2\d\d\d-\d\d-\d\d", head["date"]), path
+        assert any(line.strip() and not line.startswith("#") for line in text.splitlines()), path
+
+
 def test_records_of_this_repository_can_be_read():
-    for path in speed.MACHINES.glob("*.json"):
+    for path in saved.RESULTS.glob("*/*.json"):
         kept = speed.read(path)
-        assert path.stem == speed.tag(kept["machine"])
+        assert path.parent.name == saved.tag(kept["machine"])
         assert all(row["shares"] and len(row["key"].split(", ")) >= 4 for row in kept["rows"])
+
+
+# ---- saved.py ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("option", "name"), [(["--save"], "script.txt"), (["--save", "other"], "other.txt")])
+def test_what_is_printed_is_kept_under_its_head(option, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saved, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["folder/script.py", "--quick", *option])
+    assert saved.main_with_save(lambda: print("a row") or 3) == 3
+    assert capsys.readouterr().out == "a row\n"  # standard output is as without the option
+    text = (tmp_path / saved.tag(saved.machine()) / name).read_text()
+    assert text.endswith("\na row\n")
+    head = saved.read_head(text)
+    assert list(head) == list(saved.HEAD)
+    assert head["command"] == " ".join(["python benchmark/script.py --quick", *option])
+
+
+def test_nothing_is_kept_without_the_option(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saved, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["script.py", "--quick"])
+    assert saved.main_with_save(lambda: print("a row") or 0) == 0
+    assert capsys.readouterr().out == "a row\n"
+    assert not list(tmp_path.iterdir())
 
 
 # ---- beside.py -----------------------------------------------------------------------------------------------------

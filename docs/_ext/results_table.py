@@ -1,0 +1,116 @@
+"""A Sphinx directive that renders a file of benchmark/results as tables, and the reader behind it.
+
+    .. results:: <machine>/<file>
+       :columns: dtype threads Share_of_F
+       :where: rule=all threads=1 2
+       :table: 2
+
+The head of the file (machine, commit, date, command) becomes a line above the table. `columns` chooses and orders columns, `where` keeps
+rows whose column has one of the values, `table` chooses one of the file's tables, from 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.append(str(ROOT / "benchmark"))
+
+from saved import RESULTS, read_head  # noqa: E402
+
+
+@dataclass
+class Printed:
+    """One table as a script prints it: names, and rows of as many words."""
+
+    names: list[str]
+    lines: list[list[str]] = field(default_factory=list)
+
+    def rows(self) -> Iterator[dict[str, str]]:
+        return (dict(zip(self.names, line, strict=True)) for line in self.lines)
+
+    def column(self, name: str) -> list[str]:
+        return [row[name] for row in self.rows()]
+
+
+@dataclass
+class Results:
+    """A file of results."""
+
+    head: dict[str, str]
+    tables: list[Printed]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def read_results(name: str) -> Results:
+    """The file `name`, a path under benchmark/results. A table is a line of names, none of them a number, and the lines below that have as
+    many words."""
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    tables: list[Printed] = []
+    open_table = False
+    for line in text.splitlines():
+        words = line.split()
+        if not words or line.startswith(("#", "=", "-")):
+            open_table = open_table and bool(words)
+            continue
+        if open_table and len(words) == len(tables[-1].names):
+            tables[-1].lines.append(words)
+        elif not any(_is_number(word) for word in words):
+            tables.append(Printed(words))
+            open_table = True
+    return Results(read_head(text), [table for table in tables if table.lines])
+
+
+def setup(app: Any) -> dict[str, bool]:
+    from docutils import nodes
+    from docutils.parsers.rst import Directive, directives
+    from docutils.statemachine import StringList
+
+    class ResultsDirective(Directive):
+        required_arguments = 1
+        option_spec = {"columns": directives.unchanged, "where": directives.unchanged, "table": directives.positive_int}  # noqa: RUF012
+
+        def run(self) -> list[nodes.Node]:
+            name = self.arguments[0]
+            try:
+                results = read_results(name)
+                table = results.tables[self.options.get("table", 1) - 1]
+                columns = self.options.get("columns", " ".join(table.names)).split()
+                wanted: dict[str, list[str]] = {}
+                for word in self.options.get("where", "").split():
+                    key, equals, value = word.partition("=")
+                    if equals:
+                        wanted[key] = [value]
+                    else:
+                        wanted[list(wanted)[-1]].append(word)
+                rows = [row for row in table.rows() if all(row[key] in values for key, values in wanted.items())]
+                body = [[row[column] for column in columns] for row in rows]
+            except (OSError, IndexError, KeyError) as error:
+                raise self.error(f"results: {name}: {type(error).__name__}: {error}") from None
+            if not body:
+                raise self.error(f"results: {name}: no row is left")
+            self.state.document.settings.record_dependencies.add(str(RESULTS / name))
+            head = results.head
+            lines = [f"{head['machine']}. Measured on {head['date']} at commit {head['commit']} by ``{head['command']}``."]
+            if "note" in head:
+                lines += ["", f"Notes: {head['note']}."]
+            lines += ["", ".. list-table::", "   :header-rows: 1", "   :class: results", ""]
+            for row in ([f"``{column}``" for column in columns], *body):
+                lines += [f"   {' ' if place else '*'} - {cell}" for place, cell in enumerate(row)]
+            node = nodes.container()
+            self.state.nested_parse(StringList(lines, source=name), self.content_offset, node)
+            return node.children
+
+    app.add_directive("results", ResultsDirective)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
