@@ -77,6 +77,17 @@ def merge_states(
     lse_out: Any = ...,
     dtype: Any = ...,
 ) -> tuple[Any, Any]: ...
+def open_page_tables(
+    block_tables: Any,
+    seq_lens: Any,
+    indptr: Any,
+    last_page_len: Any,
+    q_lens: Any,
+    page_size: Any,
+    num_pages: Any,
+) -> tuple[Any, int, int]:
+    """Checks and copies tables and lengths. Returns (opened tables, number of requests, number of queries)."""
+
 def paged_attention(
     empty: Callable[[tuple[int, ...], str], Any],
     q: Any,
@@ -103,7 +114,8 @@ def paged_attention(
     kv_dtype: Any = ...,
     num_threads: Any = ...,
 ) -> Any:
-    """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens."""
+    """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens. In
+    place of block_tables, seq_lens, indptr, last_page_len and q_lens, block_tables may be opened tables."""
 
 def quest_metadata(
     k_cache: Any,

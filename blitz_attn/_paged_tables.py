@@ -98,17 +98,6 @@ class Tables:
                 f"{blocks[i]} of request {requests[i]}"
             )
 
-    def check_pages(self, num_pages: int) -> None:
-        """Every page within a request's length is one of the cache's."""
-        requests, blocks = last_numbers(self.used, self.used)
-        self.refuse_missing(self.at(requests, blocks), num_pages, requests, blocks)
-
-    def for_core(self) -> tuple[Any, Any, Any, Any]:
-        """The same as the core takes it."""
-        if self.indptr is None:
-            return self.pages, self.seq_lens, None, None
-        return self.pages, None, self.indptr, self.seq_lens - np.maximum(self.used - 1, 0) * self.page_size
-
 
 def last_numbers(counts: ndarray, ends: ndarray) -> tuple[ndarray, ndarray]:
     """(request, number) of the last counts[b] numbers below ends[b], request after request."""

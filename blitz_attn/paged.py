@@ -318,7 +318,7 @@ class PagedPlan:
     True
     """
 
-    __slots__ = ("_options", "_q_lens", "_requests", "batch", "num_queries")
+    __slots__ = ("_options", "_tables", "batch", "num_queries")
 
     def __init__(
         self,
@@ -336,17 +336,10 @@ class PagedPlan:
         kv_dtype: Any = None,
         num_threads: int | None = None,
     ) -> None:
-        tables = Tables(block_tables, seq_lens, page_size)
-        tables.pages = tables.pages.copy()
-        if num_pages is not None:
-            tables.check_pages(_arrays.integer(num_pages, "num_pages"))
-        self.batch: int = len(tables.seq_lens)
-        self._q_lens = None
-        self.num_queries: int = self.batch
-        if q_lens is not None:
-            self._q_lens = query_lengths(q_lens, tables.seq_lens).copy()
-            self.num_queries = int(self._q_lens.sum())
-        self._requests = tables.for_core()
+        self.batch: int
+        self.num_queries: int
+        tables = tables_for_core(block_tables, seq_lens)
+        self._tables, self.batch, self.num_queries = _core.open_page_tables(*tables, q_lens, page_size, num_pages)
         kinds = _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
 
@@ -372,8 +365,8 @@ class PagedPlan:
     ) -> Any:  # fmt: skip
         scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads = self._options
         return _attend(
-            q, k_cache, v_cache, self._requests, self._q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
-            return_lse, out, dtype, kv_dtype, num_threads,
+            q, k_cache, v_cache, (self._tables, None, None, None), None, selected, counts, scale, kv_layout, window, sinks, softcap,
+            k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads,
         )  # fmt: skip
 
 

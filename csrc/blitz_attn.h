@@ -1,4 +1,4 @@
-/* blitz_attn: sparse attention on CPUs. The whole C API; the Python extension uses nothing else.
+/* blitz_attn: sparse attention on CPUs. The whole C API; the Python extension uses it and ops/open.h, whose calls are opened first and then run.
  *
  * A program fills a ba_block_sparse_args, calls ba_block_sparse_attention(), and reads `out` and `lse`:
  *

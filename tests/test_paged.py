@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import reference, testing
+from blitz_attn import _core, reference, testing
 from cases import DTYPES, ISA_LEVELS, bits_option, same_bits
 from cases_paged import CACHE_DTYPES, attend_paged, check_paged
 
@@ -271,6 +271,41 @@ def test_plan_keeps_its_own_tables():
     plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16, num_pages=len(case.k_cache))
     case.block_tables[...], case.seq_lens[...] = 0, 1
     assert same_bits(plan.attention(*case.arrays[:3]), expected)
+
+
+def test_plan_has_pages_of_one_size():
+    case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24)
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8 * 16)
+    with pytest.raises(ValueError, match=r"^k_cache: expected pages of 128 tokens as the plan has them, got \("):
+        plan.attention(*case.arrays[:3])
+
+
+def test_plan_names_pages_that_a_cache_lacks():
+    """The plan does not know its caches: each call compares the page numbers with its own."""
+    case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24)
+    wrong = case.block_tables.copy()
+    for page in (-1, len(case.k_cache)):
+        wrong[1, 2] = page
+        plan = blitz_attn.PagedPlan(wrong, case.seq_lens, page_size=16)
+        with pytest.raises(ValueError, match=rf"^block_tables: expected pages from 0 to .*, got {page} for page 2 of request 1"):
+            plan.attention(*case.arrays[:3])
+        with pytest.raises(ValueError, match=rf"^block_tables: expected pages from 0 to .*, got {page} for page 2 of request 1"):
+            blitz_attn.PagedPlan(wrong, case.seq_lens, page_size=16, num_pages=len(case.k_cache))
+
+
+def test_tables_are_used_as_they_were_checked():
+    """Whoever makes the output changes the tables after they were checked: the call has its own copy of them."""
+    case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24)
+    expected = attend_paged(case)[0]
+    tables = case.block_tables.copy()
+
+    def empty(shape, dtype):
+        tables[...] = 1 << 30
+        return np.empty(shape, dtype)
+
+    got = _core.paged_attention(empty, *case.arrays[:3], tables, case.seq_lens, kv_layout="NHD", return_lse=False)
+    assert (tables == 1 << 30).all()
+    assert same_bits(got, expected)
 
 
 # ---- Quantised caches ---------------------------------------------------------------------------------------------

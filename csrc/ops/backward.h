@@ -9,6 +9,7 @@ typedef struct ba_gradients {
     ba_view dout, dlse, dq, dk, dv;
 } ba_gradients;
 
-ba_status ba_check_block_sparse_backward(const ba_block_sparse_backward_args *args, bool with_outputs, ba_problem *problem, ba_gradients *gradients);
+/* Computes the gradients of a checked problem. Fails, before it writes, only for a bad list entry or for want of memory. num_threads 0: as set. */
+ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads);
 
 #endif

@@ -646,7 +646,7 @@ static void set_turns(const call *c, int64_t *last) {
     }
 }
 
-static ba_status run(const ba_problem *problem, const ba_gradients *gradients, int num_threads) {
+ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads) {
     const ba_isa level = ba_isa_active();
     const ba_attend_family *family = ba_kernels_at(level)->attend[problem->dtype];
     call c = {.problem = problem,
@@ -692,12 +692,4 @@ static ba_status run(const ba_problem *problem, const ba_gradients *gradients, i
     if (status == BA_OK && c.rounded) status = ba_parallel(threads, sums * stretches(problem), round_stretch, &c);
     ba_arena_release();
     return status;
-}
-
-ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args *args) {
-    ba_problem problem;
-    ba_gradients gradients;
-    BA_TRY(ba_check_block_sparse_backward(args, true, &problem, &gradients));
-    if (problem.batch == 0 || (problem.q_len == 0 && problem.kv_len == 0)) return BA_OK; /* nothing to write, however many heads there are */
-    return run(&problem, &gradients, args->forward.num_threads);
 }

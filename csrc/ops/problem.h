@@ -1,4 +1,4 @@
-/* A checked call: shapes, strides and rules with the layout gone. Every driver starts from one. Internal. */
+/* A checked call: shapes, strides and rules, whatever the layout was. Every driver starts from one, and ops/open.h makes them. Internal. */
 #ifndef BA_OPS_PROBLEM_H
 #define BA_OPS_PROBLEM_H
 
@@ -21,11 +21,10 @@ typedef struct ba_problem {
     double softcap;     /* 0: none. In units of the scaled scores */
     const float *sinks; /* NULL: none. A score a head that takes part in the softmax without a value */
     ba_view q, k, v, out;
-    /* Paged K and V: token t of a sequence lies in page table[t / page_size], at t % page_size there; the views' batch
-     * stride is then a page's. Tables are rows of `tables`, or with page_indptr runs of it. */
+    /* Paged K and V: token t of sequence b lies in page page[first_page[b] + t / page_size], at t % page_size there; the views' batch stride is then
+     * that of pages. */
     int64_t page_size; /* 0: not paged */
-    ba_tensor tables;
-    const int64_t *page_indptr;
+    const int64_t *page, *first_page;
     ba_view k_scale, v_scale; /* data NULL: none. A float a token and head, of quantised K and V */
     ba_view lse;              /* data NULL: not wanted. token_stride 1 step a query; elements are float, for float64 double */
     const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
@@ -42,10 +41,6 @@ typedef struct ba_problem {
     const int64_t *block_counts;       /* NULL: rows end at a pad. Else entries in use, by (batch, head axis of blocks) */
     const int64_t *cu_rows;            /* NULL: lists by batch entry. Else where each sequence's rows begin on one axis of rows */
 } ba_problem;
-
-/* Fills `problem` or says what is wrong. Outputs are looked at only where with_outputs. Index list entries are not read
- * here: the plan checks them as it goes through them. */
-ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outputs, ba_problem *problem);
 
 /* Tokens of one batch entry: where they begin, how many rows there are, and how many of those are valid. */
 typedef struct ba_span {
@@ -118,9 +113,6 @@ static inline int64_t ba_list_columns(const ba_problem *p, int64_t batch) {
 }
 
 /* Page of a sequence's `page`-th stretch of tokens. */
-static inline int64_t ba_page(const ba_problem *p, int64_t batch, int64_t page) {
-    if (p->page_indptr) return ba_list_entry(&p->tables, (p->page_indptr[batch] + page) * p->tables.strides[0]);
-    return ba_list_entry(&p->tables, batch * p->tables.strides[0] + page * p->tables.strides[1]);
-}
+static inline int64_t ba_page(const ba_problem *p, int64_t batch, int64_t page) { return p->page[p->first_page[batch] + page]; }
 
 #endif

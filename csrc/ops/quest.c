@@ -10,7 +10,7 @@
 #include "kernels/asking.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
-#include "ops/paged.h"
+#include "ops/problem.h"
 #include "ops/scratch.h"
 
 /* A cache or summary array by (page, row, head), whatever its layout. */

@@ -3,6 +3,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "ops/open.h"
+
 /* ---- Block-sparse attention -------------------------------------------------------------------------------- */
 
 typedef struct block_sparse_call {
@@ -139,7 +141,7 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     SORT_ARGUMENTS(block_sparse_attention, FORWARD_COUNT, BSA_sabi);
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
-    ba_tensor out_shape = {0}, lse_shape = {0};
+    ba_attention attention;
     ba_dtype bits_as;
     int return_lse;
     ba_status status;
@@ -148,20 +150,19 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     if (arg_flag(values[FORWARD_return_lse], "return_lse", &return_lse) < 0 ||
         read_block_sparse(state, values, values + FORWARD_cu_rows, &call, &bits_as) < 0)
         goto done;
-    WITHOUT_GIL(status = ba_block_sparse_check(&call.args, &out_shape, &lse_shape));
-    if (arg_check(status) < 0) goto done;
+    if (arg_check(ba_open_block_sparse(&call.args, &attention)) < 0) goto done;
 
-    out = arg_hold_or_make_output(state, values[FORWARD_out], values[BSA_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
+    out = arg_hold_or_make_output(state, values[FORWARD_out], values[BSA_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
     call.args.out = call.out.tensor;
     if (return_lse) {
-        lse = arg_hold_or_make_output(state, values[FORWARD_lse_out], values[BSA_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
+        lse = arg_hold_or_make_output(state, values[FORWARD_lse_out], values[BSA_empty], &attention.lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
         if (lse == NULL) goto done;
         call.args.lse = call.lse.tensor;
     }
-    if (check_disjoint(&call) < 0) goto done;
+    if (check_disjoint(&call) < 0 || arg_check(ba_set_block_sparse_outputs(&call.args, &attention)) < 0) goto done;
 
-    INTERRUPTIBLE(status, ba_block_sparse_attention(&call.args));
+    INTERRUPTIBLE(status, ba_run_attention(&attention));
     if (arg_check(status) < 0) goto done;
     result = return_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 done:
@@ -184,7 +185,10 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
     arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
     const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.out, &call.lse, &dout, &dlse};
-    ba_tensor shapes[GRADIENTS] = {{0}}, *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
+    const ba_tensor *const shapes[GRADIENTS] = {&a.forward.q, &a.forward.k, &a.forward.v};
+    ba_tensor *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
+    ba_attention attention;
+    ba_gradients gradients;
     ba_dtype bits_as;
     ba_status status;
     PyObject *made[GRADIENTS] = {NULL}, *result = NULL;
@@ -199,12 +203,11 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     a.forward.lse = call.lse.tensor;
     a.dout = dout.tensor;
     a.dlse = dlse.tensor;
-    WITHOUT_GIL(status = ba_block_sparse_backward_check(&a, &shapes[0], &shapes[1], &shapes[2]));
-    if (arg_check(status) < 0) goto done;
+    if (arg_check(ba_open_block_sparse_backward(&a, &attention, &gradients)) < 0) goto done;
 
     for (int i = 0; i < GRADIENTS; i++) {
         PyObject *given = values[BACKWARD_dq + i];
-        made[i] = arg_hold_or_make_output(state, given, values[BSA_empty], &shapes[i], output_names[i], ARG_FLOATS, bits_as, &outputs[i]);
+        made[i] = arg_hold_or_make_output(state, given, values[BSA_empty], shapes[i], output_names[i], ARG_FLOATS, bits_as, &outputs[i]);
         if (made[i] == NULL) goto done;
         *tensors[i] = outputs[i].tensor;
         for (size_t k = 0; k < sizeof inputs / sizeof *inputs; k++)
@@ -212,7 +215,8 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
         for (int k = 0; k < i; k++)
             if (arg_disjoint(&outputs[i], &outputs[k]) < 0) goto done;
     }
-    INTERRUPTIBLE(status, ba_block_sparse_attention_backward(&a));
+    if (arg_check(ba_set_gradients(&a, &attention, &gradients)) < 0) goto done;
+    INTERRUPTIBLE(status, ba_run_attention_backward(&attention, &gradients));
     if (arg_check(status) < 0) goto done;
     result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2]);
 done:

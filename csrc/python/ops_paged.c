@@ -3,12 +3,144 @@
 
 #include <string.h>
 
+#include "ops/open.h"
+
 #define COUNT_OF(array) (sizeof(array) / sizeof *(array))
+
+/* ---- Requests: page tables and lengths ------------------------------------------------------------------------------ */
+
+typedef struct requests {
+    arg_array block_tables;
+    arg_list seq_lens, indptr, last_page_len, q_lens;
+    int64_t *cu_q;
+} requests;
+
+static void release_requests(requests *r) {
+    arg_list *const lists[] = {&r->seq_lens, &r->indptr, &r->last_page_len, &r->q_lens};
+    arg_release(&r->block_tables);
+    for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
+    PyMem_Free(r->cu_q);
+}
+
+/* Lengths from numbers of pages and the tokens in the last one. Where indptr makes no sense, any length does: the library's
+ * check refuses indptr. */
+static int lengths_from_pages(requests *r, int64_t batch, int64_t page_size) {
+    r->seq_lens.values = PyMem_Calloc((size_t)batch + 1, sizeof(int64_t));
+    if (r->seq_lens.values == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    r->seq_lens.count = (Py_ssize_t)batch;
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t first = r->indptr.values[b], end = r->indptr.values[b + 1], last = r->last_page_len.values[b];
+        const bool empty = first < 0 || end <= first;
+        if (last < !empty || last > page_size) {
+            PyErr_Format(PyExc_ValueError, "last_page_len: expected 1 to the %lld tokens of a page, got %lld at [%lld]", (long long)page_size,
+                         (long long)last, (long long)b);
+            return -1;
+        }
+        int64_t *length = &r->seq_lens.values[b];
+        if (!empty && (__builtin_mul_overflow(end - first - 1, page_size, length) || __builtin_add_overflow(*length, last, length)))
+            *length = INT64_MAX;
+    }
+    return 0;
+}
+
+/* The C API takes lengths as bare pointers, so how many there are is checked here; what is in them is for the library. */
+static int set_requests(requests *r, int64_t page_size, ba_paged_args *a) {
+    if (r->indptr.values != NULL) {
+        a->batch = r->indptr.count - 1;
+        if (a->batch < 0) {
+            PyErr_SetString(PyExc_ValueError, "indptr: expected B + 1 entries, got 0");
+            return -1;
+        }
+        if (arg_expect_count(&r->last_page_len, "last_page_len", a->batch, "one per request") < 0 || lengths_from_pages(r, a->batch, page_size) < 0)
+            return -1;
+    } else {
+        a->batch = r->seq_lens.count;
+    }
+    a->indptr = r->indptr.values;
+    a->seq_lens = r->seq_lens.values;
+    if (r->q_lens.values == NULL) return 0;
+    if (arg_expect_count(&r->q_lens, "q_lens", a->batch, "one per request") < 0) return -1;
+    a->cu_q = r->cu_q = PyMem_Malloc((size_t)(a->batch + 1) * sizeof *r->cu_q);
+    if (r->cu_q == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    r->cu_q[0] = 0;
+    for (int64_t b = 0; b < a->batch; b++) /* a sum out of range is one that the library finds wrong */
+        if (__builtin_add_overflow(r->cu_q[b], r->q_lens.values[b], &r->cu_q[b + 1])) r->cu_q[b + 1] = INT64_MAX;
+    return 0;
+}
+
+/* Tables and lengths, in this order: block_tables, seq_lens, indptr, last_page_len, q_lens. With indptr, block_tables lists pages of all requests
+ * one after the other, and last_page_len stands in for seq_lens. */
+static int read_requests(module_state *state, PyObject *const *values, int64_t page_size, requests *r, ba_paged_args *a) {
+    if (arg_lengths(state, values[1], "seq_lens", &r->seq_lens) < 0 || arg_lengths(state, values[2], "indptr", &r->indptr) < 0 ||
+        arg_lengths(state, values[3], "last_page_len", &r->last_page_len) < 0 || arg_lengths(state, values[4], "q_lens", &r->q_lens) < 0)
+        return -1;
+    return set_requests(r, page_size, a);
+}
+
+static int hold_tables(module_state *state, PyObject *object, requests *r, ba_paged_args *a) {
+    if (arg_hold(state, object, "block_tables", ARG_TABLES, BA_UINT16, &r->block_tables) < 0) return -1;
+    a->block_tables = r->block_tables.tensor;
+    return 0;
+}
+
+/* Opened tables are kept in a capsule. */
+static const char *const plan_name = "blitz_attn.page_tables";
+
+static void close_plan(PyObject *capsule) {
+    ba_page_tables *tables = PyCapsule_GetPointer(capsule, plan_name);
+    ba_close_page_tables(tables);
+    PyMem_Free(tables);
+}
+
+/* Borrowed from the capsule, which the call has a reference to; NULL where `object` is something else. */
+static const ba_page_tables *tables_of_plan(PyObject *object) {
+    return PyCapsule_IsValid(object, plan_name) ? PyCapsule_GetPointer(object, plan_name) : NULL;
+}
+
+PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const names[] = {"block_tables", "seq_lens", "indptr", "last_page_len", "q_lens", "page_size", "num_pages"};
+    SORT_ARGUMENTS(open_page_tables, 7, 7);
+    module_state *state = PyModule_GetState(module);
+    requests r = {0};
+    ba_paged_args a = BA_PAGED_ARGS_INIT;
+    int64_t page_size, num_pages = -1;
+    ba_page_tables *tables = NULL;
+    PyObject *plan = NULL, *result = NULL;
+    ba_status status;
+    if (arg_int64(values[5], "page_size", &page_size) < 0) return NULL;
+    if (page_size < 1) return PyErr_Format(PyExc_ValueError, "page_size: expected at least 1 token, got %lld", (long long)page_size);
+    if (values[6] != Py_None && arg_int64(values[6], "num_pages", &num_pages) < 0) return NULL;
+    if (values[6] != Py_None && num_pages < 0)
+        return PyErr_Format(PyExc_ValueError, "num_pages: expected at least 0 pages, got %lld", (long long)num_pages);
+    if (hold_tables(state, values[0], &r, &a) < 0 || read_requests(state, values, page_size, &r, &a) < 0) goto done;
+    tables = PyMem_Calloc(1, sizeof *tables);
+    if (tables == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    WITHOUT_GIL(status = ba_open_page_tables(&a, page_size, num_pages, -1, tables));
+    if (arg_check(status) < 0) goto done;
+    plan = PyCapsule_New(tables, plan_name, close_plan);
+    if (plan == NULL) goto done;
+    result = Py_BuildValue("(OLL)", plan, (long long)tables->batch, (long long)tables->queries);
+    tables = NULL; /* the capsule's */
+done:
+    release_requests(&r);
+    if (tables != NULL) ba_close_page_tables(tables);
+    PyMem_Free(tables);
+    Py_XDECREF(plan);
+    return result;
+}
 
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */
 
-/* The arguments, in order: an index and a name for each. With indptr, block_tables lists pages of all requests one after the
- * other, and last_page_len stands in for seq_lens. */
+/* The arguments, in order: an index and a name for each. block_tables may be opened tables, which stand for the four after it, too. */
 /* clang-format off */
 #define PAGED_ARGUMENTS(X) \
     X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) \
@@ -20,19 +152,19 @@ enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
 static const char *const paged_names[] = {PAGED_ARGUMENTS(AS_TEXT)};
 
 typedef struct paged_call {
-    arg_array q, k_cache, v_cache, k_scale, v_scale, block_tables, selected, sinks, out, lse;
-    arg_list seq_lens, indptr, last_page_len, q_lens, counts;
-    int64_t *cu_q;
+    arg_array q, k_cache, v_cache, k_scale, v_scale, selected, sinks, out, lse;
+    arg_list counts;
+    requests requests;
+    const ba_page_tables *plan; /* NULL: `requests` are the call's own */
     ba_paged_args args;
 } paged_call;
 
 static void release_paged(paged_call *call) {
-    arg_array *const arrays[] = {&call->q,        &call->k_cache, &call->v_cache, &call->k_scale, &call->v_scale, &call->block_tables,
+    arg_array *const arrays[] = {&call->q,        &call->k_cache, &call->v_cache, &call->k_scale, &call->v_scale,
                                  &call->selected, &call->sinks,   &call->out,     &call->lse};
-    arg_list *const lists[] = {&call->seq_lens, &call->indptr, &call->last_page_len, &call->q_lens, &call->counts};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
-    for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
-    PyMem_Free(call->cu_q);
+    PyMem_Free(call->counts.values);
+    release_requests(&call->requests);
 }
 
 static int hold_optional(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array,
@@ -44,58 +176,6 @@ static int hold_optional(module_state *state, PyObject *object, const char *name
 }
 
 static int64_t page_tokens(const ba_paged_args *a) { return a->k_cache.ndim == 4 ? a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2] : 1; }
-
-/* Lengths from numbers of pages and the tokens in the last one. Where indptr makes no sense, any length does: the library's
- * check refuses indptr. */
-static int lengths_from_pages(paged_call *call) {
-    const int64_t batch = call->args.batch, size = page_tokens(&call->args);
-    call->seq_lens.values = PyMem_Calloc((size_t)batch + 1, sizeof(int64_t));
-    if (call->seq_lens.values == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    call->seq_lens.count = (Py_ssize_t)batch;
-    for (int64_t b = 0; b < batch; b++) {
-        const int64_t first = call->indptr.values[b], end = call->indptr.values[b + 1], last = call->last_page_len.values[b];
-        const bool empty = first < 0 || end <= first;
-        if (last < !empty || last > size) {
-            PyErr_Format(PyExc_ValueError, "last_page_len: expected 1 to the %lld tokens of a page, got %lld at [%lld]", (long long)size,
-                         (long long)last, (long long)b);
-            return -1;
-        }
-        int64_t *length = &call->seq_lens.values[b];
-        if (!empty && (__builtin_mul_overflow(end - first - 1, size, length) || __builtin_add_overflow(*length, last, length))) *length = INT64_MAX;
-    }
-    return 0;
-}
-
-/* The C API takes lengths as bare pointers, so how many there are is checked here; what is in them is for the library. */
-static int set_requests(paged_call *call) {
-    ba_paged_args *a = &call->args;
-    if (call->indptr.values != NULL) {
-        a->batch = call->indptr.count - 1;
-        if (a->batch < 0) {
-            PyErr_SetString(PyExc_ValueError, "indptr: expected B + 1 entries, got 0");
-            return -1;
-        }
-        if (arg_expect_count(&call->last_page_len, "last_page_len", a->batch, "one per request") < 0 || lengths_from_pages(call) < 0) return -1;
-    } else {
-        a->batch = call->seq_lens.count;
-    }
-    a->indptr = call->indptr.values;
-    a->seq_lens = call->seq_lens.values;
-    if (call->q_lens.values == NULL) return 0;
-    if (arg_expect_count(&call->q_lens, "q_lens", a->batch, "one per request") < 0) return -1;
-    a->cu_q = call->cu_q = PyMem_Malloc((size_t)(a->batch + 1) * sizeof *call->cu_q);
-    if (call->cu_q == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    call->cu_q[0] = 0;
-    for (int64_t b = 0; b < a->batch; b++) /* a sum out of range is one that the library finds wrong */
-        if (__builtin_add_overflow(call->cu_q[b], call->q_lens.values[b], &call->cu_q[b + 1])) call->cu_q[b + 1] = INT64_MAX;
-    return 0;
-}
 
 static int read_selected(module_state *state, PyObject *const *values, paged_call *call) {
     ba_paged_args *a = &call->args;
@@ -147,14 +227,11 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
         PyErr_Format(PyExc_TypeError, "k_cache: expected %s as kv_dtype says, got %s", ba_dtype_name(kv_dtype), ba_dtype_name(a->k_cache.dtype));
         return -1;
     }
-    if (arg_hold(state, values[PAGED_block_tables], "block_tables", ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
-    a->block_tables = call->block_tables.tensor;
+    call->plan = tables_of_plan(values[PAGED_block_tables]);
+    if (call->plan == NULL && hold_tables(state, values[PAGED_block_tables], &call->requests, a) < 0) return -1;
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
-    if (arg_lengths(state, values[PAGED_seq_lens], "seq_lens", &call->seq_lens) < 0) return -1;
-    if (arg_lengths(state, values[PAGED_indptr], "indptr", &call->indptr) < 0) return -1;
-    if (arg_lengths(state, values[PAGED_last_page_len], "last_page_len", &call->last_page_len) < 0) return -1;
-    if (arg_lengths(state, values[PAGED_q_lens], "q_lens", &call->q_lens) < 0) return -1;
-    if (set_requests(call) < 0 || read_selected(state, values, call) < 0 || read_sinks(state, values[PAGED_sinks], call) < 0) return -1;
+    if (call->plan == NULL && read_requests(state, values + PAGED_block_tables, page_tokens(a), &call->requests, a) < 0) return -1;
+    if (read_selected(state, values, call) < 0 || read_sinks(state, values[PAGED_sinks], call) < 0) return -1;
     if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
     if (values[PAGED_softcap] != Py_None && arg_double(values[PAGED_softcap], "softcap", &a->softcap) < 0) return -1;
     if (arg_threads(values[PAGED_num_threads], "num_threads", &a->num_threads) < 0) return -1;
@@ -165,8 +242,8 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
 }
 
 static int check_paged_disjoint(const paged_call *call) {
-    const arg_array *const inputs[] = {&call->q,       &call->k_cache,      &call->v_cache,  &call->k_scale,
-                                       &call->v_scale, &call->block_tables, &call->selected, &call->sinks};
+    const arg_array *const inputs[] = {&call->q,        &call->k_cache, &call->v_cache, &call->k_scale, &call->v_scale, &call->requests.block_tables,
+                                       &call->selected, &call->sinks};
     for (size_t i = 0; i < COUNT_OF(inputs); i++)
         if (arg_disjoint(&call->out, inputs[i]) < 0 || arg_disjoint(&call->lse, inputs[i]) < 0) return -1;
     return arg_disjoint(&call->lse, &call->out);
@@ -177,30 +254,32 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
     SORT_ARGUMENTS(paged_attention, PAGED_COUNT, PAGED_seq_lens);
     module_state *state = PyModule_GetState(module);
     paged_call call = {.args = BA_PAGED_ARGS_INIT};
-    ba_tensor out_shape = {0}, lse_shape = {0};
+    ba_attention attention = {.num_threads = 0};
     ba_dtype bits_as;
     int return_lse;
     ba_status status;
     PyObject *out = NULL, *lse = NULL, *result = NULL;
 
     if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || read_paged(state, values, &call, &bits_as) < 0) goto done;
-    WITHOUT_GIL(status = ba_paged_check(&call.args, &out_shape, &lse_shape));
+    if (call.plan != NULL) status = ba_open_paged(&call.args, call.plan, &attention);
+    else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long */
     if (arg_check(status) < 0) goto done;
 
-    out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &out_shape, "out", ARG_FLOATS, bits_as, &call.out);
+    out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
     call.args.out = call.out.tensor;
     if (return_lse) {
-        lse = arg_hold_or_make_output(state, values[PAGED_lse_out], values[PAGED_empty], &lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
+        lse = arg_hold_or_make_output(state, values[PAGED_lse_out], values[PAGED_empty], &attention.lse_shape, "lse", ARG_LSE, BA_UINT16, &call.lse);
         if (lse == NULL) goto done;
         call.args.lse = call.lse.tensor;
     }
-    if (check_paged_disjoint(&call) < 0) goto done;
+    if (check_paged_disjoint(&call) < 0 || arg_check(ba_set_paged_outputs(&call.args, &attention)) < 0) goto done;
 
-    INTERRUPTIBLE(status, ba_paged_attention(&call.args));
+    INTERRUPTIBLE(status, ba_run_attention(&attention));
     if (arg_check(status) < 0) goto done;
     result = return_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 done:
+    ba_close_attention(&attention);
     release_paged(&call);
     Py_XDECREF(out);
     Py_XDECREF(lse);

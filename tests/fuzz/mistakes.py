@@ -40,14 +40,14 @@ MISTAKES = [
     Mistake(
         "ragged",
         "queries of ragged requests stand at the beginning of their keys, not at the end",
-        "csrc/ops/check_paged.c",
+        "csrc/ops/open_paged.c",
         "        .q_begin = -1,\n",
         "        .q_begin = args->cu_q && args->batch > 1 ? 0 : -1,\n",
     ),
     Mistake(
         "window",
         "the window's right bound is lost where the call is not causal",
-        "csrc/ops/check_block_sparse.c",
+        "csrc/ops/open_block_sparse.c",
         ".window_right = ba_min(args->window[1], INT32_MAX),",
         ".window_right = args->causal ? ba_min(args->window[1], INT32_MAX) : -1,",
     ),
@@ -61,7 +61,7 @@ MISTAKES = [
     Mistake(
         "stride",
         "layout BSND takes heads to lie side by side",
-        "csrc/ops/check_block_sparse.c",
+        "csrc/ops/open_block_sparse.c",
         "t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;",
         "t->dims[1], t->dims[3], {t->data, step[0], t->dims[3], step[1]}}; break;",
     ),
@@ -103,7 +103,7 @@ MISTAKES = [
     Mistake(
         "table",
         "a table may be one page too short",
-        "csrc/ops/check_paged.c",
+        "csrc/ops/open_paged.c",
         "ba_ceil_div(seq_lens[b], page_size) > width)",
         "ba_ceil_div(seq_lens[b], page_size) > width + 1)",
     ),

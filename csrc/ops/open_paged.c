@@ -1,4 +1,4 @@
-/* The argument checker of paged attention. */
+/* Opening paged attention: every shape, relation and range of a call is checked before any work. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -6,7 +6,7 @@
 #include "core/status.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
-#include "ops/paged.h"
+#include "ops/open.h"
 
 static bool is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
 
@@ -51,39 +51,6 @@ static ba_status check_scale(const char *name, const ba_tensor *t, const char *c
     return BA_OK;
 }
 
-ba_status ba_check_tables(const ba_tensor *tables, const int64_t *indptr, const int64_t *seq_lens, int64_t batch, int64_t page_size, int64_t pages,
-                          int64_t most_tokens) {
-    if (tables->dtype != BA_INT32 && tables->dtype != BA_INT64)
-        return ba_fail(BA_ERROR_TYPE, "block_tables: expected int32 or int64, got %s", ba_dtype_name(tables->dtype));
-    if (tables->ndim != (indptr ? 1 : 2) || (!indptr && tables->dims[0] != batch))
-        return ba_fail(BA_ERROR_VALUE, "block_tables: expected shape %s with %" PRId64 " requests, got %s", indptr ? "(N,)" : "(B, W)", batch,
-                       ba_shape_text(tables).chars);
-    BA_TRY(ba_check_extent("block_tables", tables));
-    for (int64_t b = 0; indptr && b < batch; b++)
-        if (indptr[b] < 0 || indptr[b + 1] < indptr[b] || indptr[b + 1] > tables->dims[0])
-            return ba_fail(BA_ERROR_VALUE, "indptr: expected rising numbers from 0 to %" PRId64 ", got %" PRId64 " and %" PRId64 " at [%" PRId64 "]",
-                           tables->dims[0], indptr[b], indptr[b + 1], b);
-    if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
-    const ba_problem view = {.tables = *tables, .page_indptr = indptr};
-    for (int64_t b = 0; b < batch; b++) {
-        const int64_t width = indptr ? indptr[b + 1] - indptr[b] : tables->dims[1];
-        if (seq_lens[b] < 0 || seq_lens[b] > most_tokens || ba_ceil_div(seq_lens[b], page_size) > width)
-            return ba_fail(BA_ERROR_VALUE,
-                           "seq_lens: expected lengths from 0 to what the table's %" PRId64 " pages of %" PRId64 " tokens hold, got %" PRId64
-                           " at [%" PRId64 "]",
-                           width, page_size, seq_lens[b], b);
-        for (int64_t i = 0; i < ba_ceil_div(seq_lens[b], page_size); i++) {
-            const int64_t page = ba_page(&view, b, i);
-            if (page < 0 || page >= pages)
-                return ba_fail(BA_ERROR_VALUE,
-                               "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64
-                               " of request %" PRId64,
-                               pages - 1, page, i, b);
-        }
-    }
-    return BA_OK;
-}
-
 static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     const ba_tensor *t = &args->selected;
     p->list_name = "selected";
@@ -116,11 +83,12 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     return BA_OK;
 }
 
-static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tensor *out_shape, ba_tensor *lse_shape) {
+/* Everything but the page tables. `ragged`: q is (T, H, D). */
+static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q, *k = &args->k_cache, *v = &args->v_cache;
     if ((unsigned)args->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)args->kv_layout);
     if (!ba_is_float(q->dtype)) return ba_fail(BA_ERROR_TYPE, "q: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
-    if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", args->cu_q ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
+    if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("q", q));
     if (q->dims[2] < 1 || q->dims[2] > BA_MAX_HEAD_DIM || q->dims[1] < 1)
         return ba_fail(BA_ERROR_VALUE, "q: expected at least one head and a head dim D from 1 to %d, got %s", BA_MAX_HEAD_DIM,
@@ -128,8 +96,8 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
     if (q->dims[2] > 1 && q->strides[2] != 1)
         return ba_fail(BA_ERROR_VALUE, "q: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements",
                        q->strides[2]);
-    if (args->batch < 0 || (!args->cu_q && q->dims[0] != args->batch))
-        return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], args->batch);
+    if (batch < 0 || (!ragged && q->dims[0] != batch))
+        return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], batch);
     BA_TRY(check_cache("k_cache", k, args->kv_layout, q->dtype));
     if (k->dims[3] != q->dims[2])
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2], ba_shape_text(k).chars);
@@ -158,7 +126,7 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
         .kv_dtype = k->dtype,
         .element_size = ba_dtype_size(q->dtype),
         .kv_element_size = ba_dtype_size(k->dtype),
-        .batch = args->batch,
+        .batch = batch,
         .heads = q->dims[1],
         .kv_heads = kv_heads,
         .group = q->dims[1] / kv_heads,
@@ -168,14 +136,10 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
         .scale = args->scale,
         .softcap = args->softcap,
         .sinks = args->sinks,
-        .q = args->cu_q ? (ba_view){q->data, 0, ba_step(q, 1), ba_step(q, 0)} : (ba_view){q->data, ba_step(q, 0), ba_step(q, 1), 0},
+        .q = ragged ? (ba_view){q->data, 0, ba_step(q, 1), ba_step(q, 0)} : (ba_view){q->data, ba_step(q, 0), ba_step(q, 1), 0},
         .k = cache_view(k, args->kv_layout),
         .v = cache_view(v, args->kv_layout),
         .page_size = page_size,
-        .tables = args->block_tables,
-        .page_indptr = args->indptr,
-        .kv_lens = args->seq_lens,
-        .cu_q = args->cu_q,
         .causal = true,
         .window_left = ba_min(args->window, INT32_MAX),
         .window_right = -1,
@@ -183,44 +147,50 @@ static ba_status check_inputs(const ba_paged_args *args, ba_problem *p, ba_tenso
     };
     BA_TRY(check_scale("k_scale", &args->k_scale, "k_cache", k, args->kv_layout, &p->k_scale));
     BA_TRY(check_scale("v_scale", &args->v_scale, "v_cache", v, args->kv_layout, &p->v_scale));
-    BA_TRY(ba_check_tables(&args->block_tables, args->indptr, args->seq_lens, args->batch, page_size, k->dims[0], INT32_MAX / 2));
-    for (int64_t b = 0; b < p->batch; b++) p->kv_len = ba_max(p->kv_len, args->seq_lens[b]);
-    if (args->cu_q) {
-        int64_t queries;
-        p->q_len = 0;
-        if (args->cu_q[0] != 0) return ba_fail(BA_ERROR_VALUE, "cu_q: expected 0 at [0], got %" PRId64, args->cu_q[0]);
-        if (args->cu_q[p->batch] != q->dims[0])
-            return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, q->dims[0],
-                           args->cu_q[p->batch]);
-        for (int64_t b = 0; b < p->batch; b++) {
-            if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries) || queries < 0 || queries > args->seq_lens[b])
-                return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
-                               args->seq_lens[b], queries, b);
-            p->q_len = ba_max(p->q_len, queries);
-        }
-    }
-    BA_TRY(check_selected(args, p));
-    *out_shape = *q;
-    out_shape->data = NULL;
-    out_shape->dims[2] = p->v_dim;
-    *lse_shape = (ba_tensor){.dtype = q->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 2, .dims = {q->dims[0], q->dims[1]}};
     return BA_OK;
 }
 
-ba_status ba_check_paged(const ba_paged_args *args, bool with_outputs, ba_problem *p) {
-    ba_tensor out_shape, lse_shape;
-    BA_TRY(check_inputs(args, p, &out_shape, &lse_shape));
-    if (!with_outputs) return BA_OK;
-    BA_TRY(ba_check_output("out", &args->out, &out_shape, true));
+/* Tables that were opened for other calls, too. */
+static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
+    if (t->page_size != p->page_size)
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,
+                       ba_shape_text(&args->k_cache).chars);
+    if (t->cu_q && t->queries != args->q.dims[0])
+        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, args->q.dims[0], t->queries);
+    return ba_check_page_numbers(t, args->k_cache.dims[0]);
+}
+
+ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, ba_attention *a) {
+    const ba_tensor *q = &args->q;
+    const bool ragged = plan ? plan->cu_q != NULL : args->cu_q != NULL;
+    ba_problem *p = &a->problem;
+    *a = (ba_attention){.num_threads = args->num_threads};
+    BA_TRY(check_inputs(args, plan ? plan->batch : args->batch, ragged, p));
+    if (plan) BA_TRY(check_tables(args, p, plan));
+    else BA_TRY(ba_open_page_tables(args, p->page_size, args->k_cache.dims[0], q->dims[0], &a->own_tables));
+    const ba_page_tables *t = plan ? plan : &a->own_tables;
+    p->page = t->page;
+    p->first_page = t->first;
+    p->kv_lens = t->seq_lens;
+    p->kv_len = t->longest;
+    p->cu_q = t->cu_q;
+    p->q_len = t->most_queries;
+    a->out_shape = *q;
+    a->out_shape.data = NULL;
+    a->out_shape.dims[2] = p->v_dim;
+    a->lse_shape = (ba_tensor){.dtype = q->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 2, .dims = {q->dims[0], q->dims[1]}};
+    const ba_status status = check_selected(args, p);
+    if (status != BA_OK) ba_close_attention(a);
+    return status;
+}
+
+ba_status ba_set_paged_outputs(const ba_paged_args *args, ba_attention *a) {
+    ba_problem *p = &a->problem;
+    BA_TRY(ba_check_output("out", &args->out, &a->out_shape, true));
     const int64_t *o = args->out.strides, *l = args->lse.strides;
-    p->out = args->cu_q ? (ba_view){args->out.data, 0, o[1], o[0]} : (ba_view){args->out.data, o[0], o[1], 0};
+    p->out = p->cu_q ? (ba_view){args->out.data, 0, o[1], o[0]} : (ba_view){args->out.data, o[0], o[1], 0};
     if (!ba_given(&args->lse)) return BA_OK;
-    BA_TRY(ba_check_output("lse", &args->lse, &lse_shape, false));
-    p->lse = args->cu_q ? (ba_view){args->lse.data, 0, l[1], l[0]} : (ba_view){args->lse.data, l[0], l[1], 0};
+    BA_TRY(ba_check_output("lse", &args->lse, &a->lse_shape, false));
+    p->lse = p->cu_q ? (ba_view){args->lse.data, 0, l[1], l[0]} : (ba_view){args->lse.data, l[0], l[1], 0};
     return BA_OK;
-}
-
-ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {
-    ba_problem problem;
-    return check_inputs(args, &problem, out_shape, lse_shape);
 }

@@ -1,4 +1,4 @@
-/* The argument checker: every shape, relation and range of a call, before any work. */
+/* Opening block-sparse attention: every shape, relation and range of a call is checked before any work. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -6,9 +6,8 @@
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
-#include "ops/backward.h"
 #include "ops/check.h"
-#include "ops/problem.h"
+#include "ops/open.h"
 
 static const char *q_axes(ba_layout layout) {
     static const char *const axes[] = {"(B, H, Sq, D)", "(B, Sq, H, D)", "(B, Sq, H*D)", "(T, H, D)"};
@@ -248,17 +247,19 @@ static ba_view query_numbers(ba_layout layout, const ba_tensor *t) {
     return (ba_view){t->data, t->strides[0], t->strides[1], t->strides[2]};
 }
 
-ba_status ba_check_block_sparse(const ba_block_sparse_args *args, bool with_outputs, ba_problem *p) {
-    ba_tensor out_shape, lse_shape;
-    BA_TRY(check_inputs(args, p, &out_shape, &lse_shape));
-    if (!with_outputs) return BA_OK;
-    BA_TRY(ba_check_output("out", &args->out, &out_shape, true));
+ba_status ba_open_block_sparse(const ba_block_sparse_args *args, ba_attention *a) {
+    *a = (ba_attention){.num_threads = args->num_threads};
+    return check_inputs(args, &a->problem, &a->out_shape, &a->lse_shape);
+}
+
+ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_attention *a) {
+    BA_TRY(ba_check_output("out", &args->out, &a->out_shape, true));
     parts out;
-    BA_TRY(take_apart("out", &args->out, q_axes(args->layout), args->layout, p->heads, &out));
-    p->out = out.view;
+    BA_TRY(take_apart("out", &args->out, q_axes(args->layout), args->layout, a->problem.heads, &out));
+    a->problem.out = out.view;
     if (!ba_given(&args->lse)) return BA_OK;
-    BA_TRY(ba_check_output("lse", &args->lse, &lse_shape, false));
-    p->lse = query_numbers(args->layout, &args->lse);
+    BA_TRY(ba_check_output("lse", &args->lse, &a->lse_shape, false));
+    a->problem.lse = query_numbers(args->layout, &args->lse);
     return BA_OK;
 }
 
@@ -270,56 +271,46 @@ static ba_status check_given(const char *name, const ba_tensor *t, const ba_tens
     return ba_check_same(name, t, expected, contiguous_last_axis);
 }
 
-ba_status ba_check_block_sparse_backward(const ba_block_sparse_backward_args *args, bool with_outputs, ba_problem *p, ba_gradients *g) {
+ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *args, ba_attention *a, ba_gradients *g) {
     const ba_block_sparse_args *forward = &args->forward;
     const ba_layout layout = forward->layout;
-    ba_tensor out_shape, lse_shape;
+    ba_problem *p = &a->problem;
     parts view;
     *g = (ba_gradients){0};
-    BA_TRY(check_inputs(forward, p, &out_shape, &lse_shape));
-    BA_TRY(check_given("out", &forward->out, &out_shape, true));
+    BA_TRY(ba_open_block_sparse(forward, a));
+    BA_TRY(check_given("out", &forward->out, &a->out_shape, true));
     BA_TRY(take_apart("out", &forward->out, q_axes(layout), layout, p->heads, &view));
     p->out = view.view;
-    BA_TRY(check_given("lse", &forward->lse, &lse_shape, false));
+    BA_TRY(check_given("lse", &forward->lse, &a->lse_shape, false));
     p->lse = query_numbers(layout, &forward->lse);
-    BA_TRY(check_given("dout", &args->dout, &out_shape, true));
+    BA_TRY(check_given("dout", &args->dout, &a->out_shape, true));
     BA_TRY(take_apart("dout", &args->dout, q_axes(layout), layout, p->heads, &view));
     g->dout = view.view;
-    if (ba_given(&args->dlse)) {
-        BA_TRY(check_given("dlse", &args->dlse, &lse_shape, false));
-        g->dlse = query_numbers(layout, &args->dlse);
-    }
+    if (!ba_given(&args->dlse)) return BA_OK;
+    BA_TRY(check_given("dlse", &args->dlse, &a->lse_shape, false));
+    g->dlse = query_numbers(layout, &args->dlse);
+    return BA_OK;
+}
+
+ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_attention *a, ba_gradients *g) {
+    const ba_block_sparse_args *forward = &args->forward;
     const struct {
         const char *name;
         const ba_tensor *output, *input;
         int64_t heads;
         ba_view *view;
     } outputs[] = {
-        {"dq", &args->dq, &forward->q, p->heads, &g->dq},
-        {"dk", &args->dk, &forward->k, p->kv_heads, &g->dk},
-        {"dv", &args->dv, &forward->v, p->kv_heads, &g->dv},
+        {"dq", &args->dq, &forward->q, a->problem.heads, &g->dq},
+        {"dk", &args->dk, &forward->k, a->problem.kv_heads, &g->dk},
+        {"dv", &args->dv, &forward->v, a->problem.kv_heads, &g->dv},
     };
-    for (int i = 0; with_outputs && i < 3; i++) {
+    for (int i = 0; i < 3; i++) {
+        parts view;
         BA_TRY(ba_check_output(outputs[i].name, outputs[i].output, outputs[i].input, true));
-        BA_TRY(take_apart(outputs[i].name, outputs[i].output, "", layout, outputs[i].heads, &view));
+        BA_TRY(take_apart(outputs[i].name, outputs[i].output, "", forward->layout, outputs[i].heads, &view));
         *outputs[i].view = view.view;
     }
     return BA_OK;
-}
-
-ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape, ba_tensor *dv_shape) {
-    ba_problem problem;
-    ba_gradients gradients;
-    BA_TRY(ba_check_block_sparse_backward(args, false, &problem, &gradients));
-    *dq_shape = args->forward.q;
-    *dk_shape = args->forward.k;
-    *dv_shape = args->forward.v;
-    return BA_OK;
-}
-
-ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {
-    ba_problem problem;
-    return check_inputs(args, &problem, out_shape, lse_shape);
 }
 
 double ba_default_scale(int64_t head_dim) { return head_dim > 0 ? 1 / sqrt((double)head_dim) : 1; }

@@ -1,0 +1,69 @@
+/* Block-sparse and paged attention: calls are opened, given their outputs, and run by the drivers. */
+#include "core/status.h"
+#include "ops/attend.h"
+#include "ops/open.h"
+
+ba_status ba_run_attention(const ba_attention *a) {
+    if (a->problem.batch == 0 || a->problem.q_len == 0) return BA_OK; /* nothing to write, however many heads there are */
+    return ba_attend(&a->problem, a->num_threads);
+}
+
+ba_status ba_run_attention_backward(const ba_attention *a, const ba_gradients *gradients) {
+    if (a->problem.batch == 0 || (a->problem.q_len == 0 && a->problem.kv_len == 0)) return BA_OK;
+    return ba_attend_backward(&a->problem, gradients, a->num_threads);
+}
+
+void ba_close_attention(ba_attention *a) { ba_close_page_tables(&a->own_tables); }
+
+/* ---- The C API ------------------------------------------------------------------------------------------------------------- */
+
+ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {
+    ba_attention a;
+    BA_TRY(ba_open_block_sparse(args, &a));
+    *out_shape = a.out_shape;
+    *lse_shape = a.lse_shape;
+    return BA_OK;
+}
+
+ba_status ba_block_sparse_attention(const ba_block_sparse_args *args) {
+    ba_attention a;
+    BA_TRY(ba_open_block_sparse(args, &a));
+    BA_TRY(ba_set_block_sparse_outputs(args, &a));
+    return ba_run_attention(&a);
+}
+
+ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape, ba_tensor *dv_shape) {
+    ba_attention a;
+    ba_gradients gradients;
+    BA_TRY(ba_open_block_sparse_backward(args, &a, &gradients));
+    *dq_shape = args->forward.q;
+    *dk_shape = args->forward.k;
+    *dv_shape = args->forward.v;
+    return BA_OK;
+}
+
+ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args *args) {
+    ba_attention a;
+    ba_gradients gradients;
+    BA_TRY(ba_open_block_sparse_backward(args, &a, &gradients));
+    BA_TRY(ba_set_gradients(args, &a, &gradients));
+    return ba_run_attention_backward(&a, &gradients);
+}
+
+ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {
+    ba_attention a;
+    BA_TRY(ba_open_paged(args, NULL, &a));
+    *out_shape = a.out_shape;
+    *lse_shape = a.lse_shape;
+    ba_close_attention(&a);
+    return BA_OK;
+}
+
+ba_status ba_paged_attention(const ba_paged_args *args) {
+    ba_attention a;
+    BA_TRY(ba_open_paged(args, NULL, &a));
+    ba_status status = ba_set_paged_outputs(args, &a);
+    if (status == BA_OK) status = ba_run_attention(&a);
+    ba_close_attention(&a);
+    return status;
+}

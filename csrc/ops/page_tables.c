@@ -1,0 +1,129 @@
+#include "ops/page_tables.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/faults.h"
+#include "core/status.h"
+#include "ops/check.h"
+
+enum { MOST_TOKENS = INT32_MAX / 2 };
+
+/* What the tables are, and how long each request is; the number of pages in use. */
+static ba_status check_requests(const ba_paged_args *args, int64_t page_size, int64_t *used) {
+    const ba_tensor *tables = &args->block_tables;
+    const int64_t *indptr = args->indptr, *seq_lens = args->seq_lens;
+    if (tables->dtype != BA_INT32 && tables->dtype != BA_INT64)
+        return ba_fail(BA_ERROR_TYPE, "block_tables: expected int32 or int64, got %s", ba_dtype_name(tables->dtype));
+    if (tables->ndim != (indptr ? 1 : 2) || (!indptr && tables->dims[0] != args->batch))
+        return ba_fail(BA_ERROR_VALUE, "block_tables: expected shape %s with %" PRId64 " requests, got %s", indptr ? "(N,)" : "(B, W)", args->batch,
+                       ba_shape_text(tables).chars);
+    BA_TRY(ba_check_extent("block_tables", tables));
+    for (int64_t b = 0; indptr && b < args->batch; b++)
+        if (indptr[b] < 0 || indptr[b + 1] < indptr[b] || indptr[b + 1] > tables->dims[0])
+            return ba_fail(BA_ERROR_VALUE, "indptr: expected rising numbers from 0 to %" PRId64 ", got %" PRId64 " and %" PRId64 " at [%" PRId64 "]",
+                           tables->dims[0], indptr[b], indptr[b + 1], b);
+    if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
+    for (int64_t b = 0; b < args->batch; b++) {
+        const int64_t width = indptr ? indptr[b + 1] - indptr[b] : tables->dims[1];
+        if (seq_lens[b] < 0 || seq_lens[b] > MOST_TOKENS || ba_ceil_div(seq_lens[b], page_size) > width)
+            return ba_fail(BA_ERROR_VALUE,
+                           "seq_lens: expected lengths from 0 to what the table's %" PRId64 " pages of %" PRId64 " tokens hold, got %" PRId64
+                           " at [%" PRId64 "]",
+                           width, page_size, seq_lens[b], b);
+        *used += ba_ceil_div(seq_lens[b], page_size);
+    }
+    return BA_OK;
+}
+
+static ba_status check_queries(const ba_paged_args *args, int64_t all) {
+    int64_t queries;
+    if (!args->cu_q) return BA_OK;
+    if (args->cu_q[0] != 0) return ba_fail(BA_ERROR_VALUE, "cu_q: expected 0 at [0], got %" PRId64, args->cu_q[0]);
+    if (all >= 0 && args->cu_q[args->batch] != all)
+        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, all, args->cu_q[args->batch]);
+    for (int64_t b = 0; b < args->batch; b++)
+        if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries) || queries < 0 || queries > args->seq_lens[b])
+            return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
+                           args->seq_lens[b], queries, b);
+    return BA_OK;
+}
+
+/* Copies n page numbers that stand `step` elements apart; returns the largest of them and `limit`, all taken as unsigned. */
+#define DEFINE_COPY_PAGES(type)                                                                                                                      \
+    static uint64_t copy_pages_##type(int64_t *to, const type *from, int64_t step, int64_t n, uint64_t limit) {                                      \
+        for (int64_t i = 0; i < n; i++) {                                                                                                            \
+            const int64_t page = from[i * step];                                                                                                     \
+            to[i] = page;                                                                                                                            \
+            limit = (uint64_t)page > limit ? (uint64_t)page : limit;                                                                                 \
+        }                                                                                                                                            \
+        return limit;                                                                                                                                \
+    }
+DEFINE_COPY_PAGES(int32_t)
+DEFINE_COPY_PAGES(int64_t)
+#undef DEFINE_COPY_PAGES
+
+/* The copies, in memory that is there. */
+static void copy_requests(const ba_paged_args *args, ba_page_tables *t) {
+    const ba_tensor *tables = &args->block_tables;
+    const int64_t step = tables->strides[tables->ndim - 1];
+    uint64_t largest = 0;
+    t->first[0] = 0;
+    for (int64_t b = 0; b < t->batch; b++) {
+        const int64_t pages = ba_ceil_div(args->seq_lens[b], t->page_size);
+        const int64_t at = args->indptr ? args->indptr[b] * step : b * tables->strides[0];
+        t->seq_lens[b] = args->seq_lens[b];
+        t->longest = ba_max(t->longest, t->seq_lens[b]);
+        t->first[b + 1] = t->first[b] + pages;
+        if (tables->dtype == BA_INT32) largest = copy_pages_int32_t(t->page + t->first[b], (const int32_t *)tables->data + at, step, pages, largest);
+        else largest = copy_pages_int64_t(t->page + t->first[b], (const int64_t *)tables->data + at, step, pages, largest);
+    }
+    if (t->first[t->batch]) t->page_limit = largest < UINT64_MAX ? largest + 1 : largest;
+    t->queries = t->batch;
+    t->most_queries = 1;
+    if (!args->cu_q) return;
+    memcpy(t->cu_q, args->cu_q, (size_t)(t->batch + 1) * sizeof *t->cu_q);
+    t->queries = t->cu_q[t->batch];
+    t->most_queries = 0;
+    for (int64_t b = 0; b < t->batch; b++) t->most_queries = ba_max(t->most_queries, t->cu_q[b + 1] - t->cu_q[b]);
+}
+
+ba_status ba_check_page_numbers(const ba_page_tables *t, int64_t pages) {
+    if (t->page_limit <= (uint64_t)pages) return BA_OK;
+    for (int64_t b = 0; b < t->batch; b++)
+        for (int64_t i = 0; i < t->first[b + 1] - t->first[b]; i++) {
+            const int64_t page = t->page[t->first[b] + i];
+            if (page < 0 || page >= pages)
+                return ba_fail(BA_ERROR_VALUE,
+                               "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64
+                               " of request %" PRId64,
+                               pages - 1, page, i, b);
+        }
+    return BA_OK;
+}
+
+ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *t) {
+    int64_t used = 0;
+    BA_TRY(check_requests(args, page_size, &used));
+    BA_TRY(check_queries(args, queries));
+    const int64_t numbers = args->batch + (args->batch + 1) + (args->cu_q ? args->batch + 1 : 0) + used;
+    int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)numbers * sizeof *memory);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "block_tables: expected %lld bytes for a copy, the system has none", (long long)numbers * 8);
+    ba_page_tables copied = {.batch = args->batch, .page_size = page_size, .seq_lens = memory, .first = memory + args->batch};
+    copied.page = copied.first + args->batch + 1;
+    if (args->cu_q) {
+        copied.cu_q = copied.page;
+        copied.page += args->batch + 1;
+    }
+    copy_requests(args, &copied);
+    ba_status status = pages >= 0 ? ba_check_page_numbers(&copied, pages) : BA_OK;
+    if (status == BA_OK) *t = copied;
+    else ba_close_page_tables(&copied);
+    return status;
+}
+
+void ba_close_page_tables(ba_page_tables *t) {
+    free(t->seq_lens); /* all the others lie behind it */
+    *t = (ba_page_tables){0};
+}
