@@ -81,6 +81,7 @@ _Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 36 && FUNCTIONS(ba_cache_k
 
 static subject subject_of(const listed *l) {
     const ba_attend_family *f = l->family;
+    if (l->cache && !f->gradient[0]) f = ba_kernels_at(f->isa)->vector[BA_FLOAT32]; /* a cache is read by vectors, also where its level has tiles */
     if (!l->cache) return (subject){l->name, f, NULL, l->dtype, l->dtype, f->pack_k, f->pack_v, f->pack_bytes, f->few};
     return (subject){l->name, f, l->cache, real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size, l->cache->few};
 }
