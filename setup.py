@@ -27,7 +27,7 @@ from setuptools.command.build_ext import build_ext
 
 os.chdir(Path(__file__).resolve().parent)
 
-# One line an instruction set: the file csrc/kernels/<name>.c (or, of a dtype's kernels, <name>_<dtype>.c), the compiler's macro of
+# One line an instruction set: the file csrc/kernels/levels/<name>.c (or, of a dtype's kernels, <name>_<dtype>.c), the compiler's macro of
 # the architecture that has it, and the flags of those files alone. On another architecture, and with a compiler that refuses the
 # flags, every file is told BA_NO_<name>, and the set's own come out empty.
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"
@@ -52,14 +52,14 @@ COMMON_FLAGS = shlex.split(
 # product and a sum must become one multiply-add by what is written, not by what surrounds it. clang does that within an expression
 # (on); under =fast it joins them block by block of its own code, and copies differ. gcc before 14 has fast alone, and is steady there.
 CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
-# Every level as plain C, whatever the CPU: vectors in vec.h's generic forms, tiles in tile.h's. For checks (make check-emulated).
+# Every level as plain C, whatever the CPU: vectors in vec/vec.h's generic forms, tiles in tiles/tile.h's. For checks (make check-emulated).
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all
 
-LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/ops/*.c"))
+LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/kernels/levels/*.c") + glob("csrc/ops/*.c"))
 PYTHON_SOURCES = sorted(glob("csrc/python/*.c"))
 CHECK_SOURCES = sorted(glob("tests/*.c"))
 RACE_SOURCES = sorted(glob("tests/threads/*.c"))
@@ -159,7 +159,7 @@ def is_older(target, sources):
 
 def isa_of(source):
     """The instruction set that a file is of; None where it is of none."""
-    if source.parent.name != "kernels":
+    if source.parent.name != "levels":
         return None
     return max((name for name in ISA_FLAGS if f"{source.stem}_".startswith(f"{name}_")), key=len, default=None)
 

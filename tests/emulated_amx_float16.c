@@ -1,9 +1,9 @@
-/* The text over tiles for float16, with vec.h's generic forms and tile.h's emulation: so it is checked on a machine that lacks both.
+/* The text over tiles for float16, with vec/vec.h's generic forms and tiles/tile.h's emulation: so it is checked on a machine that lacks both.
  * Linked into checkkernels only. */
 #ifndef __clang__
 #pragma GCC optimize("O1") /* gcc 12 takes half a minute at -O3 to take 16 x 16 transposes apart into scalars */
 #endif
-#undef __AVX512F__ /* or vec.h would take the instructions */
+#undef __AVX512F__ /* or vec/vec.h would take the instructions */
 
 #define BA_TILE_EMULATED
 #define BA_LEVEL emulated_amx
@@ -15,4 +15,4 @@
 #define BA_SPLIT_FROM(p) NAME(v_from_f16)(p)
 #define BA_SPLIT_TO(p, v) NAME(v_to_f16)(p, v)
 #define BA_SPLIT_DTYPE float16
-#include "kernels/amx_split.inc"
+#include "kernels/tiles/split_tmpl.inc"

@@ -1,16 +1,16 @@
-/* The text over dot products of pairs, with vec.h's generic forms: so it is checked on a machine that lacks the instruction. Linked into
+/* The text over dot products of pairs, with vec/vec.h's generic forms: so it is checked on a machine that lacks the instruction. Linked into
  * checkkernels only. */
 #ifndef __clang__
 #pragma GCC optimize("Og") /* gcc 12 takes half a minute at -O3 to take 16 x 16 transposes apart into scalars */
 #endif
-#undef __AVX512F__ /* or vec.h would take the instructions */
+#undef __AVX512F__ /* or vec/vec.h would take the instructions */
 
 #define BA_LEVEL emulated_pairs
 #define BA_LEVEL_ENUM BA_ISA_PORTABLE
 #define BA_ROWS 8
 #define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #define BA_LANES 16
-#include "kernels/pairs.inc"
+#include "kernels/levels/pairs_tmpl.inc"
 
 /* ---- The emulation against the instruction itself ------------------------------------------------------------------- */
 

@@ -254,17 +254,17 @@ typedef struct ba_attend_family {
     int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
     int64_t lane_block;             /* dims that pack_tile keeps together */
-    bool pack_groups;   /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
-                         * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
-    int64_t key_step;   /* attend may be given any part of a chunk that begins at a multiple of this */
-    bool has_cuts;      /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
-    int64_t few_group;  /* few and pack_few are for so many query heads a KV head and more; below, or where few is NULL, those of the vector family
-                           serve, whose packed queries find room here */
+    bool pack_groups;    /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
+                          * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
+    int64_t key_step;    /* attend may be given any part of a chunk that begins at a multiple of this */
+    bool has_cuts;       /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
+    int64_t few_group;   /* few and pack_few are for so many query heads a KV head and more; below, or where few is NULL, those of the vector family
+                            serve, whose packed queries find room here */
     int64_t least_pairs; /* queries that a key is to meet, on the average, for this family's packing of K and V to pay: an entry of fewer is for the
                           * vector family. 0: always */
-    double weight_unit; /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
-    double exp_unit;    /* the same of exp2 */
-    bool flushes;       /* inputs, products and o count as 0 below real's normal range */
+    double weight_unit;  /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
+    double exp_unit;     /* the same of exp2 */
+    bool flushes;        /* inputs, products and o count as 0 below real's normal range */
     ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
     ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
     ba_attend_fn attend[BA_PANEL_WIDTHS];
@@ -386,8 +386,8 @@ typedef struct ba_tuning {
     int64_t meeting_lanes;    /* queries whose states stay in L2 while they meet block by block */
     int64_t most_meeting;     /* so many at most, where a block is to meet `block_lanes` of them: fewer would not pay for fetching it */
     int64_t block_lanes;
-    double inline_flops;  /* calls with less work than this run in the caller's thread */
-    int64_t shared_bytes; /* of packed K and V at most, where they are packed once for all items; 0: they are not */
+    double inline_flops;    /* calls with less work than this run in the caller's thread */
+    int64_t shared_bytes;   /* of packed K and V at most, where they are packed once for all items; 0: they are not */
     ba_few_tuning few;      /* of the kernels for few queries */
     ba_few_tuning tile_few; /* of one over tiles, where the level has it; keys 0: as above */
 } ba_tuning;

@@ -1,0 +1,19 @@
+/* AMX tiles for float16, each number of which is exactly the sum of two of bfloat16. */
+#include "kernels/tables.h"
+#ifdef BA_HAVE_amx
+
+#ifdef BA_EMULATED
+#define BA_TILE_EMULATED
+#endif
+#define BA_LEVEL amx
+#define BA_LEVEL_ENUM BA_ISA_AMX
+#define BA_LANES 16
+#define BA_PIECES 2
+#define BA_ELEMENT_BYTES 2
+#define BA_SPLIT_ELEMENT uint16_t
+#define BA_SPLIT_FROM(p) NAME(v_from_f16)(p)
+#define BA_SPLIT_TO(p, v) NAME(v_to_f16)(p, v)
+#define BA_SPLIT_DTYPE float16
+#include "kernels/tiles/split_tmpl.inc"
+
+#endif

@@ -1,0 +1,19 @@
+/* AMX tiles for float32, each number of which is the sum of three of bfloat16. */
+#include "kernels/tables.h"
+#ifdef BA_HAVE_amx
+
+#ifdef BA_EMULATED
+#define BA_TILE_EMULATED
+#endif
+#define BA_LEVEL amx
+#define BA_LEVEL_ENUM BA_ISA_AMX
+#define BA_LANES 16
+#define BA_PIECES 3
+#define BA_ELEMENT_BYTES 4
+#define BA_SPLIT_ELEMENT float
+#define BA_SPLIT_FROM(p) NAME(v_load)(p)
+#define BA_SPLIT_TO(p, v) NAME(v_store)(p, v)
+#define BA_SPLIT_DTYPE float32
+#include "kernels/tiles/split_tmpl.inc"
+
+#endif

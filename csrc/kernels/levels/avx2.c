@@ -1,0 +1,12 @@
+/* AVX2 with FMA and F16C: 16 registers, 6 x 2 of them accumulators. */
+#include "kernels/tables.h"
+#ifdef BA_HAVE_avx2
+
+#define BA_LEVEL avx2
+#define BA_LEVEL_ENUM BA_ISA_AVX2
+#define BA_ROWS 6
+#define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define BA_LANES 8
+#include "kernels/levels/vectors_tmpl.inc"
+
+#endif

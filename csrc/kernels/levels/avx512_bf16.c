@@ -1,0 +1,13 @@
+/* AVX-512 with VDPBF16PS: 32 registers, 8 x 2 of them accumulators. Dtypes other than bfloat16 have the kernels of the levels below. */
+#include "kernels/tables.h"
+#ifdef BA_HAVE_avx512_bf16
+
+#define BA_LEVEL avx512_bf16
+#define BA_LEVEL_ENUM BA_ISA_AVX512_BF16
+#define BA_ROWS 8
+#define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define BA_LANES 16
+#define BA_ASK_INTO 3
+#include "kernels/levels/pairs_tmpl.inc"
+
+#endif

@@ -1,0 +1,15 @@
+/* NEON: 32 registers of 4 floats, 8 x 2 of them accumulators and 8 for elements of K. */
+#include "kernels/tables.h"
+#ifdef BA_HAVE_neon
+
+#ifndef BA_EMULATED
+#define BA_NEON
+#endif
+#define BA_LEVEL neon
+#define BA_LEVEL_ENUM BA_ISA_NEON
+#define BA_ROWS 8
+#define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define BA_LANES 4
+#include "kernels/levels/vectors_tmpl.inc"
+
+#endif

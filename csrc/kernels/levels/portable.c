@@ -1,0 +1,15 @@
+/* The portable level: no flags beyond the platform's own baseline. */
+#include "kernels/tables.h"
+
+#define BA_LEVEL portable
+#define BA_LEVEL_ENUM BA_ISA_PORTABLE
+#define BA_ROWS 4
+#define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4)
+
+#define BA_LANES 4
+#include "kernels/levels/vectors_tmpl.inc"
+
+#undef BA_LANES
+#define BA_LANES 2
+#define BA_REAL_DOUBLE
+#include "kernels/levels/vectors_tmpl.inc"

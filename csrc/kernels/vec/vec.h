@@ -1,0 +1,447 @@
+/* A small vocabulary of vector operations over the compilers' vector extensions, from which every vector kernel's text
+ * is written once. An ISA file defines, before it includes this:
+ *
+ *     BA_LANES        elements of `real` in a vector (4, 8, 16; double: 2)
+ *     BA_REAL_DOUBLE  where real is double; else it is float
+ *     BA_SUFFIX       makes the names of this instance unique
+ *
+ * +, -, *, comparisons and casts are plain C on `vec`; multiply-adds come by contraction. What C cannot say stands
+ * below once in a generic form and again in vec_<isa>.h where an instruction does it better. The generic form compiles
+ * for any number of lanes on any CPU, which is how wide code is checked on a machine that lacks it. */
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels/asking.h"
+#include "kernels/vec/gather.h"
+#include "kernels/kernels.h"
+
+/* An ISA file may include this once for float and once for double. */
+#undef real
+#undef real_int
+#undef REAL_MAX
+#undef vec
+#undef ivec
+#undef BA_HAVE_V_MAX
+#undef BA_HAVE_V_NAN_OF
+#undef BA_HAVE_V_EXP2
+#undef BA_HAVE_V_CONVERT
+#undef BA_HAVE_V_SHORT
+#undef BA_HAVE_V_DOT
+#undef BA_HAVE_V_BYTES
+#undef BA_HAVE_V_E4M3
+#undef BA_HAVE_V_REPEAT
+#undef BA_HAVE_V_SUM_PAIRS
+#undef BA_HAVE_V_AT_LEAST
+#undef BA_HAVE_V_TO_BF16
+#undef BA_HAVE_ELEMENTS
+#undef BA_HAVE_FEW_SUMS
+#undef BA_FEW_SUMS
+#undef BA_TOGETHER
+
+#undef BA_CAT_
+#undef BA_CAT
+#undef NAME
+#undef BA_INLINE
+#define BA_CAT_(a, b) a##_##b
+#define BA_CAT(a, b) BA_CAT_(a, b)
+#define NAME(x) BA_CAT(x, BA_SUFFIX)
+#define BA_INLINE static inline __attribute__((always_inline, unused))
+
+#ifdef BA_REAL_DOUBLE
+#define real double
+#define real_int int64_t
+#define REAL_MAX DBL_MAX
+#else
+#define real float
+#define real_int int32_t
+#define REAL_MAX FLT_MAX
+#endif
+
+#define vec NAME(vec)
+#define ivec NAME(ivec)
+typedef real vec __attribute__((vector_size(BA_LANES * sizeof(real))));
+typedef real NAME(vec_unaligned) __attribute__((vector_size(BA_LANES * sizeof(real)), aligned(sizeof(real)), may_alias));
+typedef real_int ivec __attribute__((vector_size(BA_LANES * sizeof(real))));
+
+BA_INLINE vec NAME(v_load)(const real *p) { return *(const NAME(vec_unaligned) *)p; }
+/* The same, for good, and here: where several products want it, the compiler would load it anew for each, and it would move what stands around it
+ * to where its own picture of the CPU wants it. */
+BA_INLINE vec NAME(v_loaded)(const real *p) {
+    vec a = NAME(v_load)(p);
+#if (BA_LANES == 8 && defined(__AVX2__)) || (BA_LANES == 16 && defined(__AVX512F__))
+    __asm__ volatile("" : "+v"(a));
+#endif
+    return a;
+}
+BA_INLINE void NAME(v_store)(real *p, vec a) { *(NAME(vec_unaligned) *)p = a; }
+/* n < BA_LANES reals, the others as 0. */
+BA_INLINE vec NAME(load_reals)(const real *p, int64_t n) {
+    vec a = {0};
+    memcpy(&a, p, (size_t)n * sizeof *p);
+    return a;
+}
+BA_INLINE vec NAME(v_set1)(real a) { return a - (vec){0}; } /* a - 0 and not a + 0: -0 stays -0 */
+BA_INLINE vec NAME(v_select)(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+
+#ifndef BA_REAL_DOUBLE
+/* Sums of bits, where a carry may reach the sign's place. */
+BA_INLINE ivec NAME(v_add_bits)(ivec bits, uint32_t more) {
+    typedef uint32_t unsigned_vec __attribute__((vector_size(BA_LANES * sizeof(uint32_t))));
+    return (ivec)((unsigned_vec)bits + more);
+}
+/* A number's bits, half up where only those of bfloat16, the upper 16, are looked at. */
+BA_INLINE ivec NAME(v_half_up)(vec a) { return NAME(v_add_bits)((ivec)a, 0x8000); }
+/* Not 0 where one of two elements of 16 bits, bfloat16 side by side, is NaN or infinite: an exponent of all ones carries. */
+BA_INLINE ivec NAME(v_not_finite_pairs)(ivec x) { return NAME(v_add_bits)(x & 0x7fff7fff, 0x00800080) & (int32_t)0x80008000; }
+
+/* 2^f on [-0.5, 0.5], minimax of degree 5, relative error 7.5e-8. */
+BA_INLINE vec NAME(exp2_poly)(vec f) {
+    vec p = f * 0x1.5c08e6p-10f + 0x1.3d0c52p-7f;
+    p = p * f + 0x1.c6b6e4p-5f;
+    p = p * f + 0x1.ebf918p-3f;
+    p = p * f + 0x1.62e428p-1f;
+    return p * f + 0x1.000002p+0f;
+}
+
+#if BA_LANES == 16 && defined(__AVX512F__)
+#include "kernels/vec/vec_avx512.h"
+#elif BA_LANES == 8 && defined(__AVX2__)
+#include "kernels/vec/vec_avx2.h"
+#elif BA_LANES == 4 && defined(BA_NEON)
+#include "kernels/vec/vec_neon.h"
+#endif
+#endif
+
+/* Queries that the kernel for few takes at a time, of so many that are left: a power of two. */
+#define BA_FEW_TOGETHER(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
+
+/* Sums over V that it keeps in registers, at most. */
+#ifndef BA_HAVE_FEW_SUMS
+#define BA_FEW_SUMS 8
+#endif
+
+/* The larger of a and b; b where either is NaN (as MAXPS has it). */
+#ifndef BA_HAVE_V_MAX
+BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a, b); }
+#endif
+
+/* b, but NaN where a is. */
+#ifndef BA_HAVE_V_NAN_OF
+BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return NAME(v_select)((ivec)(a == a), b, a); }
+#endif
+
+/* The larger of x and a number; NaN where x is. */
+#ifndef BA_HAVE_V_AT_LEAST
+BA_INLINE vec NAME(v_at_least)(vec x, real least) { return NAME(v_max)(NAME(v_set1)(least), x); }
+#endif
+
+/* Neighbours in memory, n of them, for products that take one after the other; n is 1 or BA_TOGETHER. v_element: the i-th in every lane. */
+#ifndef BA_HAVE_ELEMENTS
+#define BA_TOGETHER 1
+typedef const real *NAME(elements);
+BA_INLINE const real *NAME(v_elements)(const real *p, const int n) { return (void)n, p; }
+BA_INLINE vec NAME(v_element)(const real *p, const int i) { return NAME(v_set1)(p[i]); }
+#endif
+
+/* Lane i is p[i % n]; n is a constant, a power of two up to BA_LANES. */
+#ifndef BA_HAVE_V_REPEAT
+BA_INLINE vec NAME(v_repeat)(const real *p, const int n) {
+    vec a;
+    for (int i = 0; i < BA_LANES; i++) a[i] = p[i % n];
+    return a;
+}
+#endif
+
+/* 2^x for x <= 0 or a little above. 0 for -inf and for all that is too small, NaN for NaN. */
+#ifndef BA_HAVE_V_EXP2
+BA_INLINE vec NAME(v_exp2)(vec x) {
+#ifdef BA_REAL_DOUBLE
+    vec y;
+    for (int i = 0; i < BA_LANES; i++) y[i] = exp2(x[i]);
+    return y;
+#else
+    x = NAME(v_at_least)(x, -127.0f);
+    const vec magic = NAME(v_set1)(0x1.8p23f + 127.0f); /* its sum has the rounded integer, bias included, in the low mantissa bits */
+    const vec t = x + magic;
+    const vec f = x - (t - magic);
+    const vec scale = (vec)((ivec)t << 23); /* 2^round(x), and 0 at -127 */
+    return NAME(exp2_poly)(f) * scale;
+#endif
+}
+#endif
+
+#if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_SHORT)
+/* a * b + c with one rounding, whatever the compiler makes of the text around it. */
+BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
+    vec y;
+    for (int i = 0; i < BA_LANES; i++) y[i] = fmaf(a[i], b[i], c[i]);
+    return y;
+}
+/* 2^x for every x: infinity where it is too large. */
+BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
+/* The same where an error of 2.7e-6 does not show. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_exp2_any)(x); }
+/* Two positive numbers rounded to bfloat16, half up, side by side: the first in the lower half. */
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) { return ((NAME(v_half_up)(even) >> 16) & 0xffff) | (NAME(v_half_up)(odd) & -0x10000); }
+#if BA_LANES == 16
+/* Four times 16 bytes. */
+BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
+    const void *const from[4] = {a, b, c, d};
+    vec x;
+    for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, from[i], 16);
+    return x;
+}
+/* Two rows of 32 elements of 16 bits: elements of the same place side by side, those of the first 16 places and those of the others. */
+BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
+    uint16_t from[2][32], to[32][2];
+    memcpy(from[0], a, sizeof from[0]);
+    memcpy(from[1], b, sizeof from[1]);
+    for (int i = 0; i < 32; i++)
+        for (int j = 0; j < 2; j++) to[i][j] = from[j][i];
+    memcpy(a, to, sizeof *a);
+    memcpy(b, to + 16, sizeof *b);
+}
+/* 8 rows of 4 quarters of 8 elements of 16 bits: in each quarter for itself, rows become columns. */
+BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
+    uint16_t from[8][4][8], to[8][4][8];
+    memcpy(from, rows, sizeof from);
+    for (int i = 0; i < 8; i++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int j = 0; j < 8; j++) to[i][quarter][j] = from[j][quarter][i];
+    memcpy(rows, to, sizeof to);
+}
+#endif
+BA_INLINE bool NAME(v_any)(ivec mask) {
+    real_int any = 0;
+    for (int i = 0; i < BA_LANES; i++) any |= mask[i];
+    return any != 0;
+}
+#endif
+
+#ifndef BA_REAL_DOUBLE
+/* n elements of 16 bits, two a lane, and zeros where there are fewer than 2 * BA_LANES. */
+BA_INLINE vec NAME(v_load_pairs)(const uint16_t *p, int64_t n) {
+    vec x = {0};
+    if (n >= 2 * BA_LANES) memcpy(&x, p, sizeof x); /* of any alignment */
+    else memcpy(&x, p, (size_t)n * sizeof *p);
+    return x;
+}
+/* The same two elements in every lane; where n is 1, the upper one is 0. */
+BA_INLINE ivec NAME(v_repeat_pair)(const uint16_t *p, const int n) {
+    int32_t pair = 0;
+    memcpy(&pair, p, (size_t)n * sizeof *p);
+    return pair - (ivec){0};
+}
+
+/* sum + a.upper * b.upper + a.lower * b.lower of pairs of bfloat16, rounded once a product, in this order; numbers below the normal range
+ * count as 0 before and after. VDPBF16PS, or C that gives the same bits. */
+#ifndef BA_HAVE_V_DOT
+BA_INLINE float NAME(flush)(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
+BA_INLINE float NAME(fma_flushed)(float a, float b, float c) {
+    const float y = fmaf(a, b, c);
+    /* small is what would be below the normal range if rounded as a normal number is */
+    return fabsf(y) == 0x1p-126f && fabs((double)a * b + c) < 0x1.ffffffp-127 ? copysignf(0, y) : NAME(flush)(y);
+}
+BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) {
+    const vec a_upper = (vec)(a & -0x10000), b_upper = (vec)(b & -0x10000), a_lower = (vec)(a << 16), b_lower = (vec)(b << 16);
+    for (int i = 0; i < BA_LANES; i++) {
+        const float upper = NAME(fma_flushed)(NAME(flush)(a_upper[i]), NAME(flush)(b_upper[i]), NAME(flush)(sum[i]));
+        sum[i] = NAME(fma_flushed)(NAME(flush)(a_lower[i]), NAME(flush)(b_lower[i]), upper);
+    }
+    return sum;
+}
+#endif
+#endif
+
+/* tanh from exp2: both ends exact, and close to 0 off by a unit of 1 at most. */
+BA_INLINE vec NAME(v_tanh)(vec x) {
+    const vec magnitude = NAME(v_max)(x, -x), e = NAME(v_exp2)(magnitude * (real)-2.88539008177792681);
+    const vec t = (1 - e) / (1 + e);
+    return NAME(v_select)((ivec)(x < 0), -t, NAME(v_select)((ivec)(x == x), t, x));
+}
+
+/* Half precision to float, LANES at a time, in integer arithmetic: exact for every input, subnormals, infinities and
+ * NaN included. */
+#if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_CONVERT)
+BA_INLINE ivec NAME(v_load_u16)(const uint16_t *p) {
+    typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
+    half_vec h;
+    memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, ivec);
+}
+BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) { return (vec)(NAME(v_load_u16)(p) << 16); }
+BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) {
+    const ivec h = NAME(v_load_u16)(p);
+    const ivec magnitude = (h & 0x7fff) << 13;
+    const vec scaled = (vec)magnitude * 0x1p112f; /* moves the exponent's bias; subnormals become normal numbers on the way */
+    const vec special = (vec)(magnitude | 0x7f800000);
+    const vec value = NAME(v_select)((ivec)(magnitude >= 0x0f800000), special, scaled);
+    return (vec)((ivec)value | ((h & 0x8000) << 16));
+}
+BA_INLINE void NAME(v_store_u16)(uint16_t *p, ivec a) {
+    typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
+    const half_vec h = __builtin_convertvector(a, half_vec);
+    memcpy(p, &h, sizeof h);
+}
+/* Rounds to nearest, ties to even. The normal range rounds in integers; below it a float addition whose unit in the last
+ * place is half precision's smallest step does the rounding; NaN stays NaN and what is too large becomes infinity. */
+BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
+    const ivec bits = (ivec)a & 0x7fffffff, sign = ((ivec)a >> 16) & 0x8000;
+    const ivec normal = (bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13;
+    const ivec small = (ivec)((vec)bits + 0.5f) - 0x3f000000;
+    const ivec large = 0x7c00 | ((ivec)(bits > 0x7f800000) & 0x200);
+    ivec h = ((ivec)(bits < 0x38800000) & small) | (~(ivec)(bits < 0x38800000) & normal);
+    h = ((ivec)(bits >= 0x47800000) & large) | (~(ivec)(bits >= 0x47800000) & h);
+    NAME(v_store_u16)(p, h | sign);
+}
+#endif
+
+#ifndef BA_REAL_DOUBLE
+#ifndef BA_HAVE_V_TO_BF16
+BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
+    typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
+    const ivec bits = (ivec)a;
+    const ivec rounded = (NAME(v_half_up)(a) - (~(bits >> 16) & 1)) >> 16; /* a tie goes to even */
+    const ivec nan = (bits >> 16) | 0x40;
+    const ivec is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
+    const half_vec h = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), half_vec);
+    memcpy(p, &h, sizeof h);
+}
+#endif
+#endif
+
+#ifndef BA_REAL_DOUBLE
+#ifndef BA_HAVE_V_BYTES
+BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) {
+    typedef int8_t bytes __attribute__((vector_size(BA_LANES)));
+    bytes b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, ivec);
+}
+BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) {
+    typedef uint8_t bytes __attribute__((vector_size(BA_LANES)));
+    bytes b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, ivec);
+}
+#endif
+BA_INLINE vec NAME(v_from_i8)(const int8_t *p) { return __builtin_convertvector(NAME(v_load_i8)(p), vec); }
+#ifndef BA_HAVE_V_E4M3
+/* e4m3 (no infinity, NaN where all of exponent and mantissa are set): the bits are moved to float's places and the exponent's
+ * bias is mended; small numbers go by way of integers, not of subnormals. */
+BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+    const ivec bits = NAME(v_load_u8)(p), magnitude = bits & 0x7f;
+    const vec normal = (vec)((magnitude << 20) + 0x3c000000); /* bias 7 -> 127 */
+    const vec small = __builtin_convertvector(magnitude, vec) * 0x1p-9f;
+    vec value = NAME(v_select)((ivec)(magnitude < 8), small, normal);
+    value = NAME(v_select)((ivec)(magnitude == 0x7f), NAME(v_set1)((real)NAN), value);
+    return (vec)((ivec)value | ((bits & 0x80) << 24));
+}
+#endif
+#endif
+
+/* Two vectors' lanes put together anew, by constants: LOW takes the lanes of a with bit `step` unset and, in between, those
+ * of b; HIGH takes the other lanes of both. The interleaving behind transposition and sums across lanes. */
+#define BA_LOW(j, step) ((j) & (step) ? BA_LANES + (j) - (step) : (j))
+#define BA_HIGH(j, step) ((j) & (step) ? BA_LANES + (j) : ((j) + (step)) % BA_LANES)
+#define BA_LANES_2(f, s) f(0, s), f(1, s)
+#define BA_LANES_4(f, s) BA_LANES_2(f, s), f(2, s), f(3, s)
+#define BA_LANES_8(f, s) BA_LANES_4(f, s), f(4, s), f(5, s), f(6, s), f(7, s)
+#define BA_LANES_16(f, s) BA_LANES_8(f, s), f(8, s), f(9, s), f(10, s), f(11, s), f(12, s), f(13, s), f(14, s), f(15, s)
+#if BA_LANES == 2
+#define BA_EACH_LANE BA_LANES_2
+#elif BA_LANES == 4
+#define BA_EACH_LANE BA_LANES_4
+#elif BA_LANES == 8
+#define BA_EACH_LANE BA_LANES_8
+#else
+#define BA_EACH_LANE BA_LANES_16
+#endif
+#define BA_INTERLEAVE(half, step, a, b) __builtin_shufflevector(a, b, BA_EACH_LANE(half, step))
+
+/* Of two vectors side by side the lanes with even numbers and those with odd ones; v_zip_low and v_zip_high put such two in place again. */
+#define BA_EVEN_LANE(j, step) (2 * (j))
+#define BA_ODD_LANE(j, step) (2 * (j) + 1)
+#define BA_ZIP_LOW_LANE(j, step) ((j) / 2 + (j) % 2 * BA_LANES)
+#define BA_ZIP_HIGH_LANE(j, step) (BA_LANES / 2 + (j) / 2 + (j) % 2 * BA_LANES)
+BA_INLINE vec NAME(v_even)(vec a, vec b) { return BA_INTERLEAVE(BA_EVEN_LANE, 0, a, b); }
+BA_INLINE vec NAME(v_odd)(vec a, vec b) { return BA_INTERLEAVE(BA_ODD_LANE, 0, a, b); }
+BA_INLINE vec NAME(v_zip_low)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_LOW_LANE, 0, a, b); }
+BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_LANE, 0, a, b); }
+#undef BA_EVEN_LANE
+#undef BA_ODD_LANE
+#undef BA_ZIP_LOW_LANE
+#undef BA_ZIP_HIGH_LANE
+
+/* rows[i][j] <-> rows[j][i] of a square of vectors: each round swaps off-diagonal blocks twice as large. */
+#define BA_TRANSPOSE_ROUND(step)                                                                                                                     \
+    if (step < BA_LANES) {                                                                                                                           \
+        _Pragma("GCC unroll 16") for (int i = 0; i < BA_LANES; i++) {                                                                                \
+            if (i & step) continue;                                                                                                                  \
+            const vec a = rows[i], b = rows[(i + step) % BA_LANES];                                                                                  \
+            rows[i] = BA_INTERLEAVE(BA_LOW, step, a, b);                                                                                             \
+            rows[(i + step) % BA_LANES] = BA_INTERLEAVE(BA_HIGH, step, a, b);                                                                        \
+        }                                                                                                                                            \
+    }
+BA_INLINE void NAME(v_transpose)(vec *rows){BA_TRANSPOSE_ROUND(1) BA_TRANSPOSE_ROUND(2) BA_TRANSPOSE_ROUND(4) BA_TRANSPOSE_ROUND(8)}
+#undef BA_TRANSPOSE_ROUND
+
+/* Lane i of the result is lane i ^ step of x; step is a constant, a power of two below BA_LANES. */
+#define BA_OTHER(j, step) (((j) ^ (step)) % BA_LANES)
+BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
+    if (step == 8) return BA_INTERLEAVE(BA_OTHER, 8, x, x);
+    if (step == 4) return BA_INTERLEAVE(BA_OTHER, 4, x, x);
+    if (step == 2) return BA_INTERLEAVE(BA_OTHER, 2, x, x);
+    return BA_INTERLEAVE(BA_OTHER, 1, x, x);
+}
+#undef BA_OTHER
+
+/* Lane i of the result is the sum of all lanes of rows[i]; of `count` rows, a constant power of two, and the lanes beyond repeat those before. Each
+ * round adds neighbours and puts two rows into one. The additions pair the same lanes in the same order for every row, and for any count. In two
+ * parts, v_sum_pairs (half as many rows are left, in front) and v_sum_paired, for those who have something to do in between; v_sum_each is both. */
+#ifndef BA_HAVE_V_SUM_PAIRS
+#define BA_SUM_ROUND(step)                                                                                                                           \
+    if (step < BA_LANES && step >= count) rows[0] += NAME(v_swap)(rows[0], step);                                                                    \
+    else if (step < BA_LANES) {                                                                                                                      \
+        _Pragma("GCC unroll 16") for (int i = 0; i < count / step; i += 2) rows[i / 2] =                                                             \
+            BA_INTERLEAVE(BA_LOW, step, rows[i], rows[i + 1]) + BA_INTERLEAVE(BA_HIGH, step, rows[i], rows[i + 1]);                                  \
+    }
+BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) { BA_SUM_ROUND(1); }
+BA_INLINE vec NAME(v_sum_paired)(vec *rows, const int count) {
+    BA_SUM_ROUND(2);
+    BA_SUM_ROUND(4);
+    BA_SUM_ROUND(8);
+    return rows[0];
+}
+#undef BA_SUM_ROUND
+#endif
+BA_INLINE vec NAME(v_sum_each)(vec *rows) {
+    NAME(v_sum_pairs)(rows, BA_LANES);
+    return NAME(v_sum_paired)(rows, BA_LANES);
+}
+#undef BA_LOW
+#undef BA_HIGH
+#undef BA_LANES_2
+#undef BA_LANES_4
+#undef BA_LANES_8
+#undef BA_LANES_16
+#undef BA_EACH_LANE
+#undef BA_INTERLEAVE
+
+/* n (at most BA_LANES) floats or ints as a vector of reals or of their integers; the lanes beyond are 0. */
+BA_INLINE vec NAME(v_load_floats)(const float *p, int64_t n) {
+    typedef float floats __attribute__((vector_size(BA_LANES * sizeof(float))));
+    floats a = {0};
+    memcpy(&a, p, (size_t)ba_min(n, BA_LANES) * sizeof *p);
+    return __builtin_convertvector(a, vec);
+}
+BA_INLINE ivec NAME(v_load_ints)(const int32_t *p, int64_t n) {
+    typedef int32_t ints __attribute__((vector_size(BA_LANES * sizeof(int32_t))));
+    ints a = {0};
+    memcpy(&a, p, (size_t)ba_min(n, BA_LANES) * sizeof *p);
+    return __builtin_convertvector(a, ivec);
+}
+
+/* The natural logarithm of l * 2^m; -inf where nothing was attended. */
+BA_INLINE real NAME(log_sum_exp)(real m, real l) { return l == 0 ? -(real)INFINITY : (real)(((double)m + log2((double)l)) * 0x1.62e42fefa39efp-1); }

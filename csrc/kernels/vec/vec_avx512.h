@@ -1,0 +1,134 @@
+/* 16 float lanes: what AVX-512 (F, DQ) says in one instruction. Included by vec/vec.h only. */
+#include <immintrin.h>
+
+#define BA_HAVE_FEW_SUMS 1
+#define BA_FEW_SUMS 16 /* of 32 registers */
+#define BA_HAVE_V_MAX 1
+BA_INLINE vec NAME(v_max)(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+
+#define BA_HAVE_V_NAN_OF 1
+BA_INLINE vec NAME(v_nan_of)(vec a, vec b) {
+    return (vec)_mm512_mask_mov_ps((__m512)b, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q), (__m512)a);
+}
+
+/* The fraction by VREDUCEPS, the exponent by VSCALEFPS, which takes underflow, infinity and NaN as they should be. */
+#define BA_HAVE_V_EXP2 1
+BA_INLINE vec NAME(v_exp2)(vec x) {
+    const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vec)_mm512_scalef_ps((__m512)NAME(exp2_poly)(f), (__m512)(x - f));
+}
+
+#define BA_HAVE_V_SHORT 1
+BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_exp2)(x); }
+/* VSCALEFPS rounds the exponent down by itself, so the fraction is taken from below. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) {
+    const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vec p = f * 0x1.bb7cd8p-7f + 0x1.aa13eep-5f;
+    p = p * f + 0x1.ee798ap-3f;
+    p = p * f + 0x1.62d166p-1f;
+    p = p * f + 0x1.00002cp+0f;
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
+    /* 0x8000 and 0xffff, as floats: gcc would make whole numbers anew each time */
+    const __m512i half = (__m512i)_mm512_set1_ps(0x1p-134f), lower = (__m512i)_mm512_set1_ps(0x1.fffep-134f);
+    const __m512i a = _mm512_add_epi32((__m512i)even, half), b = _mm512_add_epi32((__m512i)odd, half);
+    return (ivec)_mm512_ternarylogic_epi32(lower, _mm512_alignr_epi8(a, a, 2), b, 0xca); /* no shift: that port has the multiplications */
+}
+BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
+    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a));
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)b), 1);
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)c), 2);
+    return (vec)_mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)d), 3);
+}
+BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
+    /* elements 0, 32, 1, 33, .. of both rows as one, and from 16 on */
+    const __m512i low = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008, 0x270007, 0x260006, 0x250005,
+                                         0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i x = (__m512i)*a, y = (__m512i)*b;
+    *a = (vec)_mm512_permutex2var_epi16(x, low, y);
+    *b = (vec)_mm512_permutex2var_epi16(x, high, y);
+}
+BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
+    __m512i a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* rows i and i + 4, then 2 apart, then 1: what was 4 rows away is next */
+        a[2 * i] = _mm512_unpacklo_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
+        a[2 * i + 1] = _mm512_unpackhi_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[2 * i] = _mm512_unpacklo_epi16(a[i], a[i + 4]);
+        b[2 * i + 1] = _mm512_unpackhi_epi16(a[i], a[i + 4]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        rows[2 * i] = (vec)_mm512_unpacklo_epi16(b[i], b[i + 4]);
+        rows[2 * i + 1] = (vec)_mm512_unpackhi_epi16(b[i], b[i + 4]);
+    }
+}
+BA_INLINE bool NAME(v_any)(ivec mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+
+#ifdef __AVX512BF16__
+#define BA_HAVE_V_DOT 1
+BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#endif
+
+#define BA_HAVE_V_CONVERT 1
+BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) {
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+}
+BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#define BA_HAVE_V_BYTES 1
+BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+
+/* By way of float16, whose bias is 8 greater: exponent and mantissa 7 places up, which takes subnormals along; e4m3's only NaN
+ * becomes one. */
+#define BA_HAVE_V_E4M3 1
+BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+    const __m256i bits =
+        _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7), _mm256_set1_epi16((short)0xbf80));
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_or_si256(bits, _mm256_set1_epi16((short)0x8000)), _mm256_set1_epi16((short)0xbf80));
+    return (vec)_mm512_cvtph_ps(_mm256_or_si256(bits, nan)) * 256.0f;
+}
+
+/* Within each four lanes, then the fours of rows that are 4 and 8 apart. */
+#define BA_HAVE_V_SUM_PAIRS 1
+BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) {
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i += 2) {
+        const __m512 a = (__m512)rows[i], b = (__m512)rows[count > 1 ? i + 1 : i];
+        rows[i / 2] = (vec)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+    }
+}
+BA_INLINE vec NAME(v_sum_paired)(vec *pairs, const int count) {
+    __m512 four[4], eight[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i += 4) {
+        const __m512 a = (__m512)pairs[i / 2], b = (__m512)pairs[count > 2 ? i / 2 + 1 : i / 2];
+        four[i / 4] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < count; i += 8) {
+        const __m512 a = four[i / 4], b = four[count > 4 ? i / 4 + 1 : i / 4];
+        eight[i / 8] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+    }
+    const __m512 a = eight[0], b = eight[count > 8 ? 1 : 0];
+    return (vec)(_mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+#define BA_HAVE_V_REPEAT 1
+BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
+    if (n == 16) return (vec)_mm512_loadu_ps(p);
+    if (n == 8) return (vec)_mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+    if (n == 4) return (vec)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    if (n == 2) return (vec)_mm512_castpd_ps(_mm512_broadcastsd_pd(_mm_load_sd((const double *)p)));
+    return (vec)_mm512_set1_ps(*p);
+}

@@ -1,0 +1,47 @@
+/* 4 float lanes: what aarch64's vectors say in one instruction, and compilers do not make of the generic forms. Included by vec/vec.h only. */
+#include <arm_neon.h>
+
+/* v_max keeps its generic form, a comparison and a selection: FMAX hands NaN on from either side, and FMAXNM makes one of a
+ * signalling NaN. */
+#define BA_HAVE_V_AT_LEAST 1
+BA_INLINE vec NAME(v_at_least)(vec x, float least) { return (vec)vmaxq_f32((float32x4_t)x, vdupq_n_f32(least)); }
+
+/* FMLA multiplies with one element of a register, so four are loaded at once and none is spread out. */
+#define BA_HAVE_ELEMENTS 1
+#define BA_TOGETHER 4
+typedef vec NAME(elements);
+BA_INLINE vec NAME(v_elements)(const float *p, const int n) { return n == 4 ? NAME(v_load)(p) : (vec){*p}; }
+BA_INLINE vec NAME(v_element)(vec a, const int i) { return NAME(v_set1)(a[i]); }
+
+#define BA_HAVE_FEW_SUMS 1
+#define BA_FEW_SUMS 16 /* of 32 registers */
+
+#define BA_HAVE_V_CONVERT 1
+BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) { return (vec)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(p), vdup_n_u16(0))); }
+BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)a))); }
+
+/* The upper halves of the sums are what a rounding to even leaves. */
+#define BA_HAVE_V_TO_BF16 1
+BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
+    const uint32x4_t bits = (uint32x4_t)a, odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint16x4_t rounded = vaddhn_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), nan = vorr_u16(vshrn_n_u32(bits, 16), vdup_n_u16(0x40));
+    vst1_u16(p, vbsl_u16(vmovn_u32((uint32x4_t)(a == a)), rounded, nan));
+}
+
+BA_INLINE int16x8_t NAME(v_load_bytes)(const void *p) {
+    int32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return vmovl_s8(vreinterpret_s8_s32((int32x2_t){bytes}));
+}
+#define BA_HAVE_V_BYTES 1
+BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)vmovl_s16(vget_low_s16(NAME(v_load_bytes)(p))); }
+
+/* By way of float16, whose bias is 8 greater: exponent and mantissa 7 places up, which takes subnormals along; e4m3's only NaN
+ * becomes one. */
+#define BA_HAVE_V_E4M3 1
+BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
+    const uint16x4_t bits = vand_u16(vshl_n_u16(vreinterpret_u16_s16(vget_low_s16(NAME(v_load_bytes)(p))), 7), vdup_n_u16(0xbf80));
+    const uint16x4_t nan = vceq_u16(vorr_u16(bits, vdup_n_u16(0x8000)), vdup_n_u16(0xbf80));
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(bits, nan))) * 256.0f;
+}
