@@ -227,7 +227,7 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
 }
 
 static void check_attend(test_case *c) {
-    const int64_t lanes = most_queries(c), step = c->s.f->key_step;
+    const int64_t lanes = most_queries(c), step = c->s.f->key_align;
     int64_t n = 0;
     for (int64_t i = 0; i < DIMS; i++) /* every head dim with another v_dim, every fill and mask */
         for (int fill = 0; fill < FILLS; fill++, n++) {

@@ -232,7 +232,7 @@ void **place_out_rows(const test_case *c) { /* for the queries in use and none b
 
 double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* double's own error too */
 /* A kernel for few with a format of its own. Caches have that of reals. */
-bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && c->s.f->few_group > 0; }
+bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && c->s.f->few_least_heads > 0; }
 double tiny(const test_case *c) { return (c->variant != FEW || few_are_own(c)) && c->s.f->flushes ? 0x1p-126 : smallest_of(real_dtype(c)); }
 /* Of weights as they meet values, and of exp2, beyond reals' roundings. A few queries' weights come with what their rounding left. */
 double weight_unit(const test_case *c) {

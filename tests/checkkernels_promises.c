@@ -14,7 +14,7 @@ typedef struct key_range {
 
 /* Chunks may begin at a multiple of so many keys of another. */
 static int64_t step_of(const test_case *c) {
-    return c->variant == ROWS ? BA_ROW_KEYS : c->variant == FEW ? ba_max(BA_FEW_CUT, c->s.f->key_step) : c->s.f->key_step;
+    return c->variant == ROWS ? BA_ROW_KEYS : c->variant == FEW ? ba_max(BA_FEW_KEY_ALIGN, c->s.f->key_align) : c->s.f->key_align;
 }
 
 static void attend_ranges(const test_case *c, const key_range *ranges, int n, lane_state *state) {
@@ -186,7 +186,7 @@ void check_together(test_case *c) {
         for (int round = 0; round < 3; round++) {
             ba_chunk chunks[PANELS];
             for (int i = 0; i < PANELS; i++) {
-                const int64_t begin = (i > 0) * pick(2) * pick(ba_ceil_div(c->keys, f->key_step)) * f->key_step;
+                const int64_t begin = (i > 0) * pick(2) * pick(ba_ceil_div(c->keys, f->key_align)) * f->key_align;
                 chunks[i] = all;
                 chunks[i].k_rows += begin;
                 chunks[i].v_rows += begin;
@@ -235,10 +235,10 @@ void check_heads(test_case *c) {
         }
         for (int round = 0; round < 2; round++) {
             if (pick(2)) {
-                chunks->k_ahead =
-                    (ba_ahead){all.k_rows, pick(all.keys + 1), 0, heads * k_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
-                chunks->v_ahead =
-                    (ba_ahead){all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
+                chunks->k_prefetch = (ba_prefetch_rows){
+                    all.k_rows, pick(all.keys + 1), 0, heads * k_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
+                chunks->v_prefetch = (ba_prefetch_rows){
+                    all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
             }
             c->s.few(panels[0], c->queries, chunks, heads);
             for (int i = 0; i < heads; i++) {

@@ -7,7 +7,7 @@
 
 #define BA_LEVEL emulated
 #define BA_LEVEL_ENUM BA_ISA_PORTABLE
-#define BA_ROWS 8
+#define BA_ACC_ROWS 8
 #define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #define BA_LANES 16
 #include "kernels/levels/vectors_tmpl.inc"

@@ -1,15 +1,43 @@
-/* The micro-kernels: what each one takes and promises, said once. Kernels know registers and tiles. They do not
- * allocate, fail, log or start threads, and never learn what a head, a layout or an index list is.
+/* The micro-kernels: what each one reads, writes and promises, stated once. Kernels know registers and tiles. They do not allocate, fail, log or
+ * start threads, and they know nothing of layouts and index lists.
  *
- * The shape of the work. Queries that walk the same keys stand side by side in a *panel*: element [d][lane] of a panel
- * belongs to dim d of query `lane`. Keys come in *chunks*, each key as a pointer to its row, so that blocks, pages and
- * strides are all the same to a kernel. For one panel and one chunk:
+ * Queries that attend the same keys stand side by side in a panel: element [d][lane] of a panel is dim d of query `lane`. Keys come in chunks, each
+ * key as a pointer to its row, so that blocks, pages and strides look the same to a kernel. For one panel and one chunk:
  *
  *     S^T[key][lane]  = K Q^T           Q carries scale * log2(e), so that exp is exp2
- *     P^T             = exp2(S^T - m)   m: running maximum a lane; everything is vertical, nothing is reduced across lanes
+ *     P^T             = exp2(S^T - m)   m: the running maximum of each lane; all of it is vertical, nothing is reduced across lanes
  *     O^T[d][lane]    = O^T * exp2(m_old - m) + V^T P^T
  *
- * "real" below is the accumulator's type: double for float64, float for everything else. */
+ * Glossary. The kernels use each word in this sense only.
+ *
+ *     real           the accumulator's type: double for float64, float for every other dtype
+ *     element        one number of a tensor, in the dtype that it has in memory
+ *     row            the elements of one token and head in memory: head_dim elements of Q or K, v_dim of V, the output or a gradient
+ *     query tile     the queries of one list row, at most tuning's tile_queries, that share packed keys and keep their state in cache. It is made of
+ *                    panels
+ *     panel          queries side by side as lanes, with their state (m, l, o). A family has a wide and a narrow width
+ *     lane           the place of one query in a panel. The lanes of a vector register are called vector lanes where both occur
+ *     state          m, l and o of a query: the largest score so far (or another reference), the sum of weights, and the sum of weighted values
+ *     weight         exp2(score - m): what a value is multiplied with
+ *     few            1 to 8 queries of each KV head (decode). Few kernels have dims as vector lanes, and read K and V in place
+ *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
+ *     unit           the rows of K that a few kernel scores together, for one head and one set
+ *     row kernel     attends queries that share one chunk only: each query is a row, and no panel is packed
+ *     block          of a list: the block_q queries by block_kv keys that one entry of the index list keeps
+ *     page           of a paged cache: block_size consecutive tokens of one request
+ *     list           the KV blocks that one block row of queries attends, in rising order
+ *     walk           the pass of a query tile over the keys of its list
+ *     chunk          the keys that one kernel call attends, at most BA_MAX_CHUNK: a walk is cut into chunks by key counts, not by block borders
+ *     group          key_pad keys that are packed, and multiplied, as a unit
+ *     key stretch    consecutive keys whose weights are summed before the sum is added to l
+ *     part           the share of the keys of one query that one thread takes, where keys are split among threads. Parts are merged by their states
+ *     item           what one thread takes from the plan: one or several query tiles, or a part
+ *     prefetcher     issues the prefetches of a few call, a little at every step of its work; a request is one pass of it over the rows to come
+ *     tile           (tiles/) one tile register: 16 rows of 64 bytes
+ *     piece          (tiles/) one of the bfloat16 numbers whose sum is a float16 or float32 element
+ *     strip          (tiles/) the 32 dims of V whose sums stand in tile registers at a time
+ *     heavy          (tiles/) a group whose weights need a second piece, since they are a large share of a lane's sum so far
+ *     family         the kernels of one dtype at one level, which share their packed formats; a level is one instruction set (ba_isa) */
 #ifndef BA_KERNELS_H
 #define BA_KERNELS_H
 
@@ -22,7 +50,7 @@ enum {
     BA_MAX_LANES = 64,      /* no panel is wider */
     BA_FEW_QUERIES = 8,     /* queries that the kernel for few queries takes at most */
     BA_MOST_FEW_HEADS = 16, /* heads that it takes at most */
-    BA_FEW_CUT = 16,        /* it may be given any part of a chunk that begins at a multiple of this, and of key_step where that is more */
+    BA_FEW_KEY_ALIGN = 16,  /* it may be given any part of a chunk that begins at a multiple of this, and of key_align where that is more */
     BA_CHOOSE_ROWS = 16,    /* whose best are found together */
     BA_ROW_KEYS = 64,       /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
     BA_MAX_CHUNK = 512,     /* keys; tuning.c chooses at most this */
@@ -45,10 +73,10 @@ typedef struct ba_panel {
 /* Rows that are wanted after those at hand: `bytes` bytes from `offset` on of each. The kernels for few ask for them while they
  * work, a little at every step, and up to three times: request i goes on from row skip[i], rising from 0; -1: there is no such request. */
 enum { BA_MOST_REQUESTS = 3 };
-typedef struct ba_ahead {
+typedef struct ba_prefetch_rows {
     const void *const *rows;
     int64_t count, offset, bytes, skip[BA_MOST_REQUESTS];
-} ba_ahead;
+} ba_prefetch_rows;
 
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
@@ -57,7 +85,7 @@ typedef struct ba_chunk {
     const void *const *v_rows; /* [keys] */
     int64_t k_offset;          /* few only: a row begins so many bytes behind k_rows[j]; the heads of a token share its pointer */
     int64_t v_offset;
-    ba_ahead k_ahead, v_ahead; /* few only */
+    ba_prefetch_rows k_prefetch, v_prefetch; /* few only */
     void *gathered; /* few only, of one head: room for its rows of K and V, which a kernel may bring there before it meets them; NULL: none */
     const void *const *k_next; /* the others: [next_rows] rows that are wanted next, as they lie, which they may prefetch; NULL: none */
     const void *const *v_next;
@@ -254,12 +282,12 @@ typedef struct ba_attend_family {
     int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
     int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
     int64_t lane_block;             /* dims that pack_tile keeps together */
-    bool pack_groups;    /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
-                          * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
-    int64_t key_step;    /* attend may be given any part of a chunk that begins at a multiple of this */
-    bool has_cuts;       /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
-    int64_t few_group;   /* few and pack_few are for so many query heads a KV head and more; below, or where few is NULL, those of the vector family
-                            serve, whose packed queries find room here */
+    bool pack_groups;        /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
+                              * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
+    int64_t key_align;       /* attend may be given any part of a chunk that begins at a multiple of this */
+    bool has_cuts;           /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
+    int64_t few_least_heads; /* few and pack_few are for so many query heads a KV head and more; below, or where few is NULL, those of the vector
+                          family serve, whose packed queries find room here */
     int64_t least_pairs; /* queries that a key is to meet, on the average, for this family's packing of K and V to pay: an entry of fewer is for the
                           * vector family. 0: always */
     double weight_unit;  /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
@@ -294,7 +322,7 @@ typedef struct ba_attend_family {
 /* scores[query * stride + key] = q . row, in real: q is packed and in order as for few; room for round_up(keys, 16) keys a query. Offset
  * and ahead are those of ba_chunk. */
 #define BA_SCORES_FEW(name)                                                                                                                          \
-    void name(const void *q, int64_t queries, const void *const *rows, int64_t offset, const ba_ahead *ahead, int64_t keys, int64_t dim,             \
+    void name(const void *q, int64_t queries, const void *const *rows, int64_t offset, const ba_prefetch_rows *prefetch, int64_t keys, int64_t dim,  \
               void *scores, int64_t stride)
 typedef BA_SCORES_FEW((*ba_scores_few_fn));
 
@@ -306,10 +334,10 @@ typedef BA_SCORES_FEW((*ba_scores_few_fn));
 enum { BA_HEADS_REALS = 2048 };
 typedef struct ba_side {
     const void *const *rows;
-    int64_t offset, head_step;
+    int64_t offset, head_stride;
 } ba_side;
 #define BA_SCORE_HEADS(name)                                                                                                                         \
-    void name(const ba_side *side, int64_t sides, const void *q, int64_t queries, int64_t heads, int64_t rows, int64_t known, int64_t ahead,         \
+    void name(const ba_side *side, int64_t sides, const void *q, int64_t queries, int64_t heads, int64_t rows, int64_t known_rows, int64_t distance, \
               int64_t dim, void *scores)
 typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 
@@ -376,16 +404,16 @@ typedef struct ba_few_tuning {
 typedef struct ba_tuning {
     int64_t chunk_keys; /* keys a chunk */
     int64_t list_keys;  /* the same of a list whose row has one panel, for a family that has cuts: a multiple of BA_CUT_KEYS, as chunk_keys is then */
-    int64_t tile_queries; /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t group_tiles;  /* tiles that walk their lists side by side, so that they meet K and V in cache */
-    int64_t most_tiles; /* the same where rows of the grid are so short that tiles have fewer queries: their queries are to be as many, in tiles up to
-                           this */
+    int64_t tile_queries;     /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
+    int64_t item_tiles;       /* tiles that walk their lists side by side, so that they meet K and V in cache */
+    int64_t most_item_tiles;  /* the same where rows of the grid are so short that tiles have fewer queries: their queries are to be as many, in tiles
+                            up to  this */
     int64_t gradient_keys;    /* keys a chunk of the backward pass */
     int64_t gradient_queries; /* queries of one of its tiles */
-    int64_t gradient_tiles;   /* of its tiles that walk side by side */
-    int64_t meeting_lanes;    /* queries whose states stay in L2 while they meet block by block */
-    int64_t most_meeting;     /* so many at most, where a block is to meet `block_lanes` of them: fewer would not pay for fetching it */
-    int64_t block_lanes;
+    int64_t gradient_item_tiles; /* of its tiles that walk side by side */
+    int64_t by_block_lanes;      /* queries whose states stay in L2 while they meet block by block */
+    int64_t by_block_most_lanes; /* so many at most, where a block is to meet `by_block_least_lanes` of them: fewer would not pay for fetching it */
+    int64_t by_block_least_lanes;
     double inline_flops;    /* calls with less work than this run in the caller's thread */
     int64_t shared_bytes;   /* of packed K and V at most, where they are packed once for all items; 0: they are not */
     ba_few_tuning few;      /* of the kernels for few queries */

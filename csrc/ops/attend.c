@@ -344,7 +344,7 @@ static void flush(const call *c, batch *many) {
 
 /* The panel as it meets the keys of the chunk that it sees, which are left of it: bounds are shown only where they matter. False: none are. */
 static bool meet(const call *c, const panel_state *s, ba_panel *panel, ba_chunk *chunk) {
-    const int64_t step = s->width == FEW ? ba_max(BA_FEW_CUT, c->family->key_step) : c->family->key_step;
+    const int64_t step = s->width == FEW ? ba_max(BA_FEW_KEY_ALIGN, c->family->key_align) : c->family->key_align;
     int64_t begin = 0, end = chunk->keys;
     if (chunk->key_index[0] < s->any.lo || chunk->key_index[end - 1] >= s->any.hi) {
         begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo);
@@ -560,10 +560,10 @@ typedef struct stretch {
 } stretch;
 
 /* What is wanted after what is at hand: the rest of the stretch `now`, and behind its rows the first ones of that which is met `then`. */
-static ba_ahead find_ahead(const ba_few_tuning *few, const stretch *now, const stretch *then, int64_t bytes) {
+static ba_prefetch_rows find_ahead(const ba_few_tuning *few, const stretch *now, const stretch *then, int64_t bytes) {
     const int64_t more = ba_min(then->keys, most_rows_ahead(few, bytes)), all = now->keys + more, nearest = rows_ahead(few, 0, bytes);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
-    ba_ahead ahead = {now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes, {0, -1, -1}};
+    ba_prefetch_rows ahead = {now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes, {0, -1, -1}};
     for (int i = 1; i < BA_MOST_REQUESTS; i++)
         if (few->distances[i]) ahead.skip[i] = rows_ahead(few, i, bytes) - nearest;
     return ahead;
@@ -580,8 +580,8 @@ static void tell_ahead(const call *c, const worker_scratch *w, const ba_item *it
     stretch then = {0};
     if (more) then = (stretch){here->k_rows, here->keys, (first + heads) * k_step};
     else if (next) then = (stretch){next->k_rows, next->keys, 0};
-    w->chunks->k_ahead = find_ahead(few, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
-    w->chunks->v_ahead = find_ahead(few, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
+    w->chunks->k_prefetch = find_ahead(few, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
+    w->chunks->v_prefetch = find_ahead(few, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
 }
 
 /* The same where the kernel for few queries serves them: one panel a tile; heads whose rows lie side by side meet the chunk together. */
@@ -619,7 +619,7 @@ static void attend_head(const call *c, const worker_scratch *w, const ba_item *i
     int64_t skip = 0;
     if (chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
         skip = ba_min(ba_first_at_least(chunk.key_index, chunk.keys, range->lo), chunk.keys - 1);
-        skip -= skip % c->family->key_step;
+        skip -= skip % c->family->key_align;
         skip_keys(&chunk, skip);
     }
     const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
@@ -684,7 +684,7 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     c->pack_k = own ? f->pack_k : kernels->cache[p->kv_dtype]->pack;
     c->pack_v = own ? f->pack_v : kernels->cache[p->kv_dtype]->pack;
     /* by the group and not by a panel's queries: lists of single heads shall give what shared ones give, to the bit */
-    c->own_few = own && f->few && f->few_group > 0 && p->group >= f->few_group;
+    c->own_few = own && f->few && f->few_least_heads > 0 && p->group >= f->few_least_heads;
     c->few = c->own_few ? f->few : kernels->cache[p->kv_dtype]->few;
     c->pack_few = c->own_few ? f->pack_few : vectors->pack_few;
     c->order_few = c->own_few ? f->order_few : kernels->cache[p->kv_dtype]->order_few;

@@ -316,8 +316,8 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
     /* smaller items where there are few, so that every thread gets several */
     const int64_t lanes = ba_min(plan->tile_queries, plan->row_queries * plan->shared_heads);
     const int64_t side_by_side = plan->few_rows
-                                     ? tuning->group_tiles
-                                     : ba_max(tuning->group_tiles, ba_min(tuning->most_tiles, tuning->group_tiles * plan->tile_queries / lanes));
+                                     ? tuning->item_tiles
+                                     : ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * plan->tile_queries / lanes));
     const bool even = !plan->few_rows && plan->tile_queries < tuning->tile_queries; /* shares are even as single tiles */
     plan->group_tiles = even ? 1 : ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
     choose_few_heads(plan, tuning, threads);
@@ -338,8 +338,8 @@ void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tun
                       .least_part_keys = INT64_MAX,
                       .parts_most = 1,
                       .bitmap_words = ba_ceil_div(problem->block_columns, 64)};
-    const int64_t width = ba_max(1, problem->blocks.dims[3]), wanted = tuning->block_lanes * problem->block_columns / width;
-    const int64_t lanes = ba_max(tuning->meeting_lanes, ba_min(wanted, tuning->most_meeting));
+    const int64_t width = ba_max(1, problem->blocks.dims[3]), wanted = tuning->by_block_least_lanes * problem->block_columns / width;
+    const int64_t lanes = ba_max(tuning->by_block_lanes, ba_min(wanted, tuning->by_block_most_lanes));
     const int64_t most = ba_min(lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / width);
     plan->group_tiles = ba_max(1, ba_min(most, all_tiles(plan) / (4 * (int64_t)threads)));
     for (int64_t b = 0; b < problem->batch; b++) plan->items += items_of_batch(plan, b);
@@ -348,7 +348,7 @@ void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tun
 void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
     *plan = (ba_plan){.problem = problem,
                       .tile_queries = tuning->gradient_queries,
-                      .group_tiles = tuning->gradient_tiles,
+                      .group_tiles = tuning->gradient_item_tiles,
                       .row_queries = problem->listed ? problem->block_q : tuning->gradient_queries,
                       .shared_heads = 1,
                       .gradients = true,
@@ -366,7 +366,7 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
 void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
     ba_plan_lay_out_gradients(plan, problem, tuning);
     /* not by the number of columns, which is that of the batch's longest sequence: sums would depend on it */
-    const int64_t most = ba_min(tuning->meeting_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
+    const int64_t most = ba_min(tuning->by_block_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
     plan->group_tiles = ba_max(1, most);
     plan->items = 0;
     for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);

@@ -7,7 +7,7 @@
 #include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
-#include "kernels/asking.h"
+#include "kernels/prefetch.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/problem.h"
@@ -274,22 +274,22 @@ static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_
     }
 }
 
-static ba_ahead rows_ahead(const select_call *c, const pages *p, int64_t head, const void *const *rows, int64_t count) {
+static ba_prefetch_rows rows_ahead(const select_call *c, const pages *p, int64_t head, const void *const *rows, int64_t count) {
     return ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), rows, count);
 }
 
 /* Scores of one head's rows, while its share of the next rows is prefetched. */
 static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
                        const void *const *next, int64_t next_count, char *scores) {
-    const ba_ahead ahead = rows_ahead(c, p, head, next, next_count);
+    const ba_prefetch_rows ahead = rows_ahead(c, p, head, next, next_count);
     c->cache->scores(q + head * head_bytes(c, queries), queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
 }
 
 /* The first rows of a stretch, which no chunk before them asks for. */
 static void ask_for_all(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
-        ba_asking asking = ba_asking_for(rows_ahead(c, p, head, rows, count));
-        while (ba_ask(&asking)) continue;
+        ba_prefetcher prefetcher = ba_prefetcher_for(rows_ahead(c, p, head, rows, count));
+        while (ba_prefetch_line(&prefetcher)) continue;
     }
 }
 

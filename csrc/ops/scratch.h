@@ -36,11 +36,11 @@ static inline bool ba_heads_are_beside(int64_t head_step, int64_t row_step, int6
 
 /* What one of the heads that are met in turn asks for of the next rows, which are those of the first head. Where the heads of a token
  * lie side by side, whole tokens: so all heads together ask in the order in which memory lies. Steps are bytes. */
-static inline ba_ahead ba_rows_ahead(int64_t head_step, int64_t row_step, int64_t heads, int64_t head, int64_t bytes, const void *const *rows,
-                                     int64_t count) {
-    if (!ba_heads_are_beside(head_step, row_step, bytes)) return (ba_ahead){rows, count, head * head_step, bytes, {0, -1, -1}};
+static inline ba_prefetch_rows ba_rows_ahead(int64_t head_step, int64_t row_step, int64_t heads, int64_t head, int64_t bytes, const void *const *rows,
+                                             int64_t count) {
+    if (!ba_heads_are_beside(head_step, row_step, bytes)) return (ba_prefetch_rows){rows, count, head * head_step, bytes, {0, -1, -1}};
     const int64_t begin = count * head / heads, end = count * (head + 1) / heads;
-    return (ba_ahead){rows + begin, end - begin, 0, (heads - 1) * head_step + bytes, {0, -1, -1}};
+    return (ba_prefetch_rows){rows + begin, end - begin, 0, (heads - 1) * head_step + bytes, {0, -1, -1}};
 }
 
 #define BA_DEFINE_ADD(real)                                                                                                                          \

@@ -6,7 +6,7 @@
 #define BA_LEVEL amx
 #define BA_LEVEL_ENUM BA_ISA_AMX
 #define BA_LANES 16
-#define BA_ASK_INTO 2
+#define BA_PREFETCH_LEVEL 2
 #define BA_SUFFIX BA_CAT(f32, BA_CAT(BA_LEVEL, cache))
 #include "kernels/vec/vec.h"
 #define BA_WIDE (2 * BA_LANES)

@@ -4,7 +4,7 @@
 
 #define BA_LEVEL avx2
 #define BA_LEVEL_ENUM BA_ISA_AVX2
-#define BA_ROWS 6
+#define BA_ACC_ROWS 6
 #define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #define BA_LANES 8
 #include "kernels/levels/vectors_tmpl.inc"

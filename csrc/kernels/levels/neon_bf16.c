@@ -6,7 +6,7 @@
 #define BA_NEON
 #define BA_LEVEL neon_bf16
 #define BA_LEVEL_ENUM BA_ISA_NEON_BF16
-#define BA_ROWS 8
+#define BA_ACC_ROWS 8
 #define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #define BA_LANES 4
 #define BA_SUFFIX BA_CAT(f32, BA_LEVEL)
@@ -62,7 +62,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
     .q_bytes = sizeof(float), /* a few queries are packed as reals */
     .scratch_per_key = BA_WIDE * sizeof(float),
     .pack_bytes = sizeof(float),
-    .key_step = BA_LANES,
+    .key_align = BA_LANES,
     .flushes = true, /* the dot products */
     .pack_v = BA_CAT(NAME(pack_rows), bfloat16),
     .pack_queries = {NAME(pack_pairs_wide), NAME(pack_pairs_narrow)},

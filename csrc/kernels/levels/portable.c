@@ -3,7 +3,7 @@
 
 #define BA_LEVEL portable
 #define BA_LEVEL_ENUM BA_ISA_PORTABLE
-#define BA_ROWS 4
+#define BA_ACC_ROWS 4
 #define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4)
 
 #define BA_LANES 4

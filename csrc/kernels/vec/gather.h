@@ -8,20 +8,20 @@
 
 #include <string.h>
 
-#include "kernels/asking.h"
+#include "kernels/prefetch.h"
 
-enum { BA_GATHER_AHEAD = 16, /* rows; 4 to 32 are the same */ BA_GATHER_USUAL = 256 /* bytes of a row */ };
+enum { BA_GATHER_DISTANCE = 16, /* rows; 4 to 32 are the same */ BA_GATHER_COMMON_BYTES = 256 /* bytes of a row */ };
 
-/* A row to its place, while the one that comes a little `later` is asked for. */
-static inline __attribute__((always_inline)) void ba_gather_row(char *to, const char *from, const char *later, const int64_t bytes) {
+/* A row to its place, while the one that comes a little `upcoming` is asked for. */
+static inline __attribute__((always_inline)) void ba_gather_row(char *to, const char *from, const char *upcoming, const int64_t bytes) {
     int64_t at = 0;
 #pragma GCC unroll 4
     for (; at + BA_LINE_BYTES <= bytes; at += BA_LINE_BYTES) {
-        __builtin_prefetch(later + at, 0, BA_ASK_INTO);
+        __builtin_prefetch(upcoming + at, 0, BA_PREFETCH_LEVEL);
         memcpy(to + at, from + at, BA_LINE_BYTES);
     }
     if (at == bytes) return;
-    __builtin_prefetch(later + at, 0, BA_ASK_INTO);
+    __builtin_prefetch(upcoming + at, 0, BA_PREFETCH_LEVEL);
     memcpy(to + at, from + at, (size_t)(bytes - at));
 }
 
@@ -31,9 +31,9 @@ static inline __attribute__((always_inline)) void ba_gather_of(const ba_chunk *c
     const char *const *k_from = (const char *const *)chunk->k_rows, *const *v_from = (const char *const *)chunk->v_rows;
     char *k = chunk->gathered, *v = k + keys * k_bytes;
     for (int64_t j = 0; j < keys; j++, k += k_bytes, v += v_bytes) {
-        const int64_t later = ba_min(j + BA_GATHER_AHEAD, keys - 1);
-        ba_gather_row(k, k_from[j] + k_offset, k_from[later] + k_offset, k_bytes);
-        ba_gather_row(v, v_from[j] + v_offset, v_from[later] + v_offset, v_bytes);
+        const int64_t upcoming = ba_min(j + BA_GATHER_DISTANCE, keys - 1);
+        ba_gather_row(k, k_from[j] + k_offset, k_from[upcoming] + k_offset, k_bytes);
+        ba_gather_row(v, v_from[j] + v_offset, v_from[upcoming] + v_offset, v_bytes);
         k_rows[j] = k;
         v_rows[j] = v;
     }
@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) void ba_gather_of(const ba_chunk *c
 static __attribute__((noinline, unused)) ba_chunk ba_gather(const ba_chunk *chunk, int64_t size, const void **k_rows, const void **v_rows) {
     ba_chunk side_by_side = *chunk;
     const int64_t k_bytes = chunk->head_dim * size, v_bytes = chunk->v_dim * size;
-    if (k_bytes == BA_GATHER_USUAL && v_bytes == k_bytes) ba_gather_of(chunk, BA_GATHER_USUAL, BA_GATHER_USUAL, k_rows, v_rows);
+    if (k_bytes == BA_GATHER_COMMON_BYTES && v_bytes == k_bytes) ba_gather_of(chunk, BA_GATHER_COMMON_BYTES, BA_GATHER_COMMON_BYTES, k_rows, v_rows);
     else ba_gather_of(chunk, k_bytes, v_bytes, k_rows, v_rows);
     side_by_side.k_rows = k_rows;
     side_by_side.v_rows = v_rows;

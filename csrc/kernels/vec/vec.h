@@ -12,7 +12,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "kernels/asking.h"
+#include "kernels/prefetch.h"
 #include "kernels/vec/gather.h"
 #include "kernels/kernels.h"
 
@@ -37,7 +37,7 @@
 #undef BA_HAVE_ELEMENTS
 #undef BA_HAVE_FEW_SUMS
 #undef BA_FEW_SUMS
-#undef BA_TOGETHER
+#undef BA_ELEMENTS
 
 #undef BA_CAT_
 #undef BA_CAT
@@ -93,7 +93,7 @@ BA_INLINE ivec NAME(v_add_bits)(ivec bits, uint32_t more) {
 /* A number's bits, half up where only those of bfloat16, the upper 16, are looked at. */
 BA_INLINE ivec NAME(v_half_up)(vec a) { return NAME(v_add_bits)((ivec)a, 0x8000); }
 /* Not 0 where one of two elements of 16 bits, bfloat16 side by side, is NaN or infinite: an exponent of all ones carries. */
-BA_INLINE ivec NAME(v_not_finite_pairs)(ivec x) { return NAME(v_add_bits)(x & 0x7fff7fff, 0x00800080) & (int32_t)0x80008000; }
+BA_INLINE ivec NAME(v_nonfinite_pairs)(ivec x) { return NAME(v_add_bits)(x & 0x7fff7fff, 0x00800080) & (int32_t)0x80008000; }
 
 /* 2^f on [-0.5, 0.5], minimax of degree 5, relative error 7.5e-8. */
 BA_INLINE vec NAME(exp2_poly)(vec f) {
@@ -114,7 +114,7 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 #endif
 
 /* Queries that the kernel for few takes at a time, of so many that are left: a power of two. */
-#define BA_FEW_TOGETHER(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
+#define BA_FEW_SET(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
 
 /* Sums over V that it keeps in registers, at most. */
 #ifndef BA_HAVE_FEW_SUMS
@@ -136,9 +136,9 @@ BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return NAME(v_select)((ivec)(a == a
 BA_INLINE vec NAME(v_at_least)(vec x, real least) { return NAME(v_max)(NAME(v_set1)(least), x); }
 #endif
 
-/* Neighbours in memory, n of them, for products that take one after the other; n is 1 or BA_TOGETHER. v_element: the i-th in every lane. */
+/* Neighbours in memory, n of them, for products that take one after the other; n is 1 or BA_ELEMENTS. v_element: the i-th in every lane. */
 #ifndef BA_HAVE_ELEMENTS
-#define BA_TOGETHER 1
+#define BA_ELEMENTS 1
 typedef const real *NAME(elements);
 BA_INLINE const real *NAME(v_elements)(const real *p, const int n) { return (void)n, p; }
 BA_INLINE vec NAME(v_element)(const real *p, const int i) { return NAME(v_set1)(p[i]); }

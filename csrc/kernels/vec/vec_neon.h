@@ -8,7 +8,7 @@ BA_INLINE vec NAME(v_at_least)(vec x, float least) { return (vec)vmaxq_f32((floa
 
 /* FMLA multiplies with one element of a register, so four are loaded at once and none is spread out. */
 #define BA_HAVE_ELEMENTS 1
-#define BA_TOGETHER 4
+#define BA_ELEMENTS 4
 typedef vec NAME(elements);
 BA_INLINE vec NAME(v_elements)(const float *p, const int n) { return n == 4 ? NAME(v_load)(p) : (vec){*p}; }
 BA_INLINE vec NAME(v_element)(vec a, const int i) { return NAME(v_set1)(a[i]); }
