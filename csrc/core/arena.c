@@ -12,7 +12,7 @@
 
 enum { ALIGN = 64, HUGE_PAGE = 2 << 20 };
 #ifdef BA_FAULTS
-static const size_t KEEP_BYTES = 0; /* so that every call allocates, and none reads what another has left */
+static const size_t KEEP_BYTES = 0; /* every call allocates, and no call reads what another one left in memory */
 #else
 static const size_t KEEP_BYTES = (size_t)32 << 20;
 #endif
@@ -31,7 +31,7 @@ static void resize(size_t bytes) {
     bytes = (bytes + align - 1) / align * align;
     mine.data = bytes && !ba_fault(BA_FAULT_MEMORY) ? aligned_alloc(align, bytes) : NULL;
 #if defined(__linux__)
-    if (mine.data && align == HUGE_PAGE) madvise(mine.data, bytes, MADV_HUGEPAGE); /* fewer faults, and fewer misses in the translation cache */
+    if (mine.data && align == HUGE_PAGE) madvise(mine.data, bytes, MADV_HUGEPAGE); /* for fewer page faults and fewer TLB misses */
 #endif
     mine.bytes = mine.data ? bytes : 0;
     pthread_setspecific(key, mine.data);
@@ -39,7 +39,7 @@ static void resize(size_t bytes) {
 
 void *ba_arena_get(size_t bytes) {
     if (bytes > mine.bytes || !mine.data) resize(bytes + 1);
-    if (mine.data) ba_guard(mine.data, (int64_t)bytes, (int64_t)mine.bytes); /* an earlier call's guards lie elsewhere */
+    if (mine.data) ba_guard(mine.data, (int64_t)bytes, (int64_t)mine.bytes); /* moves the guard that an earlier call has set */
     return mine.data;
 }
 
@@ -50,7 +50,7 @@ void ba_arena_release(void) {
 ba_arena ba_arena_put_aside(void) {
     const ba_arena arena = mine;
     mine = (ba_arena){0};
-    if (arena.data) pthread_setspecific(key, NULL); /* there is a key where there is an arena */
+    if (arena.data) pthread_setspecific(key, NULL); /* resize() has made the key before it made this arena */
     return arena;
 }
 

@@ -1,17 +1,19 @@
-/* Scratch memory of a call. Internal. */
+/* The scratch memory of a call. Internal. */
 #ifndef BA_CORE_ARENA_H
 #define BA_CORE_ARENA_H
 
 #include <stddef.h>
 
-/* At least `bytes`, aligned to 64, contents unspecified; NULL where there is none to be had. Belongs to the calling thread,
- * which may hand parts to its workers, and stays valid until the thread's next call. One that is small is kept for that
- * call, so that repeated calls do not go to the system for memory. */
+/* Returns at least `bytes` bytes, aligned to 64, with unspecified contents; NULL where the system has no memory. Each thread has one arena.
+ * The memory is valid until the thread's next ba_arena_get() or ba_arena_release(); the thread may let its workers use parts of it. Nobody
+ * frees it by other means. */
 void *ba_arena_get(size_t bytes);
-/* Says that the call is over: a large arena goes back to the system. */
+/* Ends the use of the arena. A large arena goes back to the system; a small one is kept for the thread's next call, so that repeated
+ * calls do not ask the system for memory. */
 void ba_arena_release(void);
 
-/* While a call waits for a program's handler, which may make calls of its own in the same thread, its arena is put aside. */
+/* While a call polls, a handler of the program may make further calls in the same thread. The call puts its arena aside before it polls and
+ * puts it back afterwards, which frees the arena that those calls may have left. */
 typedef struct ba_arena {
     void *data;
     size_t bytes;

@@ -1,4 +1,4 @@
-/* What every C file of the library may use: static inline helpers only. */
+/* Small helpers that every C file of the library may use. Only static inline functions stand here. */
 #ifndef BA_CORE_COMMON_H
 #define BA_CORE_COMMON_H
 

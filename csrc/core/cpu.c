@@ -30,12 +30,12 @@ static const char *const level_names[BA_ISA_COUNT] = {"portable", "neon", "neon_
 static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
 #endif
 
-static pthread_once_t looked = PTHREAD_ONCE_INIT;
+static pthread_once_t detection = PTHREAD_ONCE_INIT;
 static ba_isa detected_level = BA_ISA_PORTABLE;
 static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
-static char refusal_note[160]; /* why the CPU's highest level is not used */
+static char refusal_note[160]; /* why the CPU's highest level is not used; empty where it is used */
 
 #if defined(__x86_64__) && !defined(BA_EMULATED)
 static bool cpuid_has_avx512_bf16(void) {
@@ -43,12 +43,12 @@ static bool cpuid_has_avx512_bf16(void) {
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5;
 }
 
-/* AMD (Zen 4 and later) issues VDPBF16PS as often as a multiply-add; Intel a quarter as often where it was measured (benchmark/README.md),
- * and so does half the work. There the level lies below that of tiles for those who name it, but no CPU is said to stop at it. By vendor
- * and not by a measurement: the same machine shall always give the same answer. */
+/* Whether avx512_bf16 is faster than avx512. AMD's cores issue VDPBF16PS, which does twice the work, as often as a multiply-add. Intel's
+ * cores issue it a quarter as often, so they are slower with it: there the level exists for callers that name it, but is never the detected
+ * one. The vendor decides and not a measurement, so that the same machine always gives the same answer. */
 static bool multiplies_pairs_fast(void) { return __builtin_cpu_is("amd"); }
 
-/* Tiles and their bfloat16 products in the CPU, and tiles among what the system saves. */
+/* Whether the CPU has tiles and bfloat16 tile products (CPUID leaf 7), and whether the system saves tiles on a context switch (XCR0). */
 static bool cpuid_has_amx(void) {
     unsigned eax, ebx, ecx, edx, low, high;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 24) || !(edx & 1u << 22)) return false;
@@ -57,8 +57,9 @@ static bool cpuid_has_amx(void) {
     return (low >> 17 & 3) == 3;
 }
 
-/* Linux saves tiles for processes only that have asked. The permission holds for all threads and for children. */
-static bool asked_for_tiles(void) {
+/* Asks Linux to save tiles for this process, which it does only on request. The permission holds for all threads and for child processes.
+ * Returns false, and writes refusal_note, where it is refused. */
+static bool request_tiles(void) {
 #ifdef __linux__
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0) return true;
@@ -85,9 +86,8 @@ static bool cpu_has_bf16(void) {
 }
 #endif
 
-/* __builtin_cpu_supports asks CPUID and XGETBV both: an instruction set that the system does not save is not there. F16C,
- * which not every compiler's builtin knows by name, is older than AVX2 and in every CPU that has it. A level that this
- * build was made without is not there either. */
+/* The highest level that the CPU, the system and this build have. __builtin_cpu_supports reads CPUID and XGETBV, so it says no to registers
+ * that the system does not save. F16C is not tested: some compilers' builtins do not know its name, and every CPU with AVX2 has it. */
 static ba_isa detect(void) {
     ba_isa level = BA_ISA_PORTABLE;
 #ifdef BA_EMULATED
@@ -108,14 +108,14 @@ static ba_isa detect(void) {
     if (!cpuid_has_avx512_bf16()) return level;
 #endif
 #ifndef BA_NO_amx
-    if (cpuid_has_amx() && asked_for_tiles()) return BA_ISA_AMX;
+    if (cpuid_has_amx() && request_tiles()) return BA_ISA_AMX;
 #endif
 #ifndef BA_NO_avx512_bf16
     if (multiplies_pairs_fast()) return BA_ISA_AVX512_BF16;
     if (!refusal_note[0]) snprintf(refusal_note, sizeof refusal_note, "the CPU has avx512_bf16, but is faster without");
 #endif
 #elif defined(__aarch64__) && !defined(BA_NO_neon)
-    level = BA_ISA_NEON; /* part of the architecture */
+    level = BA_ISA_NEON; /* every aarch64 CPU has it */
 #ifndef BA_NO_neon_bf16
     if (!cpu_has_bf16()) return level;
     level = BA_ISA_NEON_BF16;
@@ -137,13 +137,13 @@ static void read_cpu_model(void) {
     fclose(info);
 }
 
-static void look(void) {
+static void detect_once(void) {
     detected_level = detect();
     read_cpu_model();
-    const char *wanted = getenv("BLITZ_ATTN_ISA");
-    if (!wanted || !*wanted) return;
-    const int level = ba_isa_parse(wanted);
-    if (level < 0) snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (" LEVELS ") and is ignored", wanted);
+    const char *cap = getenv("BLITZ_ATTN_ISA");
+    if (!cap || !*cap) return;
+    const int level = ba_isa_parse(cap);
+    if (level < 0) snprintf(environment_note, sizeof environment_note, "BLITZ_ATTN_ISA=%.32s is not a level (" LEVELS ") and is ignored", cap);
     else atomic_store(&cap_level, level);
 }
 
@@ -156,7 +156,7 @@ int ba_isa_parse(const char *name) {
 }
 
 ba_isa ba_isa_detected(void) {
-    pthread_once(&looked, look);
+    pthread_once(&detection, detect_once);
     return detected_level;
 }
 
@@ -168,7 +168,7 @@ ba_isa ba_isa_active(void) {
 
 ba_status ba_isa_set_cap(ba_isa level) {
     if ((unsigned)level >= BA_ISA_COUNT) return ba_fail(BA_ERROR_VALUE, "isa: expected one of " LEVELS ", got level %d", (int)level);
-    ba_isa_detected(); /* so that the environment is read before, not after */
+    ba_isa_detected(); /* reads BLITZ_ATTN_ISA first, which would otherwise replace this cap later */
     atomic_store(&cap_level, (int)level);
     return BA_OK;
 }

@@ -1,4 +1,4 @@
-/* Faults on request: in a build with BA_FAULTS (make asan, make faults) the n-th allocation, or the n-th start of a thread, can be made to
+/* Faults for tests: in a build with BA_FAULTS (make asan, make faults), a test can make the n-th allocation or the n-th start of a thread
  * fail. In any other build nothing is counted and nothing fails. Internal. */
 #ifndef BA_CORE_FAULTS_H
 #define BA_CORE_FAULTS_H
@@ -9,9 +9,9 @@
 typedef enum ba_fault_kind { BA_FAULT_MEMORY, BA_FAULT_THREAD, BA_FAULT_KINDS } ba_fault_kind;
 
 #ifdef BA_FAULTS
-/* Asked before each: counts it, and says whether it shall fail. */
+/* Called before every allocation and every start of a thread. Counts it, and returns true where it must fail. */
 bool ba_fault(ba_fault_kind kind);
-/* The n-th from here on fails, once (0: none does). Returns how many there were since the last call. */
+/* Makes the n-th from here on fail, once; 0: none fails. Returns how many were counted since the last call of this function. */
 int64_t ba_faults_set(ba_fault_kind kind, int64_t n);
 #else
 static inline bool ba_fault(ba_fault_kind kind) {

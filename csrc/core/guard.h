@@ -1,5 +1,5 @@
-/* Guards around scratch memory, under AddressSanitizer alone: what lies between the parts that a driver hands out is poisoned, so that
- * an overrun is a report and not a wrong number. In any other build there are none. Internal. */
+/* Guards around scratch memory, in builds with AddressSanitizer only. The bytes between the parts of a driver's scratch memory are poisoned,
+ * so that an overrun ends in a report and not in a wrong number. In any other build there are no such bytes. Internal. */
 #ifndef BA_CORE_GUARD_H
 #define BA_CORE_GUARD_H
 
@@ -16,9 +16,9 @@
 #ifdef BA_GUARDED
 #include <sanitizer/asan_interface.h>
 
-enum { BA_GUARD = 256 }; /* bytes behind each part, beyond what its size is rounded up by */
+enum { BA_GUARD = 256 }; /* poisoned bytes behind each part, in addition to those that round its size up */
 
-/* Of `room` bytes, the first `bytes` may be used and the others may not. */
+/* Of the `room` bytes from `memory` on, allows the first `bytes` and poisons the others. */
 static inline void ba_guard(const char *memory, int64_t bytes, int64_t room) {
     __asan_unpoison_memory_region(memory, (size_t)bytes);
     __asan_poison_memory_region(memory + bytes, (size_t)(room - bytes));

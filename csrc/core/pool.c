@@ -21,22 +21,22 @@
 
 /* ---- The pool ------------------------------------------------------------------------------------------------
  *
- * A job is published by raising `generation` under the lock; each worker takes part in a job at most once, as worker
- * number 1, 2, ... while places are left. The caller leaves when every worker that joined has left too, so a worker
- * that wakes late finds the places gone and goes back to sleep. */
+ * A caller publishes a job by raising `generation` under the lock. A worker joins a job at most once, and only while places are left; the
+ * first to join becomes worker 1, the next worker 2, and so on (the caller is worker 0). When the caller finds no more items, it sets the
+ * places to 0 and waits until every worker that has joined has left. A worker that wakes up late finds no place and goes back to sleep. */
 static struct {
-    pthread_mutex_t owner; /* held by the caller whose job it is */
-    pthread_mutex_t lock;  /* guards what follows */
+    pthread_mutex_t owner; /* held by the caller whose job the pool runs */
+    pthread_mutex_t lock;  /* guards all members below */
     pthread_cond_t wake, done;
     int workers;                 /* threads made so far */
-    _Atomic uint64_t generation; /* counts jobs; looked at without the lock too */
+    _Atomic uint64_t generation; /* counts jobs; also read without the lock */
     int places;                  /* workers that may still join the job */
-    int next_worker;             /* number that the next to join gets */
-    _Atomic int running;         /* workers that joined and have not left; looked at without the lock too */
+    int next_worker;             /* the number of the next worker that joins */
+    _Atomic int running;         /* workers that have joined and have not left; also read without the lock */
     ba_item_fn fn;
     void *context;
     int64_t items;
-    struct stopper *stopper; /* NULL: nothing stops the job */
+    struct stopper *stopper; /* NULL: nothing can stop the job */
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static _Atomic int64_t next_item;
@@ -45,21 +45,22 @@ static _Atomic int64_t next_item;
 
 #define POLL_NANOSECONDS 100000000
 
-/* Of one job that can be stopped, in its caller's frame. All its threads look at the flag; only the caller polls. */
+/* The state of one job that can be stopped. It lies in the stack frame of the job's caller. All threads of the job read the flag; only the
+ * caller polls. */
 typedef struct stopper {
-    _Atomic bool raised;
-    bool forked;       /* a poll forked: in the child, the job's workers are gone */
-    int looks;         /* since the clock was last looked at */
-    int64_t next_poll; /* nanoseconds; 0: not known yet */
+    _Atomic bool raised; /* the job must stop */
+    bool forked;         /* the poll function forked the process, and this is the child, where the job's workers do not exist */
+    int checks;          /* calls of ba_stopped() since the clock was last read */
+    int64_t next_poll;   /* nanoseconds; 0: not known yet */
 } stopper;
 
 static _Thread_local struct {
-    ba_poll_fn fn; /* NULL: nothing stops this thread's jobs */
+    ba_poll_fn fn; /* NULL: nothing can stop this thread's jobs */
     void *context;
-    stopper *job; /* the one that this thread polls for; NULL: none */
+    stopper *job; /* the job that this thread polls for; NULL: none */
 } poll;
-static _Thread_local stopper *joined; /* of the job that this thread takes part in; NULL: none, or one that nothing stops */
-static int forks;                     /* since the process that loaded the library */
+static _Thread_local stopper *joined; /* the stopper of the job that this thread takes part in; NULL: no job, or one that nothing can stop */
+static int forks;                     /* times that this process and its ancestors were forked since the library was loaded */
 
 static int64_t now(void) {
     struct timespec t;
@@ -72,7 +73,8 @@ void ba_set_poll(ba_poll_fn fn, void *context) {
     poll.context = context;
 }
 
-/* What is polled may be a program's handler, which may call this library again, or fork. */
+/* Calls the poll function if it is due. That function may run a handler of the program, which may call this library again or fork, so the
+ * thread's poll state and its arena are put aside meanwhile. */
 static void poll_if_due(stopper *job) {
     const int64_t time = now();
     if (job->next_poll == 0) job->next_poll = time + POLL_NANOSECONDS;
@@ -83,22 +85,22 @@ static void poll_if_due(stopper *job) {
     const ba_arena arena = ba_arena_put_aside();
     poll.fn = NULL;
     poll.job = joined = NULL;
-    const int wanted = fn(context);
+    const int stop = fn(context);
     poll.fn = fn;
     poll.context = context;
     poll.job = joined = job;
     ba_arena_put_back(arena);
     job->forked |= forks != forks_before;
-    if (wanted || job->forked) atomic_store_explicit(&job->raised, true, memory_order_relaxed);
+    if (stop || job->forked) atomic_store_explicit(&job->raised, true, memory_order_relaxed);
     job->next_poll = now() + POLL_NANOSECONDS;
 }
 
 bool ba_stopped(void) {
-    enum { LOOKS = 16 }; /* the clock costs more than a look at the flag */
+    enum { CHECKS_PER_POLL = 16 }; /* reading the clock costs more than reading the flag */
     stopper *const job = joined;
     if (!job) return false;
-    if (job == poll.job && ++job->looks >= LOOKS) {
-        job->looks = 0;
+    if (job == poll.job && ++job->checks >= CHECKS_PER_POLL) {
+        job->checks = 0;
         poll_if_due(job);
     }
     return atomic_load_explicit(&job->raised, memory_order_relaxed);
@@ -125,8 +127,8 @@ static void take_items(ba_item_fn fn, void *context, int64_t items, int worker) 
     }
 }
 
-/* To wake a thread that sleeps takes as long as a small job. Jobs come in rows (the layers of a step, the two rounds of a
- * selection), so a thread that waits looks about for a moment before it sleeps. */
+/* Waking a sleeping thread takes as long as a small job. Jobs often follow one another at once (the layers of a decode step, the two rounds
+ * of a selection), so a thread that waits spins for a moment before it sleeps. */
 #define SPIN_NANOSECONDS 50000
 
 static void pause_once(void) {
@@ -173,7 +175,7 @@ static void *worker_main(void *unused) {
     return NULL;
 }
 
-/* Only the forking thread lives on in the child: the pool starts again with no workers and fresh locks. */
+/* Only the thread that forks exists in the child, so the child's pool starts with no workers and with new locks. */
 static void reset_in_child(void) {
     pthread_mutex_init(&pool.owner, NULL);
     pthread_mutex_init(&pool.lock, NULL);
@@ -187,16 +189,16 @@ static void reset_in_child(void) {
 static pthread_once_t fork_handler = PTHREAD_ONCE_INIT;
 static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_in_child); }
 
-/* Makes threads until there are `wanted` workers, or until the system refuses one. Called with the lock held. */
-static void grow(int wanted) {
-    if (pool.workers >= wanted) return;
+/* Starts threads until there are `workers` workers, or until the system refuses one. Called with the lock held. */
+static void grow(int workers) {
+    if (pool.workers >= workers) return;
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* workers inherit the mask: signals belong to the program's own threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* workers inherit the mask, so signals go to the program's own threads */
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    while (pool.workers < wanted) {
+    while (pool.workers < workers) {
         pthread_t thread;
         if (ba_fault(BA_FAULT_THREAD) || pthread_create(&thread, &attributes, worker_main, NULL) != 0) break;
         pool.workers++;
@@ -205,8 +207,8 @@ static void grow(int wanted) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Until all workers have left the job; called with the lock held, and lets it go. Where the job can be stopped, the caller goes on polling meanwhile.
- */
+/* Waits until all workers have left the job. Called with the lock held, and releases it. Where the job can be stopped, the caller polls
+ * while it waits. */
 static void wait_for_workers(void) {
     while (pool.running > 0) {
         if (!joined) {
@@ -219,7 +221,7 @@ static void wait_for_workers(void) {
         until.tv_sec += until.tv_nsec / 1000000000;
         until.tv_nsec %= 1000000000;
         if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;
-        pthread_mutex_unlock(&pool.lock); /* what is polled may take locks of its own */
+        pthread_mutex_unlock(&pool.lock); /* the poll function may call this library, which takes this lock */
         poll_if_due(joined);
         if (joined->forked) return;
         pthread_mutex_lock(&pool.lock);
@@ -231,7 +233,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
     stopper job = {0};
     open_job(&job);
     threads = (int)ba_min(threads, items);
-    if (threads > 1) pthread_once(&fork_handler, register_fork_handler); /* before a lock is taken that a child would find taken */
+    if (threads > 1) pthread_once(&fork_handler, register_fork_handler); /* before any lock is taken, or a child could find it locked */
     if (threads <= 1 || pthread_mutex_trylock(&pool.owner) != 0) {
         for (int64_t item = 0; item < items && !ba_stopped(); item++) fn(context, item, 0);
         return close_job(&job);
@@ -257,7 +259,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
         pool.places = 0;
         wait_for_workers();
     }
-    if (!job.forked) pthread_mutex_unlock(&pool.owner); /* a child's lock is new, and free */
+    if (!job.forked) pthread_mutex_unlock(&pool.owner); /* in a forked child this lock is new, and nobody holds it */
     return close_job(&job);
 }
 
@@ -272,12 +274,12 @@ void ba_pause(int spins) {
 
 /* ---- How many threads ---------------------------------------------------------------------------------------- */
 
-static pthread_once_t threads_looked = PTHREAD_ONCE_INIT;
-static _Atomic int threads_set;
+static pthread_once_t threads_default_found = PTHREAD_ONCE_INIT;
+static _Atomic int threads_set; /* 0: not set */
 static int threads_default = 1;
-static char threads_source[96] = "";
+static char threads_source[96] = ""; /* where threads_default comes from */
 
-/* CPUs that the cgroup's quota is worth, or 0 for no quota (cgroup v2, then v1). */
+/* The cgroup's CPU quota in CPUs, rounded and at least 1; 0 for no quota. Reads cgroup v2, then v1. */
 static int cgroup_cpus(void) {
     double quota = -1, period = -1;
     char text[32];
@@ -309,7 +311,7 @@ static bool threads_from_environment(const char *name) {
     return true;
 }
 
-static void threads_look(void) {
+static void find_threads_default(void) {
     if (threads_from_environment("BLITZ_ATTN_NUM_THREADS") || threads_from_environment("OMP_NUM_THREADS")) return;
     int cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
     const char *source = "CPUs online";
@@ -330,13 +332,13 @@ static void threads_look(void) {
 }
 
 int ba_get_num_threads(void) {
-    pthread_once(&threads_looked, threads_look);
+    pthread_once(&threads_default_found, find_threads_default);
     const int set = atomic_load(&threads_set);
     return set > 0 ? set : threads_default;
 }
 
 const char *ba_num_threads_source(void) {
-    pthread_once(&threads_looked, threads_look);
+    pthread_once(&threads_default_found, find_threads_default);
     return atomic_load(&threads_set) > 0 ? "set_num_threads()" : threads_source;
 }
 
@@ -347,4 +349,4 @@ ba_status ba_set_num_threads(int num_threads) {
     return BA_OK;
 }
 
-int ba_threads_for(int asked) { return asked > 0 ? asked : ba_get_num_threads(); }
+int ba_threads_for(int num_threads) { return num_threads > 0 ? num_threads : ba_get_num_threads(); }

@@ -1,4 +1,4 @@
-/* Threads. One pool for the process, grown on demand; the caller takes part in every job. Internal. */
+/* Threads. The process has one pool of worker threads, which grows on demand. The calling thread takes part in every job. Internal. */
 #ifndef BA_CORE_POOL_H
 #define BA_CORE_POOL_H
 
@@ -9,25 +9,29 @@
 
 enum { BA_MAX_THREADS = 1024 };
 
-/* Called once an item. `worker` is 0 .. threads-1, and no two calls at a time have the same: it names scratch memory. */
+/* Called once per item. `worker` is a number from 0 to threads - 1 that no other running call of the job has, so a function may use it as the
+ * index of its scratch memory. */
 typedef void (*ba_item_fn)(void *context, int64_t item, int worker);
 
-/* Runs items 0 .. items-1 on up to `threads` threads, the caller among them, each taking the lowest item not yet taken.
- * Returns when all are done. When another caller has the pool, or a thread cannot be made, the caller does all by itself.
- * BA_INTERRUPTED where the caller's poll (ba_set_poll) stopped it: then some items were left out or left early, and none runs any more. */
+/* Runs items 0 .. items-1 on up to `threads` threads, the caller included. Each thread takes the lowest item that nobody has taken yet.
+ * Returns when no item runs any more. When another caller uses the pool, the caller runs all items itself; when the system refuses to start a
+ * thread, the job runs on the threads that there are. Returns BA_INTERRUPTED where the caller's poll function (ba_set_poll) stopped the job:
+ * some items then did not run, or not to their end. */
 ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) __attribute__((warn_unused_result));
 
-/* True where the job that this thread takes part in is to stop. Items that may take longer than some milliseconds look at it as they go; so does
- * whoever waits for another item. */
+/* Whether the job that this thread takes part in must stop. An item that may take longer than some milliseconds calls this as it goes and
+ * returns early; so does every loop that waits for another item. */
 bool ba_stopped(void);
 
-/* For loops that wait for another thread of the same job: a moment's rest, and from some hundred spins on the CPU goes to others. */
+/* Called by a loop that waits for another thread of the same job, with the number of times that it has waited so far: pauses for a moment;
+ * after 256 spins it yields the CPU to other threads. */
 void ba_pause(int spins);
 
-/* The number of threads for a call that asks for `asked` (0: as set). */
-int ba_threads_for(int asked);
+/* The number of threads for a call whose num_threads argument is this: itself, or, for 0, ba_get_num_threads(). */
+int ba_threads_for(int num_threads);
 
-/* Whether a call has too little work to wake threads for. In a build for checks none has, so that small problems reach the threads. */
+/* Whether a call has so little work that the calling thread does it alone: less than `least`, in a unit that the caller chooses. In a build
+ * with BA_NO_SMALL_CALLS (thread checks and the fuzzer), no call is small, so that small problems reach the threads. */
 static inline bool ba_is_small(double work, double least) {
 #ifdef BA_NO_SMALL_CALLS
     (void)work, (void)least;

@@ -1,12 +1,14 @@
-/* How a failure finds its sentence. Internal. */
+/* How a function reports a failure. Internal. */
 #ifndef BA_CORE_STATUS_H
 #define BA_CORE_STATUS_H
 
 #include "blitz_attn.h"
 
-/* Records the sentence for this thread and returns `code`: `return ba_fail(BA_ERROR_VALUE, "q: expected ..., got ...", ...)`. */
+/* Stores the sentence for this thread's ba_last_error() and returns `code`, as in
+ * `return ba_fail(BA_ERROR_VALUE, "q: expected ..., got ...", ...)`. Sentences longer than 511 bytes are cut. */
 ba_status ba_fail(ba_status code, const char *format, ...) __attribute__((format(printf, 2, 3), cold));
 
+/* Returns the status of `expression` from the function that this stands in, unless it is BA_OK. */
 #define BA_TRY(expression)                                                                                                                           \
     do {                                                                                                                                             \
         const ba_status ba_try_status = (expression);                                                                                                \

@@ -7,7 +7,7 @@
 
 ba_text ba_shape_text(const ba_tensor *t) {
     ba_text out;
-    if (t->ndim < 0 || t->ndim > BA_MAX_DIMS) { /* there are no such axes to tell */
+    if (t->ndim < 0 || t->ndim > BA_MAX_DIMS) { /* dims holds no more axes than BA_MAX_DIMS */
         snprintf(out.chars, sizeof out.chars, "%d axes", t->ndim);
         return out;
     }
@@ -25,11 +25,12 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     for (int i = 0; i < t->ndim; i++) {
         if (t->dims[i] < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected no negative axis, got shape %s", name, ba_shape_text(t).chars);
         if (t->dims[i] == 0) empty = true;
-        else overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* of an empty array, too: drivers multiply its other axes */
+        else
+            overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* also in an empty array, because drivers multiply its other axes */
     }
     for (int i = 0; i < t->ndim && !empty; i++) {
         int64_t reach;
-        if (t->dims[i] == 1) continue; /* its stride says nothing */
+        if (t->dims[i] == 1) continue; /* its stride is not used */
         overflow |= __builtin_mul_overflow(t->strides[i], t->dims[i] - 1, &reach) || __builtin_mul_overflow(reach, size, &reach) ||
                     reach == INT64_MIN || __builtin_add_overflow(extent, reach < 0 ? -reach : reach, &extent);
     }
@@ -57,7 +58,7 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
 ba_status ba_check_places(const char *name, const ba_tensor *t) {
     bool empty = false;
     for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
-    for (int i = 0; !empty && i < t->ndim; i++) /* an empty array's strides say nothing */
+    for (int i = 0; !empty && i < t->ndim; i++) /* the strides of an empty array are not used */
         if (t->dims[i] > 1 && t->strides[i] == 0)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a place in memory of its own for every element, got stride 0 on axis %d", name, i);
     return BA_OK;

@@ -1,4 +1,4 @@
-/* Merging partial attention over disjoint sets of keys: out = sum of exp(lse_i - lse) out_i, lse = log sum of exp(lse_i). */
+/* Merges partial attention over disjoint sets of keys: out = sum of exp(lse_i - lse) * out_i, where lse = log of the sum of exp(lse_i). */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -11,7 +11,7 @@
 #include "ops/check.h"
 #include "ops/scratch.h"
 
-enum { ROWS_AN_ITEM = 256 };
+enum { ROWS_PER_ITEM = 256 };
 
 typedef struct merge_call {
     const ba_attend_family *family;
@@ -22,7 +22,9 @@ typedef struct merge_call {
     int64_t scratch_bytes;
 } merge_call;
 
-static ba_status same_shape(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like, const char *with) {
+/* Checks that a tensor has the shape and the dtype of `expected`. `like` names the array that the shape comes from, and `with` ends the sentence
+ * about the dtype. */
+static ba_status check_like(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like, const char *with) {
     bool same = t->ndim == expected->ndim;
     for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
     if (!same)
@@ -45,26 +47,28 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
         const bool is_output = i == parts;
         const ba_tensor *o = is_output ? out : &outs[i], *s = is_output ? lse : &lses[i];
         snprintf(name, sizeof name, is_output ? "out" : "outs[%" PRId64 "]", i);
-        BA_TRY(same_shape(name, o, first, "outs[0]", "like outs[0]"));
+        BA_TRY(check_like(name, o, first, "outs[0]", "like outs[0]"));
         if (o->dims[3] > 1 && o->strides[3] != 1)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, o->strides[3]);
         snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
         const char *with = first->dtype == BA_FLOAT64 ? "with outs[0] of float64" : "with outs[0] of 32 bits or fewer";
-        BA_TRY(same_shape(name, s, &lse_shape, "the first three axes of outs[0]", with));
+        BA_TRY(check_like(name, s, &lse_shape, "the first three axes of outs[0]", with));
     }
     BA_TRY(ba_check_places("out", out));
     BA_TRY(ba_check_places("lse", lse));
     return BA_OK;
 }
 
-static int64_t place(const ba_tensor *t, int64_t row) {
+/* The offset, in elements, of row number `row` of (batch, head, token) in a tensor whose first three axes these are. */
+static int64_t row_offset(const ba_tensor *t, int64_t row) {
     const int64_t token = row % t->dims[2], head = row / t->dims[2] % t->dims[1], batch = row / t->dims[2] / t->dims[1];
     return batch * t->strides[0] + head * t->strides[1] + token * t->strides[2];
 }
 
-static double lse_of(const ba_tensor *lse, int64_t row) { return ba_get_real(lse->data, place(lse, row), ba_dtype_size(lse->dtype)); }
+static double lse_of(const ba_tensor *lse, int64_t row) { return ba_get_real(lse->data, row_offset(lse, row), ba_dtype_size(lse->dtype)); }
 
-static int64_t lay_out(const merge_call *c, char *base, const void ***rows, char **weights) {
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+static int64_t lay_out_merge(const merge_call *c, char *base, const void ***rows, char **weights) {
     int64_t used = 0;
     *rows = (const void **)ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
     *weights = ba_take(base, &used, c->parts * c->family->real_size);
@@ -75,10 +79,10 @@ static void merge_rows(void *context, int64_t item, int worker) {
     const merge_call *c = context;
     const void **rows;
     char *weights;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
+    lay_out_merge(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
     const int64_t real_size = ba_dtype_size(c->lse->dtype);
     const int64_t element = ba_dtype_size(c->out->dtype);
-    for (int64_t row = item * ROWS_AN_ITEM; row < ba_min(c->rows, (item + 1) * ROWS_AN_ITEM); row++) {
+    for (int64_t row = item * ROWS_PER_ITEM; row < ba_min(c->rows, (item + 1) * ROWS_PER_ITEM); row++) {
         double top = -INFINITY, sum = 0;
         bool is_nan = false;
         for (int64_t n = 0; n < c->parts; n++) {
@@ -89,16 +93,16 @@ static void merge_rows(void *context, int64_t item, int worker) {
         int64_t used = 0;
         for (int64_t n = 0; n < c->parts && (is_nan || top > -INFINITY); n++) {
             const double lse = lse_of(&c->lses[n], row);
-            if (lse == -INFINITY) continue; /* an empty part: its output is not looked at */
+            if (lse == -INFINITY) continue; /* the part is empty, and its output is not read */
             sum += exp(lse - top);
-            rows[used++] = (const char *)c->outs[n].data + place(&c->outs[n], row) * element;
+            rows[used++] = (const char *)c->outs[n].data + row_offset(&c->outs[n], row) * element;
         }
         for (int64_t n = 0, at = 0; n < c->parts && used; n++) {
             const double lse = lse_of(&c->lses[n], row);
             if (lse != -INFINITY) ba_set_real(weights, at++, exp(lse - top) / sum, real_size);
         }
-        c->family->merge_row((char *)c->out->data + place(c->out, row) * element, rows, weights, used, c->out->dims[3]);
-        ba_set_real(c->lse->data, place(c->lse, row), used ? top + log(sum) : -INFINITY, real_size);
+        c->family->merge_row((char *)c->out->data + row_offset(c->out, row) * element, rows, weights, used, c->out->dims[3]);
+        ba_set_real(c->lse->data, row_offset(c->lse, row), used ? top + log(sum) : -INFINITY, real_size);
     }
 }
 
@@ -110,8 +114,8 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     c.rows = out->dims[0] * out->dims[1] * out->dims[2];
     const void **unused_rows;
     char *unused_weights;
-    c.scratch_bytes = lay_out(&c, NULL, &unused_rows, &unused_weights);
-    const int64_t items = ba_ceil_div(c.rows, ROWS_AN_ITEM);
+    c.scratch_bytes = lay_out_merge(&c, NULL, &unused_rows, &unused_weights);
+    const int64_t items = ba_ceil_div(c.rows, ROWS_PER_ITEM);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(0);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

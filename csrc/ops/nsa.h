@@ -1,4 +1,4 @@
-/* What the operations of native sparse attention share: arrays with a row a token and head. Internal. */
+/* What the operations of native sparse attention share: arrays that have one row per token and head. Internal. */
 #ifndef BA_OPS_NSA_H
 #define BA_OPS_NSA_H
 
@@ -6,9 +6,9 @@
 #include "core/common.h"
 #include "kernels/kernels.h"
 
-enum { BA_ROWS_AT_ONCE = 64 }; /* rows that are widened before they are added */
+enum { BA_ROWS_AT_ONCE = 64 }; /* rows that ba_sum_rows() widens to reals before it adds them */
 
-/* (B, N, H, D), or packed (T, H, D) as one batch entry. Steps in bytes. data NULL: not given. */
+/* An array (B, N, H, D), or a packed array (T, H, D) as a single batch entry. Steps count bytes. data NULL: the array is not given. */
 typedef struct ba_rows {
     char *data;
     ba_dtype dtype;
@@ -19,16 +19,18 @@ static inline char *ba_row(const ba_rows *r, int64_t batch, int64_t token, int64
     return r->data + batch * r->batch_step + token * r->token_step + head * r->head_step;
 }
 
-/* Checks kind, rank (3 where packed, else 4), D and the last axis. `axes` names the shape in sentences. */
+/* Checks the dtype (a float), the rank (3 where packed, else 4), D and the last axis of `t`, and fills `out`. `axes` is the expected shape in the
+ * sentence of a refusal. */
 ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_rows *out);
 
-/* The same tokens and heads as `like`, whose name is `of`, and (dim > 0) that many elements a row. */
-ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, const char *of, int64_t dim);
+/* Checks that `r` has the batch, tokens and heads of `like`, an array that sentences call `like_name`, and, where dim > 0, `dim` elements per
+ * row. */
+ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, const char *like_name, int64_t dim);
 
 ba_status ba_check_threads(int num_threads);
 
-/* out[d] += weight[i] * row i of n, all in real: the rows are widened BA_ROWS_AT_ONCE at a time into `wide`, which takes
- * BA_ROWS_AT_ONCE * round_up(dim, BA_PACK_PAD) reals. `kernels` are of one level; weights are real. */
+/* out[d] += the sum over i < n of weights[i] * rows[i][d], computed in reals. `rows` are of `dtype`; `weights` and `out` are reals. BA_ROWS_AT_ONCE
+ * rows at a time are widened into `wide`, which has room for BA_ROWS_AT_ONCE * round_up(dim, BA_PACK_PAD) reals. */
 void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,
                  void *out);
 

@@ -1,4 +1,4 @@
-/* The gates of native sparse attention: three sigmoids a query head, the gated sum of the branches, and the gradients of both. */
+/* The gates of native sparse attention: three sigmoids per token and query head, the gated sum of the branches, and the gradients of both. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -12,45 +12,48 @@
 
 enum {
     GATES = 3,
-    TOKENS_AT_ONCE = 8,  /* whose logits are made together */
-    LOGITS_STRIDE = 16,  /* what the kernel asks for */
-    TOKENS_AN_ITEM = 64, /* forward */
-    TOKENS_A_SUM = 512,  /* backward: an item's share of dweight is summed by itself, so this fixes its rounding */
+    TOKENS_AT_ONCE = 8,   /* tokens whose logits are computed by one call of the kernel */
+    LOGITS_STRIDE = 16,   /* reals per gate in `logits`: the kernel needs room for TOKENS_AT_ONCE rounded up to 16 */
+    TOKENS_PER_ITEM = 64, /* forward */
+    TOKENS_PER_SUM = 512, /* backward: tokens per item. Each item sums its share of dweight by itself, so this number decides the rounding */
 };
 
 typedef struct gate_call {
     ba_rows q, branch[GATES], out, gates; /* data NULL: not given */
     ba_rows dout, dbranch[GATES], dgates, dq;
-    bool weighted;
+    bool weighted; /* the weight is given */
+    bool backward;
     int64_t batch, tokens, heads, dim;
     const ba_kernels *kernels;
-    const ba_attend_family *family; /* of q, branches and out */
+    const ba_attend_family *family; /* for the dtype of q, the branches and out */
     int64_t real_size;
     const ba_tensor *weight;
-    char *packed_weight; /* [head][3 x BA_FEW_PAD(dim)] reals, forward */
-    char *dweights;      /* [item][head][3][dim] reals */
-    int64_t items_a_batch, scratch_bytes;
+    char *packed_weight; /* forward, where weighted: [head][3 x BA_FEW_PAD(dim)] reals */
+    char *dweights;      /* backward, where weighted: [item][head][3][dim] reals */
+    int64_t items_per_batch, scratch_bytes;
     char *scratch;
 } gate_call;
 
 typedef struct gate_scratch {
-    char *logits;  /* [3][LOGITS_STRIDE] */
-    char *gates;   /* [TOKENS_AT_ONCE][head][3] */
-    char *row;     /* of q's gradient, as reals */
-    char *dlogits; /* [head][3][TOKENS_A_SUM] */
-    char *wide;
-    const void **rows;
+    char *logits;      /* [3][LOGITS_STRIDE] reals */
+    char *gates;       /* [TOKENS_AT_ONCE][head][3] reals */
+    char *row;         /* one row of dq, as reals */
+    char *dlogits;     /* [head][3][TOKENS_PER_SUM] reals */
+    char *wide;        /* rows of q as reals, for ba_sum_rows() */
+    const void **rows; /* rows of several tokens, or of the three gates */
 } gate_scratch;
 
-static int64_t lay_out(const gate_call *c, char *base, gate_scratch *s) {
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+static int64_t lay_out_gate(const gate_call *c, char *base, gate_scratch *s) {
     const int64_t real = c->real_size, widest = BA_FEW_PAD(BA_MAX_HEAD_DIM);
+    const bool sums_dweights = c->weighted && c->backward;
     int64_t used = 0;
     s->logits = ba_take(base, &used, BA_FEW_QUERIES * LOGITS_STRIDE * real);
     s->gates = ba_take(base, &used, TOKENS_AT_ONCE * c->heads * GATES * real);
     s->row = ba_take(base, &used, widest * real);
-    s->dlogits = ba_take(base, &used, c->dweights ? c->heads * GATES * TOKENS_A_SUM * real : 0);
-    s->wide = ba_take(base, &used, c->dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
-    s->rows = (const void **)ba_take(base, &used, ba_max(TOKENS_A_SUM, GATES) * (int64_t)sizeof(void *));
+    s->dlogits = ba_take(base, &used, sums_dweights ? c->heads * GATES * TOKENS_PER_SUM * real : 0);
+    s->wide = ba_take(base, &used, sums_dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
+    s->rows = (const void **)ba_take(base, &used, ba_max(TOKENS_PER_SUM, GATES) * (int64_t)sizeof(void *));
     return used;
 }
 
@@ -60,12 +63,12 @@ static char *weight_row(const ba_tensor *weight, int64_t head, int64_t gate) {
 
 static double sigmoid(double x, int64_t real_size) {
     const double e = real_size == 4 ? (double)expf(-fabsf((float)x)) : exp(-fabs(x));
-    return x >= 0 ? 1 / (1 + e) : e / (1 + e); /* NaN goes through */
+    return x >= 0 ? 1 / (1 + e) : e / (1 + e); /* NaN for NaN */
 }
 
 /* ---- Forward ---------------------------------------------------------------------------------------------------------- */
 
-/* Gates of tokens begin .. begin+n-1, as [token][head][3]. */
+/* Writes the gates of n tokens from `begin` on to s->gates, and, where they are computed from weights, to the caller's array. */
 static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t begin, int64_t n) {
     const int64_t real = c->real_size;
     for (int64_t head = 0; head < c->heads; head++) {
@@ -89,13 +92,13 @@ static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch,
 
 static void gate_item(void *context, int64_t item, int worker) {
     const gate_call *c = context;
-    const int64_t batch = item / c->items_a_batch, first = item % c->items_a_batch * TOKENS_AN_ITEM;
+    const int64_t batch = item / c->items_per_batch, first = item % c->items_per_batch * TOKENS_PER_ITEM;
     gate_scratch s;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    for (int64_t begin = first; begin < ba_min(c->tokens, first + TOKENS_AN_ITEM); begin += TOKENS_AT_ONCE) {
+    lay_out_gate(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t begin = first; begin < ba_min(c->tokens, first + TOKENS_PER_ITEM); begin += TOKENS_AT_ONCE) {
         const int64_t n = ba_min(TOKENS_AT_ONCE, c->tokens - begin);
         make_gates(c, &s, batch, begin, n);
-        for (int64_t row = 0; c->out.data && row < n * c->heads; row++) { /* in the order in which they lie in memory */
+        for (int64_t row = 0; c->out.data && row < n * c->heads; row++) { /* token by token, in the order of memory */
             const int64_t token = begin + row / c->heads, head = row % c->heads;
             const void *rows[GATES];
             for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, token, head);
@@ -106,6 +109,8 @@ static void gate_item(void *context, int64_t item, int worker) {
 
 /* ---- Backward ----------------------------------------------------------------------------------------------------------- */
 
+/* The gradients of one (token, head). `place` is the token's number in its item: s->dlogits keeps the gradients of the logits for the sum over the
+ * item's tokens. */
 static void backward_token(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t token, int64_t head, int64_t place) {
     const int64_t real = c->real_size, v_dim = c->dout.dim;
     const void *dout = ba_row(&c->dout, batch, token, head), *rows[GATES];
@@ -127,7 +132,7 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
     if (!c->weighted) return;
     for (int g = 0; g < GATES; g++) {
         ba_set_real(s->gates, g, dlogit[g], real);
-        ba_set_real(s->dlogits, (head * GATES + g) * TOKENS_A_SUM + place, dlogit[g], real);
+        ba_set_real(s->dlogits, (head * GATES + g) * TOKENS_PER_SUM + place, dlogit[g], real);
         rows[g] = weight_row(c->weight, head, g);
     }
     c->kernels->vector[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, c->dim);
@@ -136,9 +141,10 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
 
 static void backward_item(void *context, int64_t item, int worker) {
     const gate_call *c = context;
-    const int64_t batch = item / c->items_a_batch, begin = item % c->items_a_batch * TOKENS_A_SUM, n = ba_min(TOKENS_A_SUM, c->tokens - begin);
+    const int64_t batch = item / c->items_per_batch, begin = item % c->items_per_batch * TOKENS_PER_SUM,
+                  n = ba_min(TOKENS_PER_SUM, c->tokens - begin);
     gate_scratch s;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    lay_out_gate(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t t = 0; t < n; t++)
         for (int64_t head = 0; head < c->heads; head++) backward_token(c, &s, batch, begin + t, head, t);
     for (int64_t head = 0; c->weighted && head < c->heads; head++) {
@@ -146,20 +152,21 @@ static void backward_item(void *context, int64_t item, int worker) {
         for (int64_t g = 0; g < GATES; g++) {
             char *sum = c->dweights + ((item * c->heads + head) * GATES + g) * c->dim * c->real_size;
             memset(sum, 0, (size_t)(c->dim * c->real_size));
-            ba_sum_rows(c->kernels, c->q.dtype, s.rows, s.dlogits + (head * GATES + g) * TOKENS_A_SUM * c->real_size, n, c->dim, s.wide, sum);
+            ba_sum_rows(c->kernels, c->q.dtype, s.rows, s.dlogits + (head * GATES + g) * TOKENS_PER_SUM * c->real_size, n, c->dim, s.wide, sum);
         }
     }
 }
 
 /* ---- The calls ------------------------------------------------------------------------------------------------------------ */
 
-/* (.., H, 3) or (H, 3, D): real, no strides that a row's elements would need. */
+/* Checks an array (.., H, 3) of reals that has the tokens and heads of `like`. */
 static ba_status take_reals(const char *name, const ba_tensor *t, bool packed, const ba_rows *like, ba_dtype real, ba_rows *out) {
     BA_TRY(ba_take_rows(name, t, packed ? "(T, H, 3)" : "(B, N, H, 3)", packed, out));
     if (t->dtype != real) return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(real), ba_dtype_name(t->dtype));
     return ba_rows_like(name, out, like, "the other arrays", GATES);
 }
 
+/* Checks an array (.., H, D) that has the dtype, tokens and heads of `like`, and, where dim > 0, `dim` elements per row. */
 static ba_status take_like(const char *name, const ba_tensor *t, bool packed, const ba_rows *like, int64_t dim, ba_rows *out) {
     BA_TRY(ba_take_rows(name, t, packed ? "(T, H, D)" : "(B, N, H, D)", packed, out));
     if (t->dtype != like->dtype)
@@ -177,22 +184,23 @@ static ba_status check_weight(const ba_tensor *t, const ba_rows *q) {
     return ba_check_extent("gate_proj_weight", t);
 }
 
+/* Sets the sizes and the kernels of a call whose arrays have the batch, tokens, heads and dtype of `like`. */
 static void set_sizes(gate_call *c, const ba_rows *like) {
     c->batch = like->batch;
     c->tokens = like->tokens;
     c->heads = like->heads;
-    c->dim = ba_max(1, c->q.dim); /* 0 where q is not given */
+    c->dim = ba_max(1, c->q.dim); /* q.dim is 0 where q is not given */
     c->kernels = ba_kernels_active();
     c->family = c->kernels->vector[like->dtype];
     c->real_size = c->family->real_size;
 }
 
-/* The workers' scratch, and, where there are weights, `bytes` of their own. */
-static ba_status get_memory(gate_call *c, int threads, int64_t bytes, char **own) {
+/* Gets the scratch memory of `threads` workers and, where there is a weight, `bytes` more for *weights; else *weights is NULL. */
+static ba_status get_memory(gate_call *c, int threads, int64_t bytes, char **weights) {
     char *memory = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
         int64_t used = 0;
-        *own = c->weighted ? ba_take(memory, &used, bytes) : NULL;
+        *weights = c->weighted ? ba_take(memory, &used, bytes) : NULL;
         c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
         if (!memory) memory = ba_arena_get((size_t)used);
         if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
@@ -202,7 +210,7 @@ static ba_status get_memory(gate_call *c, int threads, int64_t bytes, char **own
 
 static int64_t weight_bytes(const gate_call *c) { return c->weighted ? c->heads * GATES * BA_FEW_PAD(c->dim) * c->real_size : 0; }
 
-/* The three rows of each head as the kernel for few queries wants its queries. */
+/* Packs the three weight rows of each head as the kernel for few queries takes its queries. */
 static void pack_weight(const gate_call *c) {
     for (int64_t head = 0; c->weighted && head < c->heads; head++) {
         const void *rows[GATES];
@@ -215,7 +223,7 @@ static void pack_weight(const gate_call *c) {
 }
 
 ba_status ba_gate(const ba_gate_args *a) {
-    gate_call c = {.weighted = ba_given(&a->weight), .weight = &a->weight};
+    gate_call c = {.weighted = ba_given(&a->weight), .backward = false, .weight = &a->weight};
     const bool combine = ba_given(&a->out);
     const ba_tensor *leading = c.weighted || !combine ? &a->q : &a->branch[0];
     const bool packed = leading->ndim == 3;
@@ -234,26 +242,26 @@ ba_status ba_gate(const ba_gate_args *a) {
     if (like->batch == 0 || like->tokens == 0) return BA_OK;
 
     set_sizes(&c, like);
-    c.items_a_batch = ba_max(1, ba_ceil_div(c.tokens, TOKENS_AN_ITEM));
+    c.items_per_batch = ba_max(1, ba_ceil_div(c.tokens, TOKENS_PER_ITEM));
     gate_scratch unused;
-    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    c.scratch_bytes = lay_out_gate(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     BA_TRY(get_memory(&c, threads, weight_bytes(&c), &c.packed_weight));
     pack_weight(&c);
-    const ba_status status = ba_parallel(threads, c.batch * c.items_a_batch, gate_item, &c);
+    const ba_status status = ba_parallel(threads, c.batch * c.items_per_batch, gate_item, &c);
     ba_arena_release();
     return status;
 }
 
 static ba_status check_backward(const ba_gate_backward_args *a, gate_call *c) {
     static const char *const names[] = {"o_cmp", "o_slc", "o_win"}, *const gradient_names[] = {"do_cmp", "do_slc", "do_win"};
-    const bool packed = a->dout.ndim == 3, wants_gates = c->weighted || ba_given(&a->dgates);
+    const bool packed = a->dout.ndim == 3, reads_branches = c->weighted || ba_given(&a->dgates);
     BA_TRY(ba_take_rows("dout", &a->dout, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c->dout));
     for (int g = 0; g < GATES; g++) {
         BA_TRY(take_like(gradient_names[g], &a->dbranch[g], packed, &c->dout, c->dout.dim, &c->dbranch[g]));
         BA_TRY(ba_check_places(gradient_names[g], &a->dbranch[g]));
-        if (wants_gates) BA_TRY(take_like(names[g], &a->branch[g], packed, &c->dout, c->dout.dim, &c->branch[g]));
+        if (reads_branches) BA_TRY(take_like(names[g], &a->branch[g], packed, &c->dout, c->dout.dim, &c->branch[g]));
     }
     const ba_dtype real = ba_real_of(c->dout.dtype);
     if (ba_given(&a->gates)) BA_TRY(take_reals("gates", &a->gates, packed, &c->dout, real, &c->gates));
@@ -270,9 +278,9 @@ static ba_status check_backward(const ba_gate_backward_args *a, gate_call *c) {
     return ba_check_threads(a->num_threads);
 }
 
-/* The items' sums, in their order and in double. */
+/* Adds the items' sums up, in the order of the items and in double. */
 static void sum_dweights(const gate_call *c, const ba_tensor *dweight) {
-    const int64_t items = c->batch * c->items_a_batch;
+    const int64_t items = c->batch * c->items_per_batch;
     for (int64_t head = 0; head < c->heads; head++)
         for (int64_t g = 0; g < GATES; g++)
             for (int64_t d = 0; d < c->dim; d++) {
@@ -284,15 +292,14 @@ static void sum_dweights(const gate_call *c, const ba_tensor *dweight) {
 }
 
 ba_status ba_gate_backward(const ba_gate_backward_args *a) {
-    gate_call c = {.weighted = ba_given(&a->weight), .weight = &a->weight};
+    gate_call c = {.weighted = ba_given(&a->weight), .backward = true, .weight = &a->weight};
     BA_TRY(check_backward(a, &c));
     if (!c.weighted && (c.dout.batch == 0 || c.dout.tokens == 0)) return BA_OK;
     set_sizes(&c, &c.dout);
-    c.items_a_batch = ba_ceil_div(c.tokens, TOKENS_A_SUM);
-    const int64_t items = c.batch * c.items_a_batch;
-    c.dweights = c.weighted ? (char *)&c : NULL; /* wanted: not yet where */
+    c.items_per_batch = ba_ceil_div(c.tokens, TOKENS_PER_SUM);
+    const int64_t items = c.batch * c.items_per_batch;
     gate_scratch unused;
-    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    c.scratch_bytes = lay_out_gate(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     BA_TRY(get_memory(&c, threads, items * c.heads * GATES * c.dim * c.real_size, &c.dweights));

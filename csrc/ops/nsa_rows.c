@@ -1,4 +1,4 @@
-/* Rows of token-major arrays, and the two operations that are nothing but sums of rows: block means, and their gradient. */
+/* Rows of token-major arrays, and the two operations that only sum rows: the means of blocks, and their gradient. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 #include "ops/nsa.h"
 #include "ops/scratch.h"
 
-enum { TOKENS_AN_ITEM = 256 };
+enum { TOKENS_PER_ITEM = 256 };
 
 /* ---- Rows --------------------------------------------------------------------------------------------------------- */
 
@@ -38,12 +38,12 @@ ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, b
     return BA_OK;
 }
 
-ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, const char *of, int64_t dim) {
+ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, const char *like_name, int64_t dim) {
     if (r->batch == like->batch && r->tokens == like->tokens && r->heads == like->heads && (dim == 0 || r->dim == dim)) return BA_OK;
     return ba_fail(BA_ERROR_VALUE,
                    "%s: expected %" PRId64 " x %" PRId64 " tokens and %" PRId64 " heads like %s, and a last axis of %" PRId64 ", got %" PRId64
                    " x %" PRId64 " tokens, %" PRId64 " heads and a last axis of %" PRId64,
-                   name, like->batch, like->tokens, like->heads, of, dim ? dim : r->dim, r->batch, r->tokens, r->heads, r->dim);
+                   name, like->batch, like->tokens, like->heads, like_name, dim ? dim : r->dim, r->batch, r->tokens, r->heads, r->dim);
 }
 
 ba_status ba_check_threads(int num_threads) {
@@ -57,28 +57,29 @@ void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *r
     const ba_attend_family *family = kernels->vector[real];
     const ba_pack_rows_fn widen = kernels->cache[dtype]->pack;
     const void *parts[BA_ROWS_AT_ONCE + 1];
-    double room[BA_ROWS_AT_ONCE + 1]; /* weights, of either size of real */
-    parts[0] = out;
-    ba_set_real(room, 0, 1, family->real_size);
+    double part_weights[BA_ROWS_AT_ONCE + 1]; /* reals: room for doubles is also room for floats */
+    parts[0] = out;                           /* with weight 1, so that each round adds to the sum so far */
+    ba_set_real(part_weights, 0, 1, family->real_size);
     for (int64_t at = 0; at < n; at += BA_ROWS_AT_ONCE) {
         const int64_t some = ba_min(BA_ROWS_AT_ONCE, n - at);
         if (widen) widen(wide, parts + 1, rows + at, NULL, some, dim);
         else memcpy(parts + 1, rows + at, (size_t)some * sizeof *rows);
-        memcpy((char *)room + family->real_size, (const char *)weights + at * family->real_size, (size_t)(some * family->real_size));
-        family->merge_row(out, parts, room, some + 1, dim);
+        memcpy((char *)part_weights + family->real_size, (const char *)weights + at * family->real_size, (size_t)(some * family->real_size));
+        family->merge_row(out, parts, part_weights, some + 1, dim);
     }
 }
 
 /* ---- Sequences ------------------------------------------------------------------------------------------------------ */
 
-/* Tokens, and blocks of tokens, of every sequence. */
+/* How the arrays are divided into sequences, and each sequence into blocks of tokens. */
 typedef struct sequences {
-    int64_t count; /* of sequences */
-    const int64_t *cu, *cu_blocks;
-    int64_t tokens, blocks; /* of each where cu is NULL */
-    int64_t block, stride;
+    int64_t count;                 /* number of sequences */
+    const int64_t *cu, *cu_blocks; /* NULL: each batch entry is a sequence. Else cumulative numbers of tokens and of blocks */
+    int64_t tokens, blocks;        /* of every sequence, where cu is NULL */
+    int64_t block, stride;         /* tokens per block, and from one block to the next */
 } sequences;
 
+/* The number of complete blocks among so many tokens. */
 static int64_t blocks_in(const sequences *s, int64_t tokens) { return tokens < s->block ? 0 : (tokens - s->block) / s->stride + 1; }
 
 static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_tensor *blocks, const char *blocks_name) {
@@ -110,7 +111,8 @@ static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_t
 static int64_t tokens_of(const sequences *s, int64_t n) { return s->cu ? s->cu[n + 1] - s->cu[n] : s->tokens; }
 static int64_t blocks_of(const sequences *s, int64_t n) { return s->cu ? s->cu_blocks[n + 1] - s->cu_blocks[n] : s->blocks; }
 
-/* Item `index` of items that are stretches of `size` of a sequence's tokens (or blocks): which sequence, and where it begins there. */
+/* Items are stretches of `size` tokens (or blocks: `length` gives the number of either in a sequence) that do not cross sequences. Returns where
+ * item `index` begins in its sequence, and sets *sequence. */
 static int64_t find_stretch(const sequences *s, int64_t (*length)(const sequences *, int64_t), int64_t size, int64_t index, int64_t *sequence) {
     if (!s->cu) {
         const int64_t each = ba_ceil_div(length(s, 0), size);
@@ -123,34 +125,40 @@ static int64_t find_stretch(const sequences *s, int64_t (*length)(const sequence
     return index * size;
 }
 
-static int64_t stretches(const sequences *s, int64_t (*length)(const sequences *, int64_t), int64_t size) {
+/* The number of these items. */
+static int64_t count_stretches(const sequences *s, int64_t (*length)(const sequences *, int64_t), int64_t size) {
     int64_t total = 0;
     if (!s->cu) return s->count ? s->count * ba_ceil_div(length(s, 0), size) : 0;
     for (int64_t n = 0; n < s->count; n++) total += ba_ceil_div(length(s, n), size);
     return total;
 }
 
+/* Row `at` (a token or a block) of a sequence. `cu` is s->cu for an array of tokens, s->cu_blocks for an array of blocks. */
 static char *sequence_row(const sequences *s, const ba_rows *r, const int64_t *cu, int64_t sequence, int64_t at, int64_t head) {
     return s->cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
 }
 
 /* ---- Block means ------------------------------------------------------------------------------------------------------ */
 
-typedef struct pool_call {
+typedef struct means_call {
     sequences s;
     ba_rows x, out;
-    const ba_tensor *weight; /* NULL: none */
+    const ba_tensor *weight; /* NULL: not given */
     const ba_kernels *kernels;
-    int64_t blocks_an_item, scratch_bytes;
+    int64_t blocks_per_item, scratch_bytes;
     char *scratch;
-} pool_call;
+} means_call;
 
-typedef struct pool_scratch {
-    const void **rows, **weight_rows;
-    char *weights, *wide, *mean, *mapped;
-} pool_scratch;
+typedef struct means_scratch {
+    const void **rows;        /* [block]: rows of x */
+    const void **weight_rows; /* [dim]: rows of a head's matrix */
+    char *weights;            /* [block] reals, each 1 / block */
+    char *wide;               /* rows as reals, for ba_sum_rows() */
+    char *mean, *mapped;      /* one row of reals each: a mean, and its product with the matrix */
+} means_scratch;
 
-static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+static int64_t lay_out_means(const means_call *c, char *base, means_scratch *w) {
     const int64_t real_size = ba_dtype_size(ba_real_of(c->x.dtype));
     int64_t used = 0;
     w->rows = (const void **)ba_take(base, &used, c->s.block * (int64_t)sizeof(void *));
@@ -162,8 +170,8 @@ static int64_t lay_out_pool(const pool_call *c, char *base, pool_scratch *w) {
     return used;
 }
 
-/* out = mean @ weight of the head, in out's dtype: the rows of weight, each times an element of the mean. */
-static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, char *out) {
+/* out = the mean, as a row vector, times the matrix of the head. That is the sum of the matrix's rows, each times an element of the mean. */
+static void map_mean(const means_call *c, const means_scratch *w, int64_t head, char *out) {
     const ba_attend_family *real = c->kernels->vector[ba_real_of(c->x.dtype)];
     const int64_t *steps = c->weight->strides;
     for (int64_t d = 0; d < c->x.dim; d++) w->weight_rows[d] = (const char *)c->weight->data + (head * steps[0] + d * steps[1]) * real->real_size;
@@ -175,14 +183,14 @@ static void map_mean(const pool_call *c, const pool_scratch *w, int64_t head, ch
     c->kernels->vector[c->out.dtype]->store_row(out, w->mapped, c->out.dim);
 }
 
-static void pool_item(void *context, int64_t index, int worker) {
-    const pool_call *c = context;
+static void means_item(void *context, int64_t index, int worker) {
+    const means_call *c = context;
     const int64_t real_size = ba_dtype_size(ba_real_of(c->x.dtype)), size = c->s.block;
     int64_t sequence;
-    const int64_t first = find_stretch(&c->s, blocks_of, c->blocks_an_item, index, &sequence);
-    const int64_t end = ba_min(first + c->blocks_an_item, blocks_of(&c->s, sequence));
-    pool_scratch w;
-    lay_out_pool(c, c->scratch + worker * c->scratch_bytes, &w);
+    const int64_t first = find_stretch(&c->s, blocks_of, c->blocks_per_item, index, &sequence);
+    const int64_t end = ba_min(first + c->blocks_per_item, blocks_of(&c->s, sequence));
+    means_scratch w;
+    lay_out_means(c, c->scratch + worker * c->scratch_bytes, &w);
     for (int64_t t = 0; t < size; t++) ba_set_real(w.weights, t, 1 / (double)size, real_size);
     for (int64_t block = first; block < end; block++)
         for (int64_t head = 0; head < c->x.heads; head++) {
@@ -202,8 +210,8 @@ static void pool_item(void *context, int64_t index, int worker) {
 }
 
 ba_status ba_block_means(const ba_block_means_args *a) {
-    pool_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride},
-                   .kernels = ba_kernels_active()};
+    means_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride},
+                    .kernels = ba_kernels_active()};
     const bool packed = a->cu != NULL;
     BA_TRY(ba_take_rows("x", &a->x, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c.x));
     BA_TRY(ba_take_rows("out", &a->out, packed ? "(blocks, H, D)" : "(B, blocks, H, D)", packed, &c.out));
@@ -226,49 +234,50 @@ ba_status ba_block_means(const ba_block_means_args *a) {
                        ba_shape_text(&a->out).chars);
     BA_TRY(ba_check_threads(a->num_threads));
     if (c.out.batch == 0 || c.out.tokens == 0) return BA_OK;
-    c.blocks_an_item = ba_max(1, TOKENS_AN_ITEM / c.s.block);
-    pool_scratch unused;
-    c.scratch_bytes = lay_out_pool(&c, NULL, &unused);
+    c.blocks_per_item = ba_max(1, TOKENS_PER_ITEM / c.s.block);
+    means_scratch unused;
+    c.scratch_bytes = lay_out_means(&c, NULL, &unused);
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
-    const ba_status status = ba_parallel(threads, stretches(&c.s, blocks_of, c.blocks_an_item), pool_item, &c);
+    const ba_status status = ba_parallel(threads, count_stretches(&c.s, blocks_of, c.blocks_per_item), means_item, &c);
     ba_arena_release();
     return status;
 }
 
-/* ---- Their gradient, and plain sums --------------------------------------------------------------------------------------- */
+/* ---- The gradient of block means, and plain sums ---------------------------------------------------------------------------- */
 
-typedef struct spread_call {
+typedef struct means_backward_call {
     sequences s;
     ba_rows dout, dx, more[BA_MOST_SUMMANDS];
-    int64_t summands; /* of `more` */
+    int64_t summands; /* arrays of `more` that are given */
     ba_merge_row_fn merge_row;
     int64_t scratch_bytes;
     char *scratch;
-} spread_call;
+} means_backward_call;
 
-/* Rows that a token gathers at most. */
-static int64_t most_rows(const spread_call *c) { return BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride); }
+/* The largest number of rows that a token's gradient is the sum of. */
+static int64_t most_rows(const means_backward_call *c) { return BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride); }
 
-static int64_t lay_out_spread(const spread_call *c, char *base, const void ***rows, char **weights) {
+static int64_t lay_out_means_backward(const means_backward_call *c, char *base, const void ***rows, char **weights) {
     int64_t used = 0;
     *rows = (const void **)ba_take(base, &used, most_rows(c) * (int64_t)sizeof(void *));
     *weights = ba_take(base, &used, most_rows(c) * ba_dtype_size(ba_real_of(c->dx.dtype)));
     return used;
 }
 
-/* Every token gathers from the blocks that it is in, lowest first: nothing is scattered, so nothing depends on the threads. */
-static void spread_item(void *context, int64_t index, int worker) {
-    const spread_call *c = context;
+/* Each token sums the rows of the blocks that it lies in, from the lowest block on. Blocks do not add to tokens, so no sum depends on the order
+ * in which threads run. */
+static void means_backward_item(void *context, int64_t index, int worker) {
+    const means_backward_call *c = context;
     const int64_t real_size = ba_dtype_size(ba_real_of(c->dx.dtype));
     int64_t sequence;
-    const int64_t begin = find_stretch(&c->s, tokens_of, TOKENS_AN_ITEM, index, &sequence);
-    const int64_t end = ba_min(begin + TOKENS_AN_ITEM, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
+    const int64_t begin = find_stretch(&c->s, tokens_of, TOKENS_PER_ITEM, index, &sequence);
+    const int64_t end = ba_min(begin + TOKENS_PER_ITEM, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
     const void **rows;
     char *weights;
-    lay_out_spread(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
+    lay_out_means_backward(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
     for (int64_t i = 0; i < most_rows(c); i++) ba_set_real(weights, i, i < c->summands ? 1 : 1 / (double)c->s.block, real_size);
     for (int64_t t = begin; t < end; t++) {
         const int64_t first = t < c->s.block ? 0 : (t - c->s.block) / c->s.stride + 1, last = ba_min(t / c->s.stride, blocks - 1);
@@ -282,7 +291,7 @@ static void spread_item(void *context, int64_t index, int worker) {
 }
 
 ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
-    spread_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride}};
+    means_backward_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride}};
     const bool packed = a->cu != NULL;
     const char *axes = packed ? "(T, H, D)" : "(B, N, H, D)";
     BA_TRY(ba_take_rows("dx", &a->dx, axes, packed, &c.dx));
@@ -296,7 +305,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     } else {
         c.s = (sequences){.count = c.dx.batch, .tokens = c.dx.tokens, .block = 1, .stride = 1};
     }
-    if (c.dout.tokens == 0) { /* without a block, its size may be any */
+    if (c.dout.tokens == 0) { /* there are no blocks, so any block size will do */
         c.dout.data = NULL;
         c.s.block = c.s.stride = 1;
     }
@@ -312,12 +321,12 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     if (c.dx.batch == 0 || c.dx.tokens == 0) return BA_OK;
     const void **unused_rows;
     char *unused_weights;
-    c.scratch_bytes = lay_out_spread(&c, NULL, &unused_rows, &unused_weights);
+    c.scratch_bytes = lay_out_means_backward(&c, NULL, &unused_rows, &unused_weights);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
     const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
-    const ba_status status = ba_parallel(threads, stretches(&c.s, tokens_of, TOKENS_AN_ITEM), spread_item, &c);
+    const ba_status status = ba_parallel(threads, count_stretches(&c.s, tokens_of, TOKENS_PER_ITEM), means_backward_item, &c);
     ba_arena_release();
     return status;
 }

@@ -1,4 +1,4 @@
-/* The machine's limits, measured on as many threads as asked. */
+/* Measures the machine's limits: how fast a number of threads multiply, and how fast they read memory. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -8,18 +8,18 @@
 #include "core/pool.h"
 #include "kernels/kernels.h"
 
-enum { SLICES = 4, PROBE_STEP = 512 /* bytes: what a turn of any level's loop reads divides it */ };
+enum { SLICES = 4, PROBE_STEP = 512 /* bytes; a multiple of what one iteration of any level's read loop reads */ };
 
 typedef struct probe {
     const ba_probes *kernels;
     ba_probe_flops_fn flops;
     double seconds;
-    int64_t bytes;    /* 0: flops are counted */
-    float *made;      /* bytes a thread, one after the other: written first, by the thread that reads them */
-    const char *data; /* the same, or the caller's */
-    _Atomic int arrived;
+    int64_t bytes;       /* bytes that each thread reads; 0: multiply-adds are measured, not reads */
+    float *own_memory;   /* `bytes` per thread, one thread's after the other's, written by the thread that reads them. NULL: the caller's is read */
+    const char *data;    /* own_memory, or the caller's memory; NULL where multiply-adds are measured */
+    _Atomic int arrived; /* threads that are ready to measure */
     int threads;
-    double *rate; /* a thread */
+    double *rate; /* [thread]: FLOP/s or bytes/s */
 } probe;
 
 static double now(void) {
@@ -33,20 +33,21 @@ static void run_probe(void *context, int64_t item, int worker) {
     probe *p = context;
     float operands[64], sink[64];
     unsigned seed = 1u + (unsigned)item;
-    for (int i = 0; i < 64; i++) { /* near 1 and near 0: a chain x * a + b stays finite and normal */
+    for (int i = 0; i < 64; i++) { /* from 0.5 to 0.75, so that a chain of x * a + b stays finite and normal */
         seed = seed * 1664525u + 1013904223u;
         operands[i] = 0.5f + (float)(seed >> 8) * 0x1p-26f;
     }
     const int64_t floats = p->bytes / (int64_t)sizeof(float);
-    for (int64_t i = 0; p->made && i < floats; i++) {
+    for (int64_t i = 0; p->own_memory && i < floats; i++) {
         seed = seed * 1664525u + 1013904223u;
-        p->made[item * floats + i] = (float)(seed >> 8) * 0x1p-24f;
+        p->own_memory[item * floats + i] = (float)(seed >> 8) * 0x1p-24f;
     }
     const char *data = p->data ? p->data + item * p->bytes : NULL;
-    /* all threads measure at the same time, or none of them would see the others' load; each waits for those that came */
+    /* All threads must measure at the same time, or they would not share the load. Each waits until all have arrived, but no longer than a
+     * second: where the pool has fewer threads than items, they never all arrive. */
     atomic_fetch_add(&p->arrived, 1);
-    const double patience = now() + 1;
-    while (atomic_load(&p->arrived) < p->threads && now() < patience) {
+    const double deadline = now() + 1;
+    while (atomic_load(&p->arrived) < p->threads && now() < deadline) {
     }
     volatile float keep = 0;
     double done = 0;
@@ -73,10 +74,10 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
     p.flops = tiles ? p.kernels->tile_flops : p.kernels->flops;
     if (!p.flops) return 0;
     p.rate = ba_fault(BA_FAULT_MEMORY) ? NULL : calloc((size_t)threads, sizeof *p.rate);
-    if (bytes && !data && !ba_fault(BA_FAULT_MEMORY)) p.made = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
-    p.data = data ? data : (const char *)p.made;
+    if (bytes && !data && !ba_fault(BA_FAULT_MEMORY)) p.own_memory = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
+    p.data = data ? data : (const char *)p.own_memory;
     double best = 0;
-    /* the best of a few slices is the limit: in a slice, threads may have shared a core until the system moved one */
+    /* The best of a few slices is the limit: in any one slice, two threads may have shared a core until the system moved one of them. */
     p.seconds = seconds / SLICES;
     for (int slice = 0; slice < (seconds > 0 ? SLICES : 1) && p.rate && (!bytes || p.data); slice++) {
         atomic_store(&p.arrived, 0);
@@ -86,7 +87,7 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
         best = total > best ? total : best;
     }
     free(p.rate);
-    free(p.made);
+    free(p.own_memory);
     return best;
 }
 

@@ -9,18 +9,19 @@ bool ba_may_share(const ba_problem *problem, const ba_attend_family *family) {
     return family->pack_groups && !problem->page_size && !(problem->listed && problem->block_kv % family->key_pad);
 }
 
-/* Keys that some query of the batch entry may see, from the beginning of a stretch on: a window over a part of a sequence is narrow. */
+/* The keys that may be packed: those that any query of the batch entry may see, from the beginning of a chunk on. With a window, and queries that
+ * are a part of their sequence, these are few. */
 static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     const ba_problem *p = s->plan->problem;
     const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
     if (queries < 1) return (ba_range){0, keys};
     const ba_range first = ba_visible_keys(p, 0, queries, keys), last = ba_visible_keys(p, queries - 1, queries, keys);
-    /* a list's chunks are not cut at multiples of chunk_keys; and the last query may see none where others do */
+    /* With lists, chunks do not begin at multiples of chunk_keys, so begin at 0. Where the last query sees no key, other queries may see all. */
     return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
 }
 
-/* One of the two. */
-static int64_t lay_out(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, char *memory) {
+/* The part of ba_sharing_lay_out() for K or for V. */
+static int64_t lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, char *memory) {
     const ba_problem *p = s->plan->problem;
     const int64_t heads = p->batch * p->kv_heads;
     int64_t used = 0, at = 0;
@@ -34,7 +35,7 @@ static int64_t lay_out(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, c
             rows->in_place[i] = !rows->pack;
         }
         if (ba_plan_few(s->plan, i / p->kv_heads) || !rows->pack) continue;
-        /* whole chunks are packed, of keys that there are */
+        /* room for whole chunks, but not for keys beyond the last group of the sequence */
         const int64_t there = ba_max(0, ba_kv_span(p, i / p->kv_heads).valid - range.lo);
         at += ba_min(ba_round_up(ba_max(0, range.hi - range.lo), s->chunk_keys), ba_round_up(there, s->family->key_pad)) * rows->row_bytes;
     }
@@ -47,12 +48,12 @@ int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
     int64_t used = 0;
     s->shared = (bool *)ba_take(memory, &used, p->batch * (int64_t)sizeof *s->shared);
     for (int64_t b = 0; memory && b < p->batch; b++) s->shared[b] = !ba_plan_few(s->plan, b);
-    used += lay_out(s, &s->k, p->head_dim, memory ? memory + used : NULL);
-    used += lay_out(s, &s->v, p->v_dim, memory ? memory + used : NULL);
+    used += lay_out_rows(s, &s->k, p->head_dim, memory ? memory + used : NULL);
+    used += lay_out_rows(s, &s->v, p->v_dim, memory ? memory + used : NULL);
     return used;
 }
 
-/* `keys` keys of whole groups, of one head, from `begin` on. */
+/* Packs `keys` keys of one head (counted over the batch) from key `begin` on, a whole number of groups. */
 static void pack_stretch(const ba_sharing *s, const ba_shared_rows *to, const ba_view *view, int64_t dim, int64_t head, int64_t begin, int64_t keys) {
     const ba_problem *p = s->plan->problem;
     const void *rows[BA_MAX_CHUNK], *packed_rows[BA_MAX_CHUNK];
@@ -70,7 +71,7 @@ static void share_item(void *context, int64_t index, int worker) {
     const ba_range range = shared_range(s, head / p->kv_heads);
     const int64_t begin = range.lo + index / heads * s->pack_keys;
     int64_t keys = begin < range.hi ? ba_min(s->pack_keys, valid - begin) : 0;
-    keys -= keys % s->family->key_pad; /* the last keys are no whole group */
+    keys -= keys % s->family->key_pad; /* the last keys of a sequence may be less than a group; tiles pack these themselves */
     if (keys <= 0 || !s->shared[head / p->kv_heads]) return;
     if (s->k.pack) pack_stretch(s, &s->k, &p->k, p->head_dim, head, begin, keys);
     if (s->v.pack) pack_stretch(s, &s->v, &p->v, p->v_dim, head, begin, keys);

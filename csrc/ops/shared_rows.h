@@ -1,38 +1,41 @@
-/* K and V packed once for all items of a forward call. Internal.
+/* K and V, packed once for all items of a forward call. Internal.
  *
- * Tiles meet a key as often as their lists hold it, and packing it costs as much as meeting it with some thirty queries. Where packing leaves whole
- * groups of keys that do not depend on the chunk that they are part of, and blocks are made of such groups, all keys are packed before the work
- * begins. */
+ * Each tile whose list holds a key needs that key packed, and packing a key costs as much as attending it with about thirty queries. A family
+ * with pack_groups packs whole groups of key_pad keys, and the bytes of a group do not depend on the chunk that it belongs to. Where blocks
+ * consist of such groups, the driver packs all keys once, before the work on tiles begins, if that is less work. */
 #ifndef BA_OPS_SHARED_ROWS_H
 #define BA_OPS_SHARED_ROWS_H
 
 #include "ops/plan.h"
 
-/* K (or V) as its pack leaves it. */
+/* K, or V, in packed form. */
 typedef struct ba_shared_rows {
-    ba_pack_rows_fn pack; /* NULL: it is not packed at all */
+    ba_pack_rows_fn pack; /* NULL: the family reads the rows where they lie, and none are packed */
     char *data;           /* [batch][KV head][group of key_pad keys] */
-    int64_t row_bytes;    /* of a packed key */
-    int64_t *offset;      /* [batch][KV head]: where its key 0 would begin in data, in bytes */
-    bool *in_place;       /* [batch][KV head]: its keys were left where they are */
+    int64_t row_bytes;    /* bytes per packed key */
+    int64_t *offset;      /* [batch][KV head]: bytes from `data` to where key 0 would begin; the first packed key may be a later one */
+    bool *in_place;       /* [batch][KV head]: pack left the keys where they lie, and `data` holds nothing for them */
 } ba_shared_rows;
 
 typedef struct ba_sharing {
+    /* set by the caller */
     const ba_plan *plan;
     const ba_attend_family *family;
-    int64_t chunk_keys; /* tuning's */
-    int64_t pack_keys;  /* of a piece of work: what the walks take at a time */
-    bool *shared;       /* [batch]: whether its keys are; NULL: none are */
-    ba_shared_rows k, v;
+    int64_t chunk_keys; /* of the walks over lists (tuning) */
+    int64_t pack_keys;  /* keys per item of the packing job; a multiple of key_pad */
+    /* set by ba_sharing_lay_out() and ba_share_rows() */
+    bool *shared;        /* [batch]: whether the keys of the entry are shared. NULL: none are */
+    ba_shared_rows k, v; /* `pack` is set by the caller */
 } ba_sharing;
 
-/* Whether what pack_k and pack_v of the family leave can be shared. */
+/* Whether packed keys can be shared: the family packs whole groups of keys, the keys are not paged, and blocks consist of whole groups. */
 bool ba_may_share(const ba_problem *problem, const ba_attend_family *family);
 
-/* Lays it out in memory (NULL: counts the bytes). */
+/* Hands out `memory`, which the caller owns, to the arrays of `s`, and returns its size in bytes. With memory NULL, only the size counts. */
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory);
 
-/* Packs K and V if that is less work than packing chunks: whether tiles meet a key several times. */
+/* Packs K and V on up to `threads` threads, if that is less work than to pack the chunks of each tile, as it is where tiles attend most keys
+ * several times. Else sets s->shared to NULL. */
 ba_status ba_share_rows(ba_sharing *s, int threads);
 
 static inline bool ba_is_shared(const ba_sharing *s, int64_t batch) { return s->shared && s->shared[batch]; }

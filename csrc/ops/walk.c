@@ -1,9 +1,9 @@
 #include "ops/walk.h"
 
-/* Goes to the next listed column, or to the end. */
+/* Goes to the first key of the next listed column, or to BA_WALK_END. */
 static void next_column(ba_walk *w) {
     int64_t column = w->column + 1;
-    if (!w->bitmap) { /* all keys: one column */
+    if (!w->bitmap) { /* all keys form one column */
         w->key = column == 0 ? 0 : BA_WALK_END;
         w->end = w->keys;
     } else {
@@ -17,13 +17,13 @@ static void next_column(ba_walk *w) {
     w->column = column;
 }
 
-/* Leaves finished columns behind, and ends the walk where nothing more is seen. */
+/* Goes on to the next column where the current one is finished, and ends the walk where no later key is seen. */
 static void settle(ba_walk *w) {
     while (w->key != BA_WALK_END && w->key >= w->end && w->key < w->keys) next_column(w);
     if (w->key >= w->keys || w->key >= w->range.hi || w->position >= w->stop) w->key = BA_WALK_END;
 }
 
-static void pass(ba_walk *w, int64_t keys) {
+static void advance(ba_walk *w, int64_t keys) {
     w->key += keys;
     w->position += keys;
 }
@@ -34,19 +34,19 @@ void ba_walk_begin(ba_walk *w, int64_t start) {
     next_column(w);
     settle(w);
     while (w->key != BA_WALK_END && w->position < start) {
-        pass(w, ba_min(w->end - w->key, start - w->position));
+        advance(w, ba_min(w->end - w->key, start - w->position));
         settle(w);
     }
-    /* on to the chunk that holds the first key that is seen */
+    /* Go on to the first key that is seen, remember the beginning of its chunk on the way, and return to that. */
     ba_walk chunk = *w;
     while (w->key < w->range.lo) {
         const int64_t unseen = ba_min(w->end, w->range.lo) - w->key;
         const int64_t boundary = (w->position + unseen) / w->chunk_keys * w->chunk_keys;
         if (boundary > chunk.position) {
             chunk = *w;
-            pass(&chunk, boundary - w->position);
+            advance(&chunk, boundary - w->position);
         }
-        pass(w, unseen);
+        advance(w, unseen);
         settle(w);
     }
     if (w->key == BA_WALK_END) return;
@@ -61,7 +61,7 @@ int64_t ba_walk_take(ba_walk *w, int32_t *key_index) {
         const int64_t some = ba_min(room - n, ba_min(w->end, w->range.hi) - w->key);
         for (int64_t i = 0; i < some; i++) key_index[n + i] = (int32_t)(w->key + i);
         n += some;
-        pass(w, some);
+        advance(w, some);
         settle(w);
     }
     return n;

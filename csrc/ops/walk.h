@@ -1,8 +1,8 @@
-/* Walking a list of keys chunk by chunk. Internal.
+/* Walks over a list of keys, chunk by chunk. Internal.
  *
- * The keys of a list stand one after the other and are cut into chunks by their place in that row: not by block, nor by
- * what a tile sees of them. A query's result then depends on nothing but its own list, so that all blocks listed equals no
- * list, and neither threads nor batch mates nor tile shapes change a bit. */
+ * The keys of all listed blocks form one row, in rising order, and that row is cut into chunks of chunk_keys keys. A key's place in the row
+ * decides which chunk it belongs to; neither the borders of blocks nor what a tile sees have any influence. A query's result then depends on
+ * its own list alone: a list of all blocks gives the bits that no list gives, and threads, other batch entries and tile shapes change no bit. */
 #ifndef BA_OPS_WALK_H
 #define BA_OPS_WALK_H
 
@@ -11,21 +11,26 @@
 #define BA_WALK_END INT64_MAX
 
 typedef struct ba_walk {
-    const uint64_t *bitmap;        /* listed columns; NULL: all keys */
-    int64_t words, block_kv, keys; /* of the bitmap; of a column; of the sequence */
+    /* set by the caller */
+    const uint64_t *bitmap; /* one bit per block column: whether it is listed. NULL: all keys are */
+    int64_t words;          /* of the bitmap */
+    int64_t block_kv;       /* keys per column */
+    int64_t keys;           /* of the sequence */
     int64_t chunk_keys;
-    int64_t stop;             /* place in the list where the walk ends */
-    ba_range range;           /* keys that somebody sees: whole chunks before it are passed over */
-    int64_t column, key, end; /* where it stands: the next key (BA_WALK_END: none), and the end of its column */
-    int64_t position;         /* of the next key in the list */
+    int64_t stop;   /* position in the row of listed keys where the walk ends */
+    ba_range range; /* keys that any query of the tile sees. The walk skips whole chunks before range.lo and ends at range.hi */
+    /* the state of the walk */
+    int64_t column, key, end; /* the current column, the next key (BA_WALK_END: there is none), and the end of the column's keys */
+    int64_t position;         /* of the next key in the row of listed keys */
 } ba_walk;
 
-/* Begins at place `start` (a multiple of chunk_keys) of the list. The fields above `column` are set before. */
+/* Begins a walk at position `start` of the row of listed keys, a multiple of chunk_keys. The caller's members must be set. */
 void ba_walk_begin(ba_walk *walk, int64_t start);
-/* Takes the keys up to the next chunk boundary; returns how many. Key numbers rise. */
+/* Writes the numbers of the keys up to the next border of chunks to key_index[chunk_keys], in rising order. Returns how many; 0: the walk is
+ * over. */
 int64_t ba_walk_take(ba_walk *walk, int32_t *key_index);
 
-/* Place of the first of n rising numbers that is at least `value`; n where none is. */
+/* The index of the first of n rising numbers that is at least `value`; n where there is none. */
 int64_t ba_first_at_least(const int32_t *rising, int64_t n, int64_t value);
 
 #endif

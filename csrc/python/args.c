@@ -13,7 +13,7 @@ static int fail(PyObject *exception, const char *format, ...) {
     return -1;
 }
 
-/* TypeError: `name: expected <expected>, got <the type of object>`. */
+/* Raises a TypeError `name: expected <expected>, got <the type of object>`. */
 static int fail_kind(const char *name, const char *expected, PyObject *object) {
     PyObject *type = PyType_GetName(Py_TYPE(object));
     if (type != NULL) PyErr_Format(PyExc_TypeError, "%s: expected %s, got %U", name, expected, type);
@@ -21,7 +21,7 @@ static int fail_kind(const char *name, const char *expected, PyObject *object) {
     return -1;
 }
 
-/* The first line of an exception's text, for a sentence that quotes it. */
+/* The first line of an exception's text, or the name of its type where it has no text. Returns a new reference, or NULL with an exception set. */
 static PyObject *first_line(PyObject *exception) {
     PyObject *text = PyObject_Str(exception);
     PyObject *lines = text != NULL ? PyUnicode_Splitlines(text, 0) : NULL;
@@ -29,13 +29,13 @@ static PyObject *first_line(PyObject *exception) {
     PyObject *line = NULL;
     if (lines != NULL && PyList_Size(lines) > 0) line = Py_NewRef(PyList_GetItem(lines, 0));
     Py_XDECREF(lines);
-    PyErr_Clear(); /* where the exception has no text, its type stands for it */
+    PyErr_Clear(); /* str() of the exception may have raised */
     return line != NULL ? line : PyType_GetName(Py_TYPE(exception));
 }
 
-/* Turns the exception that one of the object's own methods raised into a ValueError that names the argument, and chains it. What is no
- * fault of the argument (an interrupt, no memory) passes through. */
-static int fail_refusing(const char *name, const char *expected, PyObject *object) {
+/* Called when one of the object's own methods has raised an exception: replaces it by a ValueError that names the argument and has the first
+ * exception as its cause. Exceptions that are no fault of the argument (KeyboardInterrupt, MemoryError) stay as they are. */
+static int fail_raising(const char *name, const char *expected, PyObject *object) {
     if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
     PyObject *type, *cause, *traceback;
     PyErr_Fetch(&type, &cause, &traceback);
@@ -57,7 +57,7 @@ static int fail_refusing(const char *name, const char *expected, PyObject *objec
     return -1;
 }
 
-static int fail_unreadable(const char *name, PyObject *object) { return fail_refusing(name, "an array whose memory can be read", object); }
+static int fail_unreadable(const char *name, PyObject *object) { return fail_raising(name, "an array whose memory can be read", object); }
 
 int arg_check(ba_status status) {
     switch (status) {
@@ -65,7 +65,7 @@ int arg_check(ba_status status) {
     case BA_ERROR_TYPE: PyErr_SetString(PyExc_TypeError, ba_last_error()); return -1;
     case BA_ERROR_VALUE: PyErr_SetString(PyExc_ValueError, ba_last_error()); return -1;
     case BA_ERROR_MEMORY: PyErr_SetString(PyExc_MemoryError, ba_last_error()); return -1;
-    case BA_INTERRUPTED: return -1; /* the exception of a signal's handler is set */
+    case BA_INTERRUPTED: return -1; /* the signal handler's exception is set */
     default: PyErr_SetString(PyExc_RuntimeError, ba_last_error()); return -1;
     }
 }
@@ -99,16 +99,16 @@ int arg_sort(const char *function, const char *const *names, int count, int requ
     return 0;
 }
 
-/* ---- Arrays: what the exporter says ------------------------------------------------------------------------ */
+/* ---- Arrays: as the exporter describes them ---------------------------------------------------------------- */
 
-/* The kind of an element as either protocol tells it, before it is one of ours. */
+/* The kind of an element in the terms that both protocols share. */
 typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_FLOAT8, KIND_INT, KIND_UINT, KIND_OTHER } element_kind;
 
 typedef struct raw_array {
     char *data;
     element_kind kind;
-    bool swapped; /* not this machine's byte order */
-    int64_t size; /* bytes an element */
+    bool swapped; /* the elements are not in this machine's byte order */
+    int64_t size; /* bytes per element */
     int ndim;
     int64_t dims[BA_MAX_DIMS], strides[BA_MAX_DIMS]; /* strides in bytes */
 } raw_array;
@@ -118,10 +118,11 @@ static bool is_little_endian(void) {
     return *(const uint8_t *)&one == 1;
 }
 
+/* Sets `kind` and `swapped` from the buffer protocol's format string. */
 static void read_format(const char *format, raw_array *raw) {
     raw->swapped = false;
     raw->kind = KIND_OTHER;
-    if (format == NULL) format = "B"; /* the buffer protocol's own default */
+    if (format == NULL) format = "B"; /* the buffer protocol's default: unsigned bytes */
     if (*format != '\0' && strchr("@=^<>!", *format) != NULL) {
         const bool little = *format == '<', big = *format == '>' || *format == '!';
         raw->swapped = raw->size > 1 && (is_little_endian() ? big : little);
@@ -138,7 +139,7 @@ static int check_rank(const char *name, int64_t ndim) {
     return fail(PyExc_ValueError, "%s: expected at most %d dimensions, got %lld", name, BA_MAX_DIMS, (long long)ndim);
 }
 
-/* Sizes that no array has are refused before anything is computed from them. */
+/* Refuses dimensions whose product overflows, before anything is computed from them. */
 static int check_dims(const char *name, const raw_array *raw) {
     int64_t bytes = raw->size;
     for (int i = 0; i < raw->ndim; i++) {
@@ -157,7 +158,7 @@ static int read_view(arg_array *array, raw_array *raw) {
     raw->ndim = view->ndim;
     read_format(view->format, raw);
     if (check_rank(array->name, view->ndim) < 0) return -1;
-    if (view->ndim > 0 && (view->shape == NULL || view->strides == NULL)) /* which were asked for: NumPy's scalars of dates have none */
+    if (view->ndim > 0 && (view->shape == NULL || view->strides == NULL)) /* PyBUF_RECORDS_RO requests both, but NumPy's datetime scalars give none */
         return fail_kind(array->name, "an array that has a shape and strides", view->obj);
     for (int i = 0; i < view->ndim; i++) {
         raw->dims[i] = view->shape[i];
@@ -195,7 +196,7 @@ static int read_dl_tensor(const dl_tensor *tensor, const char *name, raw_array *
     return 0;
 }
 
-/* Takes the tensor out of a capsule: from here on we, not the capsule, call its deleter. */
+/* Takes the tensor out of a DLPack capsule and into `array`. From here on arg_release(), and not the capsule, calls the deleter. */
 static int take_capsule(PyObject *capsule, arg_array *array, raw_array *raw) {
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
         dl_managed_versioned *versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
@@ -203,7 +204,7 @@ static int take_capsule(PyObject *capsule, arg_array *array, raw_array *raw) {
         array->versioned = versioned;
         if (versioned->version.major != DL_MAJOR_VERSION)
             return fail(PyExc_ValueError, "%s: expected DLPack version 1, got version %u", array->name, (unsigned)versioned->version.major);
-        /* writing into a copy would be lost, so a copy is as good as read-only */
+        /* what is written into a copy does not reach the caller's array, so a copy counts as read-only */
         array->read_only = versioned->flags & (DL_FLAG_READ_ONLY | DL_FLAG_IS_COPIED);
         return read_dl_tensor(&versioned->tensor, array->name, raw);
     }
@@ -224,7 +225,7 @@ static int hold_dlpack(module_state *state, PyObject *object, arg_array *array, 
         return fail_kind(array->name, "an array", object);
     }
     PyObject *capsule = PyObject_Call(method, state->dlpack_arguments, state->dlpack_keywords);
-    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) { /* exporters from before DLPack 1.0 know no max_version */
+    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) { /* exporters older than DLPack 1.0 do not know max_version */
         PyErr_Clear();
         capsule = PyObject_Call(method, state->dlpack_arguments, NULL);
     }
@@ -235,13 +236,14 @@ static int hold_dlpack(module_state *state, PyObject *object, arg_array *array, 
     return status;
 }
 
+/* Holds `object` in `array` and describes it in `raw`. On failure, `array` may hold something, and the caller releases it. */
 static int hold_raw(module_state *state, PyObject *object, const char *name, arg_array *array, raw_array *raw) {
     memset(array, 0, sizeof *array);
     array->name = name;
     if (!PyObject_CheckBuffer(object)) return hold_dlpack(state, object, array, raw);
     if (PyObject_GetBuffer(object, &array->view, PyBUF_RECORDS_RO) < 0) {
-        array->view.obj = NULL; /* an exporter may have left it dangling */
-        /* JAX exports buffers, but not of bfloat16, which it has in DLPack only */
+        array->view.obj = NULL; /* an exporter that fails may have left a dangling pointer here */
+        /* JAX's arrays export the buffer protocol, but those of bfloat16 raise a BufferError and export DLPack only */
         if (!PyErr_ExceptionMatches(PyExc_BufferError)) return fail_unreadable(name, object);
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
@@ -259,7 +261,7 @@ static int hold_raw(module_state *state, PyObject *object, const char *name, arg
 
 void arg_release(arg_array *array) {
     if (array->view.obj != NULL) PyBuffer_Release(&array->view);
-    if (array->managed != NULL || array->versioned != NULL) { /* a deleter may run Python code, which must not see our exception */
+    if (array->managed != NULL || array->versioned != NULL) { /* a deleter may run Python code, which must not see the pending exception */
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         if (array->managed != NULL && array->managed->deleter != NULL) array->managed->deleter(array->managed);
@@ -269,8 +271,9 @@ void arg_release(arg_array *array) {
     memset(array, 0, sizeof *array);
 }
 
-/* ---- Arrays: what the library takes ------------------------------------------------------------------------ */
+/* ---- Arrays: as the library takes them --------------------------------------------------------------------- */
 
+/* The library's dtype for an array's elements; BA_DTYPE_COUNT where it has none. */
 static ba_dtype dtype_of(const raw_array *raw, ba_dtype bits_as) {
     switch (raw->kind) {
     case KIND_FLOAT: return raw->size == 4 ? BA_FLOAT32 : raw->size == 2 ? BA_FLOAT16 : raw->size == 8 ? BA_FLOAT64 : BA_DTYPE_COUNT;
@@ -305,7 +308,7 @@ static bool role_takes(arg_role role, ba_dtype dtype) {
 
 ba_dtype arg_bits(ba_dtype dtype) { return dtype == BA_BFLOAT16 || dtype == BA_FLOAT8_E4M3 ? dtype : BA_UINT16; }
 
-/* How a sentence names the element type that came: as the array's own dtype says it, else as the buffer's format. */
+/* The name of the array's element type in a sentence: str(object.dtype), or the buffer format where there is no dtype. */
 static PyObject *element_text(PyObject *object, const arg_array *array) {
     PyObject *dtype = PyObject_GetAttrString(object, "dtype");
     PyObject *text = dtype != NULL ? PyObject_Str(dtype) : NULL;
@@ -322,7 +325,8 @@ static int fail_elements(PyObject *object, const arg_array *array, const char *e
     return -1;
 }
 
-/* Dimensions, strides in elements, and the bytes reached. Axes of length 1 get the stride that asks least of the reader. */
+/* Fills array->tensor, with strides in elements, and the bytes that the array spans. The strides of axes of length 1, and of empty arrays, mean
+ * nothing; they are replaced by harmless ones: 1 on the last axis, else 0, and compact strides in an empty array. */
 static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bool contiguous_last) {
     ba_tensor *tensor = &array->tensor;
     tensor->data = raw->data;
@@ -397,7 +401,8 @@ error:
     return -1;
 }
 
-/* True when some element may be reached in two ways: some axis steps no further than the axes inside it reach. */
+/* Whether two elements may share memory. With the axes sorted by stride, that is so where the stride of an axis is no larger than the distance
+ * that all axes of smaller strides span together. (This may refuse an exotic array that does not overlap; it never accepts one that does.) */
 static bool overlaps_itself(const ba_tensor *tensor) {
     int64_t steps[BA_MAX_DIMS], reaches[BA_MAX_DIMS];
     int count = 0;
@@ -468,11 +473,11 @@ static bool is_sequence(PyObject *object) {
     return PySequence_Check(object) && !PyUnicode_Check(object) && !PyBytes_Check(object) && !PyByteArray_Check(object);
 }
 
-/* `expected` and `where` complete the sentence of a value that is no integer. */
+/* Reads an int or anything with __index__. `expected` stands in the sentence about a value that is not an integer. */
 static int read_int64(PyObject *object, const char *name, const char *expected, int64_t *value) {
     PyObject *index = PyNumber_Index(object);
     if (index == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return fail_refusing(name, expected, object);
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return fail_raising(name, expected, object);
         PyErr_Clear();
         return fail_kind(name, expected, object);
     }
@@ -480,7 +485,7 @@ static int read_int64(PyObject *object, const char *name, const char *expected, 
     const long long result = PyLong_AsLongLongAndOverflow(index, &overflow);
     if (overflow != 0) {
         PyObject *digits = PyObject_Str(index);
-        PyErr_Clear(); /* of more digits than Python writes */
+        PyErr_Clear(); /* str() refuses integers of more than some thousand digits */
         if (digits != NULL) fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got %U", name, digits);
         else fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got a larger one", name);
         Py_XDECREF(digits);
@@ -511,14 +516,14 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
 }
 
 int arg_double(PyObject *object, const char *name, double *value) {
-    if (PyComplex_Check(object)) return fail_kind(name, "a number", object); /* NumPy's would lose a part */
+    if (PyComplex_Check(object)) return fail_kind(name, "a number", object); /* NumPy's complex scalars would drop their imaginary part */
     *value = PyFloat_AsDouble(object);
     if (*value != -1.0 || !PyErr_Occurred()) return 0;
     if (PyLong_Check(object) && PyErr_ExceptionMatches(PyExc_OverflowError)) {
         PyErr_Clear();
         return fail(PyExc_ValueError, "%s: expected a finite number, got an integer beyond a double's range", name);
     }
-    if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) return fail_refusing(name, "a number", object);
+    if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) return fail_raising(name, "a number", object);
     PyErr_Clear();
     return fail_kind(name, "a number", object);
 }
@@ -526,14 +531,14 @@ int arg_double(PyObject *object, const char *name, double *value) {
 int arg_flag(PyObject *object, const char *name, int *value) {
     if (object == Py_None || PySequence_Check(object)) return fail_kind(name, "True or False", object);
     *value = PyObject_IsTrue(object);
-    return *value < 0 ? fail_refusing(name, "True or False", object) : 0;
+    return *value < 0 ? fail_raising(name, "True or False", object) : 0;
 }
 
 int arg_text(PyObject *object, const char *name, const char **value) {
     if (!PyUnicode_Check(object)) return fail_kind(name, "a string", object);
     Py_ssize_t size;
     *value = PyUnicode_AsUTF8AndSize(object, &size);
-    if (*value == NULL) return fail_refusing(name, "a string", object);
+    if (*value == NULL) return fail_raising(name, "a string", object);
     return strlen(*value) == (size_t)size ? 0 : fail(PyExc_ValueError, "%s: expected a string without null characters, got %R", name, object);
 }
 
@@ -599,7 +604,7 @@ int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value
 /* ---- Lists of lengths -------------------------------------------------------------------------------------- */
 
 static int allocate_list(arg_list *list, Py_ssize_t count) {
-    const bool fits = count <= PY_SSIZE_T_MAX / (Py_ssize_t)sizeof *list->values; /* a view may repeat a byte 2^62 times */
+    const bool fits = count <= PY_SSIZE_T_MAX / (Py_ssize_t)sizeof *list->values; /* with stride 0, a small array may have 2^62 elements */
     list->values = fits ? PyMem_Malloc((size_t)(count > 0 ? count : 1) * sizeof *list->values) : NULL;
     list->count = count;
     if (list->values != NULL) return 0;
@@ -607,7 +612,7 @@ static int allocate_list(arg_list *list, Py_ssize_t count) {
     return -1;
 }
 
-/* One integer of any width; lengths above 2^63 become INT64_MAX, which every later check finds too long. */
+/* Reads one integer of any width. Unsigned values of 2^63 and more become INT64_MAX, which every later check finds too large. */
 static int64_t read_element(const raw_array *raw, const char *at) {
     const bool is_signed = raw->kind == KIND_INT;
     switch (raw->size) {
@@ -630,7 +635,7 @@ static int64_t read_element(const raw_array *raw, const char *at) {
     }
 }
 
-/* An integer array of `ndim` dimensions, 1 or 2, row by row. */
+/* Copies an integer array of `ndim` dimensions, 1 or 2, row by row. Writes its shape to `dims` where that is not NULL (ndim 2). */
 static int read_array_list(module_state *state, PyObject *object, const char *name, int ndim, int64_t *dims, arg_list *list) {
     arg_array array;
     raw_array raw;
@@ -672,7 +677,8 @@ int arg_lengths(module_state *state, PyObject *object, const char *name, arg_lis
     list->values = NULL;
     list->count = 0;
     if (object == Py_None) return 0;
-    if (PyBytes_Check(object) || PyByteArray_Check(object)) return fail_kind(name, "a sequence of integers", object); /* text, not lengths */
+    if (PyBytes_Check(object) || PyByteArray_Check(object))
+        return fail_kind(name, "a sequence of integers", object); /* bytes are text here and not lengths */
     if (PyObject_CheckBuffer(object) || PyObject_HasAttr(object, state->dlpack_method)) return read_array_list(state, object, name, 1, NULL, list);
     if (!is_sequence(object)) return fail_kind(name, "a sequence of integers", object);
     const Py_ssize_t count = PySequence_Size(object);

@@ -1,7 +1,8 @@
-/* Reading Python arguments. No other file looks into a PyObject that a caller passed.
+/* Reading Python arguments. No other file examines a PyObject that a caller passed.
  *
- * Every arg_* function that returns int gives 0, or -1 with a Python exception set whose text is
- * `name: expected ..., got ...`: TypeError where the kind of thing is wrong, ValueError where its shape or value is. */
+ * Every arg_* function that returns int returns 0 on success. On failure it returns -1 with a Python exception set, whose text is
+ * `name: expected ..., got ...`: a TypeError where the argument is of a wrong kind, a ValueError where its shape or value is wrong.
+ * `name` is the argument's name. The string must outlive the arg_array that it goes into. */
 #ifndef BA_PYTHON_ARGS_H
 #define BA_PYTHON_ARGS_H
 
@@ -28,8 +29,8 @@ typedef struct module_state {
 
 /* ---- The call ---------------------------------------------------------------------------------------------- */
 
-/* Sorts a METH_FASTCALL | METH_KEYWORDS call into values[count], in the order of `names`. Left-out optional arguments
- * become None; all values are borrowed. */
+/* Sorts the arguments of a METH_FASTCALL | METH_KEYWORDS call into values[count], in the order of names[count]. The first `required`
+ * arguments must be given; any other that is not given becomes None. All values are borrowed references. */
 int arg_sort(const char *function, const char *const *names, int count, int required, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
              PyObject **values);
 
@@ -37,40 +38,42 @@ int arg_sort(const char *function, const char *const *names, int count, int requ
 
 typedef enum arg_role {
     ARG_FLOATS,  /* float32, float16, bfloat16, float64; the last axis contiguous */
-    ARG_CACHE,   /* the same and int8, float8_e4m3 */
+    ARG_CACHE,   /* the dtypes of ARG_FLOATS, int8 and float8_e4m3; the last axis contiguous */
     ARG_LSE,     /* float32, float64 */
     ARG_SCALES,  /* float32 */
     ARG_INDICES, /* uint16, int16, int32, int64 */
     ARG_TABLES,  /* int32, int64 */
 } arg_role;
 
-/* An array that is held: its memory stays where it is until arg_release(). All zero: holds nothing. */
+/* An array that is held: its memory stays valid and in place until arg_release(). An all-zero arg_array holds nothing. */
 typedef struct arg_array {
     const char *name;
     ba_tensor tensor;
-    uintptr_t low, high; /* the bytes that it reaches: [low, high); equal when it is empty */
+    uintptr_t low, high; /* the bytes that the array spans: [low, high); low == high where it is empty */
     bool read_only;
-    Py_buffer view; /* held through the buffer protocol when view.obj is set, else through one of the next two */
+    Py_buffer view; /* view.obj not NULL: held through the buffer protocol. Else through DLPack, by one of the next two */
     dl_managed *managed;
     dl_managed_versioned *versioned;
 } arg_array;
 
-/* Holds `object`: an exporter of the buffer protocol or of DLPack (CPU), or the pair (array, "bfloat16") that says how 16-bit
- * integers are to be read, or (array, "float8_e4m3") for 8-bit ones. `bits_as` says the same for plain uint16 and uint8 arrays:
- * BA_BFLOAT16, BA_FLOAT8_E4M3, or BA_UINT16 for "as they are". */
+/* Holds `object` in `array`; on failure, `array` holds nothing. `object` exports the buffer protocol or DLPack (CPU memory), or is a pair
+ * (array of 16-bit integers, "bfloat16") or (array of 8-bit integers, "float8_e4m3"). `bits_as` says how plain uint16 or uint8 arrays are
+ * read: as BA_BFLOAT16, as BA_FLOAT8_E4M3, or, with BA_UINT16, as the integers that they are. */
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
-/* The same for an array that will be written: it must be writable and must not reach any byte twice. */
+/* The same for an array that will be written. It must be writable, and no two of its elements may share memory. */
 int arg_hold_output(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
-/* The caller's array where one was given, else empty(shape, dtype name): outputs are made after all inputs were checked.
- * Returns a new reference to what the caller gets back; `array` holds its memory. */
+/* Holds the caller's output `given`, or, where that is None, a new array: the result of empty(shape, dtype name), with the dims and the dtype
+ * of `shape`. Call it after all inputs are checked, so that a refused call makes no array. Returns a new reference to the output, or NULL with
+ * an exception set. */
 PyObject *arg_hold_or_make_output(module_state *state, PyObject *given, PyObject *empty, const ba_tensor *shape, const char *name, arg_role role,
                                   ba_dtype bits_as, arg_array *array);
 
+/* Lets go of what `array` holds, and sets `array` to zero. Keeps a pending exception. */
 void arg_release(arg_array *array);
 
-/* Refuses an output that shares memory with another array of the call. */
+/* Refuses an output whose bytes overlap those of another array of the call. */
 int arg_disjoint(const arg_array *output, const arg_array *other);
 
 /* ---- Everything else --------------------------------------------------------------------------------------- */
@@ -80,30 +83,32 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]);
 int arg_double(PyObject *object, const char *name, double *value);
 int arg_flag(PyObject *object, const char *name, int *value);
 int arg_text(PyObject *object, const char *name, const char **value); /* borrowed from the object */
-int arg_threads(PyObject *object, const char *name, int *value);      /* None: 0 */
+int arg_threads(PyObject *object, const char *name, int *value);      /* at least 1; None gives 0 */
 int arg_layout(PyObject *object, const char *name, ba_layout *value);
 int arg_kv_layout(PyObject *object, const char *name, ba_kv_layout *value);
 int arg_isa(PyObject *object, const char *name, ba_isa *value);
-int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value); /* ARG_FLOATS or ARG_CACHE; None: BA_DTYPE_COUNT */
+int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value); /* role: ARG_FLOATS or ARG_CACHE; None gives BA_DTYPE_COUNT */
 
-/* How uint16 and uint8 arrays are to be read when the caller's dtype argument is this. */
+/* The `bits_as` of arg_hold() for a call whose dtype argument is this. */
 ba_dtype arg_bits(ba_dtype dtype);
 
-/* A list of 64-bit integers read from any integer sequence or 1-d integer array. None gives values == NULL. */
+/* A list of 64-bit integers that was copied from a Python argument. The caller frees `values` with PyMem_Free. */
 typedef struct arg_list {
-    int64_t *values; /* PyMem_Free */
+    int64_t *values; /* NULL: the argument was None */
     Py_ssize_t count;
 } arg_list;
 
+/* Copies a sequence of integers or a 1-d integer array. On failure, nothing is allocated. */
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list);
 
-/* The same from a 2-d integer array, row by row; `dims` gets its shape. */
+/* The same for a 2-d integer array, row by row. Writes its shape to `dims`, unless the argument is None. */
 int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t dims[2], arg_list *list);
 
-/* `name: expected <count> entries, <meaning>, got ...` unless the list has them or was not given. */
+/* Fails with `name: expected <count> entries, <meaning>, got ...` unless the list is NULL or has `count` entries. */
 int arg_expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning);
 
-/* The status of a library call as a return value: BA_OK gives 0, else the exception is set from ba_last_error(). */
+/* Returns 0 for BA_OK. For any other status, sets the exception that belongs to it, with the text of ba_last_error(), and returns -1. For
+ * BA_INTERRUPTED the exception of the signal handler is already set. */
 int arg_check(ba_status status);
 
 #endif

@@ -1,5 +1,5 @@
-/* The memory layout of DLPack's exchange structures, as its specification lays them down: versions 0.x ("dltensor") and
- * 1.x ("dltensor_versioned"). Only what an importer of CPU memory reads. */
+/* The exchange structures of DLPack, laid out as its specification says: versions 0.x (capsule name "dltensor") and 1.x
+ * ("dltensor_versioned"). Only the parts that an importer of CPU memory reads have names. */
 #ifndef BA_PYTHON_DLPACK_H
 #define BA_PYTHON_DLPACK_H
 

@@ -1,6 +1,6 @@
-/* Functions for tests, in a build with BA_FAULTS alone: the n-th allocation, or the n-th start of a thread, fails. Python's allocator is asked
- * through a hook, which is no part of the limited API. It looks at what is allocated while one of the module's functions runs, by the binding or
- * by what this calls: the interpreter and NumPy around them do not outlive every failure (CPython 3.11 crashes in dict.items). */
+/* Functions for tests, in builds with BA_FAULTS only: they make the n-th allocation, or the n-th start of a thread, fail. A hook in Python's
+ * allocators, which the limited API does not offer, counts allocations while a function of this module runs, and no others: the interpreter
+ * and NumPy do not survive every failure (CPython 3.11 crashes in dict.items). */
 #ifdef BA_FAULTS
 #undef Py_LIMITED_API
 #include <Python.h>
@@ -10,12 +10,12 @@
 #include "core/faults.h"
 #include "python/ops.h"
 
-enum { DOMAINS = 2 }; /* of objects, and of other memory that the GIL guards */
+enum { DOMAINS = 2 }; /* allocators of objects, and of other memory that needs the GIL */
 
 static const PyMemAllocatorDomain domains[DOMAINS] = {PYMEM_DOMAIN_MEM, PYMEM_DOMAIN_OBJ};
 static PyMemAllocatorEx below[DOMAINS];
 static _Atomic int64_t live_blocks;
-static _Thread_local int depth; /* functions of the module that run */
+static _Thread_local int depth; /* how many functions of the module run in this thread, one inside the other */
 
 int enter_function(void) { return depth++; }
 void leave_function(const int *unused) {
@@ -23,28 +23,29 @@ void leave_function(const int *unused) {
     depth--;
 }
 
+/* Counts an allocation, and says whether it must fail. */
 static bool fails(void) { return depth > 0 && ba_fault(BA_FAULT_MEMORY); }
 
-static void *note(void *block) {
+static void *count_block(void *block) {
     if (block != NULL) atomic_fetch_add(&live_blocks, 1);
     return block;
 }
 
 static void *hooked_malloc(void *context, size_t size) {
     PyMemAllocatorEx *allocator = context;
-    return fails() ? NULL : note(allocator->malloc(allocator->ctx, size));
+    return fails() ? NULL : count_block(allocator->malloc(allocator->ctx, size));
 }
 
 static void *hooked_calloc(void *context, size_t count, size_t size) {
     PyMemAllocatorEx *allocator = context;
-    return fails() ? NULL : note(allocator->calloc(allocator->ctx, count, size));
+    return fails() ? NULL : count_block(allocator->calloc(allocator->ctx, count, size));
 }
 
 static void *hooked_realloc(void *context, void *block, size_t size) {
     PyMemAllocatorEx *allocator = context;
     if (fails()) return NULL;
     void *moved = allocator->realloc(allocator->ctx, block, size);
-    return block == NULL ? note(moved) : moved;
+    return block == NULL ? count_block(moved) : moved;
 }
 
 static void hooked_free(void *context, void *block) {
@@ -53,7 +54,8 @@ static void hooked_free(void *context, void *block) {
     allocator->free(allocator->ctx, block);
 }
 
-/* Once, and for good: blocks that were allocated before it are freed through it. */
+/* Sets the hooks on the first call. They are never removed. Blocks that were allocated before are freed through them, too, so live_blocks is
+ * right up to a constant. */
 static void hook_allocators(void) {
     static bool hooked;
     for (int i = 0; !hooked && i < DOMAINS; i++) {
@@ -68,7 +70,7 @@ static PyObject *set_fault(ba_fault_kind kind, PyObject *number) {
     int64_t n;
     if (arg_int64(number, "n", &n) < 0) return NULL;
     PyObject *counted = PyLong_FromLongLong(ba_faults_set(kind, 0));
-    ba_faults_set(kind, n); /* after what was allocated here */
+    ba_faults_set(kind, n); /* after the allocation of `counted`, which must not count */
     return counted;
 }
 
@@ -93,5 +95,5 @@ PyObject *py__live_blocks(PyObject *module, PyObject *const *args, Py_ssize_t na
     return PyLong_FromLongLong(atomic_load(&live_blocks));
 }
 #else
-typedef int ba_no_fault_functions; /* a file is not to be empty */
+typedef int ba_no_fault_functions; /* ISO C forbids an empty file */
 #endif

@@ -1,4 +1,5 @@
-/* blitz_attn._core: the C library as a Python extension. Multi-phase initialisation, all state per module, no static types. */
+/* blitz_attn._core: the C library as a Python extension. It uses multi-phase initialisation, keeps all its state per module, and defines no
+ * static types, so several interpreters may load it. */
 #include "python/ops.h"
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL | METH_KEYWORDS, NULL}
@@ -80,15 +81,9 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_core",
-    .m_doc = "The compiled core of blitz_attn; the package's own functions are the way to it.",
-    .m_size = sizeof(module_state),
-    .m_methods = methods,
-    .m_slots = slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
+    PyModuleDef_HEAD_INIT,          .m_name = "_core",       .m_doc = "The compiled core of blitz_attn. Use the functions of the package instead.",
+    .m_size = sizeof(module_state), .m_methods = methods,    .m_slots = slots,
+    .m_traverse = module_traverse,  .m_clear = module_clear, .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

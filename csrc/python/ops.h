@@ -1,6 +1,5 @@
-/* The functions of the module blitz_attn._core: those on paged caches in ops_paged.c, those of native sparse attention in ops_nsa.c, all
- * others in ops.c, in this order. What
- * each takes stands in _core.pyi. */
+/* The functions of the module blitz_attn._core. Those on paged caches are in ops_paged.c, those of native sparse attention in ops_nsa.c, all
+ * others in ops.c, in the order below. _core.pyi says what each function takes and returns. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
 
@@ -8,7 +7,7 @@
 
 #define DECLARE_FUNCTION(name) PyObject *py_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 
-#ifdef BA_FAULTS /* faults.c: which allocations are the module's */
+#ifdef BA_FAULTS /* faults.c counts the allocations that happen between these two calls */
 int enter_function(void);
 void leave_function(const int *unused);
 #define WITHIN_FUNCTION const int entered __attribute__((cleanup(leave_function))) = enter_function()
@@ -16,7 +15,7 @@ void leave_function(const int *unused);
 #define WITHIN_FUNCTION (void)0
 #endif
 
-/* Sorts the arguments of py_<name> into `values`, or leaves the function with NULL. */
+/* Declares `values` and sorts the arguments of py_<name> into it, or returns NULL from the function. */
 #define SORT_ARGUMENTS(name, count, required)                                                                                                        \
     WITHIN_FUNCTION;                                                                                                                                 \
     PyObject *values[count];                                                                                                                         \
@@ -27,7 +26,7 @@ void leave_function(const int *unused);
     WITHIN_FUNCTION;                                                                                                                                 \
     if (arg_sort(#name, NULL, 0, 0, args, nargs, kwnames, NULL) < 0) return NULL
 
-/* Runs a library call without the GIL; the arrays that it reads and writes are held meanwhile. */
+/* Runs a library call without the GIL. The arrays that it reads and writes must be held. */
 #define WITHOUT_GIL(statement)                                                                                                                       \
     do {                                                                                                                                             \
         PyThreadState *const thread_state = PyEval_SaveThread();                                                                                     \
@@ -35,8 +34,8 @@ void leave_function(const int *unused);
         PyEval_RestoreThread(thread_state);                                                                                                          \
     } while (0)
 
-/* The same of a call that may take long: on the main thread, where Python runs the handlers of signals, a handler that raises ends it (Ctrl-C). The
- * status is then BA_INTERRUPTED, and the handler's exception is set. */
+/* The same for a call that may take long. In the main thread, where Python runs signal handlers, a handler that raises (as that of Ctrl-C does)
+ * ends the call: the status is then BA_INTERRUPTED, and the handler's exception is set. */
 #define INTERRUPTIBLE(status, call)                                                                                                                  \
     do {                                                                                                                                             \
         PyThreadState *thread_state = PyEval_SaveThread();                                                                                           \
@@ -46,7 +45,7 @@ void leave_function(const int *unused);
         PyEval_RestoreThread(thread_state);                                                                                                          \
     } while (0)
 
-/* A ba_poll_fn. `context`: the address of the PyThreadState * of a thread that has let the GIL go. */
+/* A ba_poll_fn. `context` is the address of the PyThreadState * that PyEval_SaveThread() gave to this thread. */
 int run_signal_handlers(void *context);
 
 DECLARE_FUNCTION(block_sparse_attention);
@@ -78,8 +77,8 @@ DECLARE_FUNCTION(probe_flops);
 DECLARE_FUNCTION(probe_tile_flops);
 DECLARE_FUNCTION(probe_read);
 #ifdef BA_FAULTS                    /* faults.c: for tests; not in _core.pyi */
-DECLARE_FUNCTION(_fail_allocation); /* n: the n-th allocation from here on fails, 0: none. Returns how many there were since the last call */
-DECLARE_FUNCTION(_fail_thread);     /* the same of threads that the pool starts */
+DECLARE_FUNCTION(_fail_allocation); /* (n): the n-th allocation from here on fails; 0: none does. Returns the number since the last call */
+DECLARE_FUNCTION(_fail_thread);     /* the same for threads that the pool starts */
 DECLARE_FUNCTION(_live_blocks);     /* blocks that Python has allocated, up to a constant */
 #endif
 

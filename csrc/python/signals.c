@@ -1,4 +1,4 @@
-/* Ctrl-C within a call: Python's handlers of signals run while the library works. */
+/* Ctrl-C within a call: lets Python's signal handlers run while the library works. */
 #if defined(__linux__)
 #define _GNU_SOURCE /* syscall */
 #include <sys/syscall.h>
@@ -8,7 +8,7 @@
 #endif
 #include "python/ops.h"
 
-/* The thread that the system started the program with: the one in which Python runs handlers. */
+/* Whether this is the thread that the program started with. Python runs signal handlers in that thread only. */
 static int on_main_thread(void) {
 #if defined(__linux__)
     return syscall(SYS_gettid) == getpid();
