@@ -1,8 +1,8 @@
-/* The selection of native sparse attention: which blocks each query (or tile of queries) attends to.
+/* The selection of native sparse attention: which blocks each query, or each tile of queries, attends.
  *
- * Rows of the result stand side by side as the lanes of a panel, so that all is vertical: a chunk of compressed keys gives
- * scores [key][lane], these become block scores [block][lane], and of these each lane's best are found. A thread holds the
- * block scores of one panel and no more. */
+ * The rows of the result are the lanes of a panel. A chunk of compressed keys gives scores [key][lane]; these become scores of blocks,
+ * [block][lane]; each lane's blocks with the highest scores are chosen. Every step works on all lanes at once. A thread holds the block
+ * scores of one panel at a time. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -19,40 +19,43 @@
 typedef struct select_call {
     const ba_nsa_select_args *args;
     ba_rows q, k;
-    bool by_query; /* tile 0 */
-    int64_t sequences, group, list_heads, dim;
-    int64_t narrow, wide; /* strides that a compressed block and a selected block are long */
+    bool by_query; /* tile is 0: a row of the result is a query, else a tile of queries */
+    int64_t sequences, group;
+    int64_t list_heads; /* heads of the result: KV heads where by_query, else query heads */
+    int64_t dim;
+    int64_t narrow, wide; /* the lengths of a compressed block and of a selected block, in strides */
     int64_t lanes, chunk_keys;
     int64_t most_blocks, width, most_groups,
         cmp_width; /* blocks of the longest sequence; places of a row; the same of stretches of compressed keys */
     const ba_kernels *kernels;
-    const ba_attend_family *family; /* of real; where has_own, q's own, whose packing and add_probabilities are used */
-    bool has_own;
+    const ba_attend_family *family; /* where has_own, the family of q's dtype, else that of real */
+    bool has_own;                   /* the family of q's own dtype has add_probabilities, which is used */
     int64_t real_size;
     int64_t scratch_bytes;
     char *scratch;
 } select_call;
 
 typedef struct select_scratch {
-    char *rows; /* [lane][BA_FEW_PAD(dim)] reals: queries, or their means */
-    char *wide, *weights;
-    const void **pointers;
-    char *q, *m; /* panels of the heads whose probabilities are summed */
-    char *l, *alpha, *lowest, *row_max;
+    char *rows;                         /* [lane][dim_pad()] reals: the mean queries of tiles */
+    char *wide, *weights;               /* for ba_sum_rows() */
+    const void **pointers;              /* to queries, or to means */
+    char *q, *m;                        /* panels of the heads whose probabilities are summed: packed queries, log-sum-exps */
+    char *l, *alpha, *lowest, *row_max; /* of one panel */
     int32_t *lo, *hi, *key_index;
     char *packed_k;
     const void **k_rows, **packed_k_rows;
     char *chunk;    /* scores, then probabilities of a chunk: [key][lane] */
-    char *sum;      /* the same summed over heads */
-    char *scores;   /* of blocks: [block][lane] */
-    char *means;    /* of stretches of compressed keys: [stretch][lane] */
-    char *keys;     /* [block][BA_CHOOSE_ROWS] */
-    int32_t *lists; /* [BA_CHOOSE_ROWS][width + 1] */
+    char *sum;      /* probabilities summed over heads: [key][lane] */
+    char *scores;   /* scores of blocks: [block][lane] */
+    char *means;    /* mean scores of stretches of compressed keys: [stretch][lane] */
+    char *keys;     /* scratch of the kernel `choose`: [block][BA_CHOOSE_ROWS] */
+    int32_t *lists; /* what it chooses: [BA_CHOOSE_ROWS][width + 1] */
 } select_scratch;
 
 static int64_t dim_pad(const select_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->family->dim_pad); }
 
-static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, pad = dim_pad(c), keys = c->chunk_keys;
     const int64_t tile = ba_max(ba_min(c->args->tile, c->q.tokens), 1), heads = c->by_query ? c->group : 1;
     const int64_t stretches = c->cmp_width ? ba_ceil_div(c->most_blocks, c->args->cmp_group) : 0;
@@ -84,11 +87,12 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
 
 /* ---- One sequence and its rows -------------------------------------------------------------------------------------- */
 
+/* The rows of the result that one item computes: one panel of one head. */
 typedef struct stretch {
-    int64_t sequence, head; /* KV head where by_query, else query head */
-    int64_t first, rows;    /* lanes of the panel, as rows of the sequence's result */
-    int64_t queries, keys;  /* of the sequence: queries here, compressed keys */
-    int64_t blocks;         /* that can be selected */
+    int64_t sequence, head; /* a KV head where by_query, else a query head */
+    int64_t first, rows;    /* rows of the sequence's result: the first one, and how many; row first + i is lane i of the panel */
+    int64_t queries, keys;  /* of the sequence: queries in this call, and compressed keys */
+    int64_t blocks;         /* blocks of the sequence that can be selected */
 } stretch;
 
 static int64_t queries_of(const select_call *c, int64_t n) { return c->args->cu_q ? c->args->cu_q[n + 1] - c->args->cu_q[n] : c->q.tokens; }
@@ -103,7 +107,7 @@ static char *sequence_row(const int64_t *cu, const ba_rows *r, int64_t sequence,
     return cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
 }
 
-/* Packs the rows of the stretch: queries of one head, or means of tiles. */
+/* Packs the rows of the stretch into a panel: queries of one head, or the mean queries of its tiles. */
 static void pack_rows(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, void *panel) {
     const int64_t pad = dim_pad(c), tile = c->args->tile;
     if (c->by_query) {
@@ -126,7 +130,8 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
     c->family->pack_queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale);
 }
 
-/* Opens the panel of the g-th head, and says which compressed keys each lane sees, and at most and at least. */
+/* Opens the panel of query head `head`, the g-th of its group. Sets how many compressed keys each lane sees, in s->hi, and *most and *least, the
+ * largest and the smallest of these numbers. m becomes the log-sum-exp of each query, so that softmax gives its probabilities. */
 static ba_panel open_panel(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, int64_t g, int64_t *most, int64_t *least) {
     const ba_nsa_select_args *a = c->args;
     const ba_panel panel = {.q = s->q + g * c->lanes * dim_pad(c) * c->family->q_bytes, .m = s->m + g * c->lanes * c->real_size, .l = s->l};
@@ -159,7 +164,7 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
 
 /* ---- Scores ------------------------------------------------------------------------------------------------------------ */
 
-/* A chunk of compressed keys, ready to be scored. */
+/* Prepares `keys` compressed keys from `begin` on to be scored: finds and packs their rows. */
 static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const stretch *at, int64_t kv_head, int64_t begin, int64_t keys) {
     const void **rows = s->k_rows;
     for (int64_t j = 0; j < keys; j++) {
@@ -181,7 +186,8 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
                       .scratch = s->chunk};
 }
 
-/* Sum over the group's heads of the probabilities of each compressed key, added to the blocks that it overlaps. */
+/* Scores blocks for rows that are queries: the probabilities of each compressed key, summed over the group's heads, are added to the blocks that the
+ * key overlaps. */
 static void score_by_query(const select_call *c, const select_scratch *s, const stretch *at) {
     const int64_t real = c->real_size, line = c->lanes * real, head = at->head * c->group;
     int64_t most = 0, least = 0;
@@ -205,7 +211,7 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
                 continue;
             }
             c->family->scores[0](&panel, &chunk, s->row_max);
-            c->family->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* m, the log-sum-exp, stays: lowest is not above it */
+            c->family->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* `lowest` is never above m, so m stays the log-sum-exp */
             ba_add_reals(s->sum, s->chunk, keys * c->lanes, real);
         }
         for (int64_t j = 0; j < keys; j++)
@@ -216,6 +222,7 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
     }
 }
 
+/* Scores blocks for rows that are tiles: the products of the compressed keys and the mean query. */
 static void score_by_tile(const select_call *c, const select_scratch *s, const stretch *at) {
     int64_t most, least;
     const ba_panel panel = open_panel(c, s, at, at->head, 0, &most, &least);
@@ -227,12 +234,12 @@ static void score_by_tile(const select_call *c, const select_scratch *s, const s
     }
 }
 
-/* ---- The best -------------------------------------------------------------------------------------------------------------- */
+/* ---- The blocks with the highest scores ------------------------------------------------------------------------------------- */
 
-/* What is always selected of a row, and what may be: the blocks of [lo, hi) that are not within [local_lo, local_hi). */
+/* Which blocks of a row are always selected, and which compete for the other places. */
 typedef struct rules {
-    int64_t init, local_lo, local_hi; /* always: [0, init) and [local_lo, local_hi) */
-    int64_t hi;
+    int64_t init, local_lo, local_hi; /* blocks [0, init) and [local_lo, local_hi) are always selected */
+    int64_t hi;                       /* all other blocks below this compete */
 } rules;
 
 static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
@@ -257,6 +264,7 @@ static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
     return r;
 }
 
+/* Writes a list of blocks, padded with -1, to row `row` of the sequence's result. */
 static void write_row(const select_call *c, const stretch *at, int64_t row, const int32_t *list, int64_t length, const ba_tensor *out) {
     const int64_t *steps = out->strides, width = out->dims[out->ndim - 1];
     for (int64_t b = 0; c->args->cu_q && b < at->sequence; b++) row += rows_of(c, b);
@@ -265,7 +273,7 @@ static void write_row(const select_call *c, const stretch *at, int64_t row, cons
     for (int64_t i = 0; i < width; i++) to[i * steps[out->ndim - 1]] = i < length ? list[i] : -1;
 }
 
-/* Writes each lane's best, in rising order. Of equal scores the lower block comes first. `rules`: by lane. */
+/* Chooses and writes each lane's blocks, in rising order; of equal scores, the lower block wins. `r` has the rules of each lane. */
 static void choose(const select_call *c, const select_scratch *s, const stretch *at, const char *scores, const rules *r, const ba_tensor *out) {
     const int64_t width = out->dims[out->ndim - 1];
     for (int64_t first = 0; first < at->rows; first += BA_CHOOSE_ROWS) {
@@ -290,9 +298,10 @@ static void choose_blocks(const select_call *c, const select_scratch *s, const s
     choose(c, s, at, s->scores, r, &c->args->selected);
 }
 
-/* The best stretches of compressed keys, by the mean score of those that may be selected. */
+/* Chooses the stretches of cmp_group compressed keys with the highest mean scores. The mean is taken over the keys that compete and whose score is
+ * not -inf. */
 static void choose_stretches(const select_call *c, const select_scratch *s, const stretch *at) {
-    const int64_t size = ba_min(c->args->cmp_group, INT32_MAX); /* more than there are is all the same */
+    const int64_t size = ba_min(c->args->cmp_group, INT32_MAX); /* any size above the number of keys means the same */
     rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) {
         const int64_t end = rules_of(c, at, i).hi;
@@ -333,7 +342,7 @@ static void select_item(void *context, int64_t item, int worker) {
     at.keys = keys_of(c, at.sequence);
     at.blocks = blocks_of(c, at.sequence);
     select_scratch s;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    lay_out_nsa_select(c, c->scratch + worker * c->scratch_bytes, &s);
     if (c->by_query) score_by_query(c, &s, &at);
     else score_by_tile(c, &s, &at);
     choose_blocks(c, &s, &at);
@@ -369,6 +378,7 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
     return ba_check_threads(a->num_threads);
 }
 
+/* The number of complete compressed blocks among so many tokens. */
 static int64_t complete_blocks(const ba_nsa_select_args *a, int64_t tokens) {
     return tokens < a->compress_block ? 0 : (tokens - a->compress_block) / a->compress_stride + 1;
 }
@@ -440,7 +450,7 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
     return BA_OK;
 }
 
-/* The highest level in use whose family has its parts: some have the fused kernel alone. */
+/* The highest level in use whose family has the separate kernels `scores` and `softmax`: some families have the fused kernel only. */
 static ba_isa level_with_parts(ba_dtype real) {
     ba_isa level = ba_isa_active();
     while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->vector[real]->scores[0]) level--;
@@ -471,7 +481,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     }
     const int threads = (int)ba_min(ba_is_small(work, 2e6) ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
     select_scratch unused;
-    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    c.scratch_bytes = lay_out_nsa_select(&c, NULL, &unused);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, panels * c.list_heads, select_item, &c);

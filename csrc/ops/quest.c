@@ -1,4 +1,4 @@
-/* Summaries of pages, and the selection of pages by them. */
+/* Makes summaries of pages, and selects pages by their summaries (Quest). */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 #include "ops/problem.h"
 #include "ops/scratch.h"
 
-/* A cache or summary array by (page, row, head), whatever its layout. */
+/* A cache, or an array of summaries, as rows by (page, row, head), whatever its layout. */
 typedef struct pages {
     char *data;
     int64_t count, rows, heads, dim, page_stride, row_stride, head_stride; /* strides in bytes */
@@ -23,6 +23,7 @@ static char *page_row(const pages *p, int64_t page, int64_t row, int64_t head) {
     return p->data + page * p->page_stride + row * p->row_stride + head * p->head_stride;
 }
 
+/* Checks the dtype, the shape and the strides of such an array, and fills `out`. */
 static ba_status take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, pages *out) {
     if (!ba_is_float(t->dtype))
         return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
@@ -44,7 +45,8 @@ static int64_t table_page(const ba_tensor *table, int64_t batch, int64_t index) 
     return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]);
 }
 
-/* A table whose first needed[b] pages are within the array. A page of it stands for unit * units tokens, a number that may be beyond int64. */
+/* Checks a table of pages: for each request b, it must have pages for tokens[b] tokens, and these must be among the `count` pages of the array. A
+ * page holds unit * units tokens, a product that may exceed int64. */
 static ba_status check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t unit, int64_t units) {
     enum { MOST_TOKENS = INT32_MAX / 2 };
     int64_t page_tokens, most_tokens;
@@ -78,13 +80,15 @@ static ba_status check_table(const char *name, const ba_tensor *t, int64_t batch
 
 typedef struct summary_call {
     const ba_quest_metadata_args *args;
-    pages k, largest, smallest, mean; /* data NULL: not wanted */
+    pages k, largest, smallest, mean; /* data NULL: not given */
     ba_summarise_fn summarise;
-    int64_t stretches; /* of SUMMARY_PAGES, of a request at most, from its first stale page on */
+    int64_t stretches; /* the largest number of stretches of SUMMARY_PAGES pages in a request, from the page of its token `begin` on */
 } summary_call;
 
 enum { SUMMARY_PAGES = 16 };
 
+/* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the pages, which all given summaries
+ * share. */
 static ba_status take_summary(const char *name, const ba_tensor *t, const ba_tensor *k_cache, const pages *k, pages *out, int64_t *rows,
                               int64_t *count) {
     if (!ba_given(t)) return BA_OK;
@@ -100,7 +104,7 @@ static ba_status take_summary(const char *name, const ba_tensor *t, const ba_ten
     return BA_OK;
 }
 
-/* Heads that lie side by side in each array are one wide head: memory is then read in one piece. */
+/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. */
 static void join_heads(summary_call *c) {
     const int64_t step = c->k.dim * ba_dtype_size(c->args->k_cache.dtype);
     pages *const all[] = {&c->k, &c->largest, &c->smallest, &c->mean};
@@ -110,24 +114,24 @@ static void join_heads(summary_call *c) {
     c->k.heads = 1;
 }
 
-/* A stretch of a (request, KV head)'s pages. */
+/* Summarises one stretch of pages of one (request, KV head). */
 static void summarise_item(void *context, int64_t item, int worker) {
     (void)worker;
     const summary_call *c = context;
     const ba_quest_metadata_args *a = c->args;
     const int64_t batch = item / c->stretches / c->k.heads, head = item / c->stretches % c->k.heads, size = c->k.rows;
-    const int64_t rows_a_page = c->largest.data ? c->largest.rows : c->smallest.data ? c->smallest.rows : c->mean.rows;
+    const int64_t rows_per_page = c->largest.data ? c->largest.rows : c->smallest.data ? c->smallest.rows : c->mean.rows;
     const int64_t begin = a->begin ? a->begin[batch] : 0, end = a->end[batch];
     if (end <= begin) return;
     const void *rows[1024];
-    const int64_t first = begin / size + item % c->stretches * SUMMARY_PAGES, stop = ba_round_up(ba_ceil_div(end, size), rows_a_page);
+    const int64_t first = begin / size + item % c->stretches * SUMMARY_PAGES, stop = ba_round_up(ba_ceil_div(end, size), rows_per_page);
     for (int64_t page = first; page < ba_min(stop, first + SUMMARY_PAGES); page++) {
-        const int64_t summary = table_page(&a->metadata_tables, batch, page / rows_a_page), row = page % rows_a_page;
+        const int64_t summary = table_page(&a->metadata_tables, batch, page / rows_per_page), row = page % rows_per_page;
         const int64_t tokens = ba_min(size, end - page * size);
         char *high = c->largest.data ? page_row(&c->largest, summary, row, head) : NULL,
              *low = c->smallest.data ? page_row(&c->smallest, summary, row, head) : NULL;
         char *mean = c->mean.data ? page_row(&c->mean, summary, row, head) : NULL;
-        if (tokens <= 0) { /* rows beyond the last page read as 0 */
+        if (tokens <= 0) { /* the rest of the last summary page becomes 0 */
             const size_t bytes = (size_t)(c->k.dim * ba_dtype_size(a->k_cache.dtype));
             if (high) memset(high, 0, bytes);
             if (low) memset(low, 0, bytes);
@@ -171,21 +175,27 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 
 /* ---- Selection --------------------------------------------------------------------------------------------------------- */
 
-/* Two rounds: stretches of pages are scored for all heads at once, since these lie side by side; then each row of the result
- * is chosen from its scores. */
-enum { STRETCH_ROWS = 128, STRETCHES_A_THREAD = 4 /* at least, where a thread gets as many rows */ };
-enum { ROWS_AT_ONCE = 256, AHEAD_BYTES = 2048, MOST_AHEAD = 16 /* rows: where each head has one query */, SCORED_AT_ONCE = 32 /* elsewhere */ };
+/* Selection takes two jobs. The items of the first are stretches of pages, each scored for all heads, because the heads of a page lie close
+ * together in memory. The items of the second are the rows of the result, each chosen from the scores of all its pages. */
+enum {
+    STRETCH_ROWS = 128,       /* the fewest rows of `a` per stretch */
+    STRETCHES_PER_THREAD = 4, /* the least number of stretches that each thread gets, where there are rows enough */
+    ROWS_AT_ONCE = 256,       /* chunk_rows where heads read a row together */
+    AHEAD_BYTES = 2048,       /* prefetched ahead of the row that is scored, where heads read a row together */
+    MOST_AHEAD = 16,          /* and no more rows than this */
+    SCORED_AT_ONCE = 32,      /* chunk_rows where the kernel for few queries scores one head after the other */
+};
 
 typedef struct select_call {
     const ba_select_args *args;
     pages a, b;
     int64_t heads, kv_heads, group, dim, most_pages;
-    int64_t rows;                   /* of the result, of a request */
-    int64_t stretch, stretches;     /* pages; how many of a request at most */
-    int64_t chunk_rows;             /* scored for every head, then the next */
-    int64_t heads_at_once;          /* 0: the kernel for few queries scores one head after the other; else so many heads read a row together */
-    int64_t ahead;                  /* rows prefetched then */
-    int64_t queries_at_once;        /* of each head */
+    int64_t rows;                   /* rows of the result per request */
+    int64_t stretch, stretches;     /* pages per stretch; the largest number of stretches in a request */
+    int64_t chunk_rows;             /* rows of `a` that are scored for every head before the next rows are */
+    int64_t heads_at_once;          /* 0: the kernel for few queries scores one head after the other. Else so many heads read each row together */
+    int64_t ahead;                  /* where heads read rows together: rows that are prefetched ahead */
+    int64_t queries_at_once;        /* queries of each head that are scored in one pass over the rows */
     const ba_attend_family *family; /* for the queries' dtype */
     const ba_cache_kernels *cache;
     int64_t scratch_bytes;
@@ -194,20 +204,21 @@ typedef struct select_call {
 } select_call;
 
 typedef struct select_scratch {
-    int64_t *loaded; /* the request and its first query of a group that are in q, in a thread's first item -1 */
+    int64_t *loaded; /* [2]: the request, and the first query of each group, that `q` holds; -1: none yet */
     char *q;         /* [KV head][query], packed */
-    char *one_query; /* one of a group whose mean is made */
+    char *one_query; /* one query of a group, while the group's mean is made */
     char *scores;
     struct rows_at {
         const void **a, **b;
         int64_t count;
-    } rows[2]; /* the ones at hand and those after them */
-    float *largest;
-    uint64_t *keys;
+    } rows[2];      /* the rows of the current chunk, and of the next one */
+    float *largest; /* [most_pages]: for best_keys() */
+    uint64_t *keys; /* [most_pages]: order_key() of the pages that compete */
     int32_t *chosen;
 } select_scratch;
 
-static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+static int64_t lay_out_select(const select_call *c, char *base, select_scratch *s) {
     const int64_t real = c->family->real_size, queries = c->queries_at_once, rows = c->chunk_rows + c->ahead;
     int64_t used = 0;
     s->loaded = (int64_t *)ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
@@ -224,12 +235,12 @@ static int64_t lay_out(const select_call *c, char *base, select_scratch *s) {
     return used;
 }
 
-/* Bytes between two heads' packed queries: the kernel for few queries always leaves room for as many as it takes. */
+/* Bytes from one head's packed queries to the next head's. The kernel for few queries needs room for BA_FEW_QUERIES whatever their number. */
 static int64_t head_bytes(const select_call *c, int64_t queries) {
     return (c->heads_at_once ? queries : BA_FEW_QUERIES) * BA_FEW_PAD(c->dim) * c->family->real_size;
 }
 
-/* Queries first .. first+queries-1 of the (request, KV head)'s group, or alone their mean. */
+/* Packs `queries` queries of a (request, KV head)'s group, from query `first` of the group on; without per_query_head, the mean of the group. */
 static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
     const ba_tensor *q = &c->args->q;
     const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = head_bytes(c, queries);
@@ -254,7 +265,7 @@ static void load_queries(const select_call *c, const select_scratch *s, int64_t 
     if (c->cache->order_few) c->cache->order_few(packed, queries, c->dim);
 }
 
-/* Queries first .. of all KV heads, unless they are there. */
+/* The same for all KV heads, unless this thread's previous item has left the same queries there. */
 static void load_all_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t first, int64_t queries) {
     if (s->loaded[0] == batch && s->loaded[1] == first) return;
     for (int64_t head = 0; head < c->kv_heads; head++) load_queries(c, s, batch, head, first, queries);
@@ -262,10 +273,10 @@ static void load_all_queries(const select_call *c, const select_scratch *s, int6
     s->loaded[1] = first;
 }
 
-/* Where rows begin .. of a request lie, for the first head. */
+/* Finds where the rows from `begin` to `end` of a request lie, for head 0. */
 static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
     rows->count = ba_max(0, end - begin);
-    for (int64_t at = begin; at < end;) { /* a page after the other: a division a row would show */
+    for (int64_t at = begin; at < end;) { /* page by page, because a division per row would cost time */
         const int64_t page = table_page(&c->args->tables, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
         const char *a = page_row(&c->a, page, row, 0), *b = c->args->method == BA_SELECT_QUEST ? page_row(&c->b, page, row, 0) : NULL;
         for (int64_t i = at - begin; i < at - begin + some; i++, a += c->a.row_stride) rows->a[i] = a;
@@ -278,23 +289,23 @@ static ba_prefetch_rows rows_ahead(const select_call *c, const pages *p, int64_t
     return ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), rows, count);
 }
 
-/* Scores of one head's rows, while its share of the next rows is prefetched. */
+/* Scores one head's rows, and prefetches its share of the next rows meanwhile. */
 static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
                        const void *const *next, int64_t next_count, char *scores) {
     const ba_prefetch_rows ahead = rows_ahead(c, p, head, next, next_count);
     c->cache->scores(q + head * head_bytes(c, queries), queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
 }
 
-/* The first rows of a stretch, which no chunk before them asks for. */
-static void ask_for_all(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
+/* Prefetches the first rows of a stretch for all heads. (Later rows are prefetched while the rows before them are scored.) */
+static void prefetch_rows(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
         ba_prefetcher prefetcher = ba_prefetcher_for(rows_ahead(c, p, head, rows, count));
         while (ba_prefetch_line(&prefetcher)) continue;
     }
 }
 
-/* Scores of one query with rows from `at` on, which stand `step` apart, into those of pages: the same, or the largest of those of its tokens, NaN
- * where one is. */
+/* Turns the scores of one query with `count` rows from row `at` on, which stand `step` apart, into scores of pages. A row of summaries is a page.
+ * For BA_SELECT_MAX a row is a token, and a page's score is the largest of its tokens' scores, NaN where one of them is NaN. */
 static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, int64_t step, float *pages) {
     const int64_t real = c->family->real_size, size = c->args->page_size;
     if (c->args->method == BA_SELECT_MAX) {
@@ -310,11 +321,12 @@ static void keep_scores(const select_call *c, int64_t at, int64_t count, const c
     }
 }
 
-/* Some queries of every head with the rows from `begin` to `end`; out: [query of head 0][most_pages], heads rows_a_head rows apart. */
+/* Scores the loaded queries of every head with the rows from `begin` to `end`, one head after the other. Writes to `out`, [query][most_pages] of
+ * head 0; the other heads' follow at a distance of rows_per_head rows. */
 static void score_stretch(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
     const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
     find_rows(c, batch, begin, ba_min(end, begin + c->chunk_rows), &s->rows[0]);
-    ask_for_all(c, &c->a, s->rows[0].a, s->rows[0].count);
+    prefetch_rows(c, &c->a, s->rows[0].a, s->rows[0].count);
     for (int64_t at = begin, here = 0; at < end; at += c->chunk_rows, here = !here) {
         const struct rows_at *rows = &s->rows[here], *next = &s->rows[!here];
         find_rows(c, batch, at + c->chunk_rows, ba_min(end, at + 2 * c->chunk_rows), &s->rows[!here]);
@@ -326,7 +338,7 @@ static void score_stretch(const select_call *c, select_scratch *s, int64_t batch
     }
 }
 
-/* The same where several heads read a row together. */
+/* The same, where several heads read each row together. */
 static void score_heads(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
     const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
     const int64_t sides = c->args->method == BA_SELECT_QUEST ? 2 : 1;
@@ -347,36 +359,37 @@ static void score_heads(const select_call *c, select_scratch *s, int64_t batch, 
     }
 }
 
+/* Scores one stretch of pages of one request, for all heads. */
 static void score_item(void *context, int64_t item, int worker) {
     const select_call *c = context;
     const ba_select_args *args = c->args;
     const int64_t batch = item / c->stretches, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
     const int64_t first_page = item % c->stretches * c->stretch, end_page = ba_min(n, first_page + c->stretch);
-    const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1, rows_a_head = c->rows / c->kv_heads;
-    const int64_t rows = rows_a_page == 1 ? n : args->seq_lens[batch];
+    const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1, rows_per_head = c->rows / c->kv_heads;
+    const int64_t rows = rows_per_page == 1 ? n : args->seq_lens[batch];
     if (first_page >= end_page) return;
     select_scratch s;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    for (int64_t first = 0; first < rows_a_head; first += c->queries_at_once) {
-        const int64_t queries = ba_min(c->queries_at_once, rows_a_head - first);
+    lay_out_select(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t first = 0; first < rows_per_head; first += c->queries_at_once) {
+        const int64_t queries = ba_min(c->queries_at_once, rows_per_head - first);
         load_all_queries(c, &s, batch, first, queries);
-        const int64_t begin = first_page * rows_a_page, end = ba_min(rows, end_page * rows_a_page);
+        const int64_t begin = first_page * rows_per_page, end = ba_min(rows, end_page * rows_per_page);
         float *out = c->page_scores + (batch * c->rows + first) * c->most_pages;
         if (c->heads_at_once) score_heads(c, &s, batch, queries, begin, end, out);
         else score_stretch(c, &s, batch, queries, begin, end, out);
     }
 }
 
-/* An integer that orders as the score does; ties go to the lower page; NaN comes last. */
+/* An integer that is larger for a higher score and, of equal scores, for the lower page. NaN gives the smallest. The low half holds ~page. */
 static uint64_t order_key(float score, int64_t page) {
     uint32_t bits;
-    if (score == 0) score = 0; /* -0 is 0 */
+    if (score == 0) score = 0; /* -0 counts as 0 */
     memcpy(&bits, &score, sizeof bits);
     bits = score != score ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return (uint64_t)bits << 32 | (uint32_t) ~(uint32_t)page;
 }
 
-enum { FEW_KEYS = 64 };
+enum { FEW_KEYS = 64 }; /* so many keys are sorted by insertion */
 
 static int by_falling_key(const void *left, const void *right) {
     const uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
@@ -388,7 +401,7 @@ static void sort_falling(uint64_t *keys, int64_t n) {
         qsort(keys, (size_t)n, sizeof *keys, by_falling_key);
         return;
     }
-    for (int64_t i = 1; i < n; i++) { /* where a call a comparison would show */
+    for (int64_t i = 1; i < n; i++) { /* qsort's call per comparison would cost more */
         const uint64_t key = keys[i];
         int64_t at = i;
         for (; at > 0 && keys[at - 1] < key; at--) keys[at] = keys[at - 1];
@@ -402,8 +415,8 @@ static void swap_keys(uint64_t *a, uint64_t *b) {
     *b = key;
 }
 
-/* Brings the `count` largest of n keys to the front, in any order (keys are all different): quickselect, whose walk over the keys
- * (Lomuto's) has no branch that a random key could mislead. */
+/* Moves the `count` largest of n keys, all of which differ, to the front, in any order. This is quickselect; the loop over the keys partitions
+ * them after Lomuto, without a branch that random keys would make the CPU mispredict. */
 static void largest_first(uint64_t *keys, int64_t n, int64_t count) {
     for (int64_t low = 0, high = n; high - low > 1;) {
         uint64_t *last = &keys[high - 1], *middle = &keys[low + (high - low) / 2];
@@ -425,8 +438,9 @@ static void largest_first(uint64_t *keys, int64_t n, int64_t count) {
     }
 }
 
-/* Keys of some pages from `first` on, among which are the `count` best of n; returns how many. Pages are dealt out to groups: `count` of these
- * have a largest score that is no less than the count-th of these, so pages with less than that are out. */
+/* Writes the keys of some of the n pages from `first` on, among them the `count` best, and returns how many it has written. Most pages are ruled
+ * out by a bound: page i belongs to group i mod `groups`, and each group has a largest score. The count-th highest of these largest scores is
+ * reached by at least `count` pages, so no page below it can be among the best. */
 static int64_t best_keys(const float *scores, int64_t first, int64_t n, int64_t count, float *largest, uint64_t *keys) {
     const int64_t groups = ba_max(2 * count, n / 16);
     if (count > 0 && 2 * groups <= n) {
@@ -443,7 +457,7 @@ static int64_t best_keys(const float *scores, int64_t first, int64_t n, int64_t 
         int64_t used = 0;
         for (int64_t i = 0; i < n; i++)
             if (scores[i] >= least) keys[used++] = order_key(scores[i], first + i);
-        if (used >= count) return used; /* fewer: NaN */
+        if (used >= count) return used; /* fewer than `count` are left where scores are NaN: then all pages are written */
     }
     for (int64_t i = 0; i < n; i++) keys[i] = order_key(scores[i], first + i);
     return n;
@@ -454,7 +468,7 @@ static int by_rising_number(const void *left, const void *right) {
     return a < b ? -1 : a > b;
 }
 
-/* Writes one row of the result. */
+/* Chooses the pages of one row of the result from the scores of the request's n pages, and writes the row. */
 static void choose(const select_call *c, const select_scratch *s, int64_t batch, int64_t row, const float *scores, int64_t n) {
     const ba_select_args *args = c->args;
     const ba_tensor *out = &args->selected;
@@ -477,12 +491,11 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
     if (ba_given(&args->counts)) ((int32_t *)args->counts.data)[batch * args->counts.strides[0] + row * args->counts.strides[1]] = (int32_t)used;
 }
 
-/* One row of the result. */
 static void choose_item(void *context, int64_t item, int worker) {
     const select_call *c = context;
     const int64_t batch = item / c->rows, n = ba_ceil_div(c->args->seq_lens[batch], c->args->page_size);
     select_scratch s;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    lay_out_select(c, c->scratch + worker * c->scratch_bytes, &s);
     choose(c, &s, batch, item % c->rows, c->page_scores + item * c->most_pages, n);
 }
 
@@ -540,8 +553,9 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     return BA_OK;
 }
 
-/* Quest's bound takes a pass over rows that several queries of several heads share; products of many queries have a kernel that is quicker. Where
- * heads do not lie side by side, one reads all rows before the next. */
+/* Decides how many heads and queries read each row together. Quest's bound has only a kernel in which several heads and queries share one pass over
+ * the rows. For products, that kernel serves single queries; the kernel for few queries is faster for more. Where the heads of a row do not lie
+ * side by side, one head reads all rows before the next head does. */
 static void share_rows_among_heads(select_call *c) {
     const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32), queries = c->rows / c->kv_heads;
     c->heads_at_once = 0;
@@ -571,13 +585,13 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     share_rows_among_heads(&c);
     c.ahead = c.heads_at_once ? ba_min(MOST_AHEAD, ba_ceil_div(AHEAD_BYTES, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype))) : 0;
     c.chunk_rows = c.heads_at_once ? ROWS_AT_ONCE : SCORED_AT_ONCE;
-    const int64_t rows_a_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
-    c.stretch = ba_ceil_div(ba_max(STRETCH_ROWS, pages * rows_a_page / (STRETCHES_A_THREAD * threads)), rows_a_page);
+    const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
+    c.stretch = ba_ceil_div(ba_max(STRETCH_ROWS, pages * rows_per_page / (STRETCHES_PER_THREAD * threads)), rows_per_page);
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;
-    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    c.scratch_bytes = lay_out_select(&c, NULL, &unused);
     char *memory = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
         int64_t used = 0;
         c.page_scores = (float *)ba_take(memory, &used, args->batch * c.rows * c.most_pages * (int64_t)sizeof(float));
         c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
@@ -586,7 +600,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     }
     for (int worker = 0; worker < threads; worker++) {
         select_scratch s;
-        lay_out(&c, c.scratch + worker * c.scratch_bytes, &s);
+        lay_out_select(&c, c.scratch + worker * c.scratch_bytes, &s);
         s.loaded[0] = -1;
     }
     ba_status status = ba_parallel(threads, args->batch * c.stretches, score_item, &c);

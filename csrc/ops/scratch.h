@@ -1,4 +1,4 @@
-/* What drivers do with their scratch memory. Internal. */
+/* How drivers divide and access their scratch memory. Internal. */
 #ifndef BA_OPS_SCRATCH_H
 #define BA_OPS_SCRATCH_H
 
@@ -6,8 +6,9 @@
 #include "core/guard.h"
 #include "kernels/kernels.h"
 
-/* Hands out parts of a memory block; with base NULL it only adds up. Under AddressSanitizer what follows the `bytes` is guarded. A part may be
- * given on to be handed out in parts itself, by each worker anew for each of its items. */
+/* Hands out the next part of the memory block at `base`, aligned to BA_ALIGN, and adds its size to *used. With base NULL it returns NULL and only
+ * adds up. Under AddressSanitizer, a guard follows the `bytes` of each part. A part may be divided into parts again, as each worker divides its
+ * share anew for each item. */
 static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
     char *part = base ? base + *used : NULL;
     const int64_t room = ba_round_up(bytes, BA_ALIGN) + BA_GUARD;
@@ -16,10 +17,10 @@ static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
     return part;
 }
 
-/* float for all but double. */
+/* The dtype of "reals", in which a dtype's sums are computed: float64 for float64, float32 for all others. */
 static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
 
-/* Reals are float or double, as the kernel family says. */
+/* Element `at` of an array of reals: float where real_size is 4, else double. */
 static inline double ba_get_real(const void *data, int64_t at, int64_t real_size) {
     return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at];
 }
@@ -29,13 +30,14 @@ static inline void ba_set_real(void *data, int64_t at, double value, int64_t rea
     else ((double *)data)[at] = value;
 }
 
-/* Whether the heads of a token lie side by side, about. All three in one unit: bytes or elements. */
+/* Whether the heads of a token lie side by side, or nearly. All three numbers are in the same unit, bytes or elements; `bytes` is one head's row. */
 static inline bool ba_heads_are_beside(int64_t head_step, int64_t row_step, int64_t bytes) {
     return head_step >= bytes && head_step <= 2 * bytes && head_step < row_step;
 }
 
-/* What one of the heads that are met in turn asks for of the next rows, which are those of the first head. Where the heads of a token
- * lie side by side, whole tokens: so all heads together ask in the order in which memory lies. Steps are bytes. */
+/* The share of the next rows that head number `head` prefetches, where `heads` heads are scored or attended one after the other and `rows` are the
+ * next rows of head 0. Where the heads of a token lie side by side, each head prefetches some tokens of all heads, so that all heads together
+ * prefetch in the order of memory; else each prefetches its own rows. Steps, and `bytes` of a head's row, are in bytes. */
 static inline ba_prefetch_rows ba_rows_ahead(int64_t head_step, int64_t row_step, int64_t heads, int64_t head, int64_t bytes, const void *const *rows,
                                              int64_t count) {
     if (!ba_heads_are_beside(head_step, row_step, bytes)) return (ba_prefetch_rows){rows, count, head * head_step, bytes, {0, -1, -1}};
