@@ -206,7 +206,7 @@ static void run_item(void *context, int64_t index, int worker) {
     block_scratch s;
     lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     open_rows(c, &s, item);
-    ba_plan_turn_lists(&c->plan, item, columns, s.begin, s.rows);
+    ba_plan_invert_lists(&c->plan, item, columns, s.begin, s.rows);
     for (int64_t column = 0; column < columns && !ba_stopped(); column++) {
         if (s.begin[column] == s.begin[column + 1]) continue;
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);

@@ -54,7 +54,7 @@ typedef struct worker_scratch {
     /* where rows meet block by block: by lane of the item, those of row t from t * row_lanes on */
     char *lane_lse, *lane_delta, *lane_dq, *added;
     int32_t *lane_lo, *lane_hi, *meeting;
-    int32_t *begin, *listed; /* by ba_plan_turn_lists */
+    int32_t *begin, *listed; /* by ba_plan_invert_lists */
 } worker_scratch;
 
 typedef struct call {
@@ -563,7 +563,7 @@ static void run_rows(void *context, int64_t index, int worker) {
     worker_scratch w;
     lay_out_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     open_rows(c, &w, item);
-    ba_plan_turn_lists(&c->plan, item, columns, w.begin, w.listed);
+    ba_plan_invert_lists(&c->plan, item, columns, w.begin, w.listed);
     for (int64_t column = 0; column < columns && !ba_stopped(); column++) {
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
         for (int64_t first = column * p->block_kv; first < end; first += step) meet_keys(c, &w, index, column, first, ba_min(end, first + step));

@@ -98,7 +98,7 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     return true;
 }
 
-void ba_plan_turn_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows) {
+void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows) {
     const ba_problem *p = plan->problem;
     const int64_t *steps = p->blocks.strides;
     memset(begin, 0, (size_t)(columns + 1) * sizeof *begin);

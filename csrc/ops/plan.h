@@ -77,7 +77,7 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
 
 /* Turns the lists of an item's tiles around: rows[begin[column] .. begin[column + 1] - 1] are those that list the column, of the item's, in rising
  * order. begin has room for columns + 1, rows for an entry of each tile's list. */
-void ba_plan_turn_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows);
+void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows);
 
 /* True where the lists route so few queries each that no panel is for them. */
 bool ba_plan_few_rows(const ba_problem *problem);

@@ -15,34 +15,34 @@ typedef struct ba_problem {
     ba_dtype dtype, kv_dtype; /* of q and out; of k and v */
     int64_t element_size, kv_element_size;
     int64_t batch, heads, kv_heads, group; /* group = heads / kv_heads */
-    int64_t q_len, kv_len;                 /* tokens an entry at most (BA_TND: the longest sequence) */
+    int64_t q_len, kv_len;                 /* the length of the batch entries (BA_TND and paged: of the longest sequence) */
     int64_t head_dim, v_dim;
     double scale;
-    double softcap;     /* 0: none. In units of the scaled scores */
-    const float *sinks; /* NULL: none. A score a head that takes part in the softmax without a value */
+    double softcap;     /* 0: none. Else it bounds the scaled scores */
+    const float *sinks; /* NULL: none. Else [heads]: one score per head that takes part in the softmax without a value */
     ba_view q, k, v, out;
-    /* Paged K and V: token t of sequence b lies in page page[first_page[b] + t / page_size], at t % page_size there; the views' batch stride is then
-     * that of pages. */
+    /* Paged K and V: token t of sequence b is token t % page_size of page number page[first_page[b] + t / page_size]. The batch strides of k, v and
+     * their scales are then strides from one page to the next. */
     int64_t page_size; /* 0: not paged */
     const int64_t *page, *first_page;
-    ba_view k_scale, v_scale; /* data NULL: none. A float a token and head, of quantised K and V */
-    ba_view lse;              /* data NULL: not wanted. token_stride 1 step a query; elements are float, for float64 double */
+    ba_view k_scale, v_scale; /* data NULL: none. Else one float per token and head, for quantised K and V */
+    ba_view lse;              /* data NULL: not written. Elements are float, for float64 double */
     const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */
     int64_t q_begin;                   /* token number of query 0; -1: the queries are the last tokens of their sequence */
-    int64_t key_stride, key_last;      /* 0: a key is a token. Else key j is seen from token j * key_stride + key_last on */
-    bool listed;                       /* false: every block */
-    bool routed;                       /* rows of few queries are for the kernel for few */
-    const char *list_name;             /* of the argument, for sentences */
-    ba_tensor blocks;
+    int64_t key_stride, key_last;      /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
+    bool listed;                       /* `blocks` holds lists. false: every block is attended */
+    bool routed;                       /* the kernel for few queries attends rows of few queries */
+    const char *list_name;             /* the name of the argument that holds the lists, for sentences */
+    ba_tensor blocks;                  /* (batch or 1, heads or kv_heads or 1, rows, entries) */
     int64_t block_q, block_kv;
-    int64_t block_rows, block_columns; /* of the grid that the lists speak of */
-    const int64_t *block_counts;       /* NULL: rows end at a pad. Else entries in use, by (batch, head axis of blocks) */
-    const int64_t *cu_rows;            /* NULL: lists by batch entry. Else where each sequence's rows begin on one axis of rows */
+    int64_t block_rows, block_columns; /* blocks of queries and of keys in a sequence of q_len queries and kv_len keys */
+    const int64_t *block_counts;       /* NULL: a row ends at its first pad. Else [batch][head axis of blocks]: how many entries are in use */
+    const int64_t *cu_rows;            /* NULL: the lists have a batch axis. Else where each sequence's rows begin on the one axis of rows */
 } ba_problem;
 
-/* Tokens of one batch entry: where they begin, how many rows there are, and how many of those are valid. */
+/* The tokens of one batch entry: the row where they begin, how many rows there are, and how many of these, from the first on, are valid. */
 typedef struct ba_span {
     int64_t begin, rows, valid;
 } ba_span;
@@ -61,7 +61,7 @@ static inline char *ba_row_of(const ba_view *view, int64_t element_size, int64_t
     return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
 }
 
-/* Rows of a sequence's queries and keys. Sequences that lie one after the other share one batch entry and begin at their span's begin. */
+/* The row of a query, or below of a key, of a sequence. Sequences of BA_TND share one batch entry, in which each begins at its span's `begin`. */
 static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
     return ba_row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
 }
@@ -86,7 +86,7 @@ static inline ba_range ba_visible_keys(const ba_problem *p, int64_t query, int64
     return range;
 }
 
-/* Entry of an index list at a place that ba_tensor's strides reach. */
+/* An entry of an index list, `offset` elements from its first. Negative entries, and 65535 of uint16, which gives -1, are pads. */
 static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
     switch (blocks->dtype) {
     case BA_UINT16: {
@@ -99,20 +99,20 @@ static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
     }
 }
 
-/* Place of a query head on the lists' head axis, which is of length 1, kv_heads or heads; the same for the batch axis. */
+/* The index of a query head on the lists' head axis, which is 1, kv_heads or heads long, and of a batch entry on their batch axis. */
 static inline int64_t ba_list_head(const ba_problem *p, int64_t head) {
     return p->blocks.dims[1] == p->heads ? head : p->blocks.dims[1] == 1 ? 0 : head / p->group;
 }
 static inline int64_t ba_list_batch(const ba_problem *p, int64_t batch) { return p->blocks.dims[0] == 1 ? 0 : batch; }
-/* Place of a sequence's block row on the lists' axis of rows. */
+/* The index of a sequence's block row on the lists' axis of rows. */
 static inline int64_t ba_list_row(const ba_problem *p, int64_t batch, int64_t row) { return p->cu_rows ? p->cu_rows[batch] + row : row; }
 
-/* Columns that the lists of a batch entry may name: those of its own tokens where it is paged, else those of the padded length. */
+/* How many block columns the lists of a batch entry may name: those of its own tokens where keys are paged, else those of the padded length. */
 static inline int64_t ba_list_columns(const ba_problem *p, int64_t batch) {
     return p->page_size ? ba_ceil_div(ba_kv_span(p, batch).valid, p->block_kv) : p->block_columns;
 }
 
-/* Page of a sequence's `page`-th stretch of tokens. */
+/* The number of the page that holds a sequence's tokens from page * page_size on. */
 static inline int64_t ba_page(const ba_problem *p, int64_t batch, int64_t page) { return p->page[p->first_page[batch] + page]; }
 
 #endif
