@@ -1,4 +1,5 @@
-/* AMX tiles with AVX-512 beside them. Dtypes that tiles do not serve have the kernels of the levels below. */
+/* The level amx: bfloat16 on AMX tiles, with AVX-512 beside them. amx_float16.c and amx_float32.c have the families of those dtypes, amx_caches.c
+ * the kernels for caches. Dtypes without a family here use the kernels of the levels below. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 

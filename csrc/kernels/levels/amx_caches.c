@@ -1,5 +1,5 @@
-/* Vectors over a cache, for the processors that have tiles: AVX-512 as in levels/avx512.c, but prefetches go to L2. These cores keep few lines under
- * way into L1, and drop what comes early from it before it is used; those without tiles (Zen) do nothing for a prefetch into L2. */
+/* The level amx, kernels for caches: the vector kernels of levels/avx512.c, but with prefetches into L2 (BA_PREFETCH_LEVEL 2). The processors with
+ * tiles drop lines from L1 that arrive too early; those that levels/avx512.c serves best do not carry out prefetches into L2. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 

@@ -1,4 +1,4 @@
-/* AMX tiles for float16, each number of which is exactly the sum of two of bfloat16. */
+/* The level amx, float16 on AMX tiles: every element is exactly the sum of two bfloat16 pieces. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 

@@ -1,4 +1,4 @@
-/* AMX tiles for float32, each number of which is the sum of three of bfloat16. */
+/* The level amx, float32 on AMX tiles: every element is the sum of three bfloat16 pieces. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 

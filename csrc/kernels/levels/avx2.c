@@ -1,4 +1,4 @@
-/* AVX2 with FMA and F16C: 16 registers, 6 x 2 of them accumulators. */
+/* The level avx2, with FMA and F16C. The micro-kernel has 6 x 2 accumulators in 16 registers. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_avx2
 

@@ -1,4 +1,4 @@
-/* AVX-512 F, BW, DQ, VL: 32 registers, 8 x 2 of them accumulators. */
+/* The level avx512 (F, BW, DQ, VL). The micro-kernel has 8 x 2 accumulators in 32 registers. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_avx512
 

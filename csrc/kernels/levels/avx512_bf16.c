@@ -1,4 +1,5 @@
-/* AVX-512 with VDPBF16PS: 32 registers, 8 x 2 of them accumulators. Dtypes other than bfloat16 have the kernels of the levels below. */
+/* The level avx512_bf16, whose VDPBF16PS multiplies pairs of bfloat16. The micro-kernel has 8 x 2 accumulators in 32 registers. Only bfloat16 has
+ * a family here; the other dtypes use the kernels of the levels below. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_avx512_bf16
 

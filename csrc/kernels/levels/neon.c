@@ -1,4 +1,4 @@
-/* NEON: 32 registers of 4 floats, 8 x 2 of them accumulators and 8 for elements of K. */
+/* The level neon. The micro-kernel has 8 x 2 accumulators of 4 floats in 32 registers, and 8 registers for elements of K. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_neon
 

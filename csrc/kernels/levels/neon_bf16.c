@@ -1,5 +1,6 @@
-/* NEON with BF16's dot products. bfloat16 queries meet keys where they lie, two dims an instruction; the rest is the vector text, with V
- * widened. Weights stay float32: rounded to bfloat16 they would have to be multiplied twice, which is no faster. */
+/* The level neon_bf16: scores of bfloat16 are made by BFDOT, which multiplies pairs of dims, from rows of K in place. All else is the vector
+ * kernels, with V widened to float32. Weights stay float32: rounded to bfloat16 they would need a second product with the residuals, which would
+ * be no faster. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_neon_bf16
 
@@ -31,7 +32,7 @@
 #define BA_PAIRED
 #include "kernels/elements_tmpl.inc"
 
-/* [pair of dims][lane][2], not scaled. */
+/* Packs queries as [pair of dims][lane][2]. They do not carry the scale. */
 BA_INLINE void NAME(pack_pairs)(const int64_t lanes, uint16_t *panel, const uint16_t *const *q_rows, int64_t n, int64_t dim) {
     for (int64_t lane = 0; lane < lanes; lane += BA_LANES)
         for (int64_t d = 0; d < dim; d += 2 * BA_LANES) {
@@ -59,11 +60,11 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
     .dim_pad = BA_PACK_PAD,
     .key_pad = 1,
     .real_size = sizeof(float),
-    .q_bytes = sizeof(float), /* a few queries are packed as reals */
+    .q_bytes = sizeof(float), /* few kernels use queries that are packed as reals */
     .scratch_per_key = BA_WIDE * sizeof(float),
     .pack_bytes = sizeof(float),
     .key_align = BA_LANES,
-    .flushes = true, /* the dot products */
+    .flushes = true, /* BFDOT flushes */
     .pack_v = BA_CAT(NAME(pack_rows), bfloat16),
     .pack_queries = {NAME(pack_pairs_wide), NAME(pack_pairs_narrow)},
     .attend = BA_BOTH(attend),

@@ -1,4 +1,4 @@
-/* The portable level: no flags beyond the platform's own baseline. */
+/* The portable level: compiled for the platform's baseline, without further flags. It has the only float64 family. */
 #include "kernels/tables.h"
 
 #define BA_LEVEL portable

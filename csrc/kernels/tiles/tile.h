@@ -1,8 +1,8 @@
-/* Tiles: eight registers of 16 rows of 64 bytes, and what AMX does with them. Each operation is an instruction, or C that
- * gives the same bits where BA_TILE_EMULATED is defined, so that code over tiles is checked on a machine that lacks them.
+/* The eight AMX tile registers, each of 16 rows of 64 bytes, and the operations on them. Every operation is an instruction or, where
+ * BA_TILE_EMULATED is defined, C that gives the same bits, so that code over tiles can be checked on a machine without AMX.
  *
- * Tile numbers are literals. An instruction that loads or stores says so to the compiler by a "memory" clobber: gcc 12's own
- * intrinsics do not, and it then moves or drops the stores that filled the memory. */
+ * Tile numbers are literals. Each instruction has a "memory" clobber, since it loads or stores memory. gcc 12's own intrinsics lack that clobber,
+ * and gcc then moves or deletes the stores that filled the memory. */
 #ifndef BA_TILE_H
 #define BA_TILE_H
 
@@ -14,23 +14,23 @@ enum { BA_TILE_ROWS = 16, BA_TILE_ROW_BYTES = 64, BA_TILE_BYTES = 1024 };
 
 #ifndef BA_TILE_EMULATED
 
-/* Palette 1, and all eight tiles of full size. */
+/* Palette 1, with all eight tiles at full size. */
 static const struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } ba_tile_config __attribute__((aligned(64))) = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* A thread's tiles exist from configure to release. */
+/* A thread may use tiles between configure and release. */
 static inline void ba_tile_configure(void) { __asm__ volatile("ldtilecfg %0" : : "m"(ba_tile_config)); }
 static inline void ba_tile_release(void) { __asm__ volatile("tilerelease"); }
 
 #define BA_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : : : "memory")
 #define BA_TILE_LOAD(t, p, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
-/* Memory that is read once: it shall not drive anything else out of the first cache. */
+/* Loads memory that is used once, so that it does not evict other data from the first-level cache. */
 #define BA_TILE_STREAM(t, p, stride) __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
 #define BA_TILE_STORE(t, p, stride) __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((int64_t)(stride)) : "memory")
-/* c (float [16][16]) += a (bfloat16 [16][32]) times b (bfloat16 pairs [16][16][2]). */
+/* c += a b, where c is float [16][16], a is bfloat16 [16][32], and b holds pairs of rows: bfloat16 [16][16][2]. */
 #define BA_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
 
 #else
@@ -47,9 +47,10 @@ static inline void ba_tile_store(int t, void *p, int64_t stride) {
     for (int r = 0; r < BA_TILE_ROWS; r++) memcpy((char *)p + r * stride, ba_tiles[t] + r * BA_TILE_ROW_BYTES, BA_TILE_ROW_BYTES);
 }
 
-/* Numbers below the normal range count as 0, before and after. */
+/* Numbers below the normal range count as 0, in the operands and in the results. */
 static inline float ba_tile_flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
-/* a * b + c of elements a and b, rounded once: they have so few digits that a double holds the sum, or all of it that decides how it is rounded. */
+/* a * b + c with one rounding, where a and b are bfloat16 elements: these have so few digits that a double holds the exact sum, or enough of it to
+ * round correctly. */
 static inline float ba_tile_fma(float a, float b, float c) { return (float)((double)a * b + c); }
 static inline float ba_tile_element(const unsigned char *p) {
     const uint32_t bits = (uint32_t)p[0] << 16 | (uint32_t)p[1] << 24;
@@ -58,8 +59,8 @@ static inline float ba_tile_element(const unsigned char *p) {
     return ba_tile_flush(x);
 }
 
-/* Even and odd products are summed apart, from 0 on, and then added. The products of a row of tile b with an element of tile a go side by side, in
- * a loop that compilers make vectors of. */
+/* Like the instruction: products of elements with even and with odd numbers are summed separately, starting from 0, and then added. All products
+ * of one element of tile a with a row of tile b are made in one loop, which compilers vectorise. */
 static inline void ba_tile_dot(int c, int a, int b) {
     float right[2][16][16];
     for (int i = 0; i < 2; i++)

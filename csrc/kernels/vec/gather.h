@@ -1,8 +1,8 @@
-/* Rows of K and V of one head among others', brought side by side before few queries meet them.
+/* Gathers the rows of K and V of one head, which lie between those of other heads, so that they are side by side when a few kernel attends them.
  *
- * Such rows lie a token of all heads apart: in few sets of L1, where they put each other out, and each begins where no prefetcher goes. A loop that
- * does nothing but fetch them has the most of them under way, and with K and V in turns more than with one after the other (Zen 5: 27 against 20 GB/s
- * of pieces of 256 bytes, 22 where they are stored); the kernel then reads what lies in cache in one piece. */
+ * In a token-major cache such rows are one token of all heads apart. That puts them into few sets of the first-level cache, where they evict each
+ * other, and the hardware's prefetcher does not follow short rows at such distances. A loop that only copies them keeps more cache misses in
+ * flight than the kernel does, and the most if it takes rows of K and V in turns. The kernel then reads contiguous memory that is in cache. */
 #ifndef BA_GATHER_H
 #define BA_GATHER_H
 
@@ -10,9 +10,12 @@
 
 #include "kernels/prefetch.h"
 
-enum { BA_GATHER_DISTANCE = 16, /* rows; 4 to 32 are the same */ BA_GATHER_COMMON_BYTES = 256 /* bytes of a row */ };
+enum {
+    BA_GATHER_DISTANCE = 16,
+    /* rows between a prefetch and the copy */ BA_GATHER_COMMON_BYTES = 256 /* bytes of a row for which the loop is compiled with a constant length */
+};
 
-/* A row to its place, while the one that comes a little `upcoming` is asked for. */
+/* Copies the row `from` of `bytes` bytes, and prefetches the row `upcoming`, which will be copied BA_GATHER_DISTANCE rows later. */
 static inline __attribute__((always_inline)) void ba_gather_row(char *to, const char *from, const char *upcoming, const int64_t bytes) {
     int64_t at = 0;
 #pragma GCC unroll 4
@@ -39,7 +42,8 @@ static inline __attribute__((always_inline)) void ba_gather_of(const ba_chunk *c
     }
 }
 
-/* The chunk, of elements of `size` bytes, with its rows in chunk->gathered; k_rows and v_rows: room for their pointers. */
+/* Copies the chunk's rows of K and V, which have elements of `size` bytes, to chunk->gathered: first all rows of K, then all of V. Returns the
+ * chunk with the copied rows. k_rows and v_rows have room for chunk->keys pointers each, and are set to the copies. */
 static __attribute__((noinline, unused)) ba_chunk ba_gather(const ba_chunk *chunk, int64_t size, const void **k_rows, const void **v_rows) {
     ba_chunk side_by_side = *chunk;
     const int64_t k_bytes = chunk->head_dim * size, v_bytes = chunk->v_dim * size;

@@ -1,13 +1,16 @@
-/* A small vocabulary of vector operations over the compilers' vector extensions, from which every vector kernel's text
- * is written once. An ISA file defines, before it includes this:
+/* A small vocabulary of vector operations over the compilers' vector extensions. Every vector kernel is written once in these words, and compiled
+ * once for each level.
  *
- *     BA_LANES        elements of `real` in a vector (4, 8, 16; double: 2)
- *     BA_REAL_DOUBLE  where real is double; else it is float
- *     BA_SUFFIX       makes the names of this instance unique
+ * Each file in levels/ includes this header, through a template or directly, after it has defined
  *
- * +, -, *, comparisons and casts are plain C on `vec`; multiply-adds come by contraction. What C cannot say stands
- * below once in a generic form and again in vec_<isa>.h where an instruction does it better. The generic form compiles
- * for any number of lanes on any CPU, which is how wide code is checked on a machine that lacks it. */
+ *     BA_LANES        elements of `real` in one vector: 4, 8 or 16; 2 for double
+ *     BA_REAL_DOUBLE  if real is double; without it real is float
+ *     BA_SUFFIX       ends the names of this instance, so that a level can have one for float and one for double
+ *
+ * The operators +, -, *, the comparisons and the casts of `vec` are plain C, and the compiler contracts a product and a sum into one multiply-add.
+ * Everything that C cannot say is a function below. Each of them has a generic form here, which compiles for any number of lanes on any CPU: that
+ * is how code for wide vectors is checked on a machine that lacks them. A header vec_<isa>.h replaces the generic form where an instruction does
+ * it better, and says so by defining BA_HAVE_<function>. */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -16,7 +19,7 @@
 #include "kernels/vec/gather.h"
 #include "kernels/kernels.h"
 
-/* An ISA file may include this once for float and once for double. */
+/* A level may include this header twice, for float and for double, so everything from an earlier inclusion is undefined first. */
 #undef real
 #undef real_int
 #undef REAL_MAX
@@ -65,8 +68,8 @@ typedef real NAME(vec_unaligned) __attribute__((vector_size(BA_LANES * sizeof(re
 typedef real_int ivec __attribute__((vector_size(BA_LANES * sizeof(real))));
 
 BA_INLINE vec NAME(v_load)(const real *p) { return *(const NAME(vec_unaligned) *)p; }
-/* The same, for good, and here: where several products want it, the compiler would load it anew for each, and it would move what stands around it
- * to where its own picture of the CPU wants it. */
+/* Loads a vector into a register, here and once. Without the barrier the compiler would load the same memory again for each product that uses it,
+ * and would move the load to another place in the loop. */
 BA_INLINE vec NAME(v_loaded)(const real *p) {
     vec a = NAME(v_load)(p);
 #if (BA_LANES == 8 && defined(__AVX2__)) || (BA_LANES == 16 && defined(__AVX512F__))
@@ -75,27 +78,28 @@ BA_INLINE vec NAME(v_loaded)(const real *p) {
     return a;
 }
 BA_INLINE void NAME(v_store)(real *p, vec a) { *(NAME(vec_unaligned) *)p = a; }
-/* n < BA_LANES reals, the others as 0. */
+/* Loads n < BA_LANES reals; the other lanes are 0. */
 BA_INLINE vec NAME(load_reals)(const real *p, int64_t n) {
     vec a = {0};
     memcpy(&a, p, (size_t)n * sizeof *p);
     return a;
 }
-BA_INLINE vec NAME(v_set1)(real a) { return a - (vec){0}; } /* a - 0 and not a + 0: -0 stays -0 */
+BA_INLINE vec NAME(v_set1)(real a) { return a - (vec){0}; } /* a - 0 and not a + 0, so that -0 stays -0 */
 BA_INLINE vec NAME(v_select)(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
 #ifndef BA_REAL_DOUBLE
-/* Sums of bits, where a carry may reach the sign's place. */
+/* Adds to the bits of every lane, modulo 2^32: a carry may run into the sign bit, which would be undefined for signed integers. */
 BA_INLINE ivec NAME(v_add_bits)(ivec bits, uint32_t more) {
     typedef uint32_t unsigned_vec __attribute__((vector_size(BA_LANES * sizeof(uint32_t))));
     return (ivec)((unsigned_vec)bits + more);
 }
-/* A number's bits, half up where only those of bfloat16, the upper 16, are looked at. */
+/* The bits of `a`, of which the upper 16 are `a` rounded to bfloat16, half up. The lower 16 are meaningless. */
 BA_INLINE ivec NAME(v_half_up)(vec a) { return NAME(v_add_bits)((ivec)a, 0x8000); }
-/* Not 0 where one of two elements of 16 bits, bfloat16 side by side, is NaN or infinite: an exponent of all ones carries. */
+/* Each lane of x holds two bfloat16 elements. A lane of the result is not 0 if one of its two is NaN or infinite: adding 1 to an exponent of all
+ * ones carries into the sign bit. */
 BA_INLINE ivec NAME(v_nonfinite_pairs)(ivec x) { return NAME(v_add_bits)(x & 0x7fff7fff, 0x00800080) & (int32_t)0x80008000; }
 
-/* 2^f on [-0.5, 0.5], minimax of degree 5, relative error 7.5e-8. */
+/* 2^f for f in [-0.5, 0.5]: a minimax polynomial of degree 5 with a relative error of 7.5e-8. */
 BA_INLINE vec NAME(exp2_poly)(vec f) {
     vec p = f * 0x1.5c08e6p-10f + 0x1.3d0c52p-7f;
     p = p * f + 0x1.c6b6e4p-5f;
@@ -113,30 +117,31 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 #endif
 #endif
 
-/* Queries that the kernel for few takes at a time, of so many that are left: a power of two. */
+/* How many queries (a set) a few kernel computes together when `left` of them are left: a power of two. */
 #define BA_FEW_SET(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
 
-/* Sums over V that it keeps in registers, at most. */
+/* The most sums over V that a few kernel keeps in registers. */
 #ifndef BA_HAVE_FEW_SUMS
 #define BA_FEW_SUMS 8
 #endif
 
-/* The larger of a and b; b where either is NaN (as MAXPS has it). */
+/* The larger of a and b. Where either is NaN the result is b, as MAXPS defines it. */
 #ifndef BA_HAVE_V_MAX
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a, b); }
 #endif
 
-/* b, but NaN where a is. */
+/* b, but NaN in the lanes where `a` is NaN. */
 #ifndef BA_HAVE_V_NAN_OF
 BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return NAME(v_select)((ivec)(a == a), b, a); }
 #endif
 
-/* The larger of x and a number; NaN where x is. */
+/* The larger of x and `least`; NaN where x is NaN. */
 #ifndef BA_HAVE_V_AT_LEAST
 BA_INLINE vec NAME(v_at_least)(vec x, real least) { return NAME(v_max)(NAME(v_set1)(least), x); }
 #endif
 
-/* Neighbours in memory, n of them, for products that take one after the other; n is 1 or BA_ELEMENTS. v_element: the i-th in every lane. */
+/* v_elements loads n elements that follow each other in memory, where n is 1 or BA_ELEMENTS. v_element spreads the i-th of them over all lanes.
+ * The generic form only keeps the pointer. */
 #ifndef BA_HAVE_ELEMENTS
 #define BA_ELEMENTS 1
 typedef const real *NAME(elements);
@@ -144,7 +149,7 @@ BA_INLINE const real *NAME(v_elements)(const real *p, const int n) { return (voi
 BA_INLINE vec NAME(v_element)(const real *p, const int i) { return NAME(v_set1)(p[i]); }
 #endif
 
-/* Lane i is p[i % n]; n is a constant, a power of two up to BA_LANES. */
+/* Lane i of the result is p[i % n]. n is a constant power of two, at most BA_LANES. */
 #ifndef BA_HAVE_V_REPEAT
 BA_INLINE vec NAME(v_repeat)(const real *p, const int n) {
     vec a;
@@ -153,7 +158,7 @@ BA_INLINE vec NAME(v_repeat)(const real *p, const int n) {
 }
 #endif
 
-/* 2^x for x <= 0 or a little above. 0 for -inf and for all that is too small, NaN for NaN. */
+/* 2^x for x at or below 0, or a little above. The result is 0 where x is -inf or too small, and NaN where x is NaN. */
 #ifndef BA_HAVE_V_EXP2
 BA_INLINE vec NAME(v_exp2)(vec x) {
 #ifdef BA_REAL_DOUBLE
@@ -162,37 +167,39 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     return y;
 #else
     x = NAME(v_at_least)(x, -127.0f);
-    const vec magic = NAME(v_set1)(0x1.8p23f + 127.0f); /* its sum has the rounded integer, bias included, in the low mantissa bits */
+    const vec magic = NAME(v_set1)(0x1.8p23f + 127.0f); /* the low mantissa bits of x + magic are round(x) plus the exponent's bias */
     const vec t = x + magic;
     const vec f = x - (t - magic);
-    const vec scale = (vec)((ivec)t << 23); /* 2^round(x), and 0 at -127 */
+    const vec scale = (vec)((ivec)t << 23); /* 2^round(x); 0 where round(x) is -127 */
     return NAME(exp2_poly)(f) * scale;
 #endif
 }
 #endif
 
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_SHORT)
-/* a * b + c with one rounding, whatever the compiler makes of the text around it. */
+/* a * b + c with one rounding, independently of how the compiler contracts the surrounding expression. */
 BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
     vec y;
     for (int i = 0; i < BA_LANES; i++) y[i] = fmaf(a[i], b[i], c[i]);
     return y;
 }
-/* 2^x for every x: infinity where it is too large. */
+/* 2^x for every x; infinity where the result is too large. */
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
-/* The same where an error of 2.7e-6 does not show. */
+/* The same with a relative error of up to 2.7e-6, where an instruction set makes that cheaper. */
 BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_exp2_any)(x); }
-/* Two positive numbers rounded to bfloat16, half up, side by side: the first in the lower half. */
+/* Rounds the positive numbers of both vectors to bfloat16, half up, and puts them side by side: a lane of the result has `even` in its lower half
+ * and `odd` in its upper half. */
 BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) { return ((NAME(v_half_up)(even) >> 16) & 0xffff) | (NAME(v_half_up)(odd) & -0x10000); }
 #if BA_LANES == 16
-/* Four times 16 bytes. */
+/* Loads four pieces of 16 bytes into one vector, in this order. */
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
     const void *const from[4] = {a, b, c, d};
     vec x;
     for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, from[i], 16);
     return x;
 }
-/* Two rows of 32 elements of 16 bits: elements of the same place side by side, those of the first 16 places and those of the others. */
+/* a and b each hold a row of 32 elements of 16 bits. Interleaves the two rows, so that elements of the same place stand side by side: `a` receives
+ * places 0 to 15, b places 16 to 31. */
 BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
     uint16_t from[2][32], to[32][2];
     memcpy(from[0], a, sizeof from[0]);
@@ -202,7 +209,8 @@ BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
     memcpy(a, to, sizeof *a);
     memcpy(b, to + 16, sizeof *b);
 }
-/* 8 rows of 4 quarters of 8 elements of 16 bits: in each quarter for itself, rows become columns. */
+/* Each of the 8 vectors holds four quarters of 8 elements of 16 bits. Transposes the 8 x 8 elements of every quarter: element j of vector i is
+ * exchanged with element i of vector j. */
 BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
     uint16_t from[8][4][8], to[8][4][8];
     memcpy(from, rows, sizeof from);
@@ -220,27 +228,27 @@ BA_INLINE bool NAME(v_any)(ivec mask) {
 #endif
 
 #ifndef BA_REAL_DOUBLE
-/* n elements of 16 bits, two a lane, and zeros where there are fewer than 2 * BA_LANES. */
+/* Loads n elements of 16 bits, two in each lane. Zeros fill the vector where n is less than 2 * BA_LANES. */
 BA_INLINE vec NAME(v_load_pairs)(const uint16_t *p, int64_t n) {
     vec x = {0};
-    if (n >= 2 * BA_LANES) memcpy(&x, p, sizeof x); /* of any alignment */
+    if (n >= 2 * BA_LANES) memcpy(&x, p, sizeof x); /* memcpy, since p has no particular alignment */
     else memcpy(&x, p, (size_t)n * sizeof *p);
     return x;
 }
-/* The same two elements in every lane; where n is 1, the upper one is 0. */
+/* Loads n elements of 16 bits (1 or 2) and repeats them in every lane. The upper half of each lane is 0 where n is 1. */
 BA_INLINE ivec NAME(v_repeat_pair)(const uint16_t *p, const int n) {
     int32_t pair = 0;
     memcpy(&pair, p, (size_t)n * sizeof *p);
     return pair - (ivec){0};
 }
 
-/* sum + a.upper * b.upper + a.lower * b.lower of pairs of bfloat16, rounded once a product, in this order; numbers below the normal range
- * count as 0 before and after. VDPBF16PS, or C that gives the same bits. */
+/* sum + a.upper * b.upper + a.lower * b.lower, where each lane of a and b is a pair of bfloat16. Every product is added in this order and rounded
+ * once. Numbers below the normal range count as 0, in the operands and in the results. This is VDPBF16PS, or C that gives the same bits. */
 #ifndef BA_HAVE_V_DOT
 BA_INLINE float NAME(flush)(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
 BA_INLINE float NAME(fma_flushed)(float a, float b, float c) {
     const float y = fmaf(a, b, c);
-    /* small is what would be below the normal range if rounded as a normal number is */
+    /* The instruction flushes a result that would be below the normal range if it were rounded with an unlimited exponent range. */
     return fabsf(y) == 0x1p-126f && fabs((double)a * b + c) < 0x1.ffffffp-127 ? copysignf(0, y) : NAME(flush)(y);
 }
 BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) {
@@ -254,15 +262,15 @@ BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) {
 #endif
 #endif
 
-/* tanh from exp2: both ends exact, and close to 0 off by a unit of 1 at most. */
+/* tanh by way of exp2. The limits are exactly -1 and 1; near 0 the absolute error is up to one unit in the last place of 1. */
 BA_INLINE vec NAME(v_tanh)(vec x) {
     const vec magnitude = NAME(v_max)(x, -x), e = NAME(v_exp2)(magnitude * (real)-2.88539008177792681);
     const vec t = (1 - e) / (1 + e);
     return NAME(v_select)((ivec)(x < 0), -t, NAME(v_select)((ivec)(x == x), t, x));
 }
 
-/* Half precision to float, LANES at a time, in integer arithmetic: exact for every input, subnormals, infinities and
- * NaN included. */
+/* Conversion between half precision and float, BA_LANES elements at a time, in integer arithmetic. From half precision it is exact for every
+ * input, including subnormals, infinities and NaN. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_CONVERT)
 BA_INLINE ivec NAME(v_load_u16)(const uint16_t *p) {
     typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
@@ -274,7 +282,7 @@ BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) { return (vec)(NAME(v_load_u1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) {
     const ivec h = NAME(v_load_u16)(p);
     const ivec magnitude = (h & 0x7fff) << 13;
-    const vec scaled = (vec)magnitude * 0x1p112f; /* moves the exponent's bias; subnormals become normal numbers on the way */
+    const vec scaled = (vec)magnitude * 0x1p112f; /* corrects the exponent's bias, and makes normal numbers of subnormal ones */
     const vec special = (vec)(magnitude | 0x7f800000);
     const vec value = NAME(v_select)((ivec)(magnitude >= 0x0f800000), special, scaled);
     return (vec)((ivec)value | ((h & 0x8000) << 16));
@@ -284,8 +292,9 @@ BA_INLINE void NAME(v_store_u16)(uint16_t *p, ivec a) {
     const half_vec h = __builtin_convertvector(a, half_vec);
     memcpy(p, &h, sizeof h);
 }
-/* Rounds to nearest, ties to even. The normal range rounds in integers; below it a float addition whose unit in the last
- * place is half precision's smallest step does the rounding; NaN stays NaN and what is too large becomes infinity. */
+/* Rounds to the nearest float16, ties to even. NaN stays NaN, and a number that is too large becomes infinity. Results in the normal range are
+ * rounded by integer arithmetic. Smaller results are rounded by adding 0.5, because the last place of a float near 0.5 is the smallest step of
+ * float16. */
 BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
     const ivec bits = (ivec)a & 0x7fffffff, sign = ((ivec)a >> 16) & 0x8000;
     const ivec normal = (bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13;
@@ -302,7 +311,7 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
     typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
     const ivec bits = (ivec)a;
-    const ivec rounded = (NAME(v_half_up)(a) - (~(bits >> 16) & 1)) >> 16; /* a tie goes to even */
+    const ivec rounded = (NAME(v_half_up)(a) - (~(bits >> 16) & 1)) >> 16; /* in a tie, rounds to even */
     const ivec nan = (bits >> 16) | 0x40;
     const ivec is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
     const half_vec h = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), half_vec);
@@ -328,11 +337,11 @@ BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) {
 #endif
 BA_INLINE vec NAME(v_from_i8)(const int8_t *p) { return __builtin_convertvector(NAME(v_load_i8)(p), vec); }
 #ifndef BA_HAVE_V_E4M3
-/* e4m3 (no infinity, NaN where all of exponent and mantissa are set): the bits are moved to float's places and the exponent's
- * bias is mended; small numbers go by way of integers, not of subnormals. */
+/* The format e4m3 has no infinity; it is NaN where all bits of the exponent and the mantissa are set. The bits are moved to the places that they
+ * have in a float, and the bias of the exponent is corrected. Subnormal numbers are converted as integers instead. */
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     const ivec bits = NAME(v_load_u8)(p), magnitude = bits & 0x7f;
-    const vec normal = (vec)((magnitude << 20) + 0x3c000000); /* bias 7 -> 127 */
+    const vec normal = (vec)((magnitude << 20) + 0x3c000000); /* the bias goes from 7 to 127 */
     const vec small = __builtin_convertvector(magnitude, vec) * 0x1p-9f;
     vec value = NAME(v_select)((ivec)(magnitude < 8), small, normal);
     value = NAME(v_select)((ivec)(magnitude == 0x7f), NAME(v_set1)((real)NAN), value);
@@ -341,8 +350,9 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 #endif
 #endif
 
-/* Two vectors' lanes put together anew, by constants: LOW takes the lanes of a with bit `step` unset and, in between, those
- * of b; HIGH takes the other lanes of both. The interleaving behind transposition and sums across lanes. */
+/* Puts the lanes of two vectors together by constant index lists. BA_INTERLEAVE(BA_LOW, step, a, b) takes the lanes of `a` whose number has the
+ * bit `step` unset, and fills the lanes between them with the same lanes of b. BA_HIGH does so for the lanes whose number has the bit set.
+ * Transposition and sums across lanes are made of these two. */
 #define BA_LOW(j, step) ((j) & (step) ? BA_LANES + (j) - (step) : (j))
 #define BA_HIGH(j, step) ((j) & (step) ? BA_LANES + (j) : ((j) + (step)) % BA_LANES)
 #define BA_LANES_2(f, s) f(0, s), f(1, s)
@@ -360,7 +370,8 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 #endif
 #define BA_INTERLEAVE(half, step, a, b) __builtin_shufflevector(a, b, BA_EACH_LANE(half, step))
 
-/* Of two vectors side by side the lanes with even numbers and those with odd ones; v_zip_low and v_zip_high put such two in place again. */
+/* v_even takes the lanes with even numbers of two vectors that stand one after the other, v_odd the lanes with odd numbers. v_zip_low and
+ * v_zip_high reverse that: they give the first and the second of the two vectors back. */
 #define BA_EVEN_LANE(j, step) (2 * (j))
 #define BA_ODD_LANE(j, step) (2 * (j) + 1)
 #define BA_ZIP_LOW_LANE(j, step) ((j) / 2 + (j) % 2 * BA_LANES)
@@ -374,7 +385,7 @@ BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_
 #undef BA_ZIP_LOW_LANE
 #undef BA_ZIP_HIGH_LANE
 
-/* rows[i][j] <-> rows[j][i] of a square of vectors: each round swaps off-diagonal blocks twice as large. */
+/* Transposes a square of BA_LANES vectors: exchanges rows[i][j] and rows[j][i]. Each round exchanges off-diagonal blocks of twice the size. */
 #define BA_TRANSPOSE_ROUND(step)                                                                                                                     \
     if (step < BA_LANES) {                                                                                                                           \
         _Pragma("GCC unroll 16") for (int i = 0; i < BA_LANES; i++) {                                                                                \
@@ -387,7 +398,7 @@ BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_
 BA_INLINE void NAME(v_transpose)(vec *rows){BA_TRANSPOSE_ROUND(1) BA_TRANSPOSE_ROUND(2) BA_TRANSPOSE_ROUND(4) BA_TRANSPOSE_ROUND(8)}
 #undef BA_TRANSPOSE_ROUND
 
-/* Lane i of the result is lane i ^ step of x; step is a constant, a power of two below BA_LANES. */
+/* Lane i of the result is lane i ^ step of x. step is a constant power of two below BA_LANES. */
 #define BA_OTHER(j, step) (((j) ^ (step)) % BA_LANES)
 BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
     if (step == 8) return BA_INTERLEAVE(BA_OTHER, 8, x, x);
@@ -397,9 +408,12 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
 }
 #undef BA_OTHER
 
-/* Lane i of the result is the sum of all lanes of rows[i]; of `count` rows, a constant power of two, and the lanes beyond repeat those before. Each
- * round adds neighbours and puts two rows into one. The additions pair the same lanes in the same order for every row, and for any count. In two
- * parts, v_sum_pairs (half as many rows are left, in front) and v_sum_paired, for those who have something to do in between; v_sum_each is both. */
+/* Sums across lanes: lane i of the result is the sum of all lanes of rows[i]. `count`, a constant power of two, says how many rows there are; the
+ * lanes beyond `count` repeat the ones before them. The additions pair the same lanes in the same order for every row and any count, so that a sum
+ * does not depend on how many are made together.
+ *
+ * There are two halves, so that a caller can do other work between them. v_sum_pairs adds neighbouring lanes and leaves half as many vectors, at
+ * the front of `rows`; v_sum_paired makes the sums of those. v_sum_each is both, of BA_LANES rows. */
 #ifndef BA_HAVE_V_SUM_PAIRS
 #define BA_SUM_ROUND(step)                                                                                                                           \
     if (step < BA_LANES && step >= count) rows[0] += NAME(v_swap)(rows[0], step);                                                                    \
@@ -429,7 +443,7 @@ BA_INLINE vec NAME(v_sum_each)(vec *rows) {
 #undef BA_EACH_LANE
 #undef BA_INTERLEAVE
 
-/* n (at most BA_LANES) floats or ints as a vector of reals or of their integers; the lanes beyond are 0. */
+/* Loads n floats or ints as reals, or as integers of real's size. n may be more than BA_LANES; if it is less, the other lanes are 0. */
 BA_INLINE vec NAME(v_load_floats)(const float *p, int64_t n) {
     typedef float floats __attribute__((vector_size(BA_LANES * sizeof(float))));
     floats a = {0};
@@ -443,5 +457,5 @@ BA_INLINE ivec NAME(v_load_ints)(const int32_t *p, int64_t n) {
     return __builtin_convertvector(a, ivec);
 }
 
-/* The natural logarithm of l * 2^m; -inf where nothing was attended. */
+/* The natural logarithm of l * 2^m; -inf where l is 0, which means that nothing was attended. */
 BA_INLINE real NAME(log_sum_exp)(real m, real l) { return l == 0 ? -(real)INFINITY : (real)(((double)m + log2((double)l)) * 0x1.62e42fefa39efp-1); }

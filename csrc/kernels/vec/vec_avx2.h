@@ -1,4 +1,4 @@
-/* 8 float lanes: what AVX2, FMA and F16C say in one instruction. */
+/* Vectors of 8 floats: the functions of vec.h for which AVX2, FMA or F16C have an instruction. Included by vec/vec.h only. */
 #include <immintrin.h>
 
 #define BA_HAVE_V_MAX 1
@@ -18,8 +18,8 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 
-/* By way of float16, whose bias is 8 greater: exponent and mantissa 7 places up, which takes subnormals along; e4m3's only NaN
- * becomes one. */
+/* By way of float16, whose exponent has a bias that is 8 greater: the bits of exponent and mantissa move up by 7 places, the conversion to float
+ * handles subnormal numbers, and a factor of 2^8 corrects the bias. The only NaN of e4m3 is turned into a NaN of float16. */
 #define BA_HAVE_V_E4M3 1
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     const __m128i bits = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7), _mm_set1_epi16((short)0xbf80));

@@ -1,4 +1,4 @@
-/* 16 float lanes: what AVX-512 (F, DQ) says in one instruction. Included by vec/vec.h only. */
+/* Vectors of 16 floats: the functions of vec.h for which AVX-512 (F, BW, DQ) has an instruction. Included by vec/vec.h only. */
 #include <immintrin.h>
 
 #define BA_HAVE_FEW_SUMS 1
@@ -11,7 +11,7 @@ BA_INLINE vec NAME(v_nan_of)(vec a, vec b) {
     return (vec)_mm512_mask_mov_ps((__m512)b, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q), (__m512)a);
 }
 
-/* The fraction by VREDUCEPS, the exponent by VSCALEFPS, which takes underflow, infinity and NaN as they should be. */
+/* VREDUCEPS gives the fraction. VSCALEFPS multiplies by the power of two, and handles underflow, infinity and NaN. */
 #define BA_HAVE_V_EXP2 1
 BA_INLINE vec NAME(v_exp2)(vec x) {
     const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -21,7 +21,7 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
 #define BA_HAVE_V_SHORT 1
 BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_exp2)(x); }
-/* VSCALEFPS rounds the exponent down by itself, so the fraction is taken from below. */
+/* VSCALEFPS rounds the exponent down by itself, so the fraction is the distance from the whole number below. The polynomial has degree 4. */
 BA_INLINE vec NAME(v_exp2_short)(vec x) {
     const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     vec p = f * 0x1.bb7cd8p-7f + 0x1.aa13eep-5f;
@@ -31,10 +31,11 @@ BA_INLINE vec NAME(v_exp2_short)(vec x) {
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
-    /* 0x8000 and 0xffff, as floats: gcc would make whole numbers anew each time */
+    /* The bits 0x8000 and 0xffff are written as floats, because gcc would build integer constants again for each use. */
     const __m512i half = (__m512i)_mm512_set1_ps(0x1p-134f), lower = (__m512i)_mm512_set1_ps(0x1.fffep-134f);
     const __m512i a = _mm512_add_epi32((__m512i)even, half), b = _mm512_add_epi32((__m512i)odd, half);
-    return (ivec)_mm512_ternarylogic_epi32(lower, _mm512_alignr_epi8(a, a, 2), b, 0xca); /* no shift: that port has the multiplications */
+    return (ivec)_mm512_ternarylogic_epi32(lower, _mm512_alignr_epi8(a, a, 2), b,
+                                           0xca); /* A byte alignment and not a shift, since shifts run on the port that multiplies. */
 }
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
     __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a));
@@ -43,7 +44,7 @@ BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c,
     return (vec)_mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)d), 3);
 }
 BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
-    /* elements 0, 32, 1, 33, .. of both rows as one, and from 16 on */
+    /* the indices of elements 0, 32, 1, 33, ... of both rows, and the same from element 16 on */
     const __m512i low = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008, 0x270007, 0x260006, 0x250005,
                                          0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
@@ -54,7 +55,8 @@ BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
 BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
     __m512i a[8], b[8];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) { /* rows i and i + 4, then 2 apart, then 1: what was 4 rows away is next */
+    for (int i = 0; i < 4;
+         i++) { /* interleaves vectors that are 4, then 2, then 1 apart: each round brings elements of rows i and i + 4 side by side */
         a[2 * i] = _mm512_unpacklo_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
         a[2 * i + 1] = _mm512_unpackhi_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
     }
@@ -89,8 +91,8 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 
-/* By way of float16, whose bias is 8 greater: exponent and mantissa 7 places up, which takes subnormals along; e4m3's only NaN
- * becomes one. */
+/* By way of float16, whose exponent has a bias that is 8 greater: the bits of exponent and mantissa move up by 7 places, the conversion to float
+ * handles subnormal numbers, and a factor of 2^8 corrects the bias. The only NaN of e4m3 is turned into a NaN of float16. */
 #define BA_HAVE_V_E4M3 1
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     const __m256i bits =
@@ -99,7 +101,7 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)_mm512_cvtph_ps(_mm256_or_si256(bits, nan)) * 256.0f;
 }
 
-/* Within each four lanes, then the fours of rows that are 4 and 8 apart. */
+/* Lanes are first summed within groups of four, then across the groups that are 4 and 8 lanes apart. */
 #define BA_HAVE_V_SUM_PAIRS 1
 BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) {
 #pragma GCC unroll 8

@@ -1,12 +1,13 @@
-/* 4 float lanes: what aarch64's vectors say in one instruction, and compilers do not make of the generic forms. Included by vec/vec.h only. */
+/* Vectors of 4 floats: the functions of vec.h for which aarch64 has an instruction that compilers do not find in the generic form. Included by
+ * vec/vec.h only. */
 #include <arm_neon.h>
 
-/* v_max keeps its generic form, a comparison and a selection: FMAX hands NaN on from either side, and FMAXNM makes one of a
- * signalling NaN. */
+/* v_max keeps its generic form, a comparison and a selection. FMAX returns NaN if either operand is NaN, and FMAXNM returns NaN for a signalling
+ * one. */
 #define BA_HAVE_V_AT_LEAST 1
 BA_INLINE vec NAME(v_at_least)(vec x, float least) { return (vec)vmaxq_f32((float32x4_t)x, vdupq_n_f32(least)); }
 
-/* FMLA multiplies with one element of a register, so four are loaded at once and none is spread out. */
+/* FMLA can multiply by one element of a register. So four elements are loaded at once, and none has to be spread over a register of its own. */
 #define BA_HAVE_ELEMENTS 1
 #define BA_ELEMENTS 4
 typedef vec NAME(elements);
@@ -21,7 +22,7 @@ BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)vcvt_f32_f16(vre
 BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) { return (vec)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(p), vdup_n_u16(0))); }
 BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)a))); }
 
-/* The upper halves of the sums are what a rounding to even leaves. */
+/* The upper halves of the sums are the values rounded to nearest, ties to even. */
 #define BA_HAVE_V_TO_BF16 1
 BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
     const uint32x4_t bits = (uint32x4_t)a, odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -37,8 +38,8 @@ BA_INLINE int16x8_t NAME(v_load_bytes)(const void *p) {
 #define BA_HAVE_V_BYTES 1
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)vmovl_s16(vget_low_s16(NAME(v_load_bytes)(p))); }
 
-/* By way of float16, whose bias is 8 greater: exponent and mantissa 7 places up, which takes subnormals along; e4m3's only NaN
- * becomes one. */
+/* By way of float16, whose exponent has a bias that is 8 greater: the bits of exponent and mantissa move up by 7 places, the conversion to float
+ * handles subnormal numbers, and a factor of 2^8 corrects the bias. The only NaN of e4m3 is turned into a NaN of float16. */
 #define BA_HAVE_V_E4M3 1
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     const uint16x4_t bits = vand_u16(vshl_n_u16(vreinterpret_u16_s16(vget_low_s16(NAME(v_load_bytes)(p))), 7), vdup_n_u16(0xbf80));
