@@ -29,7 +29,7 @@ def weight_of(w: Any, q: np.ndarray, dtype: Any, kind: str) -> tuple[np.ndarray 
 
 
 def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, num_threads: int | None = None) -> Any:
-    """Three gates a query head: ``sigmoid(q . weight)``, never normalised.
+    """Three gates per query head: the sigmoid of ``q`` times the head's weights, never normalised.
 
     Parameters
     ----------

@@ -253,7 +253,7 @@ def from_csr(
     Returns
     -------
     numpy.ndarray
-        (*lead, R, W), columns in the order given.
+        ``(*lead, R, W)``, columns in the order given.
 
     Raises
     ------

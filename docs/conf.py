@@ -1,0 +1,61 @@
+"""Sphinx's configuration. make docs builds the site in build/docs/html and runs the examples of the pages."""
+
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE / "_ext"))
+
+import blitz_attn  # noqa: E402
+
+project = "blitz_attn"
+author = "the blitz_attn developers"
+release = version = blitz_attn.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.doctest",
+    "results_table",
+]
+exclude_patterns = ["_ext"]
+default_role = "code"  # numpydoc's `name`
+suppress_warnings = ["ref.footnote"]  # a docstring may list a source without a mark in its text
+language = "en"
+
+autosummary_generate = False  # the tables of the API pages link to what stands below them
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # types are in the docstrings
+napoleon_google_docstring = False
+napoleon_numpy_docstring = True
+napoleon_use_rtype = False
+doctest_test_doctest_blocks = ""  # docstrings are run by the test suite; pages mark theirs
+doctest_global_setup = "import numpy as np\nimport blitz_attn\nfrom blitz_attn import sabi\nrng = np.random.default_rng(0)"
+
+html_theme = "alabaster"
+html_theme_options = {
+    "description": "Sparse attention on CPUs, from NumPy",
+    "fixed_sidebar": True,
+    "page_width": "1200px",
+    "sidebar_width": "240px",
+    "font_family": "Georgia, serif",
+}
+html_sidebars = {"**": ["about.html", "navigation.html", "searchfield.html"]}
+html_static_path = ["_static"]
+html_css_files = ["blitz.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+
+def own_footnotes(app, what, name, obj, options, lines):
+    """Numbered references of a docstring become footnotes of its own, so that several docstrings share a page."""
+    label = name.replace(".", "-").replace("_", "-")
+    text = re.sub(r"\[(\d+)\](?=_|\s)", rf"[#{label}-\1]", "\n".join(lines))
+    lines[:] = text.split("\n")
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", own_footnotes, priority=900)
