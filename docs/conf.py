@@ -23,6 +23,8 @@ extensions = [
 ]
 exclude_patterns = ["_ext"]
 default_role = "code"  # numpydoc's `name`
+nitpicky = True  # every function that a page names must be there
+nitpick_ignore_regex = [("py:(class|data|obj|exc)", ".*")]  # what numpydoc types say is prose
 suppress_warnings = ["ref.footnote"]  # a docstring may list a source without a mark in its text
 language = "en"
 

@@ -6,7 +6,8 @@
        :table: 2
 
 The head of the file (machine, commit, date, command) becomes a line above the table. `columns` chooses and orders columns, `where` keeps
-rows whose column has one of the values, `table` chooses one of the file's tables, from 1.
+rows whose column has one of the values, `table` chooses one of the file's tables, from 1. `pivot: key value` makes a column for each
+value of the column `key`, which holds the column `value`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,16 @@ def read_results(name: str) -> Results:
     return Results(read_head(text), [table for table in tables if table.lines])
 
 
+def pivoted(rows: list[dict[str, str]], columns: list[str], key: str, value: str) -> tuple[list[str], list[list[str]]]:
+    """The heads and the cells of a table with a column for each value of `key`."""
+    left = [column for column in columns if column not in (key, value)]
+    heads = list(dict.fromkeys(row[key] for row in rows))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row[column] for column in left), {})[row[key]] = row[value]
+    return [*left, *(f"{key} {head}" for head in heads)], [[*first, *(own.get(head, "") for head in heads)] for first, own in cells.items()]
+
+
 def setup(app: Any) -> dict[str, bool]:
     from docutils import nodes
     from docutils.parsers.rst import Directive, directives
@@ -79,7 +90,12 @@ def setup(app: Any) -> dict[str, bool]:
 
     class ResultsDirective(Directive):
         required_arguments = 1
-        option_spec = {"columns": directives.unchanged, "where": directives.unchanged, "table": directives.positive_int}  # noqa: RUF012
+        option_spec = {  # noqa: RUF012
+            "columns": directives.unchanged,
+            "where": directives.unchanged,
+            "table": directives.positive_int,
+            "pivot": directives.unchanged,
+        }
 
         def run(self) -> list[nodes.Node]:
             name = self.arguments[0]
@@ -96,7 +112,10 @@ def setup(app: Any) -> dict[str, bool]:
                         wanted[list(wanted)[-1]].append(word)
                 rows = [row for row in table.rows() if all(row[key] in values for key, values in wanted.items())]
                 body = [[row[column] for column in columns] for row in rows]
-            except (OSError, IndexError, KeyError) as error:
+                if "pivot" in self.options:
+                    key, value = self.options["pivot"].split()
+                    columns, body = pivoted(rows, columns, key, value)
+            except (OSError, IndexError, KeyError, ValueError) as error:
                 raise self.error(f"results: {name}: {type(error).__name__}: {error}") from None
             if not body:
                 raise self.error(f"results: {name}: no row is left")
