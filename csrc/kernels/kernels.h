@@ -35,6 +35,7 @@
  *     prefetcher     issues the prefetches of a few call, a little at every step of its work; a request is one pass of it over the rows to come
  *     tile           (tiles/) one tile register: 16 rows of 64 bytes
  *     piece          (tiles/) one of the bfloat16 numbers whose sum is a float16 or float32 element
+ *     bundle         (tiles/) 2 to 4 consecutive groups whose weighted values are added to o together
  *     strip          (tiles/) the 32 dims of V whose sums stand in tile registers at a time
  *     heavy          (tiles/) a group whose weights need a second piece, since they are a large share of a lane's sum so far
  *     family         the kernels of one dtype at one level, which share their packed formats; a level is one instruction set (ba_isa) */
