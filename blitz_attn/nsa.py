@@ -18,34 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _arrays, _core
-from ._nsa.arrays import (
-    BRANCHES,
-    CMP_GROUP,
-    COMPRESSED_NAMES,
-    PIECE_ELEMENTS,
-    SELECTED_NAMES,
-    Piece,
-    Result,
-    Rules,
-    Sequences,
-    attend,
-    attend_backward,
-    cuts,
-    dtype_of,
-    expect_shape,
-    floats,
-    lists_of,
-    number,
-    pieces,
-    real_of,
-    rules_of,
-    same_kind,
-    scale_of,
-    storage,
-    sums_of,
-    threads_of,
-    window_of,
-)
+from ._nsa.arrays import Result, dtype_of, expect_shape, real_of, rounded, same_kind, storage
+from ._nsa.attend import attend_backward
 from ._nsa.branches import (
     compressed_attention,
     compressed_attention_backward,
@@ -54,19 +28,12 @@ from ._nsa.branches import (
     window_attention,
     window_attention_backward,
 )
-from ._nsa.gates import compute_gates, gate_and_combine, gates_as_reals, gating_backward, weight_of
-from ._nsa.parts import (
-    check_weight,
-    compress_gradients,
-    compress_into,
-    compress_kv,
-    compress_kv_backward,
-    compressed_shape,
-    list_shape,
-    rounded,
-    score_and_select_blocks,
-    select_into,
-)
+from ._nsa.call import BRANCHES, Call, Options, Results, Room, checked, kept_results, run
+from ._nsa.compression import compress_gradients, compress_into, compress_kv, compress_kv_backward
+from ._nsa.gates import compute_gates, gate_and_combine, gating_backward
+from ._nsa.rules import threads_of
+from ._nsa.selection import score_and_select_blocks
+from ._nsa.sequences import pieces
 
 __all__ = [
     "NSAContext",
@@ -88,31 +55,7 @@ __all__ = [
 ]
 
 
-class Call(NamedTuple):
-    """A checked call: views of its arrays, its rules, and what is derived from the arrays once."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    kind: str
-    rules: Rules
-    window: int
-    scale: float
-    sequences: Sequences
-    w_k: np.ndarray | None  # weights are of the dtype of sums
-    w_v: np.ndarray | None
-    w_gate: np.ndarray | None
-    gates: np.ndarray | None  # given ones
-    kinds: tuple[str, str, str, str]  # dtypes of the weights and of given gates
-    most_groups: int | None  # num_cmp_selected_blocks
-    lists: np.ndarray | None  # a given selection
-    k_cmp: np.ndarray
-    v_cmp: np.ndarray
-    threads: int | None
-
-    @property
-    def packed(self) -> bool:
-        return self.sequences.tokens is not None
+PIECE_ELEMENTS = 1 << 22  # elements of one branch's output that a call without a context holds at a time
 
 
 class NSAGradients(NamedTuple):
@@ -150,152 +93,22 @@ class NSAContext:
     call: Call
     branches: list[np.ndarray]
     groups: np.ndarray | None
-    like: tuple[Any, ...]  # what the gradients are to be like: q, k, v, the weights, the gates
+    like: tuple[Any, ...]  # the caller's q, k, v, weights and gates, whose kind and dtype the gradients get
 
 
 # ---- Forward ------------------------------------------------------------------------------------------------------
 
 
-def _check(given: dict[str, Any]) -> Call:
-    """Everything that is checked before any output is touched."""
-    rules = rules_of(
-        given["mode"], given["compress_block_size"], given["num_selected_blocks"], given["q_tile_size"], given["compress_stride"],
-        given["select_block_size"], given["init_blocks"], given["local_blocks"], given["causal"],
-    )  # fmt: skip
-    window = number(given["window_size"], "window_size")
-    most_groups = given["num_cmp_selected_blocks"]
-    if most_groups is not None:
-        most_groups = number(most_groups, "num_cmp_selected_blocks")
-        if rules.by_query:
-            raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {most_groups}')
-    threads = threads_of(given["num_threads"])
-    dtype = dtype_of(given["dtype"])
-    q, kind = floats(given["q"], "q", dtype)
-    k, v = (same_kind(given[name], name, dtype, kind, "q") for name in ("k", "v"))
-    if dtype is not None and kind != dtype:
-        raise TypeError(f"q: expected {dtype} as dtype says, got {kind}")
-    cu_seqlens = sums_of(given["cu_seqlens"])
-    packed = cu_seqlens is not None
-    rank, shape = (3, "(T, H, D)") if packed else (4, "(B, N, H, D)")
-    if q.ndim != rank:
-        raise ValueError(f"q: expected shape {shape}, got {q.shape}")
-    if k.ndim != rank or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
-    if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
-    for x, name in ((q, "q"), (v, "v")):
-        if not 1 <= x.shape[-1] <= 576 or x.shape[-2] < 1:
-            raise ValueError(f"{name}: expected at least one head and a head dim from 1 to 576, got {x.shape}")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
-    sequences = Sequences.of(cuts(cu_seqlens, q.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
-    w_k, kind_k = check_weight(given["w_k_compress"], "w_k_compress", k.shape, dtype, kind)
-    w_v, kind_v = check_weight(given["w_v_compress"], "w_v_compress", v.shape, dtype, kind)
-    w_gate, kind_gate = weight_of(given["gate_proj_weight"], q, dtype, kind)
-    gates, kind_gates = None, kind
-    if given["gates"] is not None:
-        if w_gate is not None:
-            raise ValueError("gates: expected None with gate_proj_weight, got both")
-        gates, kind_gates = gates_as_reals(given["gates"], q.shape, dtype, kind)
-    lists = None
-    if given["block_indices"] is not None:
-        heads = (k.shape[-2],) if rules.by_query else tuple(dict.fromkeys((q.shape[-2], k.shape[-2])))
-        lengths = [q.shape[1]] if sequences.tokens is None else np.diff(sequences.tokens).tolist()
-        lists = lists_of(given["block_indices"], rules, heads, q.shape[0], lengths, packed)
-    scale = scale_of(given["scale"], q.shape[-1])
-    k_cmp, v_cmp = (np.empty(compressed_shape(x, rules.size, rules.stride, sequences), storage(kind)) for x in (k, v))
-    kinds = (kind_k, kind_v, kind_gate, kind_gates)
-    return Call(q, k, v, kind, rules, window, scale, sequences, w_k, w_v, w_gate, gates, kinds, most_groups, lists, k_cmp, v_cmp, threads)
-
-
-class Room:
-    """Arrays for the branches of a piece: parts of whole arrays where those are kept, else memory that all pieces share."""
-
-    def __init__(self) -> None:
-        self.memory: dict[str, np.ndarray] = {}
-
-    def array(self, name: str, shape: tuple[int, ...], dtype: Any, kept: np.ndarray | None) -> np.ndarray:
-        if kept is not None:
-            return kept
-        count = int(np.prod(shape))
-        if name not in self.memory or self.memory[name].size < count:
-            self.memory[name] = np.empty(count, dtype)
-        return self.memory[name][:count].reshape(shape)
-
-
-def _select(call: Call, piece: Piece, q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray | None, chosen: np.ndarray, groups: Any) -> None:
-    select_into(
-        q, k_cmp, lse, chosen, groups, call.kind, call.rules, call.scale, piece.begin, piece.tokens, piece.sequences, call.threads
-    )
-
-
-def _run_piece(call: Call, piece: Piece, room: Room, keep: NSAContext | None, out: np.ndarray) -> None:
-    """All of the call for the queries of one piece."""
-    rules, kind, cu = call.rules, call.kind, piece.sequences.tokens
-    q, result = call.q[piece.queries], out[piece.queries]
-    k, v, k_cmp, v_cmp = call.k[piece.keys], call.v[piece.keys], call.k_cmp[piece.blocks], call.v_cmp[piece.blocks]
-    branches = [
-        room.array(name, result.shape, storage(kind), None if keep is None else keep.branches[c][piece.queries])
-        for c, name in enumerate(BRANCHES)
-    ]
-    lse: list[np.ndarray | None] = [None] * 3
-    for c, name in enumerate(BRANCHES):
-        if keep is not None or (rules.by_query and c == 0 and call.lists is None):
-            lse[c] = room.array(f"{name} lse", q.shape[:-1], real_of(kind), None if keep is None else keep.lse[name][piece.queries])
-
-    def lists(name: str, width: int, kept: np.ndarray | None) -> np.ndarray:
-        shape = list_shape(q, k.shape[-2], rules, piece.sequences, width)
-        return room.array(name, shape, np.int32, None if kept is None else piece.lists(kept, kv_heads))
-
-    chosen, groups, kv_heads = None, None, call.k.shape[-2]
-    if call.lists is not None:
-        chosen = piece.lists(call.lists, kv_heads)
-    if call.most_groups is not None:
-        groups = lists("groups", call.most_groups, None if keep is None else keep.groups)
-    if chosen is None or groups is not None:
-        selected = lists("lists", rules.count, None if keep is None or call.lists is not None else keep.block_indices)
-        if not rules.by_query:
-            _select(call, piece, q, k_cmp, None, selected, groups)
-
-    shared = (kind, call.scale, rules.causal, call.threads)
-    attend(
-        q, k_cmp, v_cmp, branches[0], lse[0], *shared, COMPRESSED_NAMES, cu=cu, cu_kv=piece.sequences.blocks, lists=groups,
-        cu_rows=piece.sequences.rows if groups is not None else None, block_shape=(rules.tile, CMP_GROUP), begin=piece.begin,
-        stride=rules.stride, last=rules.last,
-    )  # fmt: skip
-    if chosen is None:
-        chosen = selected
-        if rules.by_query:
-            _select(call, piece, q, k_cmp, lse[0], chosen, None)
-    attend(
-        q, k, v, branches[1], lse[1], *shared, SELECTED_NAMES, cu=cu, lists=chosen, cu_rows=piece.sequences.rows,
-        block_shape=(rules.tile, rules.select), begin=piece.begin,
-    )  # fmt: skip
-    attend(q, k, v, branches[2], lse[2], *shared, {}, cu=cu, window=window_of(call.window, rules.causal), begin=piece.begin)
-    gates = None if call.gates is None else call.gates[piece.queries]
-    if call.w_gate is not None and keep is not None:
-        gates = keep.gates[piece.queries]
-    weight = None if call.w_gate is None else call.w_gate[piece.heads[0]]
-    _core.gate(None if weight is None else q, weight, gates, tuple(branches), result, kind, call.threads)
-
-
-def _context(call: Call, given: dict[str, Any], shape: tuple[int, ...]) -> NSAContext:
-    """A context whose arrays are still to be filled."""
-    real, q = real_of(call.kind), call.q
-    lists = call.lists
-    if lists is None:
-        lists = np.empty(list_shape(q, call.k.shape[-2], call.rules, call.sequences, call.rules.count), np.int32)
-    groups = None
-    if call.most_groups is not None:
-        groups = np.empty(list_shape(q, call.k.shape[-2], call.rules, call.sequences, call.most_groups), np.int32)
-    gates = call.gates
+def _context(call: Call, kept: Results, like: tuple[Any, ...]) -> NSAContext:
+    """The context of a call over the arrays that the call fills."""
+    real, tokens = real_of(call.common.kind), call.q.shape[:-1]
+    gates = kept.gates if call.gates.array is None else call.gates.array
     if gates is None:
-        third = np.broadcast_to(np.array(1 / 3, real), (*q.shape[:-1], 3))
-        gates = third if call.w_gate is None else np.empty(third.shape, real)
-    lse = {name: np.empty(q.shape[:-1], real) for name in BRANCHES}
-    branches = [np.empty(shape, storage(call.kind)) for _ in BRANCHES]
-    like = tuple(given[name] for name in ("q", "k", "v", "w_k_compress", "w_v_compress", "gate_proj_weight", "gates"))
-    return NSAContext(lists, gates, lse, shape, call, branches, groups, like)
+        gates = np.broadcast_to(np.array(1 / 3, real), (*tokens, 3))
+    lists = kept.lists if call.lists is None else call.lists
+    assert lists is not None
+    lse = {name: x for name, x in zip(BRANCHES, kept.lse, strict=True) if x is not None}
+    return NSAContext(lists, gates, lse, (*tokens, call.v.shape[-1]), call, kept.outs, kept.groups, like)
 
 
 def nsa(
@@ -444,46 +257,53 @@ def nsa(
     >>> bool(np.abs(out - exact).max() < 1e-5)
     True
     """
-    given = dict(locals())
-    call = _check(given)
+    options = Options(
+        compress_block_size=compress_block_size,
+        num_selected_blocks=num_selected_blocks,
+        window_size=window_size,
+        w_k_compress=w_k_compress,
+        w_v_compress=w_v_compress,
+        gate_proj_weight=gate_proj_weight,
+        gates=gates,
+        causal=causal,
+        scale=scale,
+        q_tile_size=q_tile_size,
+        num_cmp_selected_blocks=num_cmp_selected_blocks,
+        mode=mode,
+        compress_stride=compress_stride,
+        select_block_size=select_block_size,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        block_indices=block_indices,
+        cu_seqlens=cu_seqlens,
+        dtype=dtype,
+        num_threads=num_threads,
+    )
+    call = checked(q, k, v, options)
     return_context = _arrays.flag(return_context, "return_context")
-    shape = (*call.q.shape[:-1], call.v.shape[-1])
-    result = Result(shape, call.kind, q, out, "out", dtype_of(dtype))
-    result.refuse_overlap(q=call.q, k=call.k, v=call.v, gates=call.gates, gate_proj_weight=call.w_gate, block_indices=call.lists)
-    context = _context(call, given, shape) if return_context else None
-    halves = (call.k, call.w_k, call.k_cmp, ("k", "w_k_compress")), (call.v, call.w_v, call.v_cmp, ("v", "w_v_compress"))
-    for x, w, made, names in halves:
-        compress_into(x, w, made, call.kind, call.rules.size, call.rules.stride, call.sequences, call.threads, names)
-    batch, tokens = (0, shape[0]) if call.packed else shape[:2]
-    room = Room()
-    heads = (call.q.shape[-2], call.k.shape[-2])
-    for piece in pieces(batch, tokens, call.sequences, call.rules.tile, PIECE_ELEMENTS // shape[-1], heads):
-        _run_piece(call, piece, room, context, result.array)
-    return (result.value, context) if return_context else result.value
+    kind, shape = call.common.kind, (*call.q.shape[:-1], call.v.shape[-1])
+    result = Result(shape, kind, q, out, "out", dtype_of(dtype))
+    given = {"gates": call.gates.array, "gate_proj_weight": call.w_gate.array, "block_indices": call.lists}
+    result.refuse_overlap(q=call.q, k=call.k, v=call.v, **given)
+    kept = kept_results(call) if return_context else None
+
+    rules, sequences = call.rules, call.sequences
+    for x, weight, made, names in (
+        (call.k, call.w_k.array, call.k_cmp, ("k", "w_k_compress")),
+        (call.v, call.w_v.array, call.v_cmp, ("v", "w_v_compress")),
+    ):
+        compress_into(x, weight, made, kind, rules.size, rules.stride, sequences, call.common.threads, names)
+    room, heads = Room(kept), (call.q.shape[-2], call.k.shape[-2])
+    batch, tokens = shape[:2] if sequences.tokens is None else (0, shape[0])
+    for piece in pieces(batch, tokens, sequences, rules.tile, PIECE_ELEMENTS // shape[-1], heads):
+        part = call.of_piece(piece)
+        run(part, room.results(part, piece, heads[1]), result.array[piece.queries])
+    if kept is None:
+        return result.value
+    return result.value, _context(call, kept, (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates))
 
 
 # ---- Backward -----------------------------------------------------------------------------------------------------
-
-
-def _branch_gradients(call: Call, ctx: NSAContext, c: int, dout: np.ndarray, threads: int | None) -> tuple[np.ndarray, ...]:
-    """Gradients of one branch for q and for the keys and values that it attends to."""
-    rules, sequences = call.rules, call.sequences
-    keys, values = (call.k_cmp, call.v_cmp) if c == 0 else (call.k, call.v)
-    grads = tuple(np.empty(x.shape, storage(call.kind)) for x in (call.q, keys, values))
-    options: dict[str, Any] = {"cu": sequences.tokens}
-    if c == 0:
-        options |= {"cu_kv": sequences.blocks, "stride": rules.stride, "last": rules.last}
-        if ctx.groups is not None:
-            options |= {"lists": ctx.groups, "cu_rows": sequences.rows, "block_shape": (rules.tile, CMP_GROUP)}
-    elif c == 1:
-        options |= {"lists": ctx.block_indices, "cu_rows": sequences.rows, "block_shape": (rules.tile, rules.select)}
-    else:
-        options |= {"window": window_of(call.window, rules.causal)}
-    attend_backward(
-        dout, call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], grads, call.kind, call.scale, rules.causal, threads, {},
-        **options,
-    )  # fmt: skip
-    return grads
 
 
 def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) -> NSAGradients:
@@ -537,39 +357,41 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
     """
     if not isinstance(ctx, NSAContext):
         raise TypeError(f"ctx: expected the context that nsa(..., return_context=True) returns, got {type(ctx).__name__}")
-    call, kind = ctx.call, ctx.call.kind
-    threads = threads_of(num_threads)
+    call, kind = ctx.call, ctx.call.common.kind
+    common = call.common._replace(threads=threads_of(num_threads))
     gradient = same_kind(dout, "dout", kind, kind, "the result")
     expect_shape(gradient, "dout", ctx.shape, "of the result")
     q_like, k_like, v_like, *weight_likes = ctx.like
     dq, dk, dv = (Result(x.shape, kind, like) for x, like in zip((call.q, call.k, call.v), (q_like, k_like, v_like), strict=True))
 
     douts: list[Any] = [np.empty(ctx.shape, storage(kind)) for _ in BRANCHES]
-    dgates = None if call.gates is None else np.empty(call.gates.shape, real_of(kind))
+    w_gate, gates = call.w_gate.array, call.gates.array
+    dgates = None if gates is None else np.empty(gates.shape, real_of(kind))
     dw_gate = dq_gate = None
-    if call.w_gate is not None:
-        dw_gate, dq_gate = np.empty(call.w_gate.shape, real_of(kind)), np.empty(call.q.shape, storage(kind))
-    gates = None if call.gates is None and call.w_gate is None else ctx.gates
+    if w_gate is not None:
+        dw_gate, dq_gate = np.empty(w_gate.shape, real_of(kind)), np.empty(call.q.shape, storage(kind))
     _core.gate_backward(
-        None if call.w_gate is None else call.q, call.w_gate, gates, tuple(ctx.branches), gradient, tuple(douts), dgates, dq_gate, dw_gate,
-        kind, threads,
+        None if w_gate is None else call.q, w_gate, None if gates is None and w_gate is None else ctx.gates, tuple(ctx.branches), gradient,
+        tuple(douts), dgates, dq_gate, dw_gate, kind, common.threads,
     )  # fmt: skip
 
-    grads = []
-    for c in range(3):
-        grads.append(_branch_gradients(call, ctx, c, douts[c], threads))
-        douts[c] = None
+    grads = []  # of q, and of the keys and the values that the branch attends to
+    for c, (keys, values, branch) in enumerate(call.branches(ctx.block_indices, ctx.groups)):
+        into = tuple(np.empty(x.shape, storage(kind)) for x in (call.q, keys, values))
+        attend_backward(douts[c], call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], into, common, branch)
+        grads.append(into)
+        douts[c] = None  # frees it
     dqs = [x[0] for x in grads] + ([] if dq_gate is None else [dq_gate])
-    one = (None,) if call.packed else ()  # a batch axis: sums know no sequences
-    _core.block_means_backward(None, dq.array[one], tuple(x[one] for x in dqs), 1, 1, None, None, kind, threads)
+    one = (None,) if call.sequences.tokens is not None else ()  # a batch axis: sums know no sequences
+    _core.block_means_backward(None, dq.array[one], tuple(x[one] for x in dqs), 1, 1, None, None, kind, common.threads)
     weight_grads = []
     for n, (x, w, dx) in enumerate(((call.k, call.w_k, dk), (call.v, call.w_v, dv)), 1):
         more = (grads[1][n], grads[2][n])
-        weight_grads.append(
-            compress_gradients(grads[0][n], x, w, dx.array, more, kind, call.rules.size, call.rules.stride, call.sequences, threads)
-        )
+        sizes = call.rules.size, call.rules.stride, call.sequences
+        weight_grads.append(compress_gradients(grads[0][n], x, w.array, dx.array, more, kind, *sizes, common.threads))
+    kinds = (call.w_k.kind, call.w_v.kind, call.w_gate.kind, call.gates.kind)
     made = [
         None if x is None else rounded(x, real_of(kind), own, like)
-        for x, own, like in zip((*weight_grads, dw_gate, dgates), call.kinds, weight_likes, strict=True)
+        for x, own, like in zip((*weight_grads, dw_gate, dgates), kinds, weight_likes, strict=True)
     ]
     return NSAGradients(dq.value, dk.value, dv.value, *made)

@@ -1,4 +1,8 @@
-"""Every docstring example runs, and every public function says what it takes, returns and raises."""
+"""Every docstring example runs, and every public function says what it takes, returns and raises.
+
+Functions that repeat another function's contract point to it instead: the float64 twins to their operations, and the functions of
+`compat.mslk` to those that they call.
+"""
 
 import doctest
 import importlib
@@ -30,6 +34,27 @@ def public_functions():
 
 
 FUNCTIONS = public_functions()
+
+
+def library_function(name):
+    """The public function that a dotted name stands for, None where there is none."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError:
+        return None
+    function = getattr(module, attribute, None)
+    return function if inspect.isfunction(function) and attribute in module.__all__ else None
+
+
+def is_twin(function):
+    """Whether a function of `blitz_attn.reference` has the name of an operation."""
+    operations = (getattr(blitz_attn, function.__name__, None), getattr(blitz_attn.nsa, function.__name__, None))
+    return getattr(blitz_attn.reference, function.__name__, None) is function and any(map(inspect.isfunction, operations))
+
+
+SHORT = [(name, function) for name, function in FUNCTIONS if is_twin(function) or function.__module__ == "blitz_attn.compat.mslk"]
+FULL = [pair for pair in FUNCTIONS if pair not in SHORT]
 
 
 def sections(function):
@@ -66,7 +91,7 @@ def test_module_says_what_it_is_for(name):
     assert importlib.import_module(name).__doc__
 
 
-@pytest.mark.parametrize(("name", "function"), [pytest.param(*pair, id=pair[0]) for pair in FUNCTIONS])
+@pytest.mark.parametrize(("name", "function"), [pytest.param(*pair, id=pair[0]) for pair in FULL])
 def test_sections(name, function):
     found = sections(function)
     signature = inspect.signature(function)
@@ -82,3 +107,27 @@ def test_summary_is_one_sentence(name, function):
     summary = inspect.getdoc(function).split("\n\n")[0]
     assert summary.endswith((".", ":"))
     assert len(summary.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(("name", "function"), [pytest.param(*pair, id=pair[0]) for pair in SHORT])
+def test_short_docstring_points_to_the_full_one(name, function):
+    text = inspect.getdoc(function)
+    assert not sections(function)
+    assert len(text.splitlines()) <= 2
+    seen = re.match(r"See `([\w.]+)`", text)
+    assert seen, "expected to begin with See `blitz_attn...`"
+    target = library_function(seen[1])
+    assert target is not None, f"{seen[1]} is no public function"
+    if is_twin(function):
+        assert target.__name__ == function.__name__
+    if is_twin(target):
+        target = library_function(re.match(r"See `([\w.]+)`", inspect.getdoc(target))[1])
+    assert target in [full for _, full in FULL]
+
+
+def test_both_forms_are_in_use():
+    short = [name for name, _ in SHORT]
+    assert "blitz_attn._reference.dense.block_sparse_attention" in short
+    assert "blitz_attn.compat.mslk.nsa" in short
+    assert "blitz_attn._reference.dense.dense_same_precision" not in short
+    assert len(short) > 40

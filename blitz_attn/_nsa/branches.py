@@ -7,29 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import flag
-from .arrays import (
-    COMPRESSED_NAMES,
-    SELECTED_NAMES,
-    Result,
-    Rules,
-    Sequences,
-    attend,
-    attend_backward,
-    cuts,
-    dtype_of,
-    expect_shape,
-    floats,
-    lists_of,
-    mode_of,
-    number,
-    real_of,
-    reals,
-    same_kind,
-    scale_of,
-    sums_of,
-    threads_of,
-    window_of,
-)
+from .arrays import Result, check_rank, dtype_of, expect_shape, floats, real_of, reals, same_kind
+from .attend import Branch, Common, attend, attend_backward, compressed_branch, selected_branch, window_branch
+from .rules import Rules, mode_of, number, scale_of, threads_of
+from .selection import lists_of
+from .sequences import Sequences, cuts, sums_of
 
 __all__ = [
     "compressed_attention",
@@ -41,102 +23,91 @@ __all__ = [
 ]
 
 
-class Branch(NamedTuple):
-    """Checked arrays of a branch, and how the core is to attend."""
+class Checked(NamedTuple):
+    """Checked arguments of one branch."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    kind: str
-    scale: float
-    threads: int | None
-    packed: bool
-    options: dict[str, Any]  # keyword arguments of `attend`
+    common: Common
+    branch: Branch
 
 
 def _arrays_of(
     q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
-) -> tuple[Any, ...]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Common, np.ndarray | None]:
+    """Queries, keys, values, what they have in common, and cumulative lengths. `names`: the caller's, of the keys and the values."""
     dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
     queries, kind = floats(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
     packed = cu_seqlens is not None
     for x, name in ((queries, "q"), (keys, names[0]), (values, names[1])):
-        if x.ndim != (3 if packed else 4):
-            raise ValueError(f"{name}: expected shape {'(T, H, D)' if packed else '(B, N, H, D)'}, got {x.shape}")
+        check_rank(x, name, packed)
     cu = cuts(cu_seqlens, queries.shape[0]) if packed else None
-    return queries, keys, values, kind, scale_of(scale, queries.shape[-1]), threads_of(num_threads), cu
+    return queries, keys, values, Common(kind, scale_of(scale, queries.shape[-1]), threads_of(num_threads)), cu
+
+
+def _same_tokens(k: np.ndarray, q: np.ndarray) -> None:
+    if k.shape[:-2] != q.shape[:-2]:
+        raise ValueError(f"k: expected the tokens of q {q.shape}, got {k.shape}")
 
 
 def _compressed(
     q: Any, k_cmp: Any, v_cmp: Any, compress_block_size: Any, stride: Any, causal: bool, scale: Any, cu_seqlens: Any, mode: Any, dtype: Any,
     num_threads: Any,
-) -> tuple[Branch, bool, dict[str, str]]:  # fmt: skip
+) -> Checked:  # fmt: skip
     size = number(compress_block_size, "compress_block_size")
     step = size if stride is None else number(stride, "stride")
-    causal, last = flag(causal, "causal"), size - 1 if mode_of(mode) == "paper" else 0
-    names = ("k_cmp", "v_cmp")
-    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k_cmp, v_cmp, names, scale, cu_seqlens, dtype, num_threads)
+    causal, mode = flag(causal, "causal"), mode_of(mode)
+    queries, keys, values, common, cu = _arrays_of(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), scale, cu_seqlens, dtype, num_threads)
     sequences = Sequences.of(cu, size, step)
-    if cu is not None and sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
+    if sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
         raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {size}, got {keys.shape}")
-    options = {"cu": cu, "cu_kv": sequences.blocks, "stride": step, "last": last}
-    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), causal, COMPRESSED_NAMES
+    rules = Rules(mode, size, step, size, 1, 1, 0, 0, causal)
+    return Checked(queries, keys, values, common, compressed_branch(rules, sequences))
 
 
 def _selected(
     q: Any, k: Any, v: Any, block_indices: Any, block_size: Any, q_tile_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any,
     num_threads: Any,
-) -> tuple[Branch, bool, dict[str, str]]:  # fmt: skip
+) -> Checked:  # fmt: skip
     size, tile, causal = number(block_size, "block_size"), number(q_tile_size, "q_tile_size"), flag(causal, "causal")
-    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
-    if keys.shape[:-2] != queries.shape[:-2]:
-        raise ValueError(f"k: expected the tokens of q {queries.shape}, got {keys.shape}")
+    queries, keys, values, common, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
+    _same_tokens(keys, queries)
     rules = Rules("mslk", size, size, size, 1, tile, 0, 0, causal)
     lengths = [queries.shape[1]] if cu is None else np.diff(cu).tolist()
     heads = tuple(dict.fromkeys((queries.shape[-2], keys.shape[-2])))
     lists = lists_of(block_indices, rules, heads, queries.shape[0], lengths, cu is not None)
-    options = {"cu": cu, "lists": lists, "cu_rows": Sequences.of(cu, tile=tile).rows, "block_shape": (tile, size)}
-    return Branch(queries, keys, values, kind, factor, threads, cu is not None, options), causal, SELECTED_NAMES
+    return Checked(queries, keys, values, common, selected_branch(rules, Sequences.of(cu, tile=tile), lists))
 
 
-def _window(
-    q: Any, k: Any, v: Any, window_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
-) -> tuple[Branch, bool, dict[str, str]]:
-    causal = flag(causal, "causal")
-    window = window_of(number(window_size, "window_size"), causal)
-    queries, keys, values, kind, factor, threads, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
-    if keys.shape[:-2] != queries.shape[:-2]:
-        raise ValueError(f"k: expected the tokens of q {queries.shape}, got {keys.shape}")
-    return Branch(queries, keys, values, kind, factor, threads, cu is not None, {"cu": cu, "window": window}), causal, {}
+def _window(q: Any, k: Any, v: Any, window_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any) -> Checked:
+    causal, size = flag(causal, "causal"), number(window_size, "window_size")
+    queries, keys, values, common, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
+    _same_tokens(keys, queries)
+    return Checked(queries, keys, values, common, window_branch(size, causal, Sequences.of(cu)))
 
 
-def _forward(branch: Branch, causal: bool, names: dict[str, str], like: Any, return_lse: bool) -> Any:
+def _forward(given: Checked, like: Any, return_lse: bool) -> Any:
+    q, k, v, common, branch = given
     return_lse = flag(return_lse, "return_lse")
-    out = Result((*branch.q.shape[:-1], branch.v.shape[-1]), branch.kind, like)
-    lse = Result(branch.q.shape[:-1], real_of(branch.kind), like) if return_lse else None
-    attend(
-        branch.q, branch.k, branch.v, out.array, None if lse is None else lse.array, branch.kind, branch.scale, causal, branch.threads,
-        names, **branch.options,
-    )  # fmt: skip
+    out = Result((*q.shape[:-1], v.shape[-1]), common.kind, like)
+    lse = Result(q.shape[:-1], real_of(common.kind), like) if return_lse else None
+    attend(q, k, v, out.array, None if lse is None else lse.array, common, branch)
     return out.value if lse is None else (out.value, lse.value)
 
 
-def _backward(
-    branch: Branch, causal: bool, names: dict[str, str], dout: Any, out: Any, lse: Any, dtype: Any, like: tuple[Any, Any, Any]
-) -> tuple[Any, Any, Any]:
-    shape = (*branch.q.shape[:-1], branch.v.shape[-1])
-    given = [same_kind(x, name, dtype_of(dtype), branch.kind, "q") for x, name in ((dout, "dout"), (out, "out"))]
-    for x, name in zip(given, ("dout", "out"), strict=True):
+def _backward(given: Checked, dout: Any, out: Any, lse: Any, dtype: Any, like: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    q, k, v, common, branch = given
+    shape = (*q.shape[:-1], v.shape[-1])
+    results = [same_kind(x, name, dtype_of(dtype), common.kind, "q") for x, name in ((dout, "dout"), (out, "out"))]
+    for x, name in zip(results, ("dout", "out"), strict=True):
         expect_shape(x, name, shape, "of the result")
-    known, _ = reals(lse, "lse", None, branch.kind)
-    expect_shape(known, "lse", branch.q.shape[:-1], "of q without D")
-    results = [Result(x.shape, branch.kind, y) for x, y in zip((branch.q, branch.k, branch.v), like, strict=True)]
-    attend_backward(
-        given[0], branch.q, branch.k, branch.v, given[1], known, tuple(x.array for x in results), branch.kind, branch.scale, causal,
-        branch.threads, names, **branch.options,
-    )  # fmt: skip
-    return results[0].value, results[1].value, results[2].value
+    known, _ = reals(lse, "lse", None, common.kind)
+    expect_shape(known, "lse", q.shape[:-1], "of q without D")
+    grads = [Result(x.shape, common.kind, y) for x, y in zip((q, k, v), like, strict=True)]
+    attend_backward(results[0], q, k, v, results[1], known, tuple(x.array for x in grads), common, branch)
+    return grads[0].value, grads[1].value, grads[2].value
 
 
 def compressed_attention(
@@ -190,7 +161,7 @@ def compressed_attention(
     [[0.0, 2.0, 2.0, 3.0], [2.0, 2.0, 3.0, 3.0]]
     """
     checked = _compressed(q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads)
-    return _forward(*checked, q, return_lse)
+    return _forward(checked, q, return_lse)
 
 
 def compressed_attention_backward(
@@ -230,7 +201,7 @@ def compressed_attention_backward(
     [2.5, 0.5]
     """
     checked = _compressed(q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads)
-    return _backward(*checked, dout, out, lse, dtype, (q, k_cmp, v_cmp))
+    return _backward(checked, dout, out, lse, dtype, (q, k_cmp, v_cmp))
 
 
 def selected_attention(
@@ -277,7 +248,7 @@ def selected_attention(
     [0.0, 0.5, 2.0, 1.5]
     """
     checked = _selected(q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads)
-    return _forward(*checked, q, return_lse)
+    return _forward(checked, q, return_lse)
 
 
 def selected_attention_backward(
@@ -317,7 +288,7 @@ def selected_attention_backward(
     [2.0, 1.0, 1.0, 0.0]
     """
     checked = _selected(q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads)
-    return _backward(*checked, dout, out, lse, dtype, (q, k, v))
+    return _backward(checked, dout, out, lse, dtype, (q, k, v))
 
 
 def window_attention(
@@ -358,7 +329,7 @@ def window_attention(
     >>> [nsa.window_attention(q, q, v, 2, causal=causal).ravel().tolist() for causal in (True, False)]
     [[0.0, 0.5, 1.5, 2.5], [0.5, 1.0, 2.0, 2.5]]
     """
-    return _forward(*_window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads), q, return_lse)
+    return _forward(_window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads), q, return_lse)
 
 
 def window_attention_backward(
@@ -396,4 +367,4 @@ def window_attention_backward(
     >>> nsa.window_attention_backward(np.ones_like(out), q, q, v, out, lse, 2)[2].ravel().tolist()
     [1.5, 1.0, 1.0, 0.5]
     """
-    return _backward(*_window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads), dout, out, lse, dtype, (q, k, v))
+    return _backward(_window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads), dout, out, lse, dtype, (q, k, v))

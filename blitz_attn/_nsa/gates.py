@@ -8,8 +8,8 @@ import numpy as np
 
 from .. import _core
 from .._formats import converted
-from .arrays import Result, dtype_of, expect_shape, floats, real_of, reals, same_kind, threads_of
-from .parts import rounded
+from .arrays import Reals, Result, dtype_of, expect_shape, floats, real_of, reals, rounded, same_kind
+from .rules import threads_of
 
 __all__ = ["compute_gates", "gate_and_combine", "gating_backward"]
 
@@ -19,13 +19,13 @@ def _leading(x: np.ndarray, name: str, text: str) -> None:
         raise ValueError(f"{name}: expected shape (B, N, H, {text}) or (T, H, {text}), got {x.shape}")
 
 
-def weight_of(w: Any, q: np.ndarray, dtype: Any, kind: str) -> tuple[np.ndarray | None, str]:
-    """Gate weights in the dtype of sums, and their own dtype."""
+def weight_of(w: Any, q: np.ndarray, dtype: Any, kind: str) -> Reals:
+    """Gate weights for queries `q`."""
     if w is None:
-        return None, kind
+        return Reals(None, kind)
     array, own = reals(w, "gate_proj_weight", dtype, kind)
     expect_shape(array, "gate_proj_weight", (q.shape[-2], 3, q.shape[-1]), "(H, 3, D)")
-    return array, own
+    return Reals(array, own)
 
 
 def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, num_threads: int | None = None) -> Any:
@@ -72,11 +72,11 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     return result.value
 
 
-def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) -> tuple[np.ndarray, str]:
-    """Given gates, which may be of any dtype, in that of sums."""
+def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) -> Reals:
+    """Gates that the caller gave, of whatever dtype, in the dtype of sums."""
     array, own = floats(gates, "gates", dtype, strided=True)
     expect_shape(array, "gates", (*shape[:-1], 3), "(..., H, 3)")
-    return np.ascontiguousarray(converted(array, own, real_of(kind))), own
+    return Reals(np.ascontiguousarray(converted(array, own, real_of(kind))), own)
 
 
 def _branches(o_cmp: Any, o_slc: Any, o_win: Any, dtype: Any) -> tuple[list[np.ndarray], str]:

@@ -160,41 +160,7 @@ def block_sparse_attention_backward(
     dtype=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.block_sparse_attention_backward`: same arguments, same meaning.
-
-    Parameters
-    ----------
-    dout, q, k, v, out, lse : array_like
-        As the operation takes them, in any of its layouts and dtypes. Exact gradients need exact `out` and `lse`, such as
-        those of this module's `block_sparse_attention`.
-    sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, dlse
-        See `blitz_attn.block_sparse_attention_backward`.
-    grads : tuple of numpy.ndarray, optional
-        (dq, dk, dv) to write into; any of them may be None.
-    dtype : str, optional
-        ``"bfloat16"`` where the arrays are uint16 bits.
-    num_threads : int, optional
-        Accepted for the sake of the signature.
-
-    Returns
-    -------
-    dq, dk, dv : numpy.ndarray
-        float64, of the shapes of q, k and v.
-
-    Raises
-    ------
-    ValueError
-        A shape, length, block list or option out of range.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> q = np.zeros((1, 1, 1, 1)); k = np.ones((1, 1, 2, 1)); v = np.array([[[[1.0], [3.0]]]])
-    >>> out, lse = reference.block_sparse_attention(q, k, v, return_lse=True)
-    >>> [x.ravel().tolist() for x in reference.block_sparse_attention_backward(np.ones((1, 1, 1, 1)), q, k, v, out, lse)]
-    [[0.0], [0.0, 0.0], [0.5, 0.5]]
-    """
+    """See `blitz_attn.block_sparse_attention_backward`."""
     tensors = [to_float64(x, dtype) for x in (dout, q, k, v, out)]
     numbers = (to_float64(lse), None if dlse is None else to_float64(dlse))
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)

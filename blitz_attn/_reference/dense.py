@@ -380,45 +380,7 @@ def block_sparse_attention(
     dtype=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.block_sparse_attention`: same arguments, same meaning.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        As the operation takes them, in any of its layouts and dtypes.
-    sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, return_lse
-        See `blitz_attn.block_sparse_attention`.
-    out : numpy.ndarray, optional
-        Array to write the result into; it is returned in place of a new one. With `return_lse` also a pair (out, lse).
-    dtype : str, optional
-        ``"bfloat16"`` where q, k, v are uint16 bits.
-    num_threads : int, optional
-        Accepted for the sake of the signature.
-
-    Returns
-    -------
-    out : numpy.ndarray
-        float64, the shape of `q` with the last dimension of `v`. Rows that see no key are 0.
-    lse : numpy.ndarray
-        With `return_lse`: float64 natural log of the sum of exp(scale * q.k) over the keys seen; (B, H, Sq), for
-        layout TND (T, H). Rows that see no key are -inf.
-
-    Raises
-    ------
-    ValueError
-        A shape, length, block list or option out of range.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> q = np.zeros((1, 1, 4, 2)); k = np.zeros((1, 1, 6, 2)); v = np.arange(12.0).reshape(1, 1, 6, 2)
-    >>> out, lse = reference.block_sparse_attention(q, k, v, np.array([[[[1], [-1]]]]), block_shape=(2, 2), return_lse=True)
-    >>> out[0, 0].tolist()
-    [[5.0, 6.0], [5.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
-    >>> lse[0, 0].round(4).tolist()
-    [0.6931, 0.6931, -inf, -inf]
-    """
+    """See `blitz_attn.block_sparse_attention`."""
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
     return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64", return_lse, out)
@@ -490,40 +452,7 @@ def dense_same_precision(
 
 
 def merge_states_n(outs, lses, *, out=None, lse_out=None, dtype=None):
-    """float64 twin of `blitz_attn.merge_states_n`: exact attention over the union of disjoint key sets.
-
-    Parameters
-    ----------
-    outs : sequence of array_like
-        Partial outputs, each (B, H, S, D_v), or one array with a leading axis over the parts.
-    lses : sequence of array_like
-        Their log-sum-exps, each (B, H, S). A part is empty where its lse is -inf; its output is not looked at there.
-    out, lse_out : numpy.ndarray, optional
-        Arrays to write the results into.
-    dtype : str, optional
-        ``"bfloat16"`` where the outputs are uint16 bits.
-
-    Returns
-    -------
-    out : numpy.ndarray
-        float64 (B, H, S, D_v); 0 where every part is empty.
-    lse : numpy.ndarray
-        float64 (B, H, S); -inf where every part is empty.
-
-    Raises
-    ------
-    ValueError
-        No parts, or numbers or shapes of parts that differ.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> outs = [np.full((1, 1, 1, 2), 1.0), np.full((1, 1, 1, 2), 4.0)]
-    >>> out, lse = reference.merge_states_n(outs, [np.log([[[1.0]]]), np.log([[[2.0]]])])
-    >>> out.round(6).tolist(), lse.round(4).tolist()
-    ([[[[3.0, 3.0]]]], [[[1.0986]]])
-    """
+    """See `blitz_attn.merge_states_n`."""
     parts, weights = [to_float64(x, dtype) for x in outs], [to_float64(x) for x in lses]
     if not parts or len(parts) != len(weights):
         raise ValueError(f"lses: expected as many as outs and at least one, got {len(weights)} for {len(parts)}")
@@ -541,34 +470,5 @@ def merge_states_n(outs, lses, *, out=None, lse_out=None, dtype=None):
 
 
 def merge_states(out_a, lse_a, out_b, lse_b, *, out=None, lse_out=None, dtype=None):
-    """float64 twin of `blitz_attn.merge_states`: `merge_states_n` of two parts.
-
-    Parameters
-    ----------
-    out_a, out_b : array_like
-        Partial outputs (B, H, S, D_v).
-    lse_a, lse_b : array_like
-        Their log-sum-exps (B, H, S), -inf where a part is empty.
-    out, lse_out, dtype
-        See `merge_states_n`.
-
-    Returns
-    -------
-    out, lse : numpy.ndarray
-        See `merge_states_n`.
-
-    Raises
-    ------
-    ValueError
-        Shapes that differ.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> empty = np.full((1, 1, 1, 1), np.nan), np.full((1, 1, 1), -np.inf)
-    >>> out, lse = reference.merge_states(np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1)), *empty)
-    >>> out.tolist(), lse.tolist()
-    ([[[[1.0]]]], [[[0.0]]])
-    """
+    """See `blitz_attn.merge_states`."""
     return merge_states_n([out_a, out_b], [lse_a, lse_b], out=out, lse_out=lse_out, dtype=dtype)

@@ -213,79 +213,7 @@ def nsa(
     compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, block_indices=None, cu_seqlens=None, out=None,
     return_context=False, dtype=None, num_threads=None,
 ):  # fmt: skip
-    """float64 twin of `blitz_attn.nsa.nsa`: same arguments, same meaning.
-
-    Parameters
-    ----------
-    q, k, v : array_like
-        (B, N, H, D), (B, N, Hkv, D), (B, N, Hkv, Dv); packed (T, H, D) and so on with `cu_seqlens`.
-    compress_block_size : int
-        Tokens l of a compressed block. Only complete blocks are compressed.
-    num_selected_blocks : int
-        Blocks n in a selection, the forced ones among them.
-    window_size : int
-        Keys of the window, the query's own the last of them; not causal: ``window_size // 2`` before and as many after it.
-    w_k_compress, w_v_compress : array_like, optional
-        (Hkv, D, D) and (Hkv, Dv, Dv), applied to the means.
-    gate_proj_weight : array_like, optional
-        (H, 3, D); gates are sigmoid(q . weight), in the order compressed, selected, window.
-    gates : array_like, optional
-        (B, N, H, 3) gates as they are. Neither this nor weights: a third each.
-    causal : bool
-        Not causal, paper mode: all blocks are visible and eligible, and the forced local blocks are those from
-        ``local_blocks // 2`` before the query's own on, so far as they exist.
-    scale : float, optional
-        Default: 1 / sqrt(D).
-    q_tile_size : int
-        mslk mode: queries that share a selection; the last tile of a sequence has fewer.
-    num_cmp_selected_blocks : int, optional
-        mslk mode: the compressed branch sees only that many groups of 128 consecutive compressed keys, those whose members that begin
-        before the end of the tile score highest on average.
-    mode : {"paper", "mslk"}
-        paper: strictly causal, overlapping compression, one selection a query and KV head. mslk: upstream's reference.
-    compress_stride, select_block_size : int, optional
-        paper mode: tokens d between the beginnings of compressed blocks (default l // 2), tokens l' a selected block (default l).
-    init_blocks, local_blocks : int
-        paper mode: blocks forced at the beginning, and at the query, its own included.
-    block_indices : array_like of int, optional
-        The selection to use; see `score_and_select_blocks`. mslk mode also takes one row a KV head.
-    cu_seqlens : sequence of int, optional
-        (sequences + 1,) offsets from 0 to T.
-    out : numpy.ndarray, optional
-        Array to write the result into; it is returned in place of a new one.
-    return_context : bool
-        Return what `nsa_backward` needs too.
-    dtype : str, optional
-        ``"bfloat16"`` where arrays are uint16 bits.
-    num_threads : int, optional
-        Accepted for the sake of the signature.
-
-    Returns
-    -------
-    out : numpy.ndarray
-        float64, like q with the last dimension of v. A branch in which a query sees no key gives it 0.
-    context : NSAContext
-        With `return_context`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A size below 1, an array of the wrong shape, a list of blocks that do not exist, an unknown mode.
-
-    Notes
-    -----
-    mslk mode: only complete blocks can be selected, so the tokens behind the last one are reached through the window alone. Unused
-    places of a selection are -1, where upstream repeats block 0.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> q = np.zeros((1, 4, 1, 1)); v = np.arange(4.0).reshape(1, 4, 1, 1)
-    >>> one_hot = np.zeros((1, 4, 1, 3)); one_hot[..., 2] = 1
-    >>> reference.nsa(q, q, v, compress_block_size=2, window_size=2, gates=one_hot).ravel().tolist()
-    [0.0, 0.5, 1.5, 2.5]
-    """
+    """See `blitz_attn.nsa.nsa`. The context is of the twin's own kind, for the twin's `nsa_backward`."""
     options = dict(locals())
     result, context = _run(q, k, v, "float64", options)
     result = written(result, out)
@@ -334,37 +262,7 @@ def nsa_same_precision(q, k, v, *, name=None, **options):
 
 
 def nsa_backward(dout, ctx, *, num_threads=None):
-    """float64 twin of `blitz_attn.nsa.nsa_backward`: gradients of what `nsa` was given. Blocks chosen count as constants.
-
-    Parameters
-    ----------
-    dout : array_like
-        Gradient of the result of `nsa`, in its shape.
-    ctx : NSAContext
-        Its context.
-    num_threads : int, optional
-        Accepted for the sake of the signature.
-
-    Returns
-    -------
-    NSAGradients
-        ``(dq, dk, dv, dw_k_compress, dw_v_compress, dgate_proj_weight, dgates)`` in float64, None for what was not given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A context that is none, or that another call made.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> q = np.zeros((1, 4, 1, 1)); v = np.arange(4.0).reshape(1, 4, 1, 1)
-    >>> out, ctx = reference.nsa(q, q, v, compress_block_size=2, window_size=2, return_context=True)
-    >>> grads = reference.nsa_backward(np.ones_like(out), ctx)
-    >>> [name for name, x in grads._asdict().items() if x is not None]
-    ['dq', 'dk', 'dv']
-    """
+    """See `blitz_attn.nsa.nsa_backward`. Takes a context of the twin's own `nsa`."""
     if not isinstance(ctx, NSAContext):
         raise TypeError(f"ctx: expected the context that nsa returned, got {type(ctx).__name__}")
     if tuple(dout.shape) != ctx.shape:

@@ -48,34 +48,7 @@ def cache_to_float64(values: Any, kv_dtype: Any = None) -> np.ndarray:
 
 
 def quantize_kv(x, dtype):
-    """float64 twin of `blitz_attn.quantize_kv`: each row of the last axis by a scale of its own.
-
-    Parameters
-    ----------
-    x : array_like
-        (..., D) values of any floating kind.
-    dtype : str or dtype
-        ``"int8"`` or ``"float8_e4m3"``.
-
-    Returns
-    -------
-    values : numpy.ndarray
-        (..., D): int8, or uint8 with the bits of float8 e4m3; each the nearest to ``x / scale``, ties to even.
-    scale : numpy.ndarray
-        (...) float32: the row's largest magnitude over the format's (127 or 448); 1 for a row of zeros.
-
-    Raises
-    ------
-    ValueError
-        `dtype` is neither.
-
-    Examples
-    --------
-    >>> from blitz_attn import reference
-    >>> values, scale = reference.quantize_kv([[254.0, -1.0, 3.2]], "int8")
-    >>> values.tolist(), scale.tolist()
-    ([[127, 0, 2]], [2.0])
-    """
+    """See `blitz_attn.quantize_kv`. The values have the dtype of the cache, the scales are float32."""
     name, wide = dtype_name(dtype), to_float64(x)
     if name not in ("int8", "float8_e4m3"):
         raise ValueError(f"dtype: expected int8 or float8_e4m3, got {name}")
@@ -94,27 +67,7 @@ def quantize_kv(x, dtype):
 
 
 def dequantize_kv(values, scale):
-    """float64 twin of `blitz_attn.dequantize_kv`: ``values * scale``.
-
-    Parameters
-    ----------
-    values : numpy.ndarray
-        (..., D): int8, or float8 e4m3 as uint8 bits or an ml_dtypes array.
-    scale : array_like
-        (...): what each row is multiplied with.
-
-    Returns
-    -------
-    numpy.ndarray
-        float64 (..., D), exact.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> reference.dequantize_kv(np.array([[0x38, 0xC0]], np.uint8), [0.5]).tolist()
-    [[0.5, -1.0]]
-    """
+    """See `blitz_attn.dequantize_kv`."""
     return cache_to_float64(values) * np.asarray(scale, np.float64)[..., None]
 
 
@@ -266,40 +219,7 @@ def paged_attention(
     kv_dtype=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.paged_attention`: same arguments, same meaning.
-
-    Parameters
-    ----------
-    q, k_cache, v_cache, block_tables, seq_lens, scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, return_lse
-        See `blitz_attn.paged_attention`.
-    out : numpy.ndarray, optional
-        Array to write the result into; with `return_lse` also a pair (out, lse).
-    dtype, kv_dtype : str, optional
-        What plain bits stand for, as in `blitz_attn.paged_attention`.
-    num_threads : int, optional
-        Accepted for the sake of the signature.
-
-    Returns
-    -------
-    out : numpy.ndarray
-        float64, the shape of `q` with the last dimension of `v_cache`. Rows that see no token are 0.
-    lse : numpy.ndarray
-        With `return_lse`: float64 (B, H), or (T, H) with `q_lens`; a sink counts in it.
-
-    Raises
-    ------
-    ValueError
-        A length, table entry or option out of range.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> pages = np.arange(12.0).reshape(3, 2, 1, 2)  # 3 pages of 2 tokens, 1 head, dim 2
-    >>> q = np.zeros((1, 1, 2))
-    >>> reference.paged_attention(q, pages, pages, np.array([[2, 0]]), np.array([3])).round(6).tolist()
-    [[[6.0, 7.0]]]
-    """
+    """See `blitz_attn.paged_attention`."""
     options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, None, None, options, "float64", return_lse, out)
 
@@ -327,34 +247,7 @@ def paged_select_attention(
     kv_dtype=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.paged_select_attention`: same arguments, same meaning.
-
-    Parameters
-    ----------
-    q, k_cache, v_cache, block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale
-        See `blitz_attn.paged_select_attention`.
-    return_lse, out, dtype, kv_dtype, num_threads
-        See `paged_attention` in this module.
-
-    Returns
-    -------
-    out, lse : numpy.ndarray
-        As `paged_attention`.
-
-    Raises
-    ------
-    ValueError
-        A length, table entry, listed block or option out of range, or a block listed twice.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> pages = np.arange(12.0).reshape(3, 2, 1, 2)
-    >>> q = np.zeros((1, 1, 2))
-    >>> reference.paged_select_attention(q, pages, pages, np.array([[2, 0]]), np.array([3]), np.array([[[1, -1]]])).tolist()
-    [[[0.0, 1.0]]]
-    """
+    """See `blitz_attn.paged_select_attention`."""
     options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, options, "float64", return_lse, out)
 

@@ -54,30 +54,7 @@ def quest_prefill_metadata(
     meanblocks=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.quest_prefill_metadata`: the largest and smallest value of each channel, a page a row.
-
-    Parameters
-    ----------
-    k_cache, block_tables, seq_lens, metadata_block_tables, start_lens, kv_layout, dtype, num_threads
-        See `blitz_attn.quest_prefill_metadata`.
-    maxblocks, minblocks, meanblocks : numpy.ndarray or None
-        Written where given, in their own dtype: pages from the one that holds token ``start_lens[b]`` on, and zeros behind the last
-        page up to the end of its summary page.
-
-    Returns
-    -------
-    None
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> k = np.arange(6.0).reshape(3, 2, 1, 1)
-    >>> high, low = np.full((1, 2, 1, 1), 9.0), np.full((1, 2, 1, 1), 9.0)
-    >>> reference.quest_prefill_metadata(k, np.array([[2, 0]]), np.array([2]), np.array([[0]]), high, low)
-    >>> high.ravel().tolist(), low.ravel().tolist()
-    ([5.0, 0.0], [4.0, 0.0])
-    """
+    """See `blitz_attn.quest_prefill_metadata`."""
     wanted = {"max": maxblocks, "min": minblocks, "mean": meanblocks}
     summaries = {kind: array for kind, array in wanted.items() if array is not None}
     _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, dtype)
@@ -104,35 +81,7 @@ def append_paged_kv(
     metadata_block_tables=None,
     kv_dtype=None,
 ):
-    """Twin of `blitz_attn.append_paged_kv`: one token at a time, in the caches' own dtypes.
-
-    Parameters
-    ----------
-    k, v : array_like
-        (T, Hkv, D) and (T, Hkv, Dv).
-    k_cache, v_cache, k_scale, v_scale, maxblocks, minblocks : numpy.ndarray
-        Written where given.
-    slot_mapping, block_tables, seq_lens, q_lens, kv_layout, metadata_block_tables, kv_dtype
-        See `blitz_attn.append_paged_kv`. The summaries of requests with new tokens are made anew as a whole.
-
-    Returns
-    -------
-    None
-
-    Raises
-    ------
-    ValueError
-        A slot that is written twice, or lengths that do not fit.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> cache = np.zeros((2, 2, 1, 1))
-    >>> reference.append_paged_kv(np.ones((1, 1, 1)), np.ones((1, 1, 1)), cache, cache.copy(), slot_mapping=[2])
-    >>> cache.ravel().tolist()
-    [0.0, 0.0, 1.0, 0.0]
-    """
+    """See `blitz_attn.append_paged_kv`. Writes one token at a time, in the dtypes of the caches."""
     page_size = by_token(k_cache, kv_layout).shape[1]
     slots = slot_mapping if slot_mapping is not None else _newest_slots(block_tables, seq_lens, q_lens, page_size)
     used = [int(s) for s in slots if s >= 0]
@@ -263,32 +212,7 @@ def quest_block_select_paged(
     dtype=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.quest_block_select_paged`: the k pages of the largest upper bounds of q.k.
-
-    Parameters
-    ----------
-    query, maxblocks, minblocks, metadata_block_tables, seq_lens, k, per_query_head, ascending, block_size, dtype, num_threads
-        See `blitz_attn.quest_block_select_paged`.
-
-    Returns
-    -------
-    numpy.ndarray
-        int32 (B, Hkv, k), with `per_query_head` (B, H, k): pages of the request, -1 where it has fewer than `k`.
-
-    Raises
-    ------
-    ValueError
-        A length or table entry out of range.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> high = np.array([[[[1.0]], [[3.0]], [[2.0]], [[0.0]]]])
-    >>> call = np.ones((1, 1, 1)), high, high - 1, np.array([[0]]), np.array([10])
-    >>> reference.quest_block_select_paged(*call, 2).tolist()
-    [[[1, 2]]]
-    """
+    """See `blitz_attn.quest_block_select_paged`. The selection is int32."""
     size = np.shape(maxblocks)[1] if block_size is None else int(block_size)
     sources = (maxblocks, minblocks)
     scores = _page_scores(query, sources, metadata_block_tables, seq_lens, size, method="quest", per_query_head=per_query_head, dtype=dtype)
@@ -296,61 +220,14 @@ def quest_block_select_paged(
 
 
 def quest_block_select_paged_in_out(query, maxblocks, minblocks, metadata_block_tables, seq_lens, selected_indices, *, dtype=None):
-    """float64 twin of `blitz_attn.quest_block_select_paged_in_out`: the selection, written into `selected_indices`.
-
-    Parameters
-    ----------
-    query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
-        See `quest_block_select_paged`.
-    selected_indices : numpy.ndarray
-        int32 (B, Hkv, k) or (B, H, k), written.
-
-    Returns
-    -------
-    None
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> high, picked = np.array([[[[1.0]], [[3.0]]]]), np.zeros((1, 1, 3), np.int32)
-    >>> reference.quest_block_select_paged_in_out(np.ones((1, 1, 1)), high, high, np.array([[0]]), np.array([4]), picked)
-    >>> picked.tolist()
-    [[[1, 0, -1]]]
-    """
+    """See `blitz_attn.quest_block_select_paged_in_out`."""
     quest_block_select_paged_in_out_w(query, maxblocks, minblocks, metadata_block_tables, seq_lens, -1, selected_indices, dtype=dtype)
 
 
 def quest_block_select_paged_in_out_w(
     query, maxblocks, minblocks, metadata_block_tables, seq_lens, tokens_since_metadata_update, selected_indices, *, dtype=None
 ):
-    """float64 twin of `blitz_attn.quest_block_select_paged_in_out_w`: the same with the first and the newest pages forced.
-
-    Parameters
-    ----------
-    query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
-        See `quest_block_select_paged`.
-    tokens_since_metadata_update : int or sequence of int
-        Tokens that came after the summaries were made, one number for all requests or one each; -1: force nothing (in a
-        sequence, no newest page of that request). Else page 0 comes first, and the pages that were not full then come
-        last, the newest in the last place.
-    selected_indices : numpy.ndarray
-        int32 (B, Hkv, k) or (B, H, k), written.
-
-    Returns
-    -------
-    None
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> high, picked = np.array([[[[1.0]], [[3.0]], [[2.0]], [[0.0]]]]), np.zeros((1, 1, 3), np.int32)
-    >>> call = np.ones((1, 1, 1)), high, high, np.array([[0]]), np.array([13])
-    >>> reference.quest_block_select_paged_in_out_w(*call, 1, picked)
-    >>> picked.tolist()
-    [[[0, 1, 3]]]
-    """
+    """See `blitz_attn.quest_block_select_paged_in_out_w`."""
     size, forced = np.shape(maxblocks)[1], np.ndim(tokens_since_metadata_update) > 0 or int(tokens_since_metadata_update) >= 0
     per_query_head = selected_indices.shape[1] != np.shape(maxblocks)[2]
     sources, recent = (maxblocks, minblocks), _unsummarised(seq_lens, tokens_since_metadata_update, size)
@@ -381,38 +258,8 @@ def select_blocks(
     dtype=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.select_blocks`: same arguments, same meaning.
-
-    Scores are summed in float64, so blocks whose scores differ by float32 rounding may come out otherwise there.
-
-    Parameters
-    ----------
-    q, source, tables, seq_lens, k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
-        See `blitz_attn.select_blocks`.
-    ascending, block_size, kv_layout, dtype, num_threads
-        See `blitz_attn.select_blocks`.
-
-    Returns
-    -------
-    selected : numpy.ndarray
-        int32 (B, Hkv, K) or (B, H, K), -1 in unused places.
-    counts : numpy.ndarray
-        int32 (B, Hkv) or (B, H).
-
-    Raises
-    ------
-    ValueError
-        Both of `k` and `budget` or neither, an unknown method, a length or table entry out of range.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> means = np.array([[[[1.0]], [[3.0]], [[2.0]], [[0.0]]]])
-    >>> selected, counts = reference.select_blocks(np.ones((1, 1, 1)), means, np.array([[0]]), [14], 3, method="mean")
-    >>> selected.tolist(), counts.tolist()
-    ([[[0, 1, 3]]], [[3]])
-    """
+    """See `blitz_attn.select_blocks`. Scores are summed in float64: blocks whose scores differ by less than float32 rounding may be
+    ranked differently."""
     if (k is None) == (budget is None):
         raise ValueError("budget: expected exactly one of budget and k")
     sources = source if method == "quest" else (source,)
@@ -457,36 +304,7 @@ def select_and_attend(
     kv_dtype=None,
     num_threads=None,
 ):
-    """float64 twin of `blitz_attn.select_and_attend`: `select_blocks`, then `paged_select_attention`.
-
-    Parameters
-    ----------
-    q, k_cache, v_cache, block_tables, seq_lens, source, metadata_block_tables, k, budget, method, sink, recent, per_query_head
-        See `blitz_attn.select_and_attend`.
-    dense_below, tokens_since_metadata_update, scale, kv_layout, window, sinks, softcap, k_scale, v_scale
-        See `blitz_attn.select_and_attend`.
-    return_lse, out, dtype, kv_dtype, num_threads
-        See `paged_attention` in this module.
-
-    Returns
-    -------
-    out, lse : numpy.ndarray
-        As `paged_attention`.
-
-    Raises
-    ------
-    ValueError
-        As `select_blocks` and `paged_select_attention`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import reference
-    >>> pages = np.arange(12.0).reshape(6, 1, 1, 2)  # 6 pages of a token each
-    >>> call = np.ones((1, 1, 2)), pages, pages, np.array([[5, 0, 3, 1]]), [4]
-    >>> reference.select_and_attend(*call, k=2, method="max", sink=0, scale=100.0).round(6).tolist()
-    [[[10.0, 11.0]]]
-    """
+    """See `blitz_attn.select_and_attend`."""
     size = by_token(k_cache, kv_layout).shape[1]
     selected, counts = select_blocks(
         q,

@@ -117,7 +117,7 @@ MISTAKES = [
     Mistake(
         "stretches",
         "stretches of a packed run read the first sequence's block lists",
-        "blitz_attn/_nsa/arrays.py",
+        "blitz_attn/_nsa/sequences.py",
         "rows = slice(lists.start + begin // tile, lists.start - (-end // tile))",
         "rows = slice(begin // tile, -(-end // tile))",
     ),

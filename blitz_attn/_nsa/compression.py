@@ -1,4 +1,4 @@
-"""Parts of native sparse attention: compression with its gradient, and selection. Public through `blitz_attn.nsa`."""
+"""Compressed keys and values of native sparse attention, and their gradient. Public through `blitz_attn.nsa`."""
 
 from __future__ import annotations
 
@@ -7,41 +7,13 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._formats import converted, widened
+from .._formats import widened
 from .._sentences import renamed
-from .arrays import (
-    CMP_GROUP,
-    COMPRESSED_NAMES,
-    Result,
-    Rules,
-    Sequences,
-    attend,
-    block_count,
-    cuts,
-    dtype_of,
-    expect_shape,
-    floats,
-    number,
-    real_of,
-    reals,
-    rules_of,
-    same_kind,
-    scale_of,
-    storage,
-    sums_of,
-    threads_of,
-)
+from .arrays import Reals, Result, check_rank, dtype_of, expect_shape, floats, real_of, reals, rounded, same_kind, storage
+from .rules import number, threads_of
+from .sequences import Sequences, block_count, cuts, sums_of
 
-__all__ = ["compress_kv", "compress_kv_backward", "score_and_select_blocks"]
-
-
-def _rank(x: np.ndarray, name: str, packed: bool, text: str = "D") -> None:
-    axes = f"(T, H, {text})" if packed else f"(B, N, H, {text})"
-    if x.ndim != (3 if packed else 4):
-        raise ValueError(f"{name}: expected shape {axes}, got {x.shape}")
-
-
-# ---- Compression --------------------------------------------------------------------------------------------------
+__all__ = ["compress_kv", "compress_kv_backward"]
 
 
 def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences) -> tuple[int, ...]:
@@ -61,14 +33,14 @@ def compress_into(
         raise renamed(error, {"x": names[0], "weight": names[1]}) from error
 
 
-def check_weight(w: Any, name: str, shape: tuple[int, ...], dtype: Any, kind: str) -> tuple[np.ndarray | None, str]:
-    """A compression weight of an array of this shape in the dtype of sums, and its own dtype."""
+def check_weight(w: Any, name: str, shape: tuple[int, ...], dtype: Any, kind: str) -> Reals:
+    """A compression weight for an array of this shape."""
     if w is None:
-        return None, kind
+        return Reals(None, kind)
     array, own = reals(w, name, dtype, kind)
     heads, dim = shape[-2:]
     expect_shape(array, name, (heads, dim, dim), "(Hkv, D, D)")
-    return array, own
+    return Reals(array, own)
 
 
 def compress_kv(
@@ -129,14 +101,12 @@ def compress_kv(
     keys, kind = floats(k, "k", dtype)
     values = same_kind(v, "v", dtype, kind, "k")
     packed = cu_seqlens is not None
-    _rank(keys, "k", packed)
-    _rank(values, "v", packed)
+    check_rank(keys, "k", packed)
+    check_rank(values, "v", packed)
     if values.shape[:-1] != keys.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {keys.shape}, got {values.shape}")
     sequences = Sequences.of(cuts(cu_seqlens, keys.shape[0]) if packed else None, size, step)
-    pairs = [
-        (x, check_weight(w, name, x.shape, dtype, kind)[0]) for x, w, name in ((keys, w_k, "w_k"), (values, w_v, "w_v"))
-    ]
+    pairs = [(x, check_weight(w, name, x.shape, dtype, kind).array) for x, w, name in ((keys, w_k, "w_k"), (values, w_v, "w_v"))]
     results = [Result(compressed_shape(x, size, step, sequences), kind, k) for x, _ in pairs]
     for (x, w), result, names in zip(pairs, results, (("k", "w_k"), ("v", "w_v")), strict=True):
         compress_into(x, w, result.array, kind, size, step, sequences, threads, names)
@@ -217,7 +187,7 @@ def compress_kv_backward(
     for dy_given, x_given, w_given, names in ((dk_cmp, k, w_k, ("dk_cmp", "k", "w_k")), (dv_cmp, v, w_v, ("dv_cmp", "v", "w_v"))):
         x = same_kind(x_given, names[1], dtype, kind, "k")
         dy = same_kind(dy_given, names[0], dtype, kind, "k")
-        _rank(x, names[1], packed)
+        check_rank(x, names[1], packed)
         sequences = Sequences.of(cuts(cu_seqlens, x.shape[0]) if packed else None, size, step)
         expect_shape(dy, names[0], compressed_shape(x, size, step, sequences), "as compress_kv gives it")
         w, own = check_weight(w_given, names[2], x.shape, dtype, kind)
@@ -226,133 +196,3 @@ def compress_kv_backward(
         grads.append(dx.value)
         weight_grads.append(None if dw is None else rounded(dw, real_of(kind), own, w_given))
     return grads[0], grads[1], weight_grads[0], weight_grads[1]
-
-
-def rounded(x: np.ndarray, kind: str, to: str, like: Any) -> Any:
-    """An array of sums in dtype `to`, as the kind of array that `like` is."""
-    result = Result(x.shape, to, like)
-    result.array[...] = converted(x, kind, to)
-    return result.value
-
-
-# ---- Selection ----------------------------------------------------------------------------------------------------
-
-
-def select_into(
-    q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray | None, out: np.ndarray, groups: np.ndarray | None, kind: str, rules: Rules,
-    scale: float, begin: int, tokens: int, sequences: Sequences, threads: int | None,
-) -> None:  # fmt: skip
-    _core.nsa_select(
-        q, k_cmp, lse, out, groups, scale, rules.causal, rules.size, rules.stride, rules.select, 0 if rules.by_query else rules.tile,
-        rules.init, rules.local, begin, tokens, CMP_GROUP, sequences.tokens, sequences.blocks, kind, threads,
-    )  # fmt: skip
-
-
-def list_shape(q: np.ndarray, kv_heads: int, rules: Rules, sequences: Sequences, width: int) -> tuple[int, ...]:
-    heads = kv_heads if rules.by_query else q.shape[-2]
-    if sequences.rows is not None:
-        return (heads, int(sequences.rows[-1]), width)
-    return (q.shape[0], heads, rules.rows(q.shape[1]), width)
-
-
-def lse_into(
-    q: np.ndarray, k_cmp: np.ndarray, kind: str, rules: Rules, scale: float, sequences: Sequences, threads: int | None
-) -> np.ndarray:
-    """Log-sum-exp of the compressed branch, without its output for more than one dim."""
-    out, lse = np.empty((*q.shape[:-1], 1), storage(kind)), np.empty(q.shape[:-1], real_of(kind))
-    attend(
-        q, k_cmp, k_cmp[..., :1], out, lse, kind, scale, rules.causal, threads, COMPRESSED_NAMES, cu=sequences.tokens,
-        cu_kv=sequences.blocks, stride=rules.stride, last=rules.last,
-    )  # fmt: skip
-    return lse
-
-
-def score_and_select_blocks(
-    q: Any, k_cmp: Any, num_selected_blocks: int, compress_block_size: int, *, causal: bool = True, q_tile_size: int = 256,
-    scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", compress_stride: int | None = None,
-    select_block_size: int | None = None, init_blocks: int = 1, local_blocks: int = 2, lse: Any = None, dtype: Any = None,
-    num_threads: int | None = None,
-) -> Any:  # fmt: skip
-    """The blocks that the selected branch attends to.
-
-    Parameters
-    ----------
-    q : array_like
-        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
-    k_cmp : array_like
-        Compressed keys of all of its tokens, as `compress_kv` makes them, same dtype.
-    num_selected_blocks : int
-        Places n of a row of the result.
-    compress_block_size : int
-        Tokens l of a compressed block.
-    causal : bool
-        Paper mode: only blocks that begin at or before the query; mslk mode: before the end of its tile.
-    q_tile_size : int
-        mslk mode: queries that share a row. The last tile of a sequence is averaged over the queries that it has.
-    scale : float, optional
-        Factor of the products. Default: ``1 / sqrt(D)``.
-    cu_seqlens : sequence of int, optional
-        ``(sequences + 1,)`` numbers that rise from 0 to T.
-    mode : {"paper", "mslk"}
-        Paper: a row a query and KV head; a block's score is the sum of its compressed keys' probabilities, over the heads of the group
-        and as often as they overlap it (Eq. 9 and 10). mslk: a row a tile and query head; the score is the compressed key's product
-        with the tile's mean query.
-    compress_stride, select_block_size, init_blocks, local_blocks : int
-        Paper mode, see `nsa`.
-    lse : array_like, optional
-        Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it: spares
-        computing it anew.
-    dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
-    num_threads : int, optional
-        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
-
-    Returns
-    -------
-    numpy.ndarray
-        int32, blocks in rising order, then -1: paper ``(B, Hkv, N, n)``, mslk ``(B, H, tiles, n)``; with `cu_seqlens`
-        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of equal scores the lower block is taken. A score that is NaN comes last.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument of the wrong kind, shape or range.
-
-    Notes
-    -----
-    A thread holds the scores of some dozens of rows at a time: memory is linear in the number of tokens.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import nsa
-    >>> q = np.ones((1, 4, 1, 1))
-    >>> k_cmp = np.array([1.0, 3.0]).reshape(1, 2, 1, 1)
-    >>> nsa.score_and_select_blocks(q, k_cmp, 1, 2, q_tile_size=2, mode="mslk")[0, 0].tolist()
-    [[0], [1]]
-    """
-    rules = rules_of(
-        mode, compress_block_size, num_selected_blocks, q_tile_size, compress_stride, select_block_size, init_blocks, local_blocks, causal
-    )
-    threads = threads_of(num_threads)
-    dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
-    queries, kind = floats(q, "q", dtype)
-    keys = same_kind(k_cmp, "k_cmp", dtype, kind, "q")
-    packed = cu_seqlens is not None
-    _rank(queries, "q", packed)
-    _rank(keys, "k_cmp", packed)
-    sequences = Sequences.of(cuts(cu_seqlens, queries.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
-    if sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
-        raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {rules.size}, got {keys.shape}")
-    factor = scale_of(scale, queries.shape[-1])
-    known = None
-    if rules.by_query and lse is not None:
-        known = reals(lse, "lse", None, kind)[0]
-        expect_shape(known, "lse", queries.shape[:-1], "of q without D")
-    elif rules.by_query:
-        known = lse_into(queries, keys, kind, rules, factor, sequences, threads)
-    chosen = np.empty(list_shape(queries, keys.shape[-2], rules, sequences, rules.count), np.int32)
-    select_into(
-        queries, keys, known, chosen, None, kind, rules, factor, 0, 0 if packed else queries.shape[1], sequences, threads
-    )
-    return chosen

@@ -1,0 +1,109 @@
+"""A branch of native sparse attention: which keys its queries see, and the core's operations over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .._sentences import renamed
+from .rules import CMP_GROUP, Rules
+from .sequences import Sequences
+
+
+class Common(NamedTuple):
+    """What all parts of a call have in common."""
+
+    kind: str  # the dtype of the arrays
+    scale: float  # factor of the products of queries and keys
+    threads: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """Which keys the queries of a branch see."""
+
+    causal: bool
+    cu: np.ndarray | None = None  # cumulative lengths of packed queries
+    cu_kv: np.ndarray | None = None  # and of their keys, where those differ
+    lists: np.ndarray | None = None  # block lists
+    cu_rows: np.ndarray | None = None  # where each sequence's rows of the lists begin
+    block_shape: tuple[int, int] = (128, 128)
+    window: tuple[int, int] | None = None
+    stride: int = 0  # tokens from one compressed key's first token to that of the next; 0: keys are tokens
+    last: int = 0  # tokens from a compressed key's first token to the first query that sees it
+    names: Mapping[str, str] = field(default_factory=dict)  # the core's names of arguments to the caller's, for errors
+
+
+def compressed_branch(rules: Rules, sequences: Sequences, groups: np.ndarray | None = None) -> Branch:
+    """All compressed keys, or the groups of them that are listed."""
+    names = {"k": "k_cmp", "v": "v_cmp", "sabi": "cmp_block_indices"}
+    every = Branch(rules.causal, cu=sequences.tokens, cu_kv=sequences.blocks, stride=rules.stride, last=rules.last, names=names)
+    return every if groups is None else replace(every, lists=groups, cu_rows=sequences.rows, block_shape=(rules.tile, CMP_GROUP))
+
+
+def selected_branch(rules: Rules, sequences: Sequences, lists: np.ndarray | None) -> Branch:
+    """The tokens of listed blocks."""
+    shape = (rules.tile, rules.select)
+    names = {"sabi": "block_indices"}
+    return Branch(rules.causal, cu=sequences.tokens, lists=lists, cu_rows=sequences.rows, block_shape=shape, names=names)
+
+
+def window_branch(size: int, causal: bool, sequences: Sequences) -> Branch:
+    """The `size` tokens that end with the query itself; not causal: half as many before it, as many after it, and itself."""
+    return Branch(causal, cu=sequences.tokens, window=(size - 1, 0) if causal else (size // 2, size // 2))
+
+
+def _arguments(common: Common, branch: Branch) -> dict[str, Any]:
+    """The arguments of the core's two operations that say which keys are seen."""
+    return {
+        "sabi": branch.lists,
+        "block_shape": branch.block_shape,
+        "scale": common.scale,
+        "layout": "BSND" if branch.cu is None else "TND",
+        "causal": branch.causal,
+        "window": branch.window,
+        "cu_seqlens_q": branch.cu,
+        "cu_seqlens_kv": branch.cu if branch.cu_kv is None else branch.cu_kv,
+        "dtype": common.kind,
+        "num_threads": common.threads,
+        "cu_rows": branch.cu_rows,
+        "routed": branch.lists is not None,
+        "key_stride": branch.stride,
+        "key_last": branch.last,
+    }
+
+
+def _by_head(lse: np.ndarray, branch: Branch) -> np.ndarray:
+    """The log-sum-exp with its axes as the core has them: heads before tokens where there is a batch axis."""
+    return lse.swapaxes(1, 2) if branch.cu is None else lse
+
+
+def attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, common: Common, branch: Branch, begin: int = 0
+) -> None:
+    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. `begin` is the token number of the first query."""
+    lse_out = None if lse is None else _by_head(lse, branch)
+    try:
+        _core.block_sparse_attention(
+            np.empty, q, k, v, **_arguments(common, branch), return_lse=lse is not None, out=out, lse_out=lse_out, q_begin=begin
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, branch.names) from error
+
+
+def attend_backward(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, grads: tuple[np.ndarray, ...],
+    common: Common, branch: Branch,
+) -> None:  # fmt: skip
+    """The gradient of `attend`: fills the three arrays of `grads`."""
+    dq, dk, dv = grads
+    try:
+        _core.block_sparse_attention_backward(
+            np.empty, q, k, v, **_arguments(common, branch), dout=dout, out=out, lse=_by_head(lse, branch), dq=dq, dk=dk, dv=dv, q_begin=0
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, branch.names) from error

@@ -1,0 +1,241 @@
+"""A call of `nsa` from its arguments to its output: checked once, cut into pieces, each piece run by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .arrays import Reals, dtype_of, floats, real_of, same_kind, storage
+from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
+from .compression import check_weight, compressed_shape
+from .gates import gates_as_reals, weight_of
+from .rules import Rules, number, rules_of, scale_of, threads_of
+from .selection import list_shape, lists_of, select_into
+from .sequences import Piece, Sequences, cuts, sums_of
+
+BRANCHES = ("compressed", "selected", "window")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Options:
+    """What a caller gives `nsa` beside q, k, v and the places of results, as it is given."""
+
+    compress_block_size: Any
+    num_selected_blocks: Any
+    window_size: Any
+    w_k_compress: Any
+    w_v_compress: Any
+    gate_proj_weight: Any
+    gates: Any
+    causal: Any
+    scale: Any
+    q_tile_size: Any
+    num_cmp_selected_blocks: Any
+    mode: Any
+    compress_stride: Any
+    select_block_size: Any
+    init_blocks: Any
+    local_blocks: Any
+    block_indices: Any
+    cu_seqlens: Any
+    dtype: Any
+    num_threads: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A checked call, or a piece of one: views of its arrays, its rules, and what is derived from the arrays once."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    k_cmp: np.ndarray  # to be filled
+    v_cmp: np.ndarray
+    w_k: Reals
+    w_v: Reals
+    w_gate: Reals
+    gates: Reals
+    lists: np.ndarray | None  # a given selection
+    common: Common
+    rules: Rules
+    window: int
+    most_groups: int | None  # num_cmp_selected_blocks
+    sequences: Sequences
+    begin: int = 0  # token number of the first query
+    tokens: int = 0  # of the whole sequence; 0 for packed sequences
+
+    @property
+    def selects(self) -> bool:
+        """Whether blocks are selected. Groups of compressed keys are selected together with blocks."""
+        return self.lists is None or self.most_groups is not None
+
+    def of_piece(self, piece: Piece) -> Call:
+        """The part of the call that computes one piece of its output."""
+        w_gate, gates = self.w_gate.array, self.gates.array
+        return replace(
+            self,
+            q=self.q[piece.queries],
+            k=self.k[piece.keys],
+            v=self.v[piece.keys],
+            k_cmp=self.k_cmp[piece.blocks],
+            v_cmp=self.v_cmp[piece.blocks],
+            w_gate=self.w_gate if w_gate is None else Reals(w_gate[piece.heads[0]], self.w_gate.kind),
+            gates=self.gates if gates is None else Reals(gates[piece.queries], self.gates.kind),
+            lists=None if self.lists is None else piece.lists(self.lists, self.k.shape[-2]),
+            sequences=piece.sequences,
+            begin=piece.begin,
+            tokens=piece.tokens,
+        )
+
+    def list_shape(self, width: int) -> tuple[int, ...]:
+        return list_shape(self.q, self.k.shape[-2], self.rules, self.sequences, width)
+
+    def branches(self, lists: np.ndarray | None, groups: np.ndarray | None) -> list[tuple[np.ndarray, np.ndarray, Branch]]:
+        """(keys, values, which of them are seen) of each of `BRANCHES`."""
+        return [
+            (self.k_cmp, self.v_cmp, compressed_branch(self.rules, self.sequences, groups)),
+            (self.k, self.v, selected_branch(self.rules, self.sequences, lists)),
+            (self.k, self.v, window_branch(self.window, self.rules.causal, self.sequences)),
+        ]
+
+
+def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
+    """Checks all that is checked before any output is touched."""
+    o = options
+    rules = rules_of(
+        o.mode, o.compress_block_size, o.num_selected_blocks, o.q_tile_size, o.compress_stride, o.select_block_size, o.init_blocks,
+        o.local_blocks, o.causal,
+    )  # fmt: skip
+    window = number(o.window_size, "window_size")
+    most_groups = None if o.num_cmp_selected_blocks is None else number(o.num_cmp_selected_blocks, "num_cmp_selected_blocks")
+    if most_groups is not None and rules.by_query:
+        raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {most_groups}')
+    threads, dtype = threads_of(o.num_threads), dtype_of(o.dtype)
+    q, kind = floats(q, "q", dtype)
+    k, v = (same_kind(x, name, dtype, kind, "q") for x, name in ((k, "k"), (v, "v")))
+    if dtype is not None and kind != dtype:
+        raise TypeError(f"q: expected {dtype} as dtype says, got {kind}")
+    cu_seqlens = sums_of(o.cu_seqlens)
+    packed = cu_seqlens is not None
+    _check_shapes(q, k, v, packed)
+    sequences = Sequences.of(cuts(cu_seqlens, q.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
+    w_k = check_weight(o.w_k_compress, "w_k_compress", k.shape, dtype, kind)
+    w_v = check_weight(o.w_v_compress, "w_v_compress", v.shape, dtype, kind)
+    w_gate = weight_of(o.gate_proj_weight, q, dtype, kind)
+    if o.gates is not None and w_gate.array is not None:
+        raise ValueError("gates: expected None beside gate_proj_weight, got both")
+    gates = Reals(None, kind) if o.gates is None else gates_as_reals(o.gates, q.shape, dtype, kind)
+    lists = None
+    if o.block_indices is not None:
+        heads = (k.shape[-2],) if rules.by_query else tuple(dict.fromkeys((q.shape[-2], k.shape[-2])))
+        lengths = [q.shape[1]] if sequences.tokens is None else np.diff(sequences.tokens).tolist()
+        lists = lists_of(o.block_indices, rules, heads, q.shape[0], lengths, packed)
+    common = Common(kind, scale_of(o.scale, q.shape[-1]), threads)
+    k_cmp, v_cmp = (np.empty(compressed_shape(x, rules.size, rules.stride, sequences), storage(kind)) for x in (k, v))
+    return Call(q, k, v, k_cmp, v_cmp, w_k, w_v, w_gate, gates, lists, common, rules, window, most_groups, sequences)
+
+
+def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool) -> None:
+    rank, shape = (3, "(T, H, D)") if packed else (4, "(B, N, H, D)")
+    if q.ndim != rank:
+        raise ValueError(f"q: expected shape {shape}, got {q.shape}")
+    if k.ndim != rank or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
+    if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
+    for x, name in ((q, "q"), (v, "v")):
+        if not 1 <= x.shape[-1] <= 576 or x.shape[-2] < 1:
+            raise ValueError(f"{name}: expected at least one head and a head dim from 1 to 576, got {x.shape}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
+
+
+# ---- Results ------------------------------------------------------------------------------------------------------
+
+
+class Results(NamedTuple):
+    """What a call, or a piece of one, computes beside its output. None: not computed, or not kept."""
+
+    outs: list[np.ndarray]  # of each branch
+    lse: list[np.ndarray | None]
+    lists: np.ndarray | None
+    groups: np.ndarray | None
+    gates: np.ndarray | None
+
+
+def kept_results(call: Call) -> Results:
+    """Arrays for all results of a call, for its gradient."""
+    real, kind = real_of(call.common.kind), storage(call.common.kind)
+    tokens = call.q.shape[:-1]
+    return Results(
+        outs=[np.empty((*tokens, call.v.shape[-1]), kind) for _ in BRANCHES],
+        lse=[np.empty(tokens, real) for _ in BRANCHES],
+        lists=np.empty(call.list_shape(call.rules.count), np.int32) if call.lists is None else None,
+        groups=None if call.most_groups is None else np.empty(call.list_shape(call.most_groups), np.int32),
+        gates=None if call.w_gate.array is None else np.empty((*tokens, 3), real),
+    )
+
+
+class Room:
+    """Arrays for the results of one piece after the other: parts of those that are kept, else memory that all pieces share."""
+
+    def __init__(self, kept: Results | None) -> None:
+        self.kept = kept
+        self.memory: dict[str, np.ndarray] = {}
+
+    def _shared(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        count = int(np.prod(shape))
+        if name not in self.memory or self.memory[name].size < count:
+            self.memory[name] = np.empty(count, dtype)
+        return self.memory[name][:count].reshape(shape)
+
+    def results(self, call: Call, piece: Piece, kv_heads: int) -> Results:
+        """The results of a piece, whose part of the call is `call`. `kv_heads`: those of the whole call."""
+        kept = self.kept
+        lists = None
+        if call.selects and (kept is None or kept.lists is None):
+            lists = self._shared("lists", call.list_shape(call.rules.count), np.int32)
+        if kept is None:
+            real, kind = real_of(call.common.kind), storage(call.common.kind)
+            tokens, by_lse = call.q.shape[:-1], call.rules.by_query and call.lists is None  # the selection needs that log-sum-exp
+            return Results(
+                outs=[self._shared(name, (*tokens, call.v.shape[-1]), kind) for name in BRANCHES],
+                lse=[self._shared("lse", tokens, real) if by_lse else None, None, None],
+                lists=lists,
+                groups=None if call.most_groups is None else self._shared("groups", call.list_shape(call.most_groups), np.int32),
+                gates=None,
+            )
+        return Results(
+            outs=[x[piece.queries] for x in kept.outs],
+            lse=[None if x is None else x[piece.queries] for x in kept.lse],
+            lists=lists if kept.lists is None else piece.lists(kept.lists, kv_heads),
+            groups=None if kept.groups is None else piece.lists(kept.groups, kv_heads),
+            gates=None if kept.gates is None else kept.gates[piece.queries],
+        )
+
+
+# ---- One piece ------------------------------------------------------------------------------------------------------
+
+
+def _select(call: Call, lse: np.ndarray | None, results: Results) -> None:
+    assert results.lists is not None
+    select_into(
+        call.q, call.k_cmp, lse, results.lists, results.groups, call.common, call.rules, call.sequences, call.begin, call.tokens
+    )
+
+
+def run(call: Call, results: Results, out: np.ndarray) -> None:
+    """All of a piece: fills `results` and `out`."""
+    if call.selects and not call.rules.by_query:  # by mean queries
+        _select(call, None, results)
+    lists = results.lists if call.lists is None else call.lists
+    for c, (keys, values, branch) in enumerate(call.branches(lists, results.groups)):
+        if BRANCHES[c] == "selected" and call.selects and call.rules.by_query:  # by the compressed branch's probabilities
+            _select(call, results.lse[0], results)
+        attend(call.q, keys, values, results.outs[c], results.lse[c], call.common, branch, call.begin)
+    weight = call.w_gate.array
+    gates = call.gates.array if weight is None else results.gates
+    _core.gate(None if weight is None else call.q, weight, gates, tuple(results.outs), out, call.common.kind, call.common.threads)

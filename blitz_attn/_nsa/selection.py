@@ -1,0 +1,165 @@
+"""The blocks that the selected branch of native sparse attention attends to. Public through `blitz_attn.nsa`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays, _core
+from .arrays import check_rank, dtype_of, expect_shape, floats, real_of, reals, same_kind, storage
+from .attend import Common, attend, compressed_branch
+from .rules import CMP_GROUP, Rules, rules_of, scale_of, threads_of
+from .sequences import Sequences, cuts, sums_of
+
+__all__ = ["score_and_select_blocks"]
+
+
+def list_shape(q: np.ndarray, kv_heads: int, rules: Rules, sequences: Sequences, width: int) -> tuple[int, ...]:
+    """Shape of the lists of a selection, each of `width` places."""
+    heads = kv_heads if rules.by_query else q.shape[-2]
+    if sequences.rows is not None:
+        return (heads, int(sequences.rows[-1]), width)
+    return (q.shape[0], heads, rules.rows(q.shape[1]), width)
+
+
+def select_into(
+    q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray | None, out: np.ndarray, groups: np.ndarray | None, common: Common, rules: Rules,
+    sequences: Sequences, begin: int, tokens: int,
+) -> None:  # fmt: skip
+    """Fills `out`, and `groups` where they are given, for queries of a sequence of `tokens` tokens from token `begin` on."""
+    _core.nsa_select(
+        q, k_cmp, lse, out, groups, common.scale, rules.causal, rules.size, rules.stride, rules.select,
+        0 if rules.by_query else rules.tile, rules.init, rules.local, begin, tokens, CMP_GROUP, sequences.tokens, sequences.blocks,
+        common.kind, common.threads,
+    )  # fmt: skip
+
+
+def lse_of(q: np.ndarray, k_cmp: np.ndarray, common: Common, rules: Rules, sequences: Sequences) -> np.ndarray:
+    """Log-sum-exp of the compressed branch. Of its output, only one dimension is computed."""
+    out, lse = np.empty((*q.shape[:-1], 1), storage(common.kind)), np.empty(q.shape[:-1], real_of(common.kind))
+    attend(q, k_cmp, k_cmp[..., :1], out, lse, common, compressed_branch(rules, sequences))
+    return lse
+
+
+def score_and_select_blocks(
+    q: Any, k_cmp: Any, num_selected_blocks: int, compress_block_size: int, *, causal: bool = True, q_tile_size: int = 256,
+    scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", compress_stride: int | None = None,
+    select_block_size: int | None = None, init_blocks: int = 1, local_blocks: int = 2, lse: Any = None, dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:  # fmt: skip
+    """The blocks that the selected branch attends to.
+
+    Parameters
+    ----------
+    q : array_like
+        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
+    k_cmp : array_like
+        Compressed keys of all of its tokens, as `compress_kv` makes them, same dtype.
+    num_selected_blocks : int
+        Places n of a row of the result.
+    compress_block_size : int
+        Tokens l of a compressed block.
+    causal : bool
+        Paper mode: only blocks that begin at or before the query; mslk mode: before the end of its tile.
+    q_tile_size : int
+        mslk mode: queries that share a row. The last tile of a sequence is averaged over the queries that it has.
+    scale : float, optional
+        Factor of the products. Default: ``1 / sqrt(D)``.
+    cu_seqlens : sequence of int, optional
+        ``(sequences + 1,)`` numbers that rise from 0 to T.
+    mode : {"paper", "mslk"}
+        Paper: a row a query and KV head; a block's score is the sum of its compressed keys' probabilities, over the heads of the group
+        and as often as they overlap it (Eq. 9 and 10). mslk: a row a tile and query head; the score is the compressed key's product
+        with the tile's mean query.
+    compress_stride, select_block_size, init_blocks, local_blocks : int
+        Paper mode, see `nsa`.
+    lse : array_like, optional
+        Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it: spares
+        computing it anew.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    numpy.ndarray
+        int32, blocks in rising order, then -1: paper ``(B, Hkv, N, n)``, mslk ``(B, H, tiles, n)``; with `cu_seqlens`
+        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of equal scores the lower block is taken. A score that is NaN comes last.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind, shape or range.
+
+    Notes
+    -----
+    A thread holds the scores of some dozens of rows at a time: memory is linear in the number of tokens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> q = np.ones((1, 4, 1, 1))
+    >>> k_cmp = np.array([1.0, 3.0]).reshape(1, 2, 1, 1)
+    >>> nsa.score_and_select_blocks(q, k_cmp, 1, 2, q_tile_size=2, mode="mslk")[0, 0].tolist()
+    [[0], [1]]
+    """
+    rules = rules_of(
+        mode, compress_block_size, num_selected_blocks, q_tile_size, compress_stride, select_block_size, init_blocks, local_blocks, causal
+    )
+    threads = threads_of(num_threads)
+    dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
+    queries, kind = floats(q, "q", dtype)
+    keys = same_kind(k_cmp, "k_cmp", dtype, kind, "q")
+    packed = cu_seqlens is not None
+    check_rank(queries, "q", packed)
+    check_rank(keys, "k_cmp", packed)
+    sequences = Sequences.of(cuts(cu_seqlens, queries.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
+    if sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
+        raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {rules.size}, got {keys.shape}")
+    common = Common(kind, scale_of(scale, queries.shape[-1]), threads)
+    known = None
+    if rules.by_query and lse is not None:
+        known = reals(lse, "lse", None, kind)[0]
+        expect_shape(known, "lse", queries.shape[:-1], "of q without D")
+    elif rules.by_query:
+        known = lse_of(queries, keys, common, rules, sequences)
+    chosen = np.empty(list_shape(queries, keys.shape[-2], rules, sequences, rules.count), np.int32)
+    select_into(queries, keys, known, chosen, None, common, rules, sequences, 0, 0 if packed else queries.shape[1])
+    return chosen
+
+
+def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], batch: int, lengths: list[int], packed: bool) -> np.ndarray:
+    """A selection that the caller gave, checked: it has a row for every query, and a row names blocks that exist, each once."""
+    lists = _arrays.array(block_indices, "block_indices", "an integer array")
+    if lists.dtype.kind not in "iu" or lists.dtype.itemsize < 2:
+        raise TypeError(f"block_indices: expected int16, int32 or int64, got {lists.dtype}")
+    rows = sum(map(rules.rows, lengths))
+    shapes = [(head, rows) if packed else (batch, head, rows) for head in heads]
+    if lists.ndim != len(shapes[0]) + 1 or lists.shape[:-1] not in shapes:
+        raise ValueError(f"block_indices: expected shape {' or '.join(map(str, shapes))} with n more, got {lists.shape}")
+    lists = lists.astype(np.int32 if lists.dtype.itemsize < 8 else np.int64, copy=False)
+    if ((lists[..., 1:] != -1) & (lists[..., :-1] == -1)).any():  # entries after a row's first -1 do not count
+        lists = np.where(np.logical_or.accumulate(lists == -1, axis=-1), lists.dtype.type(-1), lists)
+    for begin, end, tokens in row_ranges(rules, lengths):
+        blocks = -(-tokens // rules.select)
+        for at in range(begin, end, 1 << 14):
+            part = lists[..., at : min(at + (1 << 14), end), :]
+            if part.size and (part.min() < -1 or part.max() >= blocks):
+                wrong = part[(part < -1) | (part >= blocks)][0]
+                raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1}, or -1 behind them, got {wrong}")
+            ordered = np.sort(part, axis=-1)
+            twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+            if twice.any():
+                raise ValueError(f"block_indices: expected every block once in a row, got {ordered[..., 1:][twice][0]} twice")
+    return lists
+
+
+def row_ranges(rules: Rules, lengths: list[int]) -> Iterator[tuple[int, int, int]]:
+    """First row, end of rows and number of tokens of each sequence. Without packing all sequences have one length."""
+    edges = [0, *np.cumsum([rules.rows(n) for n in lengths], dtype=np.int64).tolist()]
+    return ((a, b, n) for (a, b), n in zip(pairwise(edges), lengths, strict=True))
