@@ -115,7 +115,7 @@ format:
 SPHINX = 'sphinx>=5.3'
 sphinx = PYTHONPATH=. "$$python" -m sphinx -q -W --keep-going -d build/docs/doctrees
 docs: build
-	@$(call find_python,$(SPHINX)) "$$python" docs/check_links.py && \
+	@$(call find_python,$(SPHINX)) "$$python" docs/check_links.py && "$$python" docs/check_examples.py >/dev/null && \
 	  $(sphinx) -b html docs build/docs/html && $(sphinx) -b doctest docs build/docs/doctest && echo "site: build/docs/html/index.html"
 
 # A build of its own, away from the one in place; every report of a sanitizer ends the run. Multiply-adds as the release build has them
