@@ -43,7 +43,7 @@ ISA_FLAGS = {
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
 # functions only, so it does not matter how a wide one would be passed (-Wno-psabi). What a debugger wants (-g, which Python's own
 # flags may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g brings it. Whether signed sums wrap is said here, and
-# not by Python's flags: nothing needs it, but the compiler finds other addresses for what loops read (benchmark/README.md).
+# not by Python's flags: nothing needs it, but the compiler finds other addresses for what loops read (docs/notes).
 COMMON_FLAGS = shlex.split(
     "-std=c11 -O3 -g0 -fno-math-errno -fno-trapping-math -fstrict-overflow -fwrapv -fvisibility=hidden"
     " -Wall -Wextra -Wno-psabi -pthread"

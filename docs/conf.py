@@ -27,6 +27,7 @@ nitpicky = True  # every function that a page names must be there
 nitpick_ignore_regex = [("py:(class|data|obj|exc)", ".*")]  # what numpydoc types say is prose
 suppress_warnings = ["ref.footnote"]  # a docstring may list a source without a mark in its text
 language = "en"
+highlight_language = "none"  # a literal block is a picture; code says what it is
 
 autosummary_generate = False  # the tables of the API pages link to what stands below them
 autodoc_member_order = "bysource"
@@ -41,7 +42,7 @@ html_theme = "alabaster"
 html_theme_options = {
     "description": "Sparse attention on CPUs, from NumPy",
     "fixed_sidebar": True,
-    "page_width": "1200px",
+    "page_width": "1340px",
     "sidebar_width": "240px",
     "font_family": "Georgia, serif",
 }
@@ -49,6 +50,7 @@ html_sidebars = {"**": ["about.html", "navigation.html", "searchfield.html"]}
 html_static_path = ["_static"]
 html_css_files = ["blitz.css"]
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 
 
