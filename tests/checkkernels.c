@@ -1,10 +1,10 @@
-/* Every kernel of kernels.inc against plain double arithmetic written here.
+/* Checks every kernel of kernels.inc against plain double arithmetic that is written here.
  *
- *     checkkernels [NAME...]          checks; only kernels whose name contains one of the NAMEs, where given
+ *     checkkernels [NAME...]          checks the kernels whose names contain one of the NAMEs; without NAMEs, all
  *     checkkernels --bench [NAME...]  times attend instead
  *
- * checkkernels_promises.c has what holds to the bit, checkkernels_backward.c the checks of the backward pass; checkkernels_case.c makes the cases;
- * checkkernels_base.c has guarded memory, number formats and the report. */
+ * checkkernels_promises.c checks what kernels promise to the bit, checkkernels_backward.c checks the backward pass, checkkernels_case.c makes the
+ * cases, and checkkernels_base.c has guarded memory, number formats and the report. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "checkkernels.h"
 
@@ -20,7 +20,7 @@ enum { float32 = BA_FLOAT32, float16 = BA_FLOAT16, bfloat16 = BA_BFLOAT16, float
 
 typedef struct listed {
     const char *name;
-    const ba_attend_family *family; /* of a cache: of float queries, or of double ones */
+    const ba_attend_family *family; /* for a cache: the family of its queries' dtype, float or double */
     const ba_cache_kernels *cache;
     ba_dtype dtype;
 } listed;
@@ -74,14 +74,15 @@ static const struct {
 };
 enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof *probe_list };
 
-/* A kernel that is new in a table's entry fails here until this file checks it. */
+/* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
 _Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 36 && FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
     const ba_attend_family *f = l->family;
-    if (l->cache && !f->gradient[0]) f = ba_kernels_at(f->isa)->vector[BA_FLOAT32]; /* a cache is read by vectors, also where its level has tiles */
+    if (l->cache && !f->gradient[0])
+        f = ba_kernels_at(f->isa)->vector[BA_FLOAT32]; /* the vector family reads caches, also at a level that has tiles */
     if (!l->cache) return (subject){l->name, f, NULL, l->dtype, l->dtype, f->pack_k, f->pack_v, f->pack_bytes, f->few};
     return (subject){l->name, f, l->cache, real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size, l->cache->few};
 }
@@ -116,7 +117,7 @@ static void clear_records(void) {
 
 /* ---- attend, and its parts one after the other -------------------------------------------------------------------- */
 
-/* What the part before left behind, which is what the next is held against. */
+/* What the previous part of a kernel has left behind: the input of the next part's check. */
 static double scores[BA_MAX_CHUNK][BA_MAX_LANES], old_o[BA_MAX_HEAD_DIM][BA_MAX_LANES], old_m[BA_MAX_LANES], old_l[BA_MAX_LANES];
 
 static void check_scores(const test_case *c, const ba_chunk *chunk, int64_t first, const void *row_max) {
@@ -197,7 +198,8 @@ static void check_end(const test_case *c, const ba_panel *panel, record *r, cons
     }
 }
 
-/* Runs the case in chunks by the fused kernel; by its parts, where it has them; few queries also as two states joined. */
+/* Runs the case in chunks of chunk_keys keys: with the fused kernel; where the family has the separate parts, with these; and for FEW also as two
+ * states that are joined. */
 static void check_case(const test_case *c, int64_t chunk_keys) {
     static plain_row want[BA_MAX_LANES];
     for (int64_t i = 0; i < c->queries; i++) attend_plainly(c, i, &want[i]);
@@ -229,14 +231,14 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
 static void check_attend(test_case *c) {
     const int64_t lanes = most_queries(c), step = c->s.f->key_align;
     int64_t n = 0;
-    for (int64_t i = 0; i < DIMS; i++) /* every head dim with another v_dim, every fill and mask */
+    for (int64_t i = 0; i < DIMS; i++) /* every head dim, each with a different v_dim, every fill and every mask */
         for (int fill = 0; fill < FILLS; fill++, n++) {
             const bool is_long = dim_at(i) > 128;
             make_case(c, fill, n % MASKS, 1 + pick(lanes), 1 + pick(is_long ? 9 : 24), dim_at(i),
                       dim_at((i * 29 + 7 * fill) % (is_long ? SHORT_DIMS : DIMS)));
             check_case(c, 1 + pick(c->keys));
         }
-    for (int64_t keys = 1; keys <= BA_MAX_CHUNK; n++) { /* every length up to 70, then some */
+    for (int64_t keys = 1; keys <= BA_MAX_CHUNK; n++) { /* every length up to 70, then some larger ones */
         make_case(c, n % FILLS, pick(MASKS), lanes, keys, 1 + pick(6), 1 + pick(6));
         check_case(c, keys);
         keys += keys < 70 || keys == BA_MAX_CHUNK ? 1 : ba_min(31, BA_MAX_CHUNK - keys);
@@ -245,7 +247,7 @@ static void check_attend(test_case *c) {
         make_case(c, n % FILLS, pick(MASKS), queries, 40 + pick(60), 1 + pick(24), 1 + pick(24));
         check_case(c, ba_round_up(c->keys / 3, step) + step);
     }
-    for (int i = 0; i < 12; i++) { /* numbers that are not finite in the middle of things: whole groups of keys, which all lanes see */
+    for (int i = 0; i < 12; i++) { /* non-finite numbers in the middle of a chunk, in whole groups of keys that all lanes see */
         make_case(c, SPECIAL, NO_MASK, lanes, 64, 1 + pick(6), 1 + pick(40));
         check_case(c, c->keys);
     }
@@ -255,7 +257,7 @@ static void check_attend(test_case *c) {
 
 /* ---- Formats ------------------------------------------------------------------------------------------------------ */
 
-/* A case of one query 1 and one key: its maximum is K and its output is V. */
+/* A case with one query, which is 1, and one key: the maximum is then the element of K, and the output is V. */
 static void make_single(test_case *c, int64_t v_dim) {
     make_case(c, EQUAL, NO_MASK, 1, 1, 1, v_dim);
     c->scale = 1;
@@ -266,16 +268,16 @@ static void make_single(test_case *c, int64_t v_dim) {
 
 static double visible_number(const test_case *c, double x) { return fabs(x) < tiny(c) ? 0 : x; }
 
-/* Every pattern of K and V is read as the number that it stands for: K exactly, V up to the roundings of its weight, which
- * are far less than what lies between two patterns. */
+/* Checks that every bit pattern of K and V is read as the number that it stands for: K exactly, V up to the rounding of its weight, which is far
+ * less than the distance between two patterns. */
 static void check_patterns_in(test_case *c) {
     const int64_t patterns = patterns_of(c->s.kv_dtype), size = ba_dtype_size(c->s.kv_dtype);
     const bool packs = c->variant != FEW && c->s.pack_k;
-    const bool is_whole = c->variant != FEW && c->s.f->has_cuts; /* m is a whole number near the maximum */
+    const bool is_whole = c->variant != FEW && c->s.f->has_cuts; /* m is then an integer near the maximum, not the maximum itself */
     make_single(c, 1);
     ba_panel panel = open_panel(c);
     for (int64_t bits = 0; bits < patterns; bits++) {
-        memcpy(k.raw[0], &bits, (size_t)size); /* little-endian; the other kind of machine needs the last bytes */
+        memcpy(k.raw[0], &bits, (size_t)size); /* this needs a little-endian machine */
         set_element(real_dtype(c), panel.m, 0, -largest_of(real_dtype(c)));
         set_element(real_dtype(c), panel.l, 0, 0);
         const ba_chunk chunk = open_chunk(c, 0, 1);
@@ -305,8 +307,8 @@ static void check_patterns_in(test_case *c) {
     }
 }
 
-/* Where pack_few and order_few put an element: queries that are taken together stand side by side, a vector of each; where there is an order, even
- * elements of two whole vectors come before the odd ones. */
+/* The place where pack_few and order_few put element d of a query. The kernel takes groups of 8, 4, 2 or 1 queries together; in a group, vectors of
+ * the queries alternate. Where the family has order_few, the even-numbered elements of each two whole vectors come before the odd-numbered ones. */
 static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     const int64_t vector = c->s.f->lanes[1];
     for (int64_t first = 0, together;; first += together) {
@@ -320,7 +322,7 @@ static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     }
 }
 
-/* pack_queries through scores, whose keys are the axes: each score is one packed element, whatever the family's format. */
+/* Checks pack_queries by way of `scores`, with unit vectors as keys: each score is then one packed element, whatever the family's format is. */
 static void check_pack_queries(test_case *c) {
     record *r = &records[PACK_QUERIES];
     const int64_t lanes = most_queries(c);
@@ -334,7 +336,7 @@ static void check_pack_queries(test_case *c) {
         const ba_chunk chunk = open_chunk(c, 0, c->keys);
         const double *got = NULL;
         if (few_are_own(c)) {
-            got = NULL; /* a format of its own: attend tells */
+            got = NULL; /* the packed format is the family's own, and only the check of attend can tell whether it is right */
         } else if (c->variant == FEW) {
             for (int64_t i = 0; i < c->queries; i++)
                 for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, place_of_few(c, i, d));
@@ -354,7 +356,8 @@ static void check_pack_queries(test_case *c) {
     }
 }
 
-/* For n = 0, 1, ..: each pattern's number, what is half way to the next, and the floats on both sides of that. */
+/* For n = 0, 1, 2, ..: of each bit pattern in turn its number, the midpoint to the next pattern's number, and the floats just above and just below
+ * the midpoint. */
 static double near_pattern(ba_dtype dtype, int64_t n) {
     const int patterns = patterns_of(dtype), bits = (int)(n / 4 % patterns);
     const double here = decode(dtype, bits), next = decode(dtype, (bits + 1) % patterns);
@@ -363,7 +366,7 @@ static double near_pattern(ba_dtype dtype, int64_t n) {
     return n % 4 == 0 ? here : n % 4 == 1 ? (double)middle : (double)nextafterf(middle, n % 4 == 2 ? INFINITY : -INFINITY);
 }
 
-/* finish by itself. With l = 1 the output is o rounded to its dtype: ties, their neighbours, subnormals, overflow, NaN. */
+/* Checks `finish` by itself. With l = 1 the output is o, rounded to the dtype of the output: ties, their neighbours, subnormals, overflow, NaN. */
 static void check_finish(test_case *c) {
     record *r = &records[FINISH];
     const ba_dtype dtype = c->s.dtype;
@@ -441,7 +444,7 @@ static void check_merge(test_case *c, record *r) {
                     "merged [.][dim]", 0, d);
         }
     }
-    for (int64_t bits = 0; bits < patterns_of(dtype); bits += 512) { /* one part, all of it: what came goes */
+    for (int64_t bits = 0; bits < patterns_of(dtype); bits += 512) { /* one part with weight 1: each pattern comes out as it went in */
         make_case(c, EQUAL, NO_MASK, 1, 1, 1, 512);
         for (int64_t d = 0; d < 512; d++) ((uint16_t *)(void *)v.raw[0])[d] = (uint16_t)(bits + d);
         const void **rows = place_rows(c, V_ROWS, ROW_POINTERS, &v, 0, 1, 512);
@@ -452,7 +455,7 @@ static void check_merge(test_case *c, record *r) {
     }
 }
 
-/* ---- What only caches have ---------------------------------------------------------------------------------------- */
+/* ---- Kernels that only caches have -------------------------------------------------------------------------------- */
 
 static void check_few_scores(test_case *c) {
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
@@ -496,14 +499,15 @@ static void check_probabilities(test_case *c) {
                 const double x = s.value - m[i], got = (double)sums[j * c->lanes + i];
                 if (!sees(c, i, j)) compare(r, got, 1, 0, "unseen [key][lane]", j, i);
                 else if (isnan(x)) require(r, isnan(got), "NaN [key][lane]", j, i);
-                else if (x < 60) /* else what is tiny of a score's error is large */
+                else if (x < 60) /* above, even a small error of the score makes a large error of 2^score */
                     compare(r, got, 1 + exp2(x), unit(c) * (1 + exp2(x)) + 2 * weight_error(c, x) + exp2(x) * expm1(0.7 * fmin(s.error, 100)),
                             "sum [key][lane]", j, i);
             }
     }
 }
 
-/* Of the blocks that are left, the one that comes next: one that is always chosen, or the best; -1: none may be chosen. */
+/* The next block to choose among those that are not taken yet: one that is always chosen, else the one with the highest score. -1: no block is
+ * left. */
 static int64_t next_choice(const ba_choice *choice, const double *score, const bool *taken, int64_t row) {
     int64_t best = -1;
     for (int64_t b = 0; b < choice->hi[row]; b++) {
@@ -558,8 +562,8 @@ static void check_choose(test_case *c) {
     }
 }
 
-/* q and k hold the heads of a row side by side; k's first rows are one side, the others the other one. With two sides the larger product counts, and
- * NaN on either side. */
+/* q and k hold the heads of a row side by side. The first half of k's rows is one side, the second half the other side. With two sides, the larger of
+ * the two products counts, and NaN where either product is NaN. */
 static void check_score_heads(test_case *c) {
     record *r = &records[SCORE_HEADS];
     for (int64_t n = 0; n < 4 * DIMS * FILLS; n++) {
@@ -579,7 +583,7 @@ static void check_score_heads(test_case *c) {
         for (int64_t i = 0; i < heads * queries; i++)
             for (int64_t j = 0; j < rows; j++) {
                 double sum = 0, size = 0, other_size = 0;
-                bool defined = true; /* 0 times infinity on one of two sides is not */
+                bool defined = true; /* the result is not defined where one side's product is 0 times infinity */
                 for (int64_t d = i / queries * dim; d < (i / queries + 1) * dim; d++) {
                     const double query = q.value[i % queries][d], first = query * k.value[j][d];
                     const double second = sides == 1 ? first : query * k.value[rows + j][d];
@@ -602,14 +606,14 @@ static void check_summarise(test_case *c) {
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
         make_case(c, n % FILLS, NO_MASK, 1, 1 + pick(n % 7 ? 20 : 200), 1, dim_at(n / FILLS % DIMS));
         const void **rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, c->keys, c->v_dim);
-        void *to[3]; /* largest, smallest, mean; sometimes one is not wanted */
+        void *to[3]; /* largest, smallest, mean; NULL, in some cases: not computed */
         for (int i = 0; i < 3; i++) to[i] = pick(8) ? place_row(OUT_ROWS, i, c->v_dim * ba_dtype_size(dtype)) : NULL;
         c->s.cache->summarise(rows, c->keys, c->v_dim, to[0], to[1], to[2]);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int64_t d = 0; d < c->v_dim; d++) {
             double largest = NAN, smallest = NAN, sum = 0, size = 0;
             for (int64_t j = 0; j < c->keys; j++) {
-                largest = fmax(largest, v.value[j][d]); /* fmax and fmin pass over NaN */
+                largest = fmax(largest, v.value[j][d]); /* fmax and fmin ignore NaN */
                 smallest = fmin(smallest, v.value[j][d]);
                 sum += v.value[j][d];
                 size += fabs(v.value[j][d]);
@@ -652,7 +656,7 @@ static void check_subject(const subject *s) {
     static test_case c;
     seed_by_name(s->name);
     for (int variant = WIDE; variant < VARIANTS; variant++) {
-        if (variant != FEW && s->cache && !s->pack_k) continue; /* that is the family itself */
+        if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
         if (variant == ROWS && (s->cache || !s->f->attend_rows)) continue;
         clear_records();
@@ -731,14 +735,14 @@ static double now(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-enum { SLICES = 10 }; /* of which the best counts, for what else the machine does only takes away */
+enum { SLICES = 10 }; /* the fastest counts, because anything else that the machine does only makes a slice slower */
 
-/* attend over one chunk that stays in cache, on one thread: an upper bound on what a driver can make of it. */
+/* Times attend over one chunk that stays in cache, on one thread: an upper bound on the speed that a driver can reach. */
 static void bench(const subject *s) {
     static test_case c;
     for (int variant = WIDE; variant < VARIANTS; variant++)
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
-            if (variant != FEW && s->cache) continue; /* the family's own, once packed */
+            if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */
             if (variant == FEW && !s->few) continue;
             if (variant == ROWS && !s->f->attend_rows) continue;
             c = (test_case){.s = *s, .variant = variant};
@@ -764,7 +768,7 @@ static void bench(const subject *s) {
         }
 }
 
-/* Arguments are parts of names: of those to check (none: all), and after a dash of those to leave out. */
+/* Each argument is a part of the names of kernels to check (no argument: all), or, after a dash, of kernels to leave out. */
 int main(int argc, char **argv) {
     const bool timing = argc > 1 && strcmp(argv[1], "--bench") == 0;
     const int first_name = timing ? 2 : 1;

@@ -1,4 +1,4 @@
-/* What the kernel checks stand on: guarded memory, element types in plain arithmetic, random numbers, the report, cases. */
+/* The base of the kernel checks: guarded memory, element types in plain arithmetic, random numbers, the report, cases. */
 #ifndef CHECKKERNELS_H
 #define CHECKKERNELS_H
 
@@ -6,8 +6,8 @@
 
 /* ---- Guarded memory ----------------------------------------------------------------------------------------------- */
 
-/* Every buffer lies between two pages that may not be touched: flush with the one behind it, or with the one before it
- * after flip_side(). It and the room beside it come filled with ones (NaN, -1, a pointer to nowhere). */
+/* Every buffer lies between two protected pages: its end touches the page behind it, or, after flip_side(), its beginning touches the page
+ * before it. The buffer, and the unprotected bytes beside it, are filled with ones (NaN, -1, an invalid pointer). */
 typedef enum buffer {
     PANEL_Q,
     PANEL_O,
@@ -44,25 +44,25 @@ typedef enum buffer {
     BUFFERS
 } buffer;
 void *place(buffer which, int64_t bytes);                      /* aligned to BA_ALIGN */
-void *place_tight(buffer which, int64_t bytes, int64_t align); /* aligned to `align` only: no gap before the guard */
+void *place_tight(buffer which, int64_t bytes, int64_t align); /* aligned to `align` only, so that no gap is left before the guard page */
 
-/* Rows, each between guard pages of its own; a row and its neighbour stand at different ends of their pages. */
+/* Rows, each between guard pages of its own. Of two neighbours, one touches the page behind it and the other the page before it. */
 typedef enum row_pool { Q_ROWS, K_ROWS, V_ROWS, OUT_ROWS, ROW_POOLS } row_pool;
 void *place_row(row_pool pool, int64_t index, int64_t bytes);
 
 void flip_side(void);
-bool neighbours_untouched(void); /* the room beside everything placed since forget_places() */
+bool neighbours_untouched(void); /* whether the bytes beside everything that was placed since forget_places() are as they were */
 void forget_places(void);
 
 /* ---- Elements ----------------------------------------------------------------------------------------------------- */
 
-/* float16, bfloat16 and float8_e4m3 by the definition of the formats, with none of the library's tricks. */
+/* float16, bfloat16 and float8_e4m3, written down from the definitions of the formats, without the shortcuts that the library takes. */
 double decode(ba_dtype dtype, int bits);
 int encode(ba_dtype dtype, double value); /* to nearest, ties to even */
-int patterns_of(ba_dtype dtype);          /* how many bit patterns it has; 0 where they are too many to try */
+int patterns_of(ba_dtype dtype);          /* how many bit patterns the dtype has; 0: too many to try all of them */
 
 double get_element(ba_dtype dtype, const void *data, int64_t index);
-double set_element(ba_dtype dtype, void *data, int64_t index, double value); /* returns what it was rounded to */
+double set_element(ba_dtype dtype, void *data, int64_t index, double value); /* returns the rounded value */
 
 /* Unit roundoff, smallest positive and largest finite number of a dtype. For a family's real: of float or double. */
 double unit_of(ba_dtype dtype);
@@ -79,7 +79,7 @@ double uniform(void);    /* [-1, 1) */
 
 /* ---- The report --------------------------------------------------------------------------------------------------- */
 
-/* One kernel, or one promise, and how it did. */
+/* The result of checking one kernel or one promise. */
 typedef struct record {
     const char *name;
     double worst; /* largest error, in units of its tolerance */
@@ -87,34 +87,34 @@ typedef struct record {
     int64_t failures;
 } record;
 
-extern char case_text[256]; /* parameters of the case being checked, for failures */
+extern char case_text[256]; /* the parameters of the current case, printed with a failure */
 
-/* got is right where it is NaN like want, the same infinity, or a number not further from it than the tolerance. */
+/* Fails unless `got` and `want` are both NaN, or are the same infinity, or are numbers that differ by no more than the tolerance. */
 void compare(record *r, double got, double want, double tolerance, const char *what, int64_t row, int64_t lane);
 void require(record *r, bool holds, const char *what, int64_t row, int64_t lane);
 
-/* Prints the records that compared something, and counts them. */
+/* Prints the records that have compared something, and adds them to the total. */
 void report(const char *family, const char *variant, record *records, int count);
-int report_total(void); /* the last line; 0 where all passed */
+int report_total(void); /* prints the last line; returns 0 where all checks passed */
 
-/* `run(context)`, or a failure of `r` where it faults. */
+/* Runs `run(context)`. Where it faults, that is a failure of `r`. */
 void guarded_run(void (*run)(void *context), void *context, record *r);
 
 /* ---- A case (checkkernels_case.c) --------------------------------------------------------------------------------- */
 
-/* A family with K and V of its own dtype, or of another as a cache has it. */
+/* What is checked: a family with K and V of its own dtype, or with a cache of another dtype. */
 typedef struct subject {
     const char *name;
     const ba_attend_family *f;
-    const ba_cache_kernels *cache; /* NULL: K and V as the family has them */
+    const ba_cache_kernels *cache; /* NULL: K and V are of the family's own dtype */
     ba_dtype dtype, kv_dtype;      /* of queries and output; of K and V */
     ba_pack_rows_fn pack_k, pack_v;
     int64_t pack_bytes;
     ba_attend_few_fn few;
 } subject;
 
-/* How the queries stand: WIDE and NARROW are the panel widths of kernels.h, FEW its kernel for a few queries, ROWS that for queries with states of
- * their own. */
+/* The variants of attention: WIDE and NARROW are panels of the two widths in kernels.h, FEW is the kernel for few queries, ROWS the kernel for
+ * queries that each have a state of their own. */
 enum { WIDE, NARROW, FEW, ROWS, VARIANTS };
 
 enum { MAX_CHUNKS = 3, MAX_KEYS = MAX_CHUNKS * BA_MAX_CHUNK, ROW_BYTES = BA_MAX_HEAD_DIM * sizeof(double) };
@@ -125,19 +125,19 @@ typedef enum mask { NO_MASK, ALL_SEEN, RANGES, STAIRS, NONE_SEEN, MASKS } mask;
 typedef struct test_case {
     subject s;
     int variant;
-    int64_t lanes, queries; /* of the panel, and in use */
+    int64_t lanes, queries; /* lanes of the panel, and how many of these hold queries */
     int64_t head_dim, v_dim, keys;
     fill fill;
     mask mask;
     double scale, softcap;
-    bool scaled; /* K and V have a scale a key */
+    bool scaled; /* K and V have one scale per key */
     float k_scale[MAX_KEYS], v_scale[MAX_KEYS];
     int32_t lo[BA_MAX_LANES], hi[BA_MAX_LANES];
     int32_t key_index[MAX_KEYS];
     unsigned char scratch_fill;
 } test_case;
 
-/* Inputs, as rows of elements and as the numbers that these stand for. */
+/* An input: its rows as elements (raw), and as the numbers that these elements stand for (value). */
 typedef struct operand {
     unsigned char raw[MAX_KEYS][ROW_BYTES];
     double value[MAX_KEYS][BA_MAX_HEAD_DIM];
@@ -146,8 +146,8 @@ extern operand q, k, v;
 
 extern const double specials[3]; /* NaN and the infinities */
 
-/* Draws everything but the kernel, the variant and the sizes. What was placed before is forgotten. */
-bool in_rows(const test_case *c); /* FEW and ROWS: o is [query][dim] */
+bool in_rows(const test_case *c); /* FEW and ROWS, whose o is [query][dim] */
+/* Draws everything of a case but the kernel, the variant and the sizes. Forgets what was placed before. */
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
 void set_variant(test_case *c, int variant, int64_t queries);
 void set_operand(const test_case *c, operand *x, int64_t row, int64_t d, double value);
@@ -155,13 +155,13 @@ void draw_range(test_case *c, int64_t lane);
 bool sees(const test_case *c, int64_t lane, int64_t key);
 int64_t most_queries(const test_case *c);
 
-/* Operands where a kernel sees them. Pointers to rows end at a guard page as the rows do. */
+/* Places operands in guarded memory for a kernel. The arrays of pointers to rows end at a guard page, as the rows do. */
 const void **place_rows(const test_case *c, row_pool pool, buffer pointers, const operand *x, int64_t first, int64_t rows, int64_t dim);
 void **place_out_rows(const test_case *c);
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l);
 ba_panel open_panel(const test_case *c);
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
-/* The same of rows that are longer than what is read of them. */
+/* The same, with rows that are longer than what the kernel reads of them. */
 ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim);
 void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk);
 
@@ -170,24 +170,24 @@ double real_at(const test_case *c, const void *data, int64_t index);
 int64_t o_stride(const test_case *c);
 int64_t o_index(const test_case *c, int64_t d, int64_t lane);
 
-/* Dims that checks go through: all short ones, then some long ones. */
+/* The dims that checks go through: all short ones, then some long ones. */
 enum { SHORT_DIMS = 40, DIMS = SHORT_DIMS + 8 };
 int64_t dim_at(int64_t i);
 
-/* What plain arithmetic says, and how far a kernel may be from it. */
-double unit(const test_case *c);
-bool few_are_own(const test_case *c);
-double tiny(const test_case *c);                       /* below, a number may count as 0 */
-double exp_unit(const test_case *c);                   /* of exp2, beyond unit */
-double weight_unit(const test_case *c);                /* of a weight as it meets a value, beyond unit */
-double sum_error(const test_case *c, int64_t n);       /* of n terms, relative to the sum of their sizes */
-double weight_error(const test_case *c, double score); /* of 2^score */
+/* The results of plain arithmetic, and how far a kernel may be from them. */
+double unit(const test_case *c);                       /* the relative error of one operation in real */
+bool few_are_own(const test_case *c);                  /* FEW packs queries in a format of its own */
+double tiny(const test_case *c);                       /* a number below this may count as 0 */
+double exp_unit(const test_case *c);                   /* the relative error of exp2, in addition to unit */
+double weight_unit(const test_case *c);                /* the relative error of a weight when it multiplies a value, in addition to unit */
+double sum_error(const test_case *c, int64_t n);       /* the error of a sum of n terms, relative to the sum of their absolute values */
+double weight_error(const test_case *c, double score); /* the absolute error of a weight 2^score */
 double v_factor(const test_case *c, int64_t key);
 
 typedef struct plain_number {
     double value, error;
 } plain_number;
-plain_number score_of(const test_case *c, int64_t lane, int64_t key); /* log2 units */
+plain_number score_of(const test_case *c, int64_t lane, int64_t key); /* in units of log2 */
 
 typedef struct plain_row {
     double lse, lse_error;
@@ -195,7 +195,7 @@ typedef struct plain_row {
 } plain_row;
 void attend_plainly(const test_case *c, int64_t lane, plain_row *r);
 
-/* ---- What is found of one kernel (checkkernels.c) ------------------------------------------------------------------- */
+/* ---- The records of one kernel (checkkernels.c) ----------------------------------------------------------------------- */
 
 enum {
     PACK_QUERIES,
@@ -234,7 +234,7 @@ void check_backward(const subject *s);
 
 /* ---- Dot products of pairs (emulated_pairs.c) ---------------------------------------------------------------------- */
 
-/* Checks that what stands for VDPBF16PS where it is emulated gives its bits; only where the CPU has it. */
+/* Checks that the emulation of VDPBF16PS gives the instruction's bits. Does nothing where the CPU lacks the instruction. */
 void check_dot_pairs(void);
 
 #endif

@@ -1,5 +1,5 @@
-/* The kernels of the backward pass against plain double arithmetic: weights and slopes of a panel, rows of dK and dV, whole tiles, and
- * what brings rows in and out. */
+/* Checks the kernels of the backward pass against plain double arithmetic: weights and slopes of a panel, rows of dK and dV, whole tiles, and the
+ * kernels that pack and unpack rows. */
 #include "checkkernels.h"
 
 #include <math.h>
@@ -12,7 +12,7 @@ static record gradient_records[PARTS];
 static operand dout;
 static double lse[BA_MAX_LANES], delta[BA_MAX_LANES];
 
-/* Huge operands get a gradient that is small, so that products of both with K stay in range. */
+/* An element of dout. Where the operands are huge, dout is small, so that products of both stay in range. */
 static double random_like(const test_case *c) {
     const double small = c->s.dtype == BA_FLOAT64 ? 0x1p-400 : c->s.dtype == BA_FLOAT16 ? 0x1p-10 : 0x1p-60;
     return c->fill == TINY ? uniform() * 1e-3 : c->fill == EXACT_HUGE ? (double)(pick(5) - 2) * small : uniform() * 2;
@@ -26,7 +26,7 @@ static void fill_dout(const test_case *c, operand *x, int64_t rows, int64_t dim)
 
 /* ---- A panel ------------------------------------------------------------------------------------------------------ */
 
-/* The log-sum-exp of what a lane sees, as the forward pass would give it; now and then a lane that attended nothing. */
+/* The log-sum-exp of the keys that a lane sees, as the forward pass gives it. One lane in 16 is made one that has attended no key. */
 static double lane_lse(const test_case *c, int64_t lane) {
     double top = -INFINITY, sum = 0;
     for (int pass = 0; pass < 2; pass++)
@@ -79,7 +79,7 @@ static void draw_numbers(test_case *c) {
     for (int64_t i = 0; i < c->lanes; i++) {
         lse[i] = i < c->queries ? lane_lse(c, i) : 0;
         delta[i] = i < c->queries ? random_like(c) : 0;
-        if (c->s.f->real_size == 4) { /* as the kernel gets them */
+        if (c->s.f->real_size == 4) { /* rounded as the kernel gets them */
             lse[i] = (double)(float)lse[i];
             delta[i] = (double)(float)delta[i];
         }
@@ -144,7 +144,8 @@ static void check_panels(void *context) {
 
 enum { MAX_PANELS = 3 };
 
-/* Rows of a tile of several panels, the last of any width; some panels pass over some keys. */
+/* Checks add_rows on the rows of a tile of several panels, the last of which is wide or narrow. Some panels have weights for a part of the keys
+ * only. */
 static void check_add_rows(test_case *c, record *r, record *packing, int64_t keys, int64_t dim, bool careful) {
     const ba_attend_family *f = c->s.f;
     const int64_t real = f->real_size;
@@ -159,7 +160,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
         weights[n] = (ba_weights){data, width, used, 0, keys};
         if (!pick(3)) weights[n].end = pick(keys + 1);
         if (!pick(3)) weights[n].begin = pick(weights[n].end + 1);
-        const bool none = weights[n].begin == weights[n].end; /* then they stay NaN */
+        const bool none = weights[n].begin == weights[n].end; /* the weights then stay NaN, and must not be read */
         if (none) weights[n].begin = weights[n].end = 0;
         for (int64_t at = 0; !none && at < keys * width; at++) {
             const bool inside = at / width >= weights[n].begin && at / width < weights[n].end;
@@ -211,13 +212,13 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
 enum { TILE_DQ, TILE_DK, TILE_DV, TILE_PARTS };
 static record tile_records[TILE_PARTS];
 
-/* A sum as it should be, and how far a kernel may be from it. Weights are 0 below real's range. */
+/* The right value of a sum, and how far a kernel may be from it. Weights below the range of real count as 0. */
 typedef struct plain_sum {
     double value, size, error;
 } plain_sum;
 
 static void add_term(plain_sum *sum, plain_number weight, double x) {
-    if (fabs(weight.value) < 0x1p-149) return; /* whatever x is */
+    if (fabs(weight.value) < 0x1p-149) return; /* even where x is not finite */
     sum->value += weight.value * x;
     sum->size += fabs(weight.value * x);
     sum->error += weight.error * fabs(x);
@@ -228,7 +229,7 @@ static void compare_sum(const test_case *c, record *r, double got, const plain_s
     compare(r, got, sum->value, sum->error + sum_error(c, terms) * sum->size + tiny(c) * (double)(terms + 5), what, row, column);
 }
 
-/* Rows that lie apart, or side by side. */
+/* Places rows of sums, each by itself or all side by side. */
 static void **place_sums(const test_case *c, bool apart, buffer pointers, int64_t dim) {
     void **to = place_tight(pointers, c->keys * (int64_t)sizeof *to, sizeof *to);
     const int64_t bytes = ba_round_up(dim, BA_PACK_PAD) * c->s.f->real_size;
@@ -331,7 +332,7 @@ static void check_tiles(void *context) {
     }
 }
 
-/* ---- In and out --------------------------------------------------------------------------------------------------- */
+/* ---- Packing and unpacking rows ----------------------------------------------------------------------------------- */
 
 static void check_dots(test_case *c, record *r, int64_t dim) {
     const ba_attend_family *f = c->s.f;
@@ -391,7 +392,7 @@ void check_backward(const subject *s) {
         guarded_run(check_tiles, &c, &tile_records[TILE_DQ]);
         report(s->name, variant == WIDE ? "wide" : "narrow", tile_records, TILE_PARTS);
     }
-    if (!s->f->gradient[0]) return; /* the backward pass takes a vector family, or one over tiles */
+    if (!s->f->gradient[0]) return; /* the family has no kernels for gradients */
     for (int variant = WIDE; variant <= NARROW; variant++) {
         for (int i = 0; i < PARTS; i++) gradient_records[i] = (record){.name = names[i]};
         c = (test_case){.s = *s, .variant = variant};

@@ -1,4 +1,4 @@
-/* Guarded memory, element types, random numbers and the report of the kernel checks: checkkernels.h says what each is for. */
+/* Guarded memory, element types, random numbers and the report of the kernel checks. checkkernels.h says what each function does. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include "checkkernels.h"
 
@@ -13,12 +13,12 @@
 
 /* ---- Guarded memory ----------------------------------------------------------------------------------------------- */
 
-enum { BESIDE = 64 }; /* bytes looked after at either end */
+enum { BESIDE = 64 }; /* bytes on either side of a buffer that neighbours_untouched() compares */
 
 typedef struct place_t {
-    unsigned char *pages; /* between the guards */
-    int64_t bytes;        /* of pages */
-    unsigned char *data;  /* NULL: nothing placed */
+    unsigned char *pages; /* the pages between the two guard pages */
+    int64_t bytes;        /* size of `pages` */
+    unsigned char *data;  /* the buffer. NULL: nothing is placed */
     int64_t used;
 } place_t;
 
@@ -96,7 +96,7 @@ static small_format format_of(ba_dtype dtype) {
     switch (dtype) {
     case BA_FLOAT16: return (small_format){16, 10, -14, 15};
     case BA_BFLOAT16: return (small_format){16, 7, -126, 127};
-    default: return (small_format){8, 3, -6, 8}; /* e4m3: the greatest exponent is a number's too, but for one pattern */
+    default: return (small_format){8, 3, -6, 8}; /* e4m3: the largest exponent, too, stands for numbers, except in one pattern */
     }
 }
 
@@ -114,14 +114,14 @@ double decode(ba_dtype dtype, int bits) {
 int encode(ba_dtype dtype, double value) {
     const small_format f = format_of(dtype);
     const int one = 1 << f.mantissa_bits, sign = signbit(value) ? 1 << (f.bits - 1) : 0, top = (1 << (f.bits - 1)) - 1;
-    const int infinity = dtype == BA_FLOAT8_E4M3 ? top - 1 : top / one * one; /* e4m3 stops at its largest number */
+    const int infinity = dtype == BA_FLOAT8_E4M3 ? top - 1 : top / one * one; /* e4m3 has no infinity, and saturates at its largest number */
     if (isnan(value)) return sign | top;
     const double size = fabs(value);
     if (size == 0) return sign;
     if (size >= ldexp(1, f.greatest_exponent + 1)) return sign | infinity;
     const int exponent = ilogb(size) < f.least_exponent ? f.least_exponent : ilogb(size);
     const double steps = rint(ldexp(size, f.mantissa_bits - exponent)); /* rint: ties to even */
-    /* the mantissa's carry into the exponent field is what rounding up to a power of two means, and to infinity too */
+    /* Where rounding carries out of the mantissa, the carry raises the exponent field by one: that gives the next power of two, or infinity. */
     const int pattern = (exponent - f.least_exponent) * one + (int)steps;
     return sign | (pattern < infinity ? pattern : infinity);
 }
@@ -180,7 +180,7 @@ double largest_of(ba_dtype dtype) {
 
 static uint64_t state = 0x9e3779b97f4a7c15u;
 
-/* A subject draws the same cases whichever went before it: alone it shows what it showed among all. */
+/* Seeds the random numbers with the subject's name, so that a subject draws the same cases whether it is checked alone or after others. */
 void seed_by_name(const char *name) {
     state = 0xcbf29ce484222325u; /* FNV-1a */
     for (; *name; name++) state = (state ^ (unsigned char)*name) * 0x100000001b3u;
@@ -198,7 +198,7 @@ double uniform(void) { return (double)(random_bits() >> 11) * 0x1p-52 - 1; }
 
 /* ---- The report --------------------------------------------------------------------------------------------------- */
 
-enum { SHOWN = 3 }; /* failures of a record that are printed */
+enum { SHOWN = 3 }; /* how many failures of a record are printed */
 
 char case_text[256];
 static int passed, failed;

@@ -1,4 +1,4 @@
-/* Cases: drawing their inputs, placing them where a kernel sees them, and what plain double arithmetic makes of them. */
+/* Cases: draws their inputs, places these in guarded memory, and computes the results in plain double arithmetic. */
 #include "checkkernels.h"
 
 #include <math.h>
@@ -56,8 +56,8 @@ void draw_range(test_case *c, int64_t lane) {
     int32_t lo = INT32_MIN, hi = INT32_MAX;
     if (c->mask == RANGES) {
         if (pick(8)) lo = first - 2 + (int32_t)pick(span + 2);
-        if (pick(8)) hi = ba_max(lo, first - 2) + (int32_t)pick(span + 3); /* some are empty */
-    } else if (c->mask == STAIRS) {                                        /* the first see nothing, the last see all */
+        if (pick(8)) hi = ba_max(lo, first - 2) + (int32_t)pick(span + 3); /* some ranges are empty */
+    } else if (c->mask == STAIRS) {                                        /* the first lanes see no key, the last lanes see all */
         lo = 0;
         hi = first + (int32_t)((lane - 2) * ba_max(1, span / c->lanes));
     } else if (c->mask == NONE_SEEN) {
@@ -120,7 +120,7 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
     forget_places();
 }
 
-/* ---- Operands where a kernel sees them ---------------------------------------------------------------------------- */
+/* ---- Operands in guarded memory ----------------------------------------------------------------------------------- */
 
 const void **place_rows(const test_case *c, row_pool pool, buffer pointers, const operand *x, int64_t first, int64_t rows, int64_t dim) {
     const int64_t bytes = dim * ba_dtype_size(dtype_of(c, x));
@@ -129,7 +129,7 @@ const void **place_rows(const test_case *c, row_pool pool, buffer pointers, cons
     return row;
 }
 
-/* Bytes of an element of packed rows, of variant ROWS. */
+/* Bytes per element of the packed rows of variant ROWS. */
 static int64_t row_element(const test_case *c) { return c->s.f->pack_row_queries ? c->s.f->real_size : ba_dtype_size(c->s.dtype); }
 
 static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffer packed, buffer pointers, const void **rows, const float *scales,
@@ -161,7 +161,7 @@ ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
 ba_panel open_panel(const test_case *c) {
     const ba_attend_family *f = c->s.f;
     ba_panel panel = empty_state(c, PANEL_O, PANEL_M, PANEL_L);
-    const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the pointers end at the guard */
+    const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the array of pointers ends at a guard page */
     if (c->variant == FEW) {
         panel.q = place(PANEL_Q, BA_FEW_QUERIES * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         const ba_order_few_fn order_few = c->s.cache ? c->s.cache->order_few : f->order_few;
@@ -179,7 +179,7 @@ ba_panel open_panel(const test_case *c) {
         f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
     }
     if (c->mask == NO_MASK) return panel;
-    int32_t lo[BA_MAX_LANES] = {0}, hi[BA_MAX_LANES]; /* where there is no query, all is seen */
+    int32_t lo[BA_MAX_LANES] = {0}, hi[BA_MAX_LANES]; /* lanes without a query see all keys */
     for (int i = 0; i < BA_MAX_LANES; i++) hi[i] = INT32_MAX;
     memcpy(lo, c->lo, (size_t)c->lanes * sizeof *lo);
     memcpy(hi, c->hi, (size_t)c->lanes * sizeof *hi);
@@ -222,25 +222,28 @@ void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
     } else c->s.f->attend[c->variant](panel, chunk);
 }
 
-void **place_out_rows(const test_case *c) { /* for the queries in use and none beyond */
+void **place_out_rows(const test_case *c) { /* one row for each query, and none for unused lanes */
     void **rows = place_tight(ROW_POINTERS, c->queries * (int64_t)sizeof *rows, sizeof *rows);
     for (int64_t i = 0; i < c->queries; i++) rows[i] = place_row(OUT_ROWS, i, c->v_dim * ba_dtype_size(c->s.dtype));
     return rows;
 }
 
-/* ---- What plain arithmetic says ----------------------------------------------------------------------------------- */
+/* ---- The results of plain arithmetic ------------------------------------------------------------------------------ */
 
-double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* double's own error too */
-/* A kernel for few with a format of its own. Caches have that of reals. */
+double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* for double, the reference rounds, too */
+/* Whether the kernel for few queries packs them in a format of its own. For a cache, the queries are packed as reals. */
 bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && c->s.f->few_least_heads > 0; }
 double tiny(const test_case *c) { return (c->variant != FEW || few_are_own(c)) && c->s.f->flushes ? 0x1p-126 : smallest_of(real_dtype(c)); }
-/* Of weights as they meet values, and of exp2, beyond reals' roundings. A few queries' weights come with what their rounding left. */
+/* The relative errors, in addition to the roundings of reals, of weights when they multiply values, and of exp2. A kernel for few queries that packs
+ * them in its own format multiplies a second piece of each weight, which holds what rounding cut off, so only the square of the error is left. Other
+ * kernels for few queries compute in reals. */
 double weight_unit(const test_case *c) {
     return c->variant != FEW ? c->s.f->weight_unit : few_are_own(c) ? c->s.f->weight_unit * c->s.f->weight_unit : 0;
 }
 double exp_unit(const test_case *c) { return c->variant != FEW ? c->s.f->exp_unit : 0; }
 
-/* The sum of n terms is off by at most n - 1 units of the terms' sizes, in whatever order; and each term by a few. */
+/* A sum of n terms is wrong by at most n - 1 units of the sum of the terms' absolute values, in any order of summation, and each term by a few units
+ * more. */
 double sum_error(const test_case *c, int64_t n) { return (double)(n + 5) * unit(c); }
 
 static double k_factor(const test_case *c, int64_t key) { return c->scaled ? c->k_scale[key] : 1; }
@@ -249,7 +252,8 @@ double v_factor(const test_case *c, int64_t key) { return c->scaled ? c->v_scale
 plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 units */
     double sum = 0, size = 0, other_size = 0;
     for (int64_t d = 0; d < c->head_dim; d++) {
-        const double query = lane < c->queries ? q.value[lane][d] * c->scale : 0; /* 0, and so NaN where the key is not finite */
+        const double query =
+            lane < c->queries ? q.value[lane][d] * c->scale : 0; /* an unused lane's query is 0, so its score is NaN where the key is not finite */
         const double term = query * k.value[key][d] * k_factor(c, key);
         sum += term;
         size += fabs(term);
@@ -264,13 +268,13 @@ plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 u
     return s;
 }
 
-/* Error of a weight 2^x of a score x below the maximum: the polynomial's, and that of the subtraction. */
+/* The error of a weight 2^x, where x is a score minus the maximum: the error of the polynomial, and that of the subtraction. */
 double weight_error(const test_case *c, double x) {
     return exp2(x) * (unit(c) * (4 + fmin(fabs(x), 2000)) + exp_unit(c)) + (c->s.f->real_size == 4 ? 0x1p-126 : 0x1p-1022);
 }
 
-/* Attention of one lane over all keys of the case, and how far a kernel may be from it: errors of scores become relative
- * errors of weights, and these move the mean of the values. */
+/* Computes the attention of one lane over all keys of the case, and how far a kernel may be from it: an error of a score becomes a relative error of
+ * its weight, and errors of weights move the weighted mean of the values. */
 void attend_plainly(const test_case *c, int64_t lane, plain_row *r) {
     static double weight[MAX_KEYS], slack[MAX_KEYS];
     static int64_t seen[MAX_KEYS];

@@ -1,4 +1,4 @@
-/* What kernels promise to the bit (checkkernels.c says how to run it). */
+/* Checks what kernels promise to the bit. (checkkernels.c says how to run the checks.) */
 #include "checkkernels.h"
 
 #include <math.h>
@@ -12,7 +12,7 @@ typedef struct key_range {
     int64_t begin, end;
 } key_range;
 
-/* Chunks may begin at a multiple of so many keys of another. */
+/* A chunk may be cut at any multiple of so many keys. */
 static int64_t step_of(const test_case *c) {
     return c->variant == ROWS ? BA_ROW_KEYS : c->variant == FEW ? ba_max(BA_FEW_KEY_ALIGN, c->s.f->key_align) : c->s.f->key_align;
 }
@@ -32,7 +32,7 @@ static void attend_ranges(const test_case *c, const key_range *ranges, int n, la
         memcpy(to + real, (char *)panel.l + lane * real, (size_t)real);
         for (int64_t d = 0; d < c->v_dim; d++) {
             char *o = (char *)panel.o + o_index(c, d, lane) * real;
-            if (c->s.f->flushes && real_at(c, o, 0) == 0) set_element(real_dtype(c), o, 0, 0); /* of either sign */
+            if (c->s.f->flushes && real_at(c, o, 0) == 0) set_element(real_dtype(c), o, 0, 0); /* -0 and +0 count as the same */
             if (c->s.f->flushes && isnan(real_at(c, o, 0))) set_element(real_dtype(c), o, 0, NAN);
             memcpy(to + (2 + d) * real, o, (size_t)real);
         }
@@ -45,7 +45,7 @@ static void same_bits(record *r, int64_t lane, const char *what) {
     require(r, memcmp(&whole[lane], &changed[lane], sizeof *whole) == 0, what, -1, lane);
 }
 
-/* A key that a lane does not see may hold anything. */
+/* Promise: what a key holds does not matter to a lane that does not see the key. */
 static void check_unseen(const test_case *c, const key_range *ranges) {
     static const double worst[] = {NAN, INFINITY, -INFINITY, 0x1.fcp127, -0x1.fcp127};
     const int64_t j = pick(c->keys), some = pick(c->head_dim), some_v = pick(c->v_dim);
@@ -62,7 +62,8 @@ static void check_unseen(const test_case *c, const key_range *ranges) {
     memcpy(v.raw[j], v_row, ROW_BYTES);
 }
 
-/* A chunk may be cut short to what some lane sees of it, and cut in two where no lane's keys are parted. */
+/* Promise: keys that no lane sees may be left out at either end of a chunk, and a chunk may be cut in two at a place where no lane has visible keys
+ * on both sides. */
 static void check_cuts(const test_case *c, const key_range *ranges) {
     const int64_t step = step_of(c), begin = ranges[1].begin;
     int64_t first = c->keys, end = begin;
@@ -87,7 +88,8 @@ static void check_cuts(const test_case *c, const key_range *ranges) {
     }
 }
 
-/* A lane does not know of the other lanes, of the width of its panel, of what scratch held, or of a mask that hides nothing. */
+/* Promise: a lane's result does not depend on the other lanes, on the width of the panel, on the contents of scratch memory, or on a mask that hides
+ * no key. */
 static void check_alone(test_case *c, const key_range *ranges) {
     record *r = &records[ALONE];
     const int64_t lane = pick(c->queries);
@@ -122,7 +124,7 @@ static void check_alone(test_case *c, const key_range *ranges) {
     for (int64_t i = 0; i < c->lanes; i++) same_bits(r, i, "a mask that hides nothing shows in [.][lane]");
 }
 
-/* Where a family has cuts, a chunk may be cut in two wherever its lanes' keys are. */
+/* Promise of families with has_cuts: a chunk may be cut in two after BA_CUT_KEYS keys, also where lanes see keys on both sides. */
 static void check_long_cuts(test_case *c) {
     for (int n = 0; n < 12; n++) {
         make_case(c, n % FILLS, n % 3 ? pick(MASKS) : NO_MASK, most_queries(c), BA_CUT_KEYS + 1 + pick(BA_MAX_CHUNK - BA_CUT_KEYS),
@@ -138,7 +140,7 @@ void check_promises(test_case *c) {
     const int64_t lanes = most_queries(c), step = step_of(c);
     if (c->variant <= 1 && c->s.f->has_cuts) check_long_cuts(c);
     for (int n = 0; n < 120; n++) {
-        const int64_t before = pick(2) * step; /* a chunk that went before */
+        const int64_t before = pick(2) * step; /* keys in a chunk before this one */
         const int64_t keys = before + 1 + pick(ba_min(5 * step, BA_MAX_CHUNK - before));
         make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), keys, 1 + pick(40), 1 + pick(40));
         const key_range ranges[] = {{0, before}, {before, c->keys}};
@@ -149,7 +151,8 @@ void check_promises(test_case *c) {
     }
 }
 
-/* The same bits, where any NaN is as good as another: which of two NaN a sum keeps goes by the order in which the compiler put them. */
+/* Whether two results have the same bits, where any NaN equals any other: which of two NaN a sum keeps depends on the order of operands that the
+ * compiler has chosen. */
 static bool same_state(const test_case *c, const void *a, const void *b, int64_t reals) {
     const int64_t real = c->s.f->real_size;
     for (int64_t i = 0; i < reals; i++)
@@ -159,7 +162,8 @@ static bool same_state(const test_case *c, const void *a, const void *b, int64_t
     return true;
 }
 
-/* Several panels at once, each with other keys of a chunk, end as they do one after the other. */
+/* Promise of attend_many: several panels that are attended together, each with visible keys of its own, get the bits that they get one after the
+ * other. */
 void check_together(test_case *c) {
     enum { PANELS = 5, STATE = (BA_MAX_HEAD_DIM + 2) * BA_MAX_LANES };
     static float states[2][PANELS][STATE] __attribute__((aligned(BA_ALIGN)));
@@ -167,7 +171,7 @@ void check_together(test_case *c) {
     for (int n = 0; n < 60; n++) {
         make_case(c, n % FILLS, pick(MASKS), 1 + pick(most_queries(c)), n % 2 ? 1 + pick(40) : 1 + pick(BA_MAX_CHUNK), dim_at(pick(SHORT_DIMS)),
                   dim_at(pick(SHORT_DIMS)));
-        if (n % 3 == 0) c->head_dim = c->v_dim = n % 2 ? 128 : 64; /* as most have it */
+        if (n % 3 == 0) c->head_dim = c->v_dim = n % 2 ? 128 : 64; /* the usual dims */
         if (n % 3 == 0)
             make_case(c, n % FILLS, n % 4 ? NO_MASK : pick(MASKS), most_queries(c), BA_MAX_CHUNK - pick(2) * (16 + pick(16)), c->head_dim, c->v_dim);
         const ba_panel empty = open_panel(c);
@@ -202,8 +206,8 @@ void check_together(test_case *c) {
     }
 }
 
-/* Heads that meet their chunks together get the bits that each gets alone, whatever lies between them, whether or not rows are told to be ahead, and
- * wherever they are brought first. */
+/* Promise of the kernel for few queries: heads that attend a chunk together get the bits that each gets alone, whatever lies between their rows,
+ * whether or not rows are prefetched, and wherever rows are gathered first. */
 void check_heads(test_case *c) {
     enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
     static double states[2][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
@@ -212,7 +216,8 @@ void check_heads(test_case *c) {
     for (int n = 0; n < 60; n++) {
         const int64_t heads = 2 + pick(HEADS - 1), keys = n % 3 ? 1 + pick(70) : 1 + pick(BA_MAX_CHUNK);
         make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * (1 + pick(SHORT_DIMS)), heads * (1 + pick(SHORT_DIMS)));
-        const int64_t k_step = c->head_dim / heads, v_step = c->v_dim / heads; /* a row holds all heads, and often something behind them */
+        const int64_t k_step = c->head_dim / heads,
+                      v_step = c->v_dim / heads; /* a row holds all heads, and in most cases further bytes behind them */
         c->head_dim = k_step - (k_step > 1 ? pick(2) : 0);
         c->v_dim = v_step - (v_step > 1 ? pick(2) : 0);
         const ba_panel empty = open_panel(c);
@@ -254,7 +259,7 @@ void check_heads(test_case *c) {
     }
 }
 
-/* An empty state changes no bit of the one that it joins, nor does the other way round. */
+/* Promise of join_few: joining with an empty state changes no bit of the other state, whichever of the two is the target. */
 void check_empty_join(test_case *c) {
     for (int n = 0; n < 20; n++) {
         make_case(c, RANDOM, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(20), 1 + pick(20), 1 + pick(40));

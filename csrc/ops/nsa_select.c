@@ -25,8 +25,8 @@ typedef struct select_call {
     int64_t dim;
     int64_t narrow, wide; /* the lengths of a compressed block and of a selected block, in strides */
     int64_t lanes, chunk_keys;
-    int64_t most_blocks, width, most_groups,
-        cmp_width; /* blocks of the longest sequence; places of a row; the same of stretches of compressed keys */
+    int64_t most_blocks;      /* blocks of the longest sequence */
+    int64_t width, cmp_width; /* places per row of `selected` and of `selected_cmp` */
     const ba_kernels *kernels;
     const ba_attend_family *family; /* where has_own, the family of q's dtype, else that of real */
     bool has_own;                   /* the family of q's own dtype has add_probabilities, which is used */

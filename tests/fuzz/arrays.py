@@ -49,14 +49,14 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def float8_values(bits: np.ndarray) -> np.ndarray:
-    """e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; the largest exponent holds numbers too, but for one NaN."""
+    """e4m3: a sign bit, 4 bits of exponent with bias 7, 3 of mantissa. The largest exponent, too, holds numbers, except for one NaN."""
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
     return np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits >> 7, -size, size))
 
 
 def values_of(array: Any, dtype: str) -> np.ndarray:
-    """What the package returned, as float64, whatever kind of array it is."""
+    """A result of the package as float64, whatever kind of array it is."""
     if type(array).__module__.partition(".")[0] == "torch":
         array = array.detach()
         return array.double().numpy().copy()
@@ -82,12 +82,12 @@ VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")
 
 
 def views_for(kind: str) -> tuple[str, ...]:
-    """The views that an array of this kind can be."""
+    """The kinds of view that an array of this kind can have."""
     return VIEWS[:-1] if kind == "torch" else VIEWS  # torch has no negative strides
 
 
 def place(draw: Draw, name: str, data: np.ndarray, *, last_contiguous: bool = True, views: Sequence[str] = VIEWS) -> Placed:
-    """`data` once more, as a view of a larger buffer that is filled with a canary. Draws ``<name>.view``."""
+    """A copy of `data` as a view of a larger buffer that is filled with a canary. Draws ``<name>.view``."""
     view = draw.pick(f"{name}.view", views, [4] + [1] * (len(views) - 1))
     rng = draw.rng(f"{name}.view.details")
     ndim, shape = data.ndim, data.shape
@@ -142,14 +142,14 @@ class Placed:
 
 
 def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any) -> Placed:
-    """An output of NaN (integers: a large number) inside a guarded buffer."""
+    """An output inside a guarded buffer, filled with NaN (integers: with a large number)."""
     if dtype in FLOATS:
         return place(draw, name, stored(np.full(shape, np.nan), dtype), **how)
     return place(draw, name, np.full(shape, np.iinfo(dtype).max, dtype), **how)
 
 
 def repeated(placed: Placed, axis: int, size: int) -> Placed:
-    """The same entry `size` times along an axis of one entry: a view with a stride of 0."""
+    """Repeats the one entry of an axis `size` times: a view with a stride of 0."""
     array = placed.array
     shape, strides = list(array.shape), list(array.strides)
     shape[axis], strides[axis] = size, 0
@@ -158,7 +158,7 @@ def repeated(placed: Placed, axis: int, size: int) -> Placed:
 
 
 def page_table(draw: Draw, name: str, pages: Sequence[np.ndarray]) -> Placed:
-    """(B, W) numbers of pages, with numbers behind them that name no page. Draws the dtype, the view and how much wider than need be."""
+    """(B, W) page numbers; places behind a row's pages hold numbers that name no page. Draws the dtype, the view and the extra width."""
     dtype = draw.pick(f"{name}.dtype", ("int32", "int64"))
     width = max([len(x) for x in pages], default=0) + draw.integer(f"{name}.width", 0, 3)
     matrix = np.full((len(pages), width), draw.pick(f"{name}.behind", (-7, -(2**31), 2**31 - 1)), dtype)
@@ -171,7 +171,7 @@ def page_table(draw: Draw, name: str, pages: Sequence[np.ndarray]) -> Placed:
 
 
 class Dlpack:
-    """An array that can be had by the DLPack protocol alone."""
+    """An array that only exports the DLPack protocol."""
 
     def __init__(self, array: np.ndarray):
         self._array = array
@@ -191,7 +191,7 @@ def kinds_for(dtype: str) -> list[str]:
 
 
 def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
-    """The NumPy array (what NumPy lacks: its bits) as the kind of array that is wanted. Memory is shared."""
+    """The NumPy array (for dtypes that NumPy lacks: the array of their bits) as an array of the given kind. Memory is shared."""
     if kind == "ml_dtypes":
         import ml_dtypes
 

@@ -1,4 +1,4 @@
-"""Drawing problems of block-sparse attention, and their arguments in every layout, dtype, view and kind of array."""
+"""Draws problems of block-sparse attention, and makes their arguments in every layout, dtype, view and kind of array."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def hit(self) -> np.ndarray:
-        """Boolean (B, H, Sq): queries that see garbage."""
+        """Boolean (B, H, Sq): which queries see non-finite values."""
         if not self.bad.any():
             return np.zeros(self.problem.q.shape[:3], np.bool_)
         return (self.problem.seen() & self.problem.grouped(self.bad)[:, :, None]).any(axis=-1)
@@ -68,7 +68,7 @@ def _window(draw: Draw, s_kv: int) -> tuple[int, int] | None:
 
 
 def _blocks(draw: Draw, batch: int, heads: int, rows: int, columns: int) -> np.ndarray:
-    """The blocks that are kept: random ones, with rows of which none and rows of which all are kept."""
+    """The blocks that are kept: random ones, and in some rows none or all."""
     rng = draw.rng("blocks")
     lead = (1 if draw.flag("lists.one_batch", 0.3) else batch, 1 if draw.flag("lists.one_head", 0.3) else heads)
     density = draw.pick("lists.density", (0.5, 1.0, 0.1, 0.9, 0.0))
@@ -122,7 +122,7 @@ def draw_case(draw: Draw, **how: Any) -> Case:
 
 
 def laid_out(x: np.ndarray, layout: str, lens: np.ndarray) -> np.ndarray:
-    """(B, H, S, D), or (B, H, S) for numbers a query, in the layout."""
+    """Brings (B, H, S, D), or (B, H, S) for one number per query, into the layout."""
     if layout == "TND":
         runs = [x[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lens)]
         return np.concatenate([np.empty((0, x.shape[1], *x.shape[3:]), x.dtype), *runs])
@@ -133,7 +133,7 @@ def laid_out(x: np.ndarray, layout: str, lens: np.ndarray) -> np.ndarray:
 
 
 def _garbled(x: np.ndarray, bad: np.ndarray, value: float) -> np.ndarray:
-    """A copy in which what nothing may look at, or what is bad, holds `value`."""
+    """A copy in which all rows that must not be read, or that are bad, hold `value`."""
     return np.where(bad[..., None], value, x)
 
 
@@ -179,7 +179,7 @@ def _numbers(values: np.ndarray, kind: str) -> Any:
 
 
 def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
-    """The options of the call that say what is computed; `kinds` says how lengths come."""
+    """The options of the call that say what is computed; `kinds` says as which kind of sequence the lengths are passed."""
     p = case.problem
     options: dict[str, Any] = {"block_shape": p.block_shape, "layout": case.layout, "causal": p.causal}
     if p.scale is not None:
@@ -197,7 +197,7 @@ def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
 
 
 def plain_arguments(case: Case, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and options of the case at their plainest, for calls that are compared with the drawn one."""
+    """The arrays and options of the case in their plainest form, for calls that are compared with the drawn one."""
     blocks = case.problem.blocks
     lists = None if blocks is None else listed(blocks, "int32", rng, shuffled=True)
     options = rules(case, {}) | {"dtype": "bfloat16" if case.problem.dtype == "bfloat16" else None}
@@ -223,7 +223,7 @@ class Arguments:
         self.options["sabi"] = self._lists()
 
     def array(self, name: str, data: np.ndarray, dtype: str) -> Any:
-        """`data` as an input; other kinds than the first array's where kinds are mixed."""
+        """`data` as an input; where kinds are mixed, of another kind than the first array."""
         placed = arrays.place(self.draw, name, data)
         self.placed.append(placed)
         kind = self.kind
@@ -255,11 +255,11 @@ class Arguments:
             x.check_unchanged()
 
 
-# ---- What comes back ----------------------------------------------------------------------------------------------
+# ---- Results ------------------------------------------------------------------------------------------------------
 
 
 def check_kind(what: str, got: Any, like: Any, dtype: str) -> None:
-    """A result is the kind of array that q was, of the dtype."""
+    """Checks that a result is of q's kind of array and of the dtype."""
     kind = type(got).__module__.partition(".")[0]
     if type(like).__module__.partition(".")[0] == "torch":
         expected = "torch", f"torch.{dtype}"
@@ -272,7 +272,7 @@ def check_kind(what: str, got: Any, like: Any, dtype: str) -> None:
 
 
 class Outputs:
-    """Arrays that a call writes to: those of `given` in drawn views over poison, the others made by the package."""
+    """The outputs of a call: those in `given` are drawn views, filled with poison; the package makes the others."""
 
     def __init__(self, made: Arguments, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str], given: Sequence[str]):
         self.made, self.shapes, self.dtypes = made, shapes, dtypes
@@ -281,7 +281,7 @@ class Outputs:
         self.given = {x: arrays.dressed(y.array, dtypes[x], kind) for x, y in self.placed.items()}
 
     def check(self, results: dict[str, Any]) -> None:
-        """What a call promises whatever its numbers are."""
+        """Checks what a call promises whatever its numbers are."""
         for name, got in results.items():
             if name in self.given:
                 if got is not self.given[name]:
@@ -298,13 +298,13 @@ class Outputs:
 
 
 def _resized(x: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """`x` with so many entries on the axis: cut, or padded with zeros."""
+    """`x` with this many entries on the axis: cut, or padded with zeros."""
     x = np.take(x, range(min(size, x.shape[axis])), axis)
     return np.concatenate([x, np.zeros((*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :]), x.dtype)], axis)
 
 
 def alone(case: Case, b: int, layout: str, pad_q: int, pad_kv: int) -> Case:
-    """Batch entry b by itself, in another layout and with other padding (which TND has none of)."""
+    """Batch entry b by itself, in another layout and with other padding. (TND has no padding.)"""
     p = case.problem
     q_len, kv_len = int(p.q_lens[b]), int(p.kv_lens[b])
     s_q, s_kv = q_len + (layout != "TND") * pad_q, kv_len + (layout != "TND") * pad_kv
@@ -326,7 +326,7 @@ def alone(case: Case, b: int, layout: str, pad_q: int, pad_kv: int) -> Case:
 
 
 def rows_of(x: np.ndarray, layout: str, heads: int, lens: np.ndarray, b: int, *, numbers: bool = False) -> np.ndarray:
-    """Tokens 0..lens[b] of batch entry b: (heads, n, dim), or (heads, n) for numbers a query."""
+    """The first lens[b] tokens of batch entry b: (heads, n, dim), or (heads, n) for one number per query."""
     n = int(lens[b])
     if layout == "TND":
         start = int(lens[:b].sum())

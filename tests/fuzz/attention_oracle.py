@@ -19,7 +19,7 @@ SMALL = 1e-30  # numbers below 1e-38 may count as 0 at some levels, before they 
 
 @dataclass
 class Attention:
-    """One problem: what is computed, not how its arrays look."""
+    """One problem: what is computed, independent of how its arrays are stored."""
 
     dtype: str
     q: np.ndarray  # (B, H, Sq, D)
@@ -43,11 +43,11 @@ class Attention:
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def grouped(self, x: np.ndarray) -> np.ndarray:
-        """Keys or values (B, Hkv, ...) once for each query head."""
+        """Repeats keys or values (B, Hkv, ...) for each query head."""
         return np.repeat(x, self.q.shape[1] // x.shape[1], axis=1) if x.shape[1] else x
 
     def ungrouped(self, x: np.ndarray) -> np.ndarray:
-        """Sums over the query heads of each key head."""
+        """Sums over the query heads that share a KV head."""
         kv_heads = self.k.shape[1]
         return x.reshape(x.shape[0], kv_heads, x.shape[1] // max(kv_heads, 1), *x.shape[2:]).sum(axis=2)
 
@@ -84,7 +84,7 @@ class Forward(NamedTuple):
 
 
 def weight_error(dtype: str) -> float:
-    """The relative error of a softmax weight beside that of its score: of the exponential, and of rounding it to the dtype.
+    """The relative error of a softmax weight, in addition to that of its score: that of the exponential, and of rounding it to the dtype.
 
     Weights of bfloat16 problems may be rounded to bfloat16 before they meet the values; those of float16 are known to that dtype's
     precision.

@@ -19,13 +19,13 @@ CHECKS = ("oracle", "threads", "permute", "alone", "dense", "masked")
 
 
 def attend(case: Case, rng: np.random.Generator, num_threads: int | None = 1) -> tuple[np.ndarray, np.ndarray]:
-    """The case once more, with plain arrays and the rows of its lists in some other order."""
+    """Calls the case again with plain arrays, and with the entries of its lists in another order."""
     given, options = plain_arguments(case, rng)
     return blitz_attn.block_sparse_attention(*given.values(), **options, return_lse=True, num_threads=num_threads)
 
 
 def call(draw: Draw, case: Case, made: Arguments) -> tuple[Any, Any]:
-    """The drawn call; None for a log-sum-exp that is not asked for. Checks what a call promises whatever its numbers are."""
+    """Makes the drawn call; returns None for a log-sum-exp that is not requested. Checks what a call promises whatever its numbers are."""
     p = case.problem
     shapes = {"out": laid_out(np.empty((*p.q.shape[:3], p.v.shape[-1])), case.layout, p.q_lens).shape}
     shapes["lse"] = laid_out(np.empty(p.q.shape[:3]), case.layout, p.q_lens).shape
@@ -47,7 +47,7 @@ def call(draw: Draw, case: Case, made: Arguments) -> tuple[Any, Any]:
 
 
 def check_numbers(case: Case, out: Any, lse: Any) -> None:
-    """Against the oracle. Rows that see garbage: NaN where a key is NaN, and anything where it is infinite."""
+    """Compares with the oracle. A row that sees a NaN key must be NaN; one that sees an infinite key may be anything."""
     p = case.problem
     f, hit = forward(p), case.hit
     if np.isnan(case.garbage):
@@ -71,7 +71,7 @@ def check_numbers(case: Case, out: Any, lse: Any) -> None:
 
 
 def masked_blocks(p: Attention) -> np.ndarray:
-    """The lists and, in each row, all blocks that lie wholly behind the last key of each entry that the list is for."""
+    """The lists with, added to each row, all blocks that lie wholly behind the last key of every entry that uses the row."""
     starts = np.arange(p.blocks.shape[3]) * p.block_shape[1]
     lens = p.kv_lens if p.blocks.shape[0] == p.kv_lens.size else p.kv_lens.max(initial=0)[None]
     return p.blocks | (starts >= lens[:, None])[:, None, None]
@@ -107,7 +107,7 @@ def block_sparse_attention(draw: Draw) -> None:
 
 
 def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
-    """One batch entry by itself, in another layout, with other padding."""
+    """Compares one batch entry with a call on this entry alone, in another layout and with other padding."""
     p = case.problem
     batch, heads = p.q.shape[:2]
     layout = draw.pick("alone.layout", ("BNSD", "BSND", "BSH", "TND"))
@@ -129,7 +129,7 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
 
 @problem("refused_lists", weight=0.5)
 def refused_lists(draw: Draw) -> None:
-    """A block that stands in a row twice, or is none: refused wherever it stands, with nothing written."""
+    """A block that stands in a row twice, or that does not exist, is refused wherever it stands, and nothing is written."""
     batch, heads, rows, columns = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("heads", 4), ("rows", 9), ("columns", 9)))
     block_q, block_kv = draw.integer("block_q", 1, 20), draw.integer("block_kv", 1, 20)
     rng = draw.rng("list")

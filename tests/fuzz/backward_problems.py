@@ -20,7 +20,7 @@ LARGEST = {"float16": 65504.0}
 
 
 class Given(NamedTuple):
-    """What a backward call takes beside the forward call's arguments, (B, H, Sq, ...) whatever the layout."""
+    """The arguments of a backward call that the forward call does not have, as (B, H, Sq, ...) in every layout."""
 
     dout: np.ndarray
     out: np.ndarray
@@ -40,7 +40,7 @@ class Given(NamedTuple):
 
 
 def gradients(case: Case, given: Given, rng: np.random.Generator, num_threads: int = 1) -> tuple[Any, Any, Any]:
-    """The gradients once more, with plain arrays and the rows of the lists in some other order."""
+    """Computes the gradients again with plain arrays, and with the entries of the lists in another order."""
     qkv, options = plain_arguments(case, rng)
     others = given.laid_out(case)
     dlse = others.pop("dlse", None)
@@ -127,7 +127,7 @@ def block_sparse_attention_backward(draw: Draw) -> None:
 
 
 def check_alone(draw: Draw, case: Case, given: Given, got: dict[str, Any]) -> None:
-    """One batch entry by itself, with other padding."""
+    """Compares one batch entry with a call on this entry alone, with other padding."""
     p = case.problem
     batch, heads = p.q.shape[:2]
     pads = draw.pick("alone.pad_q", (0, 1, 70)), draw.pick("alone.pad_kv", (0, 1, 70))

@@ -1,4 +1,4 @@
-"""Bad calls: a right call of a public function with one argument, sometimes two, replaced by an odd value.
+"""Bad calls: a valid call of a public function in which one argument, sometimes two, is replaced by an unusual value.
 
 Either the call is accepted, or it is refused with a TypeError or a ValueError whose one sentence names an argument concerned. In both
 cases nothing outside the outputs is written, and it takes no time and no memory to speak of.
@@ -44,7 +44,7 @@ PLAIN = (np.ndarray, np.generic, str, bool, int, float, type(None))
 
 
 class Call:
-    """A right call, its arguments to be replaced."""
+    """A valid call whose arguments can be replaced."""
 
     def __init__(self, name: str, good: Good, variety: int, seed: int = 0) -> None:
         self.name, self.good = name, good
@@ -64,7 +64,7 @@ class Call:
         return None if default is inspect.Parameter.empty else default
 
     def choices(self, argument: str) -> list[str]:
-        """Names of the odd values that may stand for this argument, those made of the right one first."""
+        """Names of the unusual values that may replace this argument; those that are made from the valid one come first."""
         return [*table(self.value(argument)), *ANY]
 
     def replace(self, argument: str, odd: str) -> None:
@@ -80,7 +80,7 @@ class Call:
         self.replaced[argument] = f"{self.replaced[argument]}, {odd}" if argument in self.replaced else odd
 
     def make_positional(self) -> None:
-        """Passes what can be passed by position so."""
+        """Passes by position all arguments that can be passed so."""
         names = self.by_position
         for name, parameter in parameters(self.good.call).items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY or name not in self.arguments:
@@ -89,7 +89,7 @@ class Call:
         self.positional = tuple(self.arguments.pop(name) for name in names)
 
     def run(self) -> str:
-        """Makes the call and judges. Returns "accepted", or the sentence of the refusal."""
+        """Makes the call and judges its outcome. Returns "accepted", or the sentence of the refusal."""
         before = self.arena.memory.copy()
         memory, clock, elements = _peak(), time.process_time(), 0
         try:
@@ -114,7 +114,7 @@ class Call:
         return text
 
     def _judge_refusal(self, error: Exception) -> str:
-        """The text of a refusal that may be; any other is raised on."""
+        """The sentence of an acceptable refusal. Any other exception is raised again."""
         if isinstance(error, MemoryError) and any(map(is_huge, self.replaced.values())):
             return "MemoryError"
         if _is_from_odd_value(error):  # what an object's own method raises may come through as it is, as everywhere in NumPy
@@ -164,7 +164,7 @@ def _text(error: Exception) -> str:
 
 
 def _is_from_odd_value(error: Exception) -> bool:
-    """Whether a method of an odd value raised it."""
+    """Whether a method of an unusual value raised this exception."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -189,7 +189,7 @@ def _is_plausible(result: Any) -> bool:
 
 
 def _mark(memory: np.ndarray, outside: np.ndarray, written: Any) -> None:
-    """Takes the bytes of an output out of those that may not change."""
+    """Excludes the bytes of an output from those that may not change."""
     if isinstance(written, (tuple, list)):
         for part in written:
             _mark(memory, outside, part)
@@ -213,7 +213,7 @@ def _mark(memory: np.ndarray, outside: np.ndarray, written: Any) -> None:
 
 @cache
 def _expected(group: str, name: str) -> list[bytes]:
-    """Bits of the result, and of what is written, of the first right call."""
+    """The bits of the result, and of all written arrays, of the first valid call."""
     return _bits(Call(name, GROUPS[group][name], 0))
 
 

@@ -1,4 +1,4 @@
-"""`append_paged_kv`, `quantize_kv` and `dequantize_kv`: what is written, token by token, and that nothing else is."""
+"""`append_paged_kv`, `quantize_kv` and `dequantize_kv`: every token is written where it belongs, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 
 
 def quantized(x: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, scales) of float64 (..., D): the number of the format that is nearest to x / scale, of two as near the one of even bits."""
+    """(numbers, scales) of float64 (..., D). A number is the format's nearest to x / scale; of two equally near, the one with even bits."""
     scale = (np.abs(x).max(axis=-1, initial=0) / LARGEST[to]).astype(np.float32).astype(np.float64)
     scale = np.where(scale == 0, 1, scale)
     bits = np.arange(-127, 128) if to == "int8" else np.array([*range(0xFE, 0x80, -1), *range(0x7F)])
@@ -109,7 +109,7 @@ def dequantize_kv(draw: Draw) -> None:
 
 
 class Side:
-    """K or V: new tokens, and the cache with what it holds before."""
+    """K or V: the new tokens, and the cache with its contents before the call."""
 
     def __init__(self, draw: Draw, name: str, new: np.ndarray, shape: tuple[int, ...], dtypes: tuple[str, str], kinds: tuple[str, str], hnd: bool):
         rng = draw.rng(f"{name}_cache")
@@ -138,7 +138,7 @@ class Side:
         return numbers, np.ones(numbers.shape[:3]) if self.scale is None else self.scale.values()
 
     def expected(self, tokens: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the cache is to hold once these tokens stand in these slots."""
+        """What the cache must hold after these tokens are written to these slots."""
         numbers, scales = self.held()
         with np.errstate(over="ignore", invalid="ignore"):
             new, new_scales = quantized(self.new, self.dtype) if self.eight else (arrays.rounded(self.new, self.dtype), np.ones(self.new.shape[:2]))
@@ -161,7 +161,7 @@ class Side:
 
 
 class Append:
-    """A drawn call: the tokens go to slots that are named, or to the last places of their requests."""
+    """A drawn call. The tokens go to the given slots, or to the last places of their requests."""
 
     def __init__(self, draw: Draw, finite: bool):
         self.numbers_as = draw.pick("numbers.as", CU_KINDS)
@@ -197,7 +197,7 @@ class Append:
             self._summaries(draw, dims[0])
 
     def _places(self, draw: Draw) -> None:
-        """slots[i] is where token i goes, -1: nowhere."""
+        """slots[i] is the slot of token i; -1: the token is not written."""
         self.tables: Any = None
         if self.by_slots:
             count = draw.integer("tokens", 0, 60)
@@ -225,7 +225,7 @@ class Append:
             self.summaries[name] = Held(draw, name, values, self.cache_dtype, self.k.cache.kind)
 
     def expected_summaries(self, cache: np.ndarray) -> dict[str, np.ndarray]:
-        """Of the blocks that got new tokens, and 0 behind a request's last block."""
+        """The summaries of the blocks that got new tokens, and 0 behind a request's last block."""
         found = {name: x.values() for name, x in self.summaries.items()}
         for b, (n, m) in enumerate(zip(self.lens, self.new, strict=True)):
             t = np.arange(n)
@@ -241,7 +241,7 @@ class Append:
         return {"kv_layout": "HND" if self.hnd else "NHD", "kv_dtype": self.kv_dtype, **scales}
 
     def call(self, tokens: Any = slice(None), lens: Any = None, new: Any = None) -> None:
-        """Appends all tokens, or these, as the last ones of requests of these lengths."""
+        """Appends all tokens, or the given ones, as the last tokens of requests of these lengths."""
         where: dict[str, Any] = {"slot_mapping": integers_as(self.numbers_as, self.slots[tokens])}
         if not self.by_slots:
             lens, new = (integers_as(self.numbers_as, x) for x in (self.lens if lens is None else lens, self.new if new is None else new))
@@ -282,7 +282,7 @@ def append_paged_kv(draw: Draw) -> None:
 
 
 def in_pieces(draw: Draw, case: Append) -> None:
-    """Some of the tokens first, then the rest."""
+    """Appends some of the tokens first, then the others."""
     if case.by_slots or not case.ragged or not isinstance(case.tables, arrays.Placed):
         if case.by_slots:
             cut = int(draw.rng("cut").integers(len(case.slots) + 1))
@@ -302,7 +302,7 @@ def in_pieces(draw: Draw, case: Append) -> None:
 
 
 def attends(draw: Draw, case: Append, expected: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """The new tokens' queries over the cache see what dense attention over the tokens gives."""
+    """Attention of the new tokens' queries over the cache equals dense attention over the tokens."""
     k, v = (numbers * scales[..., None] for numbers, scales in expected)
     dtype = "float64" if case.cache_dtype == "float64" else "float32"
     q = arrays.rounded(draw.rng("q").standard_normal((len(case.slots), case.kv_heads * draw.integer("group", 1, 4), k.shape[-1])) / np.abs(k).max(), dtype)
@@ -320,7 +320,7 @@ def attends(draw: Draw, case: Append, expected: list[tuple[np.ndarray, np.ndarra
 
 @problem("refused_append", weight=0.4)
 def refused_append(draw: Draw) -> None:
-    """A slot twice or beyond the cache, a page that there is not, too many tokens, a number that 8 bits cannot hold: nothing is written."""
+    """Bad calls are refused and write nothing: a slot twice or beyond the cache, a missing page, too many tokens, too large a number."""
     case = Append(draw, finite=True)
     rng, used = draw.rng("mistake"), np.flatnonzero(case.slots >= 0)
     mistake = draw.pick("mistake", ("slot", "twice", "page", "length", "infinite", "tokens"))

@@ -1,4 +1,4 @@
-"""Counts the calls of the package's public functions that problems make. A function that the package calls within another counts once."""
+"""Counts the calls of public functions that problems make. A call that the package makes within another one does not count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _counted: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def made() -> int:
-    """Calls since the process began, or since that which it was forked from did."""
+    """Calls since this process, or the process that it was forked from, has started."""
     return _made
 
 
@@ -41,7 +41,7 @@ def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count() -> None:
-    """Puts counting functions into the public modules in place of their own: once, before a problem takes them from there."""
+    """Replaces the functions of the public modules by counting ones. It happens once, before any problem imports them."""
     if _counted:
         return
     names = (*MODULES, *([".integrations.torch"] if importlib.util.find_spec("torch") else []))

@@ -55,7 +55,7 @@ def _run_and_send(name: str, seed: int, fixed: dict[str, Any], pipe: Any) -> Non
 
 
 def run_apart(name: str, seed: int, fixed: dict[str, Any]) -> Outcome:
-    """Runs the problem in a process of its own, so that a crash is an outcome like others."""
+    """Runs the problem in a process of its own, so that a crash is an outcome like any other."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run_and_send, args=(name, seed, fixed, there))
@@ -170,7 +170,7 @@ def replay(text: str) -> int:
 
 
 class Tally:
-    """Problems and calls of the package by operation, and which pairs of options have met."""
+    """Counts problems and calls of the package by operation, and which pairs of options have occurred together."""
 
     def __init__(self) -> None:
         self.passed: collections.Counter[str] = collections.Counter()
@@ -205,7 +205,7 @@ class Tally:
             self.pairs[name] |= seen
 
     def take(self) -> tuple[Any, ...]:
-        """What was counted since the last time, in plain containers."""
+        """The counts since the previous call of this method, in plain containers."""
         state = self.passed, self.discarded, self.calls, {n: dict(v) for n, v in self.values.items()}, dict(self.pairs)
         self.passed, self.discarded, self.calls = collections.Counter(), collections.Counter(), collections.Counter()
         self.values = collections.defaultdict(lambda: collections.defaultdict(set))
@@ -213,7 +213,7 @@ class Tally:
         return state
 
     def coverage(self, name: str) -> float:
-        """Pairs of values that met, over those that could have: of options that were drawn together at all."""
+        """The share of possible pairs of values that have occurred, over all options that are ever drawn together."""
         met: dict[tuple[str, str], int] = collections.Counter((a, b) for a, _, b, _ in self.pairs[name])
         values = self.values[name]
         possible = sum(len(values[a]) * len(values[b]) for a, b in met)
@@ -227,7 +227,7 @@ def _names_and_weights(only: list[str]) -> tuple[list[str], list[float]]:
 
 
 def _work(seed: int, first: int, step: int, only: list[str], cell: str, pipe: Any) -> None:
-    """Runs problems first, first + step, ... of the campaign `seed`, and reports by the pipe."""
+    """Runs problems number first, first + step, ... of the campaign `seed`, and reports through the pipe."""
     import numpy as np
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -249,7 +249,7 @@ def _work(seed: int, first: int, step: int, only: list[str], cell: str, pipe: An
 
 
 class Worker:
-    """A worker process and what the parent knows of it."""
+    """A worker process, and the parent's record of it."""
 
     def __init__(self, seed: int, first: int, step: int, only: list[str]):
         self.seed, self.step, self.only = seed, step, only
@@ -279,7 +279,7 @@ class Worker:
 
 
 def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool = False) -> int:
-    """Runs problems for so long, with `stop` until the first failure, which is then not shrunk. Returns the number of different failures."""
+    """Runs problems for `seconds`, with `stop` until the first failure, which is not shrunk. Returns the number of different failures."""
     names, _ = _names_and_weights(only)
     print(f"fuzz: {len(names)} operations, {jobs} processes, {seconds:.0f} s, SEED={seed}", file=sys.stderr)
     workers = [Worker(seed, i, jobs, only) for i in range(jobs)]
@@ -344,7 +344,7 @@ def _listen(worker: Worker, names: list[str], tally: Tally, failures: dict[Any, 
 
 
 def _note(failures: dict[Any, Any], name: str, seed: int, outcome: Outcome) -> None:
-    """Failures with one origin (the operation, the kind and the place in the program) are one."""
+    """Records a failure. Failures of one origin (operation, kind and place in the program) count as one."""
     places = [line.strip() for line in outcome.text.splitlines() if line.lstrip().startswith("File ")]
     key = name, outcome.kind, places[-1] if places else ""
     if key not in failures:
@@ -356,7 +356,7 @@ def _note(failures: dict[Any, Any], name: str, seed: int, outcome: Outcome) -> N
 
 
 def run_corpus(path: str) -> int:
-    """Runs the problems that failed once. Returns how many fail again."""
+    """Runs problems that have failed before. Returns how many still fail."""
     failed = 0
     with open(path, encoding="utf-8") as lines:
         for line in lines:

@@ -1,4 +1,4 @@
-"""What is compared, and how near it must be."""
+"""Comparisons of results, and their tolerances."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def at_level(draw: Draw) -> Iterator[str]:
 
 @contextlib.contextmanager
 def default_threads(count: int) -> Iterator[None]:
-    """So many threads for the calls of the block that are not told."""
+    """Sets the default number of threads for the calls in the block."""
     before = blitz_attn.get_num_threads()
     blitz_attn.set_num_threads(count)
     try:
@@ -42,7 +42,7 @@ def threads(draw: Draw) -> int:
 
 
 def same_bits(what: str, one: Any, other: Any) -> None:
-    """Both results bit for bit the same. `one` and `other` are arrays, or tuples of arrays."""
+    """Both results must be the same bit for bit. `one` and `other` are arrays, or tuples of arrays."""
     if isinstance(one, tuple):
         for i, (a, b) in enumerate(zip(one, other, strict=True)):
             same_bits(f"{what}, result {i}", a, b)
@@ -52,7 +52,7 @@ def same_bits(what: str, one: Any, other: Any) -> None:
 
 
 def near(what: str, got: np.ndarray, expected: np.ndarray, allowed: Any) -> None:
-    """`got` is within `allowed` (a number, or an array that broadcasts) of `expected`; non-finite elements are the same ones."""
+    """`got` must be within `allowed` (a number, or an array that broadcasts) of `expected`; non-finite elements must be equal."""
     if got.shape != expected.shape:
         raise Finding(f"{what}: shape {got.shape} where {expected.shape} was expected")
     if got.size == 0:

@@ -30,7 +30,7 @@ NO_BOUND = 2147483647
 
 
 def draw_lengths(draw: Draw, name: str, batch: int, tokens: int, one: bool) -> tuple[Any, list[int]]:
-    """The argument, and what it says: one number holds for all, more than there are entries are cut off."""
+    """The argument, and what it means: a single number holds for all entries, and surplus numbers are ignored."""
     how = draw.pick(name, ("none", "one", "each", "more"), (4, 2, 3, 1))
     numbers = [draw.integer(f"{name}[{i}]", 0, tokens, likely=(0, 1, tokens)) for i in range(batch + 1)]
     if how == "none" or not batch:
@@ -203,7 +203,7 @@ def to_layout(x: np.ndarray, form: str, lens: list[int]) -> np.ndarray:
 
 
 class Upstream:
-    """Drawn arguments of `mslk`'s functions, and the keywords with which `blitz_attn.nsa` says the same."""
+    """Drawn arguments of `mslk`'s functions, and the keywords of `blitz_attn.nsa` that mean the same."""
 
     def __init__(self, draw: Draw, packed: bool | None = None):
         self.draw = draw
@@ -224,7 +224,7 @@ class Upstream:
 
 
 def call_in_style(draw: Draw, function: Any, leading: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Upstream's order of arguments holds: all by position, all by name, or without those that are None."""
+    """Calls in upstream's order of arguments: all by position, all by name, or without the arguments that are None."""
     style = draw.pick("style", ("keywords", "positions", "short"))
     if style == "positions":
         return function(*leading, *options.values())
@@ -232,7 +232,7 @@ def call_in_style(draw: Draw, function: Any, leading: tuple[Any, ...], options: 
 
 
 def same(what: str, one: Any, other: Any) -> None:
-    """Bits, kind, dtype and shape."""
+    """Both results must have the same bits, kind, dtype and shape."""
     if (one is None) != (other is None):
         raise Finding(f"{what}: None and an array")
     if one is None:
@@ -245,7 +245,7 @@ def same(what: str, one: Any, other: Any) -> None:
 
 
 def stacked(u: Upstream, x: Any, counts: list[int], fill: float) -> Any:
-    """Rows of packed sequences as (sequences, most, ...), `fill` behind the shorter ones."""
+    """The rows of packed sequences as (sequences, most, ...), with `fill` behind the shorter ones."""
     most = max(counts, default=0)
     shape = (len(counts), most, *x.shape[1:])
     result = x.new_full(shape, fill) if u.setting.kind == "torch" else np.full(shape, fill, x.dtype)
@@ -374,7 +374,7 @@ def mslk_gates(draw: Draw) -> None:
 
 @problem("mslk.reference", weight=0.3)
 def mslk_reference(draw: Draw) -> None:
-    """The reference's results and gradients, which are float64 whatever comes in, against the oracle."""
+    """Compares the reference's results and gradients, which are float64 for every input dtype, with the oracle."""
     u = Upstream(draw, packed=False)
     setting, rules = u.setting, u.rules
     if draw.options["size"] == "long":

@@ -17,7 +17,7 @@ import numpy as np
 
 
 class Discard(Exception):  # noqa: N818 - it is no error
-    """This combination of options makes no problem: it is left out, which is neither a pass nor a failure."""
+    """This combination of options is not a valid problem. It is skipped, which is neither a pass nor a failure."""
 
 
 class Draw:
@@ -34,11 +34,11 @@ class Draw:
         self.bounds: dict[str, tuple[int, int]] = {}
 
     def rng(self, name: str) -> np.random.Generator:
-        """A generator of this name's own, for what is no option: the contents of arrays and lists."""
+        """A random generator for this name, for the contents of arrays and lists, which are not options."""
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
     def _fractions(self, name: str) -> tuple[float, float, float]:
-        """Three numbers from 0 to below 1: as good as a generator's for options, and much quicker made."""
+        """Three numbers in [0, 1): good enough for drawing options, and much faster than a generator."""
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=24).digest()
         first, second, third = struct.unpack("QQQ", digest)
         return (first >> 11) / 2**53, (second >> 11) / 2**53, (third >> 11) / 2**53
@@ -69,7 +69,7 @@ class Draw:
         return self.pick(name, (False, True), (1 - probability, probability))
 
     def integer(self, name: str, low: int, high: int, *, likely: Sequence[int] = ()) -> int:
-        """An integer from `low` to `high` inclusive: one of `likely` (those in range) half of the time, else mostly small ones."""
+        """An integer from `low` to `high` inclusive: half of the time one of `likely` that is in range, else in most cases a small one."""
         if high < low:
             raise Discard(f"{name}: nothing from {low} to {high}")
         if name in self.options:
@@ -96,7 +96,7 @@ class Draw:
 
 
 def bucket(name: str, value: Any, bounds: dict[str, tuple[int, int]]) -> str:
-    """What stands for a value where pairs of options are counted: integers by their order of magnitude and their bounds."""
+    """The class of a value, for counting pairs of options: integers are classed by their order of magnitude and their bounds."""
     if name not in bounds:
         return str(value)
     low, high = bounds[name]

@@ -1,4 +1,4 @@
-"""A right call of every public function, small and with some variety: what `bad_calls` takes one argument of and replaces.
+"""A valid call of every public function, small and with some variety, in which `bad_calls` replaces one argument.
 
 All arrays of a call lie in one piece of memory (`Arena`), so that one comparison tells what a call has written.
 """
@@ -54,7 +54,7 @@ def _noise() -> np.ndarray:
 
 
 class Good(NamedTuple):
-    """A public function and how its right arguments are made: make(arena, variety) -> arguments by name."""
+    """A public function, and the function that makes valid arguments for it: make(arena, variety) -> arguments by name."""
 
     call: Callable[..., Any]
     make: Callable[[Arena, int], dict[str, Any]]

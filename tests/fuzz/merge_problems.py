@@ -12,7 +12,7 @@ from .problems import problem
 
 
 def merged(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weights exp(lse - total) over the parts that are not empty; nothing of an empty part is looked at."""
+    """Merges with weights exp(lse - total) over the parts that are not empty. The output of an empty part is not read."""
     present = lses > -np.inf
     largest = np.max(np.where(present, lses, -np.inf), axis=0)
     shift = np.where(np.isfinite(largest), largest, 0)

@@ -1,4 +1,4 @@
-"""How soon the fuzzer finds mistakes: each of a list is planted in a copy of the tree, which is built and fuzzed until a problem fails.
+"""Measures how quickly the fuzzer finds mistakes. Each is planted in a copy of the tree, which is built and fuzzed until a problem fails.
 
     make fuzz-mistakes            # all of them; ARGS="--only window join" some
 """
@@ -103,7 +103,7 @@ MISTAKES = [
     Mistake(
         "table",
         "a table may be one page too short",
-        "csrc/ops/open_paged.c",
+        "csrc/ops/page_tables.c",
         "ba_ceil_div(seq_lens[b], page_size) > width)",
         "ba_ceil_div(seq_lens[b], page_size) > width + 1)",
     ),
@@ -153,7 +153,7 @@ MISTAKES = [
 
 
 def bring(source: str, target: str) -> None:
-    """Copies a file that is another one now. Dates stay otherwise: what was put back after a mistake is compiled again."""
+    """Copies a file unless the copy has the same contents. Unchanged files keep their dates, and are not compiled again."""
     if not Path(target).exists() or Path(source).read_bytes() != Path(target).read_bytes():
         shutil.copyfile(source, target)
 
@@ -173,7 +173,7 @@ def plant(mistake: Mistake) -> None:
 
 
 def find(seconds: float) -> tuple[float | None, str]:
-    """The seconds until a problem failed, and its reproducer; None where none did."""
+    """The seconds until a problem failed, and its reproducer; None where no problem failed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(COPY), str(COPY / "tests")])}
     command = [sys.executable, "-m", "fuzz", "--seconds", str(seconds), "--no-corpus", "--stop"]
     output = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False).stdout

@@ -1,4 +1,4 @@
-"""What the problems of native sparse attention draw together: sequences in a batch or a run, arrays of one dtype and kind, rules."""
+"""What all problems of native sparse attention draw: sequences in a batch or packed, arrays of one dtype and kind, rules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
 
 
 def kind_of(what: str, got: Any, dtype: str, kind: str) -> None:
-    """The kind and dtype of a result are those of the arguments."""
+    """Checks that the kind and the dtype of a result are those of the arguments."""
     if kind == "torch":
         import torch
 
@@ -59,7 +59,7 @@ def kind_of(what: str, got: Any, dtype: str, kind: str) -> None:
 
 
 class Setting:
-    """One dtype, one kind of array, the shapes of q, k and v; `arrays` are checked for writes at the end."""
+    """One dtype, one kind of array, and the shapes of q, k and v. At the end, `arrays` are checked for stray writes."""
 
     def __init__(
         self, draw: Draw, kinds: tuple[str, ...] | None = None, dtypes: tuple[str, ...] = arrays.FLOATS, packed: bool | None = None
@@ -97,7 +97,7 @@ class Setting:
         return as_integers(self.draw, "cu_seqlens", self.cu) if self.packed else None
 
     def shape(self, *rest: int) -> tuple[int, ...]:
-        """Of an array with an entry a token."""
+        """The shape of an array with one entry per token."""
         return (
             (int(self.cu[-1]), *rest)
             if self.packed
@@ -105,14 +105,14 @@ class Setting:
         )
 
     def blocks_shape(self, rules: Rules, *rest: int) -> tuple[int, ...]:
-        """Of an array with an entry a compressed block."""
+        """The shape of an array with one entry per compressed block."""
         counts = [block_count(n, rules.block, rules.stride) for n in self.lens]
         if self.packed:
             return (sum(counts), *rest)
         return (len(counts), counts[0] if counts else block_count(self.draw.options["tokens"], rules.block, rules.stride), *rest)
 
     def tensor(self, name: str, values: np.ndarray, dtype: str | None = None, kind: str | None = None) -> Tensor:
-        """An argument; its values are rounded to the dtype first."""
+        """Makes an argument. Its values are rounded to the dtype first."""
         dtype, kind = dtype or self.dtype, kind or self.kind
         values = arrays.rounded(values, dtype)
         placed = arrays.place(self.draw, name, arrays.stored(values, dtype), views=self.views)
@@ -123,7 +123,7 @@ class Setting:
         return self.draw.rng(name).standard_normal(shape) * amplitude
 
     def weight(self, name: str, *shape: int, amplitude: float | None = None) -> Tensor:
-        """A weight may have another dtype than q."""
+        """Makes a weight, which may have another dtype than q."""
         own = ("float64",) if self.dtype == "float64" else (self.dtype, "float32", "float16", "bfloat16")
         dtype = self.draw.pick(f"{name}.dtype", tuple(dict.fromkeys(own)))
         kind = self.kind
@@ -137,13 +137,13 @@ class Setting:
         return self.tensor(name, values, dtype, kind)
 
     def result(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> tuple[arrays.Placed, Any]:
-        """An output to be written to."""
+        """Makes an output for the call to write."""
         placed = arrays.poisoned(self.draw, name, shape, dtype or self.dtype, views=self.views)
         kind = {"dlpack": "numpy"}.get(self.kind, self.kind)
         return placed, arrays.dressed(placed.array, dtype or self.dtype, kind)
 
     def parts(self, x: np.ndarray) -> Iterator[np.ndarray]:
-        """The sequences of an array with an entry a token, heads first."""
+        """The sequences of an array that has one entry per token, with heads first."""
         for i in range(len(self.lens)):
             part = x[self.cu[i] : self.cu[i + 1]] if self.packed else x[i]
             yield part.swapaxes(0, 1)
@@ -158,7 +158,7 @@ class Setting:
     def near(
         self, what: str, got: Any, parts: list[Near], dtype: str | None = None, shape: tuple[int, ...] | None = None, tainted: Any = None
     ) -> None:
-        """`got`, an array with an entry a token or block, is near the sequences' exact values; nothing is said of tainted rows."""
+        """Checks that `got`, with one entry per token or block, is near the sequences' exact values. Tainted rows are not compared."""
         dtype = dtype or self.dtype
         kind_of(what, got, dtype, self.kind)
         values = arrays.values_of(got, dtype)
@@ -179,7 +179,7 @@ class Setting:
         checks.near(what, values, expected, np.where(np.isfinite(expected), allowed, 0))
 
     def weight_near(self, what: str, got: Any, exact_values: Near, given: Tensor) -> None:
-        """A gradient of a weight, whose kind and dtype are the weight's."""
+        """Checks a gradient of a weight; its kind and dtype must be the weight's."""
         kind_of(what, got, given.dtype, given.kind)
         rounded = exact_values.rounded(Arithmetic(given.dtype, ""))
         checks.near(what, arrays.values_of(got, given.dtype), rounded.value, rounded.error)
@@ -190,7 +190,7 @@ class Setting:
 
 
 def draw_rules(setting: Setting, modes: tuple[str, ...] = ("paper", "mslk")) -> tuple[Rules, dict[str, Any]]:
-    """Rules, and the keywords of `nsa` that say them: an option that has its default value may be left out."""
+    """Rules, and the keywords of `nsa` for them. An option that has its default value may be left out."""
     draw = setting.draw
     mode = draw.pick("mode", modes)
     causal = draw.pick("causal", (True, False), (3, 1))
@@ -249,7 +249,7 @@ def lists_shape(setting: Setting, heads: int, tile: int, places: int) -> tuple[i
 
 
 def random_lists(setting: Setting, name: str, heads: int, tile: int, wide: int, places: int) -> np.ndarray:
-    """Rows of different lengths in any order, -1 behind them, and behind the first -1 blocks that do not count."""
+    """Rows of different lengths, with blocks in any order and -1 behind them. Blocks behind the first -1 must not count."""
     draw = setting.draw
     rng, garbage = draw.rng(name), draw.pick(f"{name}.behind", (-1, 0, 1000, -7))
     lists = np.full(lists_shape(setting, heads, tile, places), -1, np.int64)

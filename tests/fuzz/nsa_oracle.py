@@ -1,4 +1,4 @@
-"""Native sparse attention by brute force: one sequence, one dense mask a branch, float64, and beside every number its allowed error.
+"""Native sparse attention by brute force: one sequence, one dense mask per branch, float64, and an allowed error for every number.
 
 A `Near` is an array and a bound of how far from it the package's value may be. Sums carry the bound along as running error analysis
 does: a product of K terms in arithmetic of unit roundoff u adds at most ``(K + c) u`` times the sum of the terms' sizes, whatever the
@@ -23,14 +23,14 @@ TINY = 1e-36  # what may be lost where numbers of the size of the smallest float
 
 
 class Arithmetic(NamedTuple):
-    """In which numbers the package works off a call."""
+    """The precision in which the package computes a call."""
 
     dtype: str
     level: str
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of sums. For float64 the oracle's own errors are of that size too."""
+        """The unit roundoff of sums. For float64, the oracle's own errors are of that size, too."""
         return 2 * EPSILON["float64"] if self.dtype == "float64" else EPSILON["float32"]
 
     @property
@@ -44,7 +44,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Half of the smallest positive number of the dtype, which any rounding may cost, or what the kernels take for 0."""
+        """The absolute error of any rounding: half of the dtype's smallest positive number, or the size below which kernels take 0."""
         return {"float16": 2.0**-25, "float64": 0.0}.get(self.dtype, TINY)
 
 
@@ -103,7 +103,7 @@ def total(a: Near, axis: int, unit: float) -> Near:
 
 
 def for_queries(x: Near, group: int) -> Near:
-    """Arrays of KV heads, once for each query head that reads them."""
+    """Repeats arrays of KV heads for each query head that reads them."""
     return Near(*(np.repeat(a, group, axis=0) if np.ndim(a) else a for a in x))
 
 
@@ -121,7 +121,7 @@ def added(terms: list[Near], how: Arithmetic, between: bool = True) -> Near:
     return Near(sum(x.value for x in terms), sum(x.error for x in terms) + SLACK * how.unit * size)
 
 
-# ---- What is seen -------------------------------------------------------------------------------------------------
+# ---- Visible keys -------------------------------------------------------------------------------------------------
 
 
 class Rules(NamedTuple):
@@ -268,7 +268,7 @@ def compress_backward(dcmp: Near, x: Near, w: Near | None, rules: Rules, how: Ar
 
 
 class Scores(NamedTuple):
-    """(heads, rows, blocks) scores of what may be selected."""
+    """(heads, rows, blocks) scores of the blocks that may be selected."""
 
     score: Near
     eligible: np.ndarray  # (rows, blocks)
@@ -277,7 +277,7 @@ class Scores(NamedTuple):
 
 
 def paper_scores(a: Attention, tokens: int, kv_heads: int, rules: Rules, tainted: np.ndarray, how: Arithmetic) -> Scores:
-    """Eq. 9 and 10 on the attention over the compressed keys. `tainted` (H, tokens): rows that see what is not finite."""
+    """Eq. 9 and 10 on the attention over the compressed keys. `tainted` (H, tokens): rows that see non-finite values."""
     p = of_groups(a.weights, a.q.value.shape[0] // kv_heads, how.unit)
     blocks, count = -(-tokens // rules.wide), p.value.shape[-1]
     overlap = np.zeros((count, blocks))
@@ -306,7 +306,7 @@ def tile_means(q: Near, tile: int, unit: float) -> Near:
 
 
 def mslk_scores(q: Near, k_cmp: Near, rules: Rules, bad_q: np.ndarray, bad_blocks: np.ndarray, how: Arithmetic) -> Scores:
-    """`bad_q` (H, tokens) and `bad_blocks` (Hkv, blocks): what is not finite."""
+    """`bad_q` (H, tokens) and `bad_blocks` (Hkv, blocks): which queries and blocks are non-finite."""
     group, tokens = q.value.shape[0] // k_cmp.value.shape[0], q.value.shape[1]
     score = dot(tile_means(q, rules.tile, how.unit), for_queries(k_cmp, group).turned(), how.unit).scaled(rules.scale)
     score = Near(score.value, score.error + SLACK * how.unit * np.abs(score.value))
@@ -321,7 +321,7 @@ def mslk_scores(q: Near, k_cmp: Near, rules: Rules, bad_q: np.ndarray, bad_block
 
 
 def selection_mistake(lists: np.ndarray, scores: Scores, count: int) -> str | None:
-    """What is wrong with lists (heads, rows, places) as the selection of the `count` best, or None.
+    """What is wrong with lists (heads, rows, places) as the selection of the `count` highest scores, or None.
 
     Of two clear scores the selected one may be lower by no more than both bounds together. Where they are equal and without an error
     (such as those to which no compressed key adds, or of small integers) the lower block comes first.
@@ -361,7 +361,7 @@ def selection_mistake(lists: np.ndarray, scores: Scores, count: int) -> str | No
 
 
 def group_scores(scores: Scores, how: Arithmetic) -> Scores:
-    """Of groups of 128 compressed keys: the mean over those that are eligible."""
+    """Scores of groups of 128 compressed keys: the mean over the keys that may be selected."""
     blocks = scores.score.value.shape[-1]
     member = (np.arange(blocks)[:, None] // GROUP == np.arange(-(-blocks // GROUP))).astype(np.float64)
     eligible = scores.eligible @ member

@@ -39,7 +39,7 @@ def common(setting: Setting) -> dict[str, Any]:
 
 
 def by_blocks(setting: Setting, rules: Rules, x: np.ndarray) -> list[np.ndarray]:
-    """The sequences of an array with an entry a compressed block, heads first."""
+    """The sequences of an array that has one entry per compressed block, with heads first."""
     if not setting.packed:
         return [part.swapaxes(0, 1) for part in x]
     ends = np.concatenate([[0], np.cumsum([oracle.block_count(n, rules.block, rules.stride) for n in setting.lens])]).astype(int)
@@ -124,7 +124,7 @@ def check_weight(setting: Setting, name: str, got: Any, parts: list[Near], w: Te
 
 @problem("score_and_select_blocks")
 def score_and_select_blocks(draw: Draw) -> None:
-    """Where arithmetic is exact (mslk mode, small integers, tiles and scales that are powers of two) ties are judged without allowance."""
+    """Judges ties without a tolerance, where arithmetic is exact: mslk mode, small integers, tiles and scales that are powers of two."""
     with checks.at_level(draw) as level:
         setting = Setting(draw)
         how = Arithmetic(setting.dtype, level)
@@ -234,7 +234,7 @@ class Branch:
             ),
         }
         values = {x: setting.normal(x, *shape) for x, shape in shapes.items()}
-        # What nobody sees may hold anything. Only then gradients are defined too.
+        # Keys that no query sees may hold anything. Only in that case are gradients defined, too.
         self.number = draw.pick("unseen", (None, np.nan, np.inf))
         if self.number is not None:
             for x in ("k", "v"):

@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def pieces(draw: Draw) -> Iterator[None]:
-    """Long calls are worked off in stretches. Smaller ones here, so that a problem has several."""
+    """The package computes long calls in stretches. This makes the stretches shorter, so that a problem has several."""
     module = sys.modules["blitz_attn.nsa"]
     before = module.PIECE_ELEMENTS
     module.PIECE_ELEMENTS = draw.pick("piece_elements", (before, 64, 1024, 8192))
@@ -52,7 +52,7 @@ def pieces(draw: Draw) -> Iterator[None]:
 
 
 def draw_call(draw: Draw, poisonous: bool) -> tuple[Call, dict[str, list[np.ndarray]]]:
-    """A call, and where its q, k and v are not finite: (heads, tokens) a sequence."""
+    """A call, and where its q, k and v are non-finite: one (heads, tokens) per sequence."""
     setting = Setting(draw)
     rules, options = draw_rules(setting)
     contents = draw.pick("contents", ("normal", "integers", "zeros", "large", "near"), (6, 1, 0.5, 1, 1))
@@ -107,7 +107,7 @@ def draw_call(draw: Draw, poisonous: bool) -> tuple[Call, dict[str, list[np.ndar
 
 
 class Whole(NamedTuple):
-    """One sequence worked off by the oracle."""
+    """The oracle's results for one sequence."""
 
     q: Near
     k: Near
@@ -129,7 +129,7 @@ def weight_near(w: Tensor | None) -> Near | None:
 
 
 def work_off(call: Call, context: NSAContext, bad: dict[str, list[np.ndarray]], how: Arithmetic) -> list[Whole]:
-    """The oracle's results of all sequences, given the context's selection, which is checked."""
+    """The oracle's results for all sequences, given the context's selection, which is checked."""
     setting, rules = call.setting, call.rules
     indices = np.asarray(context.block_indices)
     if call.lists is not None:
@@ -249,7 +249,7 @@ def whole_forward(draw: Draw) -> None:
 
 
 def one_alone(call: Call, out: Any) -> None:
-    """Each sequence is as if it were alone."""
+    """Each sequence has the result that it has alone."""
     setting, draw = call.setting, call.setting.draw
     which = draw.rng("alone").integers(len(setting.lens))
     tokens = slice(setting.cu[which], setting.cu[which + 1]) if setting.packed else slice(which, which + 1)

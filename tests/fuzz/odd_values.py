@@ -1,4 +1,4 @@
-"""Odd values for any argument: wrong kinds, extreme numbers, objects whose methods raise or lie, and what can be done to a right one.
+"""Unusual values for any argument: wrong kinds, extreme numbers, objects whose methods raise or lie, and changed copies of a valid value.
 
 Each value is made anew by a function, for some are used up or changed by a call.
 """
@@ -48,7 +48,7 @@ def _object(bases: tuple[type, ...] = (), /, **methods: Any) -> Callable[[], Any
 
 
 class Plain:
-    """Of no use as anything."""
+    """An object that is of no use as any argument."""
 
 
 class Whole(int):
@@ -384,7 +384,7 @@ if HAS_TORCH:
 
 ANY: dict[str, Callable[[], Any]] = {"None": lambda: None} | NUMBERS | WORDS | CONTAINERS | ARRAYS | OBJECTS
 
-# ---- What can be done to a right value ----------------------------------------------------------------------------
+# ---- Changed copies of a valid value ------------------------------------------------------------------------------
 
 
 def _astype(dtype: Any) -> Callable[[np.ndarray], Any]:
@@ -420,7 +420,7 @@ def _with_entry(x: np.ndarray, value: Any) -> np.ndarray:
 
 
 def _half_stepped(x: np.ndarray) -> Any:
-    """Strides that are no multiples of an element."""
+    """An array whose strides are not multiples of its element size."""
     return as_strided(x, x.shape, (*x.strides[:-1], x.itemsize // 2)) if x.ndim and x.itemsize > 1 else x
 
 
@@ -506,7 +506,7 @@ OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
 
 
 def table(value: Any) -> dict[str, Callable[[Any], Any]]:
-    """What may replace this right value: functions of it, under names."""
+    """What may replace this valid value: functions of it, by name."""
     if isinstance(value, np.ndarray):
         return {f"this {name}": make for name, make in OF_ARRAYS.items()}
     if isinstance(value, (list, tuple)) and len(value):
@@ -517,13 +517,13 @@ def table(value: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def is_huge(name: str) -> bool:
-    """Whether a call with it may fail for want of memory."""
+    """Whether a call with this value may fail because memory is short."""
     return "2**" in name or "huge" in name or "10**" in name or "1e300" in name or "all 99" in name
 
 
-# What could be right nowhere but as text, a dtype or an option that is only looked at for truth: a refusal has to name the argument.
-# Objects that are right arrays, numbers or sequences in all but their class are none of these.
+# Values that are valid only as text, as a dtype, or as an option of which only the truth counts: a refusal must name the argument.
+# Objects that behave as arrays, numbers or sequences, and only lack the class, do not belong here.
 ALIEN = (frozenset(OBJECTS) - {"array gives an array", "index gives 2", "lt raises", "float gives 0.5", "a range", "a deque"}) | {"dict", "empty dict", "set", "complex", "bytes"}
 
-# Items without end, which NumPy follows until it has no memory.
+# Endless sequences, which NumPy reads until memory runs out.
 ENDLESS = frozenset(name for name in OBJECTS if name.startswith(("len ", "getitem gives ")))

@@ -12,7 +12,7 @@ from .checks import EPSILON
 
 @dataclass
 class Paged:
-    """One problem. Caches are (pages, page_size, Hkv, dim) in float64, as their dtype and scales say."""
+    """One problem. Caches are (pages, page_size, Hkv, dim): the float64 values that their elements and scales stand for."""
 
     dtype: str
     q: np.ndarray  # (T, H, D): the requests' queries one after the other
@@ -51,7 +51,7 @@ class Paged:
 
 
 def attend(p: Paged) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(out, lse, allowed error of out, of lse). The bounds are those of `attention_oracle.forward`; a softcap adds a few roundings of itself."""
+    """(out, lse, and the allowed errors of both). The bounds are those of `attention_oracle.forward`; a softcap adds a few roundings."""
     heads, dim, eps = p.q.shape[1], p.q.shape[2], EPSILON[p.real]
     out, lse = np.zeros((*p.q.shape[:2], p.v.shape[-1])), np.full(p.q.shape[:2], -np.inf)
     allowed_out, allowed_lse = np.zeros_like(out), np.zeros(p.q.shape[:2])

@@ -45,7 +45,7 @@ class Cache:
 
 
 class Case:
-    """A drawn problem and its arguments. With `newest`, one query a request and tables as a matrix."""
+    """A drawn problem and its arguments. With `newest`, one query per request, and tables as a matrix."""
 
     def __init__(self, draw: Draw, listed: bool, newest: bool = False):
         regime = draw.pick("regime", ("small", "long", "chunk"), (4, 2, 1))
@@ -118,7 +118,7 @@ class Case:
         }  # fmt: skip
 
     def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """The selected blocks in some order, with -1 behind them or with counts and garbage."""
+        """The selected blocks in any order, with -1 behind them, or with counts and arbitrary numbers behind them."""
         chosen = self.problem.selected
         assert chosen is not None
         width = max([len(x) for row in chosen for x in row], default=0) + 1
@@ -180,7 +180,7 @@ def run(draw: Draw, listed: bool) -> None:
 
 
 def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
-    """One request without its batch mates has the same bits."""
+    """A request alone has the bits that it has in the batch."""
     p = case.problem
     b = int(draw.rng("alone").integers(len(p.q_lens)))
     end = int(np.cumsum(p.q_lens)[b])
@@ -199,7 +199,7 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
 
 
 def check_plan(case: Case, out: Any, lse: Any) -> None:
-    """A plan gives the same bits, twice."""
+    """A plan gives the same bits, in its first and in its second call."""
     options = case.options()
     fixed = {name: options[name] for name in ("scale", "kv_layout", "window", "softcap", "q_lens")}
     fixed |= {name: options[name] for name in ("dtype", "kv_dtype") if name in options}
@@ -223,7 +223,7 @@ def paged_select_attention(draw: Draw) -> None:
 
 @problem("refused_tables", weight=0.5)
 def refused_tables(draw: Draw) -> None:
-    """A length beyond the table, or a page that the cache does not have: refused, with nothing written."""
+    """A length beyond the table, or a page that the cache does not have, is refused, and nothing is written."""
     case = Case(draw, listed=False)
     p, rng = case.problem, draw.rng("mistake")
     long = [b for b in range(len(p.seq_lens)) if p.seq_lens[b] > 0]

@@ -1,4 +1,4 @@
-"""What the problems of summaries and selections draw together: requests and their blocks, arrays on pages, how many blocks are chosen."""
+"""What all problems of summaries and selections draw: requests and their blocks, arrays on pages, how many blocks are chosen."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Batch:
 
 
 def pages_for(rng: np.random.Generator, blocks: np.ndarray, rows: int, spare: int) -> tuple[list[np.ndarray], int]:
-    """Pages of `rows` entries in some order, for each request as many as its blocks need; and how many pages there are."""
+    """For each request as many pages of `rows` entries, in any order, as its blocks need; and the number of all pages."""
     needed = [-(-int(n) // rows) for n in blocks]
     order = rng.permutation(sum(needed) + spare)
     return [order[end - n : end] for end, n in zip(np.cumsum(needed), needed, strict=True)], len(order)
 
 
 def odd_numbers(draw: Draw, name: str) -> tuple[float, float]:
-    """What share of the numbers is replaced by NaN or infinity."""
+    """The share of the numbers that NaN or infinity replaces."""
     return draw.pick(f"{name}.share", (0.0, 0.01, 0.3), (3, 1, 1)), (np.nan, np.inf, -np.inf)[draw.pick(f"{name}.number", (0, 1, 2))]
 
 
 def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: str, odd: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """Numbers of `dtype`: "normal", "whole" ones whose sums are exact, or "alike": a few entries (all but the first axis) again and again."""
+    """Numbers of `dtype`: "normal"; "whole", whose sums are exact; or "alike", a few entries (all axes but the first) that repeat."""
     if how == "whole":
         values = rng.integers(-2, 3, shape).astype(np.float64)
     else:
@@ -58,7 +58,7 @@ def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: 
 
 
 def laid_out(per_request: list[np.ndarray], entry: tuple[int, ...], own: tuple[list[np.ndarray], int], rows: int, garbage: float) -> np.ndarray:
-    """(pages, rows, *entry): what the requests (entries, *entry) hold on their own of all pages, and garbage elsewhere."""
+    """(pages, rows, *entry): the requests' (entries, *entry) on their own pages, and arbitrary numbers on all other pages."""
     pages, count = own
     whole = np.full((count, rows, *entry), garbage)
     for values, these in zip(per_request, pages, strict=True):
@@ -68,10 +68,10 @@ def laid_out(per_request: list[np.ndarray], entry: tuple[int, ...], own: tuple[l
 
 
 class Held:
-    """An array (pages, rows, N, D) that the package is given: its buffer, and how it is laid out and dressed."""
+    """An argument (pages, rows, N, D): its buffer, its layout, its view and its kind of array."""
 
     def __init__(self, draw: Draw, name: str, values: np.ndarray, dtype: str, kind: str, hnd: bool = False, spread: bool = False):
-        """`values` in float64, or as they are stored. With `spread` all heads are the first one, which is there once."""
+        """`values` in float64, or as they are stored. With `spread`, all heads are views of the first one."""
         self.dtype, self.kind, self.hnd = dtype, kind, hnd
         values = arrays.stored(values, dtype) if values.dtype == np.float64 else values
         heads = values.shape[2]
@@ -92,19 +92,19 @@ class Held:
 
 
 def named_bits(dtype: str, kind: str) -> str | None:
-    """The option `dtype`: needed where plain uint16 arrays go in."""
+    """The option `dtype`, which plain uint16 arrays need."""
     return "bfloat16" if dtype == "bfloat16" and kind == "bits" else None
 
 
 def one_or_each(draw: Draw, name: str, count: int, low: int, high: int, likely: tuple[int, ...]) -> tuple[np.ndarray, bool]:
-    """A number for all requests, or one for each."""
+    """One number for all requests, or one number per request."""
     if draw.flag(f"{name}.each", 0.3):
         return np.array([draw.integer(f"{name}[{b}]", low, high, likely=likely) for b in range(count)], np.int64), True
     return np.full(count, draw.integer(name, low, high, likely=likely)), False
 
 
 class Choice:
-    """The options of `select_blocks` that say how many blocks and which always, and what they mean for each request."""
+    """The options of `select_blocks` that say how many blocks are selected and which always are, and their meaning for each request."""
 
     def __init__(self, draw: Draw, lens: np.ndarray, size: int):
         count, most, longest = len(lens), int(-(-lens // size).max(initial=0)), int(lens.max(initial=0))
@@ -132,5 +132,5 @@ class Choice:
         return numbers
 
     def given(self, rows: slice = slice(None)) -> dict[str, Any]:
-        """The options, as they are or for these requests alone."""
+        """The options for all requests, or for the given ones only."""
         return self.options if rows == slice(None) else self.options | {name: x[rows] for name, x in self.numbers.items()}

@@ -1,4 +1,4 @@
-"""Summaries of blocks, their scores, and what a selection of them must be: token by token and block by block in float64.
+"""Summaries of blocks, their scores, and the rules of a selection: token by token and block by block in float64.
 
 A score comes with a bound of how far from it the package's may be: a sum of K products in float32 is off by at most ``(K + c) u``
 times the sum of the products' sizes, whatever their order. Two blocks whose scores differ by less than their bounds may stand in either
@@ -22,7 +22,7 @@ SLACK = 8  # roundings beside those of the terms
 
 
 class Summaries(NamedTuple):
-    """(blocks, N, D) each; `sizes` is the mean of the keys' sizes."""
+    """Arrays (blocks, N, D); `sizes` is the mean of the keys' absolute values."""
 
     largest: np.ndarray
     smallest: np.ndarray
@@ -35,7 +35,7 @@ def blocks_of(tokens: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def summaries(keys: np.ndarray, size: int) -> Summaries:
-    """Of a request's keys (tokens, N, D). The largest and the smallest pass NaN over."""
+    """The summaries of a request's keys (tokens, N, D). The largest and the smallest ignore NaN."""
     blocks = blocks_of(keys, size)
     with np.errstate(invalid="ignore"):
         lists = (
@@ -60,13 +60,13 @@ class Scores(NamedTuple):
 
 
 def exact(terms: np.ndarray) -> np.ndarray:
-    """Whether float32 sums over the last axis are exact in any order: whole multiples of 1 / 256 that stay below 2**24 of these."""
+    """Whether float32 sums over the last axis are exact in any order: multiples of 1 / 256 whose absolute sum is below 2**16."""
     counts = np.abs(terms) * 256
     return (counts == np.rint(counts)).all(-1) & (counts.sum(-1) < 2.0**24)
 
 
 def query_rows(q: np.ndarray, kv_heads: int, per_query_head: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, D) and their error: the query heads (H, D) of a request, or the mean of each group."""
+    """(rows, D) and its error: the query heads (H, D) of a request, or the mean of each group."""
     if per_query_head:
         return q, np.zeros_like(q)
     group = len(q) // kv_heads
@@ -76,7 +76,7 @@ def query_rows(q: np.ndarray, kv_heads: int, per_query_head: bool) -> tuple[np.n
 
 
 def sum_of_products(q: np.ndarray, q_error: np.ndarray, *sides: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(value, error, open) of the sums over the last axis of the products of q (D,) with a side (n, D), or of the larger of both sides' products."""
+    """(value, error, open) of sums over the last axis: of q (D,) times a side (n, D), or of the larger of two sides' products."""
     with np.errstate(invalid="ignore"):
         products = [q * side for side in sides]
         value = np.maximum(products[0], products[-1]).sum(-1)
@@ -99,7 +99,7 @@ def first_alike(blocks: list[bytes]) -> list[int]:
 
 
 def score(method: str, q: np.ndarray, per_query_head: bool, sides: tuple[np.ndarray, ...], size: int) -> Scores:
-    """Of one request's query (H, D). `sides`: the summaries (blocks, N, D) that the method takes; for "max" the keys (tokens, N, D)."""
+    """The scores of one request's query (H, D). `sides`: the method's summaries (blocks, N, D); for "max" the keys (tokens, N, D)."""
     kv_heads = sides[0].shape[1]
     rows, errors = query_rows(q, kv_heads, per_query_head)
     blocks = [blocks_of(side, size if method == "max" else 1) for side in sides]
@@ -120,7 +120,7 @@ def score(method: str, q: np.ndarray, per_query_head: bool, sides: tuple[np.ndar
 
 
 class Rule(NamedTuple):
-    """What holds for each row of a request: so many blocks compete for so many places, and which are always selected."""
+    """The rules for each row of a request: how many blocks compete for how many places, and which blocks are always selected."""
 
     blocks: int
     places: int
@@ -141,12 +141,12 @@ class Rule(NamedTuple):
 
 
 def stale(seq_len: int, since: int, size: int) -> int:
-    """Blocks that were not complete when the request had `since` tokens fewer; -1: none."""
+    """How many blocks were not complete when the request had `since` tokens fewer; for -1, 0."""
     return 0 if since < 0 else sum((i + 1) * size > seq_len - since for i in range(-(-seq_len // size)))
 
 
 def surely_before(scores: Scores, row: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Boolean (a, b): whether block a comes before block b in any right order."""
+    """Boolean (a, b): whether block a comes before block b in every valid order."""
     value, error, unsure, alike = (x[row] for x in scores)
     a, b = a[:, None], b[None, :]
     with np.errstate(invalid="ignore"):

@@ -26,7 +26,7 @@ SOURCES = (blitz_attn, select_attn_ops)
 
 
 class Metadata:
-    """A call of `quest_prefill_metadata`. With `pool`, the largest keys go to pages of the cache itself."""
+    """A call of `quest_prefill_metadata`. With `pool`, the largest keys are written to pages of the cache itself."""
 
     NAMES = ("maxblocks", "minblocks", "meanblocks")
 
@@ -57,7 +57,7 @@ class Metadata:
         self.wanted = [name for name in self.NAMES if draw.flag(name, 0.75)] or ["meanblocks"]
 
     def outputs(self, name: str = "") -> dict[str, Held]:
-        """Summaries full of numbers that tell whether they were written."""
+        """Summaries filled with numbers that show whether they were overwritten."""
         shape = (self.summaries, self.rows, self.batch.kv_heads, self.batch.dim)
         return {
             x: Held(self.batch.draw, f"{x}{name}", arrays.rounded(self.batch.draw.rng("before").integers(100, 200, shape), self.dtype), self.dtype, self.kind)
@@ -66,7 +66,7 @@ class Metadata:
         }
 
     def expected(self, before: dict[str, Held], only: int | None = None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(values, allowed error) of each summary. Where nothing is to be written, what is there."""
+        """(values, allowed error) of each summary. Rows that must not be written keep the numbers that are there."""
         found = {name: (x.values(), np.zeros(x.placed.array.shape)) for name, x in before.items()}
         if self.pool and "maxblocks" in self.wanted:
             found["maxblocks"] = (self.k.values(), np.zeros(self.k.placed.array.shape))
@@ -139,7 +139,7 @@ def quest_prefill_metadata(draw: Draw) -> None:
 
 
 class Selection:
-    """Queries, and what a method scores: summaries, or keys."""
+    """Queries, and the arrays that a method scores: summaries, or keys."""
 
     def __init__(self, draw: Draw, method: str, size_is_rows: bool = False):
         self.batch = batch = Batch(draw)
@@ -322,7 +322,7 @@ def select_blocks(draw: Draw) -> None:
 
 @problem("select_and_attend", weight=1)
 def select_and_attend(draw: Draw) -> None:
-    """Attention over what `select_blocks` selects, with the same arguments, from summaries of the float cache or of the 8-bit one's values."""
+    """`select_and_attend` equals attention over the blocks of `select_blocks`, with summaries of the float cache or of the 8-bit values."""
     case = Case(draw, listed=False, newest=True)
     p, method, per_query_head = case.problem, draw.pick("method", ("quest", "mean", "max")), draw.flag("per_query_head")
     size, tables = p.k.shape[1], case.tables[0]
@@ -371,7 +371,7 @@ def select_and_attend(draw: Draw) -> None:
 
 @problem("refused_summaries", weight=0.3)
 def refused_summaries(draw: Draw) -> None:
-    """Tables that name no page or one twice, lengths beyond a table: refused, with nothing written."""
+    """Tables that name a missing page, or a page twice, and lengths beyond a table are refused, and nothing is written."""
     draw.pick("module", (0,))
     case = Metadata(draw)
     batch, outputs, rng = case.batch, case.outputs(), draw.rng("mistake")
@@ -410,7 +410,7 @@ def refused_summaries(draw: Draw) -> None:
 
 @problem("long_blocks", weight=0.4)
 def long_blocks(draw: Draw) -> None:
-    """However much longer than every request a block is, a request has one, and the same summary stands for it."""
+    """However much longer a block is than every request, each request has one block, with the same summary."""
     batch, heads, dim = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("kv_heads", 3), ("dim", 40)))
     rows = draw.integer("rows", 1, 9, likely=(4, 8))  # times a power of two, 0 in 64 bits
     rng, lens = draw.rng("values"), np.array([draw.integer(f"seq_lens[{b}]", 0, 64) for b in range(batch)], np.int64)

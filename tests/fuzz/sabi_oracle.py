@@ -8,7 +8,7 @@ import numpy as np
 
 
 def diagonal(s_q: int, s_kv: int) -> np.ndarray:
-    """(s_q, 1): the last key that each query sees when causal."""
+    """(s_q, 1): the last key that each query sees in a causal call."""
     return np.arange(s_q)[:, None] + s_kv - s_q
 
 
@@ -47,7 +47,7 @@ def rising(mask: np.ndarray, dtype: str | None = None, width: int | None = None)
 
 
 def within(s_q: int, s_kv: int, before: int, after: int) -> np.ndarray:
-    """Keys at most so many tokens before and after the diagonal; -1 is no bound."""
+    """Keys at most this many tokens before and after the diagonal; -1 sets no bound."""
     away = keys(s_kv) - diagonal(s_q, s_kv)
     mask = np.ones(away.shape, np.bool_)
     if before >= 0:
@@ -73,7 +73,7 @@ def vertical_slash(s_q: int, s_kv: int, vertical: np.ndarray, slash: np.ndarray)
 
 
 def dilated(s_q: int, s_kv: int, block_shape: Sequence[int], stride: int, reach: int | None, causal: bool) -> np.ndarray:
-    """Blocks, by their distance from that of the last key the row's last query sees when causal."""
+    """Blocks, chosen by their distance from the block of the last key that the row's last query sees in a causal call."""
     rows, columns = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
     last = np.minimum((np.arange(rows) + 1) * block_shape[0], s_q) - 1 + s_kv - s_q
     away = np.arange(columns) - last[:, None] // block_shape[1]

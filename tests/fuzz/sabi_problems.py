@@ -17,7 +17,7 @@ from .problems import Finding, problem
 
 
 def same(what: str, got: Any, expected: np.ndarray) -> None:
-    """Same dtype, shape and elements."""
+    """Both must have the same dtype, shape and elements."""
     if not isinstance(got, np.ndarray) or got.dtype != expected.dtype or got.shape != expected.shape or not np.array_equal(got, expected):
         raise Finding(
             f"{what}: got {getattr(got, 'dtype', type(got))} {np.shape(got)}\n{got}\nwhere {expected.dtype} was expected\n{expected}"

@@ -1,5 +1,5 @@
-/* Several threads make calls of several operations at once, each on its own number of the pool's threads, and compare every result with what one
- * thread gives. Built with ThreadSanitizer (make tsan), which reports what the pool, the lists of work and the joins race for.
+/* Several threads call several operations at the same time, each with its own num_threads, and compare every result with that of one thread. It is
+ * built with ThreadSanitizer (make tsan), which reports data races in the pool, in the lists of work and where partial results are joined.
  *
  *     races [rounds [callers]] */
 #include <pthread.h>
@@ -20,7 +20,7 @@ static float forward_out[B * H * TOKENS * D], forward_lse[B * H * TOKENS];
 static int32_t lists[H * ROWS * WIDTH], tables[B * TABLE], summary_tables[B * TABLE];
 static const int64_t seq_lens[B] = {600, 333};
 
-/* One caller's outputs. */
+/* The outputs of one calling thread. */
 typedef struct room {
     float result[RESULTS][PARTS * B * H * TOKENS * D];
     int32_t places[B * KV_HEADS * PLACES];
@@ -146,7 +146,7 @@ static void *caller(void *seed) {
             failures++;
             printf("%s on %d threads: %s\n", operations[n].name, threads, status == BA_OK ? "other bits" : ba_last_error());
         }
-        ba_set_num_threads(1 + (int)(rand_r(&state) % 4)); /* the default, which no call here uses, changes all the time */
+        ba_set_num_threads(1 + (int)(rand_r(&state) % 4)); /* changes the default all the time; no call here uses the default */
     }
     free(r);
     return NULL;

@@ -1,4 +1,4 @@
-/* Block-sparse attention, forward and backward. */
+/* Calls of block-sparse attention, forward and backward. */
 #include <math.h>
 
 #include "fuzz.h"
@@ -24,7 +24,7 @@ static int64_t block_size(int64_t tokens) {
 typedef struct sizes {
     ba_layout layout;
     ba_dtype dtype;
-    int64_t batch, heads, kv_heads, q_len, kv_len, dim, v_dim; /* BA_TND: of all sequences together */
+    int64_t batch, heads, kv_heads, q_len, kv_len, dim, v_dim; /* for BA_TND, the lengths of all sequences together */
 } sizes;
 
 static sizes draw_sizes(void) {
@@ -48,7 +48,7 @@ static ba_tensor draw_array(fz_role role, const sizes *s, ba_dtype dtype, int64_
     return fz_tensor(role, dtype, s->layout <= BA_BSND ? 4 : 3, dims[s->layout], flags);
 }
 
-/* A row of a list: some of the columns, in their order or in another, and pads. */
+/* Writes one row of a list: some of the columns, in rising or in any other order, and pads. */
 static void fill_row(const ba_tensor *t, int64_t *at, int64_t columns) {
     const int last = t->ndim - 1;
     const int64_t width = t->dims[last], pad = t->dtype == BA_UINT16 ? 65535 : -1;
@@ -61,13 +61,13 @@ static void fill_row(const ba_tensor *t, int64_t *at, int64_t columns) {
         order[other] = column;
     }
     int64_t kept = fz_random() % 3 ? n : fz_below(n + 1);
-    if (!shuffled && kept < n && fz_random() % 2) /* the last ones instead of the first */
+    if (!shuffled && kept < n && fz_random() % 2) /* keep the last columns instead of the first ones */
         for (int64_t i = 0; i < kept; i++) order[i] = order[n - kept + i];
     for (at[last] = 0; at[last] < width; at[last]++) fz_put(t, at, at[last] < kept ? order[at[last]] : pad);
     at[last] = 0;
 }
 
-/* Rows of lists over so many columns in a tensor of 2 to 4 axes, now and then with an entry that may not stand there. */
+/* Fills a tensor of 2 to 4 axes with rows of lists over so many columns; some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns) {
     if (!fz_backed(t) || t->ndim < 1 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5) return;
     int64_t at[BA_MAX_DIMS] = {0};
@@ -94,7 +94,7 @@ static void draw_blocks(ba_block_sparse_args *a, const sizes *s) {
     const int64_t columns = rows_of(s->kv_len, a->block_kv), width = fz_once_in(4) ? fz_range(0, columns + 3) : columns;
     const int64_t heads = fz_once_in(3) ? 1 : a->routed && fz_once_in(3) ? s->kv_heads : s->heads;
     int64_t rows = rows_of(s->q_len, a->block_q), most_columns = columns, longest = 0;
-    if (s->layout == BA_TND && a->cu_q && a->cu_kv && a->batch >= 0 && a->batch < 100) { /* the longest sequence counts */
+    if (s->layout == BA_TND && a->cu_q && a->cu_kv && a->batch >= 0 && a->batch < 100) { /* the longest sequence decides */
         int64_t *cu_rows = fz_numbers(a->batch + 1);
         rows = most_columns = 0;
         for (int64_t b = 0; b < a->batch; b++) {
@@ -146,7 +146,7 @@ static void draw_forward(ba_block_sparse_args *a, sizes *s) {
         if (fz_odd()) a->num_heads = fz_odd_number();
         if (fz_odd()) a->num_kv_heads = fz_odd_number();
     }
-    const int64_t batch = a->q.dims[0]; /* as it came, which may be odd */
+    const int64_t batch = a->q.dims[0]; /* as the input has made it, which may be unusual */
     if (s->layout == BA_TND || fz_odd()) {
         a->batch = fz_odd() ? fz_odd_number() : fz_range(0, 4);
         if (a->batch == 0 && (s->q_len || s->kv_len) && !fz_odd()) a->batch = 1;
@@ -170,7 +170,7 @@ static ba_tensor draw_lse(fz_role role, const sizes *s) {
     return s->layout == BA_TND ? fz_tensor(role, dtype, 2, packed, FZ_FREE_LAST) : fz_tensor(role, dtype, 3, dims, FZ_FREE_LAST);
 }
 
-/* Whether a call might take long: axes without memory of their own can be of any length. */
+/* Whether a call might take long. (Axes of stride 0 need no memory, so they can have any length.) */
 static bool is_heavy(const ba_block_sparse_args *a) {
     const double q = fz_elements(&a->q), k = fz_elements(&a->k), v = fz_elements(&a->v);
     const int last = a->q.ndim >= 1 && a->q.ndim <= BA_MAX_DIMS ? a->q.ndim - 1 : 0;

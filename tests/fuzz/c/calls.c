@@ -1,4 +1,4 @@
-/* Runs a call and holds it to what the header promises of every call. */
+/* Runs a call and checks what the header promises of every call. */
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -31,7 +31,7 @@ static struct {
 static fz_op running;
 static bool any_order;
 
-enum { FIRST = 0xa5, SECOND = 0x5a }; /* what outputs hold before the first and the second run */
+enum { FIRST = 0xa5, SECOND = 0x5a }; /* the bytes that fill the outputs before the first and the second run */
 
 /* ---- Reports ---------------------------------------------------------------------------------------------------------------- */
 
@@ -116,7 +116,7 @@ static bool is_nan(const char *element, ba_dtype dtype) {
     return (bits & magnitude[dtype]) > infinity[dtype];
 }
 
-/* The next element's place, in C order; false behind the last. */
+/* Moves to the next element, in C order. Returns false after the last one. */
 static bool next_place(const ba_tensor *t, int64_t *at) {
     for (int i = t->ndim - 1; i >= 0; i--) {
         if (++at[i] < t->dims[i]) return true;
@@ -131,7 +131,7 @@ static int64_t offset_of(const fz_block *b, const int64_t *at, int64_t size) {
     return offset;
 }
 
-/* Marks the bytes of all elements. True where two elements share some: which comes last is open then. */
+/* Marks the bytes of all elements. Returns true where two elements share bytes: it is then not defined which of them is written last. */
 static bool mark_elements(const fz_block *b, char *own) {
     const size_t size = (size_t)ba_dtype_size(b->tensor.dtype);
     int64_t at[BA_MAX_DIMS] = {0};
@@ -143,7 +143,8 @@ static bool mark_elements(const fz_block *b, char *own) {
     return false;
 }
 
-/* The result of a second run beside the first's: elements are the same, and what is no element is what it was before each. */
+/* Compares the result of the second run with that of the first: elements must be the same, and all other bytes must be what they were before each
+ * run. */
 static void compare_output(int index) {
     const fz_block *b = &fz_blocks[index];
     const ba_tensor *t = &b->tensor;

@@ -1,4 +1,4 @@
-/* What libFuzzer calls. With -DBA_FUZZ_REPLAY a program of its own, which runs files with inputs, by any compiler. */
+/* The function that libFuzzer calls. With -DBA_FUZZ_REPLAY, a program that runs input files and that any compiler can build. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -8,7 +8,8 @@ int LLVMFuzzerInitialize(int *argc, char ***argv);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 const char *__asan_default_options(void);
 
-/* What is too much for the system is to come back as NULL, as it does without a sanitizer. The arena keeps its memory for good. */
+/* Sanitizer options: an allocation that is too large shall return NULL, as it does without a sanitizer; and leaks are not looked for, because the
+ * arena keeps its memory. */
 const char *__asan_default_options(void) { return "allocator_may_return_null=1:max_allocation_size_mb=1024:detect_leaks=0"; }
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {

@@ -1,4 +1,4 @@
-/* The memory of a call's tensors, each in a block of its own that ends where the tensor ends. */
+/* The memory of a call's tensors. Each has a block of its own, which ends where the tensor ends. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,7 @@
 #include <sanitizer/asan_interface.h>
 #endif
 #endif
-#ifndef ASAN_POISON_MEMORY_REGION /* where inputs are only run again, without a sanitizer */
+#ifndef ASAN_POISON_MEMORY_REGION /* for builds without a sanitizer, which only run inputs again */
 #define ASAN_POISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
 #define ASAN_UNPOISON_MEMORY_REGION(memory, bytes) ((void)(memory), (void)(bytes))
 #endif
@@ -44,7 +44,7 @@ void fz_release_all(void) {
     fz_block_count = 0;
 }
 
-/* Tensors without memory may be the same to the last bit: then all of them are meant. */
+/* Tensors without memory may be equal in every bit; what is said of one of them then holds for all. */
 static bool is_block_of(const fz_block *b, const ba_tensor *t) { return b->is_tensor && memcmp(&b->tensor, t, sizeof *t) == 0; }
 
 void fz_set_role(const ba_tensor *t, fz_role role) {
@@ -81,7 +81,7 @@ static float next_value(void) {
     return contents == LARGE ? value * 100 : value;
 }
 
-static uint16_t to_float16(float value) { /* towards 0; what is too large becomes infinity, what is too small 0 */
+static uint16_t to_float16(float value) { /* rounds towards 0; too large a number becomes infinity, too small a number 0 */
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     const uint32_t sign = bits >> 16 & 0x8000, mantissa = bits >> 13 & 0x3ff;
@@ -161,9 +161,9 @@ double fz_get(const ba_tensor *t, const int64_t *at) {
 
 /* ---- Tensors ---------------------------------------------------------------------------------------------------------------- */
 
-/* Elements before and after the first, and bytes of all, where there can be so many. */
+/* How many elements a tensor's axes and strides reach before and after its first element. */
 typedef struct extent {
-    bool empty, wrong; /* wrong: a call must refuse it whatever its memory */
+    bool empty, wrong; /* wrong: a call must refuse the tensor, whatever memory it has */
     __int128 before, after;
 } extent;
 
@@ -196,7 +196,7 @@ double fz_elements(const ba_tensor *t) {
 static void choose_strides(ba_tensor *t, fz_role role, int flags) {
     enum { PLAIN_KINDS = 4, PADDED = 4, PERMUTED, NEGATIVE, BROADCAST, MIXED };
     const int64_t kind = flags & FZ_PLAIN ? 0 : fz_range(0, MIXED);
-    const int n = t->ndim, kept = flags & FZ_FREE_LAST ? 0 : 1; /* axes at the end that stay as they are */
+    const int n = t->ndim, kept = flags & FZ_FREE_LAST ? 0 : 1; /* how many axes at the end stay contiguous */
     int order[BA_MAX_DIMS];
     for (int i = 0; i < n; i++) order[i] = n - 1 - i;
     for (int i = kept; (kind == PERMUTED || kind == MIXED) && i < n; i++) {
@@ -217,7 +217,7 @@ static void choose_strides(ba_tensor *t, fz_role role, int flags) {
     if (kind == BROADCAST && role == FZ_INPUT) t->strides[axis] = 0;
 }
 
-/* One thing that a caller may get wrong. */
+/* Makes one mistake that a caller could make. */
 static void make_odd(ba_tensor *t, bool *none) {
     const int axis = (int)fz_range(0, BA_MAX_DIMS - 1) % (t->ndim > 0 ? t->ndim : 1);
     switch (fz_range(0, 9)) {
@@ -251,12 +251,13 @@ ba_tensor fz_tensor(fz_role role, ba_dtype dtype, int ndim, const int64_t *dims,
     const size_t bytes = e.empty || e.wrong || too_many || none ? 0 : (size_t)elements * (size_t)ba_dtype_size(t.dtype);
     fz_block *b = new_block(role, bytes);
     if (role == FZ_INPUT) fill(b->memory, t.dtype, bytes);
-    /* without the memory that it needs, a tensor has none, or where nothing could have it, a place that may not be touched */
+    /* A tensor that does not get the memory that it needs has no pointer. One that a call must refuse whatever its memory, because its axes are
+     * wrong, has a pointer that may not be read. */
     const bool no_place = none || (too_many && !e.wrong) || (e.empty && fz_random() % 2);
     t.data = no_place ? NULL : b->memory + (bytes ? (size_t)e.before * (size_t)ba_dtype_size(t.dtype) : 0);
     b->is_tensor = true;
     b->refused = e.wrong || (!e.empty && (too_many || none));
-    if (none && t.ndim == 0) b->refused = false; /* not given */
+    if (none && t.ndim == 0) b->refused = false; /* this means "not given" */
     b->tensor = t;
     return t;
 }
@@ -276,7 +277,7 @@ int64_t *fz_cumulative(int64_t batch, int64_t total) {
     if (fz_odd() || batch == INT64_MAX) return NULL;
     int64_t *cu = fz_numbers(batch + 1);
     fz_seed();
-    for (int64_t b = 1; cu && b <= batch; b++) { /* lengths of 0 among them */
+    for (int64_t b = 1; cu && b <= batch; b++) { /* some lengths are 0 */
         const int64_t left = total - cu[b - 1];
         cu[b] = b == batch ? total : cu[b - 1] + (fz_random() % 4 ? fz_below(left + 1) : 0);
     }

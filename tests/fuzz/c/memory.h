@@ -1,4 +1,4 @@
-/* What calls.c may know of the blocks of memory.c. */
+/* The blocks of memory.c, as calls.c sees them. */
 #ifndef BA_FUZZ_MEMORY_H
 #define BA_FUZZ_MEMORY_H
 
@@ -8,13 +8,13 @@ enum { FZ_MOST_BLOCKS = 96 };
 
 typedef struct fz_block {
     fz_role role;
-    char *base, *memory; /* what malloc gave; behind `slack` poisoned bytes, what the tensor has */
+    char *base, *memory; /* the result of malloc; the tensor's memory, behind `slack` poisoned bytes */
     size_t slack, bytes;
-    char *copy; /* of an input, or an output's first result */
+    char *copy; /* a copy of an input, or of the first result of an output */
     bool is_tensor;
     ba_tensor tensor;
-    bool refused; /* a call that looks at it must refuse it */
-    bool unseen;
+    bool refused; /* a call that reads the tensor must refuse it */
+    bool unseen;  /* the call does not read the tensor */
 } fz_block;
 
 extern fz_block fz_blocks[FZ_MOST_BLOCKS];

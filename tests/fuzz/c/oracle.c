@@ -1,4 +1,5 @@
-/* What attention is, by brute force in double, from the text of blitz_attn.h and nothing else. Small problems with tame contents only. */
+/* Computes attention by brute force in double, written from the text of blitz_attn.h and from nothing else. Only for small problems with tame
+ * contents. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -19,7 +20,7 @@ static void add_score(sums *s, double score) {
     }
 }
 
-/* Relative to values of about 2: roundings of the inputs' products, of the probabilities and of the result, in the dtype at hand. */
+/* The tolerance for values of about 2: it covers the roundings of the products, of the probabilities and of the result in the given dtype. */
 static double tolerance(ba_dtype dtype) { return dtype == BA_FLOAT64 ? 1e-11 : dtype == BA_FLOAT32 ? 2e-4 : dtype == BA_FLOAT16 ? 2e-2 : 8e-2; }
 
 static void compare(const char *what, double got, double expected, double within, int64_t query, int64_t head, int64_t d) {
@@ -71,7 +72,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
     const int64_t batches = packed ? a->batch : a->q.dims[0], last = a->q.ndim - 1;
     const int64_t dim = a->q.dims[last] / (x.head < 0 ? heads : 1), v_dim = a->v.dims[last] / (x.head < 0 ? kv_heads : 1);
     if (!fz_is_tame() || fz_elements(&a->q) * fz_elements(&a->k) / (double)dim > 2e5 || fabs(a->scale) > 2) return;
-    if (fabs(a->scale) * 4 * (double)dim > 300) return; /* scores whose own rounding is as large as what is compared */
+    if (fabs(a->scale) * 4 * (double)dim > 300) return; /* the scores' own rounding is then as large as the differences that count */
     const double within = tolerance(a->q.dtype) * (1 + fabs(a->scale) * (double)dim / 8);
     static sums s;
     for (int64_t b = 0; b < batches; b++) {

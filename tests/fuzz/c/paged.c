@@ -1,4 +1,4 @@
-/* Attention over a paged cache, and merging. */
+/* Calls of attention over a paged cache, and of merging. */
 #include <math.h>
 
 #include "fuzz.h"
@@ -37,7 +37,7 @@ static void draw_cache(ba_paged_args *a, const sizes *s) {
     }
 }
 
-/* Entries of tables: pages that there are, in any order, some of them of several requests. */
+/* Fills a table with numbers of existing pages, in any order; some pages belong to several requests. */
 void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct) {
     if (!fz_backed(t) || t->ndim < 1 || t->ndim > 2 || fz_elements(t) == 0 || fz_elements(t) > 1e5 || t->dtype < BA_UINT16 || t->dtype > BA_INT64)
         return;
@@ -90,7 +90,7 @@ static void draw_requests(ba_paged_args *a, const sizes *s, int64_t *total) {
 static void draw_selected(ba_paged_args *a, const sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_INT64, BA_INT16};
     if (!fz_once_in(3)) return;
-    const int64_t least = fz_once_in(2) ? 1 : s->width; /* so that most lists name pages that the shortest request has */
+    const int64_t least = fz_once_in(2) ? 1 : s->width; /* so that most lists only name pages that even the shortest request has */
     const int64_t dims[] = {s->batch, fz_once_in(2) ? s->heads : s->kv_heads, fz_range(0, s->width + 1)};
     a->selected = fz_tensor(FZ_INPUT, (ba_dtype)fz_pick(dtypes, 3), 3, dims, FZ_FREE_LAST);
     int64_t pages = s->width;

@@ -1,9 +1,9 @@
-/* Summaries of pages, and the selection of pages by them. */
+/* Calls that make summaries of pages, and that select pages. */
 #include "fuzz.h"
 
 typedef struct sizes {
     ba_dtype dtype;
-    int64_t batch, pages, page_size, heads, kv_heads, dim, width; /* width: of block tables */
+    int64_t batch, pages, page_size, heads, kv_heads, dim, width; /* `width` is that of block tables */
     int64_t rows, summary_pages, summary_width;
 } sizes;
 
@@ -60,7 +60,7 @@ void fz_quest_metadata(void) {
     if (fz_once_in(3)) a.begin = fz_lengths(a.batch, s.width * s.page_size);
     a.metadata_tables = draw_table(&s, s.summary_width, s.summary_pages, true);
     if (s.summary_pages < s.summary_width * s.batch || a.metadata_tables.strides[0] == 0 || a.metadata_tables.strides[1] == 0)
-        fz_expect_any_order(); /* requests share summary pages */
+        fz_expect_any_order(); /* two requests write the same summary page */
     const int64_t wanted = fz_range(0, 6);
     if (wanted <= 4) a.maxblocks = draw_summaries(&s, FZ_PARTIAL);
     if (wanted <= 3) a.minblocks = draw_summaries(&s, FZ_PARTIAL);

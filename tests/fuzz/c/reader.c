@@ -5,7 +5,7 @@
 static struct {
     const uint8_t *data;
     size_t size, at;
-    int odds; /* one in so many choices is odd; 0: none */
+    int odds; /* one in so many arguments is unusual; 0: none is */
     uint32_t random;
 } input;
 

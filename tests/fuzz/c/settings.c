@@ -1,4 +1,4 @@
-/* Threads, instruction sets, names: functions that take any number. */
+/* Calls of the functions about threads, instruction sets and names, which must accept any number. */
 #include <string.h>
 
 #include "fuzz.h"
