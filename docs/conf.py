@@ -46,7 +46,7 @@ html_theme_options = {
     "sidebar_width": "240px",
     "font_family": "Georgia, serif",
 }
-html_sidebars = {"**": ["about.html", "navigation.html", "searchfield.html"]}
+html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
 html_static_path = ["_static"]
 html_css_files = ["blitz.css"]
 html_show_sphinx = False
