@@ -5,11 +5,11 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-/* Computes out (and lse where wanted) of a checked problem. Fails, before it writes, only for a bad list entry or for want
- * of memory. num_threads 0: as set. */
+/* Computes out, and lse where its data is given, of a checked problem. Fails only for a bad list entry or where memory cannot be had, and then
+ * before it writes; or because the caller's poll function stops it. num_threads 0: what ba_get_num_threads() says. */
 ba_status ba_attend(const ba_problem *problem, int num_threads);
 
-/* The same of valid queries alone, by the kernels of one family. */
+/* The same for valid queries only, with the kernels of one family. Does not write the outputs of padding. */
 ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *problem, int threads);
 
 #endif

@@ -1,4 +1,4 @@
-/* A forward call from outside: which kernels each batch entry is for, and what its padding becomes. */
+/* The entry to the forward drivers: decides which family's kernels attend each batch entry, and fills the outputs of padding. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,8 +10,8 @@
 #include "ops/attend.h"
 #include "ops/scratch.h"
 
-/* Queries that a key of this batch entry meets on the average, heads of its group counted each, where no list leaves blocks out. Only the entry's
- * own shape decides it, so that its bits depend neither on its batch mates nor on how long a list is padded. */
+/* How many queries attend a key of this batch entry on the average, if lists are ignored; a query counts once for each head of the group. Only the
+ * entry's own shape goes into this number, so that the entry's bits depend neither on other entries of the batch nor on the padding of lists. */
 static double pairs_per_key(const ba_problem *p, int64_t batch) {
     const double queries = (double)ba_q_span(p, batch).valid, keys = (double)ba_kv_span(p, batch).valid;
     if (queries == 0 || keys == 0) return 0;
@@ -22,8 +22,8 @@ static double pairs_per_key(const ba_problem *p, int64_t batch) {
     return pairs * (double)p->group;
 }
 
-/* The call in two, where some entries are for one family and some for the other: each leaves the other's queries out, as if they were padding.
- * The first reads all lists, so that nothing is written if one is wrong. */
+/* Runs the call in two passes, where some batch entries are for one family and the others for the other family. Each pass treats the other pass's
+ * queries as padding. The first pass reads and checks all lists, so that nothing is written if one is wrong. */
 static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int threads) {
     const size_t bytes = (size_t)problem->batch * sizeof(int64_t);
     int64_t *lens = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
@@ -52,7 +52,7 @@ static ba_status attend_valid(const ba_problem *problem, int threads) {
     return pay == 0 ? ba_attend_with(vectors, problem, threads) : attend_apart(family, vectors, problem, threads);
 }
 
-/* Writes what queries behind their entry's length have: output 0, log-sum-exp -inf. Item: one head of one batch entry. */
+/* Writes output 0 and log-sum-exp -inf for the queries behind the valid length. An item is one head of one batch entry. */
 static void clear_padding(void *context, int64_t item, int worker) {
     (void)worker;
     const ba_problem *p = context;
@@ -65,9 +65,9 @@ static void clear_padding(void *context, int64_t item, int worker) {
 }
 
 ba_status ba_attend(const ba_problem *problem, int num_threads) {
-    enum { MANY_BYTES = 1 << 20 }; /* fewer are written by one thread */
+    enum { MANY_BYTES = 1 << 20 }; /* less padding than this is written by one thread */
     const int threads = ba_threads_for(num_threads);
-    if (problem->q_len == 0) return BA_OK; /* an empty array's other axes may be of any length: nothing goes through them */
+    if (problem->q_len == 0) return BA_OK; /* an empty array's other axes may be of any length, so no loop may run over them */
     BA_TRY(attend_valid(problem, threads));
     int64_t padding = 0;
     for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;

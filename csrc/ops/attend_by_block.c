@@ -1,7 +1,7 @@
-/* The forward driver for lists that route single queries, where the family has attend_rows. Each query has a list of its own, so
- * that queries side by side have little in common; but the queries of a longer stretch meet at blocks. So an item is a stretch of
- * rows of one (batch, KV head), whose queries and states all stay in cache: its lists are turned around, and block by block, in
- * rising order, the block is packed and the queries that list it meet it. What a query computes depends on its own list alone. */
+/* The forward driver for lists that route single queries, for families that have attend_rows. Each query has a list of its own, so neighbouring
+ * queries share few blocks; but among the queries of a longer stretch, most blocks are listed by several. An item is therefore a stretch of rows of
+ * one (batch, KV head), short enough that all its queries and their states stay in cache. Its lists are inverted. Then, block by block in rising
+ * order, the block is packed and the queries that list it attend it. What a query computes depends on its own list alone. */
 #include "ops/attend_by_block.h"
 
 #include <string.h>
@@ -17,21 +17,21 @@ typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
     ba_plan plan;
-    int64_t row_lanes;                 /* (query, head) pairs of a row of lists at most */
-    int64_t chunk_keys, column_chunks; /* keys of a chunk; chunks of a column at most */
-    int64_t packed_k, packed_v;        /* bytes of a packed chunk */
-    char *shared;                      /* [batch][KV head][column][chunk]: K and V, packed once for all items; NULL: each item packs what it meets */
+    int64_t row_lanes;                 /* the largest number of (query, head) pairs in a row of the lists */
+    int64_t chunk_keys, column_chunks; /* keys per chunk; the largest number of chunks in a block column */
+    int64_t packed_k, packed_v;        /* bytes per packed chunk */
+    char *shared;                      /* [batch][KV head][column][chunk]: K and V, packed once for all items. NULL: each item packs its chunks */
     int64_t scratch_bytes;
     char *scratch;
 } call;
 
 typedef struct block_scratch {
-    char *o, *m, *l;  /* states of all lanes of an item: those of row t from t * row_lanes on */
-    int32_t *lo, *hi; /* keys that they see; lanes that are not there see none */
-    char *q;          /* their queries, side by side: those of one head may lie so far apart that a cache has few places for them */
-    int32_t *begin;   /* [columns + 1]: where the rows that list a column begin in `rows` */
-    int32_t *rows;    /* rows of the item, by column */
-    int32_t *meeting; /* lanes that meet the keys at hand: those that see them all from the front, the others from the back */
+    char *o, *m, *l;  /* the states of all lanes of an item. The lanes of row t begin at t * row_lanes */
+    int32_t *lo, *hi; /* [lane]: the keys [lo, hi) that a lane sees; a lane without a query sees none */
+    char *q;          /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few places of the cache */
+    int32_t *begin;   /* [columns + 1]: rows[begin[c] .. begin[c + 1] - 1] list column c */
+    int32_t *rows;    /* rows of the item, ordered by column */
+    int32_t *chosen;  /* lanes that attend the current chunk. From the front: lanes that see all its keys. From the back: lanes that see some */
     char *packed_k, *packed_v;
     const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows;
     int32_t *key_index;
@@ -39,11 +39,13 @@ typedef struct block_scratch {
     void **out;
 } block_scratch;
 
-/* Of an element of packed rows. */
+/* Bytes per element of packed rows. */
 static int64_t row_element(const call *c) { return c->family->pack_row_queries ? c->family->real_size : c->problem->element_size; }
+/* Bytes per packed query, and per packed key. */
 static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim, c->family->dim_pad) * row_element(c); }
 
-static int64_t lay_out(const call *c, char *base, block_scratch *s) {
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
     const int64_t lanes = c->plan.group_tiles * c->row_lanes, keys = c->chunk_keys;
@@ -56,7 +58,7 @@ static int64_t lay_out(const call *c, char *base, block_scratch *s) {
     s->q = ba_take(base, &used, lanes * q_bytes(c));
     s->begin = (int32_t *)ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
     s->rows = (int32_t *)ba_take(base, &used, c->plan.group_tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
-    s->meeting = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->chosen = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->packed_k = ba_take(base, &used, c->packed_k);
     s->packed_v = ba_take(base, &used, c->packed_v);
     s->k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -75,6 +77,7 @@ static ba_tile row_at(const call *c, const ba_item *item, int64_t row) {
     return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + row);
 }
 
+/* Packs the queries of all lanes of an item, sets the keys that each lane sees, and empties the states. */
 static void open_rows(const call *c, const block_scratch *s, const ba_item *item) {
     const ba_problem *p = c->problem;
     const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
@@ -103,6 +106,7 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
     }
 }
 
+/* Writes out and lse of all queries of an item. */
 static void finish_rows(const call *c, const block_scratch *s, const ba_item *item) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size;
@@ -120,7 +124,7 @@ static void finish_rows(const call *c, const block_scratch *s, const ba_item *it
 
 /* ---- Blocks ------------------------------------------------------------------------------------------------------------- */
 
-/* Packs the keys [begin, end) of a KV head. */
+/* Packs K and V of the keys [begin, end) of a KV head. */
 static void pack_chunk(const call *c, const block_scratch *s, int64_t batch, int64_t kv_head, int64_t begin, int64_t end, char *packed_k,
                        char *packed_v) {
     const ba_problem *p = c->problem;
@@ -134,27 +138,28 @@ static void pack_chunk(const call *c, const block_scratch *s, int64_t batch, int
     c->family->pack_row_values(packed_v, s->packed_v_rows, s->v_rows, NULL, end - begin, p->v_dim);
 }
 
+/* Where the chunk of a column that begins with key `begin` lies in c->shared. */
 static char *shared_chunk(const call *c, int64_t batch, int64_t kv_head, int64_t column, int64_t begin) {
     const ba_problem *p = c->problem;
     const int64_t head = batch * p->kv_heads + kv_head, n = (begin - column * p->block_kv) / c->chunk_keys;
     return c->shared + ((head * p->block_columns + column) * c->column_chunks + n) * (c->packed_k + c->packed_v);
 }
 
-/* Packs a column of one (batch, KV head) for all items. */
+/* Packs one column of one (batch, KV head) for all items. */
 static void share_item(void *context, int64_t index, int worker) {
     const call *c = context;
     const ba_problem *p = c->problem;
     const int64_t column = index % p->block_columns, head = index / p->block_columns, batch = head / p->kv_heads;
     const int64_t end = ba_min(ba_kv_span(p, batch).valid, (column + 1) * p->block_kv);
     block_scratch s;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    lay_out_by_block(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t begin = column * p->block_kv; begin < end; begin += c->chunk_keys) {
         char *to = shared_chunk(c, batch, head % p->kv_heads, column, begin);
         pack_chunk(c, &s, batch, head % p->kv_heads, begin, ba_min(end, begin + c->chunk_keys), to, to + c->packed_k);
     }
 }
 
-/* Keys [begin, end) of a column, packed. */
+/* The chunk of the keys [begin, end) of a column, packed. */
 static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
     const ba_problem *p = c->problem;
     for (int64_t j = 0; j < end - begin; j++) s->key_index[j] = (int32_t)(begin + j);
@@ -177,41 +182,41 @@ static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item 
                       .softcap = p->softcap * LOG2_E};
 }
 
-/* The rows that list a column meet its keys [begin, end). */
-static void meet(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
+/* The rows of the item that list a column attend its keys [begin, end). */
+static void attend_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
     const int64_t room = item->tiles * c->row_lanes;
     int64_t whole = 0, bounded = 0;
     for (int64_t n = s->begin[column]; n < s->begin[column + 1]; n++) {
         const int32_t first = s->rows[n] * (int32_t)c->row_lanes;
         for (int32_t lane = first; lane < first + (int32_t)c->row_lanes; lane++) {
             if (s->lo[lane] >= end || s->hi[lane] <= begin) continue;
-            if (s->lo[lane] > begin || s->hi[lane] < end) s->meeting[room - ++bounded] = lane;
-            else s->meeting[whole++] = lane;
+            if (s->lo[lane] > begin || s->hi[lane] < end) s->chosen[room - ++bounded] = lane;
+            else s->chosen[whole++] = lane;
         }
     }
     if (whole + bounded == 0) return;
     const ba_chunk chunk = open_chunk(c, s, item, column, begin, end);
     ba_panel panel = {.q = s->q, .o = s->o, .m = s->m, .l = s->l};
-    if (whole) c->family->attend_rows(&panel, s->meeting, whole, &chunk);
+    if (whole) c->family->attend_rows(&panel, s->chosen, whole, &chunk);
     panel.lo = s->lo;
     panel.hi = s->hi;
-    if (bounded) c->family->attend_rows(&panel, s->meeting + room - bounded, bounded, &chunk);
+    if (bounded) c->family->attend_rows(&panel, s->chosen + room - bounded, bounded, &chunk);
 }
 
-static void run_item(void *context, int64_t index, int worker) {
+static void attend_item(void *context, int64_t index, int worker) {
     const call *c = context;
     const ba_problem *p = c->problem;
     const ba_item *item = &c->plan.item[index];
     const int64_t columns = ba_list_columns(p, item->batch), keys = ba_kv_span(p, item->batch).valid;
     block_scratch s;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    lay_out_by_block(c, c->scratch + worker * c->scratch_bytes, &s);
     open_rows(c, &s, item);
     ba_plan_invert_lists(&c->plan, item, columns, s.begin, s.rows);
     for (int64_t column = 0; column < columns && !ba_stopped(); column++) {
         if (s.begin[column] == s.begin[column + 1]) continue;
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
         for (int64_t begin = column * p->block_kv; begin < end; begin += c->chunk_keys)
-            meet(c, &s, item, column, begin, ba_min(end, begin + c->chunk_keys));
+            attend_chunk(c, &s, item, column, begin, ba_min(end, begin + c->chunk_keys));
     }
     finish_rows(c, &s, item);
 }
@@ -222,12 +227,13 @@ bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *fami
     return family->attend_rows && problem->kv_dtype == problem->dtype && !problem->page_size && !problem->sinks && ba_plan_few_rows(problem);
 }
 
-/* Bytes of all K and V, packed: 0 where items pack what they meet, since that is less work, or takes less memory. */
+/* Bytes of all K and V in packed form. 0 where each item packs its own chunks, because that is less work, or because the memory would exceed the
+ * tuning's limit. */
 static int64_t shared_bytes(const call *c, const ba_tuning *tuning) {
     const ba_problem *p = c->problem;
     const int64_t heads = p->batch * p->kv_heads, bytes = heads * p->block_columns * c->column_chunks * (c->packed_k + c->packed_v);
-    const int64_t met = ba_min(p->block_columns, c->plan.group_tiles * p->blocks.dims[3]); /* columns, by an item */
-    return c->plan.items * met < 2 * heads * p->block_columns || bytes > tuning->shared_bytes ? 0 : bytes;
+    const int64_t listed = ba_min(p->block_columns, c->plan.group_tiles * p->blocks.dims[3]); /* columns that an item may have to pack */
+    return c->plan.items * listed < 2 * heads * p->block_columns || bytes > tuning->shared_bytes ? 0 : bytes;
 }
 
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads) {
@@ -240,7 +246,7 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     c.packed_k = c.chunk_keys * q_bytes(&c);
     c.packed_v = c.chunk_keys * ba_round_up(problem->v_dim, family->dim_pad) * row_element(&c);
     block_scratch unused;
-    c.scratch_bytes = lay_out(&c, NULL, &unused);
+    c.scratch_bytes = lay_out_by_block(&c, NULL, &unused);
     int64_t used = 0;
     ba_take(NULL, &used, ba_plan_bytes(&c.plan, threads));
     ba_take(NULL, &used, threads * c.scratch_bytes);
@@ -255,7 +261,7 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
     if (ba_is_small(flops, tuning->inline_flops)) threads = 1;
     if (status == BA_OK && c.shared) status = ba_parallel(threads, problem->batch * problem->kv_heads * problem->block_columns, share_item, &c);
-    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, run_item, &c);
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, attend_item, &c);
     ba_arena_release();
     return status;
 }

@@ -5,10 +5,10 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-/* True where it can serve this problem with this family. */
+/* Whether this driver can serve the problem with the kernels of this family. */
 bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *family);
 
-/* Promises what ba_attend does. */
+/* Computes out and lse of the problem's valid queries. Keeps the promises of ba_attend(). */
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads);
 
 #endif

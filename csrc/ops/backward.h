@@ -4,12 +4,13 @@
 
 #include "ops/problem.h"
 
-/* What a backward call has beside the problem, whose out and lse are then what the forward call gave. dlse: data NULL: 0. */
+/* The arrays of a backward call that the problem does not have. The problem's out and lse are the results of the forward call. Where dlse.data is
+ * NULL, dlse is 0. */
 typedef struct ba_gradients {
     ba_view dout, dlse, dq, dk, dv;
 } ba_gradients;
 
-/* Computes the gradients of a checked problem. Fails, before it writes, only for a bad list entry or for want of memory. num_threads 0: as set. */
+/* Computes the gradients of a checked problem. Fails as ba_attend() does. num_threads 0: what ba_get_num_threads() says. */
 ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads);
 
 #endif

@@ -1,9 +1,10 @@
-/* A call in two steps: it is opened, which checks all of its inputs once and fills its problem, and then run. Between the two its outputs are made,
- * or checked where the caller has them. Internal; the functions of blitz_attn.h do both steps, the Python binding makes its outputs in between.
+/* A call of attention in two steps. Opening it checks all of its inputs, once, and fills its problem; running it computes the outputs. Between the
+ * two steps, the outputs are made, or checked where the caller gives them. The functions of blitz_attn.h take both steps; the Python binding makes
+ * its outputs in between. Internal.
  *
- * What was checked stays as it is until the problem has been run: shapes and strides are copied, page tables too. Lengths, counts and cumulative
- * lengths are read where they are: the binding has copied them before. The entries of index lists (`blocks`) are read, and checked, by the plan when
- * the problem is run. */
+ * An opened call uses what was checked: it has copies of shapes, strides and page tables. It reads lengths, counts and cumulative lengths where they
+ * are, and the caller must not change them (the binding has made copies). The entries of index lists (`blocks`) are not checked until the call runs:
+ * its plan reads and checks them. */
 #ifndef BA_OPS_OPEN_H
 #define BA_OPS_OPEN_H
 
@@ -14,15 +15,16 @@
 /* An opened call. */
 typedef struct ba_attention {
     ba_problem problem;
-    ba_tensor out_shape, lse_shape; /* what the outputs have to be; data is NULL */
+    ba_tensor out_shape, lse_shape; /* the dtypes and shapes that the outputs must have; data is NULL */
     int num_threads;
-    ba_page_tables own_tables; /* of a paged call without a plan */
+    ba_page_tables own_tables; /* the tables of a paged call that has no plan */
 } ba_attention;
 
-/* Each fills the call, or fails and leaves nothing to close. */
+/* Each checks its arguments and fills `attention`. Where it fails, there is nothing to close. */
 ba_status ba_open_block_sparse(const ba_block_sparse_args *args, ba_attention *attention);
 ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *args, ba_attention *attention, ba_gradients *gradients);
-/* plan: NULL, or tables that stand for block_tables, indptr, seq_lens, cu_q and batch of `args`. They have to outlive the call. */
+/* plan: NULL, or opened tables that replace block_tables, indptr, seq_lens, cu_q and batch of `args`. They must stay open until the call is closed.
+ */
 ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, ba_attention *attention);
 
 /* Checks the outputs in `args` and adds them to the opened call. */
@@ -30,11 +32,11 @@ ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_atten
 ba_status ba_set_paged_outputs(const ba_paged_args *args, ba_attention *attention);
 ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_attention *attention, ba_gradients *gradients);
 
-/* Fail, before they write, only for a bad list entry or for want of memory. */
+/* Run an opened call whose outputs are set. They fail as ba_attend() does. */
 ba_status ba_run_attention(const ba_attention *attention);
 ba_status ba_run_attention_backward(const ba_attention *attention, const ba_gradients *gradients);
 
-/* Gives back what opening took; an opened call is closed once, run or not. Of zeros it does nothing. */
+/* Frees what opening has allocated. Every opened call must be closed, whether it has run or not. Does nothing to an all-zero ba_attention. */
 void ba_close_attention(ba_attention *attention);
 
 #endif

@@ -1,4 +1,4 @@
-/* Opening block-sparse attention: every shape, relation and range of a call is checked before any work. */
+/* Opens calls of block-sparse attention: checks every shape, relation and range before any work is done. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@ static const char *kv_axes(ba_layout layout, bool is_v) {
 
 /* ---- Tensors ---------------------------------------------------------------------------------------------------- */
 
-/* A tensor of some layout taken apart: B is 1 and S is T for BA_TND. */
+/* The sizes and the view of a tensor, whatever its layout. For BA_TND, `batch` is 1 and `tokens` is T. */
 typedef struct parts {
     int64_t batch, heads, tokens, dim;
     ba_view view;
@@ -40,10 +40,10 @@ static ba_status check_kind(const char *name, const ba_tensor *t, const char *ax
     return ba_check_extent(name, t);
 }
 
-/* `heads` is looked at for BA_BSH only. */
+/* Checks a tensor of queries, keys or values and fills `out`. `heads` is used for BA_BSH only. */
 static ba_status take_apart(const char *name, const ba_tensor *t, const char *axes, ba_layout layout, int64_t heads, parts *out) {
     BA_TRY(check_kind(name, t, axes, layout));
-    int64_t step[3]; /* of all axes but the last */
+    int64_t step[3]; /* the strides of all axes but the last */
     for (int i = 0; i < 3 && i < t->ndim; i++) step[i] = ba_step(t, i);
     switch (layout) {
     case BA_BNSD: *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, step[0], step[1], step[2]}}; break;
@@ -70,8 +70,8 @@ static ba_status check_lengths(const char *name, const int64_t *lens, int64_t ba
 
 static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads == 1 || heads == p->heads || (p->routed && heads == p->kv_heads); }
 
-/* Lists of sequences one after the other. */
-static ba_status check_rows_in_a_run(const ba_block_sparse_args *args, ba_problem *p) {
+/* Checks lists of BA_TND that have the rows of all sequences one after the other (cu_rows). */
+static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem *p) {
     const ba_tensor *t = &args->blocks;
     if (args->layout != BA_TND)
         return ba_fail(BA_ERROR_VALUE, "cu_rows: expected none with layout %s, whose lists have a batch axis, got some",
@@ -103,7 +103,7 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
         return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
                        args->block_kv);
     p->listed = ba_given(t);
-    p->block_q = ba_min(args->block_q, INT32_MAX / 2); /* longer than a sequence is all the same */
+    p->block_q = ba_min(args->block_q, INT32_MAX / 2); /* any size above the longest sequence means the same */
     p->block_kv = ba_min(args->block_kv, INT32_MAX / 2);
     p->block_rows = ba_ceil_div(p->q_len, p->block_q);
     p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
@@ -112,7 +112,7 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
         return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
     p->list_name = "sabi";
     p->routed = args->routed != 0;
-    if (args->cu_rows) return check_rows_in_a_run(args, p);
+    if (args->cu_rows) return check_packed_rows(args, p);
     if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || !list_heads_fit(p, t->dims[1]) || t->dims[2] != p->block_rows)
         return ba_fail(BA_ERROR_VALUE,
                        "sabi: expected shape (%" PRId64 " or 1, %" PRId64 " or 1, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64
@@ -234,14 +234,14 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         lse_shape->dims[0] = q.tokens;
         lse_shape->dims[1] = p->heads;
     }
-    int64_t elements = 16; /* bytes an element at most, with room to spare */
+    int64_t elements = 16; /* the product is in bytes: twice the size of the largest element */
     for (int i = 0; i < out_shape->ndim; i++)
         if (__builtin_mul_overflow(elements, ba_max(1, out_shape->dims[i]), &elements))
             return ba_fail(BA_ERROR_VALUE, "q: expected an output below 2^63 bytes, got shape %s", ba_shape_text(out_shape).chars);
     return BA_OK;
 }
 
-/* A tensor of a number a query and head, as lse is. */
+/* The view of a tensor that has one number per query and head, such as lse. */
 static ba_view query_numbers(ba_layout layout, const ba_tensor *t) {
     if (layout == BA_TND) return (ba_view){t->data, 0, t->strides[1], t->strides[0]};
     return (ba_view){t->data, t->strides[0], t->strides[1], t->strides[2]};
@@ -265,7 +265,7 @@ ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_atten
 
 /* ---- Backward ---------------------------------------------------------------------------------------------------- */
 
-/* What the forward call gave or the loss asks: read, so its places may coincide. */
+/* Checks an input that has the shape of an output of the forward call. Its strides may be 0, because it is only read. */
 static ba_status check_given(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
     if (!ba_given(t)) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got none", name, ba_shape_text(expected).chars);
     return ba_check_same(name, t, expected, contiguous_last_axis);

@@ -1,4 +1,4 @@
-/* Opening paged attention: every shape, relation and range of a call is checked before any work. */
+/* Opens calls of paged attention: checks every shape, relation and range before any work is done. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -83,7 +83,7 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     return BA_OK;
 }
 
-/* Everything but the page tables. `ragged`: q is (T, H, D). */
+/* Checks everything but the page tables and the selected pages, and fills the problem. `ragged`: q is (T, H, D). */
 static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q, *k = &args->k_cache, *v = &args->v_cache;
     if ((unsigned)args->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)args->kv_layout);
@@ -150,7 +150,7 @@ static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool rag
     return BA_OK;
 }
 
-/* Tables that were opened for other calls, too. */
+/* Checks that a plan's tables, which were opened before this call, fit the call. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,

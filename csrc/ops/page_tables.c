@@ -10,7 +10,7 @@
 
 enum { MOST_TOKENS = INT32_MAX / 2 };
 
-/* What the tables are, and how long each request is; the number of pages in use. */
+/* Checks the kind and shape of the tables and the length of each request. Adds the number of pages in use to *used. */
 static ba_status check_requests(const ba_paged_args *args, int64_t page_size, int64_t *used) {
     const ba_tensor *tables = &args->block_tables;
     const int64_t *indptr = args->indptr, *seq_lens = args->seq_lens;
@@ -37,6 +37,7 @@ static ba_status check_requests(const ba_paged_args *args, int64_t page_size, in
     return BA_OK;
 }
 
+/* Checks cu_q: `all` is the number of all queries, -1 where it is not known. */
 static ba_status check_queries(const ba_paged_args *args, int64_t all) {
     int64_t queries;
     if (!args->cu_q) return BA_OK;
@@ -50,7 +51,7 @@ static ba_status check_queries(const ba_paged_args *args, int64_t all) {
     return BA_OK;
 }
 
-/* Copies n page numbers that stand `step` elements apart; returns the largest of them and `limit`, all taken as unsigned. */
+/* Copies n page numbers that stand `step` elements apart. Returns the largest of them and of `limit`, as unsigned numbers. */
 #define DEFINE_COPY_PAGES(type)                                                                                                                      \
     static uint64_t copy_pages_##type(int64_t *to, const type *from, int64_t step, int64_t n, uint64_t limit) {                                      \
         for (int64_t i = 0; i < n; i++) {                                                                                                            \
@@ -64,7 +65,7 @@ DEFINE_COPY_PAGES(int32_t)
 DEFINE_COPY_PAGES(int64_t)
 #undef DEFINE_COPY_PAGES
 
-/* The copies, in memory that is there. */
+/* Fills the opened tables, whose memory is allocated. */
 static void copy_requests(const ba_paged_args *args, ba_page_tables *t) {
     const ba_tensor *tables = &args->block_tables;
     const int64_t step = tables->strides[tables->ndim - 1];
@@ -109,7 +110,7 @@ ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int6
     BA_TRY(check_queries(args, queries));
     const int64_t numbers = args->batch + (args->batch + 1) + (args->cu_q ? args->batch + 1 : 0) + used;
     int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)numbers * sizeof *memory);
-    if (!memory) return ba_fail(BA_ERROR_MEMORY, "block_tables: expected %lld bytes for a copy, the system has none", (long long)numbers * 8);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "block_tables: expected %lld bytes of memory for a copy, got none", (long long)numbers * 8);
     ba_page_tables copied = {.batch = args->batch, .page_size = page_size, .seq_lens = memory, .first = memory + args->batch};
     copied.page = copied.first + args->batch + 1;
     if (args->cu_q) {
@@ -124,6 +125,6 @@ ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int6
 }
 
 void ba_close_page_tables(ba_page_tables *t) {
-    free(t->seq_lens); /* all the others lie behind it */
+    free(t->seq_lens); /* the one allocation; all other arrays lie behind seq_lens in it */
     *t = (ba_page_tables){0};
 }

@@ -1,31 +1,32 @@
-/* Page tables: which pages hold each request's tokens. They are checked and copied once, for one call or for all calls of a decode step, so that
- * what was checked is what is used, whatever becomes of the caller's arrays meanwhile. Internal. */
+/* Page tables: which pages hold the tokens of each request. They are checked and copied once, for one call or for all calls of a decode step. Calls
+ * use the copy, so it does not matter what happens to the caller's arrays after the check. Internal. */
 #ifndef BA_OPS_PAGE_TABLES_H
 #define BA_OPS_PAGE_TABLES_H
 
 #include "blitz_attn.h"
 #include "core/common.h"
 
-/* All zero: closed. */
+/* Opened tables, or, all zero, closed ones. */
 typedef struct ba_page_tables {
     int64_t batch, page_size;
     int64_t longest;      /* tokens of the longest request */
     int64_t queries;      /* of all requests */
     int64_t most_queries; /* of one request */
-    uint64_t page_limit;  /* all page numbers, taken as unsigned, are smaller: a negative number is out of every cache's range */
+    uint64_t page_limit;  /* 1 + the largest page number, where a negative number counts as its unsigned value and so exceeds every cache */
     int64_t *seq_lens;    /* [batch] */
     int64_t *first;       /* [batch + 1]: request b's page numbers are page[first[b]] .. page[first[b + 1] - 1] */
     int64_t *cu_q;        /* [batch + 1], or NULL: one query per request */
-    int64_t *page;        /* those in use: ceil(seq_lens[b] / page_size) of each request */
+    int64_t *page;        /* the page numbers in use: ceil(seq_lens[b] / page_size) of each request */
 } ba_page_tables;
 
-/* Checks the requests of `args` (block_tables, indptr, seq_lens, cu_q, batch) for pages of page_size >= 1 tokens, and copies them. `pages`: how many
- * pages the cache has, `queries`: how many queries the call has; -1: not known yet. Only on success is there something to close. */
+/* Checks block_tables, indptr, seq_lens, cu_q and batch of `args` for pages of page_size >= 1 tokens, and copies them. `pages` is the number of pages
+ * of the cache, and `queries` the number of all queries; -1 where these are not known yet. On failure there is nothing to close. */
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *tables);
 
-/* Refuses page numbers that a cache of `pages` pages does not have. */
+/* Fails where a page number is beyond a cache of `pages` pages. */
 ba_status ba_check_page_numbers(const ba_page_tables *tables, int64_t pages);
 
+/* Frees the copies and sets `tables` to zero. Does nothing to closed tables. */
 void ba_close_page_tables(ba_page_tables *tables);
 
 #endif
