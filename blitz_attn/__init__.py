@@ -1,5 +1,9 @@
 """Block-sparse attention on CPUs: NumPy in and out, C kernels underneath.
 
+What docstrings call an ``array`` is a NumPy array, a torch tensor or a JAX array in CPU memory, or any other object that exports the
+buffer protocol or DLPack; lists are refused, because they have no dtype. An ``array_like`` may also be a list, or a list of lists, and a
+``sequence of int`` a list, a tuple or an array with one axis.
+
 >>> import numpy as np
 >>> import blitz_attn
 >>> q = k = v = np.ones((1, 1, 256, 64), np.float32)

@@ -1,4 +1,4 @@
-"""``python -m blitz_attn``: what this machine is, which kernels and how many threads are used on it, and why."""
+"""``python -m blitz_attn``: this machine, the kernels and the number of threads that are used on it, and why."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Arrays in and out: the one file that knows NumPy, ml_dtypes, torch and JAX by name.
 
-The compiled core reads whatever exports the buffer protocol or DLPack. What neither protocol can say is said here:
+The compiled core reads whatever exports the buffer protocol or DLPack. This module adds what neither protocol can express:
 ml_dtypes arrays go in as their bits with the name of their dtype, and results come back as the kind of array that came
-in. No framework is imported: one that is not in ``sys.modules`` yet cannot have made the array at hand.
+in. No framework is imported: a framework that is not in ``sys.modules`` cannot have made the array.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Family(NamedTuple):
     """How results are made for one kind of input array."""
 
     empty: Callable[[tuple[int, ...], str], Any]  # (shape, dtype name) -> an array that the core can write
-    finish: Callable[[Any], Any] | None  # turns such an array into what the caller gets; None: it is that already
+    finish: Callable[[Any], Any] | None  # turns such an array into what the caller gets; None: nothing to do
 
 
 # ---- Making results -----------------------------------------------------------------------------------------------
@@ -56,11 +56,11 @@ def _to_jax(array: np.ndarray) -> Any:
     return sys.modules["jax"].numpy.asarray(_bits_to_ml_dtypes(array))
 
 
-NUMPY = Family(_empty_bits, None)  # bfloat16 came as uint16 bits and goes back as such
+NUMPY = Family(_empty_bits, None)  # bfloat16 comes and goes back as uint16 bits
 ML_DTYPES = Family(_empty_bits, _bits_to_ml_dtypes)
 TORCH = Family(_torch_empty, None)
 JAX = Family(_empty_bits, _to_jax)
-FOREIGN = Family(_empty_bits, _bits_to_ml_dtypes_if_installed)  # some other exporter of DLPack
+FOREIGN = Family(_empty_bits, _bits_to_ml_dtypes_if_installed)  # any other exporter of DLPack
 
 
 # ---- Recognising what came in -------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ _BITS = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_
 
 @cache
 def _plain_name(dtype: np.dtype) -> str:
-    """NumPy works a dtype's name out anew each time it is asked, in some microseconds."""
+    """The name of a dtype, which NumPy takes microseconds to make each time."""
     return dtype.name
 
 
@@ -81,7 +81,7 @@ def _is_ml_dtypes(x: np.ndarray) -> bool:
 
 
 def _bits_of(x: np.ndarray) -> tuple[np.ndarray, str] | None:
-    """An ml_dtypes array as its bits, with the name of their dtype; None for an array that says all by itself."""
+    """An ml_dtypes array as its bits, with the name of their dtype; None for an array of any other dtype."""
     entry = _BITS.get(_plain_name(x.dtype)) if x.dtype.kind == "V" else None
     return None if entry is None else (x.view(entry[0]), entry[1])
 
@@ -128,7 +128,7 @@ def readable(x: Any, name: str) -> Any:
 
 
 def writable(x: Any, name: str) -> Any:
-    """The same for an array that will be written; None stays None."""
+    """`readable` for an array that will be written; None stays None."""
     if x is None:
         return None
     if _is_jax(x):
@@ -153,9 +153,9 @@ def split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
 
 
 def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple[np.ndarray, str]:
-    """NumPy view of an array's memory, and the name of its dtype; what NumPy lacks comes as bits, as the core takes it.
+    """NumPy view of an array's memory, and the name of its dtype. Dtypes that NumPy lacks come as bits.
 
-    `bits_as` names what plain uint8 and uint16 arrays hold; `written` says that the array is to be written.
+    `bits_as` names the dtype whose bits plain uint8 and uint16 arrays hold; `written`: the array will be written.
     """
     x = writable(x, name) if written else readable(x, name)
     tag = None
@@ -181,21 +181,21 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
 
 
 def as_kind_of(result: np.ndarray, given: Any) -> Any:
-    """A NumPy array of integers or floats as the kind of array that `given` is: a torch tensor, a JAX array, or as it is."""
+    """A NumPy array as the kind of array that `given` is: a torch tensor, a JAX array, or unchanged."""
     if _is_torch(given):
         return sys.modules["torch"].from_numpy(np.ascontiguousarray(result))
     return _to_jax(result) if _is_jax(given) else result
 
 
 def _memory(x: Any, name: str, expected: str) -> np.ndarray:
-    """NumPy's view of what some exporter holds, or its array of what a sequence does."""
+    """NumPy's view of an exporter's memory, or a NumPy array of the items of a sequence."""
     try:
         if _is_torch(x):
             return x.numpy()
         return np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
     except MemoryError:
         raise
-    except Exception as error:  # whatever an exporter's methods raise
+    except Exception as error:  # an exporter's methods may raise anything
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{name}: expected {expected}, got {type(x).__name__} that raises: {why}") from error
 
@@ -206,19 +206,19 @@ def _exports_buffer(x: Any) -> bool:
     except TypeError:
         return False
     except (BufferError, ValueError):
-        return True  # it does, in principle: NumPy says what is wrong
+        return True  # it exports a buffer; NumPy says what is wrong with it
     return True
 
 
 def array(x: Any, name: str, expected: str) -> np.ndarray:
-    """An array of any kind, a sequence, or a sequence of sequences, as a NumPy array. `expected` is said of what is none of these."""
+    """An array of any kind, or a sequence of numbers or of sequences, as a NumPy array. `expected` is for the error sentence."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
     if isinstance(x, np.ndarray):
         return _of_a_size(x, name)
     if hasattr(type(x), "__getitem__") and not isinstance(x, (Sequence, np.generic)):
         exports = hasattr(x, "__array__") or hasattr(x, "__dlpack__") or hasattr(x, "__array_interface__")
-        if not exports and not _exports_buffer(x):  # NumPy would follow items to no end
+        if not exports and not _exports_buffer(x):  # NumPy would read items without an end
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     made = _memory(x, name, expected)
     if made.dtype == object:
@@ -227,7 +227,7 @@ def array(x: Any, name: str, expected: str) -> np.ndarray:
 
 
 def _of_a_size(x: np.ndarray, name: str) -> np.ndarray:
-    """`x`, unless it is so large, by strides of 0 or an axis of length 0, that NumPy can count the bytes of no copy of it."""
+    """`x`. Refuses shapes, possible with strides of 0 or an axis of length 0, whose bytes NumPy cannot count in 64 bits."""
     if x.size > 1 << 48 or (not x.size and math.prod(max(1, n) for n in x.shape) > 1 << 48):
         raise ValueError(f"{name}: expected axes of at most 2**48 entries in all, got shape {x.shape}")
     return x
@@ -259,10 +259,10 @@ def choice(x: Any, name: str, choices: tuple[str, ...]) -> str:
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of an array of any kind, of one that only exports DLPack too; () for what has none, which whoever reads it refuses."""
+    """The shape of an array of any kind, including exporters of DLPack alone; () for an object without a shape, which is refused later."""
     try:
         shape = x.shape if hasattr(x, "shape") or not hasattr(x, "__dlpack__") else np.from_dlpack(x).shape
-    except Exception:  # a released memoryview's, say, or of a dtype that NumPy does not know
+    except Exception:  # such as a released memoryview, or a dtype that NumPy lacks
         return ()
     return tuple(shape) if isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape) else ()
 
@@ -270,10 +270,10 @@ def shape_of(x: Any) -> tuple[int, ...]:
 def integers(x: Any, name: str) -> np.ndarray:
     """int64 array of the integers of a sequence or an array."""
     given = array(x, name, "integers")
-    if given.dtype.kind not in "iu" and (given.size or given.dtype != np.float64):  # float64 is NumPy's kind of an empty list
+    if given.dtype.kind not in "iu" and (given.size or given.dtype != np.float64):  # float64: an empty list
         raise TypeError(f"{name}: expected integers, got {given.dtype}")
     if given.dtype.kind == "u" and given.dtype.itemsize == 8:
-        given = np.minimum(given, np.uint64(2**63 - 1))  # every later check finds it too large
+        given = np.minimum(given, np.uint64(2**63 - 1))  # later checks refuse it as too large
     return given.astype(np.int64, copy=False)
 
 
@@ -285,12 +285,12 @@ def float32_numbers(x: Any, name: str) -> np.ndarray:
     given = array(x, name, "numbers")
     if given.dtype.kind not in "fiub" and _bits_of(given) is None:
         raise TypeError(f"{name}: expected numbers, got {given.dtype if hasattr(x, 'dtype') else type(x).__name__}")
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, as in any conversion
+    with np.errstate(over="ignore"):  # too large numbers become infinite, as in any conversion
         return np.asarray(given, np.float32, order="C")
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> Any:
-    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; strings and None as they are. The e4m3 that
+    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; strings and None are returned unchanged. The e4m3 that
     has no infinity, which frameworks call float8_e4m3fn, is ``"float8_e4m3"`` here."""
     if dtype is None or isinstance(dtype, str):
         name = dtype

@@ -27,9 +27,9 @@ def e4m3_from_bits(bits: np.ndarray) -> np.ndarray:
 
 
 def e4m3_to_bits(x: np.ndarray) -> np.ndarray:
-    """Bits of the float8 e4m3 value nearest to each float64, ties to even; magnitudes beyond the largest become the largest."""
+    """Bits of the float8 e4m3 value nearest to each float64, ties to even; too large magnitudes become the largest."""
     magnitude = np.abs(x)
-    # Normal numbers: 3 bits of a float64's 52 stay, and a carry out of them raises the exponent, as it should.
+    # Normal numbers: 3 of the 52 mantissa bits stay. A carry out of them raises the exponent, as rounding requires.
     pattern = magnitude.view(np.uint64)
     dropped = np.uint64(49)
     kept = (pattern + np.uint64((1 << 48) - 1) + (pattern >> dropped & np.uint64(1))) >> dropped
@@ -49,12 +49,12 @@ def _bfloat16_to_bits(x: np.ndarray) -> np.ndarray:
 
 
 def widened(x: np.ndarray, name: str) -> np.ndarray:
-    """float32 (for float64 float64) values of an array whose dtype is called `name`."""
+    """float32 values (float64 for float64) of an array whose dtype is called `name`."""
     if name == "bfloat16":
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if name == "float8_e4m3":
         return e4m3_from_bits(x)
-    with np.errstate(invalid="ignore"):  # a NaN that signals
+    with np.errstate(invalid="ignore"):  # signalling NaN
         return x if name == "float64" else x.astype(np.float32, copy=False)
 
 
@@ -63,13 +63,13 @@ def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
     if name == to:
         return x
     values = widened(x, name)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as in any conversion; a NaN that signals
+    with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in any conversion; signalling NaN
         return _bfloat16_to_bits(values.astype(np.float32, copy=False)) if to == "bfloat16" else values.astype(to)
 
 
 def quantized(values: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
-    """(int8 values or float8 e4m3 bits, float32 scales): each row of the last axis by a scale that maps its largest magnitude
-    to the format's largest, a row of zeros by 1. Rows that are not finite get a scale that is not."""
+    """(int8 values or float8 e4m3 bits, float32 scales): each row of the last axis is divided by a scale that maps its
+    largest magnitude to the format's largest; the scale of a row of zeros is 1, and that of a row with NaN or infinity is not finite."""
     limit = INT8_MAX if to == "int8" else E4M3_MAX
     with np.errstate(invalid="ignore"):
         wide = values.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Page tables and lengths of a batch of requests, in either form that they may come in."""
+"""Page tables and lengths of a batch of requests, from either form that callers may give."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
 
 
 class Tables:
-    """Either form of tables as arrays, with lengths that they are known to hold."""
+    """Either form of tables as arrays, with lengths that have been checked against them."""
 
     def __init__(self, block_tables: Any, seq_lens: Any, page_size: int) -> None:
         pages, lengths, indptr, last = tables_for_core(block_tables, seq_lens)
@@ -91,7 +91,7 @@ class Tables:
         return self.pages[requests, blocks] if self.indptr is None else self.pages[self.indptr[requests] + blocks]
 
     def refuse_missing(self, pages: ndarray, num_pages: int, requests: ndarray, blocks: ndarray) -> None:
-        """Refuses pages that a cache does not have; `requests` and `blocks` say where they stand."""
+        """Refuses pages that a cache does not have. `requests` and `blocks` say which table entries they are, for the error sentence."""
         for i in ((pages < 0) | (pages >= num_pages)).nonzero()[0]:
             raise ValueError(
                 f"block_tables: expected pages from 0 to {num_pages - 1} within the request's length, got {pages[i]} for page "
@@ -100,6 +100,6 @@ class Tables:
 
 
 def last_numbers(counts: ndarray, ends: ndarray) -> tuple[ndarray, ndarray]:
-    """(request, number) of the last counts[b] numbers below ends[b], request after request."""
+    """(request, number) of the counts[b] numbers that end below ends[b], request after request."""
     requests = np.arange(len(counts)).repeat(counts)
     return requests, np.arange(len(requests)) + (ends - counts.cumsum()).repeat(counts)

@@ -31,16 +31,28 @@ class Paged(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """What the queries and the result are."""
+        """The dtype of the queries and the result."""
         return self.options.get("dtype") or self.q.dtype.name
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Number of tokens per page."""
         return self.k_cache.shape[1 if self.options["kv_layout"] == "NHD" else 2]
 
     def csr(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tables and lengths as (indptr, indices, last_page_len)."""
+        """The tables and lengths as a triple (indptr, indices, last_page_len).
+
+        Returns
+        -------
+        indptr, indices, last_page_len : numpy.ndarray
+            The second form of tables that `blitz_attn.paged_attention` takes.
+
+        Examples
+        --------
+        >>> from blitz_attn.testing import make_paged
+        >>> [x.shape for x in make_paged(2, 2, 1, [5, 3], 4, 8).csr()]
+        [(3,), (3,), (2,)]
+        """
         used = -(-self.seq_lens // self.page_size)
         indices = np.concatenate(
             [row[:n] for row, n in zip(self.block_tables, used, strict=True)] or [np.zeros(0, self.block_tables.dtype)]
@@ -75,7 +87,7 @@ def make_paged(
     seq_lens : int or sequence of int
         Tokens of each request in the cache.
     page_size, head_dim : int
-        Tokens a page; D.
+        Number of tokens per page; D.
     v_dim : int, optional
         Last dimension of V; default `head_dim`.
     dtype : str

@@ -1,5 +1,5 @@
-"""Block-sparse attention, forward and backward: softmax attention in which lists of key blocks say what each block of queries
-looks at."""
+"""Block-sparse attention, forward and backward: softmax attention in which lists of key blocks say which keys each block of queries
+attends to."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def block_sparse_attention(
 
     Parameters
     ----------
-    q : array_like
+    q : array
         Queries, ``(B, H, Sq, D)`` for layout BNSD: float32, float16, bfloat16 or float64. D from 1 to 576.
-    k : array_like
+    k : array
         Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv; query head h reads key head
         ``h // (H // Hkv)``.
-    v : array_like
+    v : array
         Values, ``(B, Hkv, Skv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
-    sabi : array_like of int, optional
+    sabi : array of int, optional
         Sparse attention block indices, ``(B or 1, H or 1, ceil(Sq / block_shape[0]), W)``: each row lists the columns
         of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad:
         65535 for uint16, any negative entry for int16, int32 and int64. None sees every block.
     block_shape : (int, int)
-        Tokens in a block of queries and in a block of keys. The last block of either axis may be partial.
+        Number of tokens per block of queries and per block of keys, at least 1 each. The last block of either axis may be partial.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     layout : {"BNSD", "BSND", "BSH", "TND"}
@@ -63,9 +63,9 @@ def block_sparse_attention(
     causal : bool
         Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``.
     window : (int, int), optional
-        Tokens that are seen before and after that diagonal; -1 sets no bound.
+        Number of tokens that are seen before and after that diagonal; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
-        ``(B,)``: how many tokens of each batch entry are valid. Rows from ``q_lens[b]`` on give output 0 and
+        ``(B,)``: number of valid tokens of each batch entry. Rows from ``q_lens[b]`` on give output 0 and
         log-sum-exp ``-inf``.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         Layout TND: ``(B + 1,)`` cumulative lengths that rise from 0 to T.
@@ -97,10 +97,10 @@ def block_sparse_attention(
         integer belongs.
     ValueError
         An argument of the wrong shape or out of range, such as a block listed twice or beyond the last key, or an
-        array whose last axis is not contiguous. The text names the argument, what was expected and what came. Nothing
+        array whose last axis is not contiguous. The text names the argument, what was expected and what came. No output
         has been written then.
     MemoryError
-        The scratch memory, which does not grow with the square of the length, could not be had.
+        The scratch memory, which does not grow with the square of the length, could not be allocated.
 
     See Also
     --------
@@ -184,27 +184,27 @@ def block_sparse_attention_backward(
 
     With ``P = exp(scale * q k^T - lse)`` where a query sees a key and 0 elsewhere: ``dS = P * (dout v^T - dout . out + dlse)``,
     ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. `dk` and `dv` are sums over the query heads that read a
-    key head. A query that sees no key at all gets and gives 0.
+    key head. A query that sees no key has gradient 0 and adds nothing to `dk` and `dv`.
 
     Parameters
     ----------
-    dout : array_like
+    dout : array
         Gradient of the loss with respect to `out`, of its shape and dtype.
-    q, k, v : array_like
+    q, k, v : array
         As in the forward call: ``(B, H, Sq, D)``, ``(B, Hkv, Skv, D)`` and ``(B, Hkv, Skv, Dv)`` for layout BNSD; float32,
         float16, bfloat16 or float64.
-    out : array_like
+    out : array
         What the forward call returned: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
-    lse : array_like
+    lse : array
         The log-sum-exp that it returned: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query
         whose entry is ``-inf`` attended nothing.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
-    dlse : array_like, optional
-        Gradient of the loss with respect to `lse`, of its shape and dtype: what merging partial results and distillation need.
-        Default: 0.
+    dlse : array, optional
+        Gradient of the loss with respect to `lse`, of its shape and dtype, for a loss that uses `lse`, as merged
+        partial results and distillation do. Default: 0.
     grads : tuple of array, optional
-        Where to write: ``(dq, dk, dv)``, each writable, of the shape and dtype of q, k or v, sharing no memory with any other
+        Where to write the results: ``(dq, dk, dv)``, each writable, of the shape and dtype of q, k or v, sharing no memory with any other
         array of the call; any of them may be None.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
@@ -225,7 +225,7 @@ def block_sparse_attention_backward(
         An argument of the wrong shape or out of range, such as an `lse` or `out` that does not fit `q`. The text names the
         argument, what was expected and what came. Nothing has been written then.
     MemoryError
-        The scratch memory could not be had.
+        The scratch memory could not be allocated.
 
     See Also
     --------
@@ -235,10 +235,10 @@ def block_sparse_attention_backward(
     Notes
     -----
     Probabilities are recomputed from `lse`; nothing of size Sq x Skv is ever built. Sums are accumulated in float32 (float64
-    for float64), for float16 and bfloat16 in scratch memory of 4 bytes an element of k and v. The results are the same
+    for float64), for float16 and bfloat16 in scratch memory of 4 bytes per element of k and v. The results are the same
     bit for bit whatever the number of threads and whatever else is in the batch. With every block listed, `dq` is that
-    of ``sabi=None`` bit for bit; so are `dk` and `dv` where ``block_shape[0]`` is a multiple of 128, else their sums are taken
-    in another order. What a query does not see, NaN and infinity included, adds exactly nothing.
+    of ``sabi=None`` bit for bit; so are `dk` and `dv` where ``block_shape[0]`` is a multiple of 128. For other sizes their sums are
+    taken in another order. What a query does not see, NaN and infinity included, adds exactly nothing.
 
     The recomputation and the role of ``dout . out`` follow FlashAttention-2 [1]_, algorithm 2.
 

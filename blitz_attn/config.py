@@ -1,4 +1,4 @@
-"""What the library runs on, and how to change it: instruction sets, threads, kernels."""
+"""Instruction sets, threads and kernels: what the library uses, and how to change it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _OPTIONAL_PACKAGES = ("ml_dtypes", "torch", "jax", "matplotlib")
 
 
 def set_num_threads(num_threads: int | None) -> None:
-    """Set how many threads calls use that do not name a number themselves.
+    """Set the number of threads of calls that do not pass ``num_threads``.
 
     Parameters
     ----------
     num_threads : int or None
-        At least 1. None goes back to the environment.
+        At least 1. None restores the default, which the environment sets.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def set_num_threads(num_threads: int | None) -> None:
     Notes
     -----
     Order of precedence: ``num_threads=`` of a call, this function, ``BLITZ_ATTN_NUM_THREADS``, ``OMP_NUM_THREADS``, and last
-    the CPUs that affinity and the cgroup quota leave. The setting holds for the whole process.
+    the number of CPUs that affinity and the cgroup quota allow. The setting holds for the whole process.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def set_num_threads(num_threads: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """Tell how many threads a call uses that does not name a number itself.
+    """The number of threads of a call that does not pass ``num_threads``.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def get_num_threads() -> int:
 
 
 class IsaCap:
-    """A cap on the instruction sets in use, which leaving a ``with`` block takes back. Made by `isa`."""
+    """A cap on the instruction sets in use, which the end of a ``with`` block removes. Made by `isa`."""
 
     def __init__(self, level: str | None) -> None:
         self._before = _core.isa_active()
@@ -78,7 +78,7 @@ class IsaCap:
             _core.isa_set_cap(level)
         try:
             self.level = _core.isa_active()
-        except MemoryError:  # nobody would take the cap back
+        except MemoryError:  # no with block was entered that would remove the cap
             _core.isa_set_cap(self._before)
             raise
 
@@ -93,17 +93,17 @@ class IsaCap:
 
 
 def isa(level: str | None = None) -> IsaCap:
-    """Cap the instruction sets that kernels may use, for good or for the length of a ``with`` block.
+    """Cap the instruction sets that kernels may use, permanently or within a ``with`` block.
 
     Parameters
     ----------
     level : str, optional
-        One of `isa_levels`. A level above what the CPU has leaves the highest that it has. None changes nothing.
+        One of `isa_levels`. A level that the CPU lacks means the highest level that it has. None changes nothing.
 
     Returns
     -------
     IsaCap
-        Its ``level``, which a ``with`` block also binds, is the level in use from now on. Leaving the block goes back to the level before.
+        Its ``level``, which a ``with`` block binds, is the level in use from now on. The end of the block restores the cap before.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def isa(level: str | None = None) -> IsaCap:
 
     Notes
     -----
-    The cap holds for the whole process, not only for the calling thread. ``BLITZ_ATTN_ISA`` sets it from outside.
+    The cap holds for the whole process, not only for the calling thread. The environment variable ``BLITZ_ATTN_ISA`` sets it at start.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def isa_levels(*, available: bool = False) -> tuple[str, ...]:
     Parameters
     ----------
     available : bool
-        Only those that this CPU and this build have, whatever the cap.
+        Only levels that this CPU and this build have, whatever the cap.
 
     Returns
     -------
@@ -191,7 +191,7 @@ def _affinity() -> int | None:
 
 
 def _cgroup_quota() -> float | None:
-    """CPUs that the control group may use, None without a limit."""
+    """Number of CPUs that the control group may use; None without a limit."""
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
             quota, period = file.read().split()
@@ -225,7 +225,7 @@ def _text(value: Any) -> str:
 
 
 def show_config(mode: str = "text") -> dict[str, Any] | None:
-    """Report versions, CPU, instruction sets, threads and kernels, and why they are what they are.
+    """Report versions, CPU, instruction sets, threads and kernels, and the reason of each choice.
 
     Parameters
     ----------

@@ -22,11 +22,11 @@ def merge_states(
 
     Parameters
     ----------
-    out_a, out_b : array_like
-        Attention outputs, ``(B, H, S, Dv)``: float32, float16, bfloat16 or float64, both the same.
-    lse_a, lse_b : array_like
+    out_a, out_b : array
+        Attention outputs, ``(B, H, S, Dv)``: float32, float16, bfloat16 or float64, both of one dtype.
+    lse_a, lse_b : array
         Their log-sum-exp, natural log, ``(B, H, S)``: float32 (float64 for float64). ``-inf`` marks a row whose part saw no
-        key; its output is not looked at.
+        key; its output is not read.
     out, lse_out : array, optional
         Where to write the results; they may share no memory with an input.
     dtype : str or dtype, optional
@@ -82,9 +82,9 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
 
     Parameters
     ----------
-    outs : iterable of array_like
+    outs : iterable of array
         Attention outputs, each ``(B, H, S, Dv)``, all of one dtype; or one array with the parts along its first axis.
-    lses : iterable of array_like
+    lses : iterable of array
         Their log-sum-exp, each ``(B, H, S)``, in the same order.
     out, lse_out : array, optional
         Where to write the results; they may share no memory with an input.
@@ -107,7 +107,7 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
 
     See Also
     --------
-    merge_states : the same for two parts, with the formula.
+    merge_states : the same for two parts; its notes have the formula.
 
     Examples
     --------
@@ -135,7 +135,7 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
 
 def _parts(arrays: Any, name: str) -> tuple[Any, ...]:
     try:
-        if not hasattr(type(arrays), "__iter__"):  # what has items without an end could not be told from a sequence
+        if not hasattr(type(arrays), "__iter__"):  # an object with __getitem__ alone may have no end
             raise TypeError("it cannot be iterated over")
         parts = tuple(islice(arrays, _MOST_PARTS + 1))
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Native sparse attention: three branches over compressed, selected and nearby keys, gated together, forward and backward.
+"""Native sparse attention: three branches over compressed, selected and nearby keys, summed by gates, forward and backward.
 
-`nsa` is the whole; every part of it is here by itself too, each with its gradient. Arrays are ``(B, N, H, D)``, or packed
+`nsa` is the whole operation; each of its parts is a function, too, with its gradient. Arrays are ``(B, N, H, D)``, or packed
 ``(T, H, D)`` with ``cu_seqlens``.
 
 >>> import numpy as np
@@ -72,7 +72,7 @@ class NSAGradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NSAContext:
-    """What `nsa` leaves for `nsa_backward`. It holds the call's arrays themselves: they must not change in between.
+    """What `nsa` keeps for `nsa_backward`. It refers to the arrays of the call, which must not change in between.
 
     Attributes
     ----------
@@ -141,56 +141,59 @@ def nsa(
 ) -> Any:
     """Native sparse attention; strictly causal by default (``mode="paper"``), while ``mode="mslk"`` looks ahead.
 
-    In ``mode="mslk"``, which is upstream's rule, a query sees the compressed block that it is inside of, so that its output depends on up
-    to ``compress_block_size - 1`` *later* tokens, and its tile's selection on later queries of the tile: not for models that generate. In
-    ``mode="paper"`` no output depends on a later token.
+    Each query attends to three sets of keys, and the three results are summed, each times its gate: block means of all keys before the
+    query (compressed), the tokens of the blocks whose means score highest (selected), and the tokens near the query (window).
 
-    Each query attends to three sets of keys, and the results are summed with a gate each: block means of all keys before it
-    (compressed), the tokens of the blocks whose means score highest (selected), and its neighbours (window).
+    In ``mode="paper"`` no output depends on a later token. In ``mode="mslk"``, which is upstream's rule, a query sees the compressed block
+    that it lies in, so that its output depends on up to ``compress_block_size - 1`` *later* tokens, and the selection of its tile depends
+    on later queries of the tile: this mode is not for models that generate text.
 
     Parameters
     ----------
-    q : array_like
+    q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576.
-    k : array_like
+    k : array
         ``(B, N, Hkv, D)``, same dtype. H must be a multiple of Hkv; query head h reads key head ``h // (H // Hkv)``.
-    v : array_like
+    v : array
         ``(B, N, Hkv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
     compress_block_size : int
-        Tokens l of a compressed block. Tokens that do not fill one are in none.
+        Number l of tokens per compressed block. Tokens after the last complete block are in no compressed block.
     num_selected_blocks : int
-        Blocks n that are selected at most, the forced ones among them.
+        Largest number n of blocks that are selected, including forced ones.
     window_size : int
-        Keys W of the window, the query's own the last of them; not causal: ``W // 2`` before and as many after it, and itself.
-    w_k_compress, w_v_compress : array_like, optional
+        Number W of keys in the window, which ends with the query's own key. Not causal: ``W // 2`` keys before the query, as many after it,
+        and its own.
+    w_k_compress, w_v_compress : array, optional
         ``(Hkv, D, D)`` and ``(Hkv, Dv, Dv)``: the block means, as rows, are multiplied by them.
-    gate_proj_weight : array_like, optional
+    gate_proj_weight : array, optional
         ``(H, 3, D)``: gates are ``sigmoid(q . weight)``, in the order compressed, selected, window.
-    gates : array_like, optional
-        ``(B, N, H, 3)`` gates as they are, in place of `gate_proj_weight`. Neither: 1/3 each.
+    gates : array, optional
+        ``(B, N, H, 3)``: the gates themselves, in place of `gate_proj_weight`. Without either, every gate is 1/3.
     causal : bool
         False: compressed blocks and selectable blocks are all visible, and the window reaches both ways; in paper mode the forced local
         blocks are those from ``local_blocks // 2`` before the query's own on, as far as they exist.
     scale : float, optional
         Factor of ``q k^T`` in every branch. Default: ``1 / sqrt(D)``.
     q_tile_size : int
-        mslk mode: queries that share a selection. The last tile of a sequence has those that are left.
+        mslk mode: number of queries that share a selection. The last tile of a sequence may have fewer.
     num_cmp_selected_blocks : int, optional
-        mslk mode: the compressed branch sees only that many groups of 128 compressed keys a tile and head, those with the highest mean
-        score. Default: all.
+        mslk mode: number of groups of 128 compressed keys that the compressed branch sees per tile and head, those with the highest mean
+        score. Default: all groups.
     mode : {"paper", "mslk"}
         See Notes.
     compress_stride : int, optional
-        Paper mode: tokens d from one compressed block's beginning to the next one's; divides l and l'. Default: ``max(1, l // 2)``.
+        Paper mode: number d of tokens from the start of one compressed block to the start of the next. It divides l and l'.
+        Default: ``max(1, l // 2)``.
     select_block_size : int, optional
-        Paper mode: tokens l' of a selected block. Default: l.
+        Paper mode: number l' of tokens per selected block. Default: l.
     init_blocks, local_blocks : int
-        Paper mode: first blocks, and last ones up to the query's own, that are always selected.
+        Paper mode: number of blocks at the start of the sequence, and of blocks that end with the query's own, that are always selected.
     block_indices : array_like of int, optional
         A selection to use in place of the computed one, such as that of a context: paper ``(B, Hkv, N, n)``, mslk ``(B, H or Hkv, tiles,
         n)``, with `cu_seqlens` without B and with the rows of all sequences one after the other. Rows end at the first -1.
     cu_seqlens : sequence of int, optional
-        ``(sequences + 1,)`` numbers that rise from 0 to T. Each sequence is as if it were alone, of whatever length.
+        ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and do not see each other. A sequence may
+        have any length.
     out : array, optional
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input.
     return_context : bool
@@ -203,7 +206,7 @@ def nsa(
     Returns
     -------
     out : array
-        Of the shape of `q` with v's last dim, of the dtype and kind of `q`. A branch in which a query sees no key gives it 0.
+        Of the shape of `q` with v's last dim, of the dtype and kind of `q`. A branch in which a query sees no key adds 0.
     context : NSAContext
         With `return_context`.
 
@@ -215,7 +218,7 @@ def nsa(
         An argument of the wrong shape or out of range. The text names the argument, what was expected and what came. Nothing has been
         written then.
     MemoryError
-        The scratch memory could not be had.
+        The scratch memory could not be allocated.
 
     See Also
     --------
@@ -231,14 +234,15 @@ def nsa(
 
     ``mode="mslk"`` follows upstream's reference [2]_: blocks do not overlap, block j is visible from its *first* token on, and each tile
     of queries and query head selects by the product of the compressed keys with the tile's mean query, among complete blocks that begin
-    before the tile's end. Where upstream's fast path differs from its own reference, this follows the reference: selected blocks are
-    not widened to 128 tokens, the window has W keys, not W + 1, and reaches both ways where not causal, and the backward pass goes over
-    the very lists of the forward pass. Where the reference is not defined, or not well: N need not be a
-    multiple of anything; unused places of a selection are -1 and attend to nothing, where upstream repeats block 0; a query that sees
-    no selected token gets 0 from that branch, where upstream gives NaN.
+    before the tile's end. Where upstream's fast path differs from its own reference, this function follows the reference: selected blocks
+    are not widened to 128 tokens, the window has W keys, not W + 1, and reaches both ways where not causal, and the backward pass uses the
+    lists of the forward pass. Cases that the reference does not define are defined: N need not be a multiple of anything; unused places
+    of a selection are -1 and attend to nothing, where upstream repeats block 0; a query that sees no selected token gets 0 from that
+    branch, where upstream gives NaN.
 
-    Ties in a selection go to the lower block. Sums are made in float32 (float64 for float64). Long calls without a context are worked off
-    in stretches of queries, so that the three branches' results never exist as a whole; memory is linear in the number of tokens.
+    Of blocks with equal scores the lower is selected. Sums are made in float32 (float64 for float64). A long call without a context is
+    computed in pieces of queries, so that the results of the three branches never exist as a whole; memory is linear in the number of
+    tokens.
 
     References
     ----------
@@ -311,7 +315,7 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
 
     Parameters
     ----------
-    dout : array_like
+    dout : array
         Gradient of the result, of its shape and dtype.
     ctx : NSAContext
         What ``nsa(..., return_context=True)`` returned beside the result. It can be used any number of times.
@@ -327,9 +331,9 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
     Raises
     ------
     TypeError
-        `ctx` is no context, or `dout` of another kind or dtype than the result.
+        `ctx` is not a context, or `dout` has another kind or dtype than the result.
     ValueError
-        `dout` of another shape than the result of the call that the context is of.
+        `dout` has another shape than the result of the call that made the context.
 
     See Also
     --------
@@ -337,9 +341,10 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
 
     Notes
     -----
-    Gates first, ``do_c = g_c dout`` and, through the sigmoid, the queries and the weights; then each branch as attention with its
-    log-sum-exp of the forward pass; then what the compressed keys and values got goes back through their weights to the tokens of their
-    blocks. The selection's scores have no gradient, as upstream and in the paper. Nothing depends on the order in which threads come.
+    The gates come first: ``do_c = g_c dout``, and the gradients of queries and weights through the sigmoid. Then comes each branch, as
+    attention with the log-sum-exp of the forward pass. Last, the gradients of compressed keys and values go back through their weights to
+    the tokens of their blocks. The scores of the selection have no gradient, as upstream and in the paper. The result does not depend on
+    the order in which threads run.
 
     Examples
     --------

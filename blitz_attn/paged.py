@@ -1,4 +1,4 @@
-"""Attention over a paged key/value cache, for decoding and chunked prefill, and what fills the cache."""
+"""Attention over a paged key/value cache, for decoding and chunked prefill, and the functions that fill the cache."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def paged_attention(
 
     Parameters
     ----------
-    q : array_like
-        ``(B, H, D)``, a query a request; with `q_lens` ``(T, H, D)``, the requests' queries one after the other. float32,
+    q : array
+        ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other. float32,
         float16, bfloat16 or float64; D from 1 to 576.
-    k_cache, v_cache : array_like
-        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: any page size from 1 up, any dtype of `q` (float64
-        only with float64), int8 or float8 e4m3 with scales. H must be a multiple of Hkv; query head h reads head
-        ``h // (H // Hkv)``.
-    block_tables : array_like of int32 or int64, or tuple
-        ``(B, W)`` page numbers; entries beyond a request's length are not looked at. Or the triple ``(indptr, indices,
-        last_page_len)``: pages ``indices[indptr[b]:indptr[b + 1]]`` of each request, and how many tokens its last page holds.
+    k_cache, v_cache : array
+        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: page_size is at least 1. float32, float16,
+        bfloat16, or with scales int8 or float8 e4m3, whatever the dtype of `q`; float64 where `q` is float64. H must be a
+        multiple of Hkv; query head h reads head ``h // (H // Hkv)``.
+    block_tables : array of int32 or int64, or tuple
+        ``(B, W)`` page numbers; entries beyond a request's length are not read. Or the triple ``(indptr, indices, last_page_len)``:
+        request b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and its last page holds ``last_page_len[b]`` tokens.
     seq_lens : sequence of int
-        ``(B,)``: tokens of each request in the cache, the new queries' own among them. None with the triple.
+        ``(B,)``: number of tokens of each request in the cache, including those of the queries. None with the triple.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     kv_layout : {"NHD", "HND"}
@@ -101,20 +101,20 @@ def paged_attention(
     q_lens : sequence of int, optional
         ``(B,)``: queries of each request, 0 to ``seq_lens[b]``: chunked prefill, speculative decoding.
     window : int, optional
-        Tokens before a query that it sees, itself not counted. Default: all.
+        Number of tokens before itself that a query sees, at least 0. Default: all.
     sinks : array_like, optional
-        ``(H,)``: a score a head that takes part in the softmax without a value. It counts in the log-sum-exp.
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
     softcap : float, optional
-        Scores become ``softcap * tanh(score / softcap)``. Default: as they are.
-    k_scale, v_scale : array_like of float32, optional
-        ``(pages, page_size, Hkv)``: what each token's entry is to be multiplied with; required with int8 and float8 e4m3.
+        Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default: scores are not capped.
+    k_scale, v_scale : array of float32, optional
+        ``(pages, page_size, Hkv)``: the factor of each token's row; required with int8 and float8 e4m3, refused with other dtypes.
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
         `return_lse`, also a pair ``(out, lse)``, either of which may be None.
     dtype, kv_dtype : str or dtype, optional
-        What plain bits hold: ``"bfloat16"`` for uint16 arrays, and, for the caches, ``"float8_e4m3"`` for uint8 arrays.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
         `kv_dtype` defaults to `dtype`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
@@ -133,25 +133,25 @@ def paged_attention(
         An argument of the wrong kind or dtype.
     ValueError
         An argument of the wrong shape or out of range, such as a page that the cache does not have within a request's length.
-        Nothing has been written then.
+        No output has been written then.
     MemoryError
-        The scratch memory could not be had.
+        The scratch memory could not be allocated.
 
     See Also
     --------
     paged_select_attention : over listed pages only.
-    PagedPlan : tables and lengths made ready once, for all layers of a step.
+    PagedPlan : checks tables and lengths once for all layers of a step.
     append_paged_kv : writes new tokens into the cache.
     blitz_attn.reference.paged_attention : the same in plain float64 NumPy.
 
     Notes
     -----
-    The group of query heads that shares a key/value head is computed together, so that each byte of the cache is read once. Work is
-    cut by the number of pages in the whole batch, parts are merged by their log-sum-exp, and where a request is cut depends on that
-    request alone: the result is the same bit for bit whatever else is in the batch and whatever the number of threads.
+    Query heads that share a key/value head are computed together, so that each byte of the cache is read once. Long requests are cut into
+    parts, which are merged by their log-sum-exp. Where a request is cut depends on that request alone: the result is the same bit for bit
+    whatever else is in the batch and whatever the number of threads.
 
-    A prefix that many requests share need be read only once: attend to it with one call whose "request" is the prefix with all of the
-    queries, to the rest with another, and join the two with `blitz_attn.merge_states` (see the second example).
+    A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
+    each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).
 
     The operation follows paged attention of vLLM [1]_ and the table formats of FlashInfer [2]_.
 
@@ -213,32 +213,32 @@ def paged_select_attention(
     kv_dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """Attention over listed blocks of each request's pages: `paged_attention` that leaves the others out.
+    """Attention over listed blocks of each request: `paged_attention` that leaves the other blocks out.
 
     Parameters
     ----------
     q, k_cache, v_cache, block_tables, seq_lens
         See `paged_attention`. `seq_lens` is None where `block_tables` is the triple.
-    selected : array_like of int16, int32 or int64
+    selected : array of int16, int32 or int64
         ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that a key/value head's group, or a query head, sees. Block i of a request is its i-th
         page, ``block_tables[b, i]``: numbers from 0 to ``ceil(seq_len / page_size) - 1``, in any order, none twice. A row ends at the
         first -1.
-    counts : array_like of int, optional
-        ``(B, Hkv)`` or ``(B, H)``: entries in use of each row, which need no -1 then.
+    counts : array of int, optional
+        ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
     scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
         See `paged_attention`.
 
     Returns
     -------
     out : array
-        As `paged_attention`. An empty row gives 0.
+        As `paged_attention`. A row that lists no block gives 0.
     lse : array
-        With `return_lse`, as `paged_attention`: over the tokens seen.
+        With `return_lse`, as `paged_attention`, over the tokens of the listed blocks.
 
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `paged_attention`; also for a listed block that the request does not have, or has listed twice.
+        As `paged_attention`; also for a block that the request does not have or that a row lists twice.
 
     See Also
     --------
@@ -247,8 +247,8 @@ def paged_select_attention(
 
     Notes
     -----
-    A request's last block is cut to its tokens wherever it stands in the list. A list of all blocks gives what `paged_attention` gives,
-    bit for bit. Lists by key/value head are the fast ones: query heads with lists of their own share no reads.
+    The last block of a request may be listed at any place; only its valid tokens are seen. A list of all blocks gives the bits of
+    `paged_attention`. One list per key/value head is faster than one per query head, whose heads do not share reads of the cache.
 
     Examples
     --------
@@ -273,27 +273,27 @@ def paged_select_attention(
 
 
 class PagedPlan:
-    """Tables and lengths of a step, checked and converted once, for the calls of all its layers.
+    """Page tables and lengths of one decoding step, checked and copied once for the calls of all layers.
 
     Parameters
     ----------
     block_tables, seq_lens
         See `paged_attention`. They are copied: later changes of the arrays do not reach the plan.
     page_size : int
-        Tokens of a page in the caches to come.
+        Number of tokens per page of the caches that calls pass.
     q_lens : sequence of int, optional
         See `paged_attention`.
     num_pages : int, optional
-        Pages of the caches to come. With it, page numbers are checked here; each call checks them against its own cache in any case.
+        Number of pages of the caches that calls pass, to check page numbers here. Each call checks that its own cache has all pages.
     scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads
-        See `paged_attention`: what holds for all layers.
+        See `paged_attention`. They hold for all calls of the plan.
 
     Attributes
     ----------
     batch : int
         Number of requests.
     num_queries : int
-        Rows of the `q` that calls take.
+        Number of queries in the `q` that calls take: `batch`, or the sum of `q_lens`.
 
     Raises
     ------
@@ -347,14 +347,83 @@ class PagedPlan:
         self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
         out: Any = None,
     ) -> Any:  # fmt: skip
-        """`paged_attention` with the plan's tables, lengths and options."""
+        """`paged_attention` with the tables, the lengths and the options of the plan.
+
+        Parameters
+        ----------
+        q : array
+            ``(num_queries, H, D)``: the queries of all requests one after the other.
+        k_cache, v_cache : array
+            The caches of one layer, with the `page_size` of the plan.
+        sinks, k_scale, v_scale, return_lse, out
+            See `paged_attention`.
+
+        Returns
+        -------
+        out : array
+            ``(num_queries, H, Dv)``, dtype and kind of `q`.
+        lse : array
+            With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `paged_attention`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import blitz_attn
+        >>> q, k_cache, v_cache = np.ones((1, 4, 64)), np.ones((6, 16, 2, 64)), np.ones((6, 16, 2, 64))
+        >>> plan = blitz_attn.PagedPlan(np.array([[4, 1, 0]]), [40], page_size=16)
+        >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
+        True
+        """
         return self._attend(q, k_cache, v_cache, None, None, sinks, k_scale, v_scale, return_lse, out)
 
     def select_attention(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
         v_scale: Any = None, return_lse: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
-        """`paged_select_attention` with the plan's tables, lengths and options."""
+        """`paged_select_attention` with the tables, the lengths and the options of the plan.
+
+        Parameters
+        ----------
+        q : array
+            ``(num_queries, H, D)``: the queries of all requests one after the other.
+        k_cache, v_cache : array
+            The caches of one layer, with the `page_size` of the plan.
+        selected : array of int16, int32 or int64
+            ``(batch, Hkv, K)`` or ``(batch, H, K)``: the blocks that are seen, see `paged_select_attention`.
+        counts : array of int, optional
+            ``(batch, Hkv)`` or ``(batch, H)``: number of entries in use in each row of `selected`.
+        sinks, k_scale, v_scale, return_lse, out
+            See `paged_attention`.
+
+        Returns
+        -------
+        out : array
+            ``(num_queries, H, Dv)``, dtype and kind of `q`.
+        lse : array
+            With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `paged_select_attention`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import blitz_attn
+        >>> rng = np.random.default_rng(0)
+        >>> k_cache, v_cache = rng.standard_normal((2, 6, 16, 2, 64), dtype=np.float32)
+        >>> q, selected = rng.standard_normal((1, 4, 64), dtype=np.float32), np.array([[[0, 2], [1, 2]]])
+        >>> plan = blitz_attn.PagedPlan(np.array([[4, 1, 0]]), [40], page_size=16)
+        >>> out = plan.select_attention(q, k_cache, v_cache, selected)
+        >>> bool((out == blitz_attn.paged_select_attention(q, k_cache, v_cache, np.array([[4, 1, 0]]), [40], selected)).all())
+        True
+        """
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
         return self._attend(q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, return_lse, out)
@@ -374,34 +443,34 @@ class PagedPlan:
 
 
 def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
-    """Keys or values in 8 bits, with a scale for each token and head.
+    """Keys or values in 8 bits, with one scale per token and head.
 
     Parameters
     ----------
-    x : array_like
+    x : array
         ``(..., D)``: float32, float16, bfloat16 or float64, finite.
     dtype : {"int8", "float8_e4m3"} or dtype
-        The format: 255 even steps, or a sign, 4 bits of exponent and 3 of mantissa.
+        The format: integers from -127 to 127, or floats of one sign bit, 4 exponent bits and 3 mantissa bits.
 
     Returns
     -------
     values : numpy.ndarray
         ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each is the nearest to ``x / scale``, ties to even.
     scale : numpy.ndarray
-        ``(...)`` float32: the largest magnitude of a row over the largest of the format, 127 or 448; 1 for a row of zeros, or of numbers so
-        small that it would be 0.
+        ``(...)`` float32: the largest magnitude of a row divided by the largest number of the format, 127 or 448. It is 1 where that would
+        be 0.
 
     Raises
     ------
     TypeError
-        `x` is no array of floats.
+        `x` is not an array of floats.
     ValueError
-        Another format, or a number that is not finite.
+        `dtype` names another format, or `x` has a NaN or an infinity.
 
     Notes
     -----
-    With M the largest magnitude of a row, the error of an element is at most M / 254 in int8. In float8 e4m3 it is at most 1 / 16 of the
-    element, or M / 458752 where that is more.
+    With M the largest magnitude of a row, the error of an element x is at most M / 254 in int8. In float8 e4m3 it is at most the larger of
+    ``abs(x) / 16`` and M / 458752.
 
     Examples
     --------
@@ -433,19 +502,19 @@ def _quantized(name: str, values: ndarray, to: str) -> tuple[ndarray, ndarray]:
         raise ValueError(f"{name}: expected shape (..., D), got {values.shape}")
     bits, scale = _formats.quantized(values, to)
     if not np.isfinite(scale).all():
-        raise ValueError(f"{name}: expected finite numbers to quantise, got some that are not")
+        raise ValueError(f"{name}: expected finite numbers to quantise, got NaN or infinity")
     return bits, scale
 
 
 def dequantize_kv(values: Any, scale: Any) -> ndarray:
-    """What quantised keys or values stand for: ``values * scale``.
+    """The numbers that quantised keys or values stand for: ``values * scale``.
 
     Parameters
     ----------
-    values : array_like
+    values : array
         ``(..., D)``: int8, or float8 e4m3 as an array of that dtype or as uint8 bits.
     scale : array_like
-        ``(...)``: what each row is multiplied with.
+        ``(...)``: the factor of each row.
 
     Returns
     -------
@@ -455,13 +524,13 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
     Raises
     ------
     TypeError
-        `values` are of another dtype.
+        `values` has another dtype.
     ValueError
         Shapes that do not fit.
 
     See Also
     --------
-    quantize_kv : the way there.
+    quantize_kv : the inverse, up to rounding.
 
     Examples
     --------
@@ -485,7 +554,7 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
 
 
 class _Cache:
-    """One cache as append_paged_kv writes it: views with axes (pages, page_size, heads, ...)."""
+    """One cache that append_paged_kv writes: views with axes (pages, page_size, heads, ...)."""
 
     def __init__(self, name: str, cache: Any, scale: Any, kv_layout: str, kv_dtype: Any) -> None:
         self.name = name
@@ -552,7 +621,7 @@ def _check_distinct(slots: ndarray, name: str) -> None:
 
 
 def _mapped_slots(slot_mapping: Any, count: int, num_slots: int) -> tuple[ndarray, ndarray]:
-    """(token, slot) of the tokens that are to be written."""
+    """(token, slot) of each token that has a slot."""
     slots = _arrays.integers(slot_mapping, "slot_mapping")
     if slots.shape != (count,):
         raise ValueError(f"slot_mapping: expected {count} entries, one for each of k's tokens, got shape {slots.shape}")
@@ -594,41 +663,41 @@ def append_paged_kv(
     metadata_block_tables: Any = None,
     kv_dtype: Any = None,
 ) -> None:
-    """Write the keys and values of new tokens into a paged cache, and bring its summaries up to date.
+    """Write the keys and values of new tokens into a paged cache, and update its summaries.
 
-    Where they go is said by `slot_mapping`, or by `block_tables` and `seq_lens` as `paged_attention` takes them: call this, then
+    Either `slot_mapping` says where each token goes, or `block_tables` and `seq_lens` do as in `paged_attention`: call this function, then
     `paged_attention` with the same tables and lengths.
 
     Parameters
     ----------
-    k, v : array_like
-        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64. Another dtype than the cache's is converted.
+    k, v : array
+        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64. They are converted to the dtype of the cache.
     k_cache, v_cache : array
-        See `paged_attention`; written in place. NumPy arrays or torch tensors.
+        See `paged_attention`. NumPy arrays or torch tensors, written in place.
     slot_mapping : sequence of int, optional
         ``(T,)``: the slot of each token, ``page * page_size + place``; -1 leaves a token out.
     block_tables, seq_lens : optional
-        See `paged_attention`: the lengths count the new tokens, which are the last ones of their requests.
+        See `paged_attention`. The lengths include the new tokens, which are the last tokens of their requests.
     q_lens : sequence of int, optional
-        ``(B,)``: new tokens of each request. Default: one each.
+        ``(B,)``: number of new tokens of each request. Default: 1 for each.
     kv_layout : {"NHD", "HND"}
         See `paged_attention`.
     k_scale, v_scale : array of float32, optional
-        Written with int8 and float8 e4m3 caches: each token and head gets the scale that `quantize_kv` gives it.
+        Required with int8 and float8 e4m3 caches, written in place: each token and head gets the scale that `quantize_kv` computes.
     maxblocks, minblocks, metadata_block_tables : array, optional
-        See `quest_prefill_metadata`: the rows of the blocks that got new tokens are made anew, with `block_tables` only.
+        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again. Only with `block_tables`.
     kv_dtype : str or dtype, optional
-        What plain bits hold: ``"bfloat16"`` for uint16 arrays, ``"float8_e4m3"`` for uint8 caches.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits, ``"float8_e4m3"`` that uint8 caches hold such bits.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind, shape or range, a slot that two tokens would share, or a number that is not finite for an 8-bit
-        cache. Nothing has been written then.
+        An argument of the wrong kind, shape or range, two tokens for one slot, or a NaN or an infinity for an 8-bit cache.
+        Nothing has been written then.
 
     Notes
     -----
-    This is NumPy: a gather and a scatter, with no thread of its own.
+    The work is a gather and a scatter by NumPy, on one thread.
 
     Examples
     --------
@@ -684,7 +753,7 @@ def append_paged_kv(
             )  # fmt: skip
     if metadata_block_tables is None and not (maxblocks is None and minblocks is None):
         raise ValueError("metadata_block_tables: expected the tables of maxblocks and minblocks, got None")
-    if refresh is not None:  # an empty range: every check and no work, so that nothing is written where the real call would fail
+    if refresh is not None:  # an empty range: all checks but no work, so that nothing is written where the call below would fail
         _core.quest_metadata(*refresh, tables.seq_lens, kv_layout, bits if bits in (None, "bfloat16") else None)
 
     pages, places = np.divmod(slots, page_size)

@@ -30,7 +30,7 @@ COLUMNS = (
 )
 """Columns of upstream's benchmark table, which come first in ours."""
 
-# Okabe and Ito's palette: told apart by readers with any common kind of colour vision, and in grey.
+# Okabe and Ito's palette: distinguishable with any common kind of colour vision, and in grey.
 _COLOURS = {32: "#882255", 64: "#CC79A7", 128: "#D55E00", 256: "#E69F00", 512: "#009E73", 1024: "#0072B2"}
 _LINES = {32: (0, (1, 3)), 64: (0, (5, 1, 1, 1, 1, 1)), 128: "-", 256: "--", 512: "-.", 1024: ":"}
 _MARKERS = "osD^vP*X"
@@ -69,8 +69,8 @@ def parse_table(text: str) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        One a row, keyed by column: ``block_shape`` and ``frame(L,R,T,B)`` as tuples, numbers as int or float, ``N/A``
-        and ``-`` as None, anything else as text. A percent sign behind a number is dropped. Lines with more or fewer
+        One per row, keyed by column: ``block_shape`` and ``frame(L,R,T,B)`` as tuples, numbers as int or float, ``N/A``
+        and ``-`` as None, anything else as text. A percent sign after a number is dropped. Lines with more or fewer
         cells than the header has are not rows.
 
     Examples
@@ -139,9 +139,9 @@ def _figure(size: tuple[float, float], dpi: int) -> Any:
 
 
 def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: Any = None, dpi: int = 120) -> Any:
-    """Speed-up over dense attention against sparsity, a line a block shape.
+    """Speed-up over dense attention against sparsity, one line per block shape.
 
-    Colour tells the keys a block, line style the queries a block, marker the sequence length. A dashed line marks
+    Colour stands for the keys per block, line style for the queries per block, marker for the sequence length. A dashed line marks
     parity, a grey curve the ideal 1 / (1 - sparsity).
 
     Parameters
@@ -227,7 +227,7 @@ def plot_mask(
     ax: Any = None,
     dpi: int = 120,
 ) -> Any:
-    """Picture of a block list, a panel a head.
+    """Picture of a block list, one panel per head.
 
     Parameters
     ----------

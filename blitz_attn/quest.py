@@ -37,28 +37,29 @@ def quest_prefill_metadata(
     meanblocks: Any = None,
     num_threads: int | None = None,
 ) -> None:
-    """Summarise the blocks of a paged cache: the largest and the smallest key of each, channel by channel.
+    """Summarise the blocks of a paged cache: the largest and the smallest key of each block, channel by channel.
 
-    Row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of request b. Rows after the request's last
-    block, up to the end of their page, are set to 0; other pages are not touched.
+    Row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of request b. Rows after the last block of
+    a request, up to the end of their page, are set to 0; other pages are not written.
 
     Parameters
     ----------
-    k_cache : array_like
+    k_cache : array
         ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64; block_size from 1 to 1024.
-    block_tables : array_like of int32 or int64
-        ``(B, W)`` pages of each request.
+    block_tables : array of int32 or int64
+        ``(B, W)``: page numbers of each request.
     seq_lens : sequence of int
-        ``(B,)`` tokens of each request.
-    metadata_block_tables : array_like of int32 or int64
-        ``(B, M)`` summary pages of each request, with M at least ``ceil(ceil(seq_len / block_size) / rows)``. No page twice.
+        ``(B,)``: number of tokens of each request.
+    metadata_block_tables : array of int32 or int64
+        ``(B, M)``: numbers of the summary pages of each request, with M at least ``ceil(ceil(seq_len / block_size) / rows)``. No page is
+        named twice.
     maxblocks, minblocks : array
-        ``(summary pages, rows, N, D)``, dtype of `k_cache`; written in place. Either may be None. Upstream has rows equal to
-        block_size, so that summaries may live in pages of the cache itself (`k_cache` for `maxblocks`) that hold no keys. So here.
+        ``(summary pages, rows, N, D)``, dtype of `k_cache`; written in place. Either may be None. Where rows equals
+        block_size, as upstream, they may be the cache itself (`k_cache` for `maxblocks`), whose pages without keys then hold summaries.
     start_lens : sequence of int, optional
-        ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are made anew. Default: all.
+        ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are summarised. Default: all blocks.
     kv_layout : {"NHD", "HND"}
-        HND caches are ``(pages, N, block_size, D)``. Summaries stay as they are.
+        HND caches are ``(pages, N, block_size, D)``. Summaries have the same axes in both layouts.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
     meanblocks : array, optional
@@ -73,12 +74,12 @@ def quest_prefill_metadata(
 
     See Also
     --------
-    append_paged_kv : does this for the blocks that new tokens touch.
+    append_paged_kv : does this for the blocks that get new tokens.
 
     Notes
     -----
-    Largest and smallest are taken over a block's valid tokens, so the block at the end of a request is summarised as far as it is
-    filled. They are keys' own values, exact to the bit, and pass NaN over; a mean does not.
+    Summaries cover the valid tokens of a block, so the last block of a request is summarised as far as it is filled. Largest and smallest
+    values are bits of the keys and ignore NaN; a mean with NaN is NaN.
 
     Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
     and float32 are additions.
@@ -107,7 +108,7 @@ def quest_prefill_metadata(
 
 
 def _integer_empty(like: Any) -> Any:
-    """How results are made beside `like`: as its kind of array."""
+    """The function that makes results of the same kind of array as `like`."""
     return empty if type(like) is _arrays.np.ndarray else _arrays.family_of(like).empty
 
 
@@ -125,7 +126,7 @@ def _quest(
     except (TypeError, ValueError) as error:
         if selected_indices is None or not str(error).startswith("k:"):
             raise
-        raise renamed(error, {"k": "selected_indices"}) from error  # whose last axis it is
+        raise renamed(error, {"k": "selected_indices"}) from error  # k is its last axis
 
 
 def quest_block_select_paged(
@@ -144,28 +145,28 @@ def quest_block_select_paged(
 ) -> Any:
     """The k blocks of each request whose keys could score highest with its query.
 
-    A block's score is the sum over channels of ``max(q * largest, q * smallest)``: no key of the block scores more. A score of NaN
-    comes last; a channel in which 0 and infinity are multiplied makes the score NaN or counts nothing. Every one of the
-    ``ceil(seq_len / block_size)`` blocks of a request competes, and nothing else.
+    The score of a block is the sum over channels of ``max(q * largest, q * smallest)``, an upper bound of the scores of its keys. A score
+    of NaN comes last; a channel in which 0 and infinity are multiplied makes the score NaN or adds nothing. Exactly the
+    ``ceil(seq_len / block_size)`` blocks of a request compete.
 
     Parameters
     ----------
-    query : array_like
+    query : array
         ``(B, H, D)``: float32, float16, bfloat16 or float64.
-    maxblocks, minblocks : array_like
+    maxblocks, minblocks : array
         See `quest_prefill_metadata`. They may be of another dtype than `query` (float64 only with float64).
-    metadata_block_tables : array_like of int32 or int64
+    metadata_block_tables : array of int32 or int64
         ``(B, M)``, see `quest_prefill_metadata`.
     seq_lens : sequence of int
-        ``(B,)`` tokens of each request, all of whose blocks have been summarised.
+        ``(B,)``: number of tokens of each request. All of its blocks must have been summarised.
     k : int
-        Blocks to select, at least 1.
+        Number of blocks to select, at least 1.
     per_query_head : bool
-        Score each query head by itself. Default: a group's mean query, once for each key/value head.
+        Select for each query head by itself. Default: once per key/value head, by the mean query of its group of query heads.
     ascending : bool
         Order the blocks of a row by number. Default: by falling score.
     block_size : int, optional
-        Tokens of a block. Default: the rows of a summary page, as upstream.
+        Number of tokens per block. Default: the number of rows of a summary page, as upstream.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
     num_threads : int, optional
@@ -175,7 +176,7 @@ def quest_block_select_paged(
     -------
     array
         int32 ``(B, N, k)``, with `per_query_head` ``(B, H, k)``, of the same kind as `query`: numbers of blocks within the request. Of
-        blocks that tie the lower comes first. Places without a block hold -1.
+        blocks with equal scores the lower comes first. Unused places hold -1.
 
     Raises
     ------
@@ -189,10 +190,10 @@ def quest_block_select_paged(
 
     Notes
     -----
-    Where upstream [1]_ differs: there the zero rows that fill a summary page compete and win when all real blocks score below 0, so that
-    numbers beyond the last block come back; requests with fewer than k blocks get such numbers too; the order of ties is open;
-    float16 scores are summed in float16; and only D = block_size = 128, k a multiple of 8 and at most 6 summary pages a request
-    are taken. Here only real blocks are returned, sums are float32, and all sizes are taken.
+    Upstream [1]_ differs. Its zero rows that fill a summary page compete, and win where all blocks score below 0, so that it returns
+    numbers beyond the last block; so it does for requests with fewer than k blocks. The order of blocks with equal scores is open,
+    float16 scores are summed in float16, and it takes only D = block_size = 128, multiples of 8 as k, and at most 6 summary pages per
+    request. This function returns only blocks that exist, sums in float32 and takes all sizes.
 
     References
     ----------
@@ -221,7 +222,7 @@ def quest_block_select_paged(
 
 
 def _selects_per_query_head(query: Any, maxblocks: Any, selected_indices: Any) -> bool:
-    """Whether a given result has a row a query head. Odd shapes are for the core to refuse."""
+    """Whether the caller's result has one row per query head. The core refuses shapes that do not fit."""
     shapes = [_arrays.shape_of(x) for x in (query, maxblocks, selected_indices)]
     if any(len(shape) != rank for shape, rank in zip(shapes, (3, 4, 3), strict=True)):
         return False
@@ -238,14 +239,14 @@ def quest_block_select_paged_in_out(
     *,
     dtype: Any = None,
 ) -> None:
-    """`quest_block_select_paged` into an array of the caller's.
+    """`quest_block_select_paged` that writes into an array of the caller.
 
     Parameters
     ----------
     query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
         See `quest_block_select_paged`. A block has as many tokens as a summary page has rows.
     selected_indices : array of int32
-        ``(B, N, k)``, written; ``(B, H, k)`` selects for each query head.
+        ``(B, N, k)``, written in place. The shape ``(B, H, k)`` selects for each query head.
 
     Raises
     ------
@@ -284,21 +285,21 @@ def quest_block_select_paged_in_out_w(
     *,
     dtype: Any = None,
 ) -> None:
-    """`quest_block_select_paged_in_out` with the first block and the newest blocks always among the selected.
+    """`quest_block_select_paged_in_out` that always selects the first block and the newest blocks.
 
     The newest blocks are those that were not complete when the summaries were last made: with m = seq_len -
-    tokens_since_metadata_update, ``ceil(seq_len / block_size) - floor(m / block_size)`` of them. The summaries miss some or all of
-    their tokens. They take the last places of a row, the very newest the last place used.
+    tokens_since_metadata_update, ``ceil(seq_len / block_size) - floor(m / block_size)`` of them. The summaries do not
+    cover all of their tokens. They stand in the last places of a row in use, the newest last.
 
     Parameters
     ----------
     query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
-        See `quest_block_select_paged`. `seq_lens` are today's lengths; `metadata_block_tables` covers them too.
+        See `quest_block_select_paged`. `seq_lens` are the present lengths, which `metadata_block_tables` covers.
     tokens_since_metadata_update : int or sequence of int
-        Tokens that each request has got since its summaries were last made; one number for all, or ``(B,)``. The number -1 turns the
-        rule off; within a sequence, -1 forces no newest block of that request.
+        Number of tokens that each request has got since its summaries were last made: one number for all, or ``(B,)``. The number -1 turns
+        the whole rule off; within a sequence, -1 forces no newest block of that request.
     selected_indices : array of int32
-        ``(B, N, k)``, written; ``(B, H, k)`` selects for each query head. Places without a block hold -1.
+        ``(B, N, k)``, written in place. The shape ``(B, H, k)`` selects for each query head. Unused places hold -1.
 
     Raises
     ------
@@ -310,12 +311,13 @@ def quest_block_select_paged_in_out_w(
     Where upstream [1]_ differs:
 
     - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. That is one too few when m is
-      a multiple of block_size and seq_len is not: the block that holds the newest tokens is left to luck. It is one too many when
+      a multiple of block_size and seq_len is not: the block that holds the newest tokens is then not forced. It is one too many when
       seq_len is a multiple and m is not.
-    - A block that wins by its score and is also forced appears twice there; here it never does.
-    - The first block can be overwritten there when the newest take all places. Here too the newest have precedence, and nothing else has.
+    - Upstream lists a block twice that is forced and also has one of the best scores; this function does not.
+    - Upstream can overwrite the first block where the newest blocks take all places. Here, too, the newest blocks come before it, but no
+      other block does.
     - All that `quest_block_select_paged` lists.
-    - A number a request is taken here, and any number of tokens since the update.
+    - This function takes one number per request, and any number of tokens since the update.
 
     References
     ----------
@@ -347,7 +349,7 @@ def quest_block_select_paged_in_out_w(
 
 
 def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
-    """(width of the result, blocks of each request or None where the width says all)."""
+    """(width of the result, number of blocks of each request). None in place of the second: all requests get as many as the width."""
     if (k is None) == (budget is None):
         raise ValueError(f"budget: expected exactly one of budget and k, got {'neither' if k is None else 'both'}")
     one, name = (k, "k") if k is not None else (budget, "budget")
@@ -371,7 +373,7 @@ def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any,
 
 
 def _block_size(pages: Any, kv_layout: Any, name: str, needed: bool = True) -> int | None:
-    """Tokens of a page, by its shape; None where that is of no pages, which the core refuses. Needed: it must be known here."""
+    """Number of tokens per page, from the shape; None for a shape that the core refuses. `needed`: an unknown shape is refused here."""
     shape = _arrays.shape_of(pages)
     if needed and shape == () and hasattr(pages, "__dlpack__") and not hasattr(pages, "shape"):
         raise TypeError(f"{name}: expected an array with a shape, or one that NumPy can read by DLPack, got {type(pages).__name__}")
@@ -405,41 +407,42 @@ def select_blocks(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[Any, Any]:
-    """The blocks of each request that matter most to its query, by one of several scores.
+    """The blocks of each request that matter most to its query, by one of three scores.
 
     Parameters
     ----------
-    q : array_like
+    q : array
         ``(B, H, D)``: float32, float16, bfloat16 or float64.
-    source : array_like or tuple of array_like
-        What the method looks at: for quest the pair ``(maxblocks, minblocks)``, for mean the ``meanblocks`` of `quest_prefill_metadata`,
-        for max the key cache.
-    tables : array_like of int32 or int64
-        Pages of `source`: ``metadata_block_tables``, for max ``block_tables``.
+    source : array or tuple of array
+        What the scores are computed from: for quest the pair ``(maxblocks, minblocks)``, for mean the ``meanblocks`` of
+        `quest_prefill_metadata`, for max the key cache.
+    tables : array of int32 or int64
+        ``(B, M)``: page numbers of `source`, which are ``metadata_block_tables``, or for max ``block_tables``.
     seq_lens : sequence of int
-        ``(B,)`` tokens of each request.
+        ``(B,)``: number of tokens of each request.
     k : int or sequence of int, optional
-        Blocks to select, the forced ones among them; one number for all or ``(B,)``.
+        Number of blocks to select, at least 1, including forced ones: one number for all requests, or ``(B,)``.
     budget : int or sequence of int, optional
-        The same in tokens: ``max(1, budget // block_size)`` blocks. Give one of the two.
+        The same in tokens, at least 1: ``max(1, budget // block_size)`` blocks. Give exactly one of `k` and `budget`.
     method : {"quest", "mean", "max"}
-        A block's score: an upper bound of ``q.k`` from the largest and smallest of each channel; ``q`` times the mean key; or the
-        largest ``q.k`` of all its keys, which reads them all.
+        The score of a block. quest: an upper bound of ``q.k`` from the largest and the smallest value of each channel. mean: the product of
+        ``q`` and the mean key. max: the largest ``q.k`` of its keys, which reads all keys.
     sink : int
-        First blocks that are always selected.
+        Number of blocks at the start of a request that are always selected, at least 0.
     recent : int or sequence of int
-        Newest blocks that are always selected, before sinks where both do not fit; one number for all or ``(B,)``.
+        Number of blocks at the end of a request that are always selected, at least 0: one number for all requests, or ``(B,)``. Where sinks
+        and recent blocks do not all fit, recent blocks come first.
     per_query_head : bool
         Score each query head by itself. Default: a group's mean query, once for each key/value head.
     dense_below : int, optional
-        Requests of fewer tokens select all of their blocks.
+        Requests of fewer tokens than this select all of their blocks.
     tokens_since_metadata_update : int or sequence of int
-        See `quest_block_select_paged_in_out_w`: selects the newest blocks that summaries do not cover, if `recent` says fewer. -1: all
-        are covered.
+        Number of tokens that each request has got since its summaries were last made, see `quest_block_select_paged_in_out_w`: blocks that
+        the summaries do not cover are selected even where `recent` is smaller. -1: the summaries cover all tokens.
     ascending : bool
-        Order the blocks of a row by number. Otherwise: sinks, then by falling score, then the newest.
+        Order the blocks of a row by number. False: sinks, then the others by falling score, then recent blocks.
     block_size : int, optional
-        Tokens of a block. Default: the rows of a summary page, for max those of a page.
+        Number of tokens per block. Default: the number of rows of a summary page; for max, the number of tokens of a page.
     kv_layout : {"NHD", "HND"}
         Layout of the key cache for max.
     dtype : str or dtype, optional
@@ -450,10 +453,10 @@ def select_blocks(
     Returns
     -------
     selected : array
-        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``; no block twice, -1 in unused places. K is the largest number of
-        blocks that a request may have.
+        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``; no block twice, -1 in unused places. K is the
+        largest number of blocks that any request may select.
     counts : array
-        int32, ``(B, Hkv)`` or ``(B, H)``: places in use.
+        int32, ``(B, Hkv)`` or ``(B, H)``: number of places in use.
 
     Raises
     ------
@@ -462,13 +465,13 @@ def select_blocks(
 
     See Also
     --------
-    blitz_attn.paged_select_attention : attends to them.
+    blitz_attn.paged_select_attention : attends to the selected blocks.
     select_and_attend : both in one call.
 
     Notes
     -----
-    Of blocks that tie, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes its block's score so.
-    quest is after [1]_, mean after the gate of MoBA [2]_.
+    Of blocks with equal scores, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes the score of
+    its block NaN. quest follows [1]_, mean the gate of MoBA [2]_.
 
     References
     ----------
@@ -548,10 +551,10 @@ def select_and_attend(
 
     Parameters
     ----------
-    q : array_like
-        ``(B, H, D)``, a query a request.
+    q : array
+        ``(B, H, D)``: one query per request.
     k_cache, v_cache, block_tables, seq_lens
-        See `paged_attention`; tables as an array.
+        See `paged_attention`. `block_tables` must be an array.
     source, metadata_block_tables : optional
         See `select_blocks`: summaries and their tables for quest and mean. For max they are `k_cache` and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
@@ -591,7 +594,7 @@ def select_and_attend(
     if isinstance(method, str) and method == "max":
         for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
             if given is not None:
-                raise ValueError(f"{name}: expected None for method 'max', which looks at k_cache itself, got {type(given).__name__}")
+                raise ValueError(f"{name}: expected None for method 'max', which reads k_cache itself, got {type(given).__name__}")
         source, summary_tables, size = k_cache, block_tables, None
         names = {"source": "k_cache", "tables": "block_tables", "block_size": "k_cache"}
     else:

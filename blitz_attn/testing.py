@@ -94,7 +94,7 @@ def small_frame(block_shape: tuple[int, int], tokens: int = 256) -> FrameWidths:
     Parameters
     ----------
     block_shape : (int, int)
-        Tokens a block of queries and of keys.
+        Number of tokens per block of queries and of keys.
     tokens : int
         Width of the frame at the left and the top.
 
@@ -173,7 +173,7 @@ def generate_sparse_blocks_by_row(
     s_q, s_kv : int
         Numbers of query and key tokens.
     block_size_q, block_size_kv : int
-        Tokens a block.
+        Number of tokens per block of queries and of keys.
     sparsity : float
         Share of blocks to drop; the frame counts inside the kept share.
     seed : int
@@ -181,7 +181,7 @@ def generate_sparse_blocks_by_row(
     frame : FrameWidths or None
         Border that is always kept.
     pad_value : int
-        What fills a row up.
+        The value of unused entries of a row.
     sort_within_row : bool
         Columns rising; False shuffles them.
 
@@ -258,7 +258,7 @@ def generate_sparse_blocks_by_row_per_head(
 def is_block_sparse_pattern_feasible(
     grid: BlockGrid, frame: FrameWidths | None, sparsity: float, *, require_nonempty_per_row: bool = True
 ) -> bool:
-    """True where `generate_sparse_blocks_by_row` can meet the sparsity on this grid.
+    """True where `generate_sparse_blocks_by_row` can reach the sparsity on this grid.
 
     Parameters
     ----------
@@ -269,7 +269,7 @@ def is_block_sparse_pattern_feasible(
     sparsity : float
         Share of blocks to drop, clamped to 0..1.
     require_nonempty_per_row : bool
-        Also ask for at least one random block, so that no row outside the frame's rows is empty.
+        Also require at least one random block, so that no row outside the frame's rows is empty.
 
     Returns
     -------
@@ -302,7 +302,7 @@ def token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: tuple[
     s_q, s_kv : int
         Numbers of query and key tokens.
     block_shape : (int, int)
-        Tokens a block of queries and of keys.
+        Number of tokens per block of queries and of keys.
 
     Returns
     -------
@@ -422,7 +422,7 @@ def reference_attention(q: Any, k: Any, v: Any, sabi: Any = None, **options: Any
     q, k, v, sabi
         As in `blitz_attn.block_sparse_attention`.
     **options
-        Its keyword arguments; `return_lse` and `out` are not looked at.
+        Its keyword arguments; `return_lse` and `out` are ignored.
 
     Returns
     -------

@@ -22,14 +22,15 @@ MODULES = sorted(
 
 
 def public_functions():
-    """(qualified name, function) of everything that a module of the package offers in its ``__all__``."""
+    """(qualified name, function) of everything that a module of the package offers in its ``__all__``, methods of classes included."""
     found = {}
     for name in ["blitz_attn", *MODULES]:
         module = importlib.import_module(name)
         for attribute in getattr(module, "__all__", ()):
             thing = getattr(module, attribute)
-            if inspect.isfunction(thing):
-                found.setdefault(thing, f"{thing.__module__}.{thing.__qualname__}")
+            members = [member for key, member in vars(thing).items() if not key.startswith("_")] if inspect.isclass(thing) else [thing]
+            for function in filter(inspect.isfunction, members):
+                found.setdefault(function, f"{function.__module__}.{function.__qualname__}")
     return sorted(((name, function) for function, name in found.items()), key=lambda pair: pair[0])
 
 
@@ -72,6 +73,7 @@ def documented_names(text):
 def test_there_is_something_to_check():
     names = [name for name, _ in FUNCTIONS]
     assert "blitz_attn.block_sparse.block_sparse_attention" in names
+    assert "blitz_attn.paged.PagedPlan.select_attention" in names
     assert "blitz_attn.compat.torch_bsa.blitz_sparse_attention" in names
     assert len(names) > 30
 
@@ -95,8 +97,9 @@ def test_module_says_what_it_is_for(name):
 def test_sections(name, function):
     found = sections(function)
     signature = inspect.signature(function)
-    if signature.parameters:
-        assert sorted(documented_names(found.get("Parameters", ""))) == sorted(signature.parameters)
+    parameters = [parameter for parameter in signature.parameters if parameter != "self"]
+    if parameters:
+        assert sorted(documented_names(found.get("Parameters", ""))) == sorted(parameters)
     if signature.return_annotation not in (None, "None"):
         assert found.get("Returns", "").strip()
     assert ">>>" in found.get("Examples", "")

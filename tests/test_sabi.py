@@ -281,7 +281,7 @@ def test_measures(masks):
 def test_picture_limits_its_size():
     text = sabi.picture(sabi.causal(128 * 100), max_rows=10, max_columns=5)
     lines = text.splitlines()
-    assert lines[0] == "head (0, 0): 100 x 100 blocks, 50.5% kept, 10 x 20 blocks a cell"
+    assert lines[0] == "head (0, 0): 100 x 100 blocks, 50.5% kept, 10 x 20 blocks per cell"
     assert len(lines) == 11
     assert max(len(line) for line in lines[1:]) == 10
     assert lines[1] == "░░"

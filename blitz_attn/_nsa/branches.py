@@ -114,24 +114,24 @@ def compressed_attention(
     q: Any, k_cmp: Any, v_cmp: Any, compress_block_size: int, *, stride: int | None = None, causal: bool = True, scale: float | None = None,
     cu_seqlens: Any = None, mode: str = "paper", return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
 ) -> Any:  # fmt: skip
-    """Queries over compressed keys and values: the compressed branch.
+    """The compressed branch: attention over compressed keys and values.
 
     Parameters
     ----------
-    q : array_like
+    q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
-    k_cmp, v_cmp : array_like
-        Of `compress_kv`, same dtype.
+    k_cmp, v_cmp : array
+        The results of `compress_kv`, same dtype.
     compress_block_size, stride : int
-        With which they were made.
+        The sizes that `compress_kv` was called with, in tokens. Default of `stride`: `compress_block_size`.
     causal : bool
-        A query sees blocks that are complete at it (paper), or that begin at or before it (mslk). False: all.
+        A query sees blocks that end at or before it (paper), or that begin at or before it (mslk). False: it sees all blocks.
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers of tokens that rise from 0 to T.
     mode : {"paper", "mslk"}
-        Which causal rule. The one of mslk looks up to ``compress_block_size - 1`` tokens ahead.
+        The causal rule. That of mslk looks up to ``compress_block_size - 1`` tokens ahead.
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional
@@ -173,11 +173,11 @@ def compressed_attention_backward(
 
     Parameters
     ----------
-    dout : array_like
+    dout : array
         Gradient of `out`.
     q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads
         Its arguments.
-    out, lse : array_like
+    out, lse : array
         Its results.
 
     Returns
@@ -208,20 +208,20 @@ def selected_attention(
     q: Any, k: Any, v: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1, causal: bool = True, scale: float | None = None,
     cu_seqlens: Any = None, return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
 ) -> Any:  # fmt: skip
-    """Queries over the tokens of the blocks that are listed for them: the selected branch.
+    """The selected branch: attention over the tokens of listed blocks.
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
     block_indices : array_like of int
-        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: no block twice in a row, which ends at the first -1.
+        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: no block twice per row, which ends at its first -1.
     block_size : int
-        Tokens a block.
+        Number of tokens per block, at least 1.
     q_tile_size : int
-        Queries that share a row: 1 for a selection of ``mode="paper"``.
+        Number of queries that share a row: 1 for a selection of ``mode="paper"``.
     causal : bool
-        No token after the query.
+        A query sees no token after itself.
     scale, cu_seqlens, return_lse, dtype, num_threads
         See `compressed_attention`.
 
@@ -259,11 +259,11 @@ def selected_attention_backward(
 
     Parameters
     ----------
-    dout : array_like
+    dout : array
         Gradient of `out`.
     q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads
         Its arguments.
-    out, lse : array_like
+    out, lse : array
         Its results.
 
     Returns
@@ -295,16 +295,16 @@ def window_attention(
     q: Any, k: Any, v: Any, window_size: int, *, causal: bool = True, scale: float | None = None, cu_seqlens: Any = None,
     return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
 ) -> Any:  # fmt: skip
-    """Queries over the tokens around them: the window branch.
+    """The window branch: attention over the tokens near each query.
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
     window_size : int
-        Keys W that a query sees, its own the last of them.
+        Number W of keys that a query sees, at least 1; the last is its own.
     causal : bool
-        False: ``W // 2`` keys before and as many after it, and its own.
+        False: a query sees ``W // 2`` keys before it, as many after it, and its own.
     scale, cu_seqlens, return_lse, dtype, num_threads
         See `compressed_attention`.
 
@@ -340,11 +340,11 @@ def window_attention_backward(
 
     Parameters
     ----------
-    dout : array_like
+    dout : array
         Gradient of `out`.
     q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads
         Its arguments.
-    out, lse : array_like
+    out, lse : array
         Its results.
 
     Returns

@@ -26,7 +26,7 @@ def compress_into(
     x: np.ndarray, weight: np.ndarray | None, out: np.ndarray, kind: str, size: int, stride: int, sequences: Sequences,
     threads: int | None, names: tuple[str, str],
 ) -> None:  # fmt: skip
-    """`names`: what the caller knows `x` and `weight` by."""
+    """Fills `out`. `names`: the caller's names of `x` and `weight`, for errors."""
     try:
         _core.block_means(x, weight, out, size, stride, sequences.tokens, sequences.blocks, kind, threads)
     except (TypeError, ValueError) as error:
@@ -47,21 +47,21 @@ def compress_kv(
     k: Any, v: Any, block_size: int, w_k: Any = None, w_v: Any = None, *, stride: int | None = None, cu_seqlens: Any = None,
     dtype: Any = None, num_threads: int | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Block means of keys and values, each times a matrix a head: the keys and values of the compressed branch.
+    """Block means of keys and values, each times the matrix of its head: the keys and values of the compressed branch.
 
     Parameters
     ----------
-    k, v : array_like
-        ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``: float32, float16, bfloat16 or float64, both the same; with `cu_seqlens`
+    k, v : array
+        ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``: float32, float16, bfloat16 or float64, both of one dtype; with `cu_seqlens`
         ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``.
     block_size : int
-        Tokens a block, at least 1. Only complete blocks count: the tokens behind the last one are in none.
-    w_k, w_v : array_like, optional
+        Number of tokens per block, at least 1. Tokens after the last complete block are in no block.
+    w_k, w_v : array, optional
         ``(Hkv, D, D)`` and ``(Hkv, Dv, Dv)``: a mean, as a row, is multiplied by its head's matrix.
     stride : int, optional
-        Tokens from one block's beginning to the next one's. Default: `block_size`, so that blocks do not overlap.
+        Number of tokens from the start of one block to the start of the next. Default: `block_size`, so that blocks do not overlap.
     cu_seqlens : sequence of int, optional
-        ``(sequences + 1,)`` numbers that rise from 0 to T: sequences one after the other. No block spans two.
+        ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and no block spans two.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
     num_threads : int, optional
@@ -71,7 +71,7 @@ def compress_kv(
     -------
     k_cmp, v_cmp : array
         ``(B, blocks, Hkv, D)`` and ``(B, blocks, Hkv, Dv)``, with `cu_seqlens` ``(all blocks, ...)``, of the dtype and kind of `k`.
-        A sequence of n tokens has ``(n - block_size) // stride + 1`` blocks, or none where it is shorter than one.
+        A sequence of n tokens has ``(n - block_size) // stride + 1`` blocks, or none where n is less than `block_size`.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def compress_kv(
 
     Notes
     -----
-    Means and products are made in float32 (float64 for float64) and rounded once. There is no position encoding.
+    Means and products are made in float32 (float64 for float64) and rounded once. No position encoding is added.
 
     References
     ----------
@@ -117,8 +117,9 @@ def compress_gradients(
     dy: np.ndarray, x: np.ndarray, weight: np.ndarray | None, dx: np.ndarray, more: tuple[np.ndarray, ...], kind: str, size: int,
     stride: int, sequences: Sequences, threads: int | None, names: tuple[str, str, str] = ("dout", "x", "weight"),
 ) -> np.ndarray | None:  # fmt: skip
-    """Fills dx, to which the arrays of `more` are added; returns the gradient of the weight in the dtype of sums. `names`: what the caller
-    knows `dy`, `x` and `weight` by."""
+    """Fills `dx` with the gradient of `x` plus the arrays of `more`, and returns the gradient of the weight in the dtype of sums.
+
+    `names`: the caller's names of `dy`, `x` and `weight`, for errors."""
     dweight = None
     if weight is not None:
         real = real_of(kind)
@@ -147,7 +148,7 @@ def compress_kv_backward(
 
     Parameters
     ----------
-    dk_cmp, dv_cmp : array_like
+    dk_cmp, dv_cmp : array
         Gradients of its results, of their shapes and dtype.
     k, v, block_size, w_k, w_v, stride, cu_seqlens, dtype, num_threads
         Its arguments.
@@ -166,7 +167,7 @@ def compress_kv_backward(
 
     Notes
     -----
-    A token gathers from every block that it is in, so nothing depends on the number of threads.
+    Each token sums over the blocks that it is in, so the result does not depend on the number of threads.
 
     Examples
     --------

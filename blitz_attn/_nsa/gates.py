@@ -33,9 +33,9 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
 
     Parameters
     ----------
-    q : array_like
+    q : array
         ``(B, N, H, D)`` or ``(T, H, D)``: float32, float16, bfloat16 or float64.
-    gate_proj_weight : array_like, optional
+    gate_proj_weight : array, optional
         ``(H, 3, D)``, any of these dtypes (float64 only with float64). Default: every gate is 1/3.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
@@ -89,13 +89,13 @@ def _branches(o_cmp: Any, o_slc: Any, o_win: Any, dtype: Any) -> tuple[list[np.n
 
 
 def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: Any = None, num_threads: int | None = None) -> Any:
-    """The sum of the branches, each times its gate.
+    """The sum of the three branches, each times its gate.
 
     Parameters
     ----------
-    o_cmp, o_slc, o_win : array_like
-        ``(B, N, H, Dv)`` or ``(T, H, Dv)``: float32, float16, bfloat16 or float64, all the same.
-    gates : array_like
+    o_cmp, o_slc, o_win : array
+        ``(B, N, H, Dv)`` or ``(T, H, Dv)``: float32, float16, bfloat16 or float64, all of one dtype.
+    gates : array
         ``(..., H, 3)``, any of these dtypes.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
@@ -137,25 +137,25 @@ def gating_backward(
 
     Parameters
     ----------
-    q : array_like
-        From which the gates came.
-    dout : array_like
+    q : array
+        The queries that the gates were computed from.
+    dout : array
         Gradient of the result, of its shape and dtype.
-    o_cmp, o_slc, o_win, gates : array_like
+    o_cmp, o_slc, o_win, gates : array
         Arguments of `gate_and_combine`.
-    gate_proj_weight : array_like, optional
+    gate_proj_weight : array, optional
         Argument of `compute_gates`.
     dtype, num_threads
-        See there.
+        See `compute_gates`.
 
     Returns
     -------
     do_cmp, do_slc, do_win : array
         Gradients of the branches.
     dq : array or None
-        Of the queries, through the gates; None without weights.
+        Gradient of the queries, through the gates; None without weights.
     dgate_proj_weight : array or None
-        Of the weights, of their dtype; None without.
+        Gradient of the weights, of their dtype; None without weights.
 
     Raises
     ------

@@ -42,10 +42,10 @@ class Rules:
     """How blocks are compressed, seen and selected."""
 
     mode: str
-    size: int  # l: tokens of a compressed block
-    stride: int  # d: from one to the next
-    select: int  # l': tokens of a selected block
-    count: int  # n: places of a selection
+    size: int  # l: tokens per compressed block
+    stride: int  # d: tokens from the start of one compressed block to the next
+    select: int  # l': tokens per selected block
+    count: int  # n: places in a row of a selection
     tile: int  # queries that share a selection
     init: int
     local: int

@@ -54,31 +54,31 @@ def score_and_select_blocks(
 
     Parameters
     ----------
-    q : array_like
+    q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
-    k_cmp : array_like
-        Compressed keys of all of its tokens, as `compress_kv` makes them, same dtype.
+    k_cmp : array
+        Compressed keys of all tokens of `q`, as `compress_kv` returns them, same dtype.
     num_selected_blocks : int
-        Places n of a row of the result.
+        Number n of places in a row of the result, at least 1.
     compress_block_size : int
-        Tokens l of a compressed block.
+        Number l of tokens per compressed block.
     causal : bool
         Paper mode: only blocks that begin at or before the query; mslk mode: before the end of its tile.
     q_tile_size : int
-        mslk mode: queries that share a row. The last tile of a sequence is averaged over the queries that it has.
+        mslk mode: number of queries that share a row. The last tile of a sequence may have fewer; its mean query is over those.
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers that rise from 0 to T.
     mode : {"paper", "mslk"}
-        Paper: a row a query and KV head; a block's score is the sum of its compressed keys' probabilities, over the heads of the group
-        and as often as they overlap it (Eq. 9 and 10). mslk: a row a tile and query head; the score is the compressed key's product
-        with the tile's mean query.
+        Paper: one row per query and KV head. The score of a block is the sum of the probabilities of the compressed keys that overlap it,
+        over the heads of the group (Eq. 9 and 10). mslk: one row per tile and query head. The score is the product of the compressed key
+        and the mean query of the tile.
     compress_stride, select_block_size, init_blocks, local_blocks : int
         Paper mode, see `nsa`.
-    lse : array_like, optional
-        Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it: spares
-        computing it anew.
+    lse : array, optional
+        Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it. Default:
+        computed here.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
     num_threads : int, optional
@@ -88,7 +88,7 @@ def score_and_select_blocks(
     -------
     numpy.ndarray
         int32, blocks in rising order, then -1: paper ``(B, Hkv, N, n)``, mslk ``(B, H, tiles, n)``; with `cu_seqlens`
-        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of equal scores the lower block is taken. A score that is NaN comes last.
+        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of blocks with equal scores the lower is selected. A score of NaN comes last.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def score_and_select_blocks(
 
     Notes
     -----
-    A thread holds the scores of some dozens of rows at a time: memory is linear in the number of tokens.
+    Each thread holds the scores of some dozens of rows at a time: memory is linear in the number of tokens.
 
     Examples
     --------

@@ -11,7 +11,7 @@ from .. import _arrays
 
 
 def sums_of(cu_seqlens: Any) -> Any:
-    """Cumulative lengths as an array, to be checked by `cuts`; None stays None."""
+    """Cumulative lengths as an array, which `cuts` checks; None stays None."""
     return None if cu_seqlens is None else _arrays.integers(cu_seqlens, "cu_seqlens")
 
 
@@ -32,12 +32,12 @@ def cumulative(counts: Any) -> np.ndarray:
 
 
 def block_count(tokens: Any, block_size: int, stride: int) -> Any:
-    """Complete blocks of sequences of so many tokens."""
+    """Number of complete blocks of sequences of `tokens` tokens."""
     return np.where(np.asarray(tokens) < block_size, 0, (np.asarray(tokens) - block_size) // stride + 1)
 
 
 class Sequences(NamedTuple):
-    """Where each sequence lies in arrays of tokens, of compressed keys and of list rows. None: on a batch axis of their own."""
+    """Where each sequence begins in arrays of tokens, of compressed keys and of list rows. None: sequences have a batch axis."""
 
     tokens: np.ndarray | None
     blocks: np.ndarray | None
@@ -51,22 +51,22 @@ class Sequences(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a call that is worked off by itself: some sequences, or some heads of one of them and a stretch of its queries.
+    """A part of a call that is computed by itself: some sequences, or some heads and consecutive queries of one sequence.
 
-    The first four cut arrays of queries, of keys, of compressed keys and of gate weights down to it.
+    The first four fields are the indices of its part of arrays of queries, of keys, of compressed keys and of gate weights.
     """
 
     queries: tuple[Any, ...]
     keys: tuple[Any, ...]
     blocks: tuple[Any, ...]
     heads: tuple[slice, slice]  # query heads and KV heads
-    rows: tuple[Any, ...]  # of lists: the axes before and after that of heads
+    rows: tuple[Any, ...]  # indices of lists, on the axes before and after that of heads
     sequences: Sequences
     begin: int  # token number of the first query
-    tokens: int  # of a whole sequence; packed: not looked at
+    tokens: int  # of the whole sequence; 0 for packed sequences
 
     def lists(self, array: np.ndarray, kv_heads: int) -> np.ndarray:
-        """Rows of the piece of lists that have an axis of query heads, or one of KV heads."""
+        """The piece's rows of lists whose axis of heads has query heads or KV heads."""
         before, after = self.rows
         return array[(*before, self.heads[array.shape[-3] == kv_heads], after)]
 
@@ -74,9 +74,10 @@ ALL = slice(None)
 
 
 def _pieces_of_one(tokens: int, tile: int, most: int, heads: tuple[int, int]) -> Iterator[tuple[tuple[slice, slice], int, int]]:
-    """Heads and queries of the pieces of one sequence: as many heads as a piece has room for all queries of, but at least one KV head.
+    """(heads, first query, end of queries) of the pieces of one sequence.
 
-    Stretches of queries are of one length, or a tile more: none is a few queries.
+    A piece has as many heads as fit with all of their queries, but at least one KV head. Where queries are cut, the pieces have
+    equal numbers of tiles, or one more, so that no piece has only a few queries.
     """
     kv_heads, group = heads[1], heads[0] // heads[1]
     once = min(max(1, most // max(1, group * tokens)), kv_heads)
@@ -92,7 +93,7 @@ def _pieces_of_one(tokens: int, tile: int, most: int, heads: tuple[int, int]) ->
 def pieces(batch: int, tokens: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
     """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
 
-    A piece goes over all keys of its heads, each time anew: so heads are parted first, and queries only where one head has too many.
+    Each piece reads all keys of its heads, so heads are separated first, and queries are cut only where one head has too many.
     How a sequence is cut depends on its own shape alone, never on its batch mates, and so do the bits of its result.
     """
     alone = Sequences(None, None, None)

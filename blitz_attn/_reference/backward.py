@@ -29,13 +29,13 @@ __all__ = ["block_sparse_attention_backward", "dense_same_precision_backward"]
 
 def _outer_sum(weights: np.ndarray, rows: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
     """weights.T @ rows in which a NaN or inf of a row reaches only what its weights see."""
-    odd = np.flatnonzero(~np.isfinite(rows).all(axis=1))
-    if odd.size == 0:
+    nonfinite = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if nonfinite.size == 0:
         return weights.T @ rows
     plain = rows.copy()
-    plain[odd] = 0
+    plain[nonfinite] = 0
     out = weights.T @ plain
-    for i in odd:
+    for i in nonfinite:
         term = weights[i, :, None] * rows[i]
         out += term if seen is None else np.where(seen[i, :, None], term, 0)
     return out

@@ -239,13 +239,13 @@ def strips(row_first: int, row_last: int, columns: int) -> Iterator[tuple[int, i
 
 def _weighted_sum(p: np.ndarray, v: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
     """p @ v in which a NaN or inf in v reaches only the rows that see its key (0 * inf would reach all)."""
-    odd = np.flatnonzero(~np.isfinite(v).all(axis=1))
-    if odd.size == 0:
+    nonfinite = np.flatnonzero(~np.isfinite(v).all(axis=1))
+    if nonfinite.size == 0:
         return p @ v
     plain = v.copy()
-    plain[odd] = 0
+    plain[nonfinite] = 0
     out = p @ plain
-    for j in odd:
+    for j in nonfinite:
         term = p[:, j, None] * v[j]
         out += term if seen is None else np.where(seen[:, j, None], term, 0)
     return out

@@ -112,8 +112,8 @@ def _check_routing(indices: Any, how: core.Selector, q: Array, kv_heads: int, of
     for part, length in zip(parts, lengths, strict=True):
         blocks = -(-length // how.select_block_size)
         if part.size and (part.min() < -1 or part.max() >= blocks):
-            odd = part[(part < -1) | (part >= blocks)][0]
-            raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1} or -1, got {odd}")
+            wrong = part[(part < -1) | (part >= blocks)][0]
+            raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1} or -1, got {wrong}")
         ordered = np.sort(part, axis=-1)
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
         if twice.any():

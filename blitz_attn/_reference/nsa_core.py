@@ -95,13 +95,13 @@ def _scores(q: np.ndarray, k: np.ndarray, seen: np.ndarray, scale: float, r: Rou
 
 def _weighted_sum(p: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """p @ v in which a NaN or inf in v reaches only the rows that see its key (0 * inf would reach all)."""
-    odd = np.flatnonzero(~np.isfinite(v).all(axis=(0, 1, 3)))
-    if odd.size == 0:
+    nonfinite = np.flatnonzero(~np.isfinite(v).all(axis=(0, 1, 3)))
+    if nonfinite.size == 0:
         return p @ v
     plain = v.copy()
-    plain[:, :, odd] = 0
+    plain[:, :, nonfinite] = 0
     out = p @ plain
-    for j in odd:
+    for j in nonfinite:
         with np.errstate(invalid="ignore"):
             out += np.where(seen[..., j, None], p[..., j, None] * v[:, :, j, None], 0)
     return out

@@ -35,7 +35,7 @@ def _keys_seen(s_q: int, s_kv: int, block_q: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> np.ndarray:
-    """Blocks of keys that meet the positions low..high (inclusive), a row each."""
+    """Blocks of keys that hold any of the positions low..high (inclusive), one row per pair."""
     first = np.arange(0, s_kv, block_kv)
     last = np.minimum(first + block_kv, s_kv) - 1
     return (first <= high[:, None]) & (last >= low[:, None]) & (low <= high)[:, None]
@@ -49,7 +49,7 @@ def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int)
-        Tokens a block of queries and of keys.
+        Number of tokens per block of queries and of keys, at least 1 each.
     dtype : dtype, optional
         uint16, int16, int32 or int64. Default: uint16 where the columns fit, else int32.
 
@@ -120,7 +120,7 @@ def sliding_window(
     s_q, s_kv, block_shape, dtype
         As in `dense`.
     window : (int, int)
-        Tokens before and after the diagonal, -1 = no bound: the meaning of `window` in the attention call.
+        Number of tokens before and after the diagonal, -1 = no bound, as `window` of the attention call.
     width : int, optional
         Width of the list. Default: that of the fullest row.
 
@@ -171,9 +171,9 @@ def sink_local(
     s_q, s_kv, block_shape, dtype, width
         As in `sliding_window`.
     sink : int
-        Tokens at the start that every query sees.
+        Number of tokens at the start that every query sees, at least 0.
     local : int
-        Tokens before the diagonal (and, unless `causal`, after it) that a query sees.
+        Number of tokens before the diagonal (and, unless `causal`, after it) that a query sees, at least 0.
     causal : bool
         Drop the blocks that lie wholly after the diagonal.
 
@@ -217,19 +217,19 @@ def document(
 ) -> np.ndarray:
     """Packed documents, each of which sees only itself.
 
-    The blocks where two documents meet are shared: the list covers the documents and cannot cut between two tokens of a
-    block. Layout TND of the attention call cuts exactly.
+    A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. Layout TND of the
+    attention call cuts exactly.
 
     Parameters
     ----------
     lengths : sequence of int
-        Query tokens of each document, in order.
+        Number of query tokens of each document, in order.
     kv_lengths : sequence of int, optional
-        Key tokens of each; default `lengths`.
+        Number of key tokens of each document; default: `lengths`.
     block_shape, dtype, width
         As in `sliding_window`.
     causal : bool
-        Within each document keep what lies at or before its own bottom-right diagonal.
+        Keep only blocks at or before the bottom-right diagonal of a document.
 
     Returns
     -------
@@ -287,9 +287,9 @@ def dilated(
     s_q, s_kv, block_shape, dtype, width
         As in `sliding_window`. The diagonal block is that of the last key the row's last query sees when causal.
     stride : int
-        Distance between kept blocks, in blocks.
+        Distance between kept blocks, in blocks, at least 1.
     reach : int, optional
-        Largest distance from the diagonal, in blocks. Default: no bound.
+        Largest distance from the diagonal, in blocks, at least 0. Default: no bound.
     causal : bool
         Drop the blocks after the diagonal.
 
@@ -335,7 +335,7 @@ def vertical_slash(
     dtype: Any = None,
     width: int | None = None,
 ) -> np.ndarray:
-    """Blocks that hold chosen key tokens, or meet chosen diagonals.
+    """Blocks that hold chosen key tokens, or tokens of chosen diagonals.
 
     Parameters
     ----------

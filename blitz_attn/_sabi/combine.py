@@ -227,7 +227,7 @@ def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) 
 
 
 def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: Any = None) -> np.ndarray:
-    """The same tokens as a list over smaller blocks.
+    """A list over smaller blocks that keeps the same tokens.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: An
     factors : (int, int)
         New blocks of queries and of keys that an old one splits into.
     rows, columns : int
-        Numbers of blocks of queries and keys of the result, which drop what lies beyond the last token.
+        Numbers of blocks of queries and keys of the result, which drop blocks beyond the last token.
     dtype : dtype, optional
         As in `from_block_mask`.
 

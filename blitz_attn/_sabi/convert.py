@@ -35,11 +35,11 @@ def _booleans(mask: Any) -> np.ndarray:
 
 
 def mask_of(rows: np.ndarray, columns: Any, name: str) -> np.ndarray:
-    """`to_block_mask` of the list `name`, read already."""
+    """`to_block_mask` of a list that `signed` has read. `name` is for errors."""
     count = columns_of(rows, columns, name)
     if count * (rows.size // max(1, rows.shape[-1])) > MOST_BLOCKS:
         raise ValueError(f"columns: expected so few that the mask has at most {MOST_BLOCKS} blocks, got {count}")
-    mask = np.zeros((*rows.shape[:-1], count + 1), bool)  # the last column swallows the pads
+    mask = np.zeros((*rows.shape[:-1], count + 1), bool)  # the last column takes the pads
     np.put_along_axis(mask, rows, True, axis=-1)
     return np.ascontiguousarray(mask[..., :-1])
 
@@ -124,7 +124,7 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
 
 
 def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128)) -> np.ndarray:
-    """Boolean mask over tokens, True = attended. For small problems: it has s_q * s_kv elements a head.
+    """Boolean mask over tokens, True = attended. For small problems: it has s_q * s_kv elements per head.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Seq
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int)
-        Tokens a block of queries and of keys.
+        Number of tokens per block of queries and of keys, at least 1 each.
 
     Returns
     -------
@@ -172,7 +172,7 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
     mask : array_like of bool
         (..., s_q, s_kv), True = attended.
     block_shape : (int, int)
-        Tokens a block of queries and of keys.
+        Number of tokens per block of queries and of keys, at least 1 each.
     dtype, width
         As in `from_block_mask`.
 
@@ -319,7 +319,7 @@ def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.nd
 
 
 def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any = None) -> np.ndarray:
-    """Block list of counts and indices; entries from a row's count on are not looked at.
+    """Block list of counts and indices; entries from a row's count on are ignored.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ class FrameWidths(NamedTuple):
 
 
 class FramePlan(NamedTuple):
-    """What a frame and a sparsity come to on a grid of blocks: see `frame_plan`."""
+    """The numbers of blocks that a frame and a sparsity keep on a grid: see `frame_plan`."""
 
     forced_columns: list[int]
     free_columns: list[int]
@@ -50,7 +50,7 @@ def _kept_share(sparsity: Any) -> float:
 
 
 def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | None = None) -> FramePlan:
-    """What upstream's random rule keeps on a grid: the frame, and how many blocks more in each row outside it.
+    """What upstream's random rule keeps on a grid: the frame, and a number of random blocks in each row outside it.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def _draw_head(rows: int, columns: int, plan: FramePlan, seed: int, sort: bool) 
     drawn = np.full((rows, columns), -1, np.int32)
     size = len(plan.forced_columns) + plan.extra_per_row
     if sort and plan.extra_per_row == len(plan.free_columns):
-        drawn[:] = np.arange(columns)  # all of them: what the draws would be does not matter
+        drawn[:] = np.arange(columns)  # all blocks: the draws do not matter
         return drawn
     for r in range(rows):
         if r in plan.dense_rows:

@@ -22,7 +22,7 @@ __all__ = [
 
 PAD_UINT16 = 65535
 
-MOST_BLOCKS = 1 << 28  # of a grid that a list is made for: more would take gigabytes while it is made
+MOST_BLOCKS = 1 << 28  # most blocks of a grid: more would take gigabytes while a list is made
 
 MOST_TOKENS = 1 << 48  # sums of such numbers fit in 64 bits
 MOST_SIDE = 1 << 20  # of what Python loops over: heads, and rows or columns of a grid with a frame
@@ -96,7 +96,7 @@ def some_integers(given: Any, name: str, what: str, count: int) -> tuple[int, ..
     try:
         numbers = integers(given, name)
         len(numbers)
-    except TypeError as error:  # no integers, or one alone
+    except TypeError as error:  # not integers, or a single one
         raise TypeError(f"{name}: expected {what}, got {type(given).__name__}") from error
     if numbers.shape != (count,):
         raise ValueError(f"{name}: expected {what}, got shape {numbers.shape}")
@@ -104,12 +104,12 @@ def some_integers(given: Any, name: str, what: str, count: int) -> tuple[int, ..
 
 
 def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
-    """The dtype of a list over `columns` blocks: uint16 where its pad is free, else int32, or the one asked for."""
+    """The dtype of a list over `columns` blocks: uint16 where its pad is free, else int32, or the one that the caller gave."""
     if dtype is None:
         return np.dtype(np.uint16 if columns < PAD_UINT16 else np.int32)
     try:
         chosen = np.dtype(dtype)
-    except Exception as error:  # whatever NumPy has to say of it
+    except Exception as error:  # NumPy raises errors of several kinds
         raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {shown(dtype)}") from error
     if chosen not in (np.dtype(np.uint16), np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)):
         raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {chosen}")
@@ -164,7 +164,7 @@ def check(
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int)
-        Tokens a block of queries and of keys.
+        Number of tokens per block of queries and of keys, at least 1 each.
     batch, heads : int, optional
         Sizes that the leading axes must have, where they are not 1. Not checked when left out.
 

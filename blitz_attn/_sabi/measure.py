@@ -114,7 +114,7 @@ def sparsity(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
 
 
 def balance(sabi: Any, *, per_head: bool = False) -> Any:
-    """How even the work is: mean over most blocks a row (1 = all rows equal), or a head with `per_head`.
+    """How even the work is: mean over maximum of the number of blocks per row, or per head (1 = all equal).
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def balance(sabi: Any, *, per_head: bool = False) -> Any:
     Returns
     -------
     float
-        In 0..1; 1 for a list with nothing in it.
+        In 0..1; 1 for a list without blocks.
 
     Raises
     ------
@@ -146,10 +146,10 @@ def balance(sabi: Any, *, per_head: bool = False) -> Any:
 
 
 def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
-    """Text picture of a block list: two characters a cell, a header a head.
+    """Text picture of a block list: two characters per cell, one header line per head.
 
     A cell is full where every block in it is kept, shaded where some are and blank where none is; grids larger than the
-    limits are drawn with several blocks a cell.
+    limits are drawn with several blocks per cell.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_co
     columns : int, optional
         Number of key blocks. Default: the least that holds every entry.
     max_rows, max_columns : int
-        Most cells drawn.
+        Largest numbers of cells that are drawn, at least 1.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_co
     for head in np.ndindex(*mask.shape[:-2]):
         one = mask[head]
         share = float(one.mean()) if one.size else 0.0
-        scale = f", {tall} x {wide} blocks a cell" if max(tall, wide) > 1 else ""
+        scale = f", {tall} x {wide} blocks per cell" if max(tall, wide) > 1 else ""
         lines.append(f"{f'head {head}: ' if head else ''}{rows} x {count} blocks, {share:.1%} kept{scale}")
         if one.size == 0:
             continue

@@ -1,9 +1,9 @@
 """The interface of upstream's ``select_attn_ops`` package: ``from blitz_attn.compat import select_attn_ops`` in place of ``import
 select_attn_ops``.
 
-The operators have upstream's names, order of arguments and shapes in this library itself, so here they are, as they are. Tensors
-may be torch tensors or NumPy arrays. What upstream leaves open or gets wrong, such as which blocks the window forces, is said in
-their notes.
+The library's own functions have upstream's names, order of arguments and shapes; this module offers them under upstream's module name.
+Tensors may be torch tensors or NumPy arrays. The notes of each function say where it differs from upstream, such as in the blocks that
+the window forces.
 
 >>> import numpy as np
 >>> from blitz_attn.compat import select_attn_ops

@@ -1,8 +1,8 @@
 """The interface of upstream's ``torch_bsa`` package: ``from blitz_attn.compat import torch_bsa`` in place of ``import torch_bsa``.
 
 Tensors may be torch tensors or any array that `blitz_attn.block_sparse_attention` takes; results are of the same kind.
-What upstream leaves open is defined here: block lists hold for batches, grouped heads and lengths too, an empty row gives
-output 0 and log-sum-exp ``-inf``, lists are checked and need no order.
+Cases that upstream leaves undefined are defined: block lists apply to batches, grouped heads and lengths, too, an empty row gives
+output 0 and log-sum-exp ``-inf``, and lists are checked and need no order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(query: Any, key: Any, layout: str) -> _Sizes:
-    """Batch and lengths; whether these are arrays, and of the right rank, is for the core to say, so odd ones give zeros."""
+    """Batch and lengths; zeros for arguments that are not arrays of the right rank, which the core refuses."""
     rank, q_shape, kv_shape = 3 if layout in ("BSH", "TND") else 4, _arrays.shape_of(query), _arrays.shape_of(key)
     if len(q_shape) != rank or len(kv_shape) != rank:
         return _Sizes(0, 0, 0)
@@ -50,7 +50,7 @@ def _sizes(query: Any, key: Any, layout: str) -> _Sizes:
 
 
 def _sums(value: Any, name: str) -> list[int]:
-    """Upstream's cumulative sums of lengths, with the 0 that they leave out."""
+    """Upstream's cumulative sums of lengths, with the leading 0 that upstream leaves out."""
     if value is None:
         raise ValueError(f"{name}: expected cumulative sums of lengths with layout TND, got None")
     return [0, *_list(value, name)]
@@ -64,7 +64,7 @@ def _list(value: Any, name: str) -> list[int]:
 
 
 def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
-    """Upstream's rule: one length holds for the whole batch, else the first ones count."""
+    """Upstream's rule: one length is for all batch entries; of more lengths than batch entries, the first count."""
     if value is None:
         return None
     lengths = _list(value, name)
@@ -76,8 +76,8 @@ def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
 
 
 def _left_up_rules(sizes: _Sizes, q_lens: list[int] | None, kv_lens: list[int] | None) -> dict[str, Any]:
-    """Query i sees keys 0 .. i. Our diagonal ends at the bottom right, so keys beyond the last query are cut off and the
-    diagonal is shifted by the queries beyond the last key."""
+    """Query i sees keys 0 .. i. The diagonal of `block_sparse_attention` ends at the bottom right, so keys beyond the last query are
+    cut off, and the diagonal is shifted by the number of queries beyond the last key."""
     rows = q_lens or [sizes.q_len] * sizes.batch
     columns = [min(n, m) for n, m in zip(rows, kv_lens or [sizes.kv_len] * sizes.batch, strict=True)]
     shifts = {n - m for n, m in zip(rows, columns, strict=True)} or {0}
@@ -92,7 +92,7 @@ def _left_up_rules(sizes: _Sizes, q_lens: list[int] | None, kv_lens: list[int] |
 def _token_rules(
     mode: int, layout: str, sizes: _Sizes, q_lens: list[int] | None, kv_lens: list[int] | None, pre_tokens: int, next_tokens: int
 ) -> dict[str, Any]:
-    """What a sparse mode means in our words: keywords of `block_sparse_attention`."""
+    """Keyword arguments of `block_sparse_attention` that a sparse mode stands for."""
     if mode == 2:
         if layout == "TND":
             raise ValueError("sparse_mode: expected 0, 3 or 4 with layout TND, got 2")
@@ -108,9 +108,9 @@ def _token_rules(
 
 
 def _check_mode(sparse_mode: Any, atten_mask: Any) -> int:
-    """The mode without its precision; refuses what only a full mask could say."""
+    """The mode without its precision. Refuses modes that need a full mask."""
     sparse_mode = 0 if sparse_mode is None else _arrays.integer(sparse_mode, "sparse_mode")
-    mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 more asks for high precision, which is all there is
+    mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 more means high precision, which is the only one here
     if not 0 <= mode <= 4:
         raise ValueError(f"sparse_mode: expected 0 to 4 or 10 to 14, got {sparse_mode}")
     if mode == 1:
@@ -156,16 +156,15 @@ def blitz_sparse_attention(
 
     Parameters
     ----------
-    query, key, value : array_like
+    query, key, value : array
         In the layout that `input_layout` names.
-    atten_mask : array_like of bool, optional
-        Taken, and not looked at, with sparse modes 2, 3 and 4, which say by themselves what upstream's compressed mask says. Refused
-        with the others.
-    sabi : array_like of int, optional
+    atten_mask : array of bool, optional
+        Ignored with sparse modes 2, 3 and 4, which state the rule of upstream's compressed mask by themselves. Refused with other modes.
+    sabi : array of int, optional
         ``(B, N, ceil(Sq / block_shape[0]), W)`` or, for one batch entry, ``(N, ceil(Sq / block_shape[0]), W)``: columns of
         kept key blocks, padded with 65535 (uint16) or -1 (signed). None is dense.
     actual_seq_lengths, actual_seq_lengths_kv : sequence of int, optional
-        Valid tokens of each batch entry; one number holds for all. Layout TND: cumulative sums, without the leading 0,
+        Number of valid tokens of each batch entry; one number is for all. Layout TND: cumulative sums without the leading 0,
         required.
     num_heads : int, optional
         Query heads. Default: 1 with layout BSH, else those of `query`.
@@ -179,11 +178,11 @@ def blitz_sparse_attention(
         Default: 0, which means as many as query heads.
     sparse_mode : int, optional
         0 (default): no token rule. 2: causal from the top left. 3: causal to the bottom right. 4: band around the
-        diagonal to the bottom right. 10 more asks for high precision, which is the only precision here.
+        diagonal to the bottom right. 10 more means high precision, which is the only one here.
     softmax_lse_flag : bool, optional
         Default: False.
     block_shape : sequence of int, optional
-        Tokens in a block of queries and of keys, each 128, 256, 512 or 1024. Default: ``[128, 128]``.
+        Number of tokens per block of queries and of keys, each 128, 256, 512 or 1024. Default: ``[128, 128]``.
 
     Returns
     -------
@@ -225,7 +224,7 @@ def blitz_sparse_attention(
     options: dict[str, Any] = {"block_shape": shape, "scale": 1.0 if scale_value is None else scale_value}
     options["num_heads"] = 1 if num_heads is None and layout == "BSH" else num_heads
     kv_heads = 0 if num_key_value_heads is None else _arrays.integer(num_key_value_heads, "num_key_value_heads")
-    options["num_kv_heads"] = kv_heads or None  # upstream's 0: as many as of queries
+    options["num_kv_heads"] = kv_heads or None  # upstream's 0: as many as query heads
     q_lens = kv_lens = None
     if ragged:
         options["cu_seqlens_q"] = _sums(actual_seq_lengths, "actual_seq_lengths")

@@ -1,7 +1,7 @@
 """Block-sparse and native sparse attention as functions that torch can differentiate, on CPU tensors.
 
-The functions have the names and arguments of the library's own. Tensors go in and results come out without a copy (only a tensor
-whose last axis is not contiguous is copied first). Gradients are the library's: there are none of the gradients themselves.
+The functions have the names and arguments of the library's functions. Tensors are not copied, except those whose last axis is not
+contiguous. The library computes the gradients; second derivatives are not available.
 
 torch is imported when a function is called.
 """
@@ -23,7 +23,7 @@ _NSA_TENSORS = ("q", "k", "v", "w_k_compress", "w_v_compress", "gate_proj_weight
 
 
 def _rows(x: Any) -> Any:
-    """The tensor without its history, its last axis contiguous: what the core reads in place."""
+    """The tensor without its history and with a contiguous last axis, as the core reads it."""
     x = x.detach()
     return x if x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
@@ -45,11 +45,11 @@ class _Functions(NamedTuple):
 
 @cache
 def _functions() -> _Functions:
-    """The autograd functions, made when torch is first wanted."""
+    """The autograd functions, made at the first call, since they need torch."""
     import torch
 
     class NoSecond(torch.autograd.Function):
-        """Gradients on their way out; whoever wants their gradient gets the sentence."""
+        """Passes gradients through; the gradient of a gradient is refused with a sentence."""
 
         @staticmethod
         def forward(ctx: Any, name: str, count: int, *tensors: Any) -> Any:
@@ -64,7 +64,7 @@ def _functions() -> _Functions:
             )
 
     def once(name: str, gradients: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The gradients; under create_graph=True with a history that says what cannot be done, because torch would take them for
+        """The gradients; under create_graph=True with a history that refuses a second derivative, because torch would treat them as
         constants otherwise."""
         if not torch.is_grad_enabled():
             return gradients
@@ -96,7 +96,7 @@ def _functions() -> _Functions:
         def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
             rows: dict[str, Any] = {name: None if x is None else _rows(x) for name, x in zip(_NSA_TENSORS, tensors, strict=True)}
             out, ctx.kept = _nsa(**rows, **options, return_context=True)
-            ctx.save_for_backward(*tensors)  # the context holds them too, but only torch notices when one is changed in place
+            ctx.save_for_backward(*tensors)  # the context holds them too, but torch notices when one is changed in place
             ctx.num_threads = options.get("num_threads")
             return out
 
@@ -156,7 +156,7 @@ def block_sparse_attention(
     TypeError, ValueError
         As `blitz_attn.block_sparse_attention`.
     RuntimeError
-        In ``backward``, where the gradient of a gradient is asked for.
+        In ``backward``, where the gradient of a gradient is requested.
 
     Examples
     --------
@@ -212,7 +212,7 @@ def nsa(
     cu_seqlens: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """`blitz_attn.nsa.nsa` on torch tensors, differentiable in all of them. The blocks chosen count as constants.
+    """`blitz_attn.nsa.nsa` on torch tensors, differentiable in all of them. The selection of blocks counts as constant.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ def nsa(
     compress_block_size, num_selected_blocks, window_size, causal, scale, q_tile_size, num_cmp_selected_blocks, mode
         See `blitz_attn.nsa.nsa`.
     compress_stride, select_block_size, init_blocks, local_blocks, block_indices, cu_seqlens
-        Likewise.
+        See `blitz_attn.nsa.nsa`.
     num_threads : int, optional
         Threads of this call and of its gradient.
 
@@ -237,7 +237,7 @@ def nsa(
     TypeError, ValueError
         As `blitz_attn.nsa.nsa`.
     RuntimeError
-        In ``backward``, where the gradient of a gradient is asked for.
+        In ``backward``, where the gradient of a gradient is requested.
 
     Examples
     --------
