@@ -13,7 +13,7 @@ buffer protocol or DLPack; lists are refused, because they have no dtype. An ``a
 
 from typing import TYPE_CHECKING
 
-from . import nsa, sabi
+from . import nsa, sabi, select
 from ._core import __version__
 from .block_sparse import block_sparse_attention, block_sparse_attention_backward
 from .config import get_num_threads, isa, isa_levels, kernels, set_num_threads, show_config
@@ -27,6 +27,7 @@ from .quest import (
     select_and_attend,
     select_blocks,
 )
+from .select import select_and_attend_prefill, select_blocks_prefill
 
 if TYPE_CHECKING:
     from . import plot, reference, testing
@@ -55,8 +56,11 @@ __all__ = [
     "quest_prefill_metadata",
     "reference",
     "sabi",
+    "select",
     "select_and_attend",
+    "select_and_attend_prefill",
     "select_blocks",
+    "select_blocks_prefill",
     "set_num_threads",
     "show_config",
     "testing",

@@ -69,6 +69,43 @@ def block_sparse_attention_backward(
 ) -> tuple[Any, Any, Any]:
     """As block_sparse_attention; out and lse are its results. Returns (dq, dk, dv)."""
 
+def select_prefill(
+    empty: Callable[[tuple[int, ...], str], Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    sabi: Any,
+    block_shape: Any,
+    scale: Any,
+    layout: Any,
+    causal: Any,
+    window: Any,
+    q_lens: Any,
+    kv_lens: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    dtype: Any,
+    num_threads: Any,
+    chooser: Any,
+    pool_q: Any,
+    pool_k: Any,
+    term: Any,
+    largest: Any,
+    budget: Any,
+    budgets: Any,
+    sink: Any,
+    recent: Any,
+    last_columns: Any,
+    first_rows: Any,
+    last_rows: Any,
+    per_kv_head: Any,
+    index_dtype: Any,
+    return_scores: Any,
+) -> tuple[Any, Any]:
+    """v is k once more and sabi None, as the arguments are read as those of block_sparse_attention. Returns (sabi, scores or None)."""
+
 def merge_states(
     empty: Callable[[tuple[int, ...], str], Any],
     outs: tuple[Any, ...],

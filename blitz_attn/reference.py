@@ -36,6 +36,7 @@ from ._reference.quest import (
     select_and_attend,
     select_blocks,
 )
+from ._reference.select import select_and_attend_prefill, select_blocks_prefill
 
 __all__ = [
     "NSAContext",
@@ -70,7 +71,9 @@ __all__ = [
     "score_and_select_blocks",
     "score_blocks",
     "select_and_attend",
+    "select_and_attend_prefill",
     "select_blocks",
+    "select_blocks_prefill",
     "selected_attention",
     "selected_attention_backward",
     "to_float64",

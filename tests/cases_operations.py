@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import blitz_attn
-from blitz_attn import nsa, testing
+from blitz_attn import nsa, select, testing
 from blitz_attn.compat import mslk
 from blitz_attn.compat.torch_bsa import blitz_sparse_attention
 
@@ -64,6 +64,23 @@ def block_sparse(threads):
         ),
         "block_sparse_attention_backward, halves": Operation(
             lambda: backward(halves[3], *halves, lse, sabi, **{**options, "causal": False})
+        ),
+    }
+
+
+def choosing(threads):
+    q, k, v = testing.make_qkv(2, 4, 2, 70, 80, 16, seed=9)
+    options = {"block_shape": (16, 16), "causal": True, "q_lens": [70, 33], "kv_lens": (80, 41), "num_threads": threads}
+    op, attend = blitz_attn.select_blocks_prefill, blitz_attn.select_and_attend_prefill
+    lines = select.VerticalSlash(20)
+    return {
+        "select_blocks_prefill": Operation(
+            lambda: op(q, k, density=0.5, return_scores=True, **options), refused=lambda: op(q, k, density=0.5, chooser=select.Pooled(5), **options)
+        ),
+        "select_blocks_prefill, lines": Operation(lambda: op(q, k, top_p=0.8, chooser=lines, **options), refused=lambda: op(q, k, **options)),
+        "select_and_attend_prefill": Operation(
+            lambda: attend(q, k, v, top_k=3, chooser="antidiagonal", per_kv_head=True, return_lse=True, return_sabi=True, **options),
+            refused=lambda: attend(q, k, v[:, :, 1:], top_k=3, **options),
         ),
     }
 
@@ -334,7 +351,7 @@ def settings(_threads):
     }
 
 
-GROUPS = (block_sparse, paged, quest, merging, native, compatible, settings)
+GROUPS = (block_sparse, choosing, paged, quest, merging, native, compatible, settings)
 
 
 def operations(threads=1):

@@ -450,20 +450,13 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
     return BA_OK;
 }
 
-/* The highest level in use whose family has the separate kernels `scores` and `softmax`: some families have the fused kernel only. */
-static ba_isa level_with_parts(ba_dtype real) {
-    ba_isa level = ba_isa_active();
-    while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->vector[real]->scores[0]) level--;
-    return level;
-}
-
 ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     select_call c = {.args = args, .by_query = args->tile == 0};
     BA_TRY(check_select(args, &c));
     for (int i = 0; i < args->selected.ndim; i++)
         if (args->selected.dims[i] == 0) return BA_OK;
     const ba_dtype real = ba_real_of(args->q.dtype);
-    const ba_isa level = level_with_parts(real);
+    const ba_isa level = ba_level_with_parts(real);
     c.kernels = ba_kernels_at(level);
     c.family = c.kernels->vector[real];
     const ba_attend_family *own = ba_kernels_active()->attend[args->q.dtype];

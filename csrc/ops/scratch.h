@@ -20,6 +20,13 @@ static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
 /* The dtype of "reals", in which a dtype's sums are computed: float64 for float64, float32 for all others. */
 static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
 
+/* The highest level in use whose family has the separate kernels `scores` and `softmax`: some families have the fused kernel only. */
+static inline ba_isa ba_level_with_parts(ba_dtype real) {
+    ba_isa level = ba_isa_active();
+    while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->vector[real]->scores[0]) level--;
+    return level;
+}
+
 /* Element `at` of an array of reals: float where real_size is 4, else double. */
 static inline double ba_get_real(const void *data, int64_t at, int64_t real_size) {
     return real_size == 4 ? (double)((const float *)data)[at] : ((const double *)data)[at];

@@ -7,6 +7,7 @@
 static PyMethodDef methods[] = {
     FUNCTION(block_sparse_attention),
     FUNCTION(block_sparse_attention_backward),
+    FUNCTION(select_prefill),
     FUNCTION(merge_states),
     FUNCTION(open_page_tables),
     FUNCTION(paged_attention),

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "ops/open.h"
+#include "ops/select_prefill.h"
 
 /* ---- Block-sparse attention -------------------------------------------------------------------------------- */
 
@@ -227,6 +228,128 @@ done:
         arg_release(&outputs[i]);
         Py_XDECREF(made[i]);
     }
+    return result;
+}
+
+/* ---- Choosing blocks --------------------------------------------------------------------------------------- */
+
+/* clang-format off */
+#define CHOICE_ARGUMENTS(X) \
+    BSA_ARGUMENTS(X) X(chooser) X(pool_q) X(pool_k) X(term) X(largest) X(budget) X(budgets) X(sink) X(recent) X(last_columns) X(first_rows) \
+    X(last_rows) X(per_kv_head) X(index_dtype) X(return_scores)
+/* clang-format on */
+#define AS_CHOICE_INDEX(name) CHOICE_##name,
+enum { CHOICE_ARGUMENTS(AS_CHOICE_INDEX) CHOICE_COUNT };
+static const char *const choice_names[] = {CHOICE_ARGUMENTS(AS_TEXT)};
+
+/* One of the texts, as its place among them. */
+static int read_text(PyObject *const *values, int index, const char *const *texts, int count, int *place) {
+    const char *text;
+    if (arg_text(values[index], choice_names[index], &text) < 0) return -1;
+    for (*place = 0; *place < count; ++*place)
+        if (strcmp(text, texts[*place]) == 0) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: expected %s or another of that kind, got '%s'", choice_names[index], texts[0], text);
+    return -1;
+}
+
+static int read_choice(module_state *state, PyObject *const *values, ba_select_prefill_args *a, arg_array *budgets, int *index_dtype, int *scores) {
+    static const char *const choosers[] = {"pooled", "antidiagonal", "sampled_rows", "vertical_slash"}, *const terms[] = {"mean", "bound", "both"};
+    static const char *const budget_names[] = {"density", "top_p", "threshold", "top_k"}, *const dtypes[] = {"uint16", "int16", "int32", "int64"};
+    const struct {
+        int index;
+        int64_t *value;
+    } numbers[] = {{CHOICE_pool_q, &a->pool_q},
+                   {CHOICE_pool_k, &a->pool_k},
+                   {CHOICE_sink, &a->sink},
+                   {CHOICE_recent, &a->recent},
+                   {CHOICE_last_columns, &a->last_columns},
+                   {CHOICE_first_rows, &a->first_rows},
+                   {CHOICE_last_rows, &a->last_rows}};
+    int chooser, term, budget;
+    if (read_text(values, CHOICE_chooser, choosers, 4, &chooser) < 0 || read_text(values, CHOICE_term, terms, 3, &term) < 0 ||
+        read_text(values, CHOICE_budget, budget_names, 4, &budget) < 0 || read_text(values, CHOICE_index_dtype, dtypes, 4, index_dtype) < 0)
+        return -1;
+    a->chooser = (ba_chooser)chooser;
+    a->term = (ba_chooser_term)term;
+    a->budget = (ba_budget)budget;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (arg_int64(values[numbers[i].index], choice_names[numbers[i].index], numbers[i].value) < 0) return -1;
+    if (arg_flag(values[CHOICE_largest], "largest", &a->largest) < 0 || arg_flag(values[CHOICE_per_kv_head], "per_kv_head", &a->per_kv_head) < 0 ||
+        arg_flag(values[CHOICE_return_scores], "return_scores", scores) < 0 ||
+        arg_hold(state, values[CHOICE_budgets], budget_names[budget], ARG_LSE, BA_UINT16, budgets) < 0)
+        return -1;
+    a->budgets = budgets->tensor;
+    return 0;
+}
+
+/* Lays a row-major array of the shape into new memory. */
+static int make_tensor(const ba_tensor *shape, ba_tensor *tensor) {
+    int64_t elements = 1;
+    *tensor = *shape;
+    for (int i = shape->ndim - 1; i >= 0; elements *= shape->dims[i--]) tensor->strides[i] = elements;
+    tensor->data = PyMem_Malloc((size_t)(elements * ba_dtype_size(shape->dtype)));
+    if (tensor->data == NULL) PyErr_NoMemory();
+    return tensor->data == NULL ? -1 : 0;
+}
+
+/* The lists have the width of the longest, so they are made when all are known. */
+static PyObject *make_lists(module_state *state, PyObject *empty, const ba_select_prefill_args *a, ba_tensor shape) {
+    const int32_t *counts = a->counts.data;
+    for (int64_t i = 0; i < a->counts.dims[0] * a->counts.dims[1] * a->counts.dims[2]; i++)
+        if (counts[i] > shape.dims[3]) shape.dims[3] = counts[i];
+    arg_array lists = {0};
+    ba_status status;
+    PyObject *made = arg_hold_or_make_output(state, Py_None, empty, &shape, "sabi", ARG_INDICES, BA_UINT16, &lists);
+    if (made == NULL) return NULL;
+    WITHOUT_GIL(status = ba_list_kept(&a->kept, &a->counts, &lists.tensor));
+    arg_release(&lists);
+    if (arg_check(status) < 0) Py_CLEAR(made);
+    return made;
+}
+
+PyObject *py_select_prefill(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    const char *const *names = choice_names;
+    SORT_ARGUMENTS(select_prefill, CHOICE_COUNT, CHOICE_COUNT);
+    PyObject *const routing[ROUTING_COUNT] = {Py_None, Py_None, Py_None, Py_None, Py_None};
+    module_state *state = PyModule_GetState(module);
+    block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
+    ba_select_prefill_args a = BA_SELECT_PREFILL_ARGS_INIT;
+    arg_array budgets = {0}, scores = {0};
+    ba_prefill prefill;
+    ba_dtype bits_as;
+    ba_status status;
+    int index_dtype, return_scores;
+    PyObject *made = NULL, *lists = NULL, *result = NULL;
+
+    if (read_block_sparse(state, values, routing, &call, &bits_as) < 0 || read_choice(state, values, &a, &budgets, &index_dtype, &return_scores) < 0)
+        goto done;
+    a.call = call.args;
+    if (arg_check(ba_open_prefill(&a, &prefill)) < 0) goto done;
+    prefill.lists_shape.dtype = (ba_dtype)(BA_UINT16 + index_dtype);
+    if (prefill.p.block_columns > (index_dtype == 0 ? UINT16_MAX : index_dtype == 1 ? INT16_MAX + 1 : INT32_MAX)) {
+        PyErr_Format(PyExc_ValueError, "index_dtype: expected one that holds %lld columns, got %s", (long long)prefill.p.block_columns,
+                     ba_dtype_name(prefill.lists_shape.dtype));
+        goto done;
+    }
+    if (make_tensor(&prefill.kept_shape, &a.kept) < 0 || make_tensor(&prefill.counts_shape, &a.counts) < 0) goto done;
+    if (return_scores) {
+        made = arg_hold_or_make_output(state, Py_None, values[BSA_empty], &prefill.scores_shape, "scores", ARG_LSE, BA_UINT16, &scores);
+        if (made == NULL) goto done;
+        a.scores = scores.tensor;
+    }
+    if (arg_check(ba_set_prefill_outputs(&a, &prefill)) < 0) goto done;
+    INTERRUPTIBLE(status, ba_run_prefill(&prefill));
+    if (arg_check(status) < 0) goto done;
+    lists = make_lists(state, values[BSA_empty], &a, prefill.lists_shape);
+    if (lists != NULL) result = PyTuple_Pack(2, lists, made ? made : Py_None);
+done:
+    release_block_sparse(&call);
+    arg_release(&budgets);
+    arg_release(&scores);
+    PyMem_Free(a.kept.data);
+    PyMem_Free(a.counts.data);
+    Py_XDECREF(made);
+    Py_XDECREF(lists);
     return result;
 }
 

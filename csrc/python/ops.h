@@ -50,6 +50,7 @@ int run_signal_handlers(void *context);
 
 DECLARE_FUNCTION(block_sparse_attention);
 DECLARE_FUNCTION(block_sparse_attention_backward);
+DECLARE_FUNCTION(select_prefill);
 DECLARE_FUNCTION(merge_states);
 DECLARE_FUNCTION(open_page_tables);
 DECLARE_FUNCTION(paged_attention);

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import blitz_attn
-from blitz_attn import config, nsa, sabi, testing
+from blitz_attn import config, nsa, sabi, select, testing
 from blitz_attn.compat import mslk, select_attn_ops, torch_bsa
 
 from .arrays import CANARY, HAS_TORCH
@@ -106,6 +106,36 @@ def _attention_backward(a: Arena, v: int) -> dict[str, Any]:
     if v & 4:
         call |= {"grads": (a.poisoned(*shape, dtype=dtype), a.poisoned(*kv_shape, dtype=dtype), None)}
     return call
+
+
+_CHOOSERS = (
+    "pooled", "antidiagonal", "sampled_rows", "vertical_slash", select.Pooled((4, 8), "mean", "mean"), select.Pooled(2, "bound"),
+    select.SampledRows(2), select.VerticalSlash(5),
+)  # fmt: skip
+
+
+def _choice(a: Arena, v: int) -> dict[str, Any]:
+    dtype = ("float32", "float64", "float16")[v % 3]
+    call: dict[str, Any] = {"q": a.floats(1, 2, 40, 8, dtype=dtype), "k": a.floats(1, 1 + v % 2, 48, 8, dtype=dtype)}
+    call |= {"chooser": _CHOOSERS[v % 8], "block_shape": (16, 16)}
+    call |= ({"density": 0.5}, {"top_p": [0.5, 0.9]}, {"threshold": 0.1}, {"top_k": 2})[v // 2 % 4]
+    if v & 1:
+        call |= {"causal": True, "window": (20, -1), "sink": 0, "recent": 1, "last_columns": 1, "first_rows": 1, "last_rows": 1}
+    if v & 4:
+        call |= {"q_lens": [40], "kv_lens": a.integers([30], "int64"), "scale": 0.3, "num_threads": 2}
+    return call
+
+
+def _choice_of(a: Arena, v: int) -> dict[str, Any]:
+    call = _choice(a, v)
+    return call | ({"return_scores": True, "index_dtype": "uint16"} if v & 8 else {})
+
+
+def _choice_and_attention(a: Arena, v: int) -> dict[str, Any]:
+    call = _choice(a, v)
+    dtype = call["q"].dtype.name
+    call["v"] = a.floats(1, 1 + v % 2, 48, 4, dtype=dtype)
+    return call | ({"out": a.poisoned(1, 2, 40, 4, dtype=dtype), "return_sabi": True} if v & 8 else {"return_lse": True})
 
 
 def _merge(a: Arena, v: int) -> dict[str, Any]:
@@ -520,6 +550,9 @@ QUEST = {
 }
 _ROWS = ("dout", "q", "k", "v", "out", "lse")
 
+# Fields of choosers, and budgets, which are refused together.
+_CHOICE = ("pool", "stride", "rows", "over", "term", "top_p", "density, top_p, threshold, top_k")
+
 GROUPS: dict[str, dict[str, Good]] = {
     "block_sparse": {
         "block_sparse_attention": Good(blitz_attn.block_sparse_attention, _attention, ("out",), names=("lse",)),
@@ -528,6 +561,10 @@ GROUPS: dict[str, dict[str, Good]] = {
         "block_sparse_attention_backward": Good(
             blitz_attn.block_sparse_attention_backward, _attention_backward, ("grads",), names=("dq", "dk", "dv")
         ),
+    },
+    "select": {
+        "select_blocks_prefill": Good(blitz_attn.select_blocks_prefill, _choice_of, names=_CHOICE),
+        "select_and_attend_prefill": Good(blitz_attn.select_and_attend_prefill, _choice_and_attention, ("out",), names=("lse", *_CHOICE)),
     },
     "merge": {
         "merge_states": Good(blitz_attn.merge_states, _merge, ("out", "lse_out")),

@@ -21,6 +21,7 @@ MODULES = (
     "paged_problems",
     "cache_problems",
     "quest_problems",
+    "select_problems",
     "nsa_problems",
     "compat_problems",
     "bad_calls",

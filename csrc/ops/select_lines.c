@@ -1,0 +1,96 @@
+/* Vertical and slash lines: what the last queries of a sequence attend, as a mass of each key and a mass of each distance between a query and a key,
+ * and the scores of blocks from these. A block's distances, summed over its queries and keys, take four looks into sums of sums. */
+#include <math.h>
+#include <string.h>
+
+#include "core/pool.h"
+#include "ops/scratch.h"
+#include "ops/select_prefill.h"
+
+/* Of one head. Distance d (from the query back to the key) stands at d + behind. */
+typedef struct lines {
+    double *columns;    /* [block of keys] */
+    double *slash;      /* [distance]: sums up to each */
+    double *slash_sums; /* [distance]: sums of those */
+    int64_t behind, distances;
+} lines;
+
+int64_t ba_lines_doubles(const ba_prefill *c) { return c->p.block_columns + 2 * (c->p.kv_len + ba_min(c->args->pool_q, c->p.q_len)); }
+
+static lines lines_of(const ba_prefill *c, int64_t batch, int64_t here) {
+    const int64_t queries = ba_min(c->args->pool_q, ba_q_span(&c->p, batch).valid), keys = ba_kv_span(&c->p, batch).valid;
+    double *begin = c->lines + here * ba_lines_doubles(c);
+    lines l = {.columns = begin, .slash = begin + c->p.block_columns, .behind = queries - 1, .distances = keys + queries - 1};
+    l.slash_sums = l.slash + l.distances;
+    return l;
+}
+
+/* Adds the weights [key][lane] of some keys, each of the lanes' queries standing one further on. */
+static void add_weights(const ba_prefill *c, const ba_strip_scratch *s, const lines *l, int64_t rows, int64_t first_token, int64_t begin, int64_t end,
+                        double weight) {
+    for (int64_t key = begin; key < end; key++) {
+        double mass = 0;
+        for (int64_t i = 0; i < rows; i++) {
+            const double p = ba_get_real(s->chunk, (key - begin) * c->lanes + i, c->real_size) * weight;
+            if (!(p > 0)) continue;
+            mass += p;
+            l->slash[first_token + i - key + l->behind] += p;
+        }
+        l->columns[key / c->p.block_kv] += mass;
+    }
+}
+
+bool ba_lines_find(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t head, int64_t here) {
+    const int64_t q_valid = ba_q_span(&c->p, batch).valid, keys = ba_kv_span(&c->p, batch).valid, queries = ba_min(c->args->pool_q, q_valid);
+    const char *groups = c->groups + here / c->p.group * c->pair_bytes;
+    if (queries == 0 || keys == 0) return true;
+    const lines l = lines_of(c, batch, here);
+    memset(l.columns, 0, (size_t)c->p.block_columns * sizeof *l.columns);
+    memset(l.slash, 0, (size_t)l.distances * sizeof *l.slash);
+    for (int64_t first = q_valid - queries; first < q_valid; first += c->lanes) {
+        const int64_t rows = ba_min(c->lanes, q_valid - first);
+        ba_panel_rows at = ba_panel_open(c, s, batch, head, first, rows);
+        for (int pass = 0; pass < 2 && at.hi > 0; pass++) {
+            for (int64_t begin = at.lo, end; begin < at.hi; begin = end) {
+                if (ba_stopped()) return false;
+                end = ba_min(begin + c->chunk, at.hi);
+                ba_panel_score(c, s, &at, groups, begin, end);
+                if (pass == 1) add_weights(c, s, &l, rows, first + keys - q_valid, begin, end, 1 / (double)queries);
+            }
+            at.known = true;
+            for (int64_t i = 0; i < c->lanes && pass == 0; i++) {
+                const double sum = ba_get_real(s->l, i, c->real_size), m = ba_get_real(s->m, i, c->real_size);
+                ba_set_real(s->m, i, sum > 0 ? m + log2(sum) : INFINITY, c->real_size);
+            }
+        }
+    }
+    double sum = 0, sums = 0;
+    for (int64_t d = 0; d < l.distances; d++) {
+        sum += l.slash[d];
+        sums += sum;
+        l.slash[d] = sum;
+        l.slash_sums[d] = sums;
+    }
+    return true;
+}
+
+/* Sum over all distances x up to d of what lies at distances up to x. */
+static double sums_to(const lines *l, int64_t d) {
+    const int64_t at = d + l->behind, last = l->distances - 1;
+    return at < 0 ? 0 : at <= last ? l->slash_sums[at] : l->slash_sums[last] + (double)(at - last) * l->slash[last];
+}
+
+void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head) {
+    const int64_t q_valid = ba_q_span(&c->p, strip->batch).valid, keys = ba_kv_span(&c->p, strip->batch).valid;
+    const lines l = lines_of(c, strip->batch, strip->batch * c->p.heads + head - c->first_pair * c->p.group);
+    for (int64_t r = 0; r < strip->rows; r++) {
+        const int64_t first = (strip->first + r) * c->p.block_q, end = ba_min(first + c->p.block_q, q_valid), shift = keys - q_valid - 1;
+        const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
+        for (int64_t b = seen.lo; b < seen.hi; b++) {
+            const int64_t from = b * c->p.block_kv, to = ba_min(from + c->p.block_kv, keys);
+            const double slash =
+                sums_to(&l, end + shift - from) - sums_to(&l, first + shift - from) - sums_to(&l, end + shift - to) + sums_to(&l, first + shift - to);
+            s->head[r * c->p.block_columns + b] = l.columns[b] + (slash > 0 ? slash : 0) / (double)(end - first);
+        }
+    }
+}

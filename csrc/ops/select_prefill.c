@@ -1,0 +1,266 @@
+/* Which blocks of keys each block of queries is to attend: groups of keys are brought into the form that scores, rows of queries score them a strip
+ * at a time, and each row's budget, or the sequence's, says what is kept. */
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "ops/check.h"
+#include "ops/open.h"
+#include "ops/scratch.h"
+#include "ops/select_prefill.h"
+
+enum {
+    GROUPS_AT_ONCE = 64,    /* an item's, where groups are made */
+    GROUP_BYTES = 32 << 20, /* of groups held at a time, where a KV head has no more */
+    MOST_DEPTH = 1 << 16,
+};
+
+/* ---- Checks ------------------------------------------------------------------------------------------------------- */
+
+static ba_status check_sizes(const ba_select_prefill_args *a) {
+    const struct {
+        const char *name;
+        int64_t value;
+    } counts[] = {
+        {"sink", a->sink}, {"recent", a->recent}, {"last_columns", a->last_columns}, {"first_rows", a->first_rows}, {"last_rows", a->last_rows}};
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+        if (counts[i].value < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected at least 0 blocks, got %" PRId64, counts[i].name, counts[i].value);
+    if ((unsigned)a->chooser > BA_CHOOSER_VERTICAL_SLASH)
+        return ba_fail(BA_ERROR_VALUE, "chooser: expected pooled, antidiagonal, sampled_rows or vertical_slash, got %d", (int)a->chooser);
+    if ((unsigned)a->term > BA_TERM_BOTH) return ba_fail(BA_ERROR_VALUE, "term: expected mean, bound or both, got %d", (int)a->term);
+    const bool pooled = a->chooser == BA_CHOOSER_POOLED;
+    const char *name = pooled ? "pool" : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? "stride" : "rows";
+    if (a->chooser == BA_CHOOSER_VERTICAL_SLASH)
+        return a->pool_q < 1 ? ba_fail(BA_ERROR_VALUE, "rows: expected at least 1 query, got %" PRId64, a->pool_q) : BA_OK;
+    if (a->pool_q < 1 || a->call.block_q % a->pool_q != 0)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a divisor of block_shape[0] = %" PRId64 ", got %" PRId64, name, a->call.block_q, a->pool_q);
+    if (a->pool_k < 1 || a->call.block_kv % a->pool_k != 0)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a divisor of block_shape[1] = %" PRId64 ", got %" PRId64, name, a->call.block_kv, a->pool_k);
+    return BA_OK;
+}
+
+static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
+    static const char *const names[] = {"density", "top_p", "threshold", "top_k"};
+    if ((unsigned)a->budget > BA_BUDGET_TOP_K)
+        return ba_fail(BA_ERROR_VALUE, "budget: expected density, top_p, threshold or top_k, got %d", (int)a->budget);
+    const char *name = names[a->budget];
+    const ba_tensor *t = &a->budgets;
+    if (t->dtype != BA_FLOAT64) return ba_fail(BA_ERROR_TYPE, "%s: expected float64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != 1 || (t->dims[0] != 1 && t->dims[0] != lists))
+        return ba_fail(BA_ERROR_VALUE, "%s: expected one number, or one for each of %" PRId64 " lists, got %s", name, lists, ba_shape_text(t).chars);
+    for (int64_t i = 0; i < t->dims[0]; i++) {
+        const double budget = ((const double *)t->data)[i * ba_step(t, 0)];
+        if (a->budget == BA_BUDGET_TOP_K ? !(budget >= 1) : !(budget > 0 && budget <= 1))
+            return ba_fail(BA_ERROR_VALUE,
+                           a->budget == BA_BUDGET_TOP_K ? "%s: expected at least 1 block, got %g"
+                                                        : "%s: expected a number above 0 and at most 1, got %g",
+                           name, budget);
+    }
+    return BA_OK;
+}
+
+ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
+    ba_block_sparse_args call = a->call;
+    call.v = call.k;
+    call.blocks = call.out = call.lse = (ba_tensor){0};
+    call.cu_rows = NULL;
+    call.q_begin = -1;
+    call.key_stride = call.key_last = 0;
+    *c = (ba_prefill){.args = a};
+    ba_attention attention = {0};
+    BA_TRY(ba_open_block_sparse(&call, &attention));
+    c->p = attention.problem;
+    ba_close_attention(&attention);
+    BA_TRY(check_sizes(a));
+    c->lists = a->per_kv_head ? c->p.kv_heads : c->p.heads;
+    c->list_heads = c->p.heads / c->lists;
+    BA_TRY(check_budgets(a, c->lists));
+    c->words = ba_ceil_div(c->p.block_columns, 64);
+    c->kept_shape = (ba_tensor){.dtype = BA_INT64, .ndim = 4, .dims = {c->p.batch, c->lists, c->p.block_rows, c->words}};
+    c->counts_shape = (ba_tensor){.dtype = BA_INT32, .ndim = 3, .dims = {c->p.batch, c->lists, c->p.block_rows}};
+    c->scores_shape = (ba_tensor){.dtype = BA_FLOAT32, .ndim = 4, .dims = {c->p.batch, c->lists, c->p.block_rows, c->p.block_columns}};
+    c->lists_shape = (ba_tensor){.dtype = BA_INT32, .ndim = 4, .dims = {c->p.batch, c->p.heads, c->p.block_rows, 1}};
+    int64_t bytes = (int64_t)sizeof(float);
+    for (int i = 0; i < 4; i++)
+        if (__builtin_mul_overflow(bytes, ba_max(1, c->scores_shape.dims[i]), &bytes))
+            return ba_fail(BA_ERROR_VALUE, "q: expected scores below 2^63 bytes, got shape %s", ba_shape_text(&c->scores_shape).chars);
+    const int64_t row_tokens = a->chooser == BA_CHOOSER_SAMPLED_ROWS ? a->call.block_q / a->pool_q : a->pool_q;
+    c->row_tokens = a->chooser == BA_CHOOSER_VERTICAL_SLASH ? 1 : ba_min(row_tokens, c->p.block_q);
+    c->group_tokens = ba_min(a->pool_k, c->p.block_kv);
+    c->rows_a_block = ba_max(1, c->p.block_q / c->row_tokens);
+    c->groups_a_block = ba_max(1, c->p.block_kv / c->group_tokens);
+    const bool ranges = a->chooser == BA_CHOOSER_POOLED && a->term != BA_TERM_MEAN;
+    c->depth = c->p.head_dim * (ranges ? 2 : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? c->row_tokens : 1);
+    if (c->depth > MOST_DEPTH)
+        return ba_fail(BA_ERROR_VALUE, "stride: expected at most %" PRId64 " tokens with D = %" PRId64 ", got %" PRId64, MOST_DEPTH / c->p.head_dim,
+                       c->p.head_dim, c->row_tokens);
+    return BA_OK;
+}
+
+ba_status ba_set_prefill_outputs(const ba_select_prefill_args *a, ba_prefill *c) {
+    c->args = a;
+    BA_TRY(ba_check_output("kept", &a->kept, &c->kept_shape, false));
+    BA_TRY(ba_check_output("counts", &a->counts, &c->counts_shape, false));
+    return ba_given(&a->scores) ? ba_check_output("scores", &a->scores, &c->scores_shape, false) : BA_OK;
+}
+
+/* ---- Items ---------------------------------------------------------------------------------------------------------- */
+
+static int64_t groups_of(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->group_tokens); }
+
+/* Some groups of a pair. */
+static void make_groups(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t here = item % c->pairs, pair = c->first_pair + here, batch = pair / c->p.kv_heads;
+    const int64_t begin = item / c->pairs * GROUPS_AT_ONCE, end = ba_min(begin + GROUPS_AT_ONCE, groups_of(c, batch));
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t g = begin; g < end; g++)
+        ba_features_of_group(c, &s.features, batch, pair % c->p.kv_heads, g, c->groups + here * c->pair_bytes + g * c->pitch * c->real_size);
+}
+
+/* A strip of a list, the last ones first: under a causal rule they take longest. */
+static void score_strip(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t lists = c->lists / c->p.kv_heads, pair = c->first_pair + item / lists % c->pairs;
+    ba_strip strip = {.batch = pair / c->p.kv_heads, .list = pair % c->p.kv_heads * lists + item % lists};
+    strip.first = (c->strips - 1 - item / lists / c->pairs) * c->strip_rows;
+    strip.rows = ba_min(c->strip_rows, c->p.block_rows - strip.first);
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    if (!ba_strip_score(c, &s, &strip)) return;
+    for (int64_t r = 0; r < strip.rows; r++) ba_budget_row(c, &s, strip.batch, strip.list, strip.first + r, s.scores + r * c->p.block_columns);
+}
+
+static void find_lines(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t pair = c->first_pair + item / c->p.group;
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    ba_lines_find(c, &s, pair / c->p.kv_heads, pair % c->p.kv_heads * c->p.group + item % c->p.group, item);
+}
+
+/* The lists of a sequence that share a density. */
+static void share_density(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t shares = c->args->budgets.dims[0], lists = c->lists / shares;
+    ba_budget_share(c, item / shares, item % shares * lists, lists, (int64_t *)(c->scratch + worker * c->scratch_bytes));
+}
+
+/* ---- The call ------------------------------------------------------------------------------------------------------- */
+
+/* Where the tails of each sequence begin; returns how many there are. */
+static int64_t lay_out_tails(const ba_prefill *c, int64_t *begin) {
+    int64_t all = 0;
+    for (int64_t b = 0; b < c->p.batch; b++) {
+        if (begin) begin[b] = all;
+        all += c->lists * ba_ceil_div(ba_q_span(&c->p, b).valid, c->p.block_q) * ba_prefill_columns(c, b);
+    }
+    return all;
+}
+
+static ba_status run(ba_prefill *c, int threads) {
+    ba_status status = BA_OK;
+    const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads;
+    const int64_t stretches = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), GROUPS_AT_ONCE);
+    for (c->first_pair = 0; status == BA_OK && c->first_pair < all; c->first_pair += at_once) {
+        c->pairs = ba_min(at_once, all - c->first_pair);
+        status = ba_parallel(threads, c->pairs * stretches, make_groups, c);
+        if (status == BA_OK && c->lines) status = ba_parallel(threads, c->pairs * c->p.group, find_lines, c);
+        if (status == BA_OK) status = ba_parallel(threads, c->pairs * lists * c->strips, score_strip, c);
+    }
+    if (status == BA_OK && c->args->budget == BA_BUDGET_DENSITY)
+        status = ba_parallel(threads, c->p.batch * c->args->budgets.dims[0], share_density, c);
+    return status;
+}
+
+ba_status ba_run_prefill(ba_prefill *c) {
+    if (c->p.batch == 0 || c->p.block_rows == 0) return BA_OK;
+    c->real = ba_real_of(c->p.dtype);
+    const ba_isa level = ba_level_with_parts(c->real);
+    c->kernels = ba_kernels_at(level);
+    c->family = c->kernels->vector[c->real];
+    c->real_size = c->family->real_size;
+    c->lanes = c->family->lanes[0];
+    c->chunk = ba_tuning_at(level)->chunk_keys;
+    c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
+    c->strip_rows = ba_min(c->p.block_rows, ba_max(1, c->lanes / c->rows_a_block));
+    c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
+    const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
+    c->pair_bytes = groups * c->pitch * c->real_size;
+    const int64_t lines = c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
+    c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, GROUP_BYTES / ba_max(1, c->pair_bytes + lines)));
+    const double work =
+        (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
+    const int threads = ba_is_small(work, 2e6) ? 1 : ba_threads_for(c->args->call.num_threads);
+    ba_strip_scratch unused;
+    const bool shares = c->args->budget == BA_BUDGET_DENSITY;
+    c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);
+    if (shares) c->scratch_bytes = ba_max(c->scratch_bytes, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+    char *memory = NULL;
+    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+        int64_t used = 0;
+        c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
+        c->groups = ba_take(memory, &used, c->pairs * c->pair_bytes);
+        c->lines = lines ? (double *)ba_take(memory, &used, c->pairs * lines) : NULL;
+        c->tails_begin = (int64_t *)ba_take(memory, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
+        c->tails = (float *)ba_take(memory, &used, shares ? lay_out_tails(c, memory ? c->tails_begin : NULL) * (int64_t)sizeof(float) : 0);
+        if (!memory) memory = ba_arena_get((size_t)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+    }
+    const ba_status status = run(c, threads);
+    ba_arena_release();
+    return status;
+}
+
+ba_status ba_select_prefill(const ba_select_prefill_args *args) {
+    ba_prefill c;
+    BA_TRY(ba_open_prefill(args, &c));
+    BA_TRY(ba_set_prefill_outputs(args, &c));
+    return ba_run_prefill(&c);
+}
+
+/* ---- Lists ------------------------------------------------------------------------------------------------------------ */
+
+static void set_entry(const ba_tensor *lists, int64_t place, int64_t column) {
+    switch (lists->dtype) {
+    case BA_UINT16: ((uint16_t *)lists->data)[place] = (uint16_t)column; break;
+    case BA_INT16: ((int16_t *)lists->data)[place] = (int16_t)column; break;
+    case BA_INT32: ((int32_t *)lists->data)[place] = (int32_t)column; break;
+    default: ((int64_t *)lists->data)[place] = column; break;
+    }
+}
+
+ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_tensor *lists) {
+    const ba_tensor row_counts = {.dtype = BA_INT32, .ndim = 3, .dims = {kept->dims[0], kept->dims[1], kept->dims[2]}};
+    if (kept->dtype != BA_INT64 || kept->ndim != 4)
+        return ba_fail(BA_ERROR_VALUE, "kept: expected int64 (B, lists, rows, words), got %s", ba_shape_text(kept).chars);
+    BA_TRY(ba_check_same("counts", counts, &row_counts, false));
+    if (lists->dtype != BA_UINT16 && lists->dtype != BA_INT16 && lists->dtype != BA_INT32 && lists->dtype != BA_INT64)
+        return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(lists->dtype));
+    if (lists->ndim != 4 || lists->dims[0] != kept->dims[0] || lists->dims[2] != kept->dims[2] ||
+        (kept->dims[1] ? lists->dims[1] % kept->dims[1] : lists->dims[1]))
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
+    BA_TRY(ba_check_places("sabi", lists));
+    const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
+    for (int64_t b = 0; b < kept->dims[0]; b++)
+        for (int64_t l = 0; l < kept->dims[1]; l++)
+            for (int64_t r = 0; r < kept->dims[2]; r++) {
+                const uint64_t *words = (const uint64_t *)kept->data + b * kept->strides[0] + l * kept->strides[1] + r * kept->strides[2];
+                const int64_t place = b * lists->strides[0] + l * group * lists->strides[1] + r * lists->strides[2];
+                int64_t n = 0;
+                for (int64_t w = 0; w < kept->dims[3]; w++)
+                    for (uint64_t word = words[w * kept->strides[3]]; word; word &= word - 1, n++) {
+                        if (n == width)
+                            return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places a row, got %" PRId64, n + 1, width);
+                        for (int64_t g = 0; g < group; g++)
+                            set_entry(lists, place + g * lists->strides[1] + n * lists->strides[3], w * 64 + __builtin_ctzll(word));
+                    }
+                for (; n < width; n++)
+                    for (int64_t g = 0; g < group; g++) set_entry(lists, place + g * lists->strides[1] + n * lists->strides[3], -1);
+            }
+    return BA_OK;
+}

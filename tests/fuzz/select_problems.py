@@ -1,0 +1,165 @@
+"""`select_blocks_prefill` and `select_and_attend_prefill`: every chooser, budget, rule, layout, dtype and kind of array."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import blitz_attn
+from blitz_attn import select
+
+from . import arrays, checks
+from .attention_cases import LAYOUTS, Arguments, Case, alone, inputs, laid_out, rules
+from .attention_oracle import Attention, forward
+from .draw import Discard, Draw
+from .problems import Finding, problem
+from .select_oracle import Choice, check_lists, mask_of, scores_of
+
+NEAR = 1e-5  # of scores, which add up to 1: float32's rounding of sums of products, in the exponent
+
+
+def draw_problem(draw: Draw) -> tuple[Attention, str, bool, bool]:
+    """Small problems: the oracle goes over pairs of tokens in Python."""
+    batch, kv_heads, group = draw.integer("batch", 1, 3), draw.integer("kv_heads", 1, 3), draw.integer("group", 1, 3)
+    zero = draw.pick("zero", ("none", "batch", "s_q", "s_kv"), (40, 1, 1, 1))
+    s_q, s_kv = (draw.integer(name, 1, 150, likely=(16, 32, 64, 100, 128)) for name in ("s_q", "s_kv"))
+    s_q, s_kv, batch = s_q * (zero != "s_q"), s_kv * (zero != "s_kv"), batch * (zero != "batch")
+    dim = draw.integer("dim", 1, 70, likely=(8, 16, 32, 64))
+    layout, dtype = draw.pick("layout", LAYOUTS), draw.pick("dtype", arrays.FLOATS)
+    has = {name: draw.flag(name, 0.4) for name in ("q_lens", "kv_lens")}
+    lens = {}
+    for name, most in (("q_lens", s_q), ("kv_lens", s_kv)):
+        drawn = has[name] or layout == "TND"
+        lens[name] = np.array([draw.integer(f"{name}[{b}]", 0, most, likely=(most,)) if drawn else most for b in range(batch)], np.int64)
+    if layout == "TND":
+        s_q, s_kv = int(lens["q_lens"].max(initial=0)), int(lens["kv_lens"].max(initial=0))
+    sizes = {"none": -1, "zero": 0, "one": 1, "some": 1 + s_kv // 5, "most": s_kv}
+    window = tuple(sizes[draw.pick(f"window.{side}", tuple(sizes), (4, 1, 1, 2, 1))] for side in ("before", "after"))
+    rng = draw.rng("values")
+    spread = draw.pick("spread", (1.0, 0.02, 4.0))
+    q = rng.standard_normal((batch, kv_heads * group, s_q, dim)) * spread
+    k, v = (rng.standard_normal((batch, kv_heads, s_kv, dim)) for _ in range(2))
+    values = (arrays.rounded(x, dtype) for x in (q, k, v))
+    shape = (0, 0)  # the chooser's
+    scale = draw.pick("scale", (None, 1.0, 0.0, -0.3), (4, 1, 1, 1))
+    p = Attention(dtype, *values, *lens.values(), None, shape, scale, draw.flag("causal"), window if draw.flag("window", 0.4) else None)
+    return p, layout, has["q_lens"], has["kv_lens"]
+
+
+def draw_choice(draw: Draw, p: Attention) -> tuple[Choice, Any, tuple[int, int]]:
+    """How to choose, the same as the package takes it, and the shape of blocks."""
+    kind = draw.pick("chooser", ("pooled", "antidiagonal", "sampled_rows", "vertical_slash"), (3, 1, 1, 1))
+    over = draw.pick("over", ("largest", "mean"))
+    rows, keys, term = draw.integer("rows", 1, 16, likely=(1, 4, 8)), 1, "mean"
+    parts_q, parts_kv = draw.integer("parts_q", 1, 8, likely=(1, 2, 4)), draw.integer("parts_kv", 1, 8, likely=(1, 2, 4))
+    chooser: Any
+    if kind == "pooled":
+        keys = rows if draw.flag("pool.same") else draw.integer("keys", 1, 16, likely=(1, 4, 8))
+        term = draw.pick("term", ("both", "mean", "bound"))
+        chooser = select.Pooled((rows, keys) if keys != rows else rows, term, over)
+    elif kind == "antidiagonal":
+        keys, chooser = rows, select.Antidiagonal(rows, over)
+    elif kind == "sampled_rows":
+        chooser = select.SampledRows(rows, over)
+        parts_kv = draw.integer("block_kv", 1, 64, likely=(16, 32))
+    else:
+        over, chooser = "mean", select.VerticalSlash(rows)
+        parts_q, parts_kv = draw.integer("block_q", 1, 64, likely=(16, 32)), draw.integer("block_kv", 1, 64, likely=(16, 32))
+    shape = (parts_q if kind == "vertical_slash" else rows * parts_q, keys * parts_kv)
+    p.block_shape = shape
+    budget = draw.pick("budget", ("density", "top_p", "threshold", "top_k"), (3, 2, 1, 1))
+    per_kv_head = draw.flag("per_kv_head", 0.3)
+    lists = p.k.shape[1] if per_kv_head else p.q.shape[1]
+    numbers = [
+        draw.integer(f"top_k[{i}]", 1, 12) if budget == "top_k" else draw.pick(f"{budget}[{i}]", (0.3, 1.0, 0.05, 0.9, 1e-3, 0.6))
+        for i in range(lists if draw.flag("number_a_list", 0.3) else 1)
+    ]
+    names = ("sink", "recent", "last_columns", "first_rows", "last_rows")
+    kept = {name: draw.pick(name, (0, 1, 2, 100), (5, 3, 2, 0.3)) for name in names}
+    return Choice(kind, rows, keys, term, over, budget, numbers, per_kv_head=per_kv_head, **kept), chooser, shape
+
+
+def options_of(c: Choice, chooser: Any) -> dict[str, Any]:
+    names = ("sink", "recent", "last_columns", "first_rows", "last_rows", "per_kv_head")
+    number = c.numbers if len(c.numbers) > 1 else c.numbers[0]
+    return {"chooser": chooser, c.budget: number} | {name: getattr(c, name) for name in names}
+
+
+@problem("select_blocks_prefill", weight=2)
+def select_blocks_prefill(draw: Draw) -> None:
+    check = draw.pick("check", ("oracle", "threads", "alone", "attend"))
+    p, layout, has_q_lens, has_kv_lens = draw_problem(draw)
+    c, chooser, _ = draw_choice(draw, p)
+    case = Case(p, layout, np.zeros(p.k.shape[:3], bool), np.nan, has_q_lens, has_kv_lens)
+    made = Arguments(draw, case)
+    given = {name: made.arrays[name] for name in ("q", "k")}
+    call = {name: x for name, x in made.options.items() if name != "sabi"} | options_of(c, chooser)
+    index_dtype = draw.pick("index_dtype", ("int32", "uint16", "int16", "int64"))
+    columns = -(-p.k.shape[2] // p.block_shape[1])
+    with checks.at_level(draw):
+        sabi, scores = blitz_attn.select_blocks_prefill(
+            *given.values(), **call, index_dtype=index_dtype, return_scores=True, num_threads=checks.threads(draw)
+        )
+        made.check_unchanged()
+        ours = np.asarray(scores)
+        checks.near("scores", ours.astype(np.float64), scores_of(p, c), NEAR * max(1.0, float(np.abs(p.q).max(initial=0)) ** 2))
+        kept = mask_of(sabi, columns, c, p.k.shape[1])
+        check_lists(p, c, ours, kept)
+        plain = {"dtype": p.dtype if p.dtype == "bfloat16" else None} | options_of(c, chooser)
+        if check == "threads":
+            arrays_now = {name: x for name, x in inputs(case).items() if name != "v"}
+            again = blitz_attn.select_blocks_prefill(
+                *arrays_now.values(), **rules(case, {}), **plain, index_dtype=index_dtype, return_scores=True,
+                num_threads=draw.pick("other_threads", checks.THREADS),
+            )  # fmt: skip
+            checks.same_bits("another number of threads", (np.asarray(sabi), ours), again)
+        elif check == "alone" and p.q.shape[0]:
+            b = int(draw.rng("alone.entry").integers(p.q.shape[0]))
+            single = alone(case, b, draw.pick("alone.layout", LAYOUTS), 0, 0)
+            arrays_now = {name: x for name, x in inputs(single).items() if name != "v"}
+            again = blitz_attn.select_blocks_prefill(
+                *arrays_now.values(), **rules(single, {}), **plain, return_scores=True, num_threads=1
+            )  # fmt: skip
+            rows, own = again[1].shape[2:]
+            checks.same_bits("scores alone", np.ascontiguousarray(ours[b : b + 1, :, :rows, :own]), again[1])
+            if (mask_of(again[0], own, c, p.k.shape[1]) != kept[b : b + 1, :, :rows, :own]).any():
+                raise Finding("other lists alone")
+        elif check == "attend":
+            _check_attend(draw, made, p, c, call, kept)
+
+
+def _check_attend(draw: Draw, made: Arguments, p: Attention, c: Choice, call: dict[str, Any], kept: np.ndarray) -> None:
+    out, lse, sabi = blitz_attn.select_and_attend_prefill(*made.arrays.values(), **call, return_lse=True, return_sabi=True)
+    if (mask_of(sabi, kept.shape[-1], c, p.k.shape[1]) != kept).any():
+        raise Finding("select_and_attend_prefill chooses other blocks")
+    blocks = np.repeat(kept, p.q.shape[1] // kept.shape[1], axis=1) if kept.shape[1] else kept
+    f = forward(dataclasses.replace(p, blocks=blocks))
+    layout = made.case.layout
+    for what, got, dtype, pair in (("out", out, p.dtype, (f.out, f.allowed_out)), ("lse", lse, p.real, (f.lse, f.allowed_lse))):
+        expected, allowed = (laid_out(x, layout, p.q_lens) for x in pair)
+        checks.near(what, arrays.values_of(got, dtype), expected, allowed)
+
+
+@problem("refused_choices", weight=0.3)
+def refused_choices(draw: Draw) -> None:
+    """Sizes that do not divide a block, budgets out of range, two budgets or none: refused."""
+    rng = draw.rng("values")
+    q, k = (rng.standard_normal((1, 2, 64, 8), np.float32) for _ in range(2))
+    size, block = draw.integer("size", 0, 40), draw.integer("block", 1, 64)
+    if size and block % size == 0:
+        raise Discard("it divides")
+    number = draw.pick("number", (0.0, -0.5, 1.5, "nan", "inf"))
+    mistake = draw.pick("mistake", ("pool", "stride", "rows", "density", "top_p", "threshold", "top_k", "two", "none"))
+    call: dict[str, Any] = {"density": 0.5, "block_shape": (block, block), "chooser": select.Pooled(block)}
+    if mistake in ("pool", "stride", "rows"):
+        call["chooser"] = {"pool": select.Pooled, "stride": select.Antidiagonal, "rows": select.SampledRows}[mistake](size)
+    elif mistake == "two":
+        call["top_p"] = 0.5
+    elif mistake == "none":
+        del call["density"]
+    else:
+        del call["density"]
+        call[mistake] = 0 if mistake == "top_k" else float(number)
+    checks.refused(lambda: blitz_attn.select_blocks_prefill(q, k, **call), (ValueError,), mistake if mistake not in ("two", "none") else "density")

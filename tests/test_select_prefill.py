@@ -1,0 +1,193 @@
+"""Choosers of blocks for prefill: against brute force in float64, and what they promise whatever the numbers are."""
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import reference, select, testing
+from cases import DTYPES, same_bits
+from fuzz import select_problems
+from fuzz.draw import Discard, Draw
+
+CHOOSERS = {
+    "pooled": select.Pooled(),
+    "mean": select.Pooled((4, 16), "mean", "mean"),
+    "bound": select.Pooled(16, "bound"),
+    "antidiagonal": select.Antidiagonal(8),
+    "sampled_rows": select.SampledRows(4),
+    "vertical_slash": select.VerticalSlash(20),
+}
+BUDGETS = [{"density": 0.4}, {"top_p": 0.8}, {"threshold": 0.05}, {"top_k": 4}]
+
+
+def make(*sizes, seed=0, **options):
+    q, k, _ = testing.make_qkv(*sizes, seed=seed, **options)
+    return q, k
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_brute_force(seed):
+    """Every chooser, budget, rule, layout, dtype, view and level, drawn together."""
+    try:
+        select_problems.select_blocks_prefill(Draw(seed))
+    except Discard:
+        pytest.skip("no problem")
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference(isa_level, name, dtype):
+    q, k = make(2, 4, 2, 150, 170, 24, dtype=dtype, seed=3)
+    for budget in BUDGETS:
+        options = {"chooser": CHOOSERS[name], "causal": True, "kv_lens": [170, 90], "q_lens": [140, 90], "block_shape": (32, 32)} | budget
+        _, scores = blitz_attn.select_blocks_prefill(q, k, return_scores=True, **options)
+        _, expected = reference.select_blocks_prefill(q, k, return_scores=True, **options)
+        assert np.abs(scores - expected).max() < 1e-5
+
+
+def test_longer_than_a_chunk(isa_level):
+    """Groups of several chunks, rows of several panels, blocks larger than a chunk: maxima move as the row goes on."""
+    q, k = make(1, 2, 1, 300, 2600, 16, seed=4)
+    k *= np.linspace(0.2, 4, k.shape[2], dtype=np.float32)[:, None]
+    for chooser, block_shape in [
+        (select.Pooled((4, 1)), (256, 2048)), (select.Pooled(1), (4, 8)), (select.SampledRows(64), (128, 640)), (select.VerticalSlash(70), (64, 64)),
+    ]:  # fmt: skip
+        options = {"chooser": chooser, "block_shape": block_shape, "density": 0.5, "window": (2000, 100), "return_scores": True}
+        _, scores = blitz_attn.select_blocks_prefill(q, k, **options)
+        _, expected = reference.select_blocks_prefill(q, k, **options)
+        assert np.abs(scores - expected).max() < 2e-5
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_same_bits(name):
+    """Whatever the number of threads, the layout and what else is in the batch."""
+    q, k = make(3, 4, 2, 200, 220, 32, seed=5)
+    lens = {"q_lens": [200, 77, 130], "kv_lens": [220, 200, 0]}
+    options = {"chooser": CHOOSERS[name], "top_p": 0.9, "causal": True, "block_shape": (32, 32), "return_scores": True}
+    expected = blitz_attn.select_blocks_prefill(q, k, num_threads=1, **lens, **options)
+    for threads in (2, 5):
+        assert all(map(same_bits, blitz_attn.select_blocks_prefill(q, k, num_threads=threads, **lens, **options), expected))
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k)]
+    assert all(map(same_bits, blitz_attn.select_blocks_prefill(*turned, layout="BSND", **lens, **options), expected))
+    for b in range(3):
+        one = [x[b : b + 1] for x in (q, k)]
+        own = {key: x[b : b + 1] for key, x in lens.items()}
+        assert same_bits(blitz_attn.select_blocks_prefill(*one, **own, **options)[1], expected[1][b : b + 1])
+
+
+def test_density_is_exact_where_scores_tie():
+    q = np.zeros((1, 2, 512, 8), np.float32)
+    sabi = blitz_attn.select_blocks_prefill(q, q, density=0.37, block_shape=(32, 32), sink=0, recent=0)
+    assert (sabi >= 0).sum() == int(0.37 * 2 * 256 + 0.5)
+
+
+@pytest.mark.parametrize("budget", [{"density": 1}, {"top_p": 1.0}, {"top_k": 99}])
+def test_everything(budget):
+    """A budget of all keeps what plain attention sees."""
+    q, k, v = testing.make_qkv(1, 2, 2, 256, 256, 16)
+    out = blitz_attn.select_and_attend_prefill(q, k, v, causal=True, block_shape=(32, 32), **budget)
+    assert np.abs(out - blitz_attn.block_sparse_attention(q, k, v, causal=True)).max() < 1e-5
+
+
+def test_forced_blocks():
+    q, k = make(1, 1, 1, 320, 320, 16)
+    options = {"causal": True, "block_shape": (32, 32), "threshold": 1.0}
+    sabi = blitz_attn.select_blocks_prefill(q, k, **options)
+    assert [[c for c in row if c >= 0] for row in sabi[0, 0].tolist()] == [sorted({0, max(0, r - 1), r}) for r in range(10)]
+    sabi = blitz_attn.select_blocks_prefill(q, k, sink=2, recent=1, last_columns=1, first_rows=3, last_rows=1, **options)
+    rows = [[c for c in row if c >= 0] for row in sabi[0, 0].tolist()]
+    assert rows == [[0], [0, 1], [0, 1, 2]] + [[0, 1, r] for r in range(3, 9)] + [list(range(10))]
+
+
+def test_a_number_a_head():
+    q, k = make(1, 4, 2, 256, 256, 16)
+    options = {"causal": True, "block_shape": (16, 16), "recent": 1}
+    each = [0.3, 0.5, 0.8, 0.4]
+    together = blitz_attn.select_blocks_prefill(q, k, density=each, **options)
+    for h, density in enumerate(each):
+        kept = (together[:, h] >= 0).sum()
+        assert kept == int(density * 16 * 17 / 2 + 0.5)
+    mixed = blitz_attn.select_blocks_prefill(q, k, top_k=[3, 5], per_kv_head=True, **options)
+    assert ((mixed >= 0).sum(axis=-1)[0, :, -1] == [3, 3, 5, 5]).all()
+    assert (mixed[:, 0] == mixed[:, 1]).all()
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_what_is_no_number(name):
+    """A key that is NaN spoils the rows that look at it and no others; a row without any number keeps blocks alike."""
+    q, k = make(1, 1, 1, 256, 256, 16)
+    k[0, 0, 200] = np.nan
+    options = {"chooser": CHOOSERS[name], "causal": True, "block_shape": (32, 32), "density": 0.6, "return_scores": True}
+    sabi, scores = blitz_attn.select_blocks_prefill(q, k, **options)
+    expected_sabi, expected = reference.select_blocks_prefill(q, k, **options)
+    assert np.abs(scores - expected).max() < 1e-5
+    assert same_bits(sabi, expected_sabi)
+
+
+def test_kinds_of_arrays():
+    q, k = make(1, 2, 1, 128, 128, 16, dtype="bfloat16")
+    options = {"top_p": 0.7, "block_shape": (16, 16)}
+    expected = blitz_attn.select_blocks_prefill(q, k, **options, **({"dtype": "bfloat16"} if q.dtype == np.uint16 else {}))
+    bits = [x.view(np.uint16) for x in (q, k)]
+    assert same_bits(blitz_attn.select_blocks_prefill(*bits, dtype="bfloat16", **options), expected)
+    torch = pytest.importorskip("torch")
+    tensors = [torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16) for x in (q, k)]
+    sabi = blitz_attn.select_blocks_prefill(*tensors, **options)
+    assert isinstance(sabi, torch.Tensor)
+    assert same_bits(sabi.numpy(), expected)
+    small = blitz_attn.select_blocks_prefill(*tensors, index_dtype="uint16", **options)
+    assert (small.numpy().astype(np.int16) == expected).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_select_and_attend(dtype):
+    q, k, v = testing.make_qkv(2, 4, 2, 130, 150, 32, 16, dtype=dtype)
+    options = {"density": 0.5, "causal": True, "block_shape": (32, 16)}
+    shared = {"dtype": "bfloat16"} if q.dtype == np.uint16 else {}
+    out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options, **shared)
+    assert same_bits(sabi, blitz_attn.select_blocks_prefill(q, k, **options, **shared))
+    again = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=(32, 16), causal=True, return_lse=True, **shared)
+    assert all(map(same_bits, (out, lse), again))
+    given = np.zeros_like(out)
+    assert blitz_attn.select_and_attend_prefill(q, k, v, out=given, **options, **shared) is given
+    assert same_bits(given, out)
+
+
+BAD = [
+    ({"chooser": "best"}, ValueError, "chooser: expected one of pooled, antidiagonal, sampled_rows, vertical_slash, got 'best'"),
+    ({"chooser": 3}, TypeError, "chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got int"),
+    ({"chooser": select.Pooled(5)}, ValueError, "pool: expected a divisor of block_shape[0] = 64, got 5"),
+    ({"chooser": select.Pooled((8, 0))}, ValueError, "pool: expected a divisor of block_shape[1] = 64, got 0"),
+    ({"chooser": select.Pooled((8, 8, 8))}, ValueError, "pool: expected a number of tokens or a pair of them, got (8, 8, 8)"),
+    ({"chooser": select.Pooled(8, "max")}, ValueError, "term: expected one of both, mean, bound, got 'max'"),
+    ({"chooser": select.Pooled(8, over="sum")}, ValueError, "over: expected 'largest' or 'mean', got 'sum'"),
+    ({"chooser": select.Antidiagonal(48)}, ValueError, "stride: expected a divisor of block_shape[0] = 64, got 48"),
+    ({"chooser": select.SampledRows(7)}, ValueError, "rows: expected a divisor of block_shape[0] = 64, got 7"),
+    ({"chooser": select.VerticalSlash(0)}, ValueError, "rows: expected at least 1 query, got 0"),
+    ({"density": None}, ValueError, "density, top_p, threshold, top_k: expected exactly one of them, got none"),
+    ({"top_p": 0.5}, ValueError, "density, top_p, threshold, top_k: expected exactly one of them, got density and top_p"),
+    ({"density": 0.0}, ValueError, "density: expected a number above 0 and at most 1, got 0"),
+    ({"density": 1.5}, ValueError, "density: expected a number above 0 and at most 1, got 1.5"),
+    ({"density": float("nan")}, ValueError, "density: expected a number above 0 and at most 1, got nan"),
+    ({"density": [0.5, 0.5, 0.5]}, ValueError, "density: expected one number, or one for each of 2 lists, got (3,)"),
+    ({"density": "all"}, TypeError, "density: expected a number, got str"),
+    ({"density": None, "top_p": -0.1}, ValueError, "top_p: expected a number above 0 and at most 1, got -0.1"),
+    ({"density": None, "top_k": 0}, ValueError, "top_k: expected at least 1 block, got 0"),
+    ({"density": None, "top_k": 1.5}, TypeError, "top_k: expected an integer, got float"),
+    ({"sink": -1}, ValueError, "sink: expected at least 0 blocks, got -1"),
+    ({"recent": -3}, ValueError, "recent: expected at least 0 blocks, got -3"),
+    ({"last_rows": -1}, ValueError, "last_rows: expected at least 0 blocks, got -1"),
+    ({"index_dtype": "float32"}, ValueError, "index_dtype: expected one of int32, uint16, int16, int64, got 'float32'"),
+    ({"block_shape": (1, 1), "chooser": select.Pooled(1), "index_dtype": "int16", "k": np.zeros((1, 2, 40000, 8), np.float32)}, ValueError,
+     "index_dtype: expected one that holds 40000 columns, got int16"),
+    ({"k": np.zeros((1, 2, 128, 9), np.float32)}, ValueError, "k: expected shape (B, Hkv, Skv, D) with D = 8 like q, got (1, 2, 128, 9)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "kind", "sentence"), BAD, ids=lambda x: str(x)[:60])
+def test_bad_calls(changes, kind, sentence):
+    q, k = make(1, 2, 2, 128, 128, 8)
+    call = {"q": q, "k": k, "density": 0.5} | changes
+    with pytest.raises(kind) as caught:
+        blitz_attn.select_blocks_prefill(**call)
+    assert str(caught.value) == sentence
