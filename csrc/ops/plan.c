@@ -9,12 +9,12 @@
 #include "core/status.h"
 #include "ops/scratch.h"
 
-enum { MOST_ENTRIES = 1 << 20 }; /* of an item's lists, where these are turned around */
+enum { MOST_ENTRIES = 1 << 20 }; /* the largest number of entries of an item's lists, where these are inverted */
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
-/* Queries of a batch entry that tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its kernels depends on
- * how far the entry is padded; gradients have tiles of padding too, whose dQ is 0. */
+/* The number of queries of a batch entry that tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its kernels
+ * depends on how much padding the entry has. Gradients have tiles for padding, too, because their dQ must become 0. */
 static int64_t queries_of_batch(const ba_plan *plan, int64_t batch) {
     const ba_span q = ba_q_span(plan->problem, batch);
     return plan->gradients ? q.rows : q.valid;
@@ -28,7 +28,7 @@ static int64_t queries_of_row(const ba_plan *plan, int64_t batch, int64_t row) {
 
 static int64_t tiles_of_row(const ba_plan *plan, int64_t queries) { return ba_ceil_div(queries * plan->shared_heads, plan->tile_queries); }
 
-/* Tiles of one KV head of a batch entry. Every row but the last has the same number. */
+/* The number of tiles of one KV head of a batch entry. All rows but the last have the same number. */
 static int64_t tiles_of_batch(const ba_plan *plan, int64_t batch) {
     const int64_t rows = rows_of_batch(plan, batch), sets = plan->problem->group / plan->shared_heads;
     if (rows == 0) return 0;
@@ -45,7 +45,7 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const int64_t lanes = queries * plan->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
-    if (plan->gradients) { /* the same queries of one head after the other: so rows of several tiles are as rows of one */
+    if (plan->gradients) { /* all heads of some queries, then those of the next: the order that rows of a single tile have */
         set = rest % sets;
         part = rest / sets;
         begin = part * plan->tile_queries;
@@ -59,18 +59,18 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
                      .first_query = row * plan->row_queries};
 }
 
-/* Keys that a query meets at most. */
+/* The largest number of keys that a query may attend. */
 static int64_t keys_of_query(const ba_problem *p, int64_t batch) {
     const int64_t keys = ba_kv_span(p, batch).valid;
     return p->listed ? ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv) : keys;
 }
 
-/* By the sequence's length and nothing else: neither its batch mates, nor the width of lists, nor the number of threads may change its bits. */
+/* Depends on the length of the sequence alone: other batch entries, the width of lists and the number of threads may not change its bits. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch) {
-    enum { WANTED = 8 /* parts */ };
+    enum { AIM = 8 /* parts, as far as least_part_keys and part_keys allow */ };
     const int64_t keys = ba_kv_span(plan->problem, batch).valid;
     int64_t part = plan->least_part_keys;
-    while (part < plan->part_keys && part * WANTED < keys) part *= 2;
+    while (part < plan->part_keys && part * AIM < keys) part *= 2;
     return part;
 }
 
@@ -91,7 +91,7 @@ bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t
     for (int64_t i = 0; i < entries; i++) {
         const int64_t column = ba_list_entry(&p->blocks, offset + i * step);
         *at = i;
-        if ((column == -1 || (column < 0 && !p->page_size)) && !p->block_counts) return true; /* lists of pages have one pad, -1 */
+        if ((column == -1 || (column < 0 && !p->page_size)) && !p->block_counts) return true; /* in lists of pages, only -1 is a pad */
         if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;
         bitmap[column / 64] |= (uint64_t)1 << (column % 64);
     }
@@ -112,7 +112,7 @@ void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t colu
                 else rows[--begin[column]] = (int32_t)row;
             }
         }
-        if (pass == 0) /* where each column's rows end: the second pass fills them from there */
+        if (pass == 0) /* begin[column] becomes the end of the column's rows, and the second pass fills these from their end */
             for (int64_t column = 1; column <= columns; column++) begin[column] += begin[column - 1];
     }
 }
@@ -121,13 +121,14 @@ void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t colu
 
 typedef struct survey {
     ba_plan *plan;
-    uint64_t *bitmaps; /* one a worker */
+    uint64_t *bitmaps; /* one per worker */
     pthread_mutex_t lock;
     bool failed;
-    int64_t bad[4]; /* the first bad entry in the list's own order: batch, head, row, place */
+    int64_t bad[4]; /* where failed: batch, head, row and place of the first bad entry, in the order of the lists */
 } survey;
 
-static void note_bad_entry(survey *s, const int64_t bad[4]) {
+/* Keeps a bad entry if it comes before those that were found so far. The same entry is reported whatever the threads do. */
+static void keep_first_bad_entry(survey *s, const int64_t bad[4]) {
     pthread_mutex_lock(&s->lock);
     bool earlier = !s->failed;
     for (int i = 0; i < 4 && !earlier; i++) {
@@ -140,7 +141,7 @@ static void note_bad_entry(survey *s, const int64_t bad[4]) {
     pthread_mutex_unlock(&s->lock);
 }
 
-/* Keys of [lo, hi) that the marked columns hold. */
+/* The number of keys of the range that lie in the columns of the bitmap. */
 static int64_t count_keys(const ba_problem *p, const uint64_t *bitmap, int64_t words, ba_range range) {
     if (range.lo >= range.hi) return 0;
     int64_t keys = 0;
@@ -152,6 +153,7 @@ static int64_t count_keys(const ba_problem *p, const uint64_t *bitmap, int64_t w
     return keys;
 }
 
+/* Checks the lists of one item and computes its cost. */
 static void survey_item(void *context, int64_t index, int worker) {
     survey *s = context;
     const ba_plan *plan = s->plan;
@@ -159,7 +161,7 @@ static void survey_item(void *context, int64_t index, int worker) {
     ba_item *item = &plan->item[index];
     uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
     const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
-    if (item->part > 0) return; /* the first part speaks for all of a list's */
+    if (item->part > 0) return; /* the item of the first part does it for all parts of the list */
     int64_t marked_row = -1, marked_head = -1;
     item->cost = 0;
     for (int64_t t = item->first_tile; t < item->first_tile + item->tiles; t++) {
@@ -168,25 +170,26 @@ static void survey_item(void *context, int64_t index, int worker) {
             int64_t at = 0;
             if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
                 const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
-                note_bad_entry(s, bad);
+                keep_first_bad_entry(s, bad);
                 return;
             }
             marked_row = tile.block_row;
             marked_head = tile.head;
         }
-        /* the middle query's keys stand for those of the tile; padding counts for nothing: sums of gradients are taken in the order of costs */
+        /* The keys of the middle query stand for those of all queries. Padding costs nothing: costs decide the order of items, and so the rounding of
+         * gradients, which padding may not change. */
         const int64_t lanes = ba_min(tile.lanes, (q.valid - tile.first_query) * tile.heads - tile.first_lane);
         if (lanes <= 0) continue;
         const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(lanes, tile.heads);
         const ba_range range = ba_visible_keys(p, first + queries / 2, q.valid, kv.valid);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
-        /* few queries cost as much as reading their keys does */
+        /* a few queries take the time that reading their keys takes, whatever their number */
         item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
     }
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
 }
 
-/* Checks the lists of rows that are all padding, which no tile reads: those of one place on the lists' head axis of one batch entry. */
+/* Checks lists that no tile reads, because all queries of their rows are padding. An item is one (batch entry, head of the lists). */
 static void survey_padding(void *context, int64_t index, int worker) {
     survey *s = context;
     const ba_plan *plan = s->plan;
@@ -198,11 +201,12 @@ static void survey_padding(void *context, int64_t index, int worker) {
         int64_t at = 0;
         if (ba_list_to_bitmap(p, batch, head, row, bitmap, plan->bitmap_words, &at)) continue;
         const int64_t bad[4] = {ba_list_batch(p, batch), ba_list_head(p, head), ba_list_row(p, batch, row), at};
-        note_bad_entry(s, bad);
+        keep_first_bad_entry(s, bad);
         return;
     }
 }
 
+/* The order of items: by `start`, then the most costly first. */
 static int by_start(const void *left, const void *right) {
     const ba_item *a = left, *b = right;
     if (a->start != b->start) return a->start < b->start ? -1 : 1;
@@ -213,8 +217,8 @@ static int by_start(const void *left, const void *right) {
     return a->first_tile < b->first_tile ? -1 : a->first_tile > b->first_tile;
 }
 
-/* Items of one (batch, KV head) wait for each other where they add to the same sums, so each such head's are spread over the whole call: an item
- * starts when as large a share of the head's work is done. Among themselves they stay as they are, the most costly first. */
+/* Items of one (batch, KV head) add to the same sums and wait for each other, so they must not run all at once. Each head's items are spread over the
+ * whole call: `start` becomes the share of the head's work that its earlier items have. Within a head, the most costly item comes first. */
 static void spread_heads(ba_plan *plan) {
     ba_item *item = plan->item;
     for (int64_t i = 0; i < plan->items; i++) item[i].start = (double)(item[i].batch * plan->problem->kv_heads + item[i].kv_head);
@@ -232,7 +236,7 @@ static void spread_heads(ba_plan *plan) {
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
 
-/* KV heads of an item of this batch entry, and how many such items there are. */
+/* The number of KV heads per item of this batch entry, and the number of its items. */
 static int64_t heads_of_item(const ba_plan *plan, int64_t batch) { return ba_plan_few(plan, batch) ? plan->few_heads : 1; }
 static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
     return ba_ceil_div(plan->problem->kv_heads, heads_of_item(plan, batch)) * ba_ceil_div(tiles_of_batch(plan, batch), plan->group_tiles) *
@@ -245,7 +249,7 @@ static int64_t all_tiles(const ba_plan *plan) {
     return tiles;
 }
 
-/* Flops of the call at most; few queries count as survey_item counts them. */
+/* An upper bound of the call's flops. Few queries count as in survey_item(). */
 static double most_flops(const ba_plan *plan) {
     const ba_problem *p = plan->problem;
     double pairs = 0;
@@ -257,10 +261,11 @@ static double most_flops(const ba_plan *plan) {
     return pairs * 2 * (double)(p->head_dim + p->v_dim);
 }
 
-/* Where a thread has few tiles, one more than another has is much: then tiles are as large as leave the shares even, half as large at least. Smaller
- * ones make the same bits, and cost next to nothing where rows are read in place, 4 % where each tile widens them for itself (Zen 5, halves). */
+/* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
+ * least half as large, so that the threads' shares are as even as possible. The size of tiles changes no bit of the result; smaller tiles cost
+ * little. */
 static void choose_tile_queries(ba_plan *plan, int64_t panel_lanes, int threads) {
-    enum { MANY = 16 /* tiles a thread */ };
+    enum { MANY = 16 /* tiles per thread */ };
     const ba_problem *p = plan->problem;
     const int64_t largest = plan->tile_queries;
     if (threads == 1 || all_tiles(plan) >= MANY * (int64_t)threads) return;
@@ -278,9 +283,9 @@ static void choose_tile_queries(ba_plan *plan, int64_t panel_lanes, int threads)
     plan->tile_queries = chosen;
 }
 
-/* As many heads as leave their keys in cache; fewer where threads would go without an item, or unevenly with: four a thread, or as many for each
- * where all are parts of one request, for an item of fewer heads reads smaller pieces of memory (one request of 2048 tokens in one part, with two
- * threads on a Zen 3: 363 us with eight items a thread, 300 with four). */
+/* Sets how many KV heads an item of few queries walks at once: as many as leave the keys of a chunk in cache, but so few that there are four items
+ * per thread or, where all items are parts of one request, that each thread gets the same number. No fewer than that: with fewer heads, an item reads
+ * smaller pieces of memory. */
 static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
@@ -295,6 +300,7 @@ static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads
     }
 }
 
+/* How many query heads of a group walk the same list. */
 static int64_t heads_of_list(const ba_problem *p) { return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group; }
 
 bool ba_plan_few_rows(const ba_problem *p) { return p->routed && p->listed && p->block_q * heads_of_list(p) <= BA_FEW_QUERIES; }
@@ -308,17 +314,18 @@ void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *
                       .parts_most = 1};
     plan->shared_heads = heads_of_list(problem);
     plan->few_rows = ba_plan_few_rows(problem);
-    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES;              /* a tile's room in scratch: a row has no more */
-    if (ba_is_small(most_flops(plan), tuning->inline_flops)) threads = 1; /* as the caller will have it */
+    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES;              /* a row has no more, so a tile needs no more room in scratch memory */
+    if (ba_is_small(most_flops(plan), tuning->inline_flops)) threads = 1; /* the caller will run a call of so little work on one thread */
     if (!plan->few_rows) choose_tile_queries(plan, panel_lanes, threads);
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     const int64_t tiles = all_tiles(plan);
-    /* smaller items where there are few, so that every thread gets several */
+    /* where there are few tiles, items have fewer, so that every thread gets several items */
     const int64_t lanes = ba_min(plan->tile_queries, plan->row_queries * plan->shared_heads);
     const int64_t side_by_side = plan->few_rows
                                      ? tuning->item_tiles
                                      : ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * plan->tile_queries / lanes));
-    const bool even = !plan->few_rows && plan->tile_queries < tuning->tile_queries; /* shares are even as single tiles */
+    const bool even =
+        !plan->few_rows && plan->tile_queries < tuning->tile_queries; /* choose_tile_queries() has made the shares even, for items of one tile */
     plan->group_tiles = even ? 1 : ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
     choose_few_heads(plan, tuning, threads);
     for (int64_t b = 0; b < problem->batch; b++) {
@@ -338,8 +345,8 @@ void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tun
                       .least_part_keys = INT64_MAX,
                       .parts_most = 1,
                       .bitmap_words = ba_ceil_div(problem->block_columns, 64)};
-    const int64_t width = ba_max(1, problem->blocks.dims[3]), wanted = tuning->by_block_least_lanes * problem->block_columns / width;
-    const int64_t lanes = ba_max(tuning->by_block_lanes, ba_min(wanted, tuning->by_block_most_lanes));
+    const int64_t width = ba_max(1, problem->blocks.dims[3]), aim = tuning->by_block_least_lanes * problem->block_columns / width;
+    const int64_t lanes = ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes));
     const int64_t most = ba_min(lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / width);
     plan->group_tiles = ba_max(1, ba_min(most, all_tiles(plan) / (4 * (int64_t)threads)));
     for (int64_t b = 0; b < problem->batch; b++) plan->items += items_of_batch(plan, b);
@@ -357,7 +364,7 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
                       .least_part_keys = INT64_MAX,
                       .parts_most = 1};
     const bool lists_shared = !problem->listed || problem->blocks.dims[1] != problem->heads;
-    /* heads share tiles only where one head's rows would leave them half empty */
+    /* heads share a tile only where the rows of one head would leave it half empty */
     if (lists_shared && plan->row_queries <= plan->tile_queries / problem->group) plan->shared_heads = problem->group;
     plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
     for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
@@ -365,14 +372,15 @@ void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const b
 
 void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
     ba_plan_lay_out_gradients(plan, problem, tuning);
-    /* not by the number of columns, which is that of the batch's longest sequence: sums would depend on it */
+    /* The number of columns may not enter here: it is that of the longest sequence of the batch, and the order of sums would depend on it. */
     const int64_t most = ba_min(tuning->by_block_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
     plan->group_tiles = ba_max(1, most);
     plan->items = 0;
     for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
 }
 
-static int64_t lay_out(const ba_plan *plan, int threads, char *base, ba_item **item, uint64_t **bitmaps) {
+/* Hands out the parts of the plan's memory at `base` and returns its size; with base NULL, only the size counts. */
+static int64_t lay_out_plan(const ba_plan *plan, int threads, char *base, ba_item **item, uint64_t **bitmaps) {
     int64_t used = 0;
     *item = (ba_item *)ba_take(base, &used, plan->items * (int64_t)sizeof(ba_item));
     *bitmaps = (uint64_t *)ba_take(base, &used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
@@ -382,13 +390,13 @@ static int64_t lay_out(const ba_plan *plan, int threads, char *base, ba_item **i
 int64_t ba_plan_bytes(const ba_plan *plan, int threads) {
     ba_item *item;
     uint64_t *bitmaps;
-    return lay_out(plan, threads, NULL, &item, &bitmaps);
+    return lay_out_plan(plan, threads, NULL, &item, &bitmaps);
 }
 
 ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     const ba_problem *problem = plan->problem;
     survey s = {.plan = plan, .lock = PTHREAD_MUTEX_INITIALIZER};
-    lay_out(plan, threads, memory, &plan->item, &s.bitmaps);
+    lay_out_plan(plan, threads, memory, &plan->item, &s.bitmaps);
     int64_t n = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
         const int64_t tiles = tiles_of_batch(plan, b), parts = ba_plan_parts(plan, b), heads = heads_of_item(plan, b);
