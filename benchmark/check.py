@@ -8,7 +8,7 @@ import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 from blitz_attn import reference
-from blitz_attn import sabi as lists
+from blitz_attn._sabi.lists import signed
 
 RTOL, ATOL = 0.01, 0.001  # upstream's
 ALL_ROWS_UP_TO = 1 << 23  # query-key pairs of all heads: below this every row is checked
@@ -39,7 +39,7 @@ def reference_rows(
     options = {"scale": scale, "dtype": dtype}
     if rows.size == s_q:
         return reference.block_sparse_attention(q, k, v, sabi, block_shape=block_shape, causal=causal, **options)
-    picked = None if sabi is None else lists.signed(sabi)[:, :, rows // block_shape[0]]
+    picked = None if sabi is None else signed(sabi)[:, :, rows // block_shape[0]]
     if not causal:  # one query a block: the rows become a problem of their own
         return reference.block_sparse_attention(q[:, :, rows], k, v, picked, block_shape=(1, block_shape[1]), **options)
     parts = []

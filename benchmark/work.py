@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
-from blitz_attn import sabi as lists
+from blitz_attn._sabi.lists import signed
 
 
 def pair_areas(s_q: int, s_kv: int, block_shape: Sequence[int], causal: bool = False) -> np.ndarray:
@@ -32,7 +32,7 @@ def dense_pairs(s_q: int, s_kv: int, causal: bool = False) -> int:
 def kept_pairs(sabi: np.ndarray, s_q: int, s_kv: int, block_shape: Sequence[int], causal: bool = False) -> float:
     """Query-key pairs that a block list keeps, a head: the mean over the heads (and batches) that it lists."""
     areas = pair_areas(s_q, s_kv, block_shape, causal)
-    columns = lists.signed(sabi)
+    columns = signed(sabi)
     picked = np.take_along_axis(np.broadcast_to(areas, (*columns.shape[:-2], *areas.shape)), np.maximum(columns, 0), axis=-1)
     return float(np.where(columns >= 0, picked, 0).sum(axis=(-1, -2)).mean())
 
