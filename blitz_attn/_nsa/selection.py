@@ -141,7 +141,7 @@ def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], batch: in
     rows = sum(map(rules.rows, lengths))
     shapes = [(head, rows) if packed else (batch, head, rows) for head in heads]
     if lists.ndim != len(shapes[0]) + 1 or lists.shape[:-1] not in shapes:
-        raise ValueError(f"block_indices: expected shape {' or '.join(map(str, shapes))} with n more, got {lists.shape}")
+        raise ValueError(f"block_indices: expected shape {' or '.join(f'({str(shape)[1:-1]}, n)' for shape in shapes)}, got {lists.shape}")
     lists = lists.astype(np.int32 if lists.dtype.itemsize < 8 else np.int64, copy=False)
     if ((lists[..., 1:] != -1) & (lists[..., :-1] == -1)).any():  # entries after a row's first -1 do not count
         lists = np.where(np.logical_or.accumulate(lists == -1, axis=-1), lists.dtype.type(-1), lists)
@@ -151,11 +151,11 @@ def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], batch: in
             part = lists[..., at : min(at + (1 << 14), end), :]
             if part.size and (part.min() < -1 or part.max() >= blocks):
                 wrong = part[(part < -1) | (part >= blocks)][0]
-                raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1}, or -1 behind them, got {wrong}")
+                raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1}, or -1 after them, got {wrong}")
             ordered = np.sort(part, axis=-1)
             twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
             if twice.any():
-                raise ValueError(f"block_indices: expected every block once in a row, got {ordered[..., 1:][twice][0]} twice")
+                raise ValueError(f"block_indices: expected each block once per row, got {ordered[..., 1:][twice][0]} twice")
     return lists
 
 

@@ -28,7 +28,7 @@ __all__ = ["block_sparse_attention_backward", "dense_same_precision_backward"]
 
 
 def _outer_sum(weights: np.ndarray, rows: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
-    """weights.T @ rows in which a NaN or inf of a row reaches only what its weights see."""
+    """weights.T @ rows in which a NaN or infinity of a row reaches only results whose weight sees the row."""
     nonfinite = np.flatnonzero(~np.isfinite(rows).all(axis=1))
     if nonfinite.size == 0:
         return weights.T @ rows
@@ -42,7 +42,7 @@ def _outer_sum(weights: np.ndarray, rows: np.ndarray, seen: np.ndarray | None) -
 
 
 def _strip_gradients(q, k, v, dout, lse, delta, seen, scale, name):
-    """(dq, dk, dv) that a strip of queries and some keys give each other. `name`: the precision that every matrix is rounded to."""
+    """(dq, dk, dv) of a strip of queries and some keys. `name`: the precision that every matrix is rounded to."""
     number = q.dtype.type
     s = round_in_float32(q @ k.T * number(scale), name)
     p = np.exp(s - lse[:, None])
@@ -59,7 +59,7 @@ def _strip_gradients(q, k, v, dout, lse, delta, seen, scale, name):
 
 
 def _head_gradients(tensors, seq: SequenceParts, rows, block_shape, rules: Rules, scale, name, sums):
-    """dq of one head; what it adds to its KV head's gradients goes into `sums`, (dk, dv)."""
+    """dq of one head. Its contributions to the gradients of its KV head are added to `sums`, (dk, dv)."""
     q, k, v, dout, lse, delta = tensors
     dq = np.zeros_like(q)
     block_q, block_kv = block_shape
@@ -72,7 +72,7 @@ def _head_gradients(tensors, seq: SequenceParts, rows, block_shape, rules: Rules
         for first, last in strips(band_first, band_last, keys.size):
             low, high = rules.bounds(np.arange(first, last) + seq.kv_len - seq.q_len)
             pick = keys[(keys >= low[0]) & (keys <= high[-1])]
-            queries = np.arange(first, last)[lse[first:last] != -np.inf]  # the others attended nothing
+            queries = np.arange(first, last)[lse[first:last] != -np.inf]  # the other queries attended no key
             if pick.size == 0 or queries.size == 0:
                 continue
             seen = (pick >= low[queries - first, None]) & (pick <= high[queries - first, None])
@@ -92,7 +92,7 @@ def _numbers_by_sequence(x: np.ndarray, layout: str, sequences: list[SequencePar
 
 
 def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, name):
-    """Shared body of the twins. `tensors`: dout, q, k, v, out; `numbers`: lse and dlse, which may be None."""
+    """The common body of the twins. `tensors`: dout, q, k, v, out; `numbers`: lse and dlse, which may be None."""
     dout, q, k, v, out = tensors
     block_q, block_kv = (int(n) for n in block_shape)
     if min(block_q, block_kv) < 1:

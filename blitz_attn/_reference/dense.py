@@ -17,7 +17,7 @@ from .._sabi import lists
 
 __all__ = ["block_sparse_attention", "dense_same_precision", "merge_states", "merge_states_n", "round_to", "to_float64"]
 
-_STRIP_ELEMENTS = 1 << 22  # scores held at a time: 32 MiB of float64
+_STRIP_ELEMENTS = 1 << 22  # most scores in memory at a time: 32 MiB of float64
 
 
 # ---- Precision -------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _strip(
     lse = (top + np.log(total))[:, 0]
     if name in ("float64", "float32"):
         out = _weighted_sum(p, v, seen) / total
-    else:  # frameworks normalise before they round P
+    else:  # frameworks normalise P before they round it
         out = round_in_float32(_weighted_sum(round_in_float32(p / total, name), v, seen), name)
     return np.where(total == 0, q.dtype.type(0), out), lse
 
@@ -313,7 +313,7 @@ def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shap
 
 
 def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, return_lse, out):
-    """Shared body of the twins: `tensors` are float64 or float32, `name` the precision to imitate."""
+    """The common body of the twins. `tensors` are float64 or float32; `name` is the precision that is imitated."""
     q, k, v = tensors
     block_q, block_kv = (int(n) for n in block_shape)
     if min(block_q, block_kv) < 1:
@@ -351,7 +351,7 @@ def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, ret
 
 
 def written(result: np.ndarray, out: Any) -> Any:
-    """The result, in `out` where that is given."""
+    """The result, written into `out` where that is given."""
     if out is None:
         return result
     out[...] = result

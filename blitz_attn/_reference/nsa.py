@@ -21,7 +21,7 @@ BRANCHES = ("compressed", "selected", "window")
 
 
 class NSAGradients(NamedTuple):
-    """Gradients of the arrays that `nsa` was given; None for one that it was not."""
+    """Gradients of the arrays that `nsa` was given; None for an array that it was not given."""
 
     dq: Any
     dk: Any
@@ -34,7 +34,7 @@ class NSAGradients(NamedTuple):
 
 @dataclass
 class Kept:
-    """What one sequence leaves for its gradient: arrays are (heads, tokens, dim), those of `out` and `lse` one a branch."""
+    """What is kept of one sequence for its gradient. Arrays are (heads, tokens, dim); `out` and `lse` have one per branch."""
 
     q: Array
     k: Array
@@ -50,7 +50,7 @@ class Kept:
 
 @dataclass
 class NSAContext:
-    """What `nsa` leaves for `nsa_backward`."""
+    """What `nsa` keeps for `nsa_backward`."""
 
     how: core.Selector
     window: int
@@ -59,7 +59,7 @@ class NSAContext:
     weights: dict[str, Array | None]  # w_k_compress, w_v_compress, gate_proj_weight
     given_gates: bool
     name: str  # the precision that was imitated
-    dtype: Any  # what uint16 bits hold
+    dtype: Any  # the dtype whose bits uint16 arrays hold
     shapes: list[tuple[int, ...]]  # of q, k, v
     shape: tuple[int, ...]  # of the result
     sequences: list[Kept]
@@ -96,7 +96,7 @@ def _check_gates(gates: Any, gate_proj_weight: Any, q: Array) -> None:
 
 
 def _check_routing(indices: Any, how: core.Selector, q: Array, kv_heads: int, offsets: list[int] | None) -> list[Array]:
-    """The rows of each sequence, found to name every block at most once and only blocks that there are."""
+    """The rows of each sequence, checked: a row names only blocks that exist, and each at most once."""
     indices = np.asarray(indices)
     if indices.dtype.kind not in "iu":
         raise TypeError(f"block_indices: expected integers, got {indices.dtype}")
@@ -142,7 +142,7 @@ def _turned(x: Array) -> Array:
 
 
 def _run(q, k, v, name: str, options: dict[str, Any]) -> tuple[Array, NSAContext]:
-    """Forward in the precision `name`; routing is always found in float64."""
+    """Forward in the precision `name`; the selection is always computed in float64."""
     o = options
     dtype = o["dtype"]
     how = core.selector(

@@ -1,8 +1,8 @@
-"""What the float64 twins of native sparse attention are made of: sequences, the three branches, compression, scores, gates.
+"""The parts of the float64 twins of native sparse attention: sequences, the three branches, compression, scores, gates.
 
-One sequence is (heads, tokens, dim) and its scores are (KV heads, group, queries, keys). Every branch is the same softmax
-over keys that some rule lets a query see; a branch is its rule, told a strip of queries at a time. Arrays are float64, or
-float32 where a twin imitates a program of lower precision; `Rounding` is then what that program does to every result.
+One sequence is (heads, tokens, dim), and its scores are (KV heads, group, queries, keys). Every branch is the same softmax
+over the keys that its rule lets a query see; a rule is an iterator of `Strip`, one per strip of queries. Arrays are float64, or
+float32 where a twin imitates a program of lower precision; a `Rounding` is then applied to every intermediate result.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from .._arrays import integer
 from .dense import round_in_float32
 
-_STRIP_ELEMENTS = 1 << 22  # scores held at a time: 32 MiB of float64
+_STRIP_ELEMENTS = 1 << 22  # most scores in memory at a time: 32 MiB of float64
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block: upstream's
 
 Rounding = Callable[[np.ndarray], np.ndarray]
 
 
 def rounding_of(name: str) -> Rounding:
-    """What a program that computes in dtype `name` does to each intermediate array, which is float64 or float32 here."""
+    """The rounding that a program in dtype `name` applies to each intermediate array, which is float64 or float32 here."""
     return lambda x: x if x.dtype == np.float64 else round_in_float32(x, name)
 
 
@@ -40,7 +40,7 @@ def cuts(cu_seqlens: Any, total: int, name: str = "cu_seqlens") -> list[int]:
 
 
 def block_count(tokens: int, block_size: int, stride: int) -> int:
-    """Complete blocks of a sequence."""
+    """Number of complete blocks of a sequence."""
     return 0 if tokens < block_size else (tokens - block_size) // stride + 1
 
 
@@ -56,7 +56,7 @@ def split(x: np.ndarray, offsets: list[int] | None) -> list[np.ndarray]:
 
 
 def join(parts: list[np.ndarray], packed: bool, empty: tuple[int, ...]) -> np.ndarray:
-    """The way back; `empty` is the shape where there is no sequence."""
+    """The inverse of `split`. `empty` is the shape of the result where there is no sequence."""
     if not parts:
         return np.zeros(empty)
     turned = [x.swapaxes(0, 1) for x in parts]
@@ -67,7 +67,7 @@ def default_scale(scale: float | None, q: np.ndarray) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
-# ---- Softmax over what a rule lets be seen --------------------------------------------------------------------------
+# ---- Softmax over the keys that a rule allows -----------------------------------------------------------------------
 
 
 class Strip(NamedTuple):
@@ -110,7 +110,7 @@ def _weighted_sum(p: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, strips: Iterator[Strip], scale: float, r: Rounding
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(heads, n, dim_v) output and (heads, n) log-sum-exp of one sequence; queries that see nothing: 0 and -inf."""
+    """(heads, n, dim_v) output and (heads, n) log-sum-exp of one sequence; queries that see no key get 0 and -inf."""
     kv_heads = k.shape[0]
     q4 = grouped(q, kv_heads)
     out, lse = np.zeros((*q4.shape[:3], v.shape[2]), q.dtype), np.full(q4.shape[:3], -np.inf, q.dtype)
@@ -159,9 +159,9 @@ def attend_backward(
 def compressed_strips(
     rows: int, heads: int, blocks: int, block_size: int, stride: int, mode: str, causal: bool, kept: np.ndarray | None = None, tile: int = 1
 ) -> Iterator[Strip]:
-    """Blocks that a query may see: paper, those that end at or before it; mslk, those that begin there.
+    """Blocks that a query may see. paper: blocks that end at or before it; mslk: blocks that begin at or before it.
 
-    `kept` (KV heads, group, tiles, groups of blocks) leaves only those groups, a tile of queries at a time.
+    `kept` (KV heads, group, tiles, groups of blocks) restricts each tile of queries to the groups that are True.
     """
     begin = np.arange(blocks) * stride
     last = begin + block_size - 1 if mode == "paper" else begin
@@ -185,14 +185,14 @@ def selected_strips(indices: np.ndarray, rows: int, heads: int, kv_heads: int, b
         member = np.zeros((*listed.shape[:2], blocks + 1), bool)
         np.put_along_axis(member, np.where(listed < 0, blocks, listed), True, axis=-1)
         member = grouped(member[..., :blocks], kv_heads)
-        wanted: np.ndarray = np.logical_or.reduce(member, axis=(0, 1, 2))
-        keys = where[wanted[where // block_size]]
+        listed_by_any: np.ndarray = np.logical_or.reduce(member, axis=(0, 1, 2))
+        keys = where[listed_by_any[where // block_size]]
         seen = member[..., keys // block_size]
         yield Strip(strip, keys, seen & (keys <= at[:, None]) if causal else seen)
 
 
 def window_strips(rows: int, heads: int, window: int, causal: bool) -> Iterator[Strip]:
-    """`window` keys up to the query itself; not causal: half as many before and after it, and itself."""
+    """`window` keys that end with the query itself; not causal: half as many before it, as many after it, and itself."""
     before, after = (window - 1, 0) if causal else (window // 2, window // 2)
     for strip in _row_strips(rows, heads, min(rows, 2 * (before + after + 1))):
         at = np.arange(strip.start, strip.stop)[:, None]
@@ -234,7 +234,7 @@ def compress_backward(
 
 
 def at_least(least: int, name: str, value: Any) -> int:
-    """`value` as the integer that it is, from `least` on."""
+    """The integer `value`, which must be at least `least`."""
     number = integer(value, name)
     if number < least:
         raise ValueError(f"{name}: expected {'a positive number' if least else '0 or more'}, got {number}")
@@ -255,10 +255,10 @@ def check_weight(name: str, w: Any, heads: int, dim: int) -> None:
 
 
 class Selector(NamedTuple):
-    """How blocks are chosen."""
+    """The rules by which blocks are selected."""
 
     mode: str
-    block_size: int  # tokens a compressed block
+    block_size: int  # tokens per compressed block
     stride: int
     select_block_size: int
     causal: bool
@@ -279,12 +279,13 @@ class Selector(NamedTuple):
         return sorted(counts.items())
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that can be selected: mslk, those that have a compressed key; paper, all that begin within the sequence."""
+        """Number of blocks that can be selected. mslk: complete blocks; paper: all blocks that begin within the sequence."""
         return tokens // self.block_size if self.mode == "mslk" else -(-tokens // self.select_block_size)
 
 
 def sequence_scores(q: np.ndarray, k_cmp: np.ndarray, how: Selector, scale: float) -> np.ndarray:
-    """(heads, tiles, blocks) in mslk mode, (KV heads, tokens, blocks) in paper mode: -inf cannot, +inf must be selected."""
+    """(heads, tiles, blocks) in mslk mode, (KV heads, tokens, blocks) in paper mode. A block with -inf cannot be selected, one
+    with +inf must be."""
     tokens, kv_heads = q.shape[1], k_cmp.shape[0]
     blocks, rows = how.blocks(tokens), -(-tokens // how.tile)
     if how.mode == "mslk":

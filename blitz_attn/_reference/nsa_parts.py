@@ -95,7 +95,7 @@ def score_blocks(
     q, k_cmp, num_selected_blocks, compress_block_size, *, causal=True, q_tile_size=256, scale=None, cu_seqlens=None, mode="paper",
     compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, dtype=None,
 ):  # fmt: skip
-    """Scores by which `score_and_select_blocks` chooses, one array a sequence.
+    """Scores by which `score_and_select_blocks` selects, one array per sequence.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ def score_and_select_blocks(
 
 
 def _forward(q, k, v, key_cuts, cu_seqlens, scale, strips, return_lse, dtype):
-    """A branch over all sequences: `strips(sequence, queries, heads, keys, KV heads)` tells its rule."""
+    """A branch over all sequences: `strips(sequence, queries, heads, keys, KV heads)` is its rule."""
     q, k, v = (to_float64(x, dtype) for x in (q, k, v))
     offsets = None if cu_seqlens is None else cuts(cu_seqlens, q.shape[0])
     inner = None if offsets is None else key_cuts(offsets)

@@ -116,7 +116,7 @@ def gather(cache: Any, scale: Any, kv_layout: str, kv_dtype: Any, pages: np.ndar
 
 @dataclass
 class _Options:
-    """What the paged twins share beside their arrays."""
+    """Arguments that the paged twins have in common, beside their arrays."""
 
     scale: float | None
     kv_layout: str
@@ -156,13 +156,13 @@ def _list_of(selected: Any, counts: Any, batch: int, row: int, pages: int) -> np
 
 
 def _add_sinks(out: np.ndarray, lse: np.ndarray, sinks: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The softmax with one more score a head, which has no value."""
+    """The softmax with one more score per head, which has no value."""
     with_sink = np.logaddexp(lse, np.asarray(sinks, np.float64))
     return out * np.exp(lse - with_sink)[..., None], with_sink
 
 
 def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Options, name: str, return_lse: bool, out: Any):
-    """Shared body of the twins; `name` is the precision to imitate."""
+    """The common body of the twins; `name` is the precision that is imitated."""
     wide = to_float64(q, o.dtype)
     requests = _requests(wide, k_cache, v_cache, block_tables, seq_lens, o)
     page_size, kv_heads = by_token(k_cache, o.kv_layout).shape[1:3]
@@ -180,7 +180,7 @@ def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Opti
             q_b, k_b, v_b = (x.astype(real) for x in (r.q, r.k, r.v))
             for row in range(rows):
                 h = slice(row * shared, (row + 1) * shared)
-                queries = q_b[h].swapaxes(0, 1).reshape(r.q_len * shared, q_b.shape[2])  # heads of a token stand together
+                queries = q_b[h].swapaxes(0, 1).reshape(r.q_len * shared, q_b.shape[2])  # the heads of a token are adjacent
                 listed = None if selected is None else _list_of(selected, counts, b, row, -(-r.kv_len // page_size))
                 g = h.start // group
                 o_row, lse_row = attend_head(

@@ -24,7 +24,7 @@ def _put(array: np.ndarray, at: tuple, values: np.ndarray) -> None:
 
 
 def _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, dtype):
-    """Writes page summaries: `summaries` maps ``"max"``, ``"min"`` and ``"mean"`` to the arrays that are wanted."""
+    """Writes page summaries: `summaries` maps ``"max"``, ``"min"`` and ``"mean"`` to the arrays to write."""
     cache = np.asarray(k_cache)
     page_size = cache.shape[1 if kv_layout == "NHD" else 2]
     starts = np.zeros(len(seq_lens), int) if start_lens is None else np.asarray(start_lens)
@@ -178,7 +178,7 @@ def _choose(scores: np.ndarray, slots: int, sink: int, recent: int, ascending: b
 def _select(
     scores: list[np.ndarray], width: int, sink: int, recent: Any, ascending: bool = False, slots: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(selected, counts) of all rows; `slots` are the places that each request may fill, where not all."""
+    """(selected, counts) of all rows. `slots`: the number of places that each request may fill; None: all."""
     rows = scores[0].shape[0] if scores else 0
     selected, counts = np.full((len(scores), rows, width), -1, np.int32), np.zeros((len(scores), rows), np.int32)
     for b, request in enumerate(scores):
@@ -189,7 +189,7 @@ def _select(
 
 
 def _unsummarised(seq_lens: Any, since: Any, size: int) -> np.ndarray:
-    """Pages of each request that were not complete `since` tokens ago, when their summaries were made; 0 where that is -1."""
+    """Number of pages of each request that were not complete `since` tokens ago, when their summaries were made; 0 where that is -1."""
     lengths = np.asarray(seq_lens, np.int64)
     since = np.broadcast_to(np.asarray(since), lengths.shape)
     return np.where(since < 0, 0, -(-lengths // size) - np.maximum(lengths - since, 0) // size)
