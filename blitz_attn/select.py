@@ -146,7 +146,7 @@ def _rules_of(chooser: Any) -> tuple[str, int, int, str, bool]:
 
 
 def _budget_of(**given: Any) -> tuple[str, np.ndarray]:
-    """The one budget that is given: its name, and its numbers, one or one a head."""
+    """The one budget that is given: its name, and its numbers, one or one per head."""
     named = [name for name in _BUDGETS if given[name] is not None]
     if len(named) != 1:
         raise ValueError(f"density, top_p, threshold, top_k: expected exactly one of them, got {' and '.join(named) or 'none'}")
@@ -157,7 +157,7 @@ def _budget_of(**given: Any) -> tuple[str, np.ndarray]:
         if numbers.dtype.kind not in "fiu":
             raise TypeError(f"{name}: expected numbers, got {numbers.dtype}")
         if numbers.ndim > 1:
-            raise ValueError(f"{name}: expected a number, or one a head, got shape {numbers.shape}")
+            raise ValueError(f"{name}: expected a number, or one per head, got shape {numbers.shape}")
         return name, np.array(numbers, np.float64).reshape(-1)
     return name, np.array([_arrays.integer(value, name) if name == "top_k" else _arrays.number(value, name)], np.float64)
 
@@ -213,11 +213,11 @@ def select_blocks_prefill(
         they are more, the share is exceeded. With a number a head, each head has its own share.
     top_p : float or sequence of float, optional
         Each row keeps its fewest best blocks that hold this much of its scores, forced blocks first: from above 0 to 1. One
-        number, or one a head.
+        number, or one per head.
     threshold : float or sequence of float, optional
-        Each row keeps the blocks that score at least this: from above 0 to 1. One number, or one a head.
+        Each row keeps the blocks that score at least this: from above 0 to 1. One number, or one per head.
     top_k : int or sequence of int, optional
-        Each row keeps this many blocks, forced ones among them, or all where it sees fewer. One number, or one a head.
+        Each row keeps this many blocks, forced ones among them, or all where it sees fewer. One number, or one per head.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys; pass the same to `block_sparse_attention`. Smaller blocks keep a
         model's quality better at the same density.

@@ -238,53 +238,59 @@ BA_API ba_status ba_select_blocks(const ba_select_args *args);
 
 /* ---- Choosing blocks for block-sparse attention --------------------------------------------------------------- */
 
-/* How blocks of keys are scored for blocks of queries. Rows (of a few queries, or one) score groups of keys; a softmax over the groups that a row may
- * see, summed over the groups of a block, is the row's share of the block; the largest or the mean of the shares of a block's rows is its score, and
- * the scores of a row of blocks are divided by their sum. */
+/* How blocks of keys are scored for a block of queries. A row (one query, or a few pooled ones) has a product with each group of keys (one key, or a
+ * few pooled ones). Softmax over the groups that the row may see turns the products into weights; the sum of the weights of a block's groups is the
+ * row's share of the block. The score of a block of keys is the largest, or the mean, of the shares that the rows of a block of queries have of it.
+ * The scores for each block of queries are finally divided by their sum. */
 typedef enum ba_chooser {
-    BA_CHOOSER_POOLED,         /* pool_q queries against pool_k keys: their mean, and a bound from the keys' range; see ba_chooser_term */
-    BA_CHOOSER_ANTIDIAGONAL,   /* pool_q = pool_k tokens: the sum of the products along the antidiagonal, divided by pool_q */
-    BA_CHOOSER_SAMPLED_ROWS,   /* pool_q queries of each block, the last of each of so many parts, against every key */
-    BA_CHOOSER_VERTICAL_SLASH, /* the last pool_q queries of a sequence against every key: mass of its keys and of distances between query and key */
+    BA_CHOOSER_POOLED,         /* a row is pool_q queries and a group pool_k keys; ba_chooser_term says what their product is */
+    BA_CHOOSER_ANTIDIAGONAL,   /* rows and groups of pool_q = pool_k tokens: the mean of the products along the antidiagonal of each row and group */
+    BA_CHOOSER_SAMPLED_ROWS,   /* pool_q queries per block, the last of each of pool_q equal parts of it, against every key */
+    BA_CHOOSER_VERTICAL_SLASH, /* the last pool_q queries of a sequence against every key. A block's score is the attention mass of its keys, plus
+                                * that of its distances between query and key */
 } ba_chooser;
 
 typedef enum ba_chooser_term {
     BA_TERM_MEAN,  /* mean query . mean key */
-    BA_TERM_BOUND, /* max(mean query, 0) . largest key + min(mean query, 0) . smallest key, by channel */
-    BA_TERM_BOTH,  /* the mean of the two */
+    BA_TERM_BOUND, /* max(mean query, 0) . largest + min(mean query, 0) . smallest, the largest and smallest element of each channel of the keys */
+    BA_TERM_BOTH,  /* the mean of these two */
 } ba_chooser_term;
 
-/* Which blocks are kept beside those that always are. A row's tail at a block is the sum of the scores of this block and of those behind it, where
- * the blocks that are not always kept stand by falling score. */
+/* Which blocks are kept in addition to those that are always kept. Sort the blocks of a row that are not always kept by falling score: the tail of a
+ * block is the sum of its score and of all scores behind it. */
 typedef enum ba_budget {
-    BA_BUDGET_DENSITY,   /* of all rows of a sequence those with the largest tails, as many as make the share of the blocks that may be seen */
-    BA_BUDGET_TOP_P,     /* a tail above 1 - p: the fewest blocks that hold p of the row's scores */
-    BA_BUDGET_THRESHOLD, /* a score of at least this */
-    BA_BUDGET_TOP_K,     /* so many a row */
+    BA_BUDGET_DENSITY,   /* the blocks with the largest tails among all rows of a sequence, so many that this share of the visible blocks is kept */
+    BA_BUDGET_TOP_P,     /* the blocks whose tail is above 1 - p, which are the fewest that hold p of the row's scores */
+    BA_BUDGET_THRESHOLD, /* the blocks with at least this score */
+    BA_BUDGET_TOP_K,     /* the blocks with the highest scores, so many that each row keeps this number of blocks in all */
 } ba_budget;
 
 typedef struct ba_select_prefill_args {
-    ba_block_sparse_args call; /* all but v, out, lse, blocks and what routes lists, none of which is looked at */
+    ba_block_sparse_args
+        call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_begin, key_stride, key_last are not read */
     ba_chooser chooser;
-    int64_t pool_q, pool_k; /* by chooser; they divide block_q and block_kv. Where they are not said above, 1 */
+    int64_t pool_q, pool_k; /* tokens or rows, as the chooser says, 1 where it names neither. They must divide block_q and block_kv, but not for
+                             * BA_CHOOSER_VERTICAL_SLASH */
     ba_chooser_term term;   /* BA_CHOOSER_POOLED only */
-    int largest;            /* of a block's rows, else their mean */
+    int largest;            /* 1: the largest share of a block's rows is its score. 0: their mean */
     ba_budget budget;
-    ba_tensor budgets;                                 /* float64 (1,), or (lists,): a number a list of blocks of a sequence */
-    int64_t sink, last_columns, first_rows, last_rows; /* blocks at the borders: columns, and rows of all that may be seen, that are always kept */
-    int64_t recent;                                    /* columns always kept on the diagonal and, beyond 1, before it */
-    int per_kv_head;                                   /* a list a KV head, from the mean of its heads' scores; else a list a head */
+    ba_tensor budgets; /* float64 (1,), or (lists,), one number per list */
+    int64_t sink, last_columns, first_rows,
+        last_rows;    /* always kept: the first and last columns of a sequence; all visible blocks of its first and last rows */
+    int64_t recent;   /* always kept: with 1 the columns that the diagonal crosses, with more also recent - 1 columns before them */
+    int per_kv_head;  /* 1: one list per KV head, from the mean score of its query heads. 0: one list per query head */
     ba_tensor kept;   /* written: int64 (B, lists, rows, words), with ceil(columns / 64) words: column c of a row is kept where bit c % 64 of word
                        * c / 64 is set */
     ba_tensor counts; /* written: int32 (B, lists, rows) */
-    ba_tensor scores; /* not given, or written: float32 (B, lists, rows, columns); 0 where a row may not look */
+    ba_tensor scores; /* not given, or written: float32 (B, lists, rows, columns); 0 where a row sees no key of the column */
 } ba_select_prefill_args;
 
 #define BA_SELECT_PREFILL_ARGS_INIT {.call = BA_BLOCK_SPARSE_ARGS_INIT, .pool_q = 1, .pool_k = 1, .largest = 1}
 
 BA_API ba_status ba_select_prefill(const ba_select_prefill_args *args);
 
-/* The same blocks as index lists: `lists` (B, H, rows, W) uint16, int16, int32 or int64, H a multiple of kept's, W no less than the longest row. */
+/* Writes the blocks that are `kept` as index lists, for `blocks` of ba_block_sparse_args: `lists` is (B, H, rows, W), uint16, int16, int32 or int64.
+ * H is a multiple of the number of lists in `kept`; W is at least the largest of `counts`. */
 BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_tensor *lists);
 
 /* ---- Native sparse attention: the steps around its three attention branches ----------------------------------- */

@@ -1,4 +1,4 @@
-/* From scores to what is kept. */
+/* Decides from the scores which blocks are kept. */
 #include <string.h>
 
 #include "ops/check.h"
@@ -14,11 +14,12 @@ ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row
 
 /* ---- Rows ------------------------------------------------------------------------------------------------------- */
 
-/* The place of a row's first element in kept, counts or scores. */
+/* The offset of a row's first element in kept, counts or scores. */
 static int64_t place_of(const ba_tensor *t, int64_t batch, int64_t list, int64_t row) {
     return batch * t->strides[0] + list * t->strides[1] + row * t->strides[2];
 }
 
+/* The tails of a row, [column]. */
 static float *tails_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) {
     const int64_t rows = ba_ceil_div(ba_q_span(&c->p, batch).valid, c->p.block_q);
     return c->tails + c->tails_begin[batch] + (list * rows + row) * ba_prefill_columns(c, batch);
@@ -48,6 +49,7 @@ static void keep_run(const kept_row *r, int64_t begin, int64_t end) {
         if (!is_kept(r, b)) keep(r, b);
 }
 
+/* Keeps the blocks of a row that are always kept. */
 static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, int64_t row, ba_range seen) {
     const ba_select_prefill_args *a = c->args;
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, kv_valid = ba_kv_span(&c->p, batch).valid;
@@ -66,9 +68,9 @@ static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, i
 
 /* ---- Order ------------------------------------------------------------------------------------------------------ */
 
-enum { FEW = 32, BYTE = 256 };
+enum { FEW = 32, BYTE = 256 }; /* keys that are sorted by insertion; values of a byte */
 
-/* Bits of scores, which are not negative, rise as they do; turned around they fall. */
+/* A key that is smaller for a higher score: the bits of a number that is not negative, read as an integer, rise with the number. */
 static uint32_t falling_key(float score) {
     uint32_t bits;
     memcpy(&bits, &score, sizeof bits);
@@ -89,7 +91,8 @@ static void sort_few(uint32_t *keys, int32_t *order, int64_t n) {
     }
 }
 
-/* By rising keys; equal ones stay in order. Radix sort, a byte at a time: four passes end where they began. */
+/* Sorts s->order by rising s->keys; blocks with equal keys stay in order. It is a radix sort, byte by byte: after four passes the result is back in
+ * the arrays that it began in. */
 static void sort_by_keys(const ba_strip_scratch *s, int64_t n) {
     if (n <= FEW) {
         sort_few(s->keys, s->order, n);
@@ -123,6 +126,7 @@ static void sort_by_keys(const ba_strip_scratch *s, int64_t n) {
 
 /* ---- Budgets of a row ------------------------------------------------------------------------------------------- */
 
+/* The budget of a list: the list's own number, or the one that all lists share. */
 static double budget_of(const ba_prefill *c, int64_t list) {
     const ba_tensor *t = &c->args->budgets;
     return ((const double *)t->data)[t->dims[0] > 1 ? list * t->strides[0] : 0];
@@ -160,11 +164,11 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     }
     if (n == 0) return;
     sort_by_keys(s, n);
-    int64_t kept = 0; /* of the n in order */
+    int64_t kept = 0; /* how many of the n sorted blocks, from the first on, are kept */
     double tail = 0;
     if (a->budget == BA_BUDGET_TOP_K) kept = ba_min(n, ba_max(0, (int64_t)budget - *r.count));
     else
-        for (int64_t i = n - 1; i >= 0; i--) { /* from the least on: then no tail is lost in a larger one */
+        for (int64_t i = n - 1; i >= 0; i--) { /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
             tail += (double)scores[s->order[i]];
             if (tails) tails[s->order[i]] = (float)tail;
             else if (kept == 0 && tail > 1 - budget) kept = i + 1;
@@ -180,7 +184,7 @@ static uint32_t bits_of(float tail) {
     return bits;
 }
 
-/* Calls `statement` with `tail` for every block of the lists that is not always kept, in order. */
+/* Runs `statement`, with `bits`, `list`, `row` and `b` set, for every block of the lists that is not always kept, in the order of memory. */
 #define EACH_TAIL(statement)                                                                                                                         \
     for (int64_t list = first; list < first + lists; list++)                                                                                         \
         for (int64_t row = 0; row < c->p.block_rows; row++) {                                                                                        \
@@ -193,32 +197,32 @@ static uint32_t bits_of(float tail) {
             }                                                                                                                                        \
         }
 
-/* The bin, from the last down, in which the `wanted`-th number is; `wanted` becomes how many of it that takes. */
-static uint32_t bin_of(const int64_t *bins, int64_t *wanted) {
+/* Counting from the last bin down, the bin that holds number *places. *places becomes how many numbers of that bin are needed. */
+static uint32_t bin_of(const int64_t *bins, int64_t *places) {
     uint32_t bin = BA_BUDGET_BINS - 1;
-    for (; bins[bin] < *wanted; bin--) *wanted -= bins[bin];
+    for (; bins[bin] < *places; bin--) *places -= bins[bin];
     return bin;
 }
 
 void ba_budget_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t lists, int64_t *bins) {
-    int64_t all = 0, kept = 0, free = 0;
+    int64_t all = 0, kept = 0;
     for (int64_t list = first; list < first + lists; list++)
         for (int64_t row = 0; row < c->p.block_rows; row++) {
             const ba_range seen = ba_prefill_blocks(c, batch, row);
             all += seen.hi - seen.lo;
             kept += *kept_row_of(c, batch, list, row).count;
         }
-    int64_t wanted = ba_min((int64_t)(budget_of(c, first) * (double)all + 0.5), all) - kept;
-    if (wanted <= 0) return;
+    int64_t places = ba_min((int64_t)(budget_of(c, first) * (double)all + 0.5), all) - kept;
+    if (places <= 0) return;
     memset(bins, 0, BA_BUDGET_BINS * sizeof *bins);
     EACH_TAIL(bins[bits >> 16]++);
-    const uint32_t high = bin_of(bins, &wanted);
+    const uint32_t high = bin_of(bins, &places);
     memset(bins, 0, BA_BUDGET_BINS * sizeof *bins);
     EACH_TAIL(if (bits >> 16 == high) bins[bits & 0xffff]++);
-    const uint32_t least = high << 16 | bin_of(bins, &wanted);
-    free = wanted; /* of those with the least tail */
+    const uint32_t least = high << 16 | bin_of(bins, &places);
+    int64_t ties = places; /* how many blocks with exactly the least tail are kept */
     EACH_TAIL({
-        if (bits < least || (bits == least && free-- <= 0)) continue;
+        if (bits < least || (bits == least && ties-- <= 0)) continue;
         const kept_row r = kept_row_of(c, batch, list, row);
         keep(&r, b);
     });

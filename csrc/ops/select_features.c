@@ -1,17 +1,17 @@
-/* Rows of queries and groups of keys as vectors of reals whose product is the score.
+/* Turns rows of queries and groups of keys into vectors of reals whose product is the score.
  *
- * With a mean query q, and of a group of keys the mean, largest and smallest element of each channel, the bound is
+ * For a mean query q, and the largest and the smallest element of each channel of a group of keys, the bound is
  *
  *     max(q, 0) . largest + min(q, 0) . smallest = q . (largest + smallest) / 2 + |q| . (largest - smallest) / 2,
  *
- * so that mean and bound together are one product of [q, |q|] with what stands here for the group. */
+ * so that the bound, or the mean of it and of q . mean key, is one product of [q, |q|] and a vector of the group. */
 #include <math.h>
 #include <string.h>
 
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
-enum { TOKENS_AHEAD = 32 };
+enum { TOKENS_AHEAD = 32 }; /* how far ahead of the tokens that are pooled other tokens are prefetched, at least */
 
 int64_t ba_features_lay_out(const ba_prefill *c, char *base, ba_features *s) {
     const int64_t dim = ba_round_up(c->p.head_dim, BA_PACK_PAD);
@@ -25,22 +25,24 @@ int64_t ba_features_lay_out(const ba_prefill *c, char *base, ba_features *s) {
     return used;
 }
 
-/* A row of the input as reals, of which only those of the head dim are written. */
+/* Writes a row of the input as head_dim reals. */
 static void widen(const ba_prefill *c, const ba_features *s, void *to, const void *row) {
     const ba_pack_rows_fn pack = c->kernels->cache[c->p.dtype]->pack;
     const void *packed = row;
-    if (pack) pack(s->extremes, &packed, &row, NULL, 1, c->p.head_dim); /* fills up to a multiple of BA_PACK_PAD */
+    if (pack)
+        pack(s->extremes, &packed, &row, NULL, 1,
+             c->p.head_dim); /* pack writes up to a multiple of BA_PACK_PAD reals, for which `to` may have no room */
     memcpy(to, packed, (size_t)(c->p.head_dim * c->real_size));
 }
 
-/* Asks for the rows of n tokens that are to be pooled in a while: a pass over an array that is read once waits for nothing else. */
+/* Prefetches the rows of n tokens that will be pooled later. The array is read once, so reading it from memory is what the time goes into. */
 static void prefetch_tokens(const char *row, int64_t step, int64_t n, int64_t bytes) {
     enum { LINE = 64 };
     for (int64_t i = 0; i < n; i++, row += step)
         for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + at);
 }
 
-/* Mean, and unless NULL largest and smallest element of each channel, of the n rows that s->pointers has. */
+/* Writes the mean and, where not NULL, the largest and the smallest element of each channel of the n rows in s->pointers. */
 static void pool(const ba_prefill *c, const ba_features *s, int64_t n, void *mean, void *largest, void *smallest) {
     const ba_pack_rows_fn pack = c->kernels->cache[c->p.dtype]->pack;
     const void **rows = s->pointers;
@@ -52,7 +54,7 @@ static void pool(const ba_prefill *c, const ba_features *s, int64_t n, void *mea
 }
 
 #define DEFINE_JOIN(real, absolute)                                                                                                                  \
-    /* to = [mean * of_mean + (a + b) * of_bound / 2, (a - b) * of_bound / 2], where it holds the mean. */                                           \
+    /* to = [mean * of_mean + (a + b) * of_bound / 2, (a - b) * of_bound / 2], where `to` holds the mean before. */                                  \
     static void join_range_##real(real *restrict to, const real *restrict a, const real *restrict b, real of_mean, real of_bound, int64_t dim) {     \
         for (int64_t d = 0; d < dim; d++) {                                                                                                          \
             to[d] = (of_mean != 0 ? to[d] * of_mean : 0) + (a[d] + b[d]) * (of_bound / 2);                                                           \
@@ -95,7 +97,7 @@ void ba_features_of_row(const ba_prefill *c, const ba_features *s, int64_t batch
     const int64_t n = ba_min(c->row_tokens, ba_q_span(&c->p, batch).valid - begin);
     for (int64_t i = 0; i < n; i++) s->pointers[i] = ba_query_row(&c->p, &c->p.q, c->p.element_size, batch, head, begin + i);
     switch (c->args->chooser) {
-    case BA_CHOOSER_ANTIDIAGONAL: /* the last token meets the first */
+    case BA_CHOOSER_ANTIDIAGONAL: /* in reverse order, so that the last query is multiplied with the first key */
         memset(to, 0, (size_t)(c->row_tokens * dim * c->real_size));
         for (int64_t i = 0; i < n; i++) widen(c, s, (char *)to + (c->row_tokens - 1 - i) * dim * c->real_size, s->pointers[i]);
         return;

@@ -1,5 +1,6 @@
-/* Vertical and slash lines: what the last queries of a sequence attend, as a mass of each key and a mass of each distance between a query and a key,
- * and the scores of blocks from these. A block's distances, summed over its queries and keys, take four looks into sums of sums. */
+/* Vertical and slash lines. The attention of the last queries of a sequence is summed up for each block of keys (vertical) and for each distance
+ * between a query and a key (slash); the scores of blocks are made of these sums. The sum over all pairs of a query and a key of a block, of the mass
+ * of their distance, takes four reads from an array of sums of sums. */
 #include <math.h>
 #include <string.h>
 
@@ -7,11 +8,11 @@
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
-/* Of one head. Distance d (from the query back to the key) stands at d + behind. */
+/* The sums of one query head. Distance d, from a query back to a key, has index d + behind. */
 typedef struct lines {
-    double *columns;    /* [block of keys] */
-    double *slash;      /* [distance]: sums up to each */
-    double *slash_sums; /* [distance]: sums of those */
+    double *columns;    /* [block of keys]: the mass of the block's keys */
+    double *slash;      /* [distance]: first the mass of each distance, then the sum of all masses up to it */
+    double *slash_sums; /* [distance]: the sum of all elements of slash up to it */
     int64_t behind, distances;
 } lines;
 
@@ -25,7 +26,7 @@ static lines lines_of(const ba_prefill *c, int64_t batch, int64_t here) {
     return l;
 }
 
-/* Adds the weights [key][lane] of some keys, each of the lanes' queries standing one further on. */
+/* Adds `weight` times the weights [key][lane] of keys [begin, end). Lane i is the query at token first_token + i. */
 static void add_weights(const ba_prefill *c, const ba_strip_scratch *s, const lines *l, int64_t rows, int64_t first_token, int64_t begin, int64_t end,
                         double weight) {
     for (int64_t key = begin; key < end; key++) {
@@ -74,7 +75,7 @@ bool ba_lines_find(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     return true;
 }
 
-/* Sum over all distances x up to d of what lies at distances up to x. */
+/* The sum, over all distances x up to d, of the mass of all distances up to x. */
 static double sums_to(const lines *l, int64_t d) {
     const int64_t at = d + l->behind, last = l->distances - 1;
     return at < 0 ? 0 : at <= last ? l->slash_sums[at] : l->slash_sums[last] + (double)(at - last) * l->slash[last];

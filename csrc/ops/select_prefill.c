@@ -1,5 +1,5 @@
-/* Which blocks of keys each block of queries is to attend: groups of keys are brought into the form that scores, rows of queries score them a strip
- * at a time, and each row's budget, or the sequence's, says what is kept. */
+/* Selects the blocks of keys that each block of queries attends. Groups of keys are made first; then rows of queries are multiplied with them, one
+ * strip of rows of blocks after the other; then the budget of each row, or of a whole sequence, decides which blocks are kept. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -13,9 +13,9 @@
 #include "ops/select_prefill.h"
 
 enum {
-    GROUPS_AT_ONCE = 64,    /* an item's, where groups are made */
-    GROUP_BYTES = 32 << 20, /* of groups held at a time, where a KV head has no more */
-    MOST_DEPTH = 1 << 16,
+    GROUPS_AT_ONCE = 64,    /* groups per item of the job that makes them */
+    GROUP_BYTES = 32 << 20, /* the groups of so many KV heads are in memory at a time, but of one at least */
+    MOST_DEPTH = 1 << 16,   /* reals per row or group */
 };
 
 /* ---- Checks ------------------------------------------------------------------------------------------------------- */
@@ -90,8 +90,8 @@ ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     const int64_t row_tokens = a->chooser == BA_CHOOSER_SAMPLED_ROWS ? a->call.block_q / a->pool_q : a->pool_q;
     c->row_tokens = a->chooser == BA_CHOOSER_VERTICAL_SLASH ? 1 : ba_min(row_tokens, c->p.block_q);
     c->group_tokens = ba_min(a->pool_k, c->p.block_kv);
-    c->rows_a_block = ba_max(1, c->p.block_q / c->row_tokens);
-    c->groups_a_block = ba_max(1, c->p.block_kv / c->group_tokens);
+    c->rows_per_block = ba_max(1, c->p.block_q / c->row_tokens);
+    c->groups_per_block = ba_max(1, c->p.block_kv / c->group_tokens);
     const bool ranges = a->chooser == BA_CHOOSER_POOLED && a->term != BA_TERM_MEAN;
     c->depth = c->p.head_dim * (ranges ? 2 : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? c->row_tokens : 1);
     if (c->depth > MOST_DEPTH)
@@ -111,7 +111,7 @@ ba_status ba_set_prefill_outputs(const ba_select_prefill_args *a, ba_prefill *c)
 
 static int64_t groups_of(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->group_tokens); }
 
-/* Some groups of a pair. */
+/* Makes GROUPS_AT_ONCE groups of one (batch entry, KV head) pair. */
 static void make_groups(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t here = item % c->pairs, pair = c->first_pair + here, batch = pair / c->p.kv_heads;
@@ -122,7 +122,7 @@ static void make_groups(void *context, int64_t item, int worker) {
         ba_features_of_group(c, &s.features, batch, pair % c->p.kv_heads, g, c->groups + here * c->pair_bytes + g * c->pitch * c->real_size);
 }
 
-/* A strip of a list, the last ones first: under a causal rule they take longest. */
+/* Scores one strip of a list and decides what its rows keep. The last strips come first, because they take the longest in causal calls. */
 static void score_strip(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t lists = c->lists / c->p.kv_heads, pair = c->first_pair + item / lists % c->pairs;
@@ -135,6 +135,7 @@ static void score_strip(void *context, int64_t item, int worker) {
     for (int64_t r = 0; r < strip.rows; r++) ba_budget_row(c, &s, strip.batch, strip.list, strip.first + r, s.scores + r * c->p.block_columns);
 }
 
+/* Finds the lines of one query head. */
 static void find_lines(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t pair = c->first_pair + item / c->p.group;
@@ -143,7 +144,7 @@ static void find_lines(void *context, int64_t item, int worker) {
     ba_lines_find(c, &s, pair / c->p.kv_heads, pair % c->p.kv_heads * c->p.group + item % c->p.group, item);
 }
 
-/* The lists of a sequence that share a density. */
+/* Keeps blocks in the lists of a sequence that share one density. */
 static void share_density(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t shares = c->args->budgets.dims[0], lists = c->lists / shares;
@@ -152,7 +153,7 @@ static void share_density(void *context, int64_t item, int worker) {
 
 /* ---- The call ------------------------------------------------------------------------------------------------------- */
 
-/* Where the tails of each sequence begin; returns how many there are. */
+/* Sets where the tails of each sequence begin, unless `begin` is NULL. Returns the number of all tails. */
 static int64_t lay_out_tails(const ba_prefill *c, int64_t *begin) {
     int64_t all = 0;
     for (int64_t b = 0; b < c->p.batch; b++) {
@@ -187,7 +188,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->lanes = c->family->lanes[0];
     c->chunk = ba_tuning_at(level)->chunk_keys;
     c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
-    c->strip_rows = ba_min(c->p.block_rows, ba_max(1, c->lanes / c->rows_a_block));
+    c->strip_rows = ba_min(c->p.block_rows, ba_max(1, c->lanes / c->rows_per_block));
     c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
     const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
     c->pair_bytes = groups * c->pitch * c->real_size;
@@ -201,7 +202,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);
     if (shares) c->scratch_bytes = ba_max(c->scratch_bytes, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
     char *memory = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
         int64_t used = 0;
         c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
         c->groups = ba_take(memory, &used, c->pairs * c->pair_bytes);
@@ -209,7 +210,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
         c->tails_begin = (int64_t *)ba_take(memory, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
         c->tails = (float *)ba_take(memory, &used, shares ? lay_out_tails(c, memory ? c->tails_begin : NULL) * (int64_t)sizeof(float) : 0);
         if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes, the system has none", (long long)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     }
     const ba_status status = run(c, threads);
     ba_arena_release();
@@ -255,7 +256,7 @@ ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_
                 for (int64_t w = 0; w < kept->dims[3]; w++)
                     for (uint64_t word = words[w * kept->strides[3]]; word; word &= word - 1, n++) {
                         if (n == width)
-                            return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places a row, got %" PRId64, n + 1, width);
+                            return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, n + 1, width);
                         for (int64_t g = 0; g < group; g++)
                             set_entry(lists, place + g * lists->strides[1] + n * lists->strides[3], w * 64 + __builtin_ctzll(word));
                     }

@@ -1,5 +1,6 @@
-/* Scores of blocks: rows stand side by side as the lanes of a panel, as in attention, and meet the groups a chunk at a time. Weights of a chunk
- * are relative to the maximum so far; each block's sum is kept so, with the maximum at its chunk's end, and becomes a share once all are seen. */
+/* Scores of blocks. Rows are the lanes of a panel, as in attention, and are multiplied with one chunk of groups after the other. The weights of a
+ * chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the maximum at its end; when all chunks are done, the
+ * maxima and the sum of all weights turn the sums into shares. */
 #include <math.h>
 #include <string.h>
 
@@ -9,15 +10,16 @@
 
 #define LOG2_E 0x1.71547652b82fep+0
 
-/* Groups from `begin` on that are scored together: whole blocks, or a part of one. */
+/* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
-    const int64_t block = c->groups_a_block;
+    const int64_t block = c->groups_per_block;
     if (block <= c->chunk) return begin + c->chunk - c->chunk % block;
     return ba_min(begin + c->chunk, (begin / block + 1) * block);
 }
 
+/* The largest number of chunks of a panel. */
 static int64_t most_chunks(const ba_prefill *c) {
-    const int64_t block = c->groups_a_block;
+    const int64_t block = c->groups_per_block;
     if (block > c->chunk) return c->p.block_columns * ba_ceil_div(block, c->chunk);
     return ba_ceil_div(c->p.block_columns * block, c->chunk - c->chunk % block) + 1;
 }
@@ -51,11 +53,12 @@ int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
 
 /* ---- A panel ---------------------------------------------------------------------------------------------------- */
 
-/* Sums over the groups of each block, of weights [group][lane]; those of a block that began in the chunk before are added to. */
+/* Sums the weights [group][lane] of groups [begin, end) over each block. The sum of a block that began in an earlier chunk is multiplied by alpha,
+ * which makes it relative to the new maximum, and continued. */
 #define DEFINE_ADD_BLOCKS(real, lanes_at_once)                                                                                                       \
     static void add_blocks_##real(real *restrict sums, const real *restrict weights, const real *alpha, int64_t lanes, int64_t begin, int64_t end,   \
                                   int64_t block, int64_t first_block) {                                                                              \
-        enum { AT_ONCE = lanes_at_once }; /* no panel has fewer lanes, nor a number of them that this does not divide */                             \
+        enum { AT_ONCE = lanes_at_once }; /* divides the number of lanes of every panel */                                                           \
         for (int64_t from = begin; from < end;) {                                                                                                    \
             const int64_t to = ba_min(end, (from / block + 1) * block);                                                                              \
             real *sum = sums + (from / block - first_block) * lanes;                                                                                 \
@@ -122,18 +125,18 @@ void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_pan
     c->family->softmax[0](&panel, &chunk, s->row_max, s->alpha);
 }
 
-/* Makes every maximum what the sums of its chunk are to be multiplied with. */
+/* Replaces every chunk's maximum by the factor that turns the sums of its blocks into shares. */
 static void close_panel(const ba_prefill *c, const ba_strip_scratch *s, int64_t chunks) {
     for (int64_t k = 0; k < chunks; k++)
         for (int64_t i = 0; i < c->lanes; i++) {
             const double m = ba_get_real(s->m, i, c->real_size), l = ba_get_real(s->l, i, c->real_size);
             const double then = ba_get_real(s->factors, k * c->lanes + i, c->real_size);
-            const double share = !(l > 0) ? 0 : then == m ? 1 / l : exp2(then - m) / l; /* a sum that is no number makes shares that are none */
+            const double share = !(l > 0) ? 0 : then == m ? 1 / l : exp2(then - m) / l; /* a NaN sum makes NaN shares */
             ba_set_real(s->factors, k * c->lanes + i, l == l ? share : NAN, c->real_size);
         }
 }
 
-/* Adds the shares of lanes [begin, end) to the scores of their row of blocks. */
+/* Adds the shares of lanes [begin, end) to the scores of their row of blocks, or, where `largest`, takes the largest. */
 #define DEFINE_FOLD(real)                                                                                                                            \
     static void fold_##real(const ba_strip_scratch *s, double *scores, int64_t lanes, int64_t begin, int64_t end, int64_t first_block,               \
                             int64_t end_block, bool largest) {                                                                                       \
@@ -157,11 +160,11 @@ static void close_panel(const ba_prefill *c, const ba_strip_scratch *s, int64_t 
 DEFINE_FOLD(float)
 DEFINE_FOLD(double)
 
-/* Scores of one head's rows first .. first+rows-1 of the strip, added to s->head. */
+/* Adds the scores of rows first .. first + rows - 1 of one query head, which lie in the strip, to s->head. */
 static void score_panel(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head, int64_t first, int64_t rows) {
     const ba_panel_rows at = ba_panel_open(c, s, strip->batch, head, first, rows);
     if (at.hi == 0) return;
-    const int64_t block = c->groups_a_block, first_block = at.lo / block, end_block = ba_ceil_div(at.hi, block), line = c->lanes * c->real_size;
+    const int64_t block = c->groups_per_block, first_block = at.lo / block, end_block = ba_ceil_div(at.hi, block), line = c->lanes * c->real_size;
     const int64_t pair = strip->batch * c->p.kv_heads + head / c->p.group - c->first_pair;
     int32_t chunks = 0;
     for (int64_t begin = first_block * block, end; begin < at.hi; begin = end, chunks++) {
@@ -174,8 +177,8 @@ static void score_panel(const ba_prefill *c, const ba_strip_scratch *s, const ba
     }
     close_panel(c, s, chunks);
     for (int64_t lane = 0, end; lane < rows; lane = end) {
-        const int64_t row = (first + lane) / c->rows_a_block;
-        end = ba_min(rows, (row + 1) * c->rows_a_block - first);
+        const int64_t row = (first + lane) / c->rows_per_block;
+        end = ba_min(rows, (row + 1) * c->rows_per_block - first);
         double *scores = s->head + (row - strip->first) * c->p.block_columns;
         (c->real_size == 4 ? fold_float : fold_double)(s, scores, c->lanes, lane, end, first_block, end_block, c->args->largest != 0);
     }
@@ -183,7 +186,7 @@ static void score_panel(const ba_prefill *c, const ba_strip_scratch *s, const ba
 
 /* ---- A strip ----------------------------------------------------------------------------------------------------- */
 
-/* Adds a head's scores to the list's, each row divided by its sum. A row without a sum scores all that it sees alike. */
+/* Adds a query head's scores to those of its list, each row divided by its sum. Where the sum is not positive, all visible blocks score the same. */
 static void add_head(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
     for (int64_t r = 0; r < strip->rows; r++) {
         const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
@@ -199,7 +202,7 @@ static void add_head(const ba_prefill *c, const ba_strip_scratch *s, const ba_st
 bool ba_strip_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
     const size_t places = (size_t)(strip->rows * c->p.block_columns);
     const int64_t q_rows = ba_ceil_div(ba_q_span(&c->p, strip->batch).valid, c->row_tokens);
-    const int64_t begin = strip->first * c->rows_a_block, end = ba_min(q_rows, (strip->first + strip->rows) * c->rows_a_block);
+    const int64_t begin = strip->first * c->rows_per_block, end = ba_min(q_rows, (strip->first + strip->rows) * c->rows_per_block);
     memset(s->scores, 0, places * sizeof *s->scores);
     for (int64_t h = 0; h < c->list_heads && begin < end; h++) {
         memset(s->head, 0, places * sizeof *s->head);
