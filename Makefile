@@ -111,11 +111,11 @@ format:
 	@$(call find_python,$(RUFF) $(CLANG_FORMAT)) "$$python" -m ruff check --fix . ; \
 	  "$$(dirname "$$python")/clang-format" -i $(C_FILES)
 
-# The site, in build/docs/html: warnings are errors, the examples of the pages are run, and links and paths in the documents must exist.
+# The site, in build/docs/html: warnings are errors, examples are run, links and paths must exist, and README's speeds must be those of the results.
 SPHINX = 'sphinx>=5.3'
 sphinx = PYTHONPATH=. "$$python" -m sphinx -q -W --keep-going -d build/docs/doctrees
 docs: build
-	@$(call find_python,$(SPHINX)) "$$python" docs/check_links.py && "$$python" docs/check_examples.py >/dev/null && \
+	@$(call find_python,$(SPHINX)) "$$python" docs/check_links.py && "$$python" docs/check_claims.py && "$$python" docs/check_examples.py >/dev/null && \
 	  $(sphinx) -b html docs build/docs/html && $(sphinx) -b doctest docs build/docs/doctest && echo "site: build/docs/html/index.html"
 
 # A build of its own, away from the one in place; every report of a sanitizer ends the run. Multiply-adds as the release build has them

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Checks that the numbers of README's tables of speed are those of the files under benchmark/results, rounded as README has them.
+
+Exit code 1 where one differs. The tables are found by their first cells.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent / "_ext"))
+
+from results_table import read_results  # noqa: E402
+
+ZEN5 = "amd-epyc-2-avx512-bf16-l1.48k-l2.1024k-l3.32768k"
+ZEN3 = "amd-epyc-2-avx2-l1.32k-l2.512k-l3.32768k"
+Row = dict[str, str]
+
+
+def rows(file: str, table: int = 0) -> list[Row]:
+    return list(read_results(file).tables[table].rows())
+
+
+def readme_rows() -> Iterator[list[str]]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for line in text[text.index("## How fast") : text.index("## What it promises")].splitlines():
+        if line.startswith("|"):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def by_threads(found: list[Row], column: Callable[[Row], float], **wanted: str) -> list[float]:
+    """The values of the rows that agree with `wanted`: one thread's, then two's."""
+    matching = [row for row in found if all(row[key] == value for key, value in wanted.items())]
+    return [column(next(row for row in matching if row["threads"] == threads)) for threads in ("1", "2")]
+
+
+def fastest_peer(row: Row) -> float:
+    return min(float(value) for key, value in row.items() if key.endswith("/ours") and value != "N/A")
+
+
+def expected() -> dict[str, list[list[float]]]:
+    """First cell of a README row -> the values of its other cells."""
+    headline = {(row["block_shape"], row["sparsity"]): float(row["Share_of_ideal"]) for row in rows(f"{ZEN5}/headline.txt")}
+    found: dict[str, list[list[float]]] = {}
+    sparsities = ("0.50", "0.80", "0.90")
+    for size in (32, 64, 128):
+        found[f"{size} x {size}"] = [[headline[f"{size}x{size}", sparsity]] for sparsity in sparsities]
+    large = {key: value for key, value in headline.items() if key[0] not in ("32x32", "64x64", "128x128")}
+    others = [[value for (_, other), value in large.items() if other == sparsity] for sparsity in sparsities]
+    found["the fifteen others from 128 x 256 to 1024 x 1024"] = [[min(values), max(values)] for values in others]
+
+    limits, gradients = rows(f"{ZEN5}/roofline.txt", 1), rows(f"{ZEN5}/backward.txt")
+
+    def share(row: Row) -> float:
+        return float(row["Share_of_limit"])
+
+    dtypes = ("float32", "float16", "bfloat16")
+    here = {"level": "avx512_bf16"}
+    found["dense, D = 128"] = [by_threads(limits, share, operation="dense", dtype=dtype, **here) for dtype in dtypes]
+    for name, operation in (("dense, D = 64", "dense_D=64"), ("causal", "causal")):
+        found[name] = [by_threads(limits, share, operation=operation, dtype=dtype, **here) for dtype in ("float32", "bfloat16")]
+    dense = {"rule": "all", "sparsity": "0.00"}
+    measured = ("float32", "bfloat16")
+    found["gradients, dense"] = [by_threads(gradients, lambda row: float(row["Share_of_F"]), dtype=dtype, **dense) for dtype in measured]
+    capped = [by_threads(limits, share, operation="dense", dtype=dtype, level="avx2") for dtype in dtypes]
+    found["dense, limited to AVX2 (share of AVX2's peak)"] = capped
+
+    def torch(**wanted: str) -> list[list[float]]:
+        return [by_threads(gradients, lambda row: float(row["Torch/ours"]), dtype=dtype, **wanted) for dtype in measured]
+
+    peers = [row for row in rows(f"{ZEN3}/peers.txt") if row["S"] == "2048"]
+    cases = {"dense": ("all", "0.00"), "causal": ("causal", "0.00"), "sparsity 0.9, 128 x 128": ("all", "0.90")}
+    for name, (rule, sparsity) in cases.items():
+        found[name + " (peers)"] = [by_threads(peers, fastest_peer, dtype=dtype, rule=rule, sparsity=sparsity) for dtype in dtypes]
+    found["dense (gradients)"], found["causal (gradients)"] = torch(**dense), torch(rule="causal", sparsity="0.00")
+    found["sparsity 0.9, 128 x 128 (torch: dense)"] = torch(rule="all", sparsity="0.90")
+
+    decode = rows(f"{ZEN5}/decode.txt")
+    for dtype in dtypes:
+        found[dtype] = [
+            by_threads(decode, share, dtype=dtype, requests="1", G=g)
+            + by_threads(decode, lambda row: float(row["Best_peer/ours"]), dtype=dtype, requests="1", G=g)
+            for g in ("1", "4", "8")
+        ]
+    return found
+
+
+def agrees(shown: str, exact: float) -> bool:
+    """Whether a number in README is `exact`, rounded to the digits that it shows."""
+    digits = len(shown.partition(".")[2])
+    return abs(float(shown) - exact) <= 0.5000001 * 10**-digits
+
+
+def main() -> int:
+    known = expected()
+    # Rows of the same name belong to several tables, which come in this order.
+    order = {"causal": ["causal", "causal (gradients)", "causal (peers)"], "dense": ["dense (gradients)", "dense (peers)"]}
+    order["sparsity 0.9, 128 x 128"] = ["sparsity 0.9, 128 x 128 (peers)"]
+    wrong = checked = 0
+    for name, *cells in readme_rows():
+        key = order[name].pop(0) if order.get(name) else name
+        if key not in known:
+            continue
+        shown = [re.findall(r"\d+\.?\d*", cell) for cell in cells if cell]
+        exact = known.pop(key)
+        same = [len(texts) for texts in shown] == [len(values) for values in exact]
+        same = same and all(agrees(*pair) for texts, values in zip(shown, exact, strict=True) for pair in zip(texts, values, strict=True))
+        checked += 1
+        if not same:
+            wrong += 1
+            print(f"README.md: {key}: {shown}, but benchmark/results has {exact}", file=sys.stderr)
+    for key in known:
+        print(f"README.md: no row {key}", file=sys.stderr)
+    return 1 if wrong or known or not checked else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
