@@ -220,6 +220,7 @@ BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
     memcpy(rows, to, sizeof to);
 }
 #endif
+/* True if any bit of the mask is set. */
 BA_INLINE bool NAME(v_any)(ivec mask) {
     real_int any = 0;
     for (int i = 0; i < BA_LANES; i++) any |= mask[i];
@@ -245,6 +246,7 @@ BA_INLINE ivec NAME(v_repeat_pair)(const uint16_t *p, const int n) {
 /* sum + a.upper * b.upper + a.lower * b.lower, where each lane of a and b is a pair of bfloat16. Every product is added in this order and rounded
  * once. Numbers below the normal range count as 0, in the operands and in the results. This is VDPBF16PS, or C that gives the same bits. */
 #ifndef BA_HAVE_V_DOT
+/* x, or a zero of its sign where x is below the normal range. */
 BA_INLINE float NAME(flush)(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
 BA_INLINE float NAME(fma_flushed)(float a, float b, float c) {
     const float y = fmaf(a, b, c);
@@ -306,6 +308,7 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 }
 #endif
 
+/* Rounds to the nearest bfloat16, ties to even; NaN stays NaN. */
 #ifndef BA_REAL_DOUBLE
 #ifndef BA_HAVE_V_TO_BF16
 BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
