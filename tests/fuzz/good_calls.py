@@ -138,6 +138,23 @@ def _choice_and_attention(a: Arena, v: int) -> dict[str, Any]:
     return call | ({"out": a.poisoned(1, 2, 40, 4, dtype=dtype), "return_sabi": True} if v & 8 else {"return_lse": True})
 
 
+def _kept(a: Arena, v: int) -> dict[str, Any]:
+    """A call of what measures a list."""
+    call = _attention(a, v & 3)
+    call["sabi"] = a.integers([[[[0, 2], [1, -1]]]])
+    return call | ({"every": 2} if v & 4 else {})
+
+
+def _recall(a: Arena, v: int) -> dict[str, Any]:
+    return {name: x for name, x in _kept(a, v).items() if name != "v"}
+
+
+def _calibration(a: Arena, v: int) -> dict[str, Any]:
+    layers = [[(a.floats(1, 2, 32, 8), a.floats(1, 1, 32, 8), a.floats(1, 1, 32, 8))] for _ in range(1 + v % 2)]
+    call: dict[str, Any] = {"layers": layers, "target": 0.8, "block_shape": (8, 8), "steps": 2}
+    return call | ({"measure": "error", "budget": "threshold", "every": 2} if v & 1 else {"chooser": select.SampledRows(2)})
+
+
 def _merge(a: Arena, v: int) -> dict[str, Any]:
     call: dict[str, Any] = {}
     for name in "ab":
@@ -565,6 +582,11 @@ GROUPS: dict[str, dict[str, Good]] = {
     "select": {
         "select_blocks_prefill": Good(blitz_attn.select_blocks_prefill, _choice_of, names=_CHOICE),
         "select_and_attend_prefill": Good(blitz_attn.select_and_attend_prefill, _choice_and_attention, ("out",), names=("lse", *_CHOICE)),
+    },
+    "quality": {
+        "recall": Good(select.recall, _recall, names=("v", "lse")),
+        "output_error": Good(select.output_error, _kept, names=("lse",)),
+        "calibrate": Good(select.calibrate, _calibration, names=("q", "k", "v", "rules", *_CHOICE)),
     },
     "merge": {
         "merge_states": Good(blitz_attn.merge_states, _merge, ("out", "lse_out")),

@@ -1,0 +1,149 @@
+"""Choosers and budgets as a caller names them, and as the core takes them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _arrays
+from .._sentences import shown
+
+__all__ = ["Antidiagonal", "Pooled", "SampledRows", "VerticalSlash"]
+
+
+class Pooled(NamedTuple):
+    """Scores from means and ranges of a few neighbouring tokens.
+
+    Queries are pooled by `pool` tokens to their mean, keys to their mean and, channel by channel, their largest and smallest
+    element. A row i of pooled queries and a group j of pooled keys score ``scale`` times
+
+    - ``qmean_i . kmean_j`` for ``term="mean"``,
+    - ``max(qmean_i, 0) . kmax_j + min(qmean_i, 0) . kmin_j``, an upper bound of the product with any key of the group, for ``"bound"``,
+    - the mean of the two for ``"both"``.
+
+    A softmax over the groups that the row may see, summed over the groups of a key block, is the row's share of each block. A block's
+    score is the largest or the mean of these shares over the rows of the block of queries.
+
+    Attributes
+    ----------
+    pool : int or (int, int)
+        Tokens pooled to one, of queries and of keys. They must divide the block.
+    term : {"both", "mean", "bound"}
+        What pooled queries and keys score.
+    over : {"largest", "mean"}
+        How the rows of a block of queries join.
+
+    Notes
+    -----
+    The cost beside dense attention's arithmetic is about ``1 / pool**2`` (half of it for ``term="mean"``).
+    """
+
+    pool: int | tuple[int, int] = 8
+    term: str = "both"
+    over: str = "largest"
+
+
+class Antidiagonal(NamedTuple):
+    """Scores from sums along antidiagonals, as in XAttention.
+
+    Queries and keys are cut into groups of `stride` tokens; a group of queries, taken backwards, and a group of keys score the sum of
+    their `stride` products, times ``scale / stride``. What follows is as in `Pooled`.
+
+    Attributes
+    ----------
+    stride : int
+        Tokens of a group. It must divide the block.
+    over : {"mean", "largest"}
+        How the rows of a block of queries join.
+
+    Notes
+    -----
+    The cost beside dense attention's arithmetic is about ``1 / (2 * stride)``.
+    """
+
+    stride: int = 16
+    over: str = "mean"
+
+
+class SampledRows(NamedTuple):
+    """Scores from some queries of each block against all keys, exactly.
+
+    Attributes
+    ----------
+    rows : int
+        Queries that are sampled of a block: the last of each of so many equal parts. It must divide the block.
+    over : {"largest", "mean"}
+        How the sampled queries join.
+
+    Notes
+    -----
+    The cost beside dense attention's arithmetic is about ``rows / (2 * block_shape[0])``.
+    """
+
+    rows: int = 8
+    over: str = "largest"
+
+
+class VerticalSlash(NamedTuple):
+    """Scores from what the last queries of a sequence attend: columns of keys and diagonals, as in MInference.
+
+    The softmax of the last `rows` queries, averaged over them, gives each key a mass and each distance between query and key a
+    mass. A block scores the mass of its keys plus, averaged over its queries, the mass of the distances to its keys.
+
+    Attributes
+    ----------
+    rows : int
+        Queries at the end of each sequence that are looked at, or all where there are fewer.
+    """
+
+    rows: int = 64
+
+
+CHOOSERS = {"pooled": Pooled(), "antidiagonal": Antidiagonal(), "sampled_rows": SampledRows(), "vertical_slash": VerticalSlash()}
+_BUDGETS = ("density", "top_p", "threshold", "top_k")
+
+
+def _pair(x: Any, name: str) -> tuple[int, int]:
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise ValueError(f"{name}: expected a number of tokens or a pair of them, got {shown(x)}")
+        return _arrays.integer(x[0], name), _arrays.integer(x[1], name)
+    number = _arrays.integer(x, name)
+    return number, number
+
+
+def rules_of(chooser: Any) -> tuple[str, int, int, str, bool]:
+    """A chooser as the core takes it: its name, two sizes, a term, and whether the largest of a block's rows counts."""
+    if isinstance(chooser, str):
+        _arrays.choice(chooser, "chooser", tuple(CHOOSERS))
+        chooser = CHOOSERS[chooser]
+    if isinstance(chooser, VerticalSlash):
+        return "vertical_slash", _arrays.integer(chooser.rows, "rows"), 1, "mean", False
+    if not isinstance(chooser, (Pooled, Antidiagonal, SampledRows)):
+        kind = type(chooser).__name__
+        raise TypeError(f"chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got {kind}")
+    largest = _arrays.choice(chooser.over, "over", ("largest", "mean")) == "largest"
+    if isinstance(chooser, Pooled):
+        return "pooled", *_pair(chooser.pool, "pool"), _arrays.choice(chooser.term, "term", ("both", "mean", "bound")), largest
+    if isinstance(chooser, Antidiagonal):
+        stride = _arrays.integer(chooser.stride, "stride")
+        return "antidiagonal", stride, stride, "mean", largest
+    return "sampled_rows", _arrays.integer(chooser.rows, "rows"), 1, "mean", largest
+
+
+def budget_of(**given: Any) -> tuple[str, np.ndarray]:
+    """The one budget that is given: its name, and its numbers, one or one per head."""
+    named = [name for name in _BUDGETS if given[name] is not None]
+    if len(named) != 1:
+        raise ValueError(f"density, top_p, threshold, top_k: expected exactly one of them, got {' and '.join(named) or 'none'}")
+    name = named[0]
+    value = given[name]
+    if hasattr(value, "__len__") and not isinstance(value, (str, bytes)):
+        numbers = _arrays.integers(value, name) if name == "top_k" else _arrays.array(value, name, "numbers")
+        if numbers.dtype.kind not in "fiu":
+            raise TypeError(f"{name}: expected numbers, got {numbers.dtype}")
+        if numbers.ndim > 1:
+            raise ValueError(f"{name}: expected a number, or one per head, got shape {numbers.shape}")
+        return name, np.array(numbers, np.float64).reshape(-1)
+    return name, np.array([_arrays.integer(value, name) if name == "top_k" else _arrays.number(value, name)], np.float64)

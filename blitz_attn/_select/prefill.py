@@ -1,0 +1,289 @@
+"""Choosing blocks for prefill, and attending them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays, _core
+from ..block_sparse import block_sparse_attention
+from .choosers import budget_of, rules_of
+
+__all__ = ["select_and_attend_prefill", "select_blocks_prefill"]
+
+
+def select_blocks_prefill(
+    q: Any,
+    k: Any,
+    *,
+    chooser: Any = "pooled",
+    density: Any = None,
+    top_p: Any = None,
+    threshold: Any = None,
+    top_k: Any = None,
+    block_shape: tuple[int, int] = (64, 64),
+    scale: float | None = None,
+    layout: str = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    sink: int = 1,
+    recent: int = 2,
+    last_columns: int = 0,
+    first_rows: int = 0,
+    last_rows: int = 0,
+    per_kv_head: bool = False,
+    return_scores: bool = False,
+    index_dtype: str = "int32",
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Choose the blocks of keys that each block of queries attends, from the queries and keys themselves.
+
+    Scores of a row of blocks are not negative and add up to 1: what a chooser takes for the share of the row's softmax mass that
+    lies in each block. Exactly one of `density`, `top_p`, `threshold` and `top_k` says which blocks are kept beside the forced ones.
+
+    Parameters
+    ----------
+    q : array_like
+        Queries, ``(B, H, Sq, D)`` for layout BNSD: float32, float16, bfloat16 or float64. D from 1 to 576.
+    k : array_like
+        Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv.
+    chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
+        How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
+        class of that name, or an instance of it.
+    density : float or sequence of float, optional
+        Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks kept are those that one `top_p` would
+        keep in all rows and heads of the sequence, with as many blocks as round off the share; forced blocks count, and where
+        they are more, the share is exceeded. With one number per head, each head has its own share.
+    top_p : float or sequence of float, optional
+        Each row keeps its fewest best blocks that hold this much of its scores, forced blocks first: from above 0 to 1. One
+        number, or one per head.
+    threshold : float or sequence of float, optional
+        Each row keeps the blocks that score at least this: from above 0 to 1. One number, or one per head.
+    top_k : int or sequence of int, optional
+        Each row keeps this many blocks, forced ones among them, or all where it sees fewer. One number, or one per head.
+    block_shape : (int, int)
+        Tokens in a block of queries and in a block of keys; pass the same to `block_sparse_attention`. Smaller blocks keep a
+        model's quality better at the same density.
+    scale : float, optional
+        Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
+    layout : {"BNSD", "BSND", "BSH", "TND"}
+        Order of the axes of q and k, as in `block_sparse_attention`.
+    causal : bool
+        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``.
+    window : (int, int), optional
+        Tokens that are seen before and after that diagonal; -1 sets no bound.
+    q_lens, kv_lens : sequence of int, optional
+        ``(B,)``: how many tokens of each batch entry are valid.
+    cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
+        Layout TND: ``(B + 1,)`` cumulative lengths that rise from 0 to T.
+    num_heads, num_kv_heads : int, optional
+        Layout BSH: heads in q and in k. Other layouts check them against the arrays.
+    sink : int
+        First blocks of keys that are always kept.
+    recent : int
+        1 always keeps the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries, n also the n - 1 before them.
+    last_columns : int
+        Last blocks of keys that are always kept: those of text at the end, or with `sink` the columns of a frame.
+    first_rows, last_rows : int
+        First and last blocks of queries that keep all they see: the rows of a frame or of text, or the end of a prompt.
+    per_kv_head : bool
+        Heads that share keys share a list: their scores are averaged.
+    return_scores : bool
+        Also return the scores.
+    index_dtype : {"int32", "uint16", "int16", "int64"}
+        Integers of the list; uint16 and int16 take up to 65535 and 32768 blocks of keys.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits. Otherwise only checked.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    sabi : array
+        ``(B, H, ceil(Sq / block_shape[0]), W)``: the kept columns of each row, rising, then pads (-1, for uint16 65535). W is the
+        length of the longest row, at least 1. A torch tensor where `q` is one.
+    scores : array
+        With `return_scores`: ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32; 0 where a row may not look.
+        With `per_kv_head`, Hkv heads.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind.
+    ValueError
+        An argument of the wrong shape or out of range: a pool, stride or number of rows that does not divide the block, no
+        budget or two, a density or mass outside (0, 1]. The text names the argument, what was expected and what came.
+    MemoryError
+        The scratch memory could not be had.
+
+    See Also
+    --------
+    select_and_attend_prefill : this and the attention in one call.
+    blitz_attn.sabi : pictures, statistics and other makers of block lists.
+    blitz_attn.select_blocks : the same for decode over a paged cache.
+    blitz_attn.reference.select_blocks_prefill : the same in plain float64 NumPy.
+
+    Notes
+    -----
+    A row that sees any block keeps at least one: the best, where none is forced. Of blocks that tie, the lower column is kept;
+    under `density`, the lower head, then row, then column. What is not a number scores 0; a row without any number scores all that it
+    sees alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
+    whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under
+    `density` with the number of pairs of blocks, four bytes each.
+
+    `Pooled` extends the mean pooling of SpargeAttn and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after XAttention [2]_,
+    `VerticalSlash` after MInference [3]_.
+
+    References
+    ----------
+    .. [1] J. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024.
+    .. [2] R. Xu et al., "XAttention: Block Sparse Attention with Antidiagonal Scoring", 2025.
+    .. [3] H. Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k = (rng.standard_normal((1, 2, 1024, 64), dtype=np.float32) for _ in range(2))
+    >>> sabi, scores = blitz_attn.select_blocks_prefill(q, k, density=0.5, causal=True, return_scores=True)
+    >>> int((sabi >= 0).sum()), scores.shape
+    (136, (1, 2, 16, 16))
+    """
+    name, pool_q, pool_k, term, largest = rules_of(chooser)
+    budget, numbers = budget_of(density=density, top_p=top_p, threshold=threshold, top_k=top_k)
+    keys = _arrays.readable(k, "k")
+    lists, scores = _core.select_prefill(
+        np.empty, _arrays.readable(q, "q"), keys, keys, None, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q,
+        cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads, name, pool_q, pool_k, term, largest,
+        budget, numbers, sink, recent, last_columns, first_rows, last_rows, per_kv_head,
+        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores,
+    )  # fmt: skip
+    sabi = _arrays.as_kind_of(lists, q)
+    return sabi if scores is None else (sabi, _arrays.as_kind_of(scores, q))
+
+
+def select_and_attend_prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    chooser: Any = "pooled",
+    density: Any = None,
+    top_p: Any = None,
+    threshold: Any = None,
+    top_k: Any = None,
+    block_shape: tuple[int, int] = (64, 64),
+    scale: float | None = None,
+    layout: str = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    sink: int = 1,
+    recent: int = 2,
+    last_columns: int = 0,
+    first_rows: int = 0,
+    last_rows: int = 0,
+    per_kv_head: bool = False,
+    return_lse: bool = False,
+    return_sabi: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Choose blocks with `select_blocks_prefill` and attend them with `block_sparse_attention`, in one call.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `block_sparse_attention`: ``(B, H, Sq, D)``, ``(B, Hkv, Skv, D)`` and ``(B, Hkv, Skv, Dv)`` for layout BNSD.
+    chooser, density, top_p, threshold, top_k
+        How blocks are scored and how many are kept: see `select_blocks_prefill`. Exactly one of the last four.
+    block_shape : (int, int)
+        Tokens in a block of queries and in a block of keys.
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        What is computed: see `block_sparse_attention`.
+    sink, recent, last_columns, first_rows, last_rows
+        Blocks that are always kept: see `select_blocks_prefill`.
+    per_kv_head : bool
+        Heads that share keys share a list.
+    return_lse : bool
+        Also return the log-sum-exp.
+    return_sabi : bool
+        Also return the block list.
+    out : array, optional
+        Where to write the result, as in `block_sparse_attention`; with `return_lse` also a pair.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays among q, k, v and out hold bfloat16 bits. Otherwise only checked.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    out : array
+        As from `block_sparse_attention`.
+    lse : array
+        With `return_lse`.
+    sabi : array
+        With `return_sabi`: int32, as from `select_blocks_prefill`.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `select_blocks_prefill` and `block_sparse_attention` do.
+
+    See Also
+    --------
+    select_blocks_prefill, block_sparse_attention : the two parts.
+    blitz_attn.reference.select_and_attend_prefill : the same in plain float64 NumPy.
+
+    Notes
+    -----
+    Use the two calls apart where one list serves several calls: a backward pass, or layers that share it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 2, 1024, 64), dtype=np.float32) for _ in range(3))
+    >>> out, sabi = blitz_attn.select_and_attend_prefill(q, k, v, density=0.4, causal=True, return_sabi=True)
+    >>> out.shape, round(blitz_attn.sabi.density(sabi, 16) * 16 * 16 / 136, 2)
+    ((1, 2, 1024, 64), 0.4)
+    """
+    rules = {
+        "block_shape": block_shape,
+        "scale": scale,
+        "layout": layout,
+        "causal": causal,
+        "window": window,
+        "q_lens": q_lens,
+        "kv_lens": kv_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "dtype": dtype,
+        "num_threads": num_threads,
+    }
+    sabi = select_blocks_prefill(
+        q, k, chooser=chooser, density=density, top_p=top_p, threshold=threshold, top_k=top_k, sink=sink, recent=recent,
+        last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, **rules,
+    )  # fmt: skip
+    result = block_sparse_attention(q, k, v, sabi, return_lse=return_lse, out=out, **rules)
+    parts = result if _arrays.flag(return_lse, "return_lse") else (result,)
+    parts = (*parts, sabi) if _arrays.flag(return_sabi, "return_sabi") else parts
+    return parts if len(parts) > 1 else parts[0]

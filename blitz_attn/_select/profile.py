@@ -1,0 +1,303 @@
+"""Budgets of each layer and head of a model, found from some of its queries, keys and values."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _arrays
+from .._sabi.lists import two_integers
+from .._sentences import shown
+from .choosers import CHOOSERS, Antidiagonal, Pooled, SampledRows, VerticalSlash, rules_of
+from .prefill import select_blocks_prefill
+from .quality import output_error, recall
+
+__all__ = ["Profile", "calibrate"]
+
+_FORMAT = "blitz_attn profile 1"
+_KINDS = {"pooled": Pooled, "antidiagonal": Antidiagonal, "sampled_rows": SampledRows, "vertical_slash": VerticalSlash}
+_RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "dtype", "num_threads")
+
+
+class Profile(NamedTuple):
+    """What each layer and head of one model is to keep: from `calibrate`, or a file.
+
+    Attributes
+    ----------
+    heads, kv_heads, head_dim : int
+        The model's shape; the number of layers is that of `numbers`.
+    chooser : Pooled, Antidiagonal, SampledRows or VerticalSlash
+        How blocks are scored.
+    block_shape : (int, int)
+        Tokens in a block of queries and in a block of keys.
+    budget : {"top_p", "threshold", "density"}
+        What `numbers` are.
+    numbers : tuple of tuple of float
+        A number for each layer and head.
+    measure : {"mass", "error"}
+        What the numbers were found by.
+    target : float
+        The kept mass, or the error of the output, that each head is to meet.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    chooser: Any
+    block_shape: tuple[int, int]
+    budget: str
+    numbers: tuple[tuple[float, ...], ...]
+    measure: str
+    target: float
+
+    def options(self, layer: int, *, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+        """The options of `select_blocks_prefill` for a layer of a model of this shape.
+
+        Parameters
+        ----------
+        layer : int
+            The layer, from 0.
+        heads, kv_heads, head_dim : int
+            The shape of the model that the options are for.
+
+        Returns
+        -------
+        dict
+            Chooser, block shape and budget.
+
+        Raises
+        ------
+        ValueError
+            The model has another shape, or no such layer.
+
+        Examples
+        --------
+        >>> from blitz_attn import select
+        >>> profile = select.Profile(2, 1, 64, select.Pooled(), (64, 64), "top_p", ((0.9, 0.95),), "mass", 0.9)
+        >>> profile.options(0, heads=2, kv_heads=1, head_dim=64)["top_p"]
+        [0.9, 0.95]
+        """
+        ours, theirs = (self.heads, self.kv_heads, self.head_dim), (heads, kv_heads, head_dim)
+        if ours != theirs:
+            raise ValueError(f"profile: expected one of a model with (heads, kv_heads, head_dim) = {theirs}, got one with {ours}")
+        layer = _arrays.integer(layer, "layer")
+        if not 0 <= layer < len(self.numbers):
+            raise ValueError(f"layer: expected 0 to {len(self.numbers) - 1}, got {layer}")
+        return {"chooser": self.chooser, "block_shape": self.block_shape, self.budget: list(self.numbers[layer])}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON.
+
+        Parameters
+        ----------
+        path : path
+            The file, which is replaced.
+
+        Examples
+        --------
+        >>> import os, tempfile
+        >>> from blitz_attn import select
+        >>> profile = select.Profile(2, 1, 64, select.Pooled(), (64, 64), "top_p", ((0.9, 0.95),), "mass", 0.9)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     profile.save(os.path.join(folder, "profile.json"))
+        ...     select.Profile.load(os.path.join(folder, "profile.json")) == profile
+        True
+        """
+        kind = next(name for name, known in _KINDS.items() if isinstance(self.chooser, known))
+        fields = self._asdict() | {"format": _FORMAT, "chooser": {"kind": kind} | self.chooser._asdict(), "layers": len(self.numbers)}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(fields, file, indent=1)
+            file.write("\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile that `save` wrote.
+
+        Parameters
+        ----------
+        path : path
+            The file.
+
+        Returns
+        -------
+        Profile
+            As it was saved.
+
+        Raises
+        ------
+        ValueError
+            The file holds something else.
+
+        Examples
+        --------
+        >>> from blitz_attn import select
+        >>> select.Profile.load(os.devnull)
+        Traceback (most recent call last):
+        ValueError: path: expected a profile in JSON, got Expecting value: line 1 column 1 (char 0)
+        """
+        with open(path, encoding="utf-8") as file:
+            try:
+                fields = json.load(file)
+            except ValueError as error:
+                raise ValueError(f"path: expected a profile in JSON, got {error}") from error
+        if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+            raise ValueError(f"path: expected a profile with format {_FORMAT!r}, got {shown(fields)}")
+        try:
+            made = dict(fields["chooser"])
+            chooser = _KINDS[made.pop("kind")](**{name: tuple(x) if isinstance(x, list) else x for name, x in made.items()})
+            rules_of(chooser)
+            numbers = tuple(tuple(float(x) for x in row) for row in fields["numbers"])
+            block_q, block_kv = (int(n) for n in fields["block_shape"])
+            heads, kv_heads, head_dim, layers = (int(fields[name]) for name in ("heads", "kv_heads", "head_dim", "layers"))
+            rest = str(fields["budget"]), numbers, str(fields["measure"]), float(fields["target"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"path: expected a whole profile, got one without a right {error}") from error
+        if len(numbers) != layers or any(len(row) != heads for row in numbers) or rest[0] not in ("top_p", "threshold", "density"):
+            raise ValueError(f"path: expected numbers for {layers} layers and {heads} heads, got other ones")
+        return cls(heads, kv_heads, head_dim, chooser, (block_q, block_kv), *rest)
+
+
+def _measured(case: tuple[Any, Any, Any], measure: str, every: int, select: dict[str, Any], rules: dict[str, Any]) -> np.ndarray:
+    """Kept mass or error of each head of a capture."""
+    q, k, v = case
+    sabi = select_blocks_prefill(q, k, **select, **rules)
+    options = rules | {"block_shape": select["block_shape"], "every": every}
+    if measure == "error":
+        return np.sqrt((output_error(q, k, v, sabi, **options) ** 2).mean(axis=0))
+    return np.nanmean(np.nanmean(recall(q, k, sabi, **options), axis=2), axis=0)
+
+
+def _found(
+    cases: list[Any], heads: int, target: float, steps: int, measure: str, every: int, budget: str, select: Any, rules: Any
+) -> tuple[float, ...]:
+    """The number of each head by halving, all heads of a layer at once: what is kept grows with it (with a threshold, as it falls)."""
+    low, high = np.zeros(heads), np.full(heads, 2.0**steps)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        share = middle / 2.0**steps
+        numbers = 1 - share if budget == "threshold" else share
+        met = np.mean([_measured(x, measure, every, select | {budget: numbers.tolist()}, rules) for x in cases], axis=0)
+        enough = met <= target if measure == "error" else met >= target
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    share = high / 2.0**steps
+    return tuple((np.maximum(1 - share, 2.0**-steps) if budget == "threshold" else share).tolist())
+
+
+def calibrate(
+    layers: Iterable[Any],
+    *,
+    target: float,
+    measure: str = "mass",
+    budget: str = "top_p",
+    chooser: Any = "pooled",
+    block_shape: tuple[int, int] = (64, 64),
+    steps: int = 8,
+    every: int = 1,
+    **rules: Any,
+) -> Profile:
+    """Find what each layer and head must keep to meet a target, from queries, keys and values that a model has made.
+
+    Parameters
+    ----------
+    layers : iterable of sequence of (q, k, v)
+        For each layer the captures of some texts, as `block_sparse_attention` takes them. A generator holds one layer at a time.
+    target : float
+        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output.
+    measure : {"mass", "error"}
+        What `target` is: see `recall` and `output_error`.
+    budget : {"top_p", "density", "threshold"}
+        The budget whose number is found.
+    chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
+        How blocks are scored: see `select_blocks_prefill`.
+    block_shape : (int, int)
+        Tokens in a block of queries and in a block of keys.
+    steps : int
+        Halvings of the range from 0 to 1: numbers are multiples of ``2**-steps``, from 1 to 20.
+    every : int
+        One block of queries in so many is looked at: see `recall`.
+    **rules
+        scale, layout, causal, window, num_heads, num_kv_heads, dtype and num_threads of the calls: see `select_blocks_prefill`.
+        Captures are whole sequences.
+
+    Returns
+    -------
+    Profile
+        The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind or out of range, no layer, or captures of different shapes.
+
+    See Also
+    --------
+    select_blocks_prefill : takes a profile's options: ``**profile.options(layer, heads=..., kv_heads=..., head_dim=...)``.
+
+    Notes
+    -----
+    Each step chooses and measures once per capture, so that a layer takes about ``steps`` dense attention calls per capture. Texts
+    that a result is reported on should not be among the captures.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import select
+    >>> rng = np.random.default_rng(0)
+    >>> layers = [[[rng.standard_normal((1, 2, 256, 16), dtype=np.float32) * s for _ in range(3)]] for s in (0.5, 2)]
+    >>> profile = select.calibrate(layers, target=0.9, block_shape=(16, 16), causal=True, steps=5)
+    >>> len(profile.numbers), profile.heads, profile.options(1, heads=2, kv_heads=2, head_dim=16)["block_shape"]
+    (2, 2, (16, 16))
+    """
+    unknown = [name for name in rules if name not in _RULES]
+    if unknown:
+        raise TypeError(f"rules: expected some of {', '.join(_RULES)}, got {unknown[0]}")
+    _arrays.choice(measure, "measure", ("mass", "error"))
+    _arrays.choice(budget, "budget", ("top_p", "density", "threshold"))
+    target, steps, every = _arrays.number(target, "target"), _arrays.integer(steps, "steps"), _arrays.integer(every, "every")
+    if not 0 < target <= 1:
+        raise ValueError(f"target: expected a number above 0 and at most 1, got {target:g}")
+    if not 1 <= steps <= 20:
+        raise ValueError(f"steps: expected 1 to 20 halvings, got {steps}")
+    rules_of(chooser)
+    chooser = CHOOSERS[chooser] if isinstance(chooser, str) else chooser
+    block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
+    select = {"chooser": chooser, "block_shape": (block_q, block_kv)}
+    if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
+        raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
+    numbers: list[tuple[float, ...]] = []
+    shape: tuple[int, ...] | None = None
+    for layer in layers:
+        if not isinstance(layer, (tuple, list)):
+            raise TypeError(f"layers: expected sequences of captures, got {type(layer).__name__} for layer {len(numbers)}")
+        cases = list(layer)
+        if not cases or any(not isinstance(x, (tuple, list)) or len(x) != 3 for x in cases):
+            raise ValueError(f"layers: expected captures (q, k, v) of layer {len(numbers)}, got {len(cases)} others")
+        for q, k, _ in cases:
+            own = _shape_of_model(q, k, rules)
+            if shape is not None and own != shape:
+                raise ValueError(f"layers: expected (heads, kv_heads, head_dim) = {shape} like the first capture, got {own}")
+            shape = own
+        assert shape is not None
+        numbers.append(_found(cases, shape[0], target, steps, measure, every, budget, select, rules))
+    if shape is None:
+        raise ValueError("layers: expected at least one layer, got none")
+    heads, kv_heads, dim = shape
+    return Profile(heads, kv_heads, dim, chooser, (block_q, block_kv), budget, tuple(numbers), measure, target)
+
+
+def _shape_of_model(q: Any, k: Any, rules: dict[str, Any]) -> tuple[int, int, int]:
+    """Heads, KV heads and D of a capture."""
+    layout = _arrays.choice(rules.get("layout", "BNSD"), "layout", ("BNSD", "BSND", "BSH", "TND"))
+    shapes = _arrays.shape_of(q), _arrays.shape_of(k)
+    if layout == "BSH":
+        heads = _arrays.integer(rules.get("num_heads", 0), "num_heads")
+        kv_heads = _arrays.integer(rules.get("num_kv_heads") or heads, "num_kv_heads")
+        return heads, kv_heads, shapes[0][-1] // max(1, heads) if shapes[0] else 0
+    axis = {"BNSD": 1, "BSND": 2}.get(layout, 1)
+    if any(len(x) != 4 for x in shapes) or layout == "TND":
+        raise ValueError(f"layers: expected captures in layout BNSD, BSND or BSH, got shapes {shapes[0]} and {shapes[1]} with {layout}")
+    return shapes[0][axis], shapes[1][axis], shapes[0][3]

@@ -1,0 +1,280 @@
+"""What a block list keeps: of the softmax mass, and of the output."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays
+from ..block_sparse import block_sparse_attention
+
+__all__ = ["output_error", "recall"]
+
+
+def _spans(layout: str, batch: int, tokens: int, q_lens: Any, cu_seqlens_q: Any) -> list[tuple[int, int, int]]:
+    """Of each sequence: its batch entry in the arrays, and the first and the end of its valid queries there."""
+    if layout == "TND":
+        cuts = _arrays.integers(cu_seqlens_q, "cu_seqlens_q").tolist()
+        return [(0, a, b) for a, b in pairwise(cuts)]
+    lens = [tokens] * batch if q_lens is None else _arrays.integers(q_lens, "q_lens").tolist()
+    return [(b, 0, n) for b, n in enumerate(lens)]
+
+
+def _of_heads(x: Any, layout: str, heads: int) -> np.ndarray:
+    """A result (B, H, S, Dv) as float64, whatever layout and kind of array it comes in; B is 1 for TND."""
+    array, dtype = _arrays.host(x, "out")
+    if dtype == "bfloat16":
+        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    array = array.astype(np.float64)
+    if layout == "TND":
+        return array.swapaxes(0, 1)[None]
+    if layout == "BSH":
+        array = array.reshape(*array.shape[:2], heads, -1)
+    return array if layout == "BNSD" else array.swapaxes(1, 2)
+
+
+def _of_queries(lse: Any, layout: str) -> np.ndarray:
+    """Log-sum-exps (B, H, S) as float64; B is 1 for TND."""
+    array = np.asarray(_arrays.host(lse, "lse")[0], np.float64)
+    return array.swapaxes(0, 1)[None] if layout == "TND" else array
+
+
+def _sampled(sabi: Any, every: int) -> tuple[np.ndarray, np.ndarray]:
+    """The list without the rows of blocks that are not looked at, and which those are."""
+    kept = np.array(_arrays.host(sabi, "sabi")[0])
+    if kept.dtype not in (np.uint16, np.int16, np.int32, np.int64):
+        raise TypeError(f"sabi: expected uint16, int16, int32 or int64, got {kept.dtype}")
+    pad = kept.dtype.type(65535 if kept.dtype == np.uint16 else -1)
+    skipped = np.arange(kept.shape[2]) % every != 0
+    kept[:, :, skipped] = pad
+    return kept, skipped
+
+
+def _checked(sabi: Any, every: Any, layout: Any) -> int:
+    _arrays.choice(layout, "layout", ("BNSD", "BSND", "BSH", "TND"))
+    if len(_arrays.shape_of(sabi)) != 4:
+        raise ValueError(f"sabi: expected shape (B or 1, H or 1, R, W), got {_arrays.shape_of(sabi)}")
+    every = _arrays.integer(every, "every")
+    if every < 1:
+        raise ValueError(f"every: expected at least 1 row of blocks, got {every}")
+    return every
+
+
+def _columns_of(k: Any, layout: str, block_kv: int, cu_seqlens_kv: Any) -> int:
+    """Blocks of keys that a list may name."""
+    tokens = _arrays.shape_of(k)[2 if layout == "BNSD" else 1 if layout != "TND" else 0]
+    if layout == "TND":
+        tokens = int(np.diff(_arrays.integers(cu_seqlens_kv, "cu_seqlens_kv")).max(initial=0))
+    return -(-tokens // block_kv)
+
+
+def _narrow(k: Any, layout: str) -> Any:
+    """Values of one element: no more of them than must be."""
+    if layout == "BSH" or len(_arrays.shape_of(k)) < 3:
+        return k
+    try:
+        return k[..., :1]
+    except Exception:  # of an array that has no views: the call says what is wrong with it, if anything is
+        return k
+
+
+def _kept_and_all(q: Any, k: Any, v: Any, sabi: Any, every: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    """What attention over the list gives, and over all columns, for the rows of blocks that are looked at."""
+    everything = None
+    if every > 1:
+        sabi, skipped = _sampled(sabi, every)
+    kept = block_sparse_attention(q, k, v, sabi, return_lse=True, **options)
+    if every > 1:
+        columns = _columns_of(k, options["layout"], int(options["block_shape"][1]), options["cu_seqlens_kv"])
+        everything = np.where(skipped[:, None], np.int32(-1), np.arange(columns, dtype=np.int32))[None, None]
+    return kept, block_sparse_attention(q, k, v, everything, return_lse=True, **options)
+
+
+def recall(
+    q: Any,
+    k: Any,
+    sabi: Any,
+    *,
+    block_shape: tuple[int, int] = (64, 64),
+    every: int = 1,
+    scale: float | None = None,
+    layout: str = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> np.ndarray:
+    """Share of the softmax mass that a block list keeps, for each block of queries.
+
+    A query's share is ``exp(lse - lse_dense)``, from its log-sum-exp over the listed blocks and over all keys that the rules let it
+    see; a block's is the mean over its valid queries that see any key.
+
+    Parameters
+    ----------
+    q, k : array_like
+        As in `block_sparse_attention`.
+    sabi : array_like of int
+        The block list, ``(B or 1, H or 1, ceil(Sq / block_shape[0]), W)``.
+    block_shape : (int, int)
+        Tokens in a block of queries and in a block of keys.
+    every : int
+        Look at one block of queries in so many, from the first on, which takes as much less time. 1 looks at all.
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, dtype
+        As in the call that attends: see `block_sparse_attention`.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(B, H, ceil(Sq / block_shape[0]))`` float64, from 0 to 1; NaN for blocks that are not looked at or whose queries see nothing.
+        ``numpy.nanmean`` of it over the last axis is a head's recall.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `block_sparse_attention` does, or `every` is below 1.
+
+    See Also
+    --------
+    output_error : what the list costs the output.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> from blitz_attn import select
+    >>> rng = np.random.default_rng(0)
+    >>> q, k = (rng.standard_normal((1, 2, 512, 64), dtype=np.float32) for _ in range(2))
+    >>> sabi = blitz_attn.select_blocks_prefill(q, k, top_p=0.9, causal=True)
+    >>> kept = select.recall(q, k, sabi, causal=True)
+    >>> kept.shape, bool(kept.min() > 0.7)
+    ((1, 2, 8), True)
+    """
+    options = {
+        "block_shape": block_shape,
+        "scale": scale,
+        "layout": layout,
+        "causal": causal,
+        "window": window,
+        "q_lens": q_lens,
+        "kv_lens": kv_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "dtype": dtype,
+        "num_threads": num_threads,
+    }
+    every = _checked(sabi, every, layout)
+    v = _narrow(k, layout)
+    (_, kept), (_, dense) = _kept_and_all(q, k, v, sabi, every, options)
+    kept, dense = _of_queries(kept, layout), _of_queries(dense, layout)
+    spans = _spans(layout, kept.shape[0], kept.shape[2], q_lens, cu_seqlens_q)
+    block_q, rows = int(block_shape[0]), _arrays.shape_of(sabi)[2]
+    result = np.full((len(spans), kept.shape[1], rows), np.nan)
+    for s, (b, first, end) in enumerate(spans):
+        for r in range(0, -(-(end - first) // block_q), every):
+            at = slice(first + r * block_q, min(first + (r + 1) * block_q, end))
+            seen = dense[b, :, at] > -np.inf
+            shares = np.exp(np.where(seen, kept[b, :, at] - np.where(seen, dense[b, :, at], 0), -np.inf))
+            count = seen.sum(axis=1)
+            result[s, :, r] = np.where(count > 0, shares.sum(axis=1) / np.maximum(count, 1), np.nan)
+    return np.minimum(result, 1.0)
+
+
+def output_error(
+    q: Any,
+    k: Any,
+    v: Any,
+    sabi: Any,
+    *,
+    block_shape: tuple[int, int] = (64, 64),
+    every: int = 1,
+    scale: float | None = None,
+    layout: str = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> np.ndarray:
+    """Relative error of the output that a block list gives, for each head.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `block_sparse_attention`.
+    sabi, block_shape, every
+        The block list, and what of it is looked at: see `recall`.
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, dtype
+        As in the call that attends: see `block_sparse_attention`.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(B, H)`` float64: the norm of the difference to the output over all keys, over the norm of that output, both over all
+        valid queries that are looked at; 0 where that output is 0.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `block_sparse_attention` does, or `every` is below 1.
+
+    See Also
+    --------
+    recall : the share of the softmax mass that the list keeps.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> from blitz_attn import select
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 2, 512, 64), dtype=np.float32) for _ in range(3))
+    >>> errors = [select.output_error(q, k, v, blitz_attn.select_blocks_prefill(q, k, top_p=p)).mean() for p in (0.4, 0.7, 1)]
+    >>> bool(errors[0] > errors[1] > errors[2]), bool(errors[2] < 1e-6)
+    (True, True)
+    """
+    options = {
+        "block_shape": block_shape,
+        "scale": scale,
+        "layout": layout,
+        "causal": causal,
+        "window": window,
+        "q_lens": q_lens,
+        "kv_lens": kv_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "dtype": dtype,
+        "num_threads": num_threads,
+    }
+    every = _checked(sabi, every, layout)
+    (kept, lse), (dense, _) = _kept_and_all(q, k, v, sabi, every, options)
+    heads = _of_queries(lse, layout).shape[1]
+    kept, dense = (_of_heads(x, layout, heads) for x in (kept, dense))
+    spans = _spans(layout, kept.shape[0], kept.shape[2], q_lens, cu_seqlens_q)
+    block_q = int(block_shape[0])
+    result = np.zeros((len(spans), heads))
+    for s, (b, first, end) in enumerate(spans):
+        looked_at = first + np.flatnonzero(np.arange(end - first) // block_q % every == 0)
+        difference, norm = (np.sqrt((x[b][:, looked_at] ** 2).sum(axis=(1, 2))) for x in (kept - dense, dense))
+        result[s] = np.divide(difference, norm, out=np.zeros(heads), where=norm > 0)
+    return result

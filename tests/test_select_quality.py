@@ -1,0 +1,141 @@
+"""What a block list keeps, against plain softmax, and budgets found by it."""
+
+import json
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import select, testing
+from cases import DTYPES
+from fuzz.arrays import values_of
+
+
+def masses(q, k, causal, q_len, kv_len):
+    """Softmax (H, q_len, kv_len) of one sequence; rows that see nothing are NaN."""
+    k = np.repeat(k, q.shape[0] // k.shape[0], axis=0)
+    scores = q[:, :q_len] @ k[:, :kv_len].swapaxes(1, 2) / np.sqrt(q.shape[2])
+    if causal:
+        scores[:, np.arange(kv_len) > np.arange(q_len)[:, None] + kv_len - q_len] = -np.inf
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        return weights / weights.sum(axis=2, keepdims=True)
+
+
+def random_list(rng, *shape):
+    """(*shape, 4) unsorted columns below 6, some rows shorter."""
+    lists = np.argsort(rng.random((*shape, 6)), axis=-1)[..., :4].astype(np.int32)
+    lists[np.arange(4) >= rng.integers(0, 5, shape)[..., None]] = -1
+    return lists
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_against_softmax(layout, dtype, every):
+    rng = np.random.default_rng(1)
+    heads, kv_heads, tokens = 4, 2, 90
+    q, k, v = testing.make_qkv(2, heads, kv_heads, tokens, tokens, 16, dtype=dtype, layout=layout)
+    plain = [values_of(x, dtype) for x in testing.make_qkv(2, heads, kv_heads, tokens, tokens, 16, dtype=dtype)]
+    lens = [tokens, tokens] if layout == "TND" else [90, 50]
+    sabi = random_list(rng, 2, heads, 6)
+    options = {"block_shape": (16, 16), "layout": layout, "causal": True, "every": every}
+    if layout == "TND":
+        options |= {"cu_seqlens_q": [0, 90, 180], "cu_seqlens_kv": [0, 90, 180]}
+    else:
+        options |= {"q_lens": lens, "kv_lens": lens}
+    if layout == "BSH":
+        options |= {"num_heads": heads, "num_kv_heads": kv_heads}
+    if q.dtype == np.uint16:
+        options["dtype"] = "bfloat16"
+    kept, error = select.recall(q, k, sabi, **options), select.output_error(q, k, v, sabi, **options)
+    assert kept.shape == (2, heads, 6)
+    half = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]  # of the dtype's own rounding of outputs
+    for b, n in enumerate(lens):
+        weights = masses(plain[0][b], plain[1][b], True, n, n)
+        listed = np.zeros((heads, 6, 6), bool)
+        for h, r in np.ndindex(heads, 6):
+            listed[h, r, sabi[b, h, r][sabi[b, h, r] >= 0]] = True
+        seen = listed[:, np.arange(n) // 16][:, :, np.arange(n) // 16]
+        shares = np.where(seen, weights, 0).sum(axis=2)
+        for r in range(6):
+            here = shares[:, r * 16 : min((r + 1) * 16, n)]
+            if r % every or not here.size:
+                assert np.isnan(kept[b, :, r]).all()
+            else:
+                assert np.abs(kept[b, :, r] - here.mean(axis=1)).max() < 1e-4
+        values = np.repeat(plain[2][b], 2, axis=0)[:, :n]
+        at = np.arange(n) // 16 % every == 0
+        dense = (weights @ values)[:, at]
+        with np.errstate(invalid="ignore"):
+            sparse = np.nan_to_num((np.where(seen, weights, 0) / shares[..., None]) @ values)[:, at]
+        expected = np.sqrt(((sparse - dense) ** 2).sum(axis=(1, 2)) / (dense**2).sum(axis=(1, 2)))
+        assert np.abs(error[b] - expected).max() < half * max(1, expected.max())
+
+
+def captures(scales, tokens=256):
+    """A capture for each layer: sharper scores, the more mass fewer blocks hold."""
+    return [[[x * s for x in testing.make_qkv(1, 4, 2, tokens, tokens, 16, seed=n)]] for n, s in enumerate(scales)]
+
+
+@pytest.mark.parametrize(("budget", "measure", "target"), [("top_p", "mass", 0.9), ("density", "mass", 0.8), ("threshold", "mass", 0.85), ("top_p", "error", 0.2)])
+def test_calibrate_meets_the_target(budget, measure, target):
+    """Each head meets it, and would not with one step less."""
+    layers, rules = captures([0.5, 1.5]), {"causal": True}
+    found = select.calibrate(layers, target=target, measure=measure, budget=budget, block_shape=(16, 16), steps=6, **rules)
+    assert np.shape(found.numbers) == (2, 4)
+    step = -1 / 64 if budget == "threshold" else 1 / 64
+    for n, ((q, k, v),) in enumerate(layers):
+        options = found.options(n, heads=4, kv_heads=2, head_dim=16)
+        numbers = np.array(options[budget])
+        for less in (False, True):
+            tried = numbers - step if less else numbers
+            tried = np.clip(tried, 1 / 128, 1)
+            sabi = blitz_attn.select_blocks_prefill(q, k, **(options | {budget: tried}), **rules)
+            if measure == "mass":
+                met = np.nanmean(select.recall(q, k, sabi, block_shape=(16, 16), **rules), axis=2)[0] >= target
+            else:
+                met = select.output_error(q, k, v, sabi, block_shape=(16, 16), **rules)[0] <= target
+            if less:
+                floor = numbers <= 1 / 64 if budget != "threshold" else numbers >= 1 - 1 / 64
+                assert not met[~floor].any()
+            else:
+                assert met.all()
+
+
+def test_profiles_are_kept(tmp_path):
+    profile = select.calibrate(captures([1.0]), target=0.9, chooser=select.Pooled((4, 8), "bound"), block_shape=(16, 16), steps=3, causal=True)
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    assert select.Profile.load(path) == profile
+    assert json.loads(path.read_text())["layers"] == 1
+    with pytest.raises(ValueError, match=r"^profile: expected one of a model with \(heads, kv_heads, head_dim\) = \(8, 2, 16\), got one with \(4, 2, 16\)$"):
+        profile.options(0, heads=8, kv_heads=2, head_dim=16)
+    with pytest.raises(ValueError, match="^layer: expected 0 to 0, got 1$"):
+        profile.options(1, heads=4, kv_heads=2, head_dim=16)
+    for text in ("", "[]", "{}", json.dumps(json.loads(path.read_text()) | {"layers": 2}), json.dumps(json.loads(path.read_text()) | {"chooser": {"kind": "best"}})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"^path: expected .+, got .+"):
+            select.Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "sentence"),
+    [
+        ({"target": 0}, ValueError, "target: expected a number above 0 and at most 1, got 0"),
+        ({"measure": "perplexity"}, ValueError, "measure: expected 'mass' or 'error', got 'perplexity'"),
+        ({"budget": "top_k"}, ValueError, "budget: expected one of top_p, density, threshold, got 'top_k'"),
+        ({"steps": 0}, ValueError, "steps: expected 1 to 20 halvings, got 0"),
+        ({"layers": []}, ValueError, "layers: expected at least one layer, got none"),
+        ({"layers": [[]]}, ValueError, "layers: expected captures (q, k, v) of layer 0, got 0 others"),
+        ({"layers": 5}, TypeError, "layers: expected a sequence or a generator of the layers' captures, got int"),
+        ({"sink": 3}, TypeError, "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, dtype, num_threads, got sink"),
+        ({"every": 0}, ValueError, "every: expected at least 1 row of blocks, got 0"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_bad_calls(changes, kind, sentence):
+    call = {"layers": captures([1.0], 64), "target": 0.9, "block_shape": (16, 16)} | changes
+    with pytest.raises(kind) as caught:
+        select.calibrate(**call)
+    assert str(caught.value) == sentence
