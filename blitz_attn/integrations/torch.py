@@ -249,7 +249,23 @@ def nsa(
     >>> [tuple(x.grad.shape) for x in (k, gates)]
     [(1, 100, 2, 16), (1, 100, 4, 3)]
     """
-    given = dict(locals())
-    tensors = [given.pop(name) for name in _NSA_TENSORS]
-    _expect_tensors(q=q, k=k, v=v, **{name: x for name, x in zip(_NSA_TENSORS[3:], tensors[3:], strict=True) if x is not None})
-    return _functions().nsa.apply(given, *tensors)
+    options = {
+        "compress_block_size": compress_block_size,
+        "num_selected_blocks": num_selected_blocks,
+        "window_size": window_size,
+        "causal": causal,
+        "scale": scale,
+        "q_tile_size": q_tile_size,
+        "num_cmp_selected_blocks": num_cmp_selected_blocks,
+        "mode": mode,
+        "compress_stride": compress_stride,
+        "select_block_size": select_block_size,
+        "init_blocks": init_blocks,
+        "local_blocks": local_blocks,
+        "block_indices": block_indices,
+        "cu_seqlens": cu_seqlens,
+        "num_threads": num_threads,
+    }
+    tensors = (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates)
+    _expect_tensors(**{name: x for name, x in zip(_NSA_TENSORS, tensors, strict=True) if x is not None or name in ("q", "k", "v")})
+    return _functions().nsa.apply(options, *tensors)
