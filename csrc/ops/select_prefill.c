@@ -148,7 +148,9 @@ static void find_lines(void *context, int64_t item, int worker) {
 static void share_density(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t shares = c->args->budgets.dims[0], lists = c->lists / shares;
-    ba_budget_share(c, item / shares, item % shares * lists, lists, (int64_t *)(c->scratch + worker * c->scratch_bytes));
+    int64_t used = 0;
+    char *bins = ba_take(c->scratch + worker * c->scratch_bytes, &used, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+    ba_budget_share(c, item / shares, item % shares * lists, lists, (int64_t *)bins);
 }
 
 /* ---- The call ------------------------------------------------------------------------------------------------------- */
@@ -200,7 +202,9 @@ ba_status ba_run_prefill(ba_prefill *c) {
     ba_strip_scratch unused;
     const bool shares = c->args->budget == BA_BUDGET_DENSITY;
     c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);
-    if (shares) c->scratch_bytes = ba_max(c->scratch_bytes, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+    int64_t bins = 0;
+    if (shares) ba_take(NULL, &bins, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+    c->scratch_bytes = ba_max(c->scratch_bytes, bins);
     char *memory = NULL;
     for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
         int64_t used = 0;

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""What choosing blocks costs, beside the dense call that it replaces and the sparse call that follows: one JSON object per line on stdout.
+
+    python benchmark/choosing.py                                          # 8K and 64K tokens, float32 and bfloat16, every chooser
+    python benchmark/choosing.py --tokens 8192 --choosers pooled8 pooled64 --threads 1
+
+Causal attention of normally distributed q, k and v. Each chooser finds its list at one density; dense attention, attention over the
+list of the first chooser, and every chooser are timed in turns (A B C A B C ...), and medians are compared. "of_dense" and "of_sparse"
+are shares of those calls' times. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import blitz_attn
+from _bench import Contender, Progress, in_turns
+from benchmark import positive
+from blitz_attn import _core, select, testing
+
+CHOOSERS = {
+    "pooled8": select.Pooled(8),
+    "pooled8_mean": select.Pooled(8, "mean", "mean"),
+    "pooled16": select.Pooled(16),
+    "pooled64": select.Pooled(64),
+    "antidiagonal16": select.Antidiagonal(16),
+    "sampled_rows4": select.SampledRows(4),
+    "vertical_slash64": select.VerticalSlash(64),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--tokens", type=positive, nargs="+", default=[8192, 65536])
+    made.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "float16", "bfloat16"])
+    made.add_argument("--choosers", nargs="+", default=list(CHOOSERS), choices=list(CHOOSERS))
+    made.add_argument("-H", "--heads", type=positive, default=9)
+    made.add_argument("--kv-heads", type=positive, default=3)
+    made.add_argument("-D", "--head-dim", type=positive, default=64)
+    made.add_argument("--block", type=positive, default=64, help="tokens of a block, of queries and of keys")
+    made.add_argument("--density", type=float, default=0.25)
+    made.add_argument("--threads", type=positive, help="number of threads (default: what the library uses)")
+    made.add_argument("--repeats", type=positive, default=5)
+    return made
+
+
+def measured(args: argparse.Namespace, tokens: int, dtype: str, progress: Progress) -> list[dict[str, object]]:
+    """The rows of one length and dtype."""
+    q, k, v = testing.make_qkv(1, args.heads, args.kv_heads, tokens, tokens, args.head_dim, dtype=dtype)
+    shared = {"causal": True, "num_threads": args.threads} | ({"dtype": dtype} if dtype == "bfloat16" else {})
+    shape = (args.block, args.block)
+
+    def choose(name: str) -> object:
+        return blitz_attn.select_blocks_prefill(q, k, chooser=CHOOSERS[name], density=args.density, block_shape=shape, **shared)
+
+    sabi = choose(args.choosers[0])
+    work = float(tokens) ** 2
+    contenders = [
+        Contender("dense", lambda: blitz_attn.block_sparse_attention(q, k, v, **shared), work),
+        Contender("sparse", lambda: blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=shape, **shared), work * args.density),
+    ]
+    contenders += [Contender(name, lambda name=name: choose(name), work * 0.05) for name in args.choosers]
+    medians = {contenders[i].label: timing.median for i, timing in in_turns(contenders, args.repeats, 1, progress)}
+    common = {"tokens": tokens, "dtype": dtype, "threads": args.threads or blitz_attn.get_num_threads()}
+    common |= {"density": args.density, "block": args.block, "dense_seconds": medians["dense"], "sparse_seconds": medians["sparse"]}
+    return [
+        common
+        | {"chooser": name, "seconds": medians[name]}
+        | {f"of_{call}": medians[name] / medians[call] for call in ("dense", "sparse")}
+        for name in args.choosers
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
+    each = (1 + args.repeats) * (1 + args.density + 0.05 * len(args.choosers))
+    progress = Progress(each * sum(float(n) ** 2 for n in args.tokens) * len(args.dtype))
+    for tokens in args.tokens:
+        for dtype in args.dtype:
+            for row in measured(args, tokens, dtype, progress):
+                print(json.dumps(row | {"cpu": _core.cpu_model(), "isa": _core.isa_active()}), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (TypeError, ValueError, MemoryError) as error:
+        sys.exit(f"choosing.py: {error}")
