@@ -6,7 +6,7 @@
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: bench-record, bench-compare, build,
-# checkkernels, check-emulated, check-neon, lint, format, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
+# checkkernels, check-emulated, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -110,6 +110,10 @@ lint-layout:
 format:
 	@$(call find_python,$(RUFF) $(CLANG_FORMAT)) "$$python" -m ruff check --fix . ; \
 	  "$$(dirname "$$python")/clang-format" -i $(C_FILES)
+
+# What the compiler sees of one kernel template at one level: LEVEL=avx2 FILE=panel/attend (csrc/kernels/panel/attend_tmpl.inc).
+expand:
+	@$(call find_python,$(CLANG_FORMAT)) "$$python" scripts/expand.py "$(LEVEL)" "$(FILE)" "$$(dirname "$$python")/clang-format"
 
 # The site, in build/docs/html: warnings are errors, examples are run, links and paths must exist, and README's speeds must be those of the results.
 SPHINX = 'sphinx>=5.3'

@@ -76,14 +76,15 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_attend_family, pack_k) == 36 && FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 7 && FUNCTIONS(ba_panel_kernels, attend) == 11 && FUNCTIONS(ba_few_kernels, attend) == 5 &&
+                   FUNCTIONS(ba_row_kernels, attend) == 5 && FUNCTIONS(ba_gradient_kernels, gradient) == 8 &&
+                   FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
     const ba_attend_family *f = l->family;
-    if (l->cache && !f->gradient[0])
-        f = ba_kernels_at(f->isa)->vector[BA_FLOAT32]; /* the vector family reads caches, also at a level that has tiles */
-    if (!l->cache) return (subject){l->name, f, NULL, l->dtype, l->dtype, f->pack_k, f->pack_v, f->pack_bytes, f->few};
+    if (l->cache && !is_vector(f)) f = ba_kernels_at(f->isa)->vector[BA_FLOAT32]; /* the vector family reads caches, also at a level that has tiles */
+    if (!l->cache) return (subject){l->name, f, NULL, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend};
     return (subject){l->name, f, l->cache, real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size, l->cache->few};
 }
 
@@ -174,16 +175,16 @@ static void run_parts(const test_case *c, const ba_panel *panel, const ba_chunk 
         old_l[i] = real_at(c, panel->l, i);
         for (int64_t d = 0; d < c->v_dim; d++) old_o[d][i] = real_at(c, panel->o, o_index(c, d, i));
     }
-    f->scores[c->variant](panel, chunk, row_max);
+    f->panel->scores[c->variant](panel, chunk, row_max);
     check_scores(c, chunk, first, row_max);
-    f->softmax[c->variant](panel, chunk, row_max, alpha);
+    f->panel->softmax[c->variant](panel, chunk, row_max, alpha);
     check_softmax(c, panel, chunk, first, row_max, alpha);
-    f->values[c->variant](panel, chunk, alpha);
+    f->panel->values[c->variant](panel, chunk, alpha);
     check_values(c, panel, chunk, first, alpha);
 }
 
 static void finish(const test_case *c, const ba_panel *panel, void **out_rows, void *lse) {
-    const ba_finish_fn fn = in_rows(c) ? c->s.f->finish_few : c->s.f->finish[c->variant];
+    const ba_finish_fn fn = in_rows(c) ? c->s.f->few->finish : c->s.f->pack->finish[c->variant];
     fn(panel, c->queries, c->v_dim, out_rows, lse);
     require(&records[FINISH], neighbours_untouched(), "wrote beside a buffer", -1, -1);
 }
@@ -204,7 +205,7 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
     static plain_row want[BA_MAX_LANES];
     for (int64_t i = 0; i < c->queries; i++) attend_plainly(c, i, &want[i]);
     const ba_attend_family *f = c->s.f;
-    const bool has_parts = !in_rows(c) && f->scores[c->variant] && f->softmax[c->variant] && f->values[c->variant];
+    const bool has_parts = !in_rows(c) && f->panel->scores[c->variant] && f->panel->softmax[c->variant] && f->panel->values[c->variant];
     for (int way = ATTEND; way <= JOIN; way++) {
         const bool by_parts = way == JOIN && has_parts, joined = way == JOIN && c->variant == FEW;
         record *r = &records[by_parts ? COMPOSED : way];
@@ -223,7 +224,7 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
             else attend(c, first ? &other : &panel, &chunk);
             require(r, neighbours_untouched(), "wrote beside a buffer", first, -1);
         }
-        if (joined) f->join_few(&panel, &other, c->queries, c->v_dim);
+        if (joined) f->few->join(&panel, &other, c->queries, c->v_dim);
         check_end(c, &panel, r, want);
     }
 }
@@ -316,7 +317,7 @@ static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
         together = vector >= 16 && left >= 8 ? 8 : vector >= 4 && left >= 4 ? 4 : left >= 2 ? 2 : 1;
         if (query >= first + together) continue;
         const int64_t in_two = d % (2 * vector);
-        const bool ordered = (c->s.cache ? c->s.cache->order_few : c->s.f->order_few) && d - in_two + 2 * vector <= c->head_dim;
+        const bool ordered = (c->s.cache ? c->s.cache->order_few : c->s.f->few->order_queries) && d - in_two + 2 * vector <= c->head_dim;
         const int64_t place = ordered ? d - in_two + in_two % 2 * vector + in_two / 2 : d;
         return first * BA_FEW_PAD(c->head_dim) + place / vector * vector * together + (query - first) * vector + place % vector;
     }
@@ -341,8 +342,8 @@ static void check_pack_queries(test_case *c) {
             for (int64_t i = 0; i < c->queries; i++)
                 for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, place_of_few(c, i, d));
             got = scores[0];
-        } else if (c->variant != ROWS && c->s.f->scores[c->variant]) {
-            c->s.f->scores[c->variant](&panel, &chunk, place(ROW_MAX, c->lanes * c->s.f->real_size));
+        } else if (c->variant != ROWS && c->s.f->panel->scores[c->variant]) {
+            c->s.f->panel->scores[c->variant](&panel, &chunk, place(ROW_MAX, c->lanes * c->s.f->real_size));
             for (int64_t d = 0; d < c->keys; d++)
                 for (int64_t i = 0; i < c->lanes; i++) scores[d][i] = real_at(c, chunk.scratch, d * c->lanes + i);
             got = scores[0];
@@ -387,7 +388,7 @@ static void check_finish(test_case *c) {
         finish(c, &panel, rows, lse);
         for (int64_t i = 0; i < c->queries; i++)
             for (int64_t d = 0; d < c->v_dim; d++) {
-                const double zero = c->s.f->flushes && !in_rows(c) ? 0.0 : -0.0; /* where sums flush, -0 becomes +0 */
+                const double zero = rounding_of(c->s.f)->flushes && !in_rows(c) ? 0.0 : -0.0; /* where sums flush, -0 becomes +0 */
                 const double o = real_at(c, panel.o, o_index(c, d, i)) + zero, got = get_element(dtype, rows[i], d);
                 double want[1];
                 set_element(dtype, want, 0, o);
@@ -431,7 +432,7 @@ static void check_merge(test_case *c, record *r) {
         void *weights = place_tight(WEIGHTS, parts * c->s.f->real_size, c->s.f->real_size);
         for (int64_t i = 0; i < parts; i++) set_element(real_dtype(c), weights, i, fabs(uniform()));
         void *out = place_row(OUT_ROWS, 0, dim * ba_dtype_size(dtype));
-        c->s.f->merge_row(out, rows, weights, parts, dim);
+        c->s.f->pack->merge_row(out, rows, weights, parts, dim);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int64_t d = 0; d < dim; d++) {
             double sum = 0, size = 0;
@@ -450,7 +451,7 @@ static void check_merge(test_case *c, record *r) {
         const void **rows = place_rows(c, V_ROWS, ROW_POINTERS, &v, 0, 1, 512);
         void *weights = place_tight(WEIGHTS, c->s.f->real_size, c->s.f->real_size), *out = place_row(OUT_ROWS, 0, 1024);
         set_element(real_dtype(c), weights, 0, 1);
-        c->s.f->merge_row(out, rows, weights, 1, 512);
+        c->s.f->pack->merge_row(out, rows, weights, 1, 512);
         for (int64_t d = 0; d < 512; d++) compare(r, get_element(dtype, out, d), decode(dtype, (int)(bits + d)), 0, "copied [pattern]", bits + d, -1);
     }
 }
@@ -491,7 +492,7 @@ static void check_probabilities(test_case *c) {
             set_element(BA_FLOAT32, panel.m, i, isnan(m[i]) ? 0 : m[i]);
             m[i] = real_at(c, panel.m, i);
         }
-        c->s.f->add_probabilities(&panel, &chunk, sums);
+        c->s.f->panel->add_probabilities(&panel, &chunk, sums);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int64_t i = 0; i < c->queries; i++)
             for (int64_t j = 0; j < c->keys; j++) {
@@ -545,7 +546,7 @@ static void check_choose(test_case *c) {
         choice.scores = scores;
         choice.keys = place(SCRATCH, ba_max(1, choice.blocks * BA_CHOOSE_ROWS) * c->s.f->real_size);
         choice.lists = place(TILE_ROWS, BA_CHOOSE_ROWS * (choice.width + 1) * (int64_t)sizeof *choice.lists);
-        c->s.f->choose(&choice);
+        c->s.f->rows->choose(&choice);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int64_t i = 0; i < choice.rows; i++) {
             bool taken[MOST_BLOCKS] = {false};
@@ -637,9 +638,9 @@ static void check_variant(void *context) {
     check_promises(c);
     check_patterns_in(c);
     if (!c->s.cache && c->variant != ROWS) check_finish(c);
-    if (c->variant <= 1 && c->s.f->attend_many[c->variant]) check_together(c);
-    if (c->variant == WIDE && !c->s.cache && c->s.f->add_probabilities) check_probabilities(c);
-    if (c->variant == WIDE && !c->s.cache && c->s.f->choose) check_choose(c);
+    if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
+    if (c->variant == WIDE && !c->s.cache && c->s.f->panel->add_probabilities) check_probabilities(c);
+    if (c->variant == WIDE && !c->s.cache && c->s.f->rows && c->s.f->rows->choose) check_choose(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW) check_heads(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
@@ -658,7 +659,7 @@ static void check_subject(const subject *s) {
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
-        if (variant == ROWS && (s->cache || !s->f->attend_rows)) continue;
+        if (variant == ROWS && (s->cache || !s->f->rows)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_variant, &c, &records[ATTEND]);
@@ -713,7 +714,7 @@ static void check_dispatch(void) {
             if (strstr(l->name, "emulated") || (int)isa > level || isa > ba_isa_detected()) continue;
             if (l->cache) caches[l->dtype] = l->cache;
             else families[l->dtype] = l->family;
-            if (!l->cache && l->family->gradient[0]) vectors[l->dtype] = l->family;
+            if (!l->cache && is_vector(l->family)) vectors[l->dtype] = l->family;
         }
         for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
             require(r, ba_kernels_at((ba_isa)level)->cache[dtype] == caches[dtype], "cache kernel [dtype][level]", dtype, level);
@@ -744,7 +745,7 @@ static void bench(const subject *s) {
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
             if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */
             if (variant == FEW && !s->few) continue;
-            if (variant == ROWS && !s->f->attend_rows) continue;
+            if (variant == ROWS && !s->f->rows) continue;
             c = (test_case){.s = *s, .variant = variant};
             make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
             c.softcap = 0;

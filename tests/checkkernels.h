@@ -69,6 +69,15 @@ double unit_of(ba_dtype dtype);
 double smallest_of(ba_dtype dtype);
 double largest_of(ba_dtype dtype);
 ba_dtype real_of(const ba_attend_family *family);
+bool is_vector(const ba_attend_family *family); /* its packed rows are reals, and it has gradients */
+
+/* How a family rounds, which bounds the errors that its checks allow. */
+typedef struct rounding {
+    double weight_unit; /* weights are off by up to this, relative, where they are multiplied with values; 0: by reals' roundings only */
+    double exp_unit;    /* exp2 is off by up to this, relative */
+    bool flushes;       /* inputs, products and o below real's normal range count as 0 */
+} rounding;
+const rounding *rounding_of(const ba_attend_family *family);
 
 /* ---- Random numbers: the same in every run ------------------------------------------------------------------------ */
 

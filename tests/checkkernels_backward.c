@@ -63,7 +63,7 @@ static ba_gradient_panel open_gradients(const test_case *c) {
     ba_gradient_panel panel = {.q = forward.q, .lo = forward.lo, .hi = forward.hi};
     const void **rows = place_rows(c, OUT_ROWS, ROW_POINTERS, &dout, 0, c->queries, c->v_dim);
     void *packed = place(PANEL_DOUT, c->lanes * ba_round_up(c->v_dim, f->dim_pad) * f->q_bytes);
-    f->pack_queries[c->variant](packed, rows, c->queries, c->v_dim, c->scale);
+    f->pack->queries[c->variant](packed, rows, c->queries, c->v_dim, c->scale);
     panel.dout = packed;
     panel.lse = place_reals(c, PANEL_LSE, lse, c->lanes);
     panel.delta = place_reals(c, PANEL_DELTA, delta, c->lanes);
@@ -92,7 +92,7 @@ static void check_panel(const test_case *c) {
     ba_chunk chunk = open_chunk(c, 0, keys);
     void *weights = chunk.scratch, *slopes = place(SLOPES, keys * c->lanes * real);
     chunk.scratch = NULL;
-    c->s.f->gradient[c->variant](&panel, &chunk, weights, slopes);
+    c->s.f->gradient->gradient[c->variant](&panel, &chunk, weights, slopes);
     require(&gradient_records[GRADIENT_DQ], neighbours_untouched(), "wrote beside a buffer", -1, -1);
     for (int64_t i = 0; i < c->queries; i++) {
         for (int64_t j = 0; j < keys; j++) {
@@ -176,7 +176,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
     const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, lanes, dim);
     const int64_t padded = ba_round_up(dim, f->lane_block);
     void *packed = place(TILE_ROWS, lanes * padded * real);
-    require(packing, f->pack_tile(packed, rows, lanes, dim) == finite, "finite or not", -1, -1);
+    require(packing, f->gradient->pack_tile(packed, rows, lanes, dim) == finite, "finite or not", -1, -1);
     for (int64_t i = 0; i < lanes; i++)
         for (int64_t d = 0; d < padded; d++) {
             const int64_t at = d / f->lane_block * f->lane_block * lanes + i * f->lane_block + d % f->lane_block;
@@ -188,7 +188,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
         for (int64_t d = 0; d < dim; d++) set_element(real_dtype(c), to[j], d, (double)((j + d) % 5) - 2);
     }
     snprintf(case_text, sizeof case_text, "keys=%d dim=%d panels=%d lanes=%d finite=%d", (int)keys, (int)dim, (int)panels, (int)lanes, finite);
-    f->add_rows(&(ba_add_rows){
+    f->gradient->add_rows(&(ba_add_rows){
         .weights = weights, .panels = panels, .packed = packed, .lanes = lanes, .finite = finite, .keys = keys, .dim = dim, .rows = to});
     require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
     for (int64_t j = 0; j < keys; j++)
@@ -260,23 +260,23 @@ static void check_tile(const test_case *c) {
     const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim);
     ba_gradient_tile tile = {.panel = &panel, .panels = 1, .scale = c->scale, .weights = place(SCRATCH, bytes), .slopes = place(SLOPES, bytes)};
     void *packed = place(TILE_ROWS, f->lanes[WIDE] * ba_round_up(c->head_dim, f->lane_block) * real);
-    tile.finite_q = f->pack_tile(packed, rows, c->queries, c->head_dim);
+    tile.finite_q = f->gradient->pack_tile(packed, rows, c->queries, c->head_dim);
     tile.q_rows = packed;
     rows = place_rows(c, Q_ROWS, ROW_POINTERS, &dout, 0, c->queries, c->v_dim);
     packed = place(PROBE, f->lanes[WIDE] * ba_round_up(c->v_dim, f->lane_block) * real);
-    tile.finite_dout = f->pack_tile(packed, rows, c->queries, c->v_dim);
+    tile.finite_dout = f->gradient->pack_tile(packed, rows, c->queries, c->v_dim);
     tile.dout_rows = packed;
     const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, keys, c->head_dim);
     const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, keys, c->v_dim);
     ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale};
-    chunk.k_rows = pack_for_tile(c, f->pack_k, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim);
-    chunk.v_rows = pack_for_tile(c, f->pack_k, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
-    tile.k_columns = pack_for_tile(c, f->pack_v, k_rows, OTHER_O, ROW_MAX, c->head_dim);
+    chunk.k_rows = pack_for_tile(c, f->pack->keys, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim);
+    chunk.v_rows = pack_for_tile(c, f->pack->keys, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
+    tile.k_columns = pack_for_tile(c, f->pack->values, k_rows, OTHER_O, ROW_MAX, c->head_dim);
     if (c->mask != NO_MASK) chunk.key_index = memcpy(place_tight(KEY_INDEX, keys * 4, 4), c->key_index, (size_t)keys * 4);
-    f->gradient_tile(&tile, &chunk);
+    f->gradient->gradient_tile(&tile, &chunk);
     tile.dk_rows = place_sums(c, true, ALPHA, c->head_dim);
     tile.dv_rows = place_sums(c, false, LSE, c->v_dim);
-    f->add_tile(&tile, &chunk);
+    f->gradient->add_tile(&tile, &chunk);
     require(&tile_records[TILE_DQ], neighbours_untouched(), "wrote beside a buffer", -1, -1);
     for (int64_t i = 0; i < c->queries; i++)
         for (int64_t j = 0; j < keys; j++) {
@@ -341,7 +341,7 @@ static void check_dots(test_case *c, record *r, int64_t dim) {
         for (int64_t d = 0; d < dim; d++) set_operand(c, &dout, i, d, random_like(c));
     const void **a = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, dim), **b = place_rows(c, V_ROWS, V_POINTERS, &dout, 0, c->queries, dim);
     void *sums = place_tight(LSE, c->queries * f->real_size, f->real_size);
-    f->dot_rows(sums, a, b, c->queries, dim);
+    f->gradient->dot_rows(sums, a, b, c->queries, dim);
     require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
     for (int64_t i = 0; i < c->queries; i++) {
         double sum = 0, size = 0;
@@ -358,7 +358,7 @@ static void check_store(test_case *c, record *r, int64_t dim) {
     make_case(c, RANDOM, NO_MASK, 1, 1, 1, 1);
     void *from = place_tight(TILE_ROWS, dim * c->s.f->real_size, c->s.f->real_size), *to = place_row(OUT_ROWS, 0, dim * ba_dtype_size(c->s.dtype));
     for (int64_t d = 0; d < dim; d++) set_element(real_dtype(c), from, d, pick(3) ? uniform() * exp2((double)pick(40) - 30) : odd[pick(11)]);
-    c->s.f->store_row(to, from, dim);
+    c->s.f->gradient->store_row(to, from, dim);
     require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
     for (int64_t d = 0; d < dim; d++) {
         unsigned char rounded[8];
@@ -386,13 +386,13 @@ void check_backward(const subject *s) {
     static const char *const other_names[OTHERS] = {"add_rows", "pack_tile", "dot_rows", "store_row"};
     static test_case c;
     static const char *const tile_names[TILE_PARTS] = {"gradient_tile: dq", "add_tile: dk", "add_tile: dv"};
-    for (int variant = WIDE; variant <= NARROW && s->f->gradient_tile; variant++) {
+    for (int variant = WIDE; variant <= NARROW && s->f->gradient && s->f->gradient->gradient_tile; variant++) {
         for (int i = 0; i < TILE_PARTS; i++) tile_records[i] = (record){.name = tile_names[i]};
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_tiles, &c, &tile_records[TILE_DQ]);
         report(s->name, variant == WIDE ? "wide" : "narrow", tile_records, TILE_PARTS);
     }
-    if (!s->f->gradient[0]) return; /* the family has no kernels for gradients */
+    if (!is_vector(s->f)) return; /* the family has no kernels for gradients */
     for (int variant = WIDE; variant <= NARROW; variant++) {
         for (int i = 0; i < PARTS; i++) gradient_records[i] = (record){.name = names[i]};
         c = (test_case){.s = *s, .variant = variant};

@@ -150,6 +150,22 @@ double set_element(ba_dtype dtype, void *data, int64_t index, double value) {
 }
 
 ba_dtype real_of(const ba_attend_family *family) { return family->real_size == 8 ? BA_FLOAT64 : BA_FLOAT32; }
+bool is_vector(const ba_attend_family *family) { return family->gradient && family->gradient->gradient[0]; }
+
+const rounding *rounding_of(const ba_attend_family *family) {
+    static const struct {
+        const char *in_name;
+        rounding rounding;
+    } table[] = {{"_tiles2x2_pieces2", {.weight_unit = 0x1p-17, .flushes = true}},
+                 {"_tiles2x2_pieces3", {.weight_unit = 0x1p-25, .flushes = true}},
+                 {"_tiles2x2", {.weight_unit = 0x1p-8, .exp_unit = 2.7e-6, .flushes = true}},
+                 {"_pairs", {.weight_unit = 0x1p-8, .flushes = true}},
+                 {"_neon_bf16_", {.flushes = true}},
+                 {"", {.flushes = false}}};
+    int i = 0;
+    while (!strstr(family->name, table[i].in_name)) i++;
+    return &table[i].rounding;
+}
 
 double unit_of(ba_dtype dtype) {
     switch (dtype) {

@@ -130,7 +130,7 @@ const void **place_rows(const test_case *c, row_pool pool, buffer pointers, cons
 }
 
 /* Bytes per element of the packed rows of variant ROWS. */
-static int64_t row_element(const test_case *c) { return c->s.f->pack_row_queries ? c->s.f->real_size : ba_dtype_size(c->s.dtype); }
+static int64_t row_element(const test_case *c) { return c->s.f->rows && c->s.f->rows->pack_queries ? c->s.f->real_size : ba_dtype_size(c->s.dtype); }
 
 static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffer packed, buffer pointers, const void **rows, const float *scales,
                                  int64_t keys, int64_t dim) {
@@ -164,19 +164,19 @@ ba_panel open_panel(const test_case *c) {
     const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the array of pointers ends at a guard page */
     if (c->variant == FEW) {
         panel.q = place(PANEL_Q, BA_FEW_QUERIES * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
-        const ba_order_few_fn order_few = c->s.cache ? c->s.cache->order_few : f->order_few;
-        f->pack_few(panel.q, rows, c->queries, c->head_dim, c->scale);
+        const ba_order_few_fn order_few = c->s.cache ? c->s.cache->order_few : f->few->order_queries;
+        f->few->pack_queries(panel.q, rows, c->queries, c->head_dim, c->scale);
         if (order_few) order_few(panel.q, c->queries, c->head_dim);
     } else if (c->variant == ROWS) {
         const int64_t bytes = ba_round_up(c->head_dim, f->dim_pad) * row_element(c);
         const void *unused[BA_MAX_LANES];
         panel.q = memset(place(PANEL_Q, c->queries * bytes), 0, (size_t)(c->queries * bytes));
-        if (f->pack_row_queries) f->pack_row_queries(panel.q, unused, rows, NULL, c->queries, c->head_dim);
-        for (int64_t i = 0; !f->pack_row_queries && i < c->queries; i++)
+        if (f->rows->pack_queries) f->rows->pack_queries(panel.q, unused, rows, NULL, c->queries, c->head_dim);
+        for (int64_t i = 0; !f->rows->pack_queries && i < c->queries; i++)
             memcpy((char *)panel.q + i * bytes, rows[i], (size_t)(c->head_dim * row_element(c)));
     } else {
         panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
-        f->pack_queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
+        f->pack->queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
     }
     if (c->mask == NO_MASK) return panel;
     int32_t lo[BA_MAX_LANES] = {0}, hi[BA_MAX_LANES]; /* lanes without a query see all keys */
@@ -198,8 +198,8 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
     const float *k_scale = c->scaled ? place_copy(K_SCALES, c->k_scale + first, keys, sizeof *k_scale) : NULL;
     const float *v_scale = c->scaled ? place_copy(V_SCALES, c->v_scale + first, keys, sizeof *v_scale) : NULL;
     const bool packs = c->variant != FEW;
-    const ba_pack_rows_fn pack_k = c->variant == ROWS ? s->f->pack_row_keys : s->pack_k,
-                          pack_v = c->variant == ROWS ? s->f->pack_row_values : s->pack_v;
+    const ba_pack_rows_fn pack_k = c->variant == ROWS ? s->f->rows->pack_keys : s->pack_k,
+                          pack_v = c->variant == ROWS ? s->f->rows->pack_values : s->pack_v;
     chunk.k_rows = packs && pack_k ? place_packed(c, pack_k, PACKED_K, PACKED_K_POINTERS, k_rows, k_scale, keys, c->head_dim) : k_rows;
     chunk.v_rows = packs && pack_v ? place_packed(c, pack_v, PACKED_V, PACKED_V_POINTERS, v_rows, v_scale, keys, c->v_dim) : v_rows;
     if (!packs) {
@@ -218,8 +218,8 @@ void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
     } else if (c->variant == ROWS) {
         int32_t lanes[BA_MAX_LANES]; /* in another order */
         for (int64_t i = 0; i < c->queries; i++) lanes[i] = (int32_t)(c->queries - 1 - i);
-        c->s.f->attend_rows(panel, place_copy(ROW_LANES, lanes, c->queries, sizeof *lanes), c->queries, chunk);
-    } else c->s.f->attend[c->variant](panel, chunk);
+        c->s.f->rows->attend(panel, place_copy(ROW_LANES, lanes, c->queries, sizeof *lanes), c->queries, chunk);
+    } else c->s.f->panel->attend[c->variant](panel, chunk);
 }
 
 void **place_out_rows(const test_case *c) { /* one row for each query, and none for unused lanes */
@@ -233,14 +233,18 @@ void **place_out_rows(const test_case *c) { /* one row for each query, and none 
 double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* for double, the reference rounds, too */
 /* Whether the kernel for few queries packs them in a format of its own. For a cache, the queries are packed as reals. */
 bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && c->s.f->few_least_heads > 0; }
-double tiny(const test_case *c) { return (c->variant != FEW || few_are_own(c)) && c->s.f->flushes ? 0x1p-126 : smallest_of(real_dtype(c)); }
+double tiny(const test_case *c) {
+    return (c->variant != FEW || few_are_own(c)) && rounding_of(c->s.f)->flushes ? 0x1p-126 : smallest_of(real_dtype(c));
+}
 /* The relative errors, in addition to the roundings of reals, of weights when they multiply values, and of exp2. A kernel for few queries that packs
  * them in its own format multiplies a second piece of each weight, which holds what rounding cut off, so only the square of the error is left. Other
  * kernels for few queries compute in reals. */
 double weight_unit(const test_case *c) {
-    return c->variant != FEW ? c->s.f->weight_unit : few_are_own(c) ? c->s.f->weight_unit * c->s.f->weight_unit : 0;
+    return c->variant != FEW ? rounding_of(c->s.f)->weight_unit
+           : few_are_own(c)  ? rounding_of(c->s.f)->weight_unit * rounding_of(c->s.f)->weight_unit
+                             : 0;
 }
-double exp_unit(const test_case *c) { return c->variant != FEW ? c->s.f->exp_unit : 0; }
+double exp_unit(const test_case *c) { return c->variant != FEW ? rounding_of(c->s.f)->exp_unit : 0; }
 
 /* A sum of n terms is wrong by at most n - 1 units of the sum of the terms' absolute values, in any order of summation, and each term by a few units
  * more. */
@@ -258,7 +262,7 @@ plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 u
         sum += term;
         size += fabs(term);
         other_size += fabs(k.value[key][d]);
-        if (c->s.f->flushes) other_size += fabs(query) + fabs(c->scale * k.value[key][d]);
+        if (rounding_of(c->s.f)->flushes) other_size += fabs(query) + fabs(c->scale * k.value[key][d]);
     }
     plain_number s = {sum, c->fill == EXACT_HUGE ? 0 : sum_error(c, c->head_dim) * size + tiny(c) * ((double)c->head_dim + other_size)};
     if (c->softcap != 0) {

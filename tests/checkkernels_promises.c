@@ -32,8 +32,8 @@ static void attend_ranges(const test_case *c, const key_range *ranges, int n, la
         memcpy(to + real, (char *)panel.l + lane * real, (size_t)real);
         for (int64_t d = 0; d < c->v_dim; d++) {
             char *o = (char *)panel.o + o_index(c, d, lane) * real;
-            if (c->s.f->flushes && real_at(c, o, 0) == 0) set_element(real_dtype(c), o, 0, 0); /* -0 and +0 count as the same */
-            if (c->s.f->flushes && isnan(real_at(c, o, 0))) set_element(real_dtype(c), o, 0, NAN);
+            if (rounding_of(c->s.f)->flushes && real_at(c, o, 0) == 0) set_element(real_dtype(c), o, 0, 0); /* -0 and +0 count as the same */
+            if (rounding_of(c->s.f)->flushes && isnan(real_at(c, o, 0))) set_element(real_dtype(c), o, 0, NAN);
             memcpy(to + (2 + d) * real, o, (size_t)real);
         }
     }
@@ -198,8 +198,8 @@ void check_together(test_case *c) {
                 chunks[i].keys = i == 0 || pick(2) ? c->keys - begin : 1 + pick(c->keys - begin);
             }
             const int64_t used = 1 + pick(PANELS);
-            f->attend_many[c->variant](panels[0], chunks, used);
-            for (int64_t i = 0; i < used; i++) f->attend[c->variant](&panels[1][i], &chunks[i]);
+            f->panel->attend_many[c->variant](panels[0], chunks, used);
+            for (int64_t i = 0; i < used; i++) f->panel->attend[c->variant](&panels[1][i], &chunks[i]);
         }
         for (int i = 0; i < PANELS; i++)
             require(&records[TOGETHER], same_state(c, states[0][i], states[1][i], o_size + 2 * c->lanes), "not what attend gives, of panel", -1, i);
@@ -269,13 +269,13 @@ void check_empty_join(test_case *c) {
         const size_t bytes = (size_t)(c->queries * o_stride(c) * c->s.f->real_size);
         static unsigned char kept[BA_FEW_QUERIES * BA_MAX_HEAD_DIM * sizeof(double)];
         memcpy(kept, full.o, bytes);
-        c->s.f->join_few(&full, &empty, c->queries, c->v_dim);
+        c->s.f->few->join(&full, &empty, c->queries, c->v_dim);
         for (int64_t i = 0; i < c->queries; i++)
             for (int64_t d = 0; d < c->v_dim; d++)
                 compare(&records[JOIN], real_at(c, full.o, o_index(c, d, i)), real_at(c, kept, o_index(c, d, i)), 0,
                         "o joined with nothing [dim][lane]", d, i);
         const ba_panel into = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
-        c->s.f->join_few(&into, &full, c->queries, c->v_dim);
+        c->s.f->few->join(&into, &full, c->queries, c->v_dim);
         for (int64_t i = 0; i < c->queries; i++)
             for (int64_t d = 0; d < c->v_dim; d++)
                 compare(&records[JOIN], real_at(c, into.o, o_index(c, d, i)), real_at(c, kept, o_index(c, d, i)), 0,

@@ -6,6 +6,8 @@
 #undef __AVX512F__ /* or vec/vec.h would take the instructions */
 
 #define BA_TILE_EMULATED
+#define BA_TRAITS_AMX
+#include "kernels/traits.h"
 #define BA_LEVEL emulated_amx
 #define BA_LEVEL_ENUM BA_ISA_PORTABLE
 #define BA_LANES 16

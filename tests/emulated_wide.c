@@ -5,6 +5,8 @@
 #endif
 #undef __AVX512F__ /* or vec/vec.h would take the instructions */
 
+#define BA_TRAITS_AVX512
+#include "kernels/traits.h"
 #define BA_LEVEL emulated
 #define BA_LEVEL_ENUM BA_ISA_PORTABLE
 #define BA_ACC_ROWS 8

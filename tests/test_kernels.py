@@ -293,7 +293,7 @@ def test_c_program_on_aarch64(cross_objects, flags, tmp_path):
 
 HEADERS = sorted(path.relative_to(ROOT).as_posix() for folder in ("csrc", "tests") for path in (ROOT / folder).rglob("*.h"))
 FRAGMENTS = ("csrc/kernels/vec/vec_",)  # parts of vec/vec.h
-NEEDS = {"csrc/kernels/vec/vec.h": ["-DBA_LANES=4", "-DBA_SUFFIX=alone"]}  # what the file that includes it must define
+NEEDS = {"csrc/kernels/vec/vec.h": ["-DBA_LANES=4", "-DBA_SUFFIX=alone"], "csrc/kernels/traits.h": ["-DBA_TRAITS_AVX2"]}  # what the file that includes it must define
 
 
 @pytest.mark.parametrize("header", [name for name in HEADERS if not name.startswith(FRAGMENTS)])

@@ -1,4 +1,5 @@
-/* Which kernel a level has: portable first, then overlaid rung by rung. */
+/* The tables of all levels. Each begins with the portable kernels; those of the levels above replace them, up to the level itself and to what the CPU
+ * supports. */
 #include "kernels/tables.h"
 
 #include <pthread.h>
@@ -19,15 +20,16 @@ static void build(void) {
             int8 = BA_INT8,
             float8_e4m3 = BA_FLOAT8_E4M3
         };
-#define BA_FAMILY(rung, dtype)                                                                                                                       \
-    if ((int)ba_attend_##rung##_##dtype.isa <= level && ba_attend_##rung##_##dtype.isa <= detected) {                                                \
-        table->attend[dtype] = &ba_attend_##rung##_##dtype;                                                                                          \
-        if (ba_attend_##rung##_##dtype.gradient[0]) table->vector[dtype] = &ba_attend_##rung##_##dtype;                                              \
+#define BA_FAMILY(from, dtype)                                                                                                                       \
+    if ((int)ba_attend_##from##_##dtype.isa <= level && ba_attend_##from##_##dtype.isa <= detected) {                                                \
+        table->attend[dtype] = &ba_attend_##from##_##dtype;                                                                                          \
+        if (ba_attend_##from##_##dtype.gradient && ba_attend_##from##_##dtype.gradient->gradient[0])                                                 \
+            table->vector[dtype] = &ba_attend_##from##_##dtype;                                                                                      \
     }
-#define BA_CACHE(rung, dtype)                                                                                                                        \
-    if ((int)ba_cache_##rung##_##dtype.isa <= level && ba_cache_##rung##_##dtype.isa <= detected) table->cache[dtype] = &ba_cache_##rung##_##dtype;
-#define BA_PROBE(rung)                                                                                                                               \
-    if ((int)ba_probes_##rung.isa <= level && ba_probes_##rung.isa <= detected) table->probes = &ba_probes_##rung;
+#define BA_CACHE(from, dtype)                                                                                                                        \
+    if ((int)ba_cache_##from##_##dtype.isa <= level && ba_cache_##from##_##dtype.isa <= detected) table->cache[dtype] = &ba_cache_##from##_##dtype;
+#define BA_PROBE(from)                                                                                                                               \
+    if ((int)ba_probes_##from.isa <= level && ba_probes_##from.isa <= detected) table->probes = &ba_probes_##from;
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
 #undef BA_CACHE

@@ -47,110 +47,105 @@
 
 enum {
     BA_MAX_HEAD_DIM = 576,
-    BA_PANEL_WIDTHS = 2,    /* a wide panel, and a narrow one for what is left over */
-    BA_MAX_LANES = 64,      /* no panel is wider */
-    BA_FEW_QUERIES = 8,     /* queries that the kernel for few queries takes at most */
-    BA_MOST_FEW_HEADS = 16, /* heads that it takes at most */
-    BA_FEW_KEY_ALIGN = 16,  /* it may be given any part of a chunk that begins at a multiple of this, and of key_align where that is more */
-    BA_CHOOSE_ROWS = 16,    /* whose best are found together */
-    BA_ROW_KEYS = 64,       /* a chunk may be cut at a multiple of this many keys, and none of its bits change */
-    BA_MAX_CHUNK = 512,     /* keys; tuning.c chooses at most this */
-    BA_CUT_KEYS = 256,      /* a chunk may be cut at a multiple of this many keys, and none of its bits change, where a family has cuts */
-    BA_PACK_PAD = 16,       /* packed rows are padded to a multiple of this many elements */
-    BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start on such a boundary */
+    BA_PANEL_WIDTHS = 2,    /* a wide panel, and a narrow one for the queries that do not fill a wide one */
+    BA_MAX_LANES = 64,      /* of a panel */
+    BA_FEW_QUERIES = 8,     /* the most queries of a few call */
+    BA_MOST_FEW_HEADS = 16, /* the most heads of a few call */
+    BA_FEW_KEY_ALIGN = 16,  /* a few kernel may be given any part of a chunk that begins at a multiple of this, and of key_align */
+    BA_CHOOSE_ROWS = 16,    /* rows whose best blocks are chosen together */
+    BA_ROW_KEYS = 64,       /* cutting the chunk of a row kernel at a multiple of this many keys changes no bit */
+    BA_MAX_CHUNK = 512,     /* the most keys of a chunk */
+    BA_CUT_KEYS = 256,      /* cutting a chunk at a multiple of this many keys changes no bit, where a family has cuts */
+    BA_PACK_PAD = 16,       /* packed rows have room up to a multiple of this many elements */
+    BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start at a multiple of this */
     BA_FLOAT_DTYPES = 4,    /* BA_FLOAT32 .. BA_FLOAT64 */
 };
 
-/* One panel's queries and state. All arrays are [..][lanes], lanes being the width of the kernel called. */
+/* The queries and the state of one panel. All arrays are [..][lanes], where lanes is the width of the kernel that is called. */
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
-    void *o;           /* real [round_up(v_dim, dim_pad)][lanes], starts as 0 */
-    void *m;           /* real [lanes], log2 units: what weights are relative to; starts as minus the largest finite number */
-    void *l;           /* real [lanes], starts as 0 */
-    const int32_t *lo; /* NULL: every lane sees every key of the chunk. Else lane sees key j when lo <= key_index[j] < hi */
+    void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0 */
+    void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
+    void *l;           /* real [lanes], initially 0 */
+    const int32_t *lo; /* NULL: every lane sees every key of the chunk. Otherwise a lane sees key j where lo <= key_index[j] < hi */
     const int32_t *hi;
 } ba_panel;
 
-/* Rows that are wanted after those at hand: `bytes` bytes from `offset` on of each. The kernels for few ask for them while they
- * work, a little at every step, and up to three times: request i goes on from row skip[i], rising from 0; -1: there is no such request. */
+/* Rows to prefetch: `bytes` bytes of each, from `offset` on. A few kernel requests them while it works, a little at every step. It goes over them
+ * up to BA_MOST_REQUESTS times: request i begins at row skip[i], which rises from 0; -1 means that there is no such request. */
 enum { BA_MOST_REQUESTS = 3 };
 typedef struct ba_prefetch_rows {
     const void *const *rows;
     int64_t count, offset, bytes, skip[BA_MOST_REQUESTS];
 } ba_prefetch_rows;
 
+/* One chunk of keys. Fields marked "few" are read by few kernels only, and fields marked "panel" by panel kernels only. */
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM */
-    const void *const *k_rows; /* [keys]; in the input dtype where the family reads in place, else what pack_k set */
-    const void *const *v_rows; /* [keys] */
-    int64_t k_offset;          /* few only: a row begins so many bytes behind k_rows[j]; the heads of a token share its pointer */
+    const void *const *k_rows; /* [keys]: in the input dtype where the family reads K in place, otherwise as pack_keys has set them */
+    const void *const *v_rows; /* [keys], likewise */
+    int64_t k_offset;          /* few: bytes from k_rows[j] to the head's row; all heads of a token share the pointer */
     int64_t v_offset;
-    ba_prefetch_rows k_prefetch, v_prefetch; /* few only */
-    void *gathered; /* few only, of one head: room for its rows of K and V, which a kernel may bring there before it meets them; NULL: none */
-    const void *const *k_next; /* the others: [next_rows] rows that are wanted next, as they lie, which they may prefetch; NULL: none */
+    ba_prefetch_rows k_prefetch, v_prefetch; /* few */
+    void *gathered;            /* few, where there is one head: room for its rows of K and V, which the kernel may copy there first. NULL: none */
+    const void *const *k_next; /* panel: [next_rows] rows in place that will be used next, which the kernel may prefetch. NULL: none */
     const void *const *v_next;
-    int64_t next_rows, k_next_bytes, v_next_bytes; /* bytes: of such a row */
-    int64_t place;                                 /* where the chunk is a part of one that is cut: of its first key in that one */
-    const int32_t *key_index;                      /* [keys], rising; looked at only where the panel has lo and hi */
-    const float *k_scale;                          /* few only: [keys], what K's rows are to be multiplied with; NULL: 1 */
-    const float *v_scale;                          /* few only: the same of V */
-    double scale;   /* what pack_queries was given: a family whose packed queries do not carry it multiplies scores with it */
-    double softcap; /* log2 units: scores become softcap * tanh(score / softcap); 0: they stay */
-    void *scratch;  /* keys * scratch_per_key bytes; what is in it on entry does not matter */
+    int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
+    int64_t place;                                 /* panel: of its first key in the chunk that this one was cut from */
+    const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
+    const float *k_scale;                          /* few: [keys], factors of K's rows; NULL: 1 */
+    const float *v_scale;                          /* few: the same for V */
+    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
+    double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
+    void *scratch;  /* keys * scratch_per_key bytes, of any content */
 } ba_chunk;
 
-/* Lanes n .. lanes-1 of the panel become zero queries. The panel has room for lanes * round_up(dim, dim_pad) * q_bytes. */
+/* ---- Packing ------------------------------------------------------------------------------------------------------------ */
+
+/* Packs n queries, times scale, into a panel. Lanes n .. lanes-1 become queries of zeros. The panel has room for lanes * round_up(dim, dim_pad) *
+ * q_bytes bytes. */
 #define BA_PACK_QUERIES(name) void name(void *panel, const void *const *q_rows, int64_t n, int64_t dim, double scale)
 typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 
-/* Brings rows of K (or V) into the form that attend reads. Fills packed (round_up(keys, key_pad) * round_up(dim, dim_pad) *
- * pack_bytes bytes) and sets packed_rows[0 .. keys-1] to what attend must be given as its rows; rows that will do as they
- * are may stay. Row j is multiplied with scales[j] (NULL: with 1); only where rows become reals may there be scales. */
+/* Packs rows of K or V into the format that attend reads. Writes to `packed`, of round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes,
+ * and sets packed_rows[0 .. keys-1] to the pointers that attend is to be given. Rows that attend can read in place may stay where they are. Row j is
+ * multiplied with scales[j] (NULL: with 1); only packing into reals takes scales. */
 #define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, const float *scales, int64_t keys, int64_t dim)
 typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 
-/* The fused kernel: one chunk's scores, softmax and values added to one panel's state.
- * Promises: a lane's result depends on nothing but its own query, its own visible keys and where the chunk begins;
- * keys that a lane does not see add exactly nothing, whatever is in their rows (NaN and infinity included).
- * Where the family flushes, the sign of a zero or of a NaN in o may differ; finish writes such a zero as +0. */
+/* Writes the first n lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype, 0 where l is 0. Unless lse is NULL, lse[i] = (m + log2 l) * ln 2 as
+ * real, -inf where l is 0. */
+#define BA_FINISH(name) void name(const ba_panel *panel, int64_t n, int64_t v_dim, void *const *out_rows, void *lse)
+typedef BA_FINISH((*ba_finish_fn));
+
+/* out[d] = sum over parts of weights[part] * rows[part][d], in the input dtype; weights are real. */
+#define BA_MERGE_ROW(name) void name(void *out, const void *const *rows, const void *weights, int64_t parts, int64_t dim)
+typedef BA_MERGE_ROW((*ba_merge_row_fn));
+
+typedef struct ba_pack_kernels {
+    ba_pack_rows_fn keys, values; /* NULL: attend reads K (or V) in place */
+    ba_pack_queries_fn queries[BA_PANEL_WIDTHS];
+    ba_finish_fn finish[BA_PANEL_WIDTHS];
+    ba_merge_row_fn merge_row;
+} ba_pack_kernels;
+
+/* ---- Panels ------------------------------------------------------------------------------------------------------------- */
+
+/* The fused kernel: adds the scores, softmax and values of one chunk to the state of one panel.
+ * A lane's result depends only on its own query, the keys that it sees, and where the chunk begins. Keys that a lane does not see add exactly
+ * nothing, even where their rows hold NaN or infinity. Where a family flushes small numbers to zero, the sign of a zero or of a NaN in o is not
+ * defined; finish writes such a zero as +0. */
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
-/* The same for n different panels of one width, panel i with chunk i, and to the bit with the same result: a family that has it works ahead across
- * their borders. The chunks agree in all but keys, rows and what is wanted next. */
+/* The same for n different panels of one width, panel i with chunk i, with the same bits. A family has this kernel where it can overlap the work of
+ * consecutive panels. The chunks agree in everything but keys, rows and the rows that will be used next. */
 #define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
-/* The same for a few queries (1 .. BA_FEW_QUERIES), where a panel would be nearly empty, of one or several heads (1 .. BA_MOST_FEW_HEADS) whose keys
- * lie side by side, head i's panel with its chunk: panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes, as pack_few and
- * order_few left them, o is [query][BA_FEW_PAD(v_dim)], m, l, lo and hi are [BA_FEW_QUERIES], and K and V are read in place in the dtype they have.
- * Needs BA_FEW_SCRATCH reals of scratch a head. The chunks agree in all but offsets, scales and scratch, the panels in lo and hi; what is ahead is
- * told by the first chunk. Offsets, scratch, q and o are evenly spaced, so that none need be fetched on the way to a row: behind loads that wait for
- * memory that would wait too, and the row with it. A head's bits do not depend on those beside it. */
-#define BA_FEW_PAD(dim) ba_round_up(dim, 16)
-#define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
-#define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
-typedef BA_ATTEND_FEW((*ba_attend_few_fn));
-
-/* Brings n queries that pack_few left into the order in which few, and scores of a cache, read a row's elements. */
-#define BA_ORDER_FEW(name) void name(void *q, int64_t n, int64_t dim)
-typedef BA_ORDER_FEW((*ba_order_few_fn));
-
-/* The same for any number of queries that meet at this chunk alone, each of which keeps its state for itself: `lanes` says which of the
- * panel's they are, none twice. panel->q is [lane][round_up(head_dim, dim_pad)]: reals, as pack_row_queries makes them, or where there is none, rows
- * in the input dtype, filled up with 0. o is [lane][BA_FEW_PAD(v_dim)], m, l, lo and hi are [lane]. Rows of K and V are what pack_row_keys and
- * pack_row_values set, which have room for round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) elements of the size of q's: of each BA_ROW_KEYS
- * keys only the first row's pointer is looked at, which is where their room begins. No scratch, offsets, scales or next rows are looked at. */
-#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
-typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
-
-/* Joins states of the same queries over other keys: into += from. */
-#define BA_JOIN_FEW(name) void name(const ba_panel *into, const ba_panel *from, int64_t queries, int64_t v_dim)
-typedef BA_JOIN_FEW((*ba_join_few_fn));
-
-/* The parts of attend, for checking, timing and for operations that need one of them alone.
- * scores:  scratch = S^T as real [keys][lanes], and row_max[lanes] = the largest visible score (log2 units).
+/* The parts of attend, for checks, for timing, and for operations that need one of them.
+ * scores:  scratch = S^T as real [keys][lanes], and row_max[lanes] = the largest score that the lane sees (in log2 units).
  * softmax: scratch = P^T in place; updates m and l of the panel; alpha[lanes] = exp2(m_old - m_new).
  * values:  o = o * alpha + V^T P^T. */
 #define BA_SCORES(name) void name(const ba_panel *panel, const ba_chunk *chunk, void *row_max)
@@ -160,91 +155,139 @@ typedef BA_SOFTMAX((*ba_softmax_fn));
 #define BA_VALUES(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *alpha)
 typedef BA_VALUES((*ba_values_fn));
 
-/* sums[key][lane] += exp2(S^T - m) of the keys that the lane sees: its probabilities, where m is the log-sum-exp (log2 units; +infinity: they are 0).
- * A wide panel's, whose o and l are not looked at; softcap is not either. */
+/* sums[key][lane] += exp2(S^T - m) for the keys that the lane sees. These are the probabilities where m is the log-sum-exp (in log2 units; where it
+ * is +infinity they are 0). The panel is wide. Neither o, l nor softcap is read. */
 #define BA_ADD_PROBABILITIES(name) void name(const ba_panel *panel, const ba_chunk *chunk, float *sums)
 typedef BA_ADD_PROBABILITIES((*ba_add_probabilities_fn));
 
-/* Writes the n first lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype (0 where l is 0), and, unless lse is NULL,
- * lse[i] = (m + log2 l) * ln 2 as real (-inf where l is 0). */
-#define BA_FINISH(name) void name(const ba_panel *panel, int64_t n, int64_t v_dim, void *const *out_rows, void *lse)
-typedef BA_FINISH((*ba_finish_fn));
+typedef struct ba_panel_kernels {
+    ba_attend_fn attend[BA_PANEL_WIDTHS];
+    ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
+    ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like softmax and values, where a family has the fused kernel only */
+    ba_softmax_fn softmax[BA_PANEL_WIDTHS];
+    ba_values_fn values[BA_PANEL_WIDTHS];
+    ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */
+} ba_panel_kernels;
 
-/* The best `width` blocks of each of up to BA_CHOOSE_ROWS rows. A score of -infinity cannot be chosen; NaN is as minus the largest finite number;
- * of equal scores the lower block comes first. */
+/* ---- Few queries -------------------------------------------------------------------------------------------------------- */
+
+/* attend for 1 .. BA_FEW_QUERIES queries of each of 1 .. BA_MOST_FEW_HEADS heads whose rows lie side by side: head i's panel with its chunk.
+ *
+ * panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes bytes, as pack_queries and order_queries have left it; o is
+ * [query][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [BA_FEW_QUERIES]; K and V are read in place, in their own dtype. Each head's scratch has
+ * BA_FEW_SCRATCH reals. The chunks agree in everything but offsets, scales and scratch, the panels in lo and hi. The first chunk says what to
+ * prefetch. Offsets, scratch, q and o are evenly spaced, so that the address of a row follows from the head's number: a load of the address would
+ * wait behind the loads of rows from memory, and the row with it. A head's bits do not depend on the heads beside it. */
+#define BA_FEW_PAD(dim) ba_round_up(dim, 16)
+#define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
+#define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
+typedef BA_ATTEND_FEW((*ba_attend_few_fn));
+
+/* Reorders n packed queries in place, to the order in which attend, and scores of a cache, read a row's elements. */
+#define BA_ORDER_FEW(name) void name(void *q, int64_t n, int64_t dim)
+typedef BA_ORDER_FEW((*ba_order_few_fn));
+
+/* Adds the states `from` to the states `into` of the same queries over other keys. */
+#define BA_JOIN_FEW(name) void name(const ba_panel *into, const ba_panel *from, int64_t queries, int64_t v_dim)
+typedef BA_JOIN_FEW((*ba_join_few_fn));
+
+typedef struct ba_few_kernels {
+    ba_attend_few_fn attend; /* NULL, like pack_queries: few calls use the vector family's */
+    ba_pack_queries_fn pack_queries;
+    ba_order_few_fn order_queries; /* NULL: pack_queries leaves them in order */
+    ba_finish_fn finish;
+    ba_join_few_fn join;
+} ba_few_kernels;
+
+/* ---- Rows --------------------------------------------------------------------------------------------------------------- */
+
+/* attend for any number of queries that share this chunk only; each keeps its own state. `lanes` names the queries, all different.
+ *
+ * panel->q is [lane][round_up(head_dim, dim_pad)]: reals, as pack_queries makes them, or, where there is no pack_queries, rows in the input dtype
+ * followed by zeros. o is [lane][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [lane]. Rows of K and V are as pack_keys and pack_values have set them, with
+ * room for round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) elements of the size of q's. Of each BA_ROW_KEYS keys only the first row's pointer is
+ * read: it is where the room of these keys begins. Scratch, offsets, scales and next rows are not read. */
+#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
+typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
+
+/* Chooses the best `width` blocks of each of up to BA_CHOOSE_ROWS rows. A block of score -infinity cannot be chosen; NaN counts as minus the largest
+ * finite number; of equal scores the lower block comes first. */
 typedef struct ba_choice {
     const void *scores; /* real: block b of row i at [b * stride + i] */
     int64_t stride, rows, blocks, width;
-    int32_t init[BA_CHOOSE_ROWS], local_lo[BA_CHOOSE_ROWS], local_hi[BA_CHOOSE_ROWS]; /* always chosen: [0, init) and [local_lo, local_hi), `width` at
-                                                                                         most */
-    int32_t hi[BA_CHOOSE_ROWS];                                                       /* no block from there on; 0 of rows that are not there */
-    void *keys;                                                                       /* scratch: real [blocks][BA_CHOOSE_ROWS] */
-    int32_t *lists;                  /* [BA_CHOOSE_ROWS][width + 1]: set to what is chosen, in rising order, and one place more */
-    int32_t lengths[BA_CHOOSE_ROWS]; /* set to how many those are */
+    /* blocks that are always chosen, `width` at most: [0, init) and [local_lo, local_hi) */
+    int32_t init[BA_CHOOSE_ROWS], local_lo[BA_CHOOSE_ROWS], local_hi[BA_CHOOSE_ROWS];
+    int32_t hi[BA_CHOOSE_ROWS];      /* no block from this one on; 0 for rows that do not exist */
+    void *keys;                      /* scratch: real [blocks][BA_CHOOSE_ROWS] */
+    int32_t *lists;                  /* [BA_CHOOSE_ROWS][width + 1]: set to the chosen blocks in rising order, with one place to spare */
+    int32_t lengths[BA_CHOOSE_ROWS]; /* set to the number of chosen blocks */
 } ba_choice;
 
 #define BA_CHOOSE(name) void name(ba_choice *c)
 typedef BA_CHOOSE((*ba_choose_fn));
 
-/* out[d] = sum over parts of weights[part] * rows[part][d], in the input dtype; weights are real. */
-#define BA_MERGE_ROW(name) void name(void *out, const void *const *rows, const void *weights, int64_t parts, int64_t dim)
-typedef BA_MERGE_ROW((*ba_merge_row_fn));
+typedef struct ba_row_kernels {
+    ba_attend_rows_fn attend;
+    ba_pack_rows_fn pack_queries; /* NULL: queries stay in the input dtype */
+    ba_pack_rows_fn pack_keys, pack_values;
+    ba_choose_fn choose; /* NULL in families whose packed rows are not reals */
+} ba_row_kernels;
 
-/* ---- Gradients. P is recomputed from the log-sum-exp, a tile of panels at a time:
+/* ---- Gradients. P is recomputed from the log-sum-exp, for all panels of a query tile:
  *
  *     dS^T = P^T (V dO^T - delta)    dQ^T += K^T dS^T    dV += P^T dO    dK += dS^T Q
  *
- * The first two are a panel's, as in attend; the others are a tile's, whose panels stand one after the other. */
+ * The first two belong to a panel, as in attend; the other two to a query tile, whose panels stand one after the other. */
 typedef struct ba_gradient_panel {
     const void *q;          /* packed by pack_queries, with scale * log2(e) */
     const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
-    const void *lse;        /* real [lanes], log2 units; +inf where nothing was attended: all weights are 0 then */
+    const void *lse;        /* real [lanes], in log2 units; +inf where nothing was attended, so that all weights are 0 */
     const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
     void *dq;               /* real [head_dim][lanes], added to */
     const int32_t *lo, *hi; /* as in ba_panel */
 } ba_gradient_panel;
 
-/* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T.
- * Promises what attend does. softcap and scales are not looked at. */
+/* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what
+ * attend promises. softcap and scales are not read. */
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
 typedef BA_GRADIENT((*ba_gradient_fn));
 
-/* Rows of a tile's lanes: packed[block][lane][i] = rows[lane][block * lane_block + i], as real, the last block filled up with 0; for
- * add_tile in a format of the family's own, of no more than round_up(lanes, lanes[0]) * round_up(dim, lane_block) * real_size bytes.
- * Returns whether all are finite. */
+/* Packs the rows of a query tile's lanes: packed[block][lane][i] = rows[lane][block * lane_block + i], as real, zeros after the last dim. For
+ * add_tile the format is the family's own, of at most round_up(lanes, lanes[0]) * round_up(dim, lane_block) * real_size bytes. Returns whether all
+ * elements are finite. */
 #define BA_PACK_TILE(name) bool name(void *packed, const void *const *rows, int64_t lanes, int64_t dim)
 typedef BA_PACK_TILE((*ba_pack_tile_fn));
 
-/* Weights (or slopes) of one panel of a tile. */
+/* The weights, or slopes, of one panel of a query tile. */
 typedef struct ba_weights {
     const void *data;   /* real [keys][width] */
     int64_t width;      /* lanes of the panel */
-    int64_t lanes;      /* of them in use */
-    int64_t begin, end; /* keys outside have no weight. Inside [0, keys) they are 0 there, but where begin == end: never looked at */
+    int64_t lanes;      /* lanes in use */
+    int64_t begin, end; /* keys outside have no weight. Inside [0, keys) their weights are 0, but where begin == end they are never read */
 } ba_weights;
 
 typedef struct ba_add_rows {
     const ba_weights *weights; /* [panels] */
     int64_t panels;
     const void *packed; /* the rows of all lanes of all panels, by pack_tile */
-    int64_t lanes;      /* how many that are */
-    bool finite;        /* all of packed. Else a weight of 0 adds nothing, whatever the row holds */
+    int64_t lanes;      /* of all panels */
+    bool finite;        /* whether all of `packed` is finite. If not, a weight of 0 still adds nothing, whatever the row holds */
     int64_t keys, dim;
     void *const *rows; /* [keys]: real [dim] each, added to */
 } ba_add_rows;
 
-/* rows[key][d] += sum over lanes of weight[key][lane] * packed row [lane][d]. A key's sum depends on nothing but its own weights
- * and the lanes' rows, and goes over the lanes in their order. */
+/* rows[key][d] += sum over lanes of weight[key][lane] * packed row [lane][d]. A key's sum depends only on its own weights and the lanes' rows, and
+ * adds the lanes in their order. */
 #define BA_ADD_ROWS(name) void name(const ba_add_rows *a)
 typedef BA_ADD_ROWS((*ba_add_rows_fn));
 
-/* Where products want a tile's panels together, a family has these two instead of gradient and add_rows: all panels' weights, slopes
- * and dQ, then all that the tile adds to rows of dK and dV. Both promise what those do. weights and slopes are as the
- * family rounds them, by weight_unit. */
+/* Families whose products combine the panels of a query tile have these two kernels instead of gradient and add_rows: first the weights, slopes and
+ * dQ of all panels, then everything that the tile adds to rows of dK and dV. Both promise what gradient and add_rows promise. weights and slopes are
+ * rounded as the family rounds weights. */
 typedef struct ba_tile_panel {
     ba_gradient_panel panel; /* q and dout as pack_queries leaves them */
-    int64_t width, lanes;    /* of the panel, and in use; only the last may be narrow, or not full */
-    int64_t begin, end;      /* keys of the chunk that some lane sees lie in between */
+    int64_t width, lanes;    /* of the panel, and in use; only the last panel may be narrow, or not full */
+    int64_t begin, end;      /* all keys of the chunk that some lane sees lie in between */
 } ba_tile_panel;
 
 enum { BA_MOST_TILE_PANELS = 32 };
@@ -252,11 +295,11 @@ enum { BA_MOST_TILE_PANELS = 32 };
 typedef struct ba_gradient_tile {
     const ba_tile_panel *panel; /* [panels] */
     int64_t panels;
-    double scale;                          /* what pack_queries was given for dout: a family whose packed rows do not carry it multiplies with it */
-    const void *const *k_columns;          /* [keys]: K by pack_v; the chunk's k_rows and v_rows are by pack_k, or as they lie where there is none */
-    void *weights, *slopes;                /* panels * lanes[0] * round_up(keys, key_pad) * pack_bytes each, from one to the other */
-    const void *q_rows, *dout_rows;        /* of all lanes of all panels, by pack_tile. The rest is for add_tile only */
-    bool finite_q, finite_dout;            /* all of them, as pack_tile says */
+    double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies with it */
+    const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys, or in place */
+    void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
+    const void *q_rows, *dout_rows;        /* add_tile only, as all that follows: of all lanes of all panels, by pack_tile */
+    bool finite_q, finite_dout;            /* what pack_tile has returned for them */
     void *const *dk_rows, *const *dv_rows; /* [keys]: real [round_up(dim, BA_PACK_PAD)] each, added to */
 } ba_gradient_tile;
 
@@ -267,71 +310,61 @@ typedef BA_GRADIENT_TILE((*ba_gradient_tile_fn));
 #define BA_DOT_ROWS(name) void name(void *sums, const void *const *a_rows, const void *const *b_rows, int64_t n, int64_t dim)
 typedef BA_DOT_ROWS((*ba_dot_rows_fn));
 
-/* A row of reals in the input dtype. */
+/* Converts a row of reals to the input dtype. */
 #define BA_STORE_ROW(name) void name(void *to, const void *from, int64_t dim)
 typedef BA_STORE_ROW((*ba_store_row_fn));
 
-/* All that a driver needs to attend in one dtype. A rung replaces a family as a whole, since its members share formats;
- * parts may be NULL where a family has only the fused kernel. */
-typedef struct ba_attend_family {
-    const char *name;
-    ba_isa isa;
-    int64_t lanes[BA_PANEL_WIDTHS]; /* [0] wide, [1] narrow */
-    int64_t dim_pad, key_pad;       /* dims of packed queries, rows and o, and keys of packed rows, have room up to a multiple of these */
-    int64_t real_size;              /* bytes of an accumulator element: 4 or 8 */
-    int64_t q_bytes;                /* bytes of a packed query element */
-    int64_t scratch_per_key;        /* bytes of scratch a key of the chunk, for a wide panel */
-    int64_t pack_bytes;             /* bytes a K or V element takes once packed; 0: both are read in place */
-    int64_t lane_block;             /* dims that pack_tile keeps together */
-    bool pack_groups;        /* packing leaves each key_pad keys as a whole of their own, which does not depend on the chunk; its rows follow each
-                              * other, and attend may be given their pointers. Of evenly spaced rows it leaves all such groups in place, or none */
-    int64_t key_align;       /* attend may be given any part of a chunk that begins at a multiple of this */
-    bool has_cuts;           /* it may be cut at multiples of BA_CUT_KEYS, and no lane's bits change (but for weights below real's normal range) */
-    int64_t few_least_heads; /* few and pack_few are for so many query heads a KV head and more; below, or where few is NULL, those of the vector
-                          family serve, whose packed queries find room here */
-    int64_t least_pairs; /* queries that a key is to meet, on the average, for this family's packing of K and V to pay: an entry of fewer is for the
-                          * vector family. 0: always */
-    double weight_unit;  /* weights are off by up to this, relative, before they meet values; 0: by reals' roundings only */
-    double exp_unit;     /* the same of exp2 */
-    bool flushes;        /* inputs, products and o count as 0 below real's normal range */
-    ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
-    ba_pack_queries_fn pack_queries[BA_PANEL_WIDTHS];
-    ba_attend_fn attend[BA_PANEL_WIDTHS];
-    ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: nothing is gained by it */
-    ba_scores_fn scores[BA_PANEL_WIDTHS];
-    ba_softmax_fn softmax[BA_PANEL_WIDTHS];
-    ba_values_fn values[BA_PANEL_WIDTHS];
-    ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax will do */
-    ba_finish_fn finish[BA_PANEL_WIDTHS];
-    ba_attend_few_fn few;
-    ba_pack_queries_fn pack_few;
-    ba_order_few_fn order_few; /* NULL: they are in order */
-    ba_finish_fn finish_few;
-    ba_join_few_fn join_few;
-    ba_attend_rows_fn attend_rows; /* NULL, as the next three: the vector family's, or else few, will do */
-    ba_pack_rows_fn pack_row_queries, pack_row_keys, pack_row_values;
-    ba_choose_fn choose; /* NULL but in families whose rows are reals */
-    ba_merge_row_fn merge_row;
-    ba_gradient_fn gradient[BA_PANEL_WIDTHS];
+typedef struct ba_gradient_kernels {
+    ba_gradient_fn gradient[BA_PANEL_WIDTHS]; /* NULL, like add_rows, where the family has gradient_tile and add_tile */
     ba_add_rows_fn add_rows;
-    ba_gradient_tile_fn gradient_tile, add_tile;
+    ba_gradient_tile_fn gradient_tile, add_tile; /* NULL where the family has gradient and add_rows */
     ba_pack_tile_fn pack_tile;
     ba_dot_rows_fn dot_rows;
     ba_store_row_fn store_row;
+} ba_gradient_kernels;
+
+/* ---- Families ----------------------------------------------------------------------------------------------------------- */
+
+/* The kernels of one dtype at one level, by job, and the formats that they share. A job that a family does not do is NULL: the driver takes the
+ * kernels of the vector family. A level replaces a family as a whole. */
+typedef struct ba_attend_family {
+    const char *name;
+    ba_isa isa;
+    const ba_pack_kernels *pack;         /* never NULL */
+    const ba_panel_kernels *panel;       /* never NULL */
+    const ba_few_kernels *few;           /* never NULL, but its attend may be */
+    const ba_row_kernels *rows;          /* NULL: by the vector family */
+    const ba_gradient_kernels *gradient; /* NULL: by the vector family */
+    int64_t lanes[BA_PANEL_WIDTHS];      /* [0] wide, [1] narrow */
+    int64_t dim_pad, key_pad;            /* packed queries, rows and o have room up to a multiple of dim_pad dims, packed rows of key_pad keys */
+    int64_t real_size;                   /* bytes of a real: 4 or 8 */
+    int64_t q_bytes;                     /* bytes of a packed query element */
+    int64_t scratch_per_key;             /* bytes of scratch per key of the chunk, for a wide panel */
+    int64_t pack_bytes;                  /* bytes of a packed K or V element; 0: both are read in place */
+    int64_t lane_block;                  /* dims that pack_tile keeps together */
+    bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. The rows of a group follow each other, and attend may be
+                          given pointers to such groups. Of evenly spaced rows, packing leaves all such groups in place, or none */
+    int64_t key_align; /* attend may be given any part of a chunk that begins at a multiple of this many keys */
+    bool has_cuts;     /* cutting a chunk at multiples of BA_CUT_KEYS changes no lane's bits, except those of weights below real's normal range */
+    int64_t few_least_heads; /* few.attend and few.pack_queries take calls of at least so many query heads per KV head. Calls of fewer use the vector
+                                family's, whose packed queries fit this family's room. 0: all of them do */
+    int64_t least_pairs;     /* the average number of queries that must attend a key for packing K and V to pay; batch entries of fewer use the vector
+                                family. 0: it always pays */
 } ba_attend_family;
 
-/* scores[query * stride + key] = q . row, in real: q is packed and in order as for few; room for round_up(keys, 16) keys a query. Offset
- * and ahead are those of ba_chunk. */
+/* scores[query * stride + key] = q . row, in real, with room for round_up(keys, 16) keys per query. q is packed and ordered as for few.attend. offset
+ * and prefetch are those of ba_chunk; prefetch may be NULL. */
 #define BA_SCORES_FEW(name)                                                                                                                          \
     void name(const void *q, int64_t queries, const void *const *rows, int64_t offset, const ba_prefetch_rows *prefetch, int64_t keys, int64_t dim,  \
               void *scores, int64_t stride)
 typedef BA_SCORES_FEW((*ba_scores_few_fn));
 
-/* scores[(row * heads + head) * queries + query], in real, with room for round_up(rows * heads * queries, 16). With one side (and one query per
- * head) the product of the query and the head's row; with two the sum over channels of max(q * a, q * b), where a and b are the rows of the two
- * sides, in either order: NaN in any factor makes the score NaN, 0 times infinity makes it NaN or counts nothing. A head's rows lie offset + head *
- * head_step bytes behind those that are given. q is [head][query][BA_FEW_PAD(dim)] reals, each query packed alone, and heads * queries *
- * round_up(dim, 32) is at most BA_HEADS_REALS. Row r + ahead is prefetched while row r is read, as far as row pointers are `known`. */
+/* scores[(row * heads + head) * queries + query], in real, with room for round_up(rows * heads * queries, 16).
+ * With one side (and one query per head) a score is the product of the query and the head's row. With two sides it is the sum over channels of
+ * max(q * a, q * b), where a and b are the rows of the two sides, in either order: NaN in any factor makes the score NaN; 0 times infinity makes it
+ * NaN or adds nothing. A head's row lies offset + head * head_stride bytes after the given pointer. q is [head][query][BA_FEW_PAD(dim)] reals, each
+ * query packed alone, and heads * queries * round_up(dim, 32) is at most BA_HEADS_REALS. Row r + distance is prefetched while row r is read, as far
+ * as rows are known: `known_rows` pointers are valid. */
 enum { BA_HEADS_REALS = 2048 };
 typedef struct ba_side {
     const void *const *rows;
@@ -342,26 +375,26 @@ typedef struct ba_side {
               int64_t dim, void *scores)
 typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 
-/* Largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype; NULL: not wanted. Largest and smallest
- * are exact elements; NaN is passed over by them. */
+/* The largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype. Outputs that are NULL are not computed. Largest and
+ * smallest are exact elements; they ignore NaN. */
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
-/* What differs where K and V have another dtype than the queries (a quantised cache, or a half-precision one under float32
- * queries). Such calls use the float families of a level, whose attend reads floats: pack gives it those. */
+/* The kernels for a dtype of K and V that may differ from that of the queries: a quantised cache, or a half-precision one under float32 queries. Such
+ * calls use a level's float families, whose attend reads floats: `pack` makes them. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
-    ba_pack_rows_fn pack; /* NULL: read in place */
+    ba_pack_rows_fn pack; /* NULL: K and V are read in place */
     ba_attend_few_fn few;
-    ba_order_few_fn order_few; /* NULL: queries are in order */
+    ba_order_few_fn order_few; /* NULL: packed queries are in order */
     ba_scores_few_fn scores;
-    ba_score_heads_fn score_heads; /* NULL, as the next: quantised */
+    ba_score_heads_fn score_heads; /* NULL, like summarise, for quantised dtypes */
     ba_summarise_fn summarise;
 } ba_cache_kernels;
 
-/* Probes of the machine. flops: about `rounds` passes over independent multiply-add chains, returns FLOP done.
- * tile_flops: the same of products of bfloat16 tiles that stay where they are; NULL where there are no tiles.
- * read: the exclusive or of the 32-bit words of n bytes (a multiple of 512). */
+/* Probes of the machine. flops makes about `rounds` passes over independent chains of multiply-adds, and returns the number of floating-point
+ * operations. tile_flops does the same with products of bfloat16 tiles in registers; NULL where there are no tiles. read returns the exclusive or of
+ * the 32-bit words of `bytes` bytes, a multiple of 512. */
 #define BA_PROBE_FLOPS(name) double name(const float *operands, int64_t rounds, float *sink)
 typedef BA_PROBE_FLOPS((*ba_probe_flops_fn));
 #define BA_PROBE_READ(name) int name(const char *data, int64_t bytes)
@@ -373,55 +406,53 @@ typedef struct ba_probes {
     ba_probe_read_fn read;
 } ba_probes;
 
-/* ---- The table --------------------------------------------------------------------------------------------- */
+/* ---- The table of a level ----------------------------------------------------------------------------------------------- */
 
 typedef struct ba_kernels {
     const ba_attend_family *attend[BA_FLOAT_DTYPES]; /* by dtype */
-    const ba_attend_family *vector[BA_FLOAT_DTYPES]; /* the highest family with gradients, whose rows are reals: also for K and V of another dtype */
-    const ba_cache_kernels *cache[BA_DTYPE_COUNT];   /* by dtype of K and V; NULL where they cannot have it */
+    const ba_attend_family *vector[BA_FLOAT_DTYPES]; /* the highest family that has gradient[0], and packs rows as reals: also for caches */
+    const ba_cache_kernels *cache[BA_DTYPE_COUNT];   /* by dtype of K and V; NULL for dtypes that they cannot have */
     const ba_probes *probes;
 } ba_kernels;
 
-/* The table of a level: portable first, then overlaid rung by rung. A level above what the CPU has gives the highest
- * rung below it that it does have. */
+/* The table of a level. It has, for each dtype, the kernels of the highest level up to this one that has any and that the CPU supports. */
 const ba_kernels *ba_kernels_at(ba_isa level);
 /* The table that calls use now. */
 const ba_kernels *ba_kernels_active(void);
 
-/* ---- Numbers that tune speed (tuning.c, a row a level) -------------------------------------------------------- */
+/* ---- Numbers that tune speed (tuning.c has a block for each level) ------------------------------------------------------ */
 
-/* Of calls of few queries, which memory binds: they go by the machine. */
+/* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
-    int64_t part_keys;        /* keys a part at most, where keys are split among threads: least_part_keys times a power of two */
-    int64_t least_part_keys;  /* the same at least: a multiple of `keys` */
-    int64_t keys;             /* keys a chunk, where few queries meet the keys of several heads side by side */
-    int64_t bytes;            /* of such a chunk's K and V at most: it, and what is prefetched meanwhile, stay in cache */
-    int64_t followed_bytes;   /* tokens so far apart, of all heads side by side, are not asked for: the hardware's prefetcher follows them */
-    int64_t followed_queries; /* where a head has so many queries at most; for more they are asked for all the same */
-    int64_t gathered_bytes;   /* rows of up to so many bytes that lie apart, of one head among others', are brought side by side first; 0: never */
-    int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising; `keys` keys at most; 0: no such request */
+    int64_t part_keys;        /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
+    int64_t least_part_keys;  /* the fewest keys of a part: a multiple of `keys` */
+    int64_t keys;             /* keys of a chunk, where several heads are attended side by side */
+    int64_t bytes;            /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */
+    int64_t followed_bytes;   /* tokens at least so far apart, of all heads side by side, are followed by the hardware's prefetcher: no requests */
+    int64_t followed_queries; /* the same only for up to so many queries per head */
+    int64_t gathered_bytes;   /* rows of up to so many bytes, of one head among others, are copied side by side first; 0: never */
+    int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising, `keys` keys at most; 0: no such request */
 } ba_few_tuning;
 
 typedef struct ba_tuning {
-    int64_t chunk_keys; /* keys a chunk */
-    int64_t list_keys;  /* the same of a list whose row has one panel, for a family that has cuts: a multiple of BA_CUT_KEYS, as chunk_keys is then */
-    int64_t tile_queries;     /* queries that share a packed chunk and one state in cache: a multiple of the wide panel */
-    int64_t item_tiles;       /* tiles that walk their lists side by side, so that they meet K and V in cache */
-    int64_t most_item_tiles;  /* the same where rows of the grid are so short that tiles have fewer queries: their queries are to be as many, in tiles
-                            up to  this */
-    int64_t gradient_keys;    /* keys a chunk of the backward pass */
-    int64_t gradient_queries; /* queries of one of its tiles */
-    int64_t gradient_item_tiles; /* of its tiles that walk side by side */
-    int64_t by_block_lanes;      /* queries whose states stay in L2 while they meet block by block */
-    int64_t by_block_most_lanes; /* so many at most, where a block is to meet `by_block_least_lanes` of them: fewer would not pay for fetching it */
-    int64_t by_block_least_lanes;
-    double inline_flops;    /* calls with less work than this run in the caller's thread */
-    int64_t shared_bytes;   /* of packed K and V at most, where they are packed once for all items; 0: they are not */
-    ba_few_tuning few;      /* of the kernels for few queries */
-    ba_few_tuning tile_few; /* of one over tiles, where the level has it; keys 0: as above */
+    int64_t chunk_keys;       /* keys of a chunk */
+    int64_t list_keys;        /* the same where a list row has one panel and the family has cuts: a multiple of BA_CUT_KEYS. chunk_keys is one, too */
+    int64_t tile_queries;     /* queries of a query tile: a multiple of the wide panel */
+    int64_t item_tiles;       /* query tiles of an item, which walk their lists side by side and find K and V in cache */
+    int64_t most_item_tiles;  /* the same at most, where short list rows make the query tiles smaller: an item keeps its number of queries */
+    int64_t gradient_keys;    /* keys of a chunk of the backward pass */
+    int64_t gradient_queries; /* queries of a query tile of the backward pass */
+    int64_t gradient_item_tiles;  /* query tiles of an item of the backward pass */
+    int64_t by_block_lanes;       /* queries of an item that is attended block by block: their states stay in L2 */
+    int64_t by_block_most_lanes;  /* the same at most, where a block would otherwise be attended by fewer than by_block_least_lanes queries */
+    int64_t by_block_least_lanes; /* queries that must attend a block for fetching it to pay */
+    double inline_flops;          /* calls of less work run in the caller's thread */
+    int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
+    ba_few_tuning few;            /* few calls */
+    ba_few_tuning tile_few;       /* few calls that run on tiles, where the level has them; keys 0: as `few` */
 } ba_tuning;
 
-/* The row of the level that a family belongs to is the family's, but for `few`, where the level in use counts. */
+/* A family is tuned by the block of its own level; few calls by that of the level in use. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

@@ -1,36 +1,39 @@
-/* Asking for rows ahead of their use. They lie where pages put them, which no hardware prefetcher can tell; and what is asked for in a
- * burst holds up the loads behind it, while a pause leaves memory idle. So the kernels for few ask a line or a few at every step of
- * their work, in the order in which the rows lie.
+/* Prefetching of rows that are used later. Rows lie where pages put them, which no hardware prefetcher can predict. A burst of prefetches would delay
+ * the loads behind it, and a pause would leave memory idle. So a few kernel prefetches a line or a few at every step of its work, in the order in
+ * which the rows lie.
  *
- * A request may be dropped: Zen 5 has places for some 64 to 100 lines that are under way, and while memory is what binds they are taken. The load
- * that then has to wait keeps sums waiting behind it, until there is no room for more and the reading of what lies ahead stops too. So a second and
- * a third request follow nearer to the use; where an earlier one was heard they cost an instruction. That core also does nothing for a request into
- * L2 (PREFETCHT1, T2) of a line that no cache has: a level says where its requests go to (BA_PREFETCH_LEVEL). */
+ * A core drops a prefetch when all its places for outstanding misses are taken, as they are where memory is the bottleneck. The load that finds no
+ * data then holds up the sums that wait for it until the core can issue no further loads. So a second and a third request for the same line follow,
+ * nearer to the use. Where an earlier request has brought the line, they cost one instruction. */
 #ifndef BA_PREFETCH_H
 #define BA_PREFETCH_H
 
 #include "kernels/kernels.h"
 
-/* As __builtin_prefetch counts: 2 is L2, 3 L1. */
+/* Where prefetches go, as __builtin_prefetch counts: 2 is L2, 3 is L1. A trait of a level (traits.h). */
 #ifndef BA_PREFETCH_LEVEL
 #define BA_PREFETCH_LEVEL 2
 #endif
 
-enum { BA_LINE_BYTES = 64, BA_PREFETCH_RUN = 16 /* rows: a page has as many, or more */ };
+enum {
+    BA_LINE_BYTES = 64,
+    BA_PREFETCH_RUN = 16 /* the most rows of a run: pages have as many, or more */
+};
 
+/* One pass over the rows: how far it has come. A run is several rows without a gap between them. */
 typedef struct ba_prefetch_request {
-    const char *at, *stop;  /* of the run at hand: rows without a gap between them */
-    const void *const *row; /* its first */
-    int64_t rows;
+    const char *at, *stop;  /* the next byte of the current run, and its end */
+    const void *const *row; /* the run's first row; the prefetcher's `end` when the pass is over */
+    int64_t rows;           /* of the run */
 } ba_prefetch_request;
 
 typedef struct ba_prefetcher {
     ba_prefetch_request request[BA_MOST_REQUESTS];
     const void *const *end;
-    int64_t offset, bytes;
-    int64_t share; /* lines: a sixteenth of all */
-    int64_t run;   /* rows that a run may have: 1 where the first ones have a gap between them */
-    int farthest;  /* request */
+    int64_t offset, bytes; /* as in ba_prefetch_rows */
+    int64_t share;         /* a sixteenth of all lines */
+    int64_t run;           /* the most rows of a run; 1 where the first two rows have a gap between them */
+    int farthest;          /* the index of the request that is farthest from the use */
 } ba_prefetcher;
 
 static inline ba_prefetch_request ba_prefetch_request_from(const ba_prefetcher *a, const void *const *row) {
@@ -41,30 +44,30 @@ static inline ba_prefetch_request ba_prefetch_request_from(const ba_prefetcher *
     return (ba_prefetch_request){at, at + rows * a->bytes, row, rows};
 }
 
-static inline ba_prefetcher ba_prefetcher_for(ba_prefetch_rows ahead) {
-    ba_prefetcher a = {.end = ahead.rows, .offset = ahead.offset, .bytes = ahead.bytes};
+static inline ba_prefetcher ba_prefetcher_for(ba_prefetch_rows wanted) {
+    ba_prefetcher a = {.end = wanted.rows, .offset = wanted.offset, .bytes = wanted.bytes};
     for (int i = 0; i < BA_MOST_REQUESTS; i++) a.request[i].row = a.end;
-    if (ahead.count <= 0) return a;
-    a.end += ahead.count;
-    a.run = ahead.count > 1 && (const char *)ahead.rows[1] - (const char *)ahead.rows[0] == ahead.bytes ? BA_PREFETCH_RUN : 1;
+    if (wanted.count <= 0) return a;
+    a.end += wanted.count;
+    a.run = wanted.count > 1 && (const char *)wanted.rows[1] - (const char *)wanted.rows[0] == wanted.bytes ? BA_PREFETCH_RUN : 1;
     for (int i = 0; i < BA_MOST_REQUESTS; i++) {
-        const int64_t skip = ahead.skip[i] < 0 ? ahead.count : ba_min(ahead.skip[i], ahead.count);
-        a.request[i] = ba_prefetch_request_from(&a, ahead.rows + skip);
-        if (ahead.skip[i] >= 0) a.farthest = i;
+        const int64_t skip = wanted.skip[i] < 0 ? wanted.count : ba_min(wanted.skip[i], wanted.count);
+        a.request[i] = ba_prefetch_request_from(&a, wanted.rows + skip);
+        if (wanted.skip[i] >= 0) a.farthest = i;
     }
-    a.share = ba_ceil_div(ahead.count * ba_ceil_div(a.bytes, BA_LINE_BYTES), 16);
+    a.share = ba_ceil_div(wanted.count * ba_ceil_div(a.bytes, BA_LINE_BYTES), 16);
     return a;
 }
 
 static inline bool ba_prefetcher_is_done(const ba_prefetcher *a) { return a->request[0].row == a->end; }
 
-/* So many bytes of the run at hand have been asked for: on to the next if they were its last. */
-static inline void ba_prefetch_advance(const ba_prefetcher *a, ba_prefetch_request *which, int64_t bytes) {
-    which->at += bytes;
-    if (which->at >= which->stop) *which = ba_prefetch_request_from(a, which->row + which->rows);
+/* Moves a request on by `bytes` bytes of its run, and to the next run where this one ends. */
+static inline void ba_prefetch_advance(const ba_prefetcher *a, ba_prefetch_request *request, int64_t bytes) {
+    request->at += bytes;
+    if (request->at >= request->stop) *request = ba_prefetch_request_from(a, request->row + request->rows);
 }
 
-/* The next line of the farthest request; false: there is none. */
+/* Prefetches the next line of the farthest request. Returns false where there is none. */
 static inline bool ba_prefetch_line(ba_prefetcher *a) {
     ba_prefetch_request *farthest = &a->request[a->farthest];
     if (farthest->row == a->end) return false;
@@ -73,32 +76,32 @@ static inline bool ba_prefetch_line(ba_prefetcher *a) {
     return true;
 }
 
-/* Asks for `bytes` that no run has in one piece; what comes after them is left for the next call. */
-static __attribute__((noinline, unused)) void ba_prefetch_bytes(const ba_prefetcher *a, ba_prefetch_request *which, int64_t bytes) {
-    while (bytes > 0 && which->row != a->end) {
-        const int64_t some = ba_min(bytes, which->stop - which->at);
-        for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(which->at + at, 0, BA_PREFETCH_LEVEL);
+/* Prefetches the next `bytes` bytes of a request, over as many runs as it takes. */
+static __attribute__((noinline, unused)) void ba_prefetch_bytes(const ba_prefetcher *a, ba_prefetch_request *request, int64_t bytes) {
+    while (bytes > 0 && request->row != a->end) {
+        const int64_t some = ba_min(bytes, request->stop - request->at);
+        for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(request->at + at, 0, BA_PREFETCH_LEVEL);
         bytes -= some;
-        ba_prefetch_advance(a, which, some);
+        ba_prefetch_advance(a, request, some);
     }
 }
 
-/* The next `bytes` of the rows, for the caller to ask for line by line; where no run has so many in one piece, they are asked for here, and the
- * caller is given `otherwise`: its scratch, for what lies behind a run may be another head's, which nobody wants. */
-static inline const char *ba_prefetch_take(const ba_prefetcher *a, ba_prefetch_request *which, int64_t bytes, const void *otherwise) {
-    const char *slice = which->at;
-    if (which->stop - slice < bytes) {
-        if (which->row != a->end) ba_prefetch_bytes(a, which, bytes);
+/* Takes the next `bytes` bytes of a request and returns where they begin, so that the caller prefetches them line by line. Where the current run has
+ * fewer, they are prefetched here, and the caller gets `otherwise`, memory of its own: what follows a run may belong to another head. */
+static inline const char *ba_prefetch_take(const ba_prefetcher *a, ba_prefetch_request *request, int64_t bytes, const void *otherwise) {
+    const char *taken = request->at;
+    if (request->stop - taken < bytes) {
+        if (request->row != a->end) ba_prefetch_bytes(a, request, bytes);
         return otherwise;
     }
-    ba_prefetch_advance(a, which, bytes);
-    return slice;
+    ba_prefetch_advance(a, request, bytes);
+    return taken;
 }
 
-/* Request `which`, or the farthest, goes on by `part` shares for every eight queries of one of the heads that are met meanwhile: what takes longer
- * asks for more. */
-static inline void ba_prefetch_share(ba_prefetcher *a, int which, int64_t part, int64_t heads) {
-    ba_prefetch_bytes(a, &a->request[which < a->farthest ? which : a->farthest], ba_ceil_div(a->share * part, 8 * heads) * BA_LINE_BYTES);
+/* Prefetches share * queries / (8 * heads) lines of request `index`, or of the farthest if that is nearer to the use: during the softmax of `queries`
+ * queries of one of `heads` heads, the number of lines follows the time that it takes. */
+static inline void ba_prefetch_share(ba_prefetcher *a, int index, int64_t queries, int64_t heads) {
+    ba_prefetch_bytes(a, &a->request[index < a->farthest ? index : a->farthest], ba_ceil_div(a->share * queries, 8 * heads) * BA_LINE_BYTES);
 }
 
 #endif

@@ -1,10 +1,10 @@
-/* Declarations of every line of kernels.inc, for the files that define, overlay or check them. */
+/* Declares the constant of every line of kernels.inc, for the files that define, dispatch or check them. */
 #ifndef BA_TABLES_H
 #define BA_TABLES_H
 
 #include "kernels/kernels.h"
 
-/* Levels that this build has: the build passes BA_NO_<isa> where its compiler lacks the flags. */
+/* The levels of this build, which passes BA_NO_<isa> where the compiler refuses their flags. */
 #if defined(__x86_64__) && !defined(BA_NO_avx2)
 #define BA_HAVE_avx2 1
 #endif

@@ -1,19 +1,19 @@
 #include "kernels/kernels.h"
 
-/* Found by measuring (benchmark/README.md says how and what else was tried).
- * chunk_keys: scores of a wide panel and its packed queries stay in L1 together.
- * list_keys: a row does not keep its turn for so long that other rows no longer find the keys they share in L2.
- * gradient_*: weights and slopes of a tile over a chunk, and the chunk's rows of K, V, dK and dV, stay in L2.
- * by_block_lanes: their sums, float [v_dim] each, take half of L2 at v_dim = 128; half as many were no faster. by_block_least_lanes,
- * by_block_most_lanes: found on Zen 5 (benchmark/README.md), not timed elsewhere. tile_queries: one widening of a bf16 or fp16 chunk serves this many
- * queries; queries and output stay in L2. few.followed_*: a token that has a page of memory for itself is a stream that prefetchers read ahead
- * (AVX-512 server, Zen 3), where arithmetic takes less time than reading (on Zen 3 four float32 queries are 15 % faster with requests, one 20 %
- * without; on Zen 5 all are faster with them). few.part_keys: an item of 2048 keys loses little to its beginning and end (Zen 5: of 4096, 1 % less
- * time in 16 bits); few.least_part_keys: one of 256 loses 2 to 18 % of its time (Zen 5), and gives a request of 1024 tokens four parts.
- * few.distances: as much as a core has under way, and some more (Zen 5; Zen 3: 8 of 128 keys); where requests run a chunk ahead, L2 is to have room
- * for it: few.keys, few.bytes. few.gathered_bytes: Zen 5, attention over selected blocks in token-major pages (5 to 15 % where rows are of 128 and
- * 256 bytes, nothing or less where they are longer); not timed elsewhere. */
-static const ba_tuning rows[BA_ISA_COUNT] = {
+/* Found by measuring, level by level (docs/notes/ says how, and what else was tried); kernels.h says what each number is. The rules behind them:
+ *
+ *     chunk_keys                 the scores of a wide panel and its packed queries fit L1 together
+ *     list_keys                  a list row is not attended for so long that the keys it shares with other rows leave L2
+ *     tile_queries               packing one chunk serves as many queries as have room in L2 with their output
+ *     gradient_*                 a query tile's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
+ *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128
+ *     few.part_keys              an item of so many keys loses little to its beginning and its end
+ *     few.least_part_keys        a short request still gives several threads work
+ *     few.keys, few.bytes        where requests run one chunk ahead, L2 holds both chunks
+ *     few.distances              as many bytes as a core has outstanding, and some more
+ *     few.followed_*             heads side by side in memory of their own are one stream, which hardware prefetchers follow; requests only pay where
+ *                                arithmetic takes as long as reading */
+static const ba_tuning levels[BA_ISA_COUNT] = {
     [BA_ISA_PORTABLE] =
         {
             .chunk_keys = 128,
@@ -219,4 +219,4 @@ static const ba_tuning rows[BA_ISA_COUNT] = {
 #endif
 };
 
-const ba_tuning *ba_tuning_at(ba_isa level) { return &rows[level]; }
+const ba_tuning *ba_tuning_at(ba_isa level) { return &levels[level]; }

@@ -173,7 +173,7 @@ static void open_panel(const call *c, const worker_scratch *w, const ba_item *it
         ask_for_row(w->rows[i], p->head_dim * p->element_size, false); /* rows of one head are far apart */
     }
     const int64_t o_dim = s->width == FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
-    (s->width == FEW ? c->pack_few : f->pack_queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
+    (s->width == FEW ? c->pack_few : f->pack->queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * LOG2_E);
     if (s->width == FEW && c->order_few) c->order_few(s->panel.q, s->lanes, p->head_dim);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
@@ -243,7 +243,8 @@ static void write_lanes(const call *c, const worker_scratch *w, int64_t batch, c
         ask_for_row(w->rows[i], p->v_dim * p->element_size, true);
         if (p->sinks) add_sink(c, s, i, (double)p->sinks[head]);
     }
-    (s->width == FEW ? f->finish_few : f->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
+    (s->width == FEW ? f->few->finish : f->pack->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows,
+                                                                   p->lse.data ? w->lse : NULL);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
         memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
                w->lse + i * f->real_size, (size_t)f->real_size);
@@ -286,7 +287,7 @@ static void join_item(void *context, int64_t index, int worker) {
     panel_state s = {.panel = part_panel(c, batch, kv_head, 0, 0), .width = FEW, .lanes = lanes};
     for (int64_t part = 1; part < parts; part++) {
         const ba_panel from = part_panel(c, batch, kv_head, part, 0);
-        c->family->join_few(&s.panel, &from, lanes, p->v_dim);
+        c->family->few->join(&s.panel, &from, lanes, p->v_dim);
     }
     const ba_tile tile = {.head = kv_head * p->group, .heads = p->group, .lanes = lanes};
     write_lanes(c, &w, batch, &tile, &s);
@@ -334,9 +335,9 @@ typedef struct batch {
 
 static void flush(const call *c, batch *many) {
     const ba_attend_family *f = c->family;
-    if (many->n && f->attend_many[many->width]) f->attend_many[many->width](many->panels, many->chunks, many->n);
+    if (many->n && f->panel->attend_many[many->width]) f->panel->attend_many[many->width](many->panels, many->chunks, many->n);
     else
-        for (int64_t i = 0; i < many->n; i++) f->attend[many->width](&many->panels[i], &many->chunks[i]);
+        for (int64_t i = 0; i < many->n; i++) f->panel->attend[many->width](&many->panels[i], &many->chunks[i]);
     many->n = 0;
     many->walks = 0;
     many->older = 0;
@@ -681,13 +682,13 @@ static void choose_kernels(call *c, const ba_problem *p, ba_isa level) {
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype];
     const bool own = p->kv_dtype == p->dtype;
-    c->pack_k = own ? f->pack_k : kernels->cache[p->kv_dtype]->pack;
-    c->pack_v = own ? f->pack_v : kernels->cache[p->kv_dtype]->pack;
+    c->pack_k = own ? f->pack->keys : kernels->cache[p->kv_dtype]->pack;
+    c->pack_v = own ? f->pack->values : kernels->cache[p->kv_dtype]->pack;
     /* by the group and not by a panel's queries: lists of single heads shall give what shared ones give, to the bit */
-    c->own_few = own && f->few && f->few_least_heads > 0 && p->group >= f->few_least_heads;
-    c->few = c->own_few ? f->few : kernels->cache[p->kv_dtype]->few;
-    c->pack_few = c->own_few ? f->pack_few : vectors->pack_few;
-    c->order_few = c->own_few ? f->order_few : kernels->cache[p->kv_dtype]->order_few;
+    c->own_few = own && f->few->attend && f->few_least_heads > 0 && p->group >= f->few_least_heads;
+    c->few = c->own_few ? f->few->attend : kernels->cache[p->kv_dtype]->few;
+    c->pack_few = c->own_few ? f->few->pack_queries : vectors->few->pack_queries;
+    c->order_few = c->own_few ? f->few->order_queries : kernels->cache[p->kv_dtype]->order_few;
 }
 
 /* Rows of one panel take small bites of their lists, so that rows side by side meet at a key while it is in cache; those of more take large ones,
@@ -726,7 +727,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     const ba_tuning *of_level = ba_tuning_at(level);
     tuning.few = c.own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
     c.tuning = &tuning;
-    const ba_attend_family *rows = c.family->attend_rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
+    const ba_attend_family *rows = c.family->rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
     if (ba_attends_by_block(problem, rows)) return ba_attend_by_block(problem, rows, threads);
 
     ba_plan_lay_out(&c.plan, problem, c.tuning, c.family->lanes[WIDE], threads);
@@ -743,7 +744,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     c.sharing = (ba_sharing){
         .plan = &c.plan, .family = c.family, .chunk_keys = c.tuning->chunk_keys, .pack_keys = c.chunk_keys, .k.pack = c.pack_k, .v.pack = c.pack_v};
     /* what another dtype of K and V is packed by has scales, which sharing has not */
-    int64_t shared_bytes = c.pack_k == c.family->pack_k && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
+    int64_t shared_bytes = c.pack_k == c.family->pack->keys && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take(NULL, &used, shared_bytes);
     char *memory = ba_arena_get((size_t)used);

@@ -40,7 +40,7 @@ typedef struct block_scratch {
 } block_scratch;
 
 /* Bytes per element of packed rows. */
-static int64_t row_element(const call *c) { return c->family->pack_row_queries ? c->family->real_size : c->problem->element_size; }
+static int64_t row_element(const call *c) { return c->family->rows->pack_queries ? c->family->real_size : c->problem->element_size; }
 /* Bytes per packed query, and per packed key. */
 static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim, c->family->dim_pad) * row_element(c); }
 
@@ -95,8 +95,8 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
             s->hi[lane] = (int32_t)seen.hi;
             char *to = s->q + lane * q_bytes(c);
             const void *from = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&tile, i), query), *unused;
-            if (c->family->pack_row_queries) {
-                c->family->pack_row_queries(to, &unused, &from, NULL, 1, p->head_dim);
+            if (c->family->rows->pack_queries) {
+                c->family->rows->pack_queries(to, &unused, &from, NULL, 1, p->head_dim);
             } else {
                 memcpy(to, from, (size_t)bytes);
                 memset(to + bytes, 0, (size_t)(q_bytes(c) - bytes));
@@ -116,7 +116,7 @@ static void finish_rows(const call *c, const block_scratch *s, const ba_item *it
         const ba_panel panel = {.o = s->o + lane * BA_FEW_PAD(p->v_dim) * real, .m = s->m + lane * real, .l = s->l + lane * real};
         for (int64_t i = 0; i < tile.lanes; i++)
             s->out[i] = ba_query_row(p, &p->out, p->element_size, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i));
-        c->family->finish_few(&panel, tile.lanes, p->v_dim, s->out, p->lse.data ? s->lse : NULL);
+        c->family->few->finish(&panel, tile.lanes, p->v_dim, s->out, p->lse.data ? s->lse : NULL);
         for (int64_t i = 0; p->lse.data && i < tile.lanes; i++)
             memcpy(ba_query_row(p, &p->lse, real, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i)), s->lse + i * real, (size_t)real);
     }
@@ -134,8 +134,8 @@ static void pack_chunk(const call *c, const block_scratch *s, int64_t batch, int
         s->k_rows[j] = k + j * p->k.token_stride * p->kv_element_size;
         s->v_rows[j] = v + j * p->v.token_stride * p->kv_element_size;
     }
-    c->family->pack_row_keys(packed_k, s->packed_k_rows, s->k_rows, NULL, end - begin, p->head_dim);
-    c->family->pack_row_values(packed_v, s->packed_v_rows, s->v_rows, NULL, end - begin, p->v_dim);
+    c->family->rows->pack_keys(packed_k, s->packed_k_rows, s->k_rows, NULL, end - begin, p->head_dim);
+    c->family->rows->pack_values(packed_v, s->packed_v_rows, s->v_rows, NULL, end - begin, p->v_dim);
 }
 
 /* Where the chunk of a column that begins with key `begin` lies in c->shared. */
@@ -197,10 +197,10 @@ static void attend_chunk(const call *c, const block_scratch *s, const ba_item *i
     if (whole + bounded == 0) return;
     const ba_chunk chunk = open_chunk(c, s, item, column, begin, end);
     ba_panel panel = {.q = s->q, .o = s->o, .m = s->m, .l = s->l};
-    if (whole) c->family->attend_rows(&panel, s->chosen, whole, &chunk);
+    if (whole) c->family->rows->attend(&panel, s->chosen, whole, &chunk);
     panel.lo = s->lo;
     panel.hi = s->hi;
-    if (bounded) c->family->attend_rows(&panel, s->chosen + room - bounded, bounded, &chunk);
+    if (bounded) c->family->rows->attend(&panel, s->chosen + room - bounded, bounded, &chunk);
 }
 
 static void attend_item(void *context, int64_t index, int worker) {
@@ -224,7 +224,7 @@ static void attend_item(void *context, int64_t index, int worker) {
 /* ---- The call ------------------------------------------------------------------------------------------------------------ */
 
 bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *family) {
-    return family->attend_rows && problem->kv_dtype == problem->dtype && !problem->page_size && !problem->sinks && ba_plan_few_rows(problem);
+    return family->rows && problem->kv_dtype == problem->dtype && !problem->page_size && !problem->sinks && ba_plan_few_rows(problem);
 }
 
 /* Bytes of all K and V in packed form. 0 where each item packs its own chunks, because that is less work, or because the memory would exceed the

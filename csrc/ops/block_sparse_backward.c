@@ -98,9 +98,9 @@ static int64_t lay_out_scratch(const call *c, char *base, worker_scratch *w) {
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
     w->weights = ba_take(base, &used, room * keys * f->real_size);
     w->slopes = ba_take(base, &used, room * keys * f->real_size);
-    w->packed_k = ba_take(base, &used, f->pack_k ? keys * pad_k * f->pack_bytes : 0);
-    w->packed_v = ba_take(base, &used, f->pack_v ? keys * pad_v * f->pack_bytes : 0);
-    w->packed_columns = ba_take(base, &used, f->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
+    w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
+    w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
+    w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
     w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
     w->k_rows = (const void **)ba_take(base, &used, keys * pointer);
     w->v_rows = (const void **)ba_take(base, &used, keys * pointer);
@@ -147,7 +147,7 @@ static void open_lanes(const call *c, const worker_scratch *w, const ba_item *it
     void *lse = (void *)s->panel.lse, *delta = (void *)s->panel.delta;
     find_lanes(p, &c->gradients->dout, item->batch, &t->tile, s->lane, s->lanes, w->rows);
     find_lanes(p, &p->out, item->batch, &t->tile, s->lane, s->lanes, w->more_rows);
-    c->family->dot_rows(delta, w->rows, w->more_rows, s->lanes, p->v_dim);
+    c->family->gradient->dot_rows(delta, w->rows, w->more_rows, s->lanes, p->v_dim);
     s->any = (ba_range){INT64_MAX, 0};
     s->all = (ba_range){0, INT64_MAX};
     for (int64_t i = 0; i < room; i++) {
@@ -215,12 +215,12 @@ static void open_tile(const call *c, const worker_scratch *w, const ba_item *ite
 static void pack_both_ways(const call *c, const worker_scratch *w, tile_state *t) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    t->finite_q = f->pack_tile(t->q, w->rows, t->tile.lanes, p->head_dim);
-    t->finite_dout = f->pack_tile(t->dout, w->more_rows, t->tile.lanes, p->v_dim);
+    t->finite_q = f->gradient->pack_tile(t->q, w->rows, t->tile.lanes, p->head_dim);
+    t->finite_dout = f->gradient->pack_tile(t->dout, w->more_rows, t->tile.lanes, p->v_dim);
     for (int n = 0; n < t->panels; n++) {
         const panel_state *s = &t->panel[n];
-        f->pack_queries[s->width]((void *)s->panel.q, w->rows + s->lane, s->lanes, p->head_dim, p->scale * LOG2_E);
-        f->pack_queries[s->width]((void *)s->panel.dout, w->more_rows + s->lane, s->lanes, p->v_dim, p->scale);
+        f->pack->queries[s->width]((void *)s->panel.q, w->rows + s->lane, s->lanes, p->head_dim, p->scale * LOG2_E);
+        f->pack->queries[s->width]((void *)s->panel.dout, w->more_rows + s->lane, s->lanes, p->v_dim, p->scale);
     }
 }
 
@@ -238,7 +238,7 @@ static void finish_dq(const call *c, const worker_scratch *w, const ba_attend_fa
         ba_set_real(ones, i, 1, real);
     }
     const ba_panel panel = {.o = s->panel.dq, .m = zeros, .l = ones};
-    family->finish[s->width](&panel, s->lanes, c->problem->head_dim, rows, unused);
+    family->pack->finish[s->width](&panel, s->lanes, c->problem->head_dim, rows, unused);
 }
 
 static void write_dq(const call *c, const worker_scratch *w, const ba_item *item, const tile_state *t) {
@@ -312,13 +312,13 @@ static ba_chunk open_chunk(const call *c, const worker_scratch *w, const ba_item
     find_keys(p, &p->v, p->kv_element_size, item, w->key_index, keys, (void **)w->v_rows);
     find_keys(p, &c->dk, f->real_size, item, w->key_index, keys, w->dk_rows);
     find_keys(p, &c->dv, f->real_size, item, w->key_index, keys, w->dv_rows);
-    if (f->gradient_tile) {
-        f->pack_v(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
+    if (f->gradient->gradient_tile) {
+        f->pack->values(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
         chunk.scale = p->scale * LOG2_E;
     }
-    const ba_pack_rows_fn pack_values = f->gradient_tile ? f->pack_k : f->pack_v; /* its products meet V as they do K */
-    if (f->pack_k) {
-        f->pack_k(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
+    const ba_pack_rows_fn pack_values = f->gradient->gradient_tile ? f->pack->keys : f->pack->values; /* its products meet V as they do K */
+    if (f->pack->keys) {
+        f->pack->keys(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
     }
     if (pack_values) {
@@ -342,7 +342,7 @@ static void run_panel(const call *c, const panel_state *s, const ba_chunk *whole
         chunk.key_index += begin;
         ba_gradient_panel panel = s->panel;
         if (chunk.key_index[0] >= s->all.lo && chunk.key_index[chunk.keys - 1] < s->all.hi) panel.lo = panel.hi = NULL;
-        f->gradient[s->width](&panel, &chunk, weights + begin * key_bytes, slopes + begin * key_bytes);
+        f->gradient->gradient[s->width](&panel, &chunk, weights + begin * key_bytes, slopes + begin * key_bytes);
         for (int n = 0; n < 2; n++) {
             char *const data = n ? slopes : weights;
             memset(data, 0, (size_t)(begin * key_bytes));
@@ -387,13 +387,13 @@ static void run_panels(const call *c, const worker_scratch *w, int64_t item, con
     add.finite = t->finite_dout;
     add.dim = p->v_dim;
     add.rows = w->dv_rows;
-    c->family->add_rows(&add);
+    c->family->gradient->add_rows(&add);
     add.weights = slopes;
     add.packed = t->q;
     add.finite = t->finite_q;
     add.dim = p->head_dim;
     add.rows = w->dk_rows;
-    c->family->add_rows(&add);
+    c->family->gradient->add_rows(&add);
 }
 
 /* The same in one go, by families over tiles. */
@@ -422,14 +422,14 @@ static void run_whole_tile(const call *c, const worker_scratch *w, int64_t item,
                                    .finite_dout = t->finite_dout,
                                    .dk_rows = w->dk_rows,
                                    .dv_rows = w->dv_rows};
-    c->family->gradient_tile(&tile, chunk);
+    c->family->gradient->gradient_tile(&tile, chunk);
     wait_for_turn(c, item, chunk, turn);
-    c->family->add_tile(&tile, chunk);
+    c->family->gradient->add_tile(&tile, chunk);
 }
 
 /* `turn`: whether the item may add to the chunk's keys already. */
 static void run_tile(const call *c, const worker_scratch *w, int64_t item, const tile_state *t, const ba_chunk *chunk, bool *turn) {
-    if (c->family->gradient_tile) run_whole_tile(c, w, item, t, chunk, turn);
+    if (c->family->gradient->gradient_tile) run_whole_tile(c, w, item, t, chunk, turn);
     else run_panels(c, w, item, t, chunk, turn);
 }
 
@@ -573,8 +573,8 @@ static void run_rows(void *context, int64_t index, int worker) {
         const ba_tile tile = row_of_lane(c, item, row * c->row_lanes);
         find_lanes(p, &c->gradients->dq, item->batch, &tile, 0, tile.lanes, w.rows);
         for (int64_t i = 0; i < tile.lanes; i++)
-            c->family->store_row((void *)w.rows[i], w.lane_dq + (row * c->row_lanes + i) * padded(c, p->head_dim) * c->family->real_size,
-                                 p->head_dim);
+            c->family->gradient->store_row((void *)w.rows[i], w.lane_dq + (row * c->row_lanes + i) * padded(c, p->head_dim) * c->family->real_size,
+                                           p->head_dim);
     }
 }
 
@@ -603,8 +603,8 @@ static void round_key(const call *c, int64_t batch, int64_t kv_head, int64_t key
     const ba_problem *p = c->problem;
     const ba_gradients *g = c->gradients;
     const int64_t real = c->family->real_size, size = p->kv_element_size;
-    c->family->store_row(ba_key_row(p, &g->dk, size, batch, kv_head, key), ba_key_row(p, &c->dk, real, batch, kv_head, key), p->head_dim);
-    c->family->store_row(ba_key_row(p, &g->dv, size, batch, kv_head, key), ba_key_row(p, &c->dv, real, batch, kv_head, key), p->v_dim);
+    c->family->gradient->store_row(ba_key_row(p, &g->dk, size, batch, kv_head, key), ba_key_row(p, &c->dk, real, batch, kv_head, key), p->head_dim);
+    c->family->gradient->store_row(ba_key_row(p, &g->dv, size, batch, kv_head, key), ba_key_row(p, &c->dv, real, batch, kv_head, key), p->v_dim);
 }
 
 static void clear_stretch(void *context, int64_t index, int worker) {
@@ -651,7 +651,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     const ba_attend_family *family = ba_kernels_at(level)->attend[problem->dtype];
     call c = {.problem = problem,
               .gradients = gradients,
-              .family = family->gradient_tile ? family : ba_kernels_at(level)->vector[problem->dtype],
+              .family = family->gradient && family->gradient->gradient_tile ? family : ba_kernels_at(level)->vector[problem->dtype],
               .tuning = ba_tuning_at(level),
               .dk = gradients->dk,
               .dv = gradients->dv};

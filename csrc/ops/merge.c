@@ -101,7 +101,7 @@ static void merge_rows(void *context, int64_t item, int worker) {
             const double lse = lse_of(&c->lses[n], row);
             if (lse != -INFINITY) ba_set_real(weights, at++, exp(lse - top) / sum, real_size);
         }
-        c->family->merge_row((char *)c->out->data + row_offset(c->out, row) * element, rows, weights, used, c->out->dims[3]);
+        c->family->pack->merge_row((char *)c->out->data + row_offset(c->out, row) * element, rows, weights, used, c->out->dims[3]);
         ba_set_real(c->lse->data, row_offset(c->lse, row), used ? top + log(sum) : -INFINITY, real_size);
     }
 }

@@ -102,7 +102,7 @@ static void gate_item(void *context, int64_t item, int worker) {
             const int64_t token = begin + row / c->heads, head = row % c->heads;
             const void *rows[GATES];
             for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, token, head);
-            c->family->merge_row(ba_row(&c->out, batch, token, head), rows, s.gates + row * GATES * c->real_size, GATES, c->out.dim);
+            c->family->pack->merge_row(ba_row(&c->out, batch, token, head), rows, s.gates + row * GATES * c->real_size, GATES, c->out.dim);
         }
     }
 }
@@ -118,12 +118,12 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
     for (int g = 0; g < GATES; g++) {
         gate[g] = c->gates.data ? ba_get_real(ba_row(&c->gates, batch, token, head), g, real) : 1 / 3.0;
         ba_set_real(s->gates, 0, gate[g], real);
-        c->family->merge_row(ba_row(&c->dbranch[g], batch, token, head), &dout, s->gates, 1, v_dim);
+        c->family->pack->merge_row(ba_row(&c->dbranch[g], batch, token, head), &dout, s->gates, 1, v_dim);
     }
     if (!c->weighted && !c->dgates.data) return;
     for (int g = 0; g < GATES; g++) rows[g] = ba_row(&c->branch[g], batch, token, head);
     const void *const same[GATES] = {dout, dout, dout};
-    c->family->dot_rows(s->logits, same, rows, GATES, v_dim);
+    c->family->gradient->dot_rows(s->logits, same, rows, GATES, v_dim);
     for (int g = 0; g < GATES; g++) {
         const double dgate = ba_get_real(s->logits, g, real);
         if (c->dgates.data) ba_set_real(ba_row(&c->dgates, batch, token, head), g, dgate, real);
@@ -135,8 +135,8 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
         ba_set_real(s->dlogits, (head * GATES + g) * TOKENS_PER_SUM + place, dlogit[g], real);
         rows[g] = weight_row(c->weight, head, g);
     }
-    c->kernels->vector[ba_real_of(c->q.dtype)]->merge_row(s->row, rows, s->gates, GATES, c->dim);
-    c->family->store_row(ba_row(&c->dq, batch, token, head), s->row, c->dim);
+    c->kernels->vector[ba_real_of(c->q.dtype)]->pack->merge_row(s->row, rows, s->gates, GATES, c->dim);
+    c->family->gradient->store_row(ba_row(&c->dq, batch, token, head), s->row, c->dim);
 }
 
 static void backward_item(void *context, int64_t item, int worker) {
@@ -217,7 +217,7 @@ static void pack_weight(const gate_call *c) {
         for (int64_t g = 0; g < GATES; g++) rows[g] = weight_row(c->weight, head, g);
         char *packed = c->packed_weight + head * GATES * BA_FEW_PAD(c->dim) * c->real_size;
         const ba_order_few_fn order_few = c->kernels->cache[c->q.dtype]->order_few;
-        c->kernels->vector[c->weight->dtype]->pack_few(packed, rows, GATES, c->dim, 1);
+        c->kernels->vector[c->weight->dtype]->few->pack_queries(packed, rows, GATES, c->dim, 1);
         if (order_few) order_few(packed, GATES, c->dim);
     }
 }

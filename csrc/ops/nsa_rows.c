@@ -65,7 +65,7 @@ void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *r
         if (widen) widen(wide, parts + 1, rows + at, NULL, some, dim);
         else memcpy(parts + 1, rows + at, (size_t)some * sizeof *rows);
         memcpy((char *)part_weights + family->real_size, (const char *)weights + at * family->real_size, (size_t)(some * family->real_size));
-        family->merge_row(out, parts, part_weights, some + 1, dim);
+        family->pack->merge_row(out, parts, part_weights, some + 1, dim);
     }
 }
 
@@ -176,11 +176,11 @@ static void map_mean(const means_call *c, const means_scratch *w, int64_t head, 
     const int64_t *steps = c->weight->strides;
     for (int64_t d = 0; d < c->x.dim; d++) w->weight_rows[d] = (const char *)c->weight->data + (head * steps[0] + d * steps[1]) * real->real_size;
     if (c->out.dtype == ba_real_of(c->x.dtype)) {
-        real->merge_row(out, w->weight_rows, w->mean, c->x.dim, c->out.dim);
+        real->pack->merge_row(out, w->weight_rows, w->mean, c->x.dim, c->out.dim);
         return;
     }
-    real->merge_row(w->mapped, w->weight_rows, w->mean, c->x.dim, c->out.dim);
-    c->kernels->vector[c->out.dtype]->store_row(out, w->mapped, c->out.dim);
+    real->pack->merge_row(w->mapped, w->weight_rows, w->mean, c->x.dim, c->out.dim);
+    c->kernels->vector[c->out.dtype]->gradient->store_row(out, w->mapped, c->out.dim);
 }
 
 static void means_item(void *context, int64_t index, int worker) {
@@ -201,7 +201,7 @@ static void means_item(void *context, int64_t index, int worker) {
                 ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, w.mean);
                 map_mean(c, &w, head, out);
             } else if (c->out.dtype == c->x.dtype) {
-                c->kernels->vector[c->x.dtype]->merge_row(out, w.rows, w.weights, size, c->x.dim);
+                c->kernels->vector[c->x.dtype]->pack->merge_row(out, w.rows, w.weights, size, c->x.dim);
             } else {
                 memset(out, 0, (size_t)(c->x.dim * real_size));
                 ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, out);
@@ -317,7 +317,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
                            ba_dtype_name(a->more[c.summands].dtype));
     }
     BA_TRY(ba_check_threads(a->num_threads));
-    c.merge_row = ba_kernels_active()->vector[a->dx.dtype]->merge_row;
+    c.merge_row = ba_kernels_active()->vector[a->dx.dtype]->pack->merge_row;
     if (c.dx.batch == 0 || c.dx.tokens == 0) return BA_OK;
     const void **unused_rows;
     char *unused_weights;

@@ -113,7 +113,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
     if (c->by_query) {
         const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
         for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = sequence_row(c->args->cu_q, &c->q, at->sequence, at->first + i, head);
-        f->pack_queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * LOG2_E);
+        f->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * LOG2_E);
         return;
     }
     for (int64_t i = 0; i < at->rows; i++) {
@@ -127,7 +127,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
         ba_sum_rows(c->kernels, c->q.dtype, s->pointers, s->weights, n, c->dim, s->wide, row);
     }
     for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = s->rows + i * pad * c->real_size;
-    c->family->pack_queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale);
+    c->family->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale);
 }
 
 /* Opens the panel of query head `head`, the g-th of its group. Sets how many compressed keys each lane sees, in s->hi, and *most and *least, the
@@ -171,7 +171,7 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
         rows[j] = sequence_row(c->args->cu_cmp, &c->k, at->sequence, begin + j, kv_head);
         s->key_index[j] = (int32_t)(begin + j);
     }
-    const ba_pack_rows_fn pack = c->has_own ? c->family->pack_k : c->kernels->cache[c->k.dtype]->pack;
+    const ba_pack_rows_fn pack = c->has_own ? c->family->pack->keys : c->kernels->cache[c->k.dtype]->pack;
     if (pack) {
         pack(s->packed_k, s->packed_k_rows, rows, NULL, keys, c->dim);
         rows = s->packed_k_rows;
@@ -207,11 +207,11 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
             panel.q = s->q + g * c->lanes * dim_pad(c) * c->family->q_bytes;
             panel.m = s->m + g * c->lanes * c->real_size;
             if (c->has_own) {
-                c->family->add_probabilities(&panel, &chunk, (float *)s->sum);
+                c->family->panel->add_probabilities(&panel, &chunk, (float *)s->sum);
                 continue;
             }
-            c->family->scores[0](&panel, &chunk, s->row_max);
-            c->family->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* `lowest` is never above m, so m stays the log-sum-exp */
+            c->family->panel->scores[0](&panel, &chunk, s->row_max);
+            c->family->panel->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* `lowest` is never above m, so m stays the log-sum-exp */
             ba_add_reals(s->sum, s->chunk, keys * c->lanes, real);
         }
         for (int64_t j = 0; j < keys; j++)
@@ -229,7 +229,7 @@ static void score_by_tile(const select_call *c, const select_scratch *s, const s
     for (int64_t begin = 0; begin < at->keys; begin += c->chunk_keys) {
         const int64_t keys = ba_min(c->chunk_keys, at->keys - begin);
         const ba_chunk chunk = open_chunk(c, s, at, at->head / c->group, begin, keys);
-        c->family->scores[0](&panel, &chunk, s->row_max);
+        c->family->panel->scores[0](&panel, &chunk, s->row_max);
         memcpy(s->scores + begin * c->lanes * c->real_size, s->chunk, (size_t)(keys * c->lanes * c->real_size));
     }
 }
@@ -287,7 +287,7 @@ static void choose(const select_call *c, const select_scratch *s, const stretch 
             choice.hi[i] = (int32_t)r[first + i].hi;
             choice.blocks = ba_max(choice.blocks, r[first + i].hi);
         }
-        c->kernels->vector[ba_real_of(c->q.dtype)]->choose(&choice);
+        c->kernels->vector[ba_real_of(c->q.dtype)]->rows->choose(&choice);
         for (int64_t i = 0; i < rows; i++) write_row(c, at, at->first + first + i, s->lists + i * (width + 1), choice.lengths[i], out);
     }
 }
@@ -460,7 +460,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     c.kernels = ba_kernels_at(level);
     c.family = c.kernels->vector[real];
     const ba_attend_family *own = ba_kernels_active()->attend[args->q.dtype];
-    c.has_own = c.by_query && own->add_probabilities;
+    c.has_own = c.by_query && own->panel->add_probabilities;
     if (c.has_own) c.family = own;
     c.real_size = c.family->real_size;
     c.lanes = c.family->lanes[0];

@@ -251,17 +251,17 @@ static void load_queries(const select_call *c, const select_scratch *s, int64_t 
     if (!c->args->per_query_head) {
         for (int64_t g = 0; g < c->group; g++) {
             rows[0] = row + g * q->strides[1] * size;
-            c->family->pack_few(s->one_query, rows, 1, c->dim, 1 / (double)c->group);
+            c->family->few->pack_queries(s->one_query, rows, 1, c->dim, 1 / (double)c->group);
             ba_add_reals(packed, s->one_query, c->dim, real);
         }
         return;
     }
     for (int64_t g = 0; g < queries; g++) {
         rows[g] = row + g * q->strides[1] * size;
-        if (c->heads_at_once) c->family->pack_few(packed + g * pad * real, rows + g, 1, c->dim, 1);
+        if (c->heads_at_once) c->family->few->pack_queries(packed + g * pad * real, rows + g, 1, c->dim, 1);
     }
     if (c->heads_at_once) return;
-    c->family->pack_few(packed, rows, queries, c->dim, 1);
+    c->family->few->pack_queries(packed, rows, queries, c->dim, 1);
     if (c->cache->order_few) c->cache->order_few(packed, queries, c->dim);
 }
 

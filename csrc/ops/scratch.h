@@ -23,7 +23,7 @@ static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ?
 /* The highest level in use whose family has the separate kernels `scores` and `softmax`: some families have the fused kernel only. */
 static inline ba_isa ba_level_with_parts(ba_dtype real) {
     ba_isa level = ba_isa_active();
-    while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->vector[real]->scores[0]) level--;
+    while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->vector[real]->panel->scores[0]) level--;
     return level;
 }
 

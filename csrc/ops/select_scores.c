@@ -99,7 +99,7 @@ ba_panel_rows ba_panel_open(const ba_prefill *c, const ba_strip_scratch *s, int6
         ba_set_real(s->l, i, 0, c->real_size);
     }
     const double divisor = c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->row_tokens : 1;
-    c->family->pack_queries[0](s->q, s->pointers, rows, c->depth, c->p.scale / divisor * LOG2_E);
+    c->family->pack->queries[0](s->q, s->pointers, rows, c->depth, c->p.scale / divisor * LOG2_E);
     return at;
 }
 
@@ -118,11 +118,11 @@ void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_pan
                             .key_index = s->key_index,
                             .scale = 1,
                             .scratch = s->chunk};
-    c->family->scores[0](&panel, &chunk, s->row_max);
+    c->family->panel->scores[0](&panel, &chunk, s->row_max);
     if (at->known)
         for (int64_t i = 0; i < c->lanes; i++)
             ba_set_real(s->row_max, i, c->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, c->real_size);
-    c->family->softmax[0](&panel, &chunk, s->row_max, s->alpha);
+    c->family->panel->softmax[0](&panel, &chunk, s->row_max, s->alpha);
 }
 
 /* Replaces every chunk's maximum by the factor that turns the sums of its blocks into shares. */

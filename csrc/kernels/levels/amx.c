@@ -6,6 +6,8 @@
 #ifdef BA_EMULATED
 #define BA_TILE_EMULATED
 #endif
+#define BA_TRAITS_AMX
+#include "kernels/traits.h"
 #define BA_LEVEL amx
 #define BA_LEVEL_ENUM BA_ISA_AMX
 #define BA_LANES 16

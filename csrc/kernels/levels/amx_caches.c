@@ -3,10 +3,11 @@
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 
+#define BA_TRAITS_AMX
+#include "kernels/traits.h"
 #define BA_LEVEL amx
 #define BA_LEVEL_ENUM BA_ISA_AMX
 #define BA_LANES 16
-#define BA_PREFETCH_LEVEL 2
 #define BA_SUFFIX BA_CAT(f32, BA_CAT(BA_LEVEL, cache))
 #include "kernels/vec/vec.h"
 #define BA_WIDE (2 * BA_LANES)

@@ -2,6 +2,8 @@
 #include "kernels/tables.h"
 #ifdef BA_HAVE_avx2
 
+#define BA_TRAITS_AVX2
+#include "kernels/traits.h"
 #define BA_LEVEL avx2
 #define BA_LEVEL_ENUM BA_ISA_AVX2
 #define BA_ACC_ROWS 6

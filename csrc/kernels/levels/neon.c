@@ -5,6 +5,8 @@
 #ifndef BA_EMULATED
 #define BA_NEON
 #endif
+#define BA_TRAITS_NEON
+#include "kernels/traits.h"
 #define BA_LEVEL neon
 #define BA_LEVEL_ENUM BA_ISA_NEON
 #define BA_ACC_ROWS 8

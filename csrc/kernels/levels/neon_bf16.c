@@ -5,6 +5,8 @@
 #ifdef BA_HAVE_neon_bf16
 
 #define BA_NEON
+#define BA_TRAITS_NEON
+#include "kernels/traits.h"
 #define BA_LEVEL neon_bf16
 #define BA_LEVEL_ENUM BA_ISA_NEON_BF16
 #define BA_ACC_ROWS 8
@@ -64,20 +66,28 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
     .scratch_per_key = BA_WIDE * sizeof(float),
     .pack_bytes = sizeof(float),
     .key_align = BA_LANES,
-    .flushes = true, /* BFDOT flushes */
-    .pack_v = BA_CAT(NAME(pack_rows), bfloat16),
-    .pack_queries = {NAME(pack_pairs_wide), NAME(pack_pairs_narrow)},
-    .attend = BA_BOTH(attend),
-    .scores = BA_BOTH(scores),
-    .softmax = BA_BOTH(softmax),
-    .values = BA_BOTH(values),
-    .finish = {BA_CAT(NAME(finish_wide), bfloat16), BA_CAT(NAME(finish_narrow), bfloat16)},
-    .few = BA_CAT(NAME(few), bfloat16),
-    .pack_few = BA_CAT(NAME(pack_few), bfloat16),
-    .order_few = BA_CAT(NAME(order_few), bfloat16),
-    .finish_few = BA_CAT(NAME(finish_few), bfloat16),
-    .join_few = NAME(join_few),
-    .merge_row = BA_CAT(NAME(merge_row), bfloat16),
+    .pack =
+        &(const ba_pack_kernels){
+            .values = BA_CAT(NAME(pack_rows), bfloat16),
+            .queries = {NAME(pack_pairs_wide), NAME(pack_pairs_narrow)},
+            .finish = {BA_CAT(NAME(finish_wide), bfloat16), BA_CAT(NAME(finish_narrow), bfloat16)},
+            .merge_row = BA_CAT(NAME(merge_row), bfloat16),
+        },
+    .panel =
+        &(const ba_panel_kernels){
+            .attend = BA_BOTH(attend),
+            .scores = BA_BOTH(scores),
+            .softmax = BA_BOTH(softmax),
+            .values = BA_BOTH(values),
+        },
+    .few =
+        &(const ba_few_kernels){
+            .attend = BA_CAT(NAME(few), bfloat16),
+            .pack_queries = BA_CAT(NAME(pack_few), bfloat16),
+            .order_queries = BA_CAT(NAME(order_few), bfloat16),
+            .finish = BA_CAT(NAME(finish_few), bfloat16),
+            .join = NAME(join_few),
+        },
 };
 
 #endif

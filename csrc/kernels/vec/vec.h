@@ -16,7 +16,6 @@
 #include <string.h>
 
 #include "kernels/prefetch.h"
-#include "kernels/vec/gather.h"
 #include "kernels/kernels.h"
 
 /* A level may include this header twice, for float and for double, so everything from an earlier inclusion is undefined first. */
@@ -38,8 +37,7 @@
 #undef BA_HAVE_V_AT_LEAST
 #undef BA_HAVE_V_TO_BF16
 #undef BA_HAVE_ELEMENTS
-#undef BA_HAVE_FEW_SUMS
-#undef BA_FEW_SUMS
+#undef BA_HAVE_V_REGISTER
 #undef BA_ELEMENTS
 
 #undef BA_CAT_
@@ -68,15 +66,6 @@ typedef real NAME(vec_unaligned) __attribute__((vector_size(BA_LANES * sizeof(re
 typedef real_int ivec __attribute__((vector_size(BA_LANES * sizeof(real))));
 
 BA_INLINE vec NAME(v_load)(const real *p) { return *(const NAME(vec_unaligned) *)p; }
-/* Loads a vector into a register, here and once. Without the barrier the compiler would load the same memory again for each product that uses it,
- * and would move the load to another place in the loop. */
-BA_INLINE vec NAME(v_loaded)(const real *p) {
-    vec a = NAME(v_load)(p);
-#if (BA_LANES == 8 && defined(__AVX2__)) || (BA_LANES == 16 && defined(__AVX512F__))
-    __asm__ volatile("" : "+v"(a));
-#endif
-    return a;
-}
 BA_INLINE void NAME(v_store)(real *p, vec a) { *(NAME(vec_unaligned) *)p = a; }
 /* Loads n < BA_LANES reals; the other lanes are 0. */
 BA_INLINE vec NAME(load_reals)(const real *p, int64_t n) {
@@ -117,13 +106,15 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 #endif
 #endif
 
-/* How many queries (a set) a few kernel computes together when `left` of them are left: a power of two. */
-#define BA_FEW_SET(left) (BA_LANES >= 16 && (left) >= 8 ? 8 : BA_LANES >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
-
-/* The most sums over V that a few kernel keeps in registers. */
-#ifndef BA_HAVE_FEW_SUMS
-#define BA_FEW_SUMS 8
+/* Loads a vector into a register, here and once. Without the barrier the compiler would load the same memory again for each product that uses it,
+ * and would move the load to another place in the loop. */
+BA_INLINE vec NAME(v_loaded)(const real *p) {
+    vec a = NAME(v_load)(p);
+#ifdef BA_HAVE_V_REGISTER
+    __asm__ volatile("" : "+v"(a));
 #endif
+    return a;
+}
 
 /* The larger of a and b. Where either is NaN the result is b, as MAXPS defines it. */
 #ifndef BA_HAVE_V_MAX

@@ -27,8 +27,7 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)_mm256_cvtph_ps(_mm_or_si128(bits, nan)) * 256.0f;
 }
 
-#define BA_HAVE_FEW_SUMS 1
-#define BA_FEW_SUMS 8 /* of 16 registers */
+#define BA_HAVE_V_REGISTER 1 /* a vec is one register */
 
 #define BA_HAVE_V_REPEAT 1
 BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {

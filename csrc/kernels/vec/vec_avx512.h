@@ -1,8 +1,7 @@
 /* Vectors of 16 floats: the functions of vec.h for which AVX-512 (F, BW, DQ) has an instruction. Included by vec/vec.h only. */
 #include <immintrin.h>
 
-#define BA_HAVE_FEW_SUMS 1
-#define BA_FEW_SUMS 16 /* of 32 registers */
+#define BA_HAVE_V_REGISTER 1 /* a vec is one register */
 #define BA_HAVE_V_MAX 1
 BA_INLINE vec NAME(v_max)(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 

@@ -14,9 +14,6 @@ typedef vec NAME(elements);
 BA_INLINE vec NAME(v_elements)(const float *p, const int n) { return n == 4 ? NAME(v_load)(p) : (vec){*p}; }
 BA_INLINE vec NAME(v_element)(vec a, const int i) { return NAME(v_set1)(a[i]); }
 
-#define BA_HAVE_FEW_SUMS 1
-#define BA_FEW_SUMS 16 /* of 32 registers */
-
 #define BA_HAVE_V_CONVERT 1
 BA_INLINE vec NAME(v_from_f16)(const uint16_t *p) { return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 BA_INLINE vec NAME(v_from_bf16)(const uint16_t *p) { return (vec)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(p), vdup_n_u16(0))); }

@@ -9,11 +9,7 @@
 #include <string.h>
 
 #include "kernels/prefetch.h"
-
-enum {
-    BA_GATHER_DISTANCE = 16,
-    /* rows between a prefetch and the copy */ BA_GATHER_COMMON_BYTES = 256 /* bytes of a row for which the loop is compiled with a constant length */
-};
+#include "kernels/traits.h"
 
 /* Copies the row `from` of `bytes` bytes, and prefetches the row `upcoming`, which will be copied BA_GATHER_DISTANCE rows later. */
 static inline __attribute__((always_inline)) void ba_gather_row(char *to, const char *from, const char *upcoming, const int64_t bytes) {

@@ -1,0 +1,69 @@
+"""Writes what the compiler sees of one kernel template at one level: preprocessed, one instance after the other, and formatted.
+
+    python scripts/expand.py avx2 panel/attend        # csrc/kernels/panel/attend_tmpl.inc: make expand LEVEL=avx2 FILE=panel/attend
+
+Goes to build/expand/<level>/<file>.c. A template has several instances where it is included several times, for two panel widths or for
+several dtypes.
+"""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(level, name, clang_format):
+    os.chdir(ROOT)
+    template = Path("csrc/kernels") / f"{name.removesuffix('.inc').removesuffix('_tmpl')}_tmpl.inc"
+    if not template.exists():
+        known = sorted(p.relative_to("csrc/kernels").as_posix().removesuffix("_tmpl.inc") for p in Path("csrc/kernels").rglob("*_tmpl.inc"))
+        sys.exit(f"FILE: expected one of {', '.join(known)}; got {name}")
+    with mock.patch("setuptools.setup"):
+        isa_flags = runpy.run_path("setup.py")["ISA_FLAGS"]
+    sources = sorted(p for p in Path("csrc/kernels/levels").glob("*.c") if level_of(p.stem, [*isa_flags, "portable"]) == level)
+    if not sources:
+        sys.exit(f"LEVEL: expected one of {', '.join(['portable', *isa_flags])}; got {level}")
+    instances = [text for source in sources for text in instances_in(source, template, isa_flags.get(level, ("", ""))[1])]
+    if not instances:
+        sys.exit(f"{template} is not part of {level}")
+    target = Path("build/expand") / level / f"{template.relative_to('csrc/kernels').as_posix().removesuffix('_tmpl.inc')}.c"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    texts = [f"/* instance {i + 1} of {len(instances)} */\n{text}" for i, text in enumerate(instances)]
+    target.write_text("\n".join(texts), encoding="utf-8")
+    subprocess.run([clang_format, "-i", target], check=True)
+    print(target)
+
+
+def level_of(stem, levels):
+    """The level of a file of csrc/kernels/levels: the longest name that its own begins with."""
+    return max((name for name in levels if f"{stem}_".startswith(f"{name}_")), key=len, default=None)
+
+
+def instances_in(source, template, flags):
+    """The preprocessed text of the template, once for each time that the source includes it."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    command = [compiler, "-std=c11", "-O3", "-DNDEBUG", "-Icsrc", *shlex.split(flags), "-E", str(source)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    instances, inside = [], False
+    for line in lines:
+        marker = re.match(r'# \d+ "(.*?)"((?: \d)*)$', line)
+        if marker:
+            inside = Path(marker[1]) == template
+            if inside and " 1" in marker[2]:  # entered, and not come back to
+                instances.append("")
+        elif inside and line.strip():
+            instances[-1] += line + "\n"
+    return instances
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: expand.py LEVEL FILE CLANG_FORMAT (make expand LEVEL=avx2 FILE=panel/attend)")
+    main(*sys.argv[1:])
