@@ -8,8 +8,8 @@
 
 #include <string.h>
 
-#include "kernels/prefetch.h"
 #include "kernels/traits.h"
+#include "kernels/prefetch.h"
 
 /* Copies the row `from` of `bytes` bytes, and prefetches the row `upcoming`, which will be copied BA_GATHER_DISTANCE rows later. */
 static inline __attribute__((always_inline)) void ba_gather_row(char *to, const char *from, const char *upcoming, const int64_t bytes) {
