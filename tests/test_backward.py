@@ -10,10 +10,11 @@ import pytest
 import blitz_attn
 from blitz_attn import reference, sabi, testing
 from cases import DTYPES, ISA_LEVELS, LAYOUTS, attend, bits_option, dtype_of, lse_shape, out_shape, poisoned, random_lists, same_bits
-from test_matrix import BLOCK_SHAPE, COLUMNS, KV_LEN, LISTS, Q_LEN, ROWS, RULES, B, rule_options, trimmed
+from cases_grid import combination, every_combination, rule_options
 
 FACTOR = 3.0  # of the error rule, for gradients
 STEP = 1e-4  # of central differences
+HEAD_DIMS = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
 NAMES = ("dq", "dk", "dv")
 
 
@@ -149,37 +150,18 @@ def test_directional_at_size():
 # ---- The operation against the twin -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_matrix(dtype, layout, heads, kv_heads):
-    rng = np.random.default_rng(7)
-    for (rule, (name, kind)), dims in zip(itertools.product(RULES, LISTS.items()), itertools.cycle([(40, 24), (64, 64), (7, 33)])):
-        options = rule_options(rule, layout, heads, kv_heads)
-        q, k, v = trimmed(*testing.make_qkv(B, heads, kv_heads, Q_LEN, KV_LEN, *dims, dtype=dtype, layout=layout), options)
-        lists = None
-        if kind is not None:
-            rows, columns = ROWS, COLUMNS
-            if layout == "TND":
-                rows = -(-int(np.diff(options["cu_seqlens_q"]).max()) // BLOCK_SHAPE[0])
-                columns = -(-int(np.diff(options["cu_seqlens_kv"]).max()) // BLOCK_SHAPE[1])
-            lists = random_lists(rng, B, heads, rows, columns, **kind)
-        try:
-            check(q, k, v, lists, block_shape=BLOCK_SHAPE, with_dlse=rule != "causal", **options)
-        except AssertionError as error:
-            raise AssertionError(f"{rule}, {name}, dims {dims}: {error}") from error
+@pytest.mark.sampled
+@every_combination
+def test_every_combination_is_right(dtype, layout, heads, rule, kind, dims):
+    arrays, options = combination(dtype, layout, heads, rule, kind, dims)
+    check(*arrays, with_dlse=rule != "causal", **options)
 
 
+@pytest.mark.parametrize("n", range(len(HEAD_DIMS)), ids=[f"d{dim}" for dim in HEAD_DIMS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_head_dims(dtype):
-    dims = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
-    for n, head_dim in enumerate(dims):
-        v_dim = dims[(n * 5 + 3) % len(dims)]
-        q, k, v = testing.make_qkv(1, 2, 1, 35, 70, head_dim, v_dim, dtype=dtype, seed=n)
-        try:
-            check(q, k, v, causal=True)
-        except AssertionError as error:
-            raise AssertionError(f"D {head_dim}, Dv {v_dim}: {error}") from error
+def test_every_head_dim_is_right(dtype, n):
+    v_dim = HEAD_DIMS[(n * 5 + 3) % len(HEAD_DIMS)]
+    check(*testing.make_qkv(1, 2, 1, 35, 70, HEAD_DIMS[n], v_dim, dtype=dtype, seed=n), causal=True)
 
 
 @pytest.mark.parametrize("block_shape", [(1, 64), (1, 1), (3, 5), (17, 33), (32, 32), (64, 64), (128, 32), (128, 128), (200, 7), (256, 512)])

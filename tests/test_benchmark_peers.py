@@ -315,7 +315,7 @@ def test_contenders_settle_outside_the_clock():
     contender = _bench.Contender("cold", call, 1.0, settle=0.01)
     ((_, timing),) = _bench.in_turns([contender], repeats=2, warmup=1, progress=_bench.Progress(1.0))
     assert len(timing.samples) == 2
-    assert len(calls) >= 3 * (1 + 2)  # a timed call and some ahead of it, in every turn
+    assert len(calls) >= 2 * (1 + 2)  # a timed call and at least one ahead of it, in every turn
 
 
 def test_results_of_this_repository_say_where_they_are_from():

@@ -70,7 +70,7 @@ def documented_names(text):
     return [name.strip(" *") for line in lines for name in line.split(",")]
 
 
-def test_there_is_something_to_check():
+def test_public_functions_are_found():
     names = [name for name, _ in FUNCTIONS]
     assert "blitz_attn.block_sparse.block_sparse_attention" in names
     assert "blitz_attn.paged.PagedPlan.select_attention" in names
@@ -86,6 +86,7 @@ def test_examples_run(name):
     module = importlib.import_module(name)
     results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.failed == 0
+    assert results.attempted > 0 or not any(function.__module__ == name for _, function in FULL)
 
 
 @pytest.mark.parametrize("name", ["blitz_attn", *MODULES])
@@ -94,7 +95,7 @@ def test_module_says_what_it_is_for(name):
 
 
 @pytest.mark.parametrize(("name", "function"), [pytest.param(*pair, id=pair[0]) for pair in FULL])
-def test_sections(name, function):
+def test_every_argument_and_result_is_documented(name, function):
     found = sections(function)
     signature = inspect.signature(function)
     parameters = [parameter for parameter in signature.parameters if parameter != "self"]

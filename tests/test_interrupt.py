@@ -38,10 +38,10 @@ PROGRAM = """
 """
 
 
-def run(program, timeout=60, **names):
-    """What the program prints."""
+def run(program, **names):
+    """What the program prints. The limit is for what hangs, on a busy machine too."""
     text = textwrap.dedent(PROGRAM).format(**names) + textwrap.dedent(program)
-    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=timeout, check=False)
+    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -49,38 +49,46 @@ def run(program, timeout=60, **names):
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_ends_a_call(name, threads):
-    """Within a second or so: a few polls, and what an item does between two looks."""
+    """Within a few looks for signals, and what an item does between two of them. The process's own time counts: a busy machine adds none."""
     program = f"""
         def interrupt():
             time.sleep(0.4)
             global sent
-            sent = time.monotonic()
+            sent = time.process_time()
             os.kill(os.getpid(), signal.SIGINT)
         threading.Thread(target=interrupt).start()
         try:
             {CALLS[name]}
         except KeyboardInterrupt:
-            print("interrupted", time.monotonic() - sent, small_is_right())
+            print("interrupted", time.process_time() - sent, small_is_right())
         else:
             print("ran to its end")
     """
     words = run(program, threads=threads).split()
     assert words[0] == "interrupted", words
-    assert float(words[1]) < 5  # 0.1 s on an idle machine
+    assert float(words[1]) < 2 * threads  # 0.1 s per thread is usual, and a whole call takes far more
     assert words[2] == "True"
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_handler_that_does_not_raise(threads):
-    """The call goes on and its result is right; a handler may make calls of its own, whose results are right, too."""
+def test_a_call_goes_on_after_a_handler_that_does_not_raise(threads):
+    """Its result is right. A handler may make calls of its own, whose results are right, too.
+
+    The next signal comes some time after the last handler's end, however long that takes. What hangs is ended after a time that depends on
+    what the call takes in calm.
+    """
     program = """
+        import faulthandler
         q, k, v = (rng.standard_normal((1, 2, 6000, 64), dtype=np.float32) for _ in range(3))
+        begin = time.monotonic()
         expected_long = ba.block_sparse_attention(q, k, v, num_threads=1)
+        faulthandler.dump_traceback_later(20 + 50 * (time.monotonic() - begin), exit=True)
         ran = []
         def handler(number, frame):
             ran.append(small_is_right())
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
         for _ in range(3):
             assert np.array_equal(ba.block_sparse_attention(q, k, v, num_threads=threads), expected_long)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -9,24 +9,31 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Timer
 from unittest import mock
 
 import pytest
 
+import blitz_attn
 import cases
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = "build/checkkernels"  # apart from the build in place, whose flags may be others
 SANITIZED = "-fsanitize" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
+# The objects of the build in place, which are half of the work; apart from it where its flags are not those of a release.
+INSTRUMENTED = SANITIZED or "--coverage" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
+BUILD = "build/checkkernels" if INSTRUMENTED else "build/temp"
+SILENCE = 600  # seconds without a line after which a program is taken for stuck
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a source checkout")
 
 
 def plain_environment():
-    """Without what a sanitizer run sets: it would be loaded into the compiler too."""
-    return {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "BLITZ_ATTN_CFLAGS")}
+    """Without what an instrumented run sets: it would be loaded into the compiler too."""
+    left_out = ("LD_PRELOAD", "BLITZ_ATTN_CFLAGS") if INSTRUMENTED else ()
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def run(*command, environment=None, **options):
@@ -35,6 +42,25 @@ def run(*command, environment=None, **options):
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=600, check=False, **options)
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout[-8000:]}"
     return done.stdout
+
+
+def run_shown(show, *command):
+    """Standard output of a program that prints a line for each of its checks. A line in a while is shown, and silence ends it."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment())
+    lines, shown = [], time.monotonic()
+    while True:
+        watch = Timer(SILENCE, process.kill)
+        watch.start()
+        line = process.stdout.readline()
+        watch.cancel()
+        if not line:
+            break
+        lines.append(line)
+        if time.monotonic() - shown > 10:
+            show(f"kernel checks: {len(lines)} done, now behind {' '.join(line.split()[:2])}")
+            shown = time.monotonic()
+    assert process.wait() == 0, f"{shlex.join(map(str, command))}\n{''.join(lines)[-8000:]}"
+    return "".join(lines)
 
 
 def compiler(name):
@@ -57,12 +83,18 @@ def flags():
         os.chdir(before)
 
 
+def objects_in(folder):
+    """Name of a source -> its object file. Objects of sources that have gone are left out."""
+    found = {path.relative_to(ROOT / folder).with_suffix("").as_posix(): str(path) for path in (ROOT / folder).rglob("*.o")}
+    return {name: path for name, path in found.items() if (ROOT / name).with_suffix(".c").exists() and not name.startswith("csrc/python")}
+
+
 @pytest.fixture(scope="module")
 def objects(flags):
     """The compiled library and checks: name of the source -> object file."""
     compiler("CC")
     run(sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", BUILD, cwd=ROOT)
-    return {path.relative_to(ROOT / BUILD).with_suffix("").as_posix(): str(path) for path in (ROOT / BUILD).rglob("*.o")}
+    return objects_in(BUILD)
 
 
 def passed(output):
@@ -78,11 +110,21 @@ def listed(kind):
     return re.findall(rf"^BA_{kind}\((\w+), (\w+)\)$", text, re.MULTILINE)
 
 
-@pytest.mark.skipif(SANITIZED, reason="make asan runs its own build of it")
-def test_every_kernel(objects):
-    output = run(ROOT / BUILD / "checkkernels")
-    assert passed(output) > 0
-    families = listed("FAMILY")
+# The texts of wide levels as plain C, whatever the CPU: tests/emulated_*.c.
+EMULATED = {
+    "emulated": ["float32", "float16", "bfloat16"],
+    "emulated_pairs": ["bfloat16"],
+    "emulated_amx": ["float32", "float16", "bfloat16"],
+}
+
+
+def names_of(level):
+    """Arguments of checkkernels for one level: a part of its kernels' names, and after a dash parts of other levels' names that have it too."""
+    others = [f"_{name}" for name in (*blitz_attn.isa_levels(), *EMULATED) if name != level and f"_{level}" in f"_{name}"]
+    return [f"_{level}", *(f"-{other}" for other in others)]
+
+
+def test_every_level_has_its_families():
     assert {
         ("portable", "float64"),
         ("avx2", "float16"),
@@ -93,24 +135,30 @@ def test_every_kernel(objects):
         ("amx", "bfloat16"),
         ("neon", "float16"),
         ("neon_bf16", "bfloat16"),
-    } <= set(families)
-    emulated = [("emulated", dtype) for dtype in ("float32", "float16", "bfloat16")]
-    emulated += [("emulated_pairs", "bfloat16")] + [("emulated_amx", dtype) for dtype in ("float32", "float16", "bfloat16")]
-    for level, dtype in [*(pair for pair in families if pair[0] in cases.ISA_LEVELS), *emulated]:
+    } <= set(listed("FAMILY"))
+
+
+@pytest.mark.skipif(SANITIZED, reason="make asan runs its own build of it")
+@pytest.mark.parametrize("level", [*cases.ISA_LEVELS, *(pytest.param(level, marks=pytest.mark.long) for level in EMULATED)])
+def test_every_kernel_is_right(level, objects, show):
+    output = run_shown(show, ROOT / BUILD / "checkkernels", *names_of(level))
+    assert passed(output) > 0
+    for dtype in EMULATED.get(level) or [dtype for at, dtype in listed("FAMILY") if at == level]:
         split = level.endswith("amx") and dtype != "bfloat16"  # few queries are left to vectors
         for variant in ("wide", "narrow") if split else ("wide", "narrow", "few"):
             assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
-    assert not re.search(rf"_({'|'.join(cases.ISA_LEVELS)}) .*skipped", output)
+    assert "skipped" not in output
 
 
+@pytest.mark.long
 @pytest.mark.skipif("avx2" not in cases.ISA_LEVELS, reason="the CPU has no AVX2")
-def test_emulated_wide_kernels_with_avx2_flags(objects, flags, tmp_path):
+def test_emulated_wide_kernels_with_avx2_flags(objects, flags, show, tmp_path):
     """The 16-lane text where the compiler may contract multiply-adds and lower to 8 lanes."""
     wide = tmp_path / "emulated_wide.o"
     run(*compiler("CC"), *flags, "-mavx2", "-mfma", "-mf16c", "-Icsrc", "-c", "tests/emulated_wide.c", "-o", wide, cwd=ROOT)
     others = [path for name, path in objects.items() if name != "tests/emulated_wide"]
     run(*compiler("CC"), "-pthread", wide, *others, "-o", tmp_path / "checkkernels", "-lm")
-    assert passed(run(tmp_path / "checkkernels", "emulated", "-emulated_")) > 0  # pairs and tiles are what they were
+    assert passed(run_shown(show, tmp_path / "checkkernels", *names_of("emulated"))) > 0
 
 
 def test_bench_names_its_unit(objects):
@@ -244,7 +292,7 @@ CROSS_BUILD = "build/aarch64"
 def cross_objects():
     """The library and checks for aarch64: name of the source -> object file. Skips without the tools, unless BLITZ_ATTN_NEED_AARCH64 is set."""
     if platform.machine() in ("aarch64", "arm64"):
-        pytest.skip("this is aarch64: test_every_kernel checks its levels")
+        pytest.skip("this is aarch64: test_every_kernel_is_right checks its levels")
     missing = [tool for tool in (CROSS_COMPILER, EMULATOR) if not shutil.which(tool)]
     if missing:
         (pytest.fail if os.environ.get("BLITZ_ATTN_NEED_AARCH64") else pytest.skip)(
@@ -252,13 +300,14 @@ def cross_objects():
         )
     pytest.importorskip("setuptools")
     run(sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", CROSS_BUILD, cwd=ROOT, environment={"CC": CROSS_COMPILER})
-    return {path.relative_to(ROOT / CROSS_BUILD).with_suffix("").as_posix(): str(path) for path in (ROOT / CROSS_BUILD).rglob("*.o")}
+    return objects_in(CROSS_BUILD)
 
 
 def emulate(cpu, *command, **options):
     return run(EMULATOR, "-L", CROSS_LIBRARIES, "-cpu", cpu, *command, **options)
 
 
+@pytest.mark.long
 def test_every_aarch64_kernel(cross_objects):
     with ThreadPoolExecutor() as pool:
         reports = list(pool.map(lambda level: emulate(CROSS_LEVELS[level], ROOT / CROSS_BUILD / "checkkernels", level), CROSS_LEVELS))
@@ -281,6 +330,7 @@ def test_every_aarch64_kernel(cross_objects):
             assert re.search(rf"^{check} +ok ", output, re.MULTILINE), f"{check}: was not checked"
 
 
+@pytest.mark.long
 def test_c_program_on_aarch64(cross_objects, flags, tmp_path):
     program = build_program([CROSS_COMPILER], cross_objects, flags, tmp_path)
     for level, cpu in CROSS_LEVELS.items():

@@ -7,92 +7,38 @@ import pytest
 
 import blitz_attn
 from blitz_attn import sabi, testing
-from cases import DTYPES, LAYOUTS, attend, bits_option, check, dtype_of, random_lists, same_bits
+from cases import DTYPES, attend, bits_option, check, dtype_of, random_lists, same_bits
+from cases_grid import combination, every_combination
 
-# Two batch entries, sizes with tails in every direction; blocks of 16 x 24.
-B, Q_LEN, KV_LEN, BLOCK_SHAPE = 2, 77, 131, (16, 24)
-ROWS, COLUMNS = 5, 6
-
-RULES = {
-    "none": {},
-    "causal": {"causal": True},
-    "window": {"window": (20, 7)},
-    "causal window": {"causal": True, "window": (33, -1)},
-    "lengths": {"q_lens": [77, 30], "kv_lens": [5, 131]},
-    "causal lengths": {"q_lens": [60, 77], "kv_lens": [131, 40], "causal": True},
-    "no keys": {"kv_lens": [0, 131], "q_lens": [77, 0]},
-}
-LISTS = {"all blocks": None, "lists": {"empty": 0.0}, "empty rows": {"empty": 0.4}}
+HEAD_DIMS = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
+LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
 
 
-def rule_options(rule, layout, heads, kv_heads):
-    """Options of a call in a layout; TND says its lengths by where the sequences end."""
-    options = dict(RULES[rule], layout=layout)
-    if layout == "BSH":
-        options.update(num_heads=heads, num_kv_heads=kv_heads)
-    if layout == "TND":
-        q_lens, kv_lens = options.pop("q_lens", [Q_LEN] * B), options.pop("kv_lens", [KV_LEN] * B)
-        options.update(cu_seqlens_q=np.cumsum([0, *q_lens]), cu_seqlens_kv=np.cumsum([0, *kv_lens]))
-    return options
+@pytest.mark.sampled(4)
+@every_combination
+def test_every_combination_is_right(dtype, layout, heads, rule, kind, dims):
+    arrays, options = combination(dtype, layout, heads, rule, kind, dims)
+    check(*arrays, **options)
 
 
-def trimmed(q, k, v, options):
-    """Arrays of as many tokens as the cumulative lengths of a TND call say."""
-    if options["layout"] != "TND":
-        return q, k, v
-    q_end, kv_end = options["cu_seqlens_q"][-1], options["cu_seqlens_kv"][-1]
-    return q[:q_end], k[:kv_end], v[:kv_end]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", range(len(HEAD_DIMS)), ids=[f"d{dim}" for dim in HEAD_DIMS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_matrix(dtype, layout, heads, kv_heads):
-    rng = np.random.default_rng(7)
-    for (rule, (name, kind)), dims in zip(itertools.product(RULES, LISTS.items()), itertools.cycle([(40, 24), (64, 64), (7, 33)])):
-        options = rule_options(rule, layout, heads, kv_heads)
-        q, k, v = trimmed(*testing.make_qkv(B, heads, kv_heads, Q_LEN, KV_LEN, *dims, dtype=dtype, layout=layout), options)
-        lists = None
-        if kind is not None:
-            rows, columns = ROWS, COLUMNS
-            if layout == "TND":
-                rows = -(-int(np.diff(options["cu_seqlens_q"]).max()) // BLOCK_SHAPE[0])
-                columns = -(-int(np.diff(options["cu_seqlens_kv"]).max()) // BLOCK_SHAPE[1])
-            lists = random_lists(rng, B, heads, rows, columns, **kind)
-        try:
-            check(q, k, v, lists, block_shape=BLOCK_SHAPE, **options)
-        except AssertionError as error:
-            raise AssertionError(f"{rule}, {name}, dims {dims}: {error}") from error
+def test_every_head_dim_is_right(dtype, n):
+    v_dim = HEAD_DIMS[(n * 5 + 3) % len(HEAD_DIMS)]
+    check(*testing.make_qkv(1, 2, 1, 35, 70, HEAD_DIMS[n], v_dim, dtype=dtype, seed=n), causal=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 0)}], ids=["dense", "causal", "window"])
+@pytest.mark.parametrize("n", range(len(LENGTHS)), ids=[f"q{length}" for length in LENGTHS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_head_dims(dtype):
-    dims = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
-    for n, head_dim in enumerate(dims):
-        v_dim = dims[(n * 5 + 3) % len(dims)]
-        q, k, v = testing.make_qkv(1, 2, 1, 35, 70, head_dim, v_dim, dtype=dtype, seed=n)
-        try:
-            check(q, k, v, causal=True)
-        except AssertionError as error:
-            raise AssertionError(f"D {head_dim}, Dv {v_dim}: {error}") from error
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_lengths_around_tile_sizes(dtype):
-    lengths = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
-    for n, q_len in enumerate(lengths):
-        kv_len = lengths[(n * 8 + 5) % len(lengths)]
-        q, k, v = testing.make_qkv(1, 1, 1, q_len, kv_len, 64, dtype=dtype, seed=n)
-        for options in ({}, {"causal": True}, {"window": (5, 0)}):
-            try:
-                check(q, k, v, **options)
-            except AssertionError as error:
-                raise AssertionError(f"Sq {q_len}, Skv {kv_len}, {options}: {error}") from error
+def test_lengths_around_tile_sizes_are_right(dtype, n, options):
+    kv_len = LENGTHS[(n * 8 + 5) % len(LENGTHS)]
+    check(*testing.make_qkv(1, 1, 1, LENGTHS[n], kv_len, 64, dtype=dtype, seed=n), **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block_shape", [(1, 1), (3, 5), (7, 64), (64, 7), (32, 32), (64, 64), (100, 300), (1000, 1)])
-def test_any_block_shape(block_shape, dtype):
+def test_any_block_shape_is_right(block_shape, dtype):
     q_len, kv_len = 150, 170
     rows, columns = -(-q_len // block_shape[0]), -(-kv_len // block_shape[1])
     lists = random_lists(np.random.default_rng(1), 1, 2, rows, columns, share=0.4, empty=0.1)
@@ -101,7 +47,7 @@ def test_any_block_shape(block_shape, dtype):
 
 
 @pytest.mark.parametrize("index_dtype", ["uint16", "int16", "int32", "int64"])
-def test_index_dtypes_pads_and_broadcasts(index_dtype):
+def test_lists_of_any_dtype_stride_and_padding_give_the_same_bits(index_dtype):
     rng = np.random.default_rng(4)
     q, k, v = testing.make_qkv(2, 4, 2, 100, 120, 16)
     for batch, heads in itertools.product((1, 2), (1, 4)):
@@ -123,7 +69,7 @@ def test_index_dtypes_pads_and_broadcasts(index_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_views(dtype, isa_level):
+def test_views_give_the_bits_of_copies(dtype, isa_level):
     q, k, v = testing.make_qkv(2, 4, 2, 40, 90, 24, dtype=dtype)
     out, lse = attend(q, k, v, causal=True)
 
@@ -142,7 +88,7 @@ def test_strided_views(dtype, isa_level):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_out_and_its_surroundings(dtype):
+def test_a_strided_out_is_filled_and_nothing_beside_it(dtype):
     q, k, v = testing.make_qkv(1, 2, 2, 37, 50, 20, dtype=dtype)
     wide = testing.round_to(np.full((1, 2, 40, 30), 7.0), dtype)
     bits = bits_option(q)
@@ -155,14 +101,14 @@ def test_strided_out_and_its_surroundings(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scale(dtype):
+def test_any_scale_is_right(dtype):
     arrays = testing.make_qkv(1, 2, 1, 40, 60, 16, dtype=dtype)
     for scale in (0.0, 1.0, -0.5, 1e-3):
         check(*arrays, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_scores(dtype, isa_level):
+def test_large_scores_do_not_overflow(dtype, isa_level):
     """Scores of a few hundred: exp() alone would overflow, and almost all weight is on one key."""
     q, k, v = testing.make_qkv(1, 1, 1, 50, 200, 16, dtype=dtype)
     out, lse = attend(q, k, v, scale=20.0)
@@ -174,7 +120,7 @@ def test_large_scores(dtype, isa_level):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rising_scores(dtype):
+def test_rising_and_falling_scores_are_right(dtype):
     """Keys score higher and higher, so that the running maximum moves all the way (and falls, the other way round)."""
     q, k, v = testing.make_qkv(1, 1, 1, 40, 500, 8, dtype="float64")
     q, k = 1.0 + q / 50, np.linspace(0, 30, 500)[:, None] * (1.0 + k / 50)
@@ -182,7 +128,7 @@ def test_rising_scores(dtype):
     check(*(testing.round_to(x, dtype) for x in (q, -k, v)), scale=0.5)
 
 
-def test_all_scores_far_below_zero():
+def test_scores_far_below_zero_are_right():
     """Scores of -3e4: exp() of them is 0 in every precision, exp() of their differences is not."""
     q, k, v = testing.make_qkv(1, 1, 1, 9, 33, 4)
     q[...], k[...] = 100.0, -75.0
@@ -191,7 +137,7 @@ def test_all_scores_far_below_zero():
 
 @pytest.mark.parametrize("sizes", [(0, 2, 2, 5, 7), (1, 2, 1, 0, 7), (2, 2, 2, 5, 0), (0, 1, 1, 0, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_empty_axes(dtype, sizes):
+def test_empty_axes_give_zero_and_minus_infinity(dtype, sizes):
     q, k, v = testing.make_qkv(*sizes, 16, 8, dtype=dtype)
     out, lse = attend(q, k, v)
     assert out.shape == (*q.shape[:3], 8)
@@ -202,7 +148,7 @@ def test_empty_axes(dtype, sizes):
 @pytest.mark.parametrize("rule", [{}, {"causal": True}, {"window": (100, 20)}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("size", [64, 32])
-def test_same_bits(size, dtype, rule, isa_level):
+def test_threads_batch_order_and_full_lists_change_no_bit(size, dtype, rule, isa_level):
     """On a problem with work for several threads: their number, the batch, the order of a row and a list of all blocks."""
     q, k, v = testing.make_qkv(2, 4, 2, 700, 900, 64, dtype=dtype)
     lists = sabi.random_with_frame(700, 900, (size, size), 0.5, batch=2, heads=4, dtype="int32")
@@ -224,7 +170,7 @@ def test_same_bits(size, dtype, rule, isa_level):
 @pytest.mark.parametrize("tokens", [320, 384, 1100])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("listed", [False, True])
-def test_same_bits_of_smaller_tiles(listed, dtype, tokens, isa_level):
+def test_threads_that_cut_smaller_tiles_change_no_bit(listed, dtype, tokens, isa_level):
     """Few tiles are cut smaller where that leaves the threads even shares."""
     q, k, v = testing.make_qkv(1, 1, 1, tokens, tokens, 64, dtype=dtype)
     lists = sabi.random_with_frame(tokens, tokens, (128, 64), 0.4) if listed else None

@@ -240,12 +240,13 @@ def test_same_bits_for_any_number_of_threads(mode):
         np.testing.assert_array_equal(routing_of(own), routing_of(context))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1), (9, 1)])
 @pytest.mark.parametrize("size", [16, 64, 100])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_queries_meet_at_blocks(dtype, size, heads, kv_heads):
-    """Queries of a longer stretch meet block by block: many of them, blocks longer and shorter than what they meet at a
-    time; alone, in threads and with strangers, every query gets the same bits."""
+def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype, size, heads, kv_heads):
+    """Queries of a longer stretch are attended block by block: many of them, and blocks that are longer and shorter than what is
+    attended at a time. Alone, in threads and beside other queries, every query gets the same bits."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
     q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
     _, context = check(q, k, v, **rules)

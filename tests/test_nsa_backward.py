@@ -249,11 +249,12 @@ def test_same_bits_for_any_number_of_threads(mode, dtype):
             assert a is None or same_bits(a, b), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 1), (9, 1)])
 @pytest.mark.parametrize("size", [16, 64, 200])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_queries_meet_at_blocks(dtype, size, heads, kv_heads):
-    """More queries than one item has, blocks longer and shorter than what they meet at a time: with threads and without them, and alone, the same bits."""
+def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype, size, heads, kv_heads):
+    """More queries than one item holds, and blocks that are longer and shorter than what is attended at a time."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
     q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
     expected = check_backward(q, k, v, **rules)

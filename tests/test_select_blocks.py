@@ -91,35 +91,37 @@ def scores_of(problem, method, per_query_head):
     return near
 
 
+CHOICES = {
+    "one": ((1,), {}),
+    "four": ((4,), {}),
+    "by score": ((6,), {"ascending": False}),
+    "more than there are": ((50,), {}),
+    "none forced": ((6,), {"sink": 0, "recent": 0}),
+    "some forced": ((6,), {"sink": 2, "recent": 3}),
+    "more forced than k": ((3,), {"sink": 5, "recent": 2}),
+    "recent per request": ((5,), {"recent": [0, 1, 2, 3, 4]}),
+    "k per request": (([1, 2, 3, 4, 5],), {}),
+    "budget": ((), {"budget": 100}),
+    "budget per request": ((), {"budget": [1, 16, 33, 64, 200]}),
+    "short ones dense": ((4,), {"dense_below": 131}),
+    "stale summaries": ((4,), {"tokens_since_metadata_update": 40}),
+    "stale per request": ((4,), {"tokens_since_metadata_update": [0, 1, 2, 20, 33], "recent": 0}),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_selectors(dtype, method, per_query_head, kv_layout, isa_level):
+def test_every_selector_chooses_what_its_definition_says(dtype, method, per_query_head, kv_layout, choice, isa_level):
     problem = Problem(dtype, kv_layout)
     near = scores_of(problem, method, per_query_head)
     options = {"per_query_head": per_query_head}
-    for args, more in [
-        ((1,), {}),
-        ((4,), {}),
-        ((6,), {"ascending": False}),
-        ((50,), {}),
-        ((6,), {"sink": 0, "recent": 0}),
-        ((6,), {"sink": 2, "recent": 3}),
-        ((3,), {"sink": 5, "recent": 2}),
-        ((5,), {"recent": [0, 1, 2, 3, 4]}),
-        (([1, 2, 3, 4, 5],), {}),
-        ((), {"budget": 100}),
-        ((), {"budget": [1, 16, 33, 64, 200]}),
-        ((4,), {"dense_below": 131}),
-        ((4,), {"tokens_since_metadata_update": 40}),
-        ((4,), {"tokens_since_metadata_update": [0, 1, 2, 20, 33], "recent": 0}),
-    ]:
-        got, expected = (problem.select(op, method, *args, **options, **more) for op in (blitz_attn.select_blocks, reference.select_blocks))
-        try:
-            assert_equivalent(got, expected, near)
-        except AssertionError as error:
-            raise AssertionError(f"{args}, {more}: {error}") from error
+    args, more = CHOICES[choice]
+    got, expected = (problem.select(op, method, *args, **options, **more) for op in (blitz_attn.select_blocks, reference.select_blocks))
+    assert_equivalent(got, expected, near)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,54 @@
+"""Which tests of a grid run: by default a sample in which every pair of options occurs.
+
+A test marked ``sampled`` is parametrised with a full product of options. All of them are collected, and most are deselected again. With a
+number, ``sampled(3)``, what runs is that many such samples together. The environment variable ``SAMPLE_SEED`` draws another sample, and
+``SAMPLE_SEED=all`` runs everything. A test that the command line names with its options runs in any case.
+"""
+
+import itertools
+import os
+import random
+
+SEED = os.environ.get("SAMPLE_SEED") or "0"
+ALL = SEED == "all"
+
+
+def description():
+    if ALL:
+        return "grids of options: all"
+    return f"grids of options: every pair, SAMPLE_SEED={SEED} (another number draws others, SAMPLE_SEED=all runs all)"
+
+
+def covering(cells, rng):
+    """Positions of a few cells in which every option of any cell occurs, and every pair of options.
+
+    A cell is a tuple of options, one per axis. The cell that has the most pairs that are still missing is taken next.
+    """
+    order = rng.sample(range(len(cells)), len(cells))
+    pairs = {n: set(itertools.combinations_with_replacement(enumerate(cells[n]), 2)) for n in order}
+    missing, taken = set().union(*pairs.values()), []
+    while missing:
+        best = max(order, key=lambda n: len(pairs[n] & missing))
+        taken.append(best)
+        missing -= pairs[best]
+    return taken
+
+
+def sample(items):
+    """Those tests of one marked function that run."""
+    name = items[0].nodeid.partition("[")[0]
+    rng = random.Random(f"{SEED} {name}")  # the same whichever other tests are collected
+    (times,) = items[0].get_closest_marker("sampled").args or (1,)
+    axes = sorted(items[0].callspec.params)
+    cells = [tuple(repr(item.callspec.params[axis]) for axis in axes) for item in items]
+    positions = set().union(*(covering(cells, rng) for _ in range(times)))
+    return [items[n] for n in sorted(positions)]
+
+
+def left_out(items):
+    """The tests that the sample leaves out."""
+    grids = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for grid in grids.values() for item in {*grid}.difference(sample(grid))}

@@ -1,0 +1,91 @@
+"""How the suite itself is run: samples of grids have every pair of options, and the run in several processes loses no failure."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sampling
+
+HERE = Path(__file__).resolve().parent
+
+
+def pairs_of(cells):
+    return {pair for cell in cells for pair in itertools.combinations(enumerate(cell), 2)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_has_every_pair_of_options(seed):
+    cells = [cell for cell in itertools.product("abcdefg", (1, 2, 3, 4), (True, False), "xyz") if cell[:2] != ("a", 1)]
+    taken = [cells[n] for n in sampling.covering(cells, random.Random(seed))]
+    assert pairs_of(taken) == pairs_of(cells)
+    assert len(taken) < len(cells) / 3
+
+
+def test_a_sample_of_one_axis_is_all_of_it():
+    assert sorted(sampling.covering([(n,) for n in range(9)], random.Random(0))) == list(range(9))
+
+
+def test_seeds_draw_other_samples():
+    cells = list(itertools.product(range(6), range(5), range(4), range(3)))
+    first, again, other = (set(sampling.covering(cells, random.Random(seed))) for seed in ("1 name", "1 name", "2 name"))
+    assert first == again
+    assert first != other
+
+
+# ---- Several processes ----------------------------------------------------------------------------------------------
+
+FILES = {
+    "passes": "import pytest\n@pytest.mark.parametrize('n', range(5))\ndef test_one(n): pass\ndef test_two(): pytest.skip('no reason')\n",
+    "also_passes": "def test_three(): pass\n",
+    "fails": "def test_four(): assert 1 == 2, 'what went wrong'\n",
+    "has_no_setup": "import pytest\n@pytest.fixture\ndef broken(): raise ValueError\ndef test_five(broken): pass\n",
+    "breaks_down": "import os\ndef test_six(): os._exit(0)\n",
+    "cannot_be_imported": "import there_is_no_such_module\n",
+}
+
+
+def run_suite(folder, names, *arguments):
+    """(exit status, lines) of tests/run.py over files of these names, in two processes."""
+    (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    for name in names:
+        (folder / f"test_{name}.py").write_text(FILES[name], encoding="utf-8")
+    environment = {**os.environ, "BLITZ_ATTN_TEST_PROCESSES": "2", "SAMPLE_SEED": "7"}
+    command = [sys.executable, str(HERE / "run.py"), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_processes_together_run_each_test_once(tmp_path):
+    status, lines = run_suite(tmp_path, ["passes", "also_passes"])
+    assert status == 0
+    assert "= 6 passed, 1 skipped in " in lines[-1]
+    assert "SAMPLE_SEED=7" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("fails", "what went wrong"), ("has_no_setup", "ValueError"), ("breaks_down", "broke down"), ("cannot_be_imported", "ModuleNotFoundError")],
+)
+def test_no_failure_is_lost(name, told, tmp_path):
+    status, lines = run_suite(tmp_path, ["passes", "also_passes", name])
+    assert status == 1
+    assert any(told in line for line in lines)
+    assert "failed" in lines[-1] or "error" in lines[-1]
+    assert "SAMPLE_SEED=7" in lines[-2]
+
+
+def test_a_run_without_a_test_is_no_success(tmp_path):
+    status, lines = run_suite(tmp_path, ["passes", "also_passes"], "-k", "nothing")
+    assert status == 5
+    assert " passed" not in lines[-1]
+
+
+def test_arguments_that_name_files_reach_pytest(tmp_path):
+    status, lines = run_suite(tmp_path, ["passes", "fails"], "test_passes.py", "-q")
+    assert status == 0
+    assert lines[-1].startswith("5 passed, 1 skipped in ")
