@@ -20,7 +20,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-emulated-suite check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -66,7 +66,7 @@ test test-all: build
 # Random problems against an oracle of their own, and bad calls, on all cores. REPLAY='...' runs and shrinks one that failed.
 SECONDS = 60
 # A build of its own, in which small problems reach the threads, too.
-fuzz: export BLITZ_ATTN_CFLAGS = -DBA_NO_SMALL_CALLS
+fuzz: export BLITZ_ATTN_CFLAGS += -DBA_NO_SMALL_CALLS
 fuzz:
 	@$(call find_python) "$$python" setup.py -q build --build-base build/threads --build-lib build/threads/lib --build-temp build/threads/temp && \
 	  cd build/threads && PYTHONPATH=lib:../../tests "$$python" -m fuzz $(if $(REPLAY),--replay '$(REPLAY)',--seconds $(SECONDS) $(if $(SEED),--seed $(SEED))) $(ARGS)
@@ -84,10 +84,12 @@ checkkernels:
 
 # Every level as plain C: the wide and the tile kernels on a CPU that lacks them. The kernel checks, and some of the suite.
 EMULATED_TESTS = tests/test_config.py tests/test_nan.py tests/test_paged_select.py tests/test_merge.py tests/test_backward.py::test_odd_queries_reach_what_they_see
-check-emulated: export BLITZ_ATTN_EMULATED = 1
+check-emulated check-emulated-suite: export BLITZ_ATTN_EMULATED = 1
 check-emulated:
+	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/emulated/temp && build/emulated/temp/checkkernels
+	@$(MAKE) check-emulated-suite
+check-emulated-suite:
 	@$(call find_python) "$$python" setup.py -q build --build-base build/emulated --build-lib build/emulated/lib --build-temp build/emulated/temp && \
-	  "$$python" setup.py -q build_checkkernels --build-temp build/emulated/temp && build/emulated/temp/checkkernels && \
 	  cd build/emulated && PYTHONPATH="$(CURDIR)/build/emulated/lib" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
 	  $(addprefix ../../,$(EMULATED_TESTS)) $(ARGS)
 

@@ -12,6 +12,8 @@ import blitz_attn
 import sampling
 from cases import ISA_LEVELS
 
+DEFAULT_MARKS = "not full and not model"  # as in pyproject.toml
+
 
 @pytest.fixture(params=ISA_LEVELS)
 def isa_level(request):
@@ -37,11 +39,10 @@ def pytest_report_header():
 
 @pytest.hookimpl(trylast=True)  # decides about what -m and -k have left
 def pytest_collection_modifyitems(config, items):
-    if sampling.ALL or any("[" in argument for argument in config.args):
+    """Leaves out what is long, and of grids what is not in the sample, unless everything is wanted, or a test by its options, or marks by -m."""
+    if sampling.ALL or any("[" in argument for argument in config.args) or config.option.markexpr != DEFAULT_MARKS:
         return
-    left_out = sampling.left_out(items)
-    if "long" not in config.option.markexpr:
-        left_out |= {item for item in items if item.get_closest_marker("long")}
+    left_out = sampling.left_out(items) | {item for item in items if item.get_closest_marker("long")}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -41,7 +41,7 @@ def bits_result():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_numpy(dtype):
+def test_results_are_arrays_of_the_dtype_of_q(dtype):
     q, k, v, options = problem(dtype)
     out, lse = attend(q, k, v, **options)
     exact, exact_lse = reference.block_sparse_attention(q, k, v, **options)
@@ -51,7 +51,7 @@ def test_numpy(dtype):
     np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=1e-12 if dtype == "float64" else 1e-4)
 
 
-def test_bits():
+def test_bits_of_bfloat16_are_read_and_written_as_numbers():
     q, k, v, options = bfloat16_bits()
     out, lse = attend(q, k, v, dtype="bfloat16", **options)
     assert (out.dtype, lse.dtype) == (np.uint16, np.float32)

@@ -543,7 +543,7 @@ def overlap(a):
 
 
 @pytest.mark.parametrize(("error", "pattern", "changes"), [pytest.param(*case[1:], id=case[0]) for case in BAD])
-def test_refused(error, pattern, changes):
+def test_a_bad_argument_is_named_and_no_gradient_is_touched(error, pattern, changes):
     arguments = good_call()
     untouched = arguments["grads"]
     arguments |= changes(arguments)

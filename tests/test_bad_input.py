@@ -302,7 +302,7 @@ def test_the_good_call_is_good():
 
 
 @pytest.mark.parametrize(("error", "pattern", "changes"), [pytest.param(*case[1:], id=case[0]) for case in CASES])
-def test_refused(error, pattern, changes):
+def test_a_bad_argument_is_named_and_out_is_not_touched(error, pattern, changes):
     arguments = good_call()
     arguments |= changes(arguments)
     before = bytes_of(arguments["out"])
@@ -365,7 +365,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_oddities(name):
+def test_any_object_as_an_argument_is_refused_or_accepted(name):
     """Whatever is passed as whatever: an error of the two kinds, or a result; nothing else and no crash."""
     refused = 0
     for oddity in ODDITIES:

@@ -180,7 +180,7 @@ def test_tnd():
 @pytest.mark.parametrize(
     ("given", "meant"), [([200], [200, 200]), ([200, 31], [200, 31]), ([200, 31, 5], [200, 31]), (np.array([300, 0]), [300, 0])]
 )
-def test_lengths(given, meant):
+def test_actual_lengths_mean_lengths_of_batch_entries(given, meant):
     q, k, v = qkv(batch=2)
     for ours, name in (("q_lens", "actual_seq_lengths"), ("kv_lens", "actual_seq_lengths_kv")):
         expected = blitz_attn.block_sparse_attention(q, k, v, scale=1.0, return_lse=True, **{ours: meant})
@@ -307,7 +307,7 @@ MASK = np.zeros((300, 300), bool)
         ({"value": np.zeros((1, 2, 299, 32), np.float32)}, ValueError, r"^value: expected"),
     ],
 )
-def test_refused(options, error, pattern):
+def test_a_bad_argument_is_named_as_upstream_names_it(options, error, pattern):
     q, k, v = qkv()
     arguments = {"query": q, "key": k, "value": v, "input_layout": "BNSD"} | options
     with pytest.raises(error, match=pattern):

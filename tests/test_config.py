@@ -38,7 +38,7 @@ def test_unknown_names_are_refused():
 # ---- The report ---------------------------------------------------------------------------------------------------
 
 
-def test_dict():
+def test_the_dict_says_what_the_library_does():
     report = blitz_attn.show_config("dict")
     assert list(report) == SECTIONS
     assert report == json.loads(json.dumps(report))
@@ -50,7 +50,7 @@ def test_dict():
     assert report["kernels"] == blitz_attn.kernels()
 
 
-def test_text(capsys):
+def test_the_text_has_what_the_dict_has(capsys):
     assert blitz_attn.show_config() is None
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == SECTIONS
@@ -59,12 +59,12 @@ def test_text(capsys):
         assert any(expected in line for line in lines)
 
 
-def test_unknown_mode():
+def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match=r"^mode: expected 'text' or 'dict', got 'xml'"):
         blitz_attn.show_config("xml")
 
 
-def test_command_line():
+def test_the_command_line_prints_text_and_json():
     assert python("-m", "blitz_attn").splitlines()[0] == "blitz_attn"
     assert list(json.loads(python("-m", "blitz_attn", "--json"))) == SECTIONS
 
@@ -78,7 +78,7 @@ def test_environment_is_shown():
 # ---- Instruction sets ---------------------------------------------------------------------------------------------
 
 
-def test_levels():
+def test_available_levels_are_the_first_ones_up_to_what_was_detected():
     levels = blitz_attn.isa_levels()
     assert levels[0] == "portable"
     assert len(set(levels)) == len(levels)
@@ -122,7 +122,7 @@ def test_cap_as_a_setter():
 
 
 @pytest.mark.parametrize(("level", "error"), [("sse9", ValueError), ("AVX2", ValueError), ("", ValueError), (2, TypeError)])
-def test_unknown_level(level, error):
+def test_an_unknown_level_is_refused(level, error):
     before = _core.isa_active()
     with pytest.raises(error, match=r"^level: expected .*, got "):
         blitz_attn.isa(level)
@@ -141,7 +141,7 @@ def test_a_cap_changes_the_kernels_and_not_the_answer():
         np.testing.assert_allclose(out, results["portable"], rtol=0, atol=1e-5)
 
 
-def test_environment_cap():
+def test_the_environment_caps_the_level():
     report = isa_report(BLITZ_ATTN_ISA="portable")
     assert report["active"] == "portable"
     assert report["detected"] == _core.isa_detected()
@@ -193,7 +193,7 @@ def test_kernels_are_no_higher_than_the_level():
 # ---- Probes -------------------------------------------------------------------------------------------------------
 
 
-def test_probes():
+def test_probes_measure_rates_above_zero():
     for level in blitz_attn.isa_levels(available=True):
         assert _core.probe_flops(level, 0.01, 1) > 0.1  # GFLOP/s
         assert _core.probe_read(level, 1 << 16, 0.01, 1) > 0.1  # GB/s

@@ -42,8 +42,7 @@ def test_joint_sparse(shape, sparsity, block_shape):
     assert_close(out, lse, shape, "bfloat16", sabi, block_shape, out_atol=OUT_ATOL["bfloat16"], lse_atol=LSE_ATOL["bfloat16"])
 
 
-def test_upstreams_counts():
-    """As many cells at upstream's sizes as upstream collects."""
+def test_as_many_cells_are_feasible_as_upstream_collects():
     assert [sum(bool(c.marks) for c in cells) for cells in (DENSE_CELLS, SPARSE_CELLS)] == [224, 96]
 
 

@@ -58,6 +58,7 @@ def check_sparse(shape, sparsity, block_shape, frame):
     assert_close(None, lse, shape, "bfloat16", sabi, block_shape, lse_atol=LSE_ATOL["bfloat16"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "sparsity", "block_shape"), SPARSE_CELLS)
 def test_lse_sparse(shape, sparsity, block_shape):
     check_sparse(shape, sparsity, block_shape, NO_FRAME)
@@ -68,6 +69,7 @@ def test_lse_sparse_framed(shape, sparsity, block_shape):
     check_sparse(shape, sparsity, block_shape, testing.small_frame(block_shape))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "sparsity", "block_shape"), MULTIHEAD_CELLS)
 def test_lse_sparse_multihead(shape, sparsity, block_shape):
     check_sparse(shape, sparsity, block_shape, NO_FRAME)
@@ -96,8 +98,7 @@ def test_lse_disabled_returns_empty(shape, block_shape):
     assert lse.size == 0
 
 
-def test_upstreams_counts():
-    """As many cells at upstream's sizes as upstream collects."""
+def test_as_many_cells_are_feasible_as_upstream_collects():
     counts = [sum(bool(c.marks) for c in cells) for cells in (DENSE_CELLS, SPARSE_CELLS, FRAMED_CELLS, ZERO_CELLS, SHAPE_CELLS)]
     assert counts == [238, 494, 113, 160, 48]
     assert len(MULTIHEAD_CELLS) == 164

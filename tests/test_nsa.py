@@ -62,7 +62,7 @@ def test_head_dimensions(mode, dim, v_dim):
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
 @every_mode
-def test_lengths(mode, tokens):
+def test_sequences_of_any_length_are_right(mode, tokens):
     """Fewer than a block, whole blocks and tiles, and one more or less."""
     check(*problem(tokens, 4, 2, 16)[:3], **MODES[mode])
 
@@ -673,7 +673,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("error", "name", "changes"), [pytest.param(*case[1:], id=case[0]) for case in BAD])
-def test_refused(error, name, changes):
+def test_a_bad_argument_is_named_and_out_is_not_touched(error, name, changes):
     arguments = good_call()
     arguments |= changes(arguments)
     with pytest.raises(error, match=rf"^({name}): ") as caught:
@@ -713,7 +713,7 @@ def test_the_good_call_is_good():
         (ValueError, "num_threads", lambda a: {"num_threads": 0}),
     ],
 )
-def test_refused_by_the_library(error, name, changes):
+def test_a_bad_argument_of_the_library_is_named(error, name, changes):
     arguments = good_call()
     arguments |= changes(arguments)
     with pytest.raises(error, match=rf"^{name}: expected "):

@@ -51,7 +51,7 @@ def test_head_dimensions(mode, dim, v_dim):
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
 @every_mode
-def test_lengths(mode, tokens):
+def test_sequences_of_any_length_are_right(mode, tokens):
     check_backward(*problem(tokens, 4, 2, 16)[:3], **MODES[mode])
 
 
@@ -415,7 +415,7 @@ SENTENCE = re.compile(r"^[\w\[\], ]+: expected .+, got .+", re.DOTALL)
     ids=["tokens", "dim", "rank", "none", "dictionary"],
 )
 @both_modes
-def test_refused(mode, error, name, call):
+def test_a_bad_argument_is_named(mode, error, name, call):
     q, k, v, _ = problem(40)
     dout, context, _ = gradients(q, k, v, **mode)
     with pytest.raises(error, match=rf"^{name}: ") as caught:

@@ -332,7 +332,7 @@ def test_the_good_append_is_good(changes):
     ("function", "error", "pattern", "changes"),
     [pytest.param(function, *case[1:], id=f"{function}-{case[0]}") for function, cases in CASES.items() for case in cases],
 )
-def test_refused(function, error, pattern, changes):
+def test_a_bad_argument_is_named_and_no_array_is_touched(function, error, pattern, changes):
     arguments = CALLS[function]()
     arguments |= changes(arguments)
     before = arrays_of(arguments)
@@ -374,7 +374,7 @@ ODDITIES = [object(), "x", b"xy", 1.5, -1, 2**70, [], [None], {}, 1j, np.float32
 
 
 @pytest.mark.parametrize(("function", "name"), [(function, name) for function, make in CALLS.items() for name in make()])
-def test_oddities(function, name):
+def test_any_object_as_an_argument_is_refused_or_accepted(function, name):
     """Whatever is passed as whatever: an error of the two kinds, or a result; nothing else and no crash."""
     refused = 0
     for oddity in ODDITIES:

@@ -38,7 +38,7 @@ def assert_same(got, expected):
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(d, c) for d in DTYPES for c in (["float64"] if d == "float64" else CACHE_DTYPES)])
-def test_matrix(dtype, kv_dtype, per_query_head):
+def test_every_combination_is_right(dtype, kv_dtype, per_query_head):
     rules = [{}, {"window": 50}, {"softcap": 2.0, "scale": 0.3}, {"sinks": np.linspace(-1, 2, 6).astype(np.float32)}]
     for n, (kv_layout, q_lens) in enumerate([("NHD", None), ("HND", None), ("NHD", [1, 0, 4, 20, 16]), ("HND", [0, 0, 1, 2, 3])]):
         case = testing.make_paged(5, 6, 2, LENS, 16, (40, 7, 64, 24)[n], (24, 33, 64, 40)[n], dtype, kv_dtype, kv_layout, q_lens=q_lens)

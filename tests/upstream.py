@@ -1,7 +1,7 @@
 """What the suites named after upstream's share: cells of their parametrisation, the call by upstream's interface, the comparison.
 
 Upstream's sizes take hours on two cores, so each suite runs at a fraction of them by default, and at the sizes themselves
-with ``-m full``. Problems of up to 1024 tokens are compared whole; of longer ones, a sample of the query tokens of every
+with ``-m full``. Of the largest grids a sample runs, in which every block shape occurs at every shape and sparsity. Problems of up to 1024 tokens are compared whole; of longer ones, a sample of the query tokens of every
 block row is compared with the float64 reference, and all of the output is searched for what was not written.
 """
 
