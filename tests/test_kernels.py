@@ -46,20 +46,20 @@ def run(*command, environment=None, **options):
 
 def run_shown(show, *command):
     """Standard output of a program that prints a line for each of its checks. A line in a while is shown, and silence ends it."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment())
     lines, shown = [], time.monotonic()
-    while True:
-        watch = Timer(SILENCE, process.kill)
-        watch.start()
-        line = process.stdout.readline()
-        watch.cancel()
-        if not line:
-            break
-        lines.append(line)
-        if time.monotonic() - shown > 10:
-            show(f"kernel checks: {len(lines)} done, now behind {' '.join(line.split()[:2])}")
-            shown = time.monotonic()
-    assert process.wait() == 0, f"{shlex.join(map(str, command))}\n{''.join(lines)[-8000:]}"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment()) as process:
+        while True:
+            watch = Timer(SILENCE, process.kill)
+            watch.start()
+            line = process.stdout.readline()
+            watch.cancel()
+            if not line:
+                break
+            lines.append(line)
+            if time.monotonic() - shown > 10:
+                show(f"kernel checks: {len(lines)} done, now behind {' '.join(line.split()[:2])}")
+                shown = time.monotonic()
+    assert process.returncode == 0, f"{shlex.join(map(str, command))}\n{''.join(lines)[-8000:]}"
     return "".join(lines)
 
 
