@@ -36,6 +36,7 @@ typedef struct ba_prefetcher {
     int farthest;          /* the index of the request that is farthest from the use */
 } ba_prefetcher;
 
+/* A request that goes on at `row`. Its run has the prefetcher's most rows, halved until they follow each other without a gap. */
 static inline ba_prefetch_request ba_prefetch_request_from(const ba_prefetcher *a, const void *const *row) {
     if (row >= a->end) return (ba_prefetch_request){.row = a->end};
     int64_t rows = a->run;
@@ -44,6 +45,7 @@ static inline ba_prefetch_request ba_prefetch_request_from(const ba_prefetcher *
     return (ba_prefetch_request){at, at + rows * a->bytes, row, rows};
 }
 
+/* The prefetcher of a call's rows to come. Request i begins at row skip[i]; -1 means that there is no such request. */
 static inline ba_prefetcher ba_prefetcher_for(ba_prefetch_rows wanted) {
     ba_prefetcher a = {.end = wanted.rows, .offset = wanted.offset, .bytes = wanted.bytes};
     for (int i = 0; i < BA_MOST_REQUESTS; i++) a.request[i].row = a.end;

@@ -1,5 +1,5 @@
-/* The level amx, kernels for caches: the vector kernels of levels/avx512.c, but with prefetches into L2 (BA_PREFETCH_LEVEL 2). The processors with
- * tiles drop lines from L1 that arrive too early; those that levels/avx512.c serves best do not carry out prefetches into L2. */
+/* The level amx, kernels for caches: the vector kernels of levels/avx512.c, but with the traits of cores that have tiles: prefetches go into L2. The
+ * processors with tiles drop lines from L1 that arrive too early; those that levels/avx512.c serves best do not carry out prefetches into L2. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 

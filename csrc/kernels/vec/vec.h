@@ -108,7 +108,7 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 
 /* Loads a vector into a register, here and once. Without the barrier the compiler would load the same memory again for each product that uses it,
  * and would move the load to another place in the loop. */
-BA_INLINE vec NAME(v_loaded)(const real *p) {
+BA_INLINE vec NAME(v_load_once)(const real *p) {
     vec a = NAME(v_load)(p);
 #ifdef BA_HAVE_V_REGISTER
     __asm__ volatile("" : "+v"(a));
