@@ -16,15 +16,15 @@
 
 /* How a few kernel goes through K and V, for elements of one size and a set of one size. */
 typedef struct ba_few_traits {
-    int unit_rows;     /* rows of K that are scored together: a unit */
-    int head_keys;     /* keys of one head that are scored before those of the next head: as many as pay for fetching its queries */
-    int slice_keys[2]; /* keys of one head that are added to O together, as many as pay for fetching and storing its sums; [1]: while rows to come are
-                          requested, and the order of memory counts for more */
-    int vectors;       /* vectors of V whose sums are in registers together. bfloat16, whose vectors come in pairs, takes an even number */
-    int requests[2];   /* requests that are made for each line of K [0] and of V [1]: as many as are worth their instructions */
-    bool delayed;      /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
-    bool near[2];      /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */
-    bool common;       /* heads of BA_FEW_COMMON_DIM dims have code of their own: fewer instructions per row leave more rows under way */
+    int unit_rows;   /* rows of K that are scored together: a unit */
+    int head_keys;   /* keys of one head that are scored before those of the next head: as many as pay for fetching its queries */
+    int slice[2];    /* keys of one head that are added to O together, as many as pay for fetching and storing its sums; [1]: while rows to come are
+                        requested, and the order of memory counts for more */
+    int vectors;     /* vectors of V whose sums are in registers together. bfloat16, whose vectors come in pairs, takes an even number */
+    int requests[2]; /* requests that are made for each line of K [0] and of V [1]: as many as are worth their instructions */
+    bool delayed;    /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
+    bool near[2];    /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */
+    bool common;     /* heads of BA_FEW_COMMON_DIM dims have code of their own: fewer instructions per row leave more rows under way */
 } ba_few_traits;
 
 enum { BA_FEW_BYTES_1, BA_FEW_BYTES_2, BA_FEW_BYTES_4, BA_FEW_BYTES_8, BA_FEW_SIZES }; /* of an element */
@@ -66,14 +66,14 @@ enum {
 #define BA_FEW_TRAITS ba_few_traits_avx2
 static const ba_few_traits ba_few_traits_avx2[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_2 ... BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_AVX512)
@@ -86,22 +86,22 @@ static const ba_few_traits ba_few_traits_avx2[BA_FEW_SIZES][BA_FEW_SETS] __attri
 #define BA_FEW_TRAITS ba_few_traits_avx512
 static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 4, .requests = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice_keys = {16, 16}, .vectors = 3, .requests = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
   },
   [BA_FEW_BYTES_2] = {
-    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .slice_keys = {2, 2}, .vectors = 8, .requests = {3, 3}},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {2, 3}, .near = {0, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 4, .requests = {2, 3}, .delayed = 1, .near = {1, 1}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice_keys = {16, 16}, .vectors = 3, .requests = {2, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .slice = {2, 2}, .vectors = 8, .requests = {3, 3}},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 3}, .near = {0, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {2, 3}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {2, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .slice_keys = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {2, 3}, .near = {0, 1}},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 4, .requests = {2, 3}, .near = {1, 1}},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice_keys = {16, 16}, .vectors = 3, .requests = {2, 1}, .near = {1, 1}},
+    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .slice = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 3}, .near = {0, 1}},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {2, 3}, .near = {1, 1}},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {2, 1}, .near = {1, 1}},
   },
 };
 #elif defined(BA_TRAITS_AMX)
@@ -114,22 +114,22 @@ static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __att
 #define BA_FEW_TRAITS ba_few_traits_amx
 static const ba_few_traits ba_few_traits_amx[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice_keys = {16, 16}, .vectors = 3, .requests = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
   },
   [BA_FEW_BYTES_2] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .near = {0, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice_keys = {16, 16}, .vectors = 3, .requests = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .near = {0, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .near = {0, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .near = {1, 1}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice_keys = {16, 16}, .vectors = 3, .requests = {1, 1}, .near = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .near = {0, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .near = {1, 1}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {1, 1}, .near = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_NEON)
@@ -142,14 +142,14 @@ static const ba_few_traits ba_few_traits_amx[BA_FEW_SIZES][BA_FEW_SETS] __attrib
 #define BA_FEW_TRAITS ba_few_traits_neon
 static const ba_few_traits ba_few_traits_neon[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_2 ... BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_PORTABLE) && defined(BA_REAL_DOUBLE)
@@ -162,8 +162,8 @@ static const ba_few_traits ba_few_traits_neon[BA_FEW_SIZES][BA_FEW_SETS] __attri
 #define BA_FEW_TRAITS ba_few_traits_portable_double
 static const ba_few_traits ba_few_traits_portable_double[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_8] = {
-    [BA_SET_1] = {.unit_rows = 2, .head_keys = 2, .slice_keys = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 1, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 2, .head_keys = 2, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_PORTABLE)
@@ -176,14 +176,14 @@ static const ba_few_traits ba_few_traits_portable_double[BA_FEW_SIZES][BA_FEW_SE
 #define BA_FEW_TRAITS ba_few_traits_portable
 static const ba_few_traits ba_few_traits_portable[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_2 ... BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice_keys = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice_keys = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
   },
 };
 #endif
