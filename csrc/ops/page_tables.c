@@ -77,6 +77,7 @@ static void copy_requests(const ba_paged_args *args, ba_page_tables *t) {
         t->seq_lens[b] = args->seq_lens[b];
         t->longest = ba_max(t->longest, t->seq_lens[b]);
         t->first[b + 1] = t->first[b] + pages;
+        if (!pages) continue; /* a table without pages may be a null pointer */
         if (tables->dtype == BA_INT32) largest = copy_pages_int32_t(t->page + t->first[b], (const int32_t *)tables->data + at, step, pages, largest);
         else largest = copy_pages_int64_t(t->page + t->first[b], (const int64_t *)tables->data + at, step, pages, largest);
     }
