@@ -148,7 +148,7 @@ def isa_levels(*, available: bool = False) -> tuple[str, ...]:
 
 
 def kernels(level: str | None = None) -> dict[str, str]:
-    """Which version of each kernel runs.
+    """The kernels that a level uses, and the level that each is written for.
 
     Parameters
     ----------
@@ -158,7 +158,9 @@ def kernels(level: str | None = None) -> dict[str, str]:
     Returns
     -------
     dict of str to str
-        Kernel name to the level that its code is written for.
+        Kernel name to the level whose instructions it uses: ``attend_...`` (attention, with the sizes of its panels), ``few_...`` (up to 8
+        queries per key/value head) and ``gradient_...`` by dtype of the queries, ``cache_...`` (decoding and selection over paged caches)
+        by dtype of keys and values.
 
     Raises
     ------

@@ -422,8 +422,9 @@ BA_API ba_status ba_isa_set_cap(ba_isa level); /* BLITZ_ATTN_ISA sets the cap at
 BA_API const char *ba_isa_note(void);          /* one sentence that says why the active level is what it is; valid until this thread's next call */
 BA_API const char *ba_cpu_model(void);         /* the CPU's own name for itself, or "unknown CPU" */
 
-/* The list of attention kernels that a level uses has one entry per dtype. Writes the name of entry `index`, and the level whose
- * instructions it is made of. Returns 0 past the end of the list, else 1. */
+/* The list of kernels that a level uses: attention (attend_..., with the sizes of its panels), a few queries (few_...) and gradients (gradient_...)
+ * by dtype of the queries, and decoding and selection over caches (cache_...) by dtype of keys and values. Writes the name of entry `index`, and the
+ * level whose instructions it is made of. Returns 0 past the end of the list, else 1. */
 BA_API int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa *implemented_at);
 
 /* ---- Probes: the machine's limits, measured with the instructions that the kernels use ----------------------- */

@@ -44,10 +44,51 @@ const ba_kernels *ba_kernels_at(ba_isa level) {
 
 const ba_kernels *ba_kernels_active(void) { return ba_kernels_at(ba_isa_active()); }
 
+/* The level of the kernels that do each job of a dtype. Few calls whose family has no kernels for them use those of the cache's dtype, and gradients
+ * whose family has none those of the vector family. */
+static ba_isa few_isa(const ba_kernels *table, ba_dtype dtype) {
+    const ba_attend_family *family = table->attend[dtype];
+    return family->few->attend != NULL && family->few_least_heads > 0 ? family->isa : table->cache[dtype]->isa;
+}
+
+static ba_isa gradient_isa(const ba_kernels *table, ba_dtype dtype) {
+    return table->attend[dtype]->gradient != NULL ? table->attend[dtype]->isa : table->vector[dtype]->isa;
+}
+
+static ba_isa cache_isa(const ba_kernels *table, ba_dtype dtype) { return table->cache[dtype]->isa; }
+
 int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa *implemented_at) {
-    if ((unsigned)level >= BA_ISA_COUNT || index < 0 || index >= BA_FLOAT_DTYPES) return 0;
+    typedef ba_isa (*isa_fn)(const ba_kernels *table, ba_dtype dtype);
+    static const struct {
+        const char *name;
+        isa_fn isa;
+        ba_dtype dtype;
+    } others[] = {
+        {"few_float32", few_isa, BA_FLOAT32},
+        {"few_float16", few_isa, BA_FLOAT16},
+        {"few_bfloat16", few_isa, BA_BFLOAT16},
+        {"few_float64", few_isa, BA_FLOAT64},
+        {"gradient_float32", gradient_isa, BA_FLOAT32},
+        {"gradient_float16", gradient_isa, BA_FLOAT16},
+        {"gradient_bfloat16", gradient_isa, BA_BFLOAT16},
+        {"gradient_float64", gradient_isa, BA_FLOAT64},
+        {"cache_float32", cache_isa, BA_FLOAT32},
+        {"cache_float16", cache_isa, BA_FLOAT16},
+        {"cache_bfloat16", cache_isa, BA_BFLOAT16},
+        {"cache_float64", cache_isa, BA_FLOAT64},
+        {"cache_int8", cache_isa, BA_INT8},
+        {"cache_float8_e4m3", cache_isa, BA_FLOAT8_E4M3},
+    };
+    if ((unsigned)level >= BA_ISA_COUNT || index < 0) return 0;
     const ba_kernels *table = ba_kernels_at(level);
-    *name = table->attend[index]->name;
-    *implemented_at = table->attend[index]->isa;
+    if (index < BA_FLOAT_DTYPES) {
+        *name = table->attend[index]->name;
+        *implemented_at = table->attend[index]->isa;
+        return 1;
+    }
+    index -= BA_FLOAT_DTYPES;
+    if (index >= (int64_t)(sizeof others / sizeof *others)) return 0;
+    *name = others[index].name;
+    *implemented_at = others[index].isa(table, others[index].dtype);
     return 1;
 }

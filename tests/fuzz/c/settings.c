@@ -22,7 +22,7 @@ static ba_status set(const void *args) {
     case 0: return ba_set_num_threads(n);
     case 1: return ba_isa_set_cap((ba_isa)n);
     case 2:
-        for (int64_t i = 0; i < 16; i++)
+        for (int64_t i = 0; i < 20; i++)
             if (ba_kernel_info((ba_isa)n, i, &name, &level)) expect_text(name);
         break;
     case 3: ba_kernel_info((ba_isa)fz_range(0, BA_ISA_COUNT - 1), s->number, &name, &level); break;
