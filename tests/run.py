@@ -63,7 +63,8 @@ class Share:
         if not self.takes(item.path):
             return True
         if not self.file:
-            self.file, self.begun = item.path, time.monotonic()
+            self.file = item.path
+            self.begun = self.told = time.monotonic()
             self.counts.clear()
         return None
 
