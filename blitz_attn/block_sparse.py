@@ -138,17 +138,19 @@ def block_sparse_attention(
     if (  # plain NumPy arrays: nothing to translate
         type(q) is type(k) is type(v) is ndarray and out is None and dtype is None and q.dtype.kind == k.dtype.kind == v.dtype.kind == "f"
     ):
-        return _core.block_sparse_attention(
-            empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv,
-            num_heads, num_kv_heads, None, num_threads, return_lse, None, None,
+        return _core.block_sparse_attention(  # some by place: with more keywords CPython 3.11 would make a dict of them
+            empty, q, k, v, sabi, block_shape, scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            num_threads=num_threads, return_lse=return_lse,
         )  # fmt: skip
 
     family = _arrays.family_of(q)
     out, lse_out = _arrays.split_out(out, return_lse)
     result = _core.block_sparse_attention(
-        family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
-        causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads,
-        _arrays.dtype_name(dtype), num_threads, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"),
+        family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape=block_shape,
+        scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype),
+        num_threads=num_threads, return_lse=return_lse, out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
     )  # fmt: skip
     if not return_lse:
         return _arrays.finished(result, out, family)
@@ -264,12 +266,13 @@ def block_sparse_attention_backward(
     elif not isinstance(grads, tuple) or len(grads) != 3:
         came = f"a tuple of {len(grads)}" if isinstance(grads, tuple) else type(grads).__name__
         raise (ValueError if isinstance(grads, tuple) else TypeError)(f"grads: expected a tuple (dq, dk, dv), got {came}")
+    dq, dk, dv = (_arrays.writable(x, name) for x, name in zip(grads, ("dq", "dk", "dv"), strict=True))
     results = _core.block_sparse_attention_backward(
-        family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
-        causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
-        _arrays.readable(dout, "dout"), _arrays.readable(out, "out"), _arrays.readable(lse, "lse"),
-        None if dlse is None else _arrays.readable(dlse, "dlse"),
-        *(_arrays.writable(x, name) for x, name in zip(grads, ("dq", "dk", "dv"), strict=True)),
+        family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape=block_shape,
+        scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype),
+        num_threads=num_threads, dout=_arrays.readable(dout, "dout"), out=_arrays.readable(out, "out"), lse=_arrays.readable(lse, "lse"),
+        dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv,
     )  # fmt: skip
     dq, dk, dv = (_arrays.finished(result, given, family) for result, given in zip(results, grads, strict=True))
     return dq, dk, dv

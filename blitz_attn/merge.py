@@ -127,7 +127,7 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     lses = tuple(_arrays.readable(x, f"lses[{i}]") for i, x in enumerate(lses))
     given_out, given_lse, kind = _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse_out"), _arrays.dtype_name(dtype)
     try:
-        result = _core.merge_states(family.empty, outs, lses, given_out, given_lse, kind)
+        result = _core.merge_states(family.empty, outs, lses, out=given_out, lse_out=given_lse, dtype=kind)
     except (TypeError, ValueError) as error:
         raise renamed(error, {"lse": "lse_out"}) from error
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)

@@ -376,8 +376,9 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
     if w_gate is not None:
         dw_gate, dq_gate = np.empty(w_gate.shape, real_of(kind)), np.empty(call.q.shape, storage(kind))
     _core.gate_backward(
-        None if w_gate is None else call.q, w_gate, None if gates is None and w_gate is None else ctx.gates, tuple(ctx.branches), gradient,
-        tuple(douts), dgates, dq_gate, dw_gate, kind, common.threads,
+        None if w_gate is None else call.q, w_gate, gates=None if gates is None and w_gate is None else ctx.gates,
+        branches=tuple(ctx.branches), dout=gradient, dbranches=tuple(douts), dgates=dgates, dq=dq_gate, dgate_proj_weight=dw_gate,
+        dtype=kind, num_threads=common.threads,
     )  # fmt: skip
 
     grads = []  # of q, and of the keys and the values that the branch attends to
@@ -388,7 +389,9 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
         douts[c] = None  # frees it
     dqs = [x[0] for x in grads] + ([] if dq_gate is None else [dq_gate])
     one = (None,) if call.sequences.tokens is not None else ()  # a batch axis: sums know no sequences
-    _core.block_means_backward(None, dq.array[one], tuple(x[one] for x in dqs), 1, 1, None, None, kind, common.threads)
+    _core.block_means_backward(
+        None, dq.array[one], tuple(x[one] for x in dqs), block_size=1, stride=1, dtype=kind, num_threads=common.threads
+    )
     weight_grads = []
     for n, (x, w, dx) in enumerate(((call.k, call.w_k, dk), (call.v, call.w_v, dv)), 1):
         more = (grads[1][n], grads[2][n])

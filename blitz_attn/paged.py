@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ _QUANTISED = ("int8", "float8_e4m3")
 
 
 def _attend(
-    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, Any, Any, Any], q_lens: Any, selected: Any, counts: Any, scale: Any,
-    kv_layout: Any, window: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out: Any, dtype: Any, kv_dtype: Any,
-    num_threads: Any,
+    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], *, q_lens: Any = None, selected: Any = None, counts: Any = None,
+    scale: Any, kv_layout: Any, window: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out: Any, dtype: Any,
+    kv_dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
-    """The core's call, with arrays of any kind."""
+    """The core's call, with arrays of any kind. `requests`: as `tables_for_core` gives them, or a plan's opened tables and None."""
+    tables, seq_lens, indptr, last_page_len = requests
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
     try:
@@ -33,16 +35,19 @@ def _attend(
             type(q) is type(k_cache) is type(v_cache) is ndarray and out is None and dtype is None and kv_dtype is None
             and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
         ):  # fmt: skip
-            return _core.paged_attention(
-                empty, q, k_cache, v_cache, *requests, q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
-                return_lse, None, None, None, None, num_threads,
+            return _core.paged_attention(  # some by place: with more keywords CPython 3.11 would make a dict of them
+                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, selected, counts=counts, scale=scale,
+                kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
+                return_lse=return_lse, num_threads=num_threads,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
-            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), *requests,
-            q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, _arrays.writable(out, "out"),
-            _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
+            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"),
+            block_tables=tables, seq_lens=seq_lens, indptr=indptr, last_page_len=last_page_len, q_lens=q_lens, selected=selected,
+            counts=counts, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
+            return_lse=return_lse, out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
+            dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):
@@ -185,8 +190,9 @@ def paged_attention(
     True
     """
     return _attend(
-        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens, None, None, scale, kv_layout, window, sinks, softcap, k_scale,
-        v_scale, return_lse, out, dtype, kv_dtype, num_threads,
+        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens=q_lens, scale=scale, kv_layout=kv_layout,
+        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype,
+        kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -267,8 +273,9 @@ def paged_select_attention(
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
     return _attend(
-        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens, selected, counts, scale, kv_layout, window, sinks, softcap,
-        k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads,
+        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens=q_lens, selected=selected, counts=counts, scale=scale,
+        kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out,
+        dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -318,7 +325,7 @@ class PagedPlan:
     True
     """
 
-    __slots__ = ("_options", "_tables", "batch", "num_queries")
+    __slots__ = ("_options", "_requests", "batch", "num_queries")
 
     def __init__(
         self,
@@ -338,8 +345,11 @@ class PagedPlan:
     ) -> None:
         self.batch: int
         self.num_queries: int
-        tables = tables_for_core(block_tables, seq_lens)
-        self._tables, self.batch, self.num_queries = _core.open_page_tables(*tables, q_lens, page_size, num_pages)
+        pages, seq_lens, indptr, last_page_len = tables_for_core(block_tables, seq_lens)
+        opened, self.batch, self.num_queries = _core.open_page_tables(
+            pages, seq_lens=seq_lens, indptr=indptr, last_page_len=last_page_len, q_lens=q_lens, page_size=page_size, num_pages=num_pages
+        )
+        self._requests = (opened, None, None, None)
         kinds = _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
 
@@ -379,7 +389,11 @@ class PagedPlan:
         >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
         True
         """
-        return self._attend(q, k_cache, v_cache, None, None, sinks, k_scale, v_scale, return_lse, out)
+        scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads = self._options
+        return _attend(
+            q, k_cache, v_cache, self._requests, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap,
+            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        )  # fmt: skip
 
     def select_attention(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
@@ -426,16 +440,11 @@ class PagedPlan:
         """
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
-        return self._attend(q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, return_lse, out)
-
-    def _attend(
-        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, counts: Any, sinks: Any, k_scale: Any, v_scale: Any, return_lse: bool,
-        out: Any,
-    ) -> Any:  # fmt: skip
         scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads = self._options
         return _attend(
-            q, k_cache, v_cache, (self._tables, None, None, None), None, selected, counts, scale, kv_layout, window, sinks, softcap,
-            k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads,
+            q, k_cache, v_cache, self._requests, selected=selected, counts=counts, scale=scale, kv_layout=kv_layout, window=window,
+            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype, kv_dtype=kv_dtype,
+            num_threads=num_threads,
         )  # fmt: skip
 
 
@@ -729,7 +738,7 @@ def append_paged_kv(
         given = "neither" if slot_mapping is None else "both"
         raise ValueError(f"slot_mapping: expected exactly one of slot_mapping and block_tables, got {given}")
 
-    refresh: tuple[Any, Any, Any, Any, Any, Any, None] | None = None
+    refresh: partial[None] | None = None
     if slot_mapping is not None:
         for name, given in (("seq_lens", seq_lens), ("q_lens", q_lens), ("metadata_block_tables", metadata_block_tables)):
             if given is not None:
@@ -747,17 +756,18 @@ def append_paged_kv(
                 raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
             if keys.kind in _QUANTISED:
                 raise TypeError(f"k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got {keys.kind}")
-            refresh = (
-                _arrays.readable(k_cache, "k_cache"), tables.pages, tables.seq_lens, metadata_block_tables,
-                _arrays.writable(maxblocks, "maxblocks"), _arrays.writable(minblocks, "minblocks"), None,
+            refresh = partial(
+                _core.quest_metadata, _arrays.readable(k_cache, "k_cache"), tables.pages, tables.seq_lens, metadata_block_tables,
+                maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
+                dtype=bits if bits in (None, "bfloat16") else None,
             )  # fmt: skip
     if metadata_block_tables is None and not (maxblocks is None and minblocks is None):
         raise ValueError("metadata_block_tables: expected the tables of maxblocks and minblocks, got None")
     if refresh is not None:  # an empty range: all checks but no work, so that nothing is written where the call below would fail
-        _core.quest_metadata(*refresh, tables.seq_lens, kv_layout, bits if bits in (None, "bfloat16") else None)
+        refresh(start_lens=tables.seq_lens)
 
     pages, places = np.divmod(slots, page_size)
     keys.write(pages, places, *new_k)
     values.write(pages, places, *new_v)
     if refresh is not None:
-        _core.quest_metadata(*refresh, tables.seq_lens - new, kv_layout, bits if bits in (None, "bfloat16") else None)
+        refresh(start_lens=tables.seq_lens - new)

@@ -101,9 +101,10 @@ def quest_prefill_metadata(
     (True, True)
     """
     _core.quest_metadata(
-        _arrays.readable(k_cache, "k_cache"), block_tables, seq_lens, metadata_block_tables, _arrays.writable(maxblocks, "maxblocks"),
-        _arrays.writable(minblocks, "minblocks"), _arrays.writable(meanblocks, "meanblocks"), start_lens, kv_layout,
-        _arrays.dtype_name(dtype), num_threads,
+        _arrays.readable(k_cache, "k_cache"), block_tables, seq_lens, metadata_block_tables,
+        maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"),
+        meanblocks=_arrays.writable(meanblocks, "meanblocks"), start_lens=start_lens, kv_layout=kv_layout, dtype=_arrays.dtype_name(dtype),
+        num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -116,13 +117,14 @@ def _quest(
     query: Any, maxblocks: Any, minblocks: Any, tables: Any, seq_lens: Any, k: Any, block_size: Any, per_query_head: Any, sink: int,
     since: Any, ascending: Any, selected_indices: Any, dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
-    call = (
-        _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
-        _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, None, ascending, "NHD",
-        _arrays.writable(selected_indices, "selected_indices"), False, _arrays.dtype_name(dtype), num_threads,
-    )  # fmt: skip
     try:
-        return _core.select_blocks(*call)
+        return _core.select_blocks(
+            _integer_empty(query), "quest", _arrays.readable(query, "query"), a=_arrays.readable(maxblocks, "maxblocks"),
+            b=_arrays.readable(minblocks, "minblocks"), tables=tables, seq_lens=seq_lens, k=k, block_size=block_size,
+            per_query_head=per_query_head, sink=sink, recent=0, tokens_since_metadata_update=since, budget=None, ascending=ascending,
+            kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"), return_counts=False,
+            dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         if selected_indices is None or not str(error).startswith("k:"):
             raise
@@ -508,10 +510,11 @@ def select_blocks(
     width, blocks = _budgets(k, budget, dense_below, seq_lens, size or 1)
     try:
         return _core.select_blocks(
-            _integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
-            None if second is None else _arrays.readable(second, "minblocks"), tables, seq_lens, width, size, per_query_head, sink,
-            0 if recent is None else recent, tokens_since_metadata_update, blocks, ascending, kv_layout, None, True,
-            _arrays.dtype_name(dtype), num_threads,
+            _integer_empty(q), method, _arrays.readable(q, "query"), a=_arrays.readable(first, "source"),
+            b=None if second is None else _arrays.readable(second, "minblocks"), tables=tables, seq_lens=seq_lens, k=width, block_size=size,
+            per_query_head=per_query_head, sink=sink, recent=0 if recent is None else recent,
+            tokens_since_metadata_update=tokens_since_metadata_update, budget=blocks, ascending=ascending, kv_layout=kv_layout,
+            selected_indices=None, return_counts=True, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, _SELECT_NAMES) from error

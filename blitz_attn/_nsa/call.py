@@ -238,4 +238,7 @@ def run(call: Call, results: Results, out: np.ndarray) -> None:
         attend(call.q, keys, values, results.outs[c], results.lse[c], call.common, branch, call.begin)
     weight = call.w_gate.array
     gates = call.gates.array if weight is None else results.gates
-    _core.gate(None if weight is None else call.q, weight, gates, tuple(results.outs), out, call.common.kind, call.common.threads)
+    _core.gate(
+        None if weight is None else call.q, weight, gates=gates, branches=tuple(results.outs), out=out, dtype=call.common.kind,
+        num_threads=call.common.threads,
+    )  # fmt: skip

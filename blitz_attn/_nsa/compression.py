@@ -28,7 +28,10 @@ def compress_into(
 ) -> None:  # fmt: skip
     """Fills `out`. `names`: the caller's names of `x` and `weight`, for errors."""
     try:
-        _core.block_means(x, weight, out, size, stride, sequences.tokens, sequences.blocks, kind, threads)
+        _core.block_means(
+            x, weight, out, block_size=size, stride=stride, cu_seqlens=sequences.tokens, cu_blocks=sequences.blocks, dtype=kind,
+            num_threads=threads,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, {"x": names[0], "weight": names[1]}) from error
 
@@ -134,7 +137,10 @@ def compress_gradients(
         compress_into(dy, turned, dmeans, kind, 1, 1, alone, threads, (names[0], names[2]))
         dy = dmeans
     try:
-        _core.block_means_backward(dy, dx, more, size, stride, sequences.tokens, sequences.blocks, kind, threads)
+        _core.block_means_backward(
+            dy, dx, more, block_size=size, stride=stride, cu_seqlens=sequences.tokens, cu_blocks=sequences.blocks, dtype=kind,
+            num_threads=threads,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, {"dout": names[0]}) from error
     return dweight

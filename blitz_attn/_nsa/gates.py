@@ -68,7 +68,7 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     if weight is None:
         result.array[...] = 1 / 3
     else:
-        _core.gate(queries, weight, result.array, None, None, kind, threads)
+        _core.gate(queries, weight, gates=result.array, branches=None, out=None, dtype=kind, num_threads=threads)
     return result.value
 
 
@@ -125,7 +125,7 @@ def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: A
     branches, kind = _branches(o_cmp, o_slc, o_win, dtype)
     wide, _ = gates_as_reals(gates, branches[0].shape, dtype, kind)
     result = Result(branches[0].shape, kind, o_cmp)
-    _core.gate(None, None, wide, tuple(branches), result.array, kind, threads)
+    _core.gate(None, None, gates=wide, branches=tuple(branches), out=result.array, dtype=kind, num_threads=threads)
     return result.value
 
 
@@ -185,8 +185,9 @@ def gating_backward(
     dq = None if weight is None else Result(queries.shape, kind, q)
     dweight = None if weight is None else np.empty(weight.shape, real_of(kind))
     _core.gate_backward(
-        None if weight is None else queries, weight, wide, tuple(branches), gradient, tuple(x.array for x in results), None,
-        None if dq is None else dq.array, dweight, kind, threads,
+        None if weight is None else queries, weight, gates=wide, branches=tuple(branches), dout=gradient,
+        dbranches=tuple(x.array for x in results), dgates=None, dq=None if dq is None else dq.array, dgate_proj_weight=dweight, dtype=kind,
+        num_threads=threads,
     )  # fmt: skip
     made = None if dweight is None else rounded(dweight, real_of(kind), own, gate_proj_weight)
     return results[0].value, results[1].value, results[2].value, None if dq is None else dq.value, made

@@ -31,9 +31,10 @@ def select_into(
 ) -> None:  # fmt: skip
     """Fills `out`, and `groups` where they are given, for queries of a sequence of `tokens` tokens from token `begin` on."""
     _core.nsa_select(
-        q, k_cmp, lse, out, groups, common.scale, rules.causal, rules.size, rules.stride, rules.select,
-        0 if rules.by_query else rules.tile, rules.init, rules.local, begin, tokens, CMP_GROUP, sequences.tokens, sequences.blocks,
-        common.kind, common.threads,
+        q, k_cmp, lse, block_indices=out, cmp_block_indices=groups, scale=common.scale, causal=rules.causal,
+        compress_block_size=rules.size, compress_stride=rules.stride, select_block_size=rules.select,
+        q_tile_size=0 if rules.by_query else rules.tile, init_blocks=rules.init, local_blocks=rules.local, q_begin=begin, tokens=tokens,
+        cmp_group=CMP_GROUP, cu_seqlens=sequences.tokens, cu_blocks=sequences.blocks, dtype=common.kind, num_threads=common.threads,
     )  # fmt: skip
 
 

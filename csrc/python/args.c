@@ -72,28 +72,52 @@ int arg_check(ba_status status) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------- */
 
-static int keyword_index(const char *const *names, int count, PyObject *keyword) {
-    for (int i = 0; i < count; i++)
-        if (PyUnicode_CompareWithASCIIString(keyword, names[i]) == 0) return i;
+void arg_forget(module_state *state, int index, const arg_names *arguments) {
+    PyObject **names = state->names[index];
+    state->names[index] = NULL;
+    for (int i = 0; names != NULL && i < arguments->count; i++) Py_XDECREF(names[i]);
+    PyMem_Free(names);
+}
+
+int arg_intern(module_state *state, int index, const arg_names *arguments) {
+    if (arguments->count == 0) return 0;
+    state->names[index] = PyMem_Calloc((size_t)arguments->count, sizeof(PyObject *));
+    if (state->names[index] == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < arguments->count; i++)
+        if ((state->names[index][i] = PyUnicode_InternFromString(arguments->names[i])) == NULL) return -1;
+    return 0;
+}
+
+/* Place of a keyword among the names. A keyword in a program's text is interned, as the names are, and most callers give keywords in the order of
+ * the names: the search begins at `likely`. */
+static int keyword_index(PyObject *const *interned, const arg_names *a, PyObject *keyword, int likely) {
+    for (int i = likely; i < a->count; i++)
+        if (interned[i] == keyword) return i;
+    for (int i = 0; i < a->count; i++)
+        if (PyUnicode_CompareWithASCIIString(keyword, a->names[i]) == 0) return i;
     return -1;
 }
 
-int arg_sort(const char *function, const char *const *names, int count, int required, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+int arg_sort(const module_state *state, int function, const arg_names *a, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
              PyObject **values) {
-    if (nargs > count) return fail(PyExc_TypeError, "%s() takes at most %d arguments, got %zd", function, count, nargs);
-    for (int i = 0; i < count; i++) values[i] = i < nargs ? args[i] : NULL;
+    if (nargs > a->count) return fail(PyExc_TypeError, "%s() takes at most %d arguments, got %zd", a->function, a->count, nargs);
+    for (int i = 0; i < a->count; i++) values[i] = i < nargs ? args[i] : NULL;
 
     const Py_ssize_t keywords = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
+    int index = (int)nargs - 1;
     for (Py_ssize_t i = 0; i < keywords; i++) {
         PyObject *keyword = PyTuple_GetItem(kwnames, i);
-        const int index = keyword_index(names, count, keyword);
-        if (index < 0) return fail(PyExc_TypeError, "%s() got an unexpected keyword argument %R", function, keyword);
-        if (values[index] != NULL) return fail(PyExc_TypeError, "%s() got multiple values for argument %R", function, keyword);
+        index = a->count > 0 ? keyword_index(state->names[function], a, keyword, index + 1) : -1;
+        if (index < 0) return fail(PyExc_TypeError, "%s() got an unexpected keyword argument %R", a->function, keyword);
+        if (values[index] != NULL) return fail(PyExc_TypeError, "%s() got multiple values for argument %R", a->function, keyword);
         values[index] = args[nargs + i];
     }
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < a->count; i++) {
         if (values[i] != NULL) continue;
-        if (i < required) return fail(PyExc_TypeError, "%s() is missing the argument '%s'", function, names[i]);
+        if (i < a->required) return fail(PyExc_TypeError, "%s() is missing the argument '%s'", a->function, a->names[i]);
         values[i] = Py_None;
     }
     return 0;

@@ -21,17 +21,31 @@
 
 /* ---- Module state ------------------------------------------------------------------------------------------ */
 
+enum { MODULE_MOST_FUNCTIONS = 40 };
+
 typedef struct module_state {
-    PyObject *dlpack_method;    /* "__dlpack__" */
-    PyObject *dlpack_arguments; /* (): no positional arguments */
-    PyObject *dlpack_keywords;  /* {"max_version": (1, 0)} */
+    PyObject *dlpack_method;                 /* "__dlpack__" */
+    PyObject *dlpack_arguments;              /* (): no positional arguments */
+    PyObject *dlpack_keywords;               /* {"max_version": (1, 0)} */
+    PyObject **names[MODULE_MOST_FUNCTIONS]; /* of the arguments of each function, interned; NULL: it has none */
 } module_state;
 
 /* ---- The call ---------------------------------------------------------------------------------------------- */
 
-/* Sorts the arguments of a METH_FASTCALL | METH_KEYWORDS call into values[count], in the order of names[count]. The first `required`
+/* What a function of the module takes. */
+typedef struct arg_names {
+    const char *function;
+    const char *const *names; /* in order */
+    int count, required;
+} arg_names;
+
+/* Interns the names of function number `index` of the module, once; arg_forget gives them back. */
+int arg_intern(module_state *state, int index, const arg_names *arguments);
+void arg_forget(module_state *state, int index, const arg_names *arguments);
+
+/* Sorts the arguments of a METH_FASTCALL | METH_KEYWORDS call into values[count], in the order of the names. The first `required`
  * arguments must be given; any other that is not given becomes None. All values are borrowed references. */
-int arg_sort(const char *function, const char *const *names, int count, int required, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+int arg_sort(const module_state *state, int index, const arg_names *arguments, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
              PyObject **values);
 
 /* ---- Arrays ------------------------------------------------------------------------------------------------ */

@@ -74,21 +74,22 @@ static PyObject *set_fault(ba_fault_kind kind, PyObject *number) {
     return counted;
 }
 
+TAKES(_fail_allocation, 1, "n");
 PyObject *py__fail_allocation(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"n"};
     (void)module;
-    SORT_ARGUMENTS(_fail_allocation, 1, 1);
+    SORT_ARGUMENTS(_fail_allocation, 1);
     hook_allocators();
     return set_fault(BA_FAULT_MEMORY, values[0]);
 }
 
+TAKES(_fail_thread, 1, "n");
 PyObject *py__fail_thread(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"n"};
     (void)module;
-    SORT_ARGUMENTS(_fail_thread, 1, 1);
+    SORT_ARGUMENTS(_fail_thread, 1);
     return set_fault(BA_FAULT_THREAD, values[0]);
 }
 
+TAKES_NOTHING(_live_blocks);
 PyObject *py__live_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(_live_blocks);
     hook_allocators();

@@ -2,45 +2,11 @@
  * static types, so several interpreters may load it. */
 #include "python/ops.h"
 
-#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL | METH_KEYWORDS, NULL}
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL | METH_KEYWORDS, NULL},
+static PyMethodDef methods[] = {CORE_FUNCTIONS(METHOD){NULL, NULL, 0, NULL}};
 
-static PyMethodDef methods[] = {
-    FUNCTION(block_sparse_attention),
-    FUNCTION(block_sparse_attention_backward),
-    FUNCTION(select_prefill),
-    FUNCTION(merge_states),
-    FUNCTION(open_page_tables),
-    FUNCTION(paged_attention),
-    FUNCTION(quest_metadata),
-    FUNCTION(select_blocks),
-    FUNCTION(block_means),
-    FUNCTION(block_means_backward),
-    FUNCTION(gate),
-    FUNCTION(gate_backward),
-    FUNCTION(nsa_select),
-    FUNCTION(read_integer),
-    FUNCTION(read_number),
-    FUNCTION(read_flag),
-    FUNCTION(get_num_threads),
-    FUNCTION(set_num_threads),
-    FUNCTION(num_threads_source),
-    FUNCTION(isa_levels),
-    FUNCTION(isa_detected),
-    FUNCTION(isa_active),
-    FUNCTION(isa_set_cap),
-    FUNCTION(isa_note),
-    FUNCTION(cpu_model),
-    FUNCTION(kernels),
-    FUNCTION(probe_flops),
-    FUNCTION(probe_tile_flops),
-    FUNCTION(probe_read),
-#ifdef BA_FAULTS
-    FUNCTION(_fail_allocation),
-    FUNCTION(_fail_thread),
-    FUNCTION(_live_blocks),
-#endif
-    {NULL, NULL, 0, NULL},
-};
+#define ARGUMENTS(name) &arguments_##name,
+static const arg_names *const arguments[] = {CORE_FUNCTIONS(ARGUMENTS)};
 
 static int module_exec(PyObject *module) {
     module_state *state = PyModule_GetState(module);
@@ -48,6 +14,8 @@ static int module_exec(PyObject *module) {
     state->dlpack_arguments = PyTuple_New(0);
     state->dlpack_keywords = Py_BuildValue("{s(ii)}", "max_version", DL_MAJOR_VERSION, 0);
     if (state->dlpack_method == NULL || state->dlpack_arguments == NULL || state->dlpack_keywords == NULL) return -1;
+    for (int i = 0; i < CORE_COUNT; i++)
+        if (arg_intern(state, i, arguments[i]) < 0) return -1;
     if (PyModule_AddStringConstant(module, "__version__", BA_VERSION) < 0) return -1;
     return PyModule_AddStringConstant(module, "compiler", __VERSION__);
 }
@@ -65,6 +33,7 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->dlpack_method);
     Py_CLEAR(state->dlpack_arguments);
     Py_CLEAR(state->dlpack_keywords);
+    for (int i = 0; i < CORE_COUNT; i++) arg_forget(state, i, arguments[i]);
     return 0;
 }
 

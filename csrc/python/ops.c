@@ -79,8 +79,6 @@ enum { BSA_ARGUMENTS(AS_INDEX) BSA_COUNT };
 enum { ROUTING_ARGUMENTS(AS_ROUTING_INDEX) ROUTING_COUNT };
 enum { FORWARD_ARGUMENTS(AS_FORWARD_INDEX) FORWARD_COUNT };
 enum { BACKWARD_ARGUMENTS(AS_BACKWARD_INDEX) BACKWARD_COUNT };
-static const char *const forward_names[] = {FORWARD_ARGUMENTS(AS_TEXT)};
-static const char *const backward_names[] = {BACKWARD_ARGUMENTS(AS_TEXT)};
 
 static int read_optional_int64(PyObject *object, const char *name, int64_t *value) { return object == Py_None ? 0 : arg_int64(object, name, value); }
 
@@ -137,9 +135,9 @@ static int check_disjoint(const block_sparse_call *call) {
     return arg_disjoint(&call->lse, &call->out);
 }
 
+TAKES(block_sparse_attention, BSA_sabi, FORWARD_ARGUMENTS(AS_TEXT));
 PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = forward_names;
-    SORT_ARGUMENTS(block_sparse_attention, FORWARD_COUNT, BSA_sabi);
+    SORT_ARGUMENTS(block_sparse_attention, FORWARD_COUNT);
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_attention attention;
@@ -177,10 +175,10 @@ done:
 
 enum { GRADIENTS = 3 };
 
+TAKES(block_sparse_attention_backward, BSA_sabi, BACKWARD_ARGUMENTS(AS_TEXT));
 PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     static const char *const output_names[GRADIENTS] = {"dq", "dk", "dv"};
-    const char *const *names = backward_names;
-    SORT_ARGUMENTS(block_sparse_attention_backward, BACKWARD_COUNT, BSA_sabi);
+    SORT_ARGUMENTS(block_sparse_attention_backward, BACKWARD_COUNT);
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
@@ -240,15 +238,14 @@ done:
 /* clang-format on */
 #define AS_CHOICE_INDEX(name) CHOICE_##name,
 enum { CHOICE_ARGUMENTS(AS_CHOICE_INDEX) CHOICE_COUNT };
-static const char *const choice_names[] = {CHOICE_ARGUMENTS(AS_TEXT)};
 
 /* One of the texts, as its place among them. */
 static int read_text(PyObject *const *values, int index, const char *const *texts, int count, int *place) {
     const char *text;
-    if (arg_text(values[index], choice_names[index], &text) < 0) return -1;
+    if (arg_text(values[index], arguments_select_prefill.names[index], &text) < 0) return -1;
     for (*place = 0; *place < count; ++*place)
         if (strcmp(text, texts[*place]) == 0) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected %s or another of that kind, got '%s'", choice_names[index], texts[0], text);
+    PyErr_Format(PyExc_ValueError, "%s: expected %s or another of that kind, got '%s'", arguments_select_prefill.names[index], texts[0], text);
     return -1;
 }
 
@@ -273,7 +270,7 @@ static int read_choice(module_state *state, PyObject *const *values, ba_select_p
     a->term = (ba_chooser_term)term;
     a->budget = (ba_budget)budget;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        if (arg_int64(values[numbers[i].index], choice_names[numbers[i].index], numbers[i].value) < 0) return -1;
+        if (arg_int64(values[numbers[i].index], arguments_select_prefill.names[numbers[i].index], numbers[i].value) < 0) return -1;
     if (arg_flag(values[CHOICE_largest], "largest", &a->largest) < 0 || arg_flag(values[CHOICE_per_kv_head], "per_kv_head", &a->per_kv_head) < 0 ||
         arg_flag(values[CHOICE_return_scores], "return_scores", scores) < 0 ||
         arg_hold(state, values[CHOICE_budgets], budget_names[budget], ARG_LSE, BA_UINT16, budgets) < 0)
@@ -307,9 +304,9 @@ static PyObject *make_lists(module_state *state, PyObject *empty, const ba_selec
     return made;
 }
 
+TAKES(select_prefill, CHOICE_COUNT, CHOICE_ARGUMENTS(AS_TEXT));
 PyObject *py_select_prefill(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = choice_names;
-    SORT_ARGUMENTS(select_prefill, CHOICE_COUNT, CHOICE_COUNT);
+    SORT_ARGUMENTS(select_prefill, CHOICE_COUNT);
     PyObject *const routing[ROUTING_COUNT] = {Py_None, Py_None, Py_None, Py_None, Py_None};
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
@@ -407,9 +404,9 @@ static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dt
     return 0;
 }
 
+TAKES(merge_states, 3, "empty", "outs", "lses", "out", "lse_out", "dtype");
 PyObject *py_merge_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"empty", "outs", "lses", "out", "lse_out", "dtype"};
-    SORT_ARGUMENTS(merge_states, 6, 3);
+    SORT_ARGUMENTS(merge_states, 6);
     module_state *state = PyModule_GetState(module);
     merge_call call = {0};
     ba_dtype dtype;
@@ -438,32 +435,30 @@ done:
 
 /* ---- Arguments that Python looks at itself ------------------------------------------------------------------ */
 
-static const char *const read_names[] = {"value", "name"};
-
+TAKES(read_integer, 2, "value", "name");
 PyObject *py_read_integer(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = read_names;
     (void)module;
-    SORT_ARGUMENTS(read_integer, 2, 2);
+    SORT_ARGUMENTS(read_integer, 2);
     const char *name;
     int64_t value;
     if (arg_text(values[1], "name", &name) < 0 || arg_int64(values[0], name, &value) < 0) return NULL;
     return PyLong_FromLongLong(value);
 }
 
+TAKES(read_number, 2, "value", "name");
 PyObject *py_read_number(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = read_names;
     (void)module;
-    SORT_ARGUMENTS(read_number, 2, 2);
+    SORT_ARGUMENTS(read_number, 2);
     const char *name;
     double value;
     if (arg_text(values[1], "name", &name) < 0 || arg_double(values[0], name, &value) < 0) return NULL;
     return PyFloat_FromDouble(value);
 }
 
+TAKES(read_flag, 2, "value", "name");
 PyObject *py_read_flag(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = read_names;
     (void)module;
-    SORT_ARGUMENTS(read_flag, 2, 2);
+    SORT_ARGUMENTS(read_flag, 2);
     const char *name;
     int value;
     if (arg_text(values[1], "name", &name) < 0 || arg_flag(values[0], name, &value) < 0) return NULL;
@@ -472,25 +467,28 @@ PyObject *py_read_flag(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 
 /* ---- Threads and instruction sets -------------------------------------------------------------------------- */
 
+TAKES_NOTHING(get_num_threads);
 PyObject *py_get_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(get_num_threads);
     return PyLong_FromLong(ba_get_num_threads());
 }
 
+TAKES(set_num_threads, 1, "num_threads");
 PyObject *py_set_num_threads(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"num_threads"};
     (void)module;
-    SORT_ARGUMENTS(set_num_threads, 1, 1);
+    SORT_ARGUMENTS(set_num_threads, 1);
     int num_threads;
-    if (arg_threads(values[0], names[0], &num_threads) < 0 || arg_check(ba_set_num_threads(num_threads)) < 0) return NULL;
+    if (arg_threads(values[0], "num_threads", &num_threads) < 0 || arg_check(ba_set_num_threads(num_threads)) < 0) return NULL;
     return Py_NewRef(Py_None);
 }
 
+TAKES_NOTHING(num_threads_source);
 PyObject *py_num_threads_source(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(num_threads_source);
     return PyUnicode_FromString(ba_num_threads_source());
 }
 
+TAKES_NOTHING(isa_levels);
 PyObject *py_isa_levels(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(isa_levels);
     PyObject *levels = PyTuple_New(BA_ISA_COUNT);
@@ -501,41 +499,45 @@ PyObject *py_isa_levels(PyObject *module, PyObject *const *args, Py_ssize_t narg
     return levels;
 }
 
+TAKES_NOTHING(isa_detected);
 PyObject *py_isa_detected(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(isa_detected);
     return PyUnicode_FromString(ba_isa_name(ba_isa_detected()));
 }
 
+TAKES_NOTHING(isa_active);
 PyObject *py_isa_active(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(isa_active);
     return PyUnicode_FromString(ba_isa_name(ba_isa_active()));
 }
 
+TAKES(isa_set_cap, 1, "level");
 PyObject *py_isa_set_cap(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"level"};
     (void)module;
-    SORT_ARGUMENTS(isa_set_cap, 1, 1);
+    SORT_ARGUMENTS(isa_set_cap, 1);
     ba_isa level;
-    if (arg_isa(values[0], names[0], &level) < 0 || arg_check(ba_isa_set_cap(level)) < 0) return NULL;
+    if (arg_isa(values[0], "level", &level) < 0 || arg_check(ba_isa_set_cap(level)) < 0) return NULL;
     return Py_NewRef(Py_None);
 }
 
+TAKES_NOTHING(isa_note);
 PyObject *py_isa_note(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(isa_note);
     return PyUnicode_FromString(ba_isa_note());
 }
 
+TAKES_NOTHING(cpu_model);
 PyObject *py_cpu_model(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     NO_ARGUMENTS(cpu_model);
     return PyUnicode_DecodeUTF8(ba_cpu_model(), (Py_ssize_t)strlen(ba_cpu_model()), "replace");
 }
 
+TAKES(kernels, 0, "level");
 PyObject *py_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"level"};
     (void)module;
-    SORT_ARGUMENTS(kernels, 1, 0);
+    SORT_ARGUMENTS(kernels, 1);
     ba_isa level = ba_isa_active();
-    if (values[0] != Py_None && arg_isa(values[0], names[0], &level) < 0) return NULL;
+    if (values[0] != Py_None && arg_isa(values[0], "level", &level) < 0) return NULL;
     PyObject *list = PyList_New(0);
     const char *name;
     ba_isa implemented_at;
@@ -561,10 +563,10 @@ static int read_probe(PyObject *level, PyObject *seconds, bool may_be_once, PyOb
     return arg_threads(num_threads, "num_threads", threads);
 }
 
+TAKES(probe_flops, 2, "level", "seconds", "num_threads");
 PyObject *py_probe_flops(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"level", "seconds", "num_threads"};
     (void)module;
-    SORT_ARGUMENTS(probe_flops, 3, 2);
+    SORT_ARGUMENTS(probe_flops, 3);
     ba_isa level;
     double seconds, rate;
     int threads;
@@ -573,10 +575,10 @@ PyObject *py_probe_flops(PyObject *module, PyObject *const *args, Py_ssize_t nar
     return PyFloat_FromDouble(rate * 1e-9);
 }
 
+TAKES(probe_tile_flops, 2, "level", "seconds", "num_threads");
 PyObject *py_probe_tile_flops(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"level", "seconds", "num_threads"};
     (void)module;
-    SORT_ARGUMENTS(probe_tile_flops, 3, 2);
+    SORT_ARGUMENTS(probe_tile_flops, 3);
     ba_isa level;
     double seconds, rate;
     int threads;
@@ -585,10 +587,10 @@ PyObject *py_probe_tile_flops(PyObject *module, PyObject *const *args, Py_ssize_
     return PyFloat_FromDouble(rate * 1e-9);
 }
 
+TAKES(probe_read, 3, "level", "memory", "seconds", "num_threads");
 PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"level", "memory", "seconds", "num_threads"};
     (void)module;
-    SORT_ARGUMENTS(probe_read, 4, 3);
+    SORT_ARGUMENTS(probe_read, 4);
     ba_isa level;
     int64_t bytes;
     double seconds, rate = 0;
@@ -598,7 +600,7 @@ PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t narg
     if (PyObject_CheckBuffer(values[1])) {
         if (PyObject_GetBuffer(values[1], &data, PyBUF_SIMPLE) < 0) return NULL;
         bytes = data.len;
-    } else if (arg_int64(values[1], names[1], &bytes) < 0) return NULL;
+    } else if (arg_int64(values[1], "memory", &bytes) < 0) return NULL;
     if (bytes < 1) PyErr_Format(PyExc_ValueError, "memory: expected a positive number of bytes, got %lld", (long long)bytes);
     else WITHOUT_GIL(rate = ba_probe_read(level, data.buf, bytes, seconds, threads));
     PyBuffer_Release(&data);

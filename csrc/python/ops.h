@@ -5,7 +5,32 @@
 
 #include "python/args.h"
 
-#define DECLARE_FUNCTION(name) PyObject *py_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+/* All of them. */
+/* clang-format off */
+#define CORE_FUNCTIONS(X) \
+    X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(paged_attention) X(quest_metadata) \
+    X(select_blocks) X(block_means) X(block_means_backward) X(gate) X(gate_backward) X(nsa_select) X(read_integer) X(read_number) X(read_flag) \
+    X(get_num_threads) X(set_num_threads) X(num_threads_source) X(isa_levels) X(isa_detected) X(isa_active) X(isa_set_cap) X(isa_note) \
+    X(cpu_model) X(kernels) X(probe_flops) X(probe_tile_flops) X(probe_read) FAULT_FUNCTIONS(X)
+#ifdef BA_FAULTS /* faults.c, for tests and not in _core.pyi. n: the n-th allocation (or start of a thread in the pool) from here on fails, 0: none;
+                    returns how many there were since the last call. live_blocks: that Python has allocated, up to a constant */
+#define FAULT_FUNCTIONS(X) X(_fail_allocation) X(_fail_thread) X(_live_blocks)
+#else
+#define FAULT_FUNCTIONS(X)
+#endif
+/* clang-format on */
+
+#define DECLARE_FUNCTION(name)                                                                                                                       \
+    PyObject *py_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);                                               \
+    extern const arg_names arguments_##name;
+CORE_FUNCTIONS(DECLARE_FUNCTION)
+#undef DECLARE_FUNCTION
+
+#define CORE_INDEX(name) CORE_##name,
+enum { CORE_FUNCTIONS(CORE_INDEX) CORE_COUNT };
+#undef CORE_INDEX
+
+_Static_assert((int)CORE_COUNT <= (int)MODULE_MOST_FUNCTIONS, "module_state has room for the names of all functions");
 
 #ifdef BA_FAULTS /* faults.c counts the allocations that happen between these two calls */
 int enter_function(void);
@@ -15,16 +40,22 @@ void leave_function(const int *unused);
 #define WITHIN_FUNCTION (void)0
 #endif
 
-/* Declares `values` and sorts the arguments of py_<name> into it, or returns NULL from the function. */
-#define SORT_ARGUMENTS(name, count, required)                                                                                                        \
+/* Stands before py_<name>: the names of its arguments in order, of which `required` ones have to be given. */
+#define TAKES(name, required, ...)                                                                                                                   \
+    const arg_names arguments_##name = {#name, (const char *const[]){__VA_ARGS__}, sizeof((const char *const[]){__VA_ARGS__}) / sizeof(char *),      \
+                                        required}
+#define TAKES_NOTHING(name) const arg_names arguments_##name = {#name, NULL, 0, 0}
+
+/* Sorts the arguments of py_<name> into values[count], or leaves the function with NULL. */
+#define SORT_ARGUMENTS(name, count)                                                                                                                  \
     WITHIN_FUNCTION;                                                                                                                                 \
     PyObject *values[count];                                                                                                                         \
-    if (arg_sort(#name, names, count, required, args, nargs, kwnames, values) < 0) return NULL
+    if (arg_sort(PyModule_GetState(module), CORE_##name, &arguments_##name, args, nargs, kwnames, values) < 0) return NULL
 
 #define NO_ARGUMENTS(name)                                                                                                                           \
     (void)module;                                                                                                                                    \
     WITHIN_FUNCTION;                                                                                                                                 \
-    if (arg_sort(#name, NULL, 0, 0, args, nargs, kwnames, NULL) < 0) return NULL
+    if (arg_sort(NULL, CORE_##name, &arguments_##name, args, nargs, kwnames, NULL) < 0) return NULL
 
 /* Runs a library call without the GIL. The arrays that it reads and writes must be held. */
 #define WITHOUT_GIL(statement)                                                                                                                       \
@@ -47,40 +78,5 @@ void leave_function(const int *unused);
 
 /* A ba_poll_fn. `context` is the address of the PyThreadState * that PyEval_SaveThread() gave to this thread. */
 int run_signal_handlers(void *context);
-
-DECLARE_FUNCTION(block_sparse_attention);
-DECLARE_FUNCTION(block_sparse_attention_backward);
-DECLARE_FUNCTION(select_prefill);
-DECLARE_FUNCTION(merge_states);
-DECLARE_FUNCTION(open_page_tables);
-DECLARE_FUNCTION(paged_attention);
-DECLARE_FUNCTION(quest_metadata);
-DECLARE_FUNCTION(select_blocks);
-DECLARE_FUNCTION(block_means);
-DECLARE_FUNCTION(block_means_backward);
-DECLARE_FUNCTION(gate);
-DECLARE_FUNCTION(gate_backward);
-DECLARE_FUNCTION(nsa_select);
-DECLARE_FUNCTION(read_integer);
-DECLARE_FUNCTION(read_number);
-DECLARE_FUNCTION(read_flag);
-DECLARE_FUNCTION(get_num_threads);
-DECLARE_FUNCTION(set_num_threads);
-DECLARE_FUNCTION(num_threads_source);
-DECLARE_FUNCTION(isa_levels);
-DECLARE_FUNCTION(isa_detected);
-DECLARE_FUNCTION(isa_active);
-DECLARE_FUNCTION(isa_set_cap);
-DECLARE_FUNCTION(isa_note);
-DECLARE_FUNCTION(cpu_model);
-DECLARE_FUNCTION(kernels);
-DECLARE_FUNCTION(probe_flops);
-DECLARE_FUNCTION(probe_tile_flops);
-DECLARE_FUNCTION(probe_read);
-#ifdef BA_FAULTS                    /* faults.c: for tests; not in _core.pyi */
-DECLARE_FUNCTION(_fail_allocation); /* (n): the n-th allocation from here on fails; 0: none does. Returns the number since the last call */
-DECLARE_FUNCTION(_fail_thread);     /* the same for threads that the pool starts */
-DECLARE_FUNCTION(_live_blocks);     /* blocks that Python has allocated, up to a constant */
-#endif
 
 #endif

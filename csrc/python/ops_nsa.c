@@ -109,9 +109,9 @@ static int check_disjoint(const held_call *call) {
         return result;                                                                                                                               \
     } while (0)
 
+TAKES(block_means, 5, "x", "weight", "out", "block_size", "stride", "cu_seqlens", "cu_blocks", "dtype", "num_threads");
 PyObject *py_block_means(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"x", "weight", "out", "block_size", "stride", "cu_seqlens", "cu_blocks", "dtype", "num_threads"};
-    SORT_ARGUMENTS(block_means, 9, 5);
+    SORT_ARGUMENTS(block_means, 9);
     held_call call = {0};
     ba_block_means_args a = {0};
     PyObject *result = NULL;
@@ -123,10 +123,10 @@ PyObject *py_block_means(PyObject *module, PyObject *const *args, Py_ssize_t nar
     FINISH(failed, ba_block_means(&a));
 }
 
+TAKES(block_means_backward, 5, "dout", "dx", "more", "block_size", "stride", "cu_seqlens", "cu_blocks", "dtype", "num_threads");
 PyObject *py_block_means_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"dout", "dx", "more", "block_size", "stride", "cu_seqlens", "cu_blocks", "dtype", "num_threads"};
     static const char *const more_names[] = {"more", "more", "more", "more"};
-    SORT_ARGUMENTS(block_means_backward, 9, 5);
+    SORT_ARGUMENTS(block_means_backward, 9);
     held_call call = {0};
     ba_block_means_backward_args a = {0};
     PyObject *result = NULL;
@@ -140,9 +140,9 @@ PyObject *py_block_means_backward(PyObject *module, PyObject *const *args, Py_ss
 
 static const char *const branch_names[] = {"o_cmp", "o_slc", "o_win"}, *const gradient_names[] = {"do_cmp", "do_slc", "do_win"};
 
+TAKES(gate, 5, "q", "gate_proj_weight", "gates", "branches", "out", "dtype", "num_threads");
 PyObject *py_gate(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"q", "gate_proj_weight", "gates", "branches", "out", "dtype", "num_threads"};
-    SORT_ARGUMENTS(gate, 7, 5);
+    SORT_ARGUMENTS(gate, 7);
     held_call call = {0};
     ba_gate_args a = {0};
     PyObject *result = NULL;
@@ -155,10 +155,10 @@ PyObject *py_gate(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyO
     FINISH(failed, ba_gate(&a));
 }
 
+TAKES(gate_backward, 9, "q", "gate_proj_weight", "gates", "branches", "dout", "dbranches", "dgates", "dq", "dgate_proj_weight", "dtype",
+      "num_threads");
 PyObject *py_gate_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"q",  "gate_proj_weight",  "gates", "branches",   "dout", "dbranches", "dgates",
-                                        "dq", "dgate_proj_weight", "dtype", "num_threads"};
-    SORT_ARGUMENTS(gate_backward, 11, 9);
+    SORT_ARGUMENTS(gate_backward, 11);
     held_call call = {0};
     ba_gate_backward_args a = {0};
     PyObject *result = NULL;
@@ -180,7 +180,6 @@ PyObject *py_gate_backward(PyObject *module, PyObject *const *args, Py_ssize_t n
 /* clang-format on */
 #define AS_SELECT_INDEX(name) SELECT_##name,
 enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
-static const char *const select_names[] = {SELECT_ARGUMENTS(AS_TEXT)};
 
 static int read_sizes(PyObject *const *values, ba_nsa_select_args *a) {
     const struct {
@@ -196,13 +195,13 @@ static int read_sizes(PyObject *const *values, ba_nsa_select_args *a) {
                  {SELECT_tokens, &a->tokens},
                  {SELECT_cmp_group, &a->cmp_group}};
     for (size_t i = 0; i < COUNT_OF(sizes); i++)
-        if (arg_int64(values[sizes[i].index], select_names[sizes[i].index], sizes[i].value) < 0) return -1;
+        if (arg_int64(values[sizes[i].index], arguments_nsa_select.names[sizes[i].index], sizes[i].value) < 0) return -1;
     return 0;
 }
 
+TAKES(nsa_select, SELECT_cu_seqlens, SELECT_ARGUMENTS(AS_TEXT));
 PyObject *py_nsa_select(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = select_names;
-    SORT_ARGUMENTS(nsa_select, SELECT_COUNT, SELECT_cu_seqlens);
+    SORT_ARGUMENTS(nsa_select, SELECT_COUNT);
     held_call call = {0};
     ba_nsa_select_args a = {0};
     PyObject *result = NULL;

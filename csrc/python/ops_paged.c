@@ -103,9 +103,9 @@ static const ba_page_tables *tables_of_plan(PyObject *object) {
     return PyCapsule_IsValid(object, plan_name) ? PyCapsule_GetPointer(object, plan_name) : NULL;
 }
 
+TAKES(open_page_tables, 7, "block_tables", "seq_lens", "indptr", "last_page_len", "q_lens", "page_size", "num_pages");
 PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const names[] = {"block_tables", "seq_lens", "indptr", "last_page_len", "q_lens", "page_size", "num_pages"};
-    SORT_ARGUMENTS(open_page_tables, 7, 7);
+    SORT_ARGUMENTS(open_page_tables, 7);
     module_state *state = PyModule_GetState(module);
     requests r = {0};
     ba_paged_args a = BA_PAGED_ARGS_INIT;
@@ -149,7 +149,6 @@ done:
 #define AS_INDEX(name) PAGED_##name,
 #define AS_TEXT(name) #name,
 enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
-static const char *const paged_names[] = {PAGED_ARGUMENTS(AS_TEXT)};
 
 typedef struct paged_call {
     arg_array q, k_cache, v_cache, k_scale, v_scale, selected, sinks, out, lse;
@@ -249,9 +248,9 @@ static int check_paged_disjoint(const paged_call *call) {
     return arg_disjoint(&call->lse, &call->out);
 }
 
+TAKES(paged_attention, PAGED_seq_lens, PAGED_ARGUMENTS(AS_TEXT));
 PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = paged_names;
-    SORT_ARGUMENTS(paged_attention, PAGED_COUNT, PAGED_seq_lens);
+    SORT_ARGUMENTS(paged_attention, PAGED_COUNT);
     module_state *state = PyModule_GetState(module);
     paged_call call = {.args = BA_PAGED_ARGS_INIT};
     ba_attention attention = {.num_threads = 0};
@@ -371,53 +370,45 @@ static int hold_summary(module_state *state, PyObject *object, const char *name,
     return 0;
 }
 
-enum {
-    META_K,
-    META_TABLES,
-    META_END,
-    META_META_TABLES,
-    META_MAX,
-    META_MIN,
-    META_MEAN,
-    META_BEGIN,
-    META_LAYOUT,
-    META_DTYPE,
-    META_THREADS,
-    META_COUNT
-};
-static const char *const metadata_names[] = {"k_cache",   "block_tables", "seq_lens",   "metadata_block_tables",
-                                             "maxblocks", "minblocks",    "meanblocks", "start_lens",
-                                             "kv_layout", "dtype",        "num_threads"};
+/* clang-format off */
+#define METADATA_ARGUMENTS(X) \
+    X(k_cache) X(block_tables) X(seq_lens) X(metadata_block_tables) X(maxblocks) X(minblocks) X(meanblocks) X(start_lens) X(kv_layout) X(dtype) \
+    X(num_threads)
+/* clang-format on */
+#define AS_METADATA_INDEX(name) METADATA_##name,
+enum { METADATA_ARGUMENTS(AS_METADATA_INDEX) METADATA_COUNT };
 
 static int read_metadata(module_state *state, PyObject *const *values, metadata_call *call) {
     ba_quest_metadata_args *a = &call->args;
-    const char *const *names = metadata_names;
+    const char *const *names = arguments_quest_metadata.names;
     ba_dtype dtype;
-    if (arg_dtype(values[META_DTYPE], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    if (arg_dtype(values[METADATA_dtype], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
     const ba_dtype bits_as = arg_bits(dtype);
-    if (arg_hold(state, values[META_K], names[META_K], ARG_FLOATS, bits_as, &call->k_cache) < 0) return -1;
+    if (arg_hold(state, values[METADATA_k_cache], names[METADATA_k_cache], ARG_FLOATS, bits_as, &call->k_cache) < 0) return -1;
     a->k_cache = call->k_cache.tensor;
-    if (arg_hold(state, values[META_TABLES], names[META_TABLES], ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
+    if (arg_hold(state, values[METADATA_block_tables], names[METADATA_block_tables], ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
     a->block_tables = call->block_tables.tensor;
-    if (arg_lengths(state, values[META_END], names[META_END], &call->end) < 0) return -1;
+    if (arg_lengths(state, values[METADATA_seq_lens], names[METADATA_seq_lens], &call->end) < 0) return -1;
     a->end = call->end.values;
     a->batch = call->end.count;
-    if (arg_hold(state, values[META_META_TABLES], names[META_META_TABLES], ARG_TABLES, BA_UINT16, &call->metadata_tables) < 0) return -1;
+    if (arg_hold(state, values[METADATA_metadata_block_tables], names[METADATA_metadata_block_tables], ARG_TABLES, BA_UINT16,
+                 &call->metadata_tables) < 0)
+        return -1;
     a->metadata_tables = call->metadata_tables.tensor;
-    if (hold_summary(state, values[META_MAX], names[META_MAX], bits_as, &call->largest, &a->maxblocks) < 0) return -1;
-    if (hold_summary(state, values[META_MIN], names[META_MIN], bits_as, &call->smallest, &a->minblocks) < 0) return -1;
-    if (hold_summary(state, values[META_MEAN], names[META_MEAN], bits_as, &call->mean, &a->meanblocks) < 0) return -1;
-    if (arg_lengths(state, values[META_BEGIN], names[META_BEGIN], &call->begin) < 0) return -1;
-    if (arg_expect_count(&call->begin, names[META_BEGIN], a->batch, "as many as seq_lens has") < 0) return -1;
+    if (hold_summary(state, values[METADATA_maxblocks], names[METADATA_maxblocks], bits_as, &call->largest, &a->maxblocks) < 0) return -1;
+    if (hold_summary(state, values[METADATA_minblocks], names[METADATA_minblocks], bits_as, &call->smallest, &a->minblocks) < 0) return -1;
+    if (hold_summary(state, values[METADATA_meanblocks], names[METADATA_meanblocks], bits_as, &call->mean, &a->meanblocks) < 0) return -1;
+    if (arg_lengths(state, values[METADATA_start_lens], names[METADATA_start_lens], &call->begin) < 0) return -1;
+    if (arg_expect_count(&call->begin, names[METADATA_start_lens], a->batch, "as many as seq_lens has") < 0) return -1;
     a->begin = call->begin.values;
-    if (arg_kv_layout(values[META_LAYOUT], names[META_LAYOUT], &a->kv_layout) < 0) return -1;
-    if (arg_threads(values[META_THREADS], names[META_THREADS], &a->num_threads) < 0) return -1;
+    if (arg_kv_layout(values[METADATA_kv_layout], names[METADATA_kv_layout], &a->kv_layout) < 0) return -1;
+    if (arg_threads(values[METADATA_num_threads], names[METADATA_num_threads], &a->num_threads) < 0) return -1;
     return check_metadata_disjoint(call);
 }
 
+TAKES(quest_metadata, METADATA_meanblocks, METADATA_ARGUMENTS(AS_TEXT));
 PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = metadata_names;
-    SORT_ARGUMENTS(quest_metadata, META_COUNT, META_MEAN);
+    SORT_ARGUMENTS(quest_metadata, METADATA_COUNT);
     metadata_call call = {0};
     ba_status status = BA_OK;
     int failed = read_metadata(PyModule_GetState(module), values, &call);
@@ -439,7 +430,6 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* clang-format on */
 #define AS_SELECT_INDEX(name) SELECT_##name,
 enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
-static const char *const select_names[] = {SELECT_ARGUMENTS(AS_TEXT)};
 
 typedef struct select_call {
     arg_array q, a, b, tables, selected, counts;
@@ -529,9 +519,7 @@ static int read_select(module_state *state, PyObject *const *values, select_call
     if (arg_flag(values[SELECT_ascending], "ascending", &a->ascending) < 0) return -1;
     if (arg_int64(values[SELECT_sink], "sink", &a->sink) < 0) return -1;
     if (read_per_request(state, values[SELECT_recent], "recent", a->batch, &call->recent) < 0) return -1;
-    if (read_per_request(state, values[SELECT_tokens_since_metadata_update], select_names[SELECT_tokens_since_metadata_update], a->batch,
-                         &call->since) < 0)
-        return -1;
+    if (read_per_request(state, values[SELECT_tokens_since_metadata_update], "tokens_since_metadata_update", a->batch, &call->since) < 0) return -1;
     if (arg_lengths(state, values[SELECT_budget], "budget", &call->budget) < 0) return -1;
     if (arg_expect_count(&call->budget, "budget", a->batch, "one per request") < 0 || add_window(call) < 0) return -1;
     a->recent = call->recent.values;
@@ -553,9 +541,9 @@ static int result_shape(const ba_select_args *a, PyObject *k, ba_tensor *shape) 
     return 0;
 }
 
+TAKES(select_blocks, SELECT_COUNT, SELECT_ARGUMENTS(AS_TEXT));
 PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    const char *const *names = select_names;
-    SORT_ARGUMENTS(select_blocks, SELECT_COUNT, SELECT_COUNT);
+    SORT_ARGUMENTS(select_blocks, SELECT_COUNT);
     module_state *state = PyModule_GetState(module);
     select_call call = {0};
     ba_tensor shape = {0};

@@ -146,8 +146,8 @@ MISTAKES = [
         "refresh",
         "an append refreshes the summary of each request's newest token alone",
         "blitz_attn/paged.py",
-        "_core.quest_metadata(*refresh, tables.seq_lens - new, kv_layout",
-        "_core.quest_metadata(*refresh, tables.seq_lens - np.minimum(new, 1), kv_layout",
+        "refresh(start_lens=tables.seq_lens - new)",
+        "refresh(start_lens=tables.seq_lens - np.minimum(new, 1))",
     ),
 ]
 
