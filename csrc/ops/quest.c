@@ -7,7 +7,7 @@
 #include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
-#include "kernels/prefetch.h"
+#include "kernels/prefetch_rows.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/problem.h"
@@ -299,8 +299,8 @@ static void score_rows(const select_call *c, const pages *p, const char *q, int6
 /* Prefetches the first rows of a stretch for all heads. (Later rows are prefetched while the rows before them are scored.) */
 static void prefetch_rows(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
-        ba_prefetcher prefetcher = ba_prefetcher_for(rows_ahead(c, p, head, rows, count));
-        while (ba_prefetch_line(&prefetcher)) continue;
+        const ba_prefetch_rows ahead = rows_ahead(c, p, head, rows, count);
+        ba_prefetch_to_keep(c->cache->isa, ahead.rows, ahead.count, ahead.offset, ahead.bytes, false);
     }
 }
 

@@ -42,7 +42,7 @@ MISTAKES = [
         "queries of ragged requests stand at the beginning of their keys, not at the end",
         "csrc/ops/open_paged.c",
         "        .q_begin = -1,\n",
-        "        .q_begin = args->cu_q && args->batch > 1 ? 0 : -1,\n",
+        "        .q_begin = ragged && batch > 1 ? 0 : -1,\n",
     ),
     Mistake(
         "window",
@@ -75,7 +75,7 @@ MISTAKES = [
     Mistake(
         "parts",
         "the last part of a sequence's keys is not joined",
-        "csrc/ops/attend.c",
+        "csrc/ops/attend_join.c",
         "for (int64_t part = 1; part < parts; part++) {",
         "for (int64_t part = 1; part < parts - (parts > 2); part++) {",
     ),
@@ -110,7 +110,7 @@ MISTAKES = [
     Mistake(
         "diagonal",
         "gradients place the causal diagonal one key too far",
-        "csrc/ops/block_sparse_backward.c",
+        "csrc/ops/backward_tiles.c",
         "ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);",
         "ba_range seen = ba_visible_keys(p, query + (q.valid > 1), q.valid + (q.valid > 1), kv.valid);\n        if (query >= q.valid) seen = (ba_range){0, 0};",
     ),

@@ -1,0 +1,19 @@
+/* Prefetches for drivers. A driver says which rows are used next; which cache they are prefetched into is known here and in the kernels alone. */
+#ifndef BA_PREFETCH_ROWS_H
+#define BA_PREFETCH_ROWS_H
+
+#include "blitz_attn.h"
+#include "core/common.h"
+
+/* A row that is read, or written, within the next few hundred instructions. */
+static inline void ba_prefetch_to_read(const void *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 0, 3);
+}
+static inline void ba_prefetch_to_write(const void *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 1, 3);
+}
+
+/* n rows that a kernel of this level reads (and writes, where to_write) after the work at hand: `bytes` of each, from `offset` on. */
+void ba_prefetch_to_keep(ba_isa level, const void *const *rows, int64_t n, int64_t offset, int64_t bytes, bool to_write);
+
+#endif

@@ -1,0 +1,126 @@
+/* An item of few queries (decode): one panel per tile and KV head. Memory binds, so that what is read next is prefetched while keys are attended. */
+#include "core/pool.h"
+#include "ops/attend_call.h"
+
+/* Whether a token's heads lie side by side: then the heads of an item attend a chunk together. */
+static bool heads_are_beside(const ba_problem *p) {
+    return ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) &&
+           ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
+}
+
+/* Bytes of K's rows, or of V's, of so many heads side by side. */
+static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim, int64_t heads) {
+    return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
+}
+
+/* How many rows of `bytes` each lie within distance number `which` (ba_few_tuning), and within the largest distance. */
+static int64_t rows_ahead(const ba_few_tuning *few, int which, int64_t bytes) { return ba_min(few->keys, ba_ceil_div(few->distances[which], bytes)); }
+
+static int64_t most_rows_ahead(const ba_few_tuning *few, int64_t bytes) {
+    int64_t most = 0;
+    for (int i = 0; i < BA_MOST_REQUESTS; i++) most = ba_max(most, rows_ahead(few, i, bytes));
+    return most;
+}
+
+/* Sets `chunk` to the rows of K that the worker's next item is likely to begin with, as far as prefetches reach: where all keys are attended, they
+ * are known before that item begins. False: there is no such item, or its keys are not known. */
+static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_rows *chunk) {
+    const ba_problem *p = c->problem;
+    const int64_t next = index + c->threads;
+    if (p->listed || next >= c->plan.items || !ba_plan_few(&c->plan, c->plan.item[next].batch)) return false;
+    const ba_item *item = &c->plan.item[next];
+    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
+    ba_walk walk = ba_new_walk(&c->plan, item, NULL, c->tuning->few.keys);
+    walk.range = (ba_range){ba_visible_keys(p, 0, q.valid, kv.valid).lo, ba_visible_keys(p, q.valid - 1, q.valid, kv.valid).hi};
+    ba_walk_begin(&walk, ba_first_place(&c->plan, item));
+    if (walk.key == BA_WALK_END) return false;
+    const int64_t bytes = rows_bytes(p, &p->k, p->head_dim, heads_are_beside(p) ? item->kv_heads : 1);
+    walk.chunk_keys = ba_min(walk.chunk_keys, most_rows_ahead(&c->tuning->few, bytes));
+    chunk->keys = ba_walk_take(&walk, chunk->key_index);
+    chunk->whole = 0;
+    ba_find_k_rows(c, item, chunk);
+    return true;
+}
+
+/* Rows of K, or of V, that a kernel for few queries reads one after the other. */
+typedef struct stretch {
+    const void **rows;
+    int64_t keys, offset;
+} stretch;
+
+/* What to prefetch while `now` is read: its own rows from the nearest distance on, and behind them the first rows of `then`, which is read next. */
+static ba_prefetch_rows find_ahead(const ba_few_tuning *few, const stretch *now, const stretch *then, int64_t bytes) {
+    const int64_t more = ba_min(then->keys, most_rows_ahead(few, bytes)), all = now->keys + more, nearest = rows_ahead(few, 0, bytes);
+    for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
+    ba_prefetch_rows ahead = {now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes, {0, -1, -1}};
+    for (int i = 1; i < BA_MOST_REQUESTS; i++)
+        if (few->distances[i]) ahead.skip[i] = rows_ahead(few, i, bytes) - nearest;
+    return ahead;
+}
+
+/* Sets what the heads' first chunk prefetches: K's rows of `heads` heads side by side, V's, and then K's of the next heads or of the next chunk. */
+static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t first, int64_t heads,
+                           const ba_chunk_rows *here, const ba_chunk_rows *next) {
+    const ba_problem *p = c->problem;
+    const ba_few_tuning *few = &c->tuning->few;
+    const int64_t size = p->kv_element_size, k_step = p->k.head_stride * size;
+    const bool more = first + heads < item->kv_heads;
+    const stretch k = {here->k_rows, here->keys, first * k_step}, v = {here->v_rows, here->keys, first * p->v.head_stride * size};
+    stretch then = {0};
+    if (more) then = (stretch){here->k_rows, here->keys, (first + heads) * k_step};
+    else if (next) then = (stretch){next->k_rows, next->keys, 0};
+    w->chunks->k_prefetch = find_ahead(few, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
+    w->chunks->v_prefetch = find_ahead(few, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
+}
+
+/* The tiles that walk this list attend the chunk, one panel per tile; heads whose rows lie side by side do so together. next: the chunk after it, or
+ * NULL. */
+static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_chunk_rows *here,
+                         const ba_chunk_rows *next) {
+    const ba_problem *p = c->problem;
+    const int64_t size = p->kv_element_size;
+    const bool beside = heads_are_beside(p);
+    const int64_t together = beside ? item->kv_heads : 1;
+    const bool apart = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->few.followed_bytes;
+    for (int64_t i = 0; i < item->tiles; i++) {
+        if (w->tiles[i].walk != here->walk) continue;
+        for (int64_t first = 0; first < item->kv_heads; first += together) {
+            int64_t n = 0, lanes = 0;
+            ba_fetch_scales(c, w, first, together, here);
+            for (int64_t head = first; head < first + together; head++) {
+                const ba_panel_state *s = &w->tiles[head * item->tiles + i].panel[0];
+                w->chunks[n] = ba_head_chunk(c, w, head, n, here);
+                n += ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n]); /* all or none: they see the same keys */
+                lanes = s->lanes;
+            }
+            if (!n) continue;
+            if (c->gathers) w->chunks->gathered = w->gathered;
+            else if (!(apart && lanes <= c->tuning->few.followed_queries)) prefetch_ahead(c, w, item, first, together, here, next);
+            c->few(w->panels, lanes, w->chunks, n);
+        }
+    }
+}
+
+void ba_attend_few(const ba_attend_call *c, int64_t index, int worker) {
+    const ba_item *item = &c->plan.item[index];
+    const int64_t tiles = item->tiles * item->kv_heads;
+    const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
+    ba_attend_scratch w;
+    ba_lay_out_attend_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
+    ba_walk walks[BA_MOST_GROUP_TILES];
+    for (int64_t i = 0; i < tiles; i++) ba_open_tile(c, &w, item, i);
+    const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->few.keys, walks);
+
+    bool more = ba_next_chunk(c, item, walks, lists, &w.chunk[0]);
+    for (int at = 0; more && !ba_stopped();) {
+        const ba_chunk_rows *here = &w.chunk[at];
+        at = (at + 1) % c->chunks;
+        more = ba_next_chunk(c, item, walks, lists, &w.chunk[at]);
+        attend_chunk(c, &w, item, here, more || guess_next_item(c, index, &w.chunk[at]) ? &w.chunk[at] : NULL);
+    }
+    for (int64_t i = 0; i < tiles; i++)
+        for (int n = 0; n < w.tiles[i].panels; n++) {
+            if (whole) ba_write_lanes(c, &w, item->batch, &w.tiles[i].tile, &w.tiles[i].panel[n]);
+            else ba_keep_part(c, item, &w.tiles[i].tile, &w.tiles[i].panel[n]);
+        }
+}

@@ -1,0 +1,110 @@
+/* An item of panels: tiles of many queries of one KV head, which walk their lists side by side. */
+#include <string.h>
+
+#include "core/pool.h"
+#include "ops/attend_call.h"
+
+/* Rows that the chunk after this one begins with, shared out among the panels that come before it. */
+typedef struct share {
+    const ba_chunk_rows *rows; /* NULL: there is no such chunk */
+    int64_t panels, panel;
+} share;
+
+static void share_out(share *s, ba_chunk *chunk) {
+    if (!s->rows) return;
+    const int64_t begin = s->rows->keys * s->panel / s->panels, end = s->rows->keys * (s->panel + 1) / s->panels;
+    chunk->k_next = s->rows->k_rows + begin;
+    chunk->v_next = s->rows->v_rows + begin;
+    chunk->next_rows = end - begin;
+    s->panel++;
+}
+
+/* Panels of one width that attend their chunks together: each panel once. */
+typedef struct batch {
+    ba_panel_width width;
+    int64_t n;
+    uint64_t walks; /* a bit each: whose panels they are */
+    int older;      /* chunks that came before the one at hand, and are still collected */
+    ba_panel *panels;
+    ba_chunk *chunks;
+} batch;
+
+static void flush(const ba_attend_call *c, batch *many) {
+    const ba_attend_family *f = c->family;
+    if (many->n && f->panel->attend_many[many->width]) f->panel->attend_many[many->width](many->panels, many->chunks, many->n);
+    else
+        for (int64_t i = 0; i < many->n; i++) f->panel->attend[many->width](&many->panels[i], &many->chunks[i]);
+    many->n = 0;
+    many->walks = 0;
+    many->older = 0;
+}
+
+static void attend_tile(const ba_attend_call *c, const ba_tile_state *t, const ba_chunk *whole, share *next, batch *many) {
+    for (int n = 0; n < t->panels; n++) {
+        const ba_panel_state *s = &t->panel[n];
+        ba_panel panel;
+        ba_chunk chunk = *whole;
+        if (!ba_cut_to_seen(c, s, &panel, &chunk)) continue;
+        share_out(next, &chunk);
+        if (many->n == BA_MANY_PANELS || many->width != s->width) flush(c, many);
+        many->width = s->width;
+        many->walks |= (uint64_t)1 << t->walk;
+        many->panels[many->n] = panel;
+        many->chunks[many->n++] = chunk;
+    }
+}
+
+/* The tiles that walk this list attend the chunk; they see no keys outside `range`. next: the chunk after it, or NULL. */
+static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_range *range, const ba_chunk_rows *here,
+                         const ba_chunk_rows *next, batch *many) {
+    const ba_problem *p = c->problem;
+    ba_fetch_scales(c, w, 0, 1, here);
+    ba_chunk chunk = ba_head_chunk(c, w, 0, 0, here);
+    int64_t skip = 0;
+    if (chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
+        skip = ba_min(ba_first_at_least(chunk.key_index, chunk.keys, range->lo), chunk.keys - 1);
+        skip -= skip % c->family->key_align;
+        ba_skip_keys(&chunk, skip);
+    }
+    const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
+    const bool alone = c->chunks == 2 || others; /* chunks that are packed here share the memory for it */
+    if (alone || many->walks >> here->walk & 1) flush(c, many);
+    if (c->pack_k && others) {
+        memcpy(w->packed_k_rows, chunk.k_rows, (size_t)whole * sizeof *chunk.k_rows);
+        c->pack_k(w->packed_k, w->packed_k_rows + whole, chunk.k_rows + whole, chunk.k_scale, others, p->head_dim);
+        chunk.k_rows = w->packed_k_rows;
+    }
+    if (c->pack_v && others) {
+        memcpy(w->packed_v_rows, chunk.v_rows, (size_t)whole * sizeof *chunk.v_rows);
+        c->pack_v(w->packed_v, w->packed_v_rows + whole, chunk.v_rows + whole, chunk.v_scale, others, p->v_dim);
+        chunk.v_rows = w->packed_v_rows;
+    }
+    share shares = {next, 0, 0};
+    for (int64_t i = 0; i < item->tiles; i++)
+        if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;
+    for (int64_t i = 0; i < item->tiles; i++)
+        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk, &shares, many);
+    if (alone) flush(c, many);
+}
+
+void ba_attend_panels(const ba_attend_call *c, int64_t index, int worker) {
+    const ba_item *item = &c->plan.item[index];
+    ba_attend_scratch w;
+    ba_lay_out_attend_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
+    ba_walk walks[BA_MOST_GROUP_TILES];
+    for (int64_t i = 0; i < item->tiles; i++) ba_open_tile(c, &w, item, i);
+    const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->chunk_keys, walks);
+
+    batch many = {.panels = w.panels, .chunks = w.chunks};
+    bool more = ba_next_chunk(c, item, walks, lists, &w.chunk[0]);
+    for (int at = 0; more && !ba_stopped(); many.older++) {
+        const ba_chunk_rows *here = &w.chunk[at];
+        at = (at + 1) % c->chunks;
+        if (many.older + 2 > c->chunks) flush(c, &many);
+        more = ba_next_chunk(c, item, walks, lists, &w.chunk[at]);
+        attend_chunk(c, &w, item, &walks[here->walk].range, here, more ? &w.chunk[at] : NULL, &many);
+    }
+    flush(c, &many);
+    for (int64_t i = 0; i < item->tiles; i++)
+        for (int n = 0; n < w.tiles[i].panels; n++) ba_write_lanes(c, &w, item->batch, &w.tiles[i].tile, &w.tiles[i].panel[n]);
+}

@@ -1,0 +1,166 @@
+/* Block-sparse attention, backward: loops, plan and scratch; it knows neither an ISA nor an element type.
+ *
+ * An item is a run of tiles of one (batch, KV head), as in the forward pass: they walk their lists side by side, chunk by
+ * chunk. A chunk gives each panel its P, dS and dQ; then the whole tile adds its share to the chunk's rows of dK and dV.
+ * dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): straight
+ * into the outputs where these are reals, else into reals beside them that are rounded at the end. */
+#include <math.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "ops/backward_call.h"
+
+enum { KEYS_AN_ITEM = 512 }; /* of dK and dV, cleared or rounded by one item */
+
+/* ---- Scratch ---------------------------------------------------------------------------------------------------------- */
+
+int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, char *base, ba_backward_scratch *w) {
+    const ba_attend_family *f = c->family;
+    const ba_problem *p = c->problem;
+    const int64_t room = ba_gradient_tile_room(c), lanes = tiles * room, keys = c->tuning->gradient_keys;
+    const int64_t pad_k = ba_padded(c, p->head_dim), pad_v = ba_padded(c, p->v_dim), pointer = sizeof(void *);
+    int64_t used = 0;
+    w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
+    w->dout = ba_take(base, &used, lanes * pad_v * f->q_bytes);
+    w->dq = ba_take(base, &used, lanes * pad_k * f->real_size);
+    w->q_rows = ba_take(base, &used, lanes * pad_k * f->real_size);
+    w->dout_rows = ba_take(base, &used, lanes * pad_v * f->real_size);
+    w->lanes = ba_take(base, &used, lanes * 2 * f->real_size);
+    w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
+    w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
+    w->weights = ba_take(base, &used, room * keys * f->real_size);
+    w->slopes = ba_take(base, &used, room * keys * f->real_size);
+    w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
+    w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
+    w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
+    w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
+    w->k_rows = (const void **)ba_take(base, &used, keys * pointer);
+    w->v_rows = (const void **)ba_take(base, &used, keys * pointer);
+    w->packed_k_rows = (const void **)ba_take(base, &used, keys * pointer);
+    w->packed_v_rows = (const void **)ba_take(base, &used, keys * pointer);
+    w->k_columns = (const void **)ba_take(base, &used, keys * pointer);
+    w->dk_rows = (void **)ba_take(base, &used, keys * pointer);
+    w->dv_rows = (void **)ba_take(base, &used, keys * pointer);
+    w->rows = (const void **)ba_take(base, &used, room * pointer);
+    w->more_rows = (const void **)ba_take(base, &used, room * pointer);
+    w->key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+    w->tiles = (ba_tile_state *)ba_take(base, &used, tiles * (int64_t)sizeof(ba_tile_state));
+    return used;
+}
+
+/* ---- dK and dV as a whole ----------------------------------------------------------------------------------------------- */
+
+/* Stretches of KEYS_AN_ITEM keys of a (batch, KV head); sequences have as many as the longest has. */
+static int64_t stretches(const ba_problem *p) { return ba_ceil_div(p->kv_len, KEYS_AN_ITEM); }
+
+typedef void (*key_fn)(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key);
+
+static void each_key(const ba_backward_call *c, int64_t index, key_fn fn) {
+    const ba_problem *p = c->problem;
+    const int64_t first = index % stretches(p) * KEYS_AN_ITEM, kv_head = index / stretches(p) % p->kv_heads,
+                  batch = index / stretches(p) / p->kv_heads;
+    for (int64_t key = first; key < ba_min(first + KEYS_AN_ITEM, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
+}
+
+static void clear_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size;
+    memset(ba_key_row(p, &c->dk, real, batch, kv_head, key), 0, (size_t)(p->head_dim * real));
+    memset(ba_key_row(p, &c->dv, real, batch, kv_head, key), 0, (size_t)(p->v_dim * real));
+}
+
+static void round_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
+    const ba_problem *p = c->problem;
+    const ba_gradients *g = c->gradients;
+    const int64_t real = c->family->real_size, size = p->kv_element_size;
+    c->family->gradient->store_row(ba_key_row(p, &g->dk, size, batch, kv_head, key), ba_key_row(p, &c->dk, real, batch, kv_head, key), p->head_dim);
+    c->family->gradient->store_row(ba_key_row(p, &g->dv, size, batch, kv_head, key), ba_key_row(p, &c->dv, real, batch, kv_head, key), p->v_dim);
+}
+
+static void clear_stretch(void *context, int64_t index, int worker) {
+    (void)worker;
+    each_key(context, index, clear_key);
+}
+
+static void round_stretch(void *context, int64_t index, int worker) {
+    (void)worker;
+    each_key(context, index, round_key);
+}
+
+/* Tokens of all sequences of one head, as the sums have them. */
+static int64_t sum_tokens(const ba_problem *p) { return p->cu_kv ? p->cu_kv[p->batch] : p->batch * p->kv_len; }
+
+/* Sums of (KV head, token) rows, token strides being padded. */
+static ba_view sum_view(const ba_backward_call *c, char *data, int64_t dim) {
+    const ba_problem *p = c->problem;
+    const int64_t row = ba_round_up(dim, BA_PACK_PAD);
+    return (ba_view){data, p->kv_len * row, sum_tokens(p) * row, row};
+}
+
+static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
+    return c->rounded ? c->problem->kv_heads * sum_tokens(c->problem) * ba_round_up(dim, BA_PACK_PAD) * c->family->real_size : 0;
+}
+
+/* ---- The call ---------------------------------------------------------------------------------------------------------- */
+
+/* The order in which the items of each (batch, KV head) have their turns is that of the plan. */
+static void set_turns(const ba_backward_call *c, int64_t *last) {
+    const ba_problem *p = c->problem;
+    for (int64_t i = 0; i < p->batch * p->kv_heads; i++) last[i] = -1;
+    for (int64_t i = 0; i < c->plan.items; i++) {
+        const ba_item *item = &c->plan.item[i];
+        int64_t *before = &last[item->batch * p->kv_heads + item->kv_head];
+        atomic_init(&c->turns[i].past, 0);
+        atomic_init(&c->turns[i].before, *before);
+        *before = i;
+    }
+}
+
+ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads) {
+    const ba_isa level = ba_isa_active();
+    const ba_attend_family *family = ba_kernels_at(level)->attend[problem->dtype];
+    ba_backward_call c = {.problem = problem,
+                          .gradients = gradients,
+                          .family = family->gradient && family->gradient->gradient_tile ? family : ba_kernels_at(level)->vector[problem->dtype],
+                          .tuning = ba_tuning_at(level),
+                          .dk = gradients->dk,
+                          .dv = gradients->dv};
+    c.rounded = c.family->real_size != problem->kv_element_size;
+    int threads = ba_threads_for(num_threads);
+    c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
+    const bool by_block = ba_plan_few_rows(problem);
+    if (by_block) ba_plan_lay_out_gradient_rows(&c.plan, problem, ba_tuning_at(c.family->isa));
+    else ba_plan_lay_out_gradients(&c.plan, problem, c.tuning);
+    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
+    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
+    c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);
+
+    const int64_t plan_bytes = ba_plan_bytes(&c.plan, threads), sums = problem->batch * problem->kv_heads;
+    char *memory = NULL, *plan_memory = NULL, *last = NULL;
+    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+        int64_t used = 0;
+        plan_memory = ba_take(memory, &used, plan_bytes);
+        last = ba_take(memory, &used, sums * (int64_t)sizeof(int64_t));
+        c.turns = (ba_turn *)ba_take(memory, &used, c.plan.items * (int64_t)sizeof(ba_turn));
+        c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
+        char *dk = ba_take(memory, &used, sum_bytes(&c, problem->head_dim)), *dv = ba_take(memory, &used, sum_bytes(&c, problem->v_dim));
+        if (c.rounded) {
+            c.dk = sum_view(&c, dk, problem->head_dim);
+            c.dv = sum_view(&c, dv, problem->v_dim);
+        }
+        if (!memory) memory = ba_arena_get((size_t)used);
+        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
+    }
+    ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    if (status == BA_OK) {
+        if (ba_is_small(c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim), c.tuning->inline_flops)) threads = 1;
+        set_turns(&c, (int64_t *)last);
+        status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
+    }
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, by_block ? ba_backward_by_block : ba_backward_by_tile, &c);
+    if (status == BA_OK && c.rounded) status = ba_parallel(threads, sums * stretches(problem), round_stretch, &c);
+    ba_arena_release();
+    return status;
+}

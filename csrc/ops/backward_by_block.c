@@ -1,0 +1,148 @@
+/* Gradients where lists route single queries. An item is a long run of rows: its lists are inverted, and block by block the queries that list the
+ * block become tiles of their own, made for this block alone, whose dQ is added to what each query keeps. */
+#include <string.h>
+
+#include "core/pool.h"
+#include "ops/backward_call.h"
+
+typedef struct rows_scratch {
+    ba_backward_scratch common; /* for one tile at a time */
+    /* by lane of the item; the lanes of row t begin at t * row_lanes */
+    char *lane_lse, *lane_delta, *lane_dq;
+    int32_t *lane_lo, *lane_hi;
+    char *added;             /* a panel's dQ, to be added to what its lanes keep */
+    int32_t *attending;      /* lanes that attend the keys at hand */
+    int32_t *begin, *listed; /* by ba_plan_invert_lists */
+} rows_scratch;
+
+static int64_t lay_out(const ba_backward_call *c, char *base, rows_scratch *r) {
+    const ba_attend_family *f = c->family;
+    const ba_problem *p = c->problem;
+    const int64_t lanes = c->plan.group_tiles * c->row_lanes, opened = lanes + BA_MAX_LANES, pad_k = ba_padded(c, p->head_dim);
+    int64_t used = ba_lay_out_backward_scratch(c, 1, base, &r->common);
+    r->lane_lse = ba_take(base, &used, opened * f->real_size); /* whole panels are filled: the lanes behind a row's are the next row's */
+    r->lane_delta = ba_take(base, &used, opened * f->real_size);
+    r->lane_lo = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
+    r->lane_hi = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
+    r->lane_dq = ba_take(base, &used, lanes * pad_k * f->real_size);
+    r->added = ba_take(base, &used, BA_MAX_LANES * pad_k * f->real_size);
+    r->attending = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    r->begin = (int32_t *)ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
+    r->listed = (int32_t *)ba_take(base, &used, c->plan.group_tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
+    return used;
+}
+
+int64_t ba_backward_by_block_bytes(const ba_backward_call *c) {
+    rows_scratch unused;
+    return lay_out(c, NULL, &unused);
+}
+
+static ba_tile row_of_lane(const ba_backward_call *c, const ba_item *item, int64_t lane) {
+    return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->row_lanes);
+}
+
+/* What all lanes of the item see, and their log-sum-exps and deltas. */
+static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba_item *item) {
+    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes;
+    for (int64_t lane = 0; lane < lanes; lane += c->row_lanes) {
+        ba_tile_state t = {.tile = row_of_lane(c, item, lane)};
+        ba_panel_state s = {.width = BA_PANEL_NARROW};
+        for (; s.lane < t.tile.lanes; s.lane += s.lanes) {
+            s.lanes = ba_min(c->family->lanes[BA_PANEL_NARROW], t.tile.lanes - s.lane);
+            s.gradient.lse = r->lane_lse + (lane + s.lane) * real;
+            s.gradient.delta = r->lane_delta + (lane + s.lane) * real;
+            s.gradient.lo = r->lane_lo + lane + s.lane;
+            s.gradient.hi = r->lane_hi + lane + s.lane;
+            ba_open_gradient_lanes(c, &r->common, item, &t, &s);
+        }
+        for (int64_t i = t.tile.lanes; i < c->row_lanes; i++) r->lane_lo[lane + i] = r->lane_hi[lane + i] = 0;
+    }
+    memset(r->lane_dq, 0, (size_t)(lanes * ba_padded(c, c->problem->head_dim) * real));
+}
+
+/* A tile of the n lanes listed. */
+static void gather_tile(const ba_backward_call *c, const rows_scratch *r, const ba_item *item, const int32_t *lanes, int64_t n, ba_tile_state *t) {
+    const ba_problem *p = c->problem;
+    const ba_backward_scratch *w = &r->common;
+    const int64_t real = c->family->real_size;
+    int64_t at = 0;
+    t->tile = (ba_tile){.lanes = n};
+    t->q = w->q_rows;
+    t->dout = w->dout_rows;
+    t->panels = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const ba_tile row = row_of_lane(c, item, lanes[i]);
+        const int64_t head = ba_lane_head(&row, lanes[i] % c->row_lanes), query = ba_lane_query(&row, lanes[i] % c->row_lanes);
+        w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, head, query);
+        w->more_rows[i] = ba_query_row(p, &c->gradients->dout, p->element_size, item->batch, head, query);
+    }
+    for (int64_t lane = 0; lane < n; lane += t->panel[t->panels - 1].lanes) {
+        ba_panel_state *s = ba_add_gradient_panel(c, w, t, lane, &at);
+        ba_open_lanes(s);
+        for (int64_t i = 0; i < c->family->lanes[s->width]; i++) {
+            const int64_t from = lanes[lane + ba_min(i, s->lanes - 1)];
+            const bool there = i < s->lanes; /* where there is no query, what the last one sees stands in, so that it needs no mask */
+            ba_set_lane(s, i, (ba_range){r->lane_lo[from], r->lane_hi[from]}, (int32_t *)s->gradient.lo, (int32_t *)s->gradient.hi);
+            ba_set_real((void *)s->gradient.lse, i, there ? ba_get_real(r->lane_lse, from, real) : 0, real);
+            ba_set_real((void *)s->gradient.delta, i, there ? ba_get_real(r->lane_delta, from, real) : 0, real);
+        }
+    }
+    ba_pack_gradient_tile(c, w, t);
+    ba_clear_dq(c, t);
+}
+
+/* The tile's dQ, added to what its lanes keep. */
+static void keep_dq(const ba_backward_call *c, const rows_scratch *r, const ba_tile_state *t, const int32_t *lanes) {
+    const int64_t real = c->family->real_size, dim = c->problem->head_dim, pad = ba_padded(c, dim);
+    for (int n = 0; n < t->panels; n++) {
+        const ba_panel_state *s = &t->panel[n];
+        void *rows[BA_MAX_LANES];
+        for (int64_t i = 0; i < s->lanes; i++) rows[i] = r->added + i * pad * real;
+        ba_finish_dq(c, &r->common, c->reals, s, rows);
+        for (int64_t i = 0; i < s->lanes; i++) ba_add_reals(r->lane_dq + lanes[s->lane + i] * pad * real, rows[i], dim, real);
+    }
+}
+
+/* The rows that list a column attend its keys [first, end). */
+static void attend_keys(const ba_backward_call *c, const rows_scratch *r, int64_t index, int64_t column, int64_t first, int64_t end) {
+    const ba_item *item = &c->plan.item[index];
+    int64_t n = 0;
+    for (int64_t i = r->begin[column]; i < r->begin[column + 1]; i++)
+        for (int64_t lane = r->listed[i] * c->row_lanes; lane < (r->listed[i] + 1) * c->row_lanes; lane++)
+            if (r->lane_lo[lane] < end && r->lane_hi[lane] > first) r->attending[n++] = (int32_t)lane;
+    if (n == 0) return;
+    ba_turn_pass(c->turns, index, first);
+    for (int64_t j = 0; j < end - first; j++) r->common.key_index[j] = (int32_t)(first + j);
+    const ba_chunk chunk = ba_open_gradient_chunk(c, &r->common, item, end - first);
+    bool turn = false;
+    for (int64_t at = 0, some; at < n; at += some) {
+        ba_tile_state t;
+        some = ba_min(c->plan.tile_queries, n - at);
+        gather_tile(c, r, item, r->attending + at, some, &t);
+        ba_run_gradient_tile(c, &r->common, index, &t, &chunk, &turn);
+        keep_dq(c, r, &t, r->attending + at);
+    }
+}
+
+void ba_backward_by_block(void *context, int64_t index, int worker) {
+    const ba_backward_call *c = context;
+    const ba_problem *p = c->problem;
+    const ba_item *item = &c->plan.item[index];
+    const int64_t columns = ba_list_columns(p, item->batch), keys = ba_kv_span(p, item->batch).valid, step = c->tuning->gradient_keys;
+    rows_scratch r;
+    lay_out(c, c->scratch + worker * c->scratch_bytes, &r);
+    open_rows(c, &r, item);
+    ba_plan_invert_lists(&c->plan, item, columns, r.begin, r.listed);
+    for (int64_t column = 0; column < columns && !ba_stopped(); column++) {
+        const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
+        for (int64_t first = column * p->block_kv; first < end; first += step) attend_keys(c, &r, index, column, first, ba_min(end, first + step));
+    }
+    ba_turn_pass(c->turns, index, BA_TURN_OVER);
+    for (int64_t row = 0; row < item->tiles; row++) {
+        const ba_tile tile = row_of_lane(c, item, row * c->row_lanes);
+        ba_find_lanes(p, &c->gradients->dq, item->batch, &tile, 0, tile.lanes, r.common.rows);
+        for (int64_t i = 0; i < tile.lanes; i++)
+            c->family->gradient->store_row((void *)r.common.rows[i],
+                                           r.lane_dq + (row * c->row_lanes + i) * ba_padded(c, p->head_dim) * c->family->real_size, p->head_dim);
+    }
+}

@@ -1,0 +1,231 @@
+#include <math.h>
+#include <string.h>
+
+#include "kernels/prefetch_rows.h"
+#include "ops/backward_call.h"
+
+/* ---- Tiles ------------------------------------------------------------------------------------------------------------ */
+
+/* A number a query of the shape of lse. */
+static double query_real(const ba_backward_call *c, const ba_view *view, int64_t batch, int64_t head, int64_t query) {
+    return ba_get_real(ba_query_row(c->problem, view, c->family->real_size, batch, head, query), 0, c->family->real_size);
+}
+
+void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s) {
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size, room = c->family->lanes[s->width];
+    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
+    int32_t *lo = (int32_t *)s->gradient.lo, *hi = (int32_t *)s->gradient.hi;
+    void *lse = (void *)s->gradient.lse, *delta = (void *)s->gradient.delta;
+    ba_find_lanes(p, &c->gradients->dout, item->batch, &t->tile, s->lane, s->lanes, w->rows);
+    ba_find_lanes(p, &p->out, item->batch, &t->tile, s->lane, s->lanes, w->more_rows);
+    c->family->gradient->dot_rows(delta, w->rows, w->more_rows, s->lanes, p->v_dim);
+    ba_open_lanes(s);
+    for (int64_t i = 0; i < s->lanes; i++) {
+        const int64_t query = ba_lane_query(&t->tile, s->lane + i), head = ba_lane_head(&t->tile, s->lane + i);
+        const double sum = query_real(c, &p->lse, item->batch, head, query);
+        const double dlse = c->gradients->dlse.data ? query_real(c, &c->gradients->dlse, item->batch, head, query) : 0;
+        ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);
+        if (sum == -INFINITY) seen = (ba_range){0, 0};
+        ba_set_real(lse, i, sum == -INFINITY ? INFINITY : sum * BA_LOG2_E, real);
+        ba_set_real(delta, i, (ba_get_real(delta, i, real) - dlse) * p->scale, real);
+        ba_set_lane(s, i, seen, lo, hi);
+    }
+    for (int64_t i = s->lanes; i < room; i++) {
+        ba_set_real(lse, i, 0, real);
+        ba_set_real(delta, i, 0, real);
+    }
+    ba_close_lanes(s, room, lo, hi, t);
+}
+
+ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t, int64_t lane, int64_t *at) {
+    const ba_attend_family *f = c->family;
+    const int64_t real = f->real_size, pad_k = ba_padded(c, c->problem->head_dim), pad_v = ba_padded(c, c->problem->v_dim),
+                  left = t->tile.lanes - lane;
+    ba_panel_state *s = &t->panel[t->panels++];
+    s->width = left <= f->lanes[BA_PANEL_NARROW] ? BA_PANEL_NARROW : BA_PANEL_WIDE;
+    const int64_t room = f->lanes[s->width];
+    s->lane = lane;
+    s->lanes = ba_min(left, room);
+    s->gradient.q = w->q + *at * pad_k * f->q_bytes;
+    s->gradient.dout = w->dout + *at * pad_v * f->q_bytes;
+    s->gradient.dq = w->dq + *at * pad_k * real;
+    s->gradient.lse = w->lanes + *at * 2 * real;
+    s->gradient.delta = w->lanes + (*at * 2 + room) * real;
+    s->gradient.lo = w->bounds + *at * 2;
+    s->gradient.hi = w->bounds + *at * 2 + room;
+    *at += room;
+    return s;
+}
+
+/* Packs a tile's queries, in both ways: their rows of q are w->rows, those of dout w->more_rows. */
+void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
+    const ba_problem *p = c->problem;
+    const ba_attend_family *f = c->family;
+    t->finite_q = f->gradient->pack_tile(t->q, w->rows, t->tile.lanes, p->head_dim);
+    t->finite_dout = f->gradient->pack_tile(t->dout, w->more_rows, t->tile.lanes, p->v_dim);
+    for (int n = 0; n < t->panels; n++) {
+        const ba_panel_state *s = &t->panel[n];
+        f->pack->queries[s->width]((void *)s->gradient.q, w->rows + s->lane, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
+        f->pack->queries[s->width]((void *)s->gradient.dout, w->more_rows + s->lane, s->lanes, p->v_dim, p->scale);
+    }
+}
+
+void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t) {
+    const ba_attend_family *f = c->family;
+    for (int n = 0; n < t->panels; n++)
+        memset(t->panel[n].gradient.dq, 0, (size_t)(f->lanes[t->panel[n].width] * c->problem->head_dim * f->real_size));
+}
+
+/* A panel's dQ, to rows in the dtype of `family`: it is finished as an output whose weights add up to 1. */
+void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, const ba_attend_family *family, const ba_panel_state *s,
+                  void *const *rows) {
+    const int64_t real = c->family->real_size;
+    char *const zeros = w->reals, *const ones = zeros + BA_MAX_LANES * real, *const unused = ones + BA_MAX_LANES * real;
+    for (int64_t i = 0; i < family->lanes[BA_PANEL_WIDE]; i++) {
+        ba_set_real(zeros, i, 0, real);
+        ba_set_real(ones, i, 1, real);
+    }
+    const ba_panel panel = {.o = s->gradient.dq, .m = zeros, .l = ones};
+    family->pack->finish[s->width](&panel, s->lanes, c->problem->head_dim, rows, unused);
+}
+
+/* ---- Chunks ----------------------------------------------------------------------------------------------------------- */
+
+static void find_keys(const ba_problem *p, const ba_view *view, int64_t element_size, const ba_item *item, const int32_t *key_index, int64_t keys,
+                      void **rows) {
+    char *const first = ba_key_row(p, view, element_size, item->batch, item->kv_head, 0);
+    for (int64_t j = 0; j < keys; j++) rows[j] = first + key_index[j] * view->token_stride * element_size;
+}
+
+ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t keys) {
+    const ba_problem *p = c->problem;
+    const ba_attend_family *f = c->family;
+    ba_chunk chunk = {.keys = keys, .head_dim = p->head_dim, .v_dim = p->v_dim, .key_index = w->key_index, .k_rows = w->k_rows, .v_rows = w->v_rows};
+    find_keys(p, &p->k, p->kv_element_size, item, w->key_index, keys, (void **)w->k_rows);
+    find_keys(p, &p->v, p->kv_element_size, item, w->key_index, keys, (void **)w->v_rows);
+    find_keys(p, &c->dk, f->real_size, item, w->key_index, keys, w->dk_rows);
+    find_keys(p, &c->dv, f->real_size, item, w->key_index, keys, w->dv_rows);
+    if (f->gradient->gradient_tile) {
+        f->pack->values(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
+        chunk.scale = p->scale * BA_LOG2_E;
+    }
+    const ba_pack_rows_fn pack_values = f->gradient->gradient_tile ? f->pack->keys : f->pack->values; /* its products meet V as they do K */
+    if (f->pack->keys) {
+        f->pack->keys(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
+        chunk.k_rows = w->packed_k_rows;
+    }
+    if (pack_values) {
+        pack_values(w->packed_v, w->packed_v_rows, w->v_rows, NULL, keys, p->v_dim);
+        chunk.v_rows = w->packed_v_rows;
+    }
+    return chunk;
+}
+
+/* One panel: its weights and slopes, which are 0 for keys that it passes over, and its dQ. */
+static void run_panel(const ba_backward_call *c, const ba_panel_state *s, const ba_chunk *whole, char *weights, char *slopes, ba_weights *w,
+                      ba_weights *sl) {
+    const ba_attend_family *f = c->family;
+    const int64_t begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo);
+    const int64_t end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi), key_bytes = f->lanes[s->width] * f->real_size;
+    *w = (ba_weights){.data = weights, .width = f->lanes[s->width], .lanes = s->lanes};
+    if (begin < end) {
+        ba_chunk chunk = *whole;
+        chunk.keys = end - begin;
+        chunk.k_rows += begin;
+        chunk.v_rows += begin;
+        chunk.key_index += begin;
+        ba_gradient_panel panel = s->gradient;
+        if (ba_lanes_see_all(s, chunk.key_index, chunk.keys)) panel.lo = panel.hi = NULL;
+        f->gradient->gradient[s->width](&panel, &chunk, weights + begin * key_bytes, slopes + begin * key_bytes);
+        for (int n = 0; n < 2; n++) {
+            char *const data = n ? slopes : weights;
+            memset(data, 0, (size_t)(begin * key_bytes));
+            memset(data + end * key_bytes, 0, (size_t)((whole->keys - end) * key_bytes));
+        }
+        w->begin = begin;
+        w->end = end;
+    }
+    *sl = *w;
+    sl->data = slopes;
+}
+
+/* Prefetches the rows of dK and dV of keys [first, end) of the chunk, which the tile is about to add to: some between every two panels. */
+static void prefetch_sums(const ba_backward_call *c, const ba_backward_scratch *w, int64_t first, int64_t end) {
+    const int64_t real = c->family->real_size, n = end - first;
+    ba_prefetch_to_keep(c->family->isa, (const void *const *)w->dk_rows + first, n, 0, c->problem->head_dim * real, true);
+    ba_prefetch_to_keep(c->family->isa, (const void *const *)w->dv_rows + first, n, 0, c->problem->v_dim * real, true);
+}
+
+static void wait_for_turn(const ba_backward_call *c, int64_t item, const ba_chunk *chunk, bool *turn) {
+    if (!*turn) ba_turn_wait(c->turns, item, chunk->key_index[chunk->keys - 1]);
+    *turn = true;
+}
+
+static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
+                       bool *turn) {
+    const ba_problem *p = c->problem;
+    ba_weights weights[BA_TILE_PANELS], slopes[BA_TILE_PANELS];
+    int64_t at = 0;
+    bool some = false;
+    for (int n = 0; n < t->panels; n++) {
+        run_panel(c, &t->panel[n], chunk, w->weights + at, w->slopes + at, &weights[n], &slopes[n]);
+        const int64_t first = chunk->keys * n / t->panels, end = chunk->keys * (n + 1) / t->panels;
+        if (!*turn) prefetch_sums(c, w, first, end);
+        at += chunk->keys * weights[n].width * c->family->real_size;
+        some |= weights[n].begin < weights[n].end;
+    }
+    if (!some) return;
+    wait_for_turn(c, item, chunk, turn);
+    ba_add_rows add = {.panels = t->panels, .lanes = t->tile.lanes, .keys = chunk->keys};
+    add.weights = weights;
+    add.packed = t->dout;
+    add.finite = t->finite_dout;
+    add.dim = p->v_dim;
+    add.rows = w->dv_rows;
+    c->family->gradient->add_rows(&add);
+    add.weights = slopes;
+    add.packed = t->q;
+    add.finite = t->finite_q;
+    add.dim = p->head_dim;
+    add.rows = w->dk_rows;
+    c->family->gradient->add_rows(&add);
+}
+
+/* The same in one go, by families over tiles. */
+static void run_whole_tile(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
+                           bool *turn) {
+    ba_tile_panel panels[BA_TILE_PANELS];
+    bool some = false;
+    for (int n = 0; n < t->panels; n++) {
+        const ba_panel_state *s = &t->panel[n];
+        panels[n] = (ba_tile_panel){.panel = s->gradient,
+                                    .width = c->family->lanes[s->width],
+                                    .lanes = s->lanes,
+                                    .begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo),
+                                    .end = ba_first_at_least(chunk->key_index, chunk->keys, s->any.hi)};
+        some |= panels[n].begin < panels[n].end;
+    }
+    if (!some) return;
+    const ba_gradient_tile tile = {.panel = panels,
+                                   .panels = t->panels,
+                                   .scale = c->problem->scale,
+                                   .k_columns = w->k_columns,
+                                   .weights = w->weights,
+                                   .slopes = w->slopes,
+                                   .q_rows = t->q,
+                                   .dout_rows = t->dout,
+                                   .finite_q = t->finite_q,
+                                   .finite_dout = t->finite_dout,
+                                   .dk_rows = w->dk_rows,
+                                   .dv_rows = w->dv_rows};
+    c->family->gradient->gradient_tile(&tile, chunk);
+    wait_for_turn(c, item, chunk, turn);
+    c->family->gradient->add_tile(&tile, chunk);
+}
+
+void ba_run_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
+                          bool *turn) {
+    if (c->family->gradient->gradient_tile) run_whole_tile(c, w, item, t, chunk, turn);
+    else run_panels(c, w, item, t, chunk, turn);
+}
