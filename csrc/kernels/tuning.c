@@ -1,4 +1,5 @@
 #include "kernels/kernels.h"
+#include "kernels/work_tuning.h"
 
 /* Found by measuring, level by level (docs/notes/ says how, and what else was tried); kernels.h says what each number is. The rules behind them:
  *
@@ -220,3 +221,14 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
 };
 
 const ba_tuning *ba_tuning_at(ba_isa level) { return &levels[level]; }
+
+const ba_work_tuning ba_work = {
+    .parts = 8,
+    .many_tiles = 16,
+    .smaller_share = 0.95,
+    .items = 8,
+    .few_items = 4,
+    .row_items = 4,
+    .survey_entries = 2e5,
+    .small_work = 1e6,
+};

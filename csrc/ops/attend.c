@@ -10,8 +10,8 @@
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t tiles = c->plan.group_tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
-    const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.few_heads * BA_FEW_ROOM);
+    const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
+    const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * BA_FEW_ROOM);
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
@@ -22,14 +22,14 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
     w->packed_k = ba_take(base, &used, c->pack_k ? packed * pad_k * pack : 0);
     w->packed_v = ba_take(base, &used, c->pack_v ? packed * pad_v * pack : 0);
-    w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.few_heads * ba_few_scratch(c)));
+    w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size : 0);
     w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
-    w->v_scale = (float *)ba_take(base, &used, c->plan.few_heads * keys * (int64_t)sizeof(float));
+    w->k_scale = (float *)ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
+    w->v_scale = (float *)ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
     for (int i = 0; i < c->chunks; i++) {
         w->chunk[i].k_rows = (const void **)ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
         w->chunk[i].v_rows = (const void **)ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
@@ -37,7 +37,7 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
         w->chunk[i].v_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
         w->chunk[i].key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     }
-    w->tiles = (ba_tile_state *)ba_take(base, &used, tiles * c->plan.few_heads * (int64_t)sizeof(ba_tile_state));
+    w->tiles = (ba_tile_state *)ba_take(base, &used, tiles * c->plan.grouping.few_heads * (int64_t)sizeof(ba_tile_state));
     w->panels = (ba_panel *)ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_panel));
     w->chunks = (ba_chunk *)ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_chunk));
     return used;
@@ -64,7 +64,7 @@ static void choose_chunks(ba_attend_call *c) {
     c->chunk_keys = c->tuning->chunk_keys;
     c->chunks = 2;
     if (!c->problem->listed || !c->family->has_cuts) return;
-    if (c->plan.row_queries * c->plan.shared_heads <= c->family->lanes[BA_PANEL_WIDE]) c->chunk_keys = c->tuning->list_keys;
+    if (c->plan.tiling.row_queries * c->plan.tiling.shared_heads <= c->family->lanes[BA_PANEL_WIDE]) c->chunk_keys = c->tuning->list_keys;
     if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = BA_MANY_PANELS + 2;
 }
 
@@ -72,7 +72,7 @@ static void choose_chunks(ba_attend_call *c) {
 static bool gathers(const ba_attend_call *c) {
     const ba_problem *p = c->problem;
     const bool apart = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
-    return apart && c->plan.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
+    return apart && c->plan.grouping.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
 }
 
 static void run_item(void *context, int64_t index, int worker) {
@@ -92,7 +92,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     const ba_attend_family *rows = c.family->rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
     if (ba_attends_by_block(problem, rows)) return ba_attend_by_block(problem, rows, threads);
 
-    ba_plan_lay_out(&c.plan, problem, c.tuning, c.family->lanes[BA_PANEL_WIDE], threads);
+    c.plan = ba_plan_forward(problem, c.tuning, c.family->lanes[BA_PANEL_WIDE], threads);
     choose_chunks(&c);
     c.gathers = gathers(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */

@@ -48,7 +48,7 @@ static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim,
 static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    const int64_t lanes = c->plan.group_tiles * c->row_lanes, keys = c->chunk_keys;
+    const int64_t lanes = c->plan.grouping.tiles * c->row_lanes, keys = c->chunk_keys;
     int64_t used = 0;
     s->o = ba_take(base, &used, lanes * BA_FEW_PAD(p->v_dim) * f->real_size);
     s->m = ba_take(base, &used, lanes * f->real_size);
@@ -57,7 +57,7 @@ static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     s->hi = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->q = ba_take(base, &used, lanes * q_bytes(c));
     s->begin = (int32_t *)ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
-    s->rows = (int32_t *)ba_take(base, &used, c->plan.group_tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
+    s->rows = (int32_t *)ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
     s->chosen = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->packed_k = ba_take(base, &used, c->packed_k);
     s->packed_v = ba_take(base, &used, c->packed_v);
@@ -232,15 +232,15 @@ bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *fami
 static int64_t shared_bytes(const call *c, const ba_tuning *tuning) {
     const ba_problem *p = c->problem;
     const int64_t heads = p->batch * p->kv_heads, bytes = heads * p->block_columns * c->column_chunks * (c->packed_k + c->packed_v);
-    const int64_t listed = ba_min(p->block_columns, c->plan.group_tiles * p->blocks.dims[3]); /* columns that an item may have to pack */
+    const int64_t listed = ba_min(p->block_columns, c->plan.grouping.tiles * p->blocks.dims[3]); /* columns that an item may have to pack */
     return c->plan.items * listed < 2 * heads * p->block_columns || bytes > tuning->shared_bytes ? 0 : bytes;
 }
 
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads) {
     const ba_tuning *tuning = ba_tuning_at(family->isa);
     call c = {.problem = problem, .family = family, .chunk_keys = BA_ROW_KEYS};
-    ba_plan_lay_out_rows(&c.plan, problem, tuning, threads);
-    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
+    c.plan = ba_plan_forward_rows(problem, tuning, threads);
+    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items));
     c.column_chunks = ba_ceil_div(problem->block_kv, c.chunk_keys);
     c.packed_k = c.chunk_keys * q_bytes(&c);

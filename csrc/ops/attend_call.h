@@ -62,7 +62,8 @@ typedef struct ba_attend_call {
 
 /* Lanes that a tile's panels have room for: a few-query panel takes BA_FEW_QUERIES, the last of the others may be half empty. */
 static inline int64_t ba_tile_room(const ba_attend_call *c) {
-    return ba_round_up(ba_min(c->plan.tile_queries, c->plan.row_queries * c->plan.shared_heads), c->family->lanes[BA_PANEL_WIDE]);
+    return ba_round_up(ba_min(c->plan.tiling.tile_queries, c->plan.tiling.row_queries * c->plan.tiling.shared_heads),
+                       c->family->lanes[BA_PANEL_WIDE]);
 }
 
 /* Queries that a panel of the kernel for few queries has room for: one more than it takes, so that panels of several heads do not share sets of L1.

@@ -131,9 +131,8 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     int threads = ba_threads_for(num_threads);
     c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
     const bool by_block = ba_plan_few_rows(problem);
-    if (by_block) ba_plan_lay_out_gradient_rows(&c.plan, problem, ba_tuning_at(c.family->isa));
-    else ba_plan_lay_out_gradients(&c.plan, problem, c.tuning);
-    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.shared_heads;
+    c.plan = by_block ? ba_plan_gradient_rows(problem, ba_tuning_at(c.family->isa)) : ba_plan_gradients(problem, c.tuning);
+    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
     c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);
 

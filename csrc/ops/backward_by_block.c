@@ -18,7 +18,7 @@ typedef struct rows_scratch {
 static int64_t lay_out(const ba_backward_call *c, char *base, rows_scratch *r) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t lanes = c->plan.group_tiles * c->row_lanes, opened = lanes + BA_MAX_LANES, pad_k = ba_padded(c, p->head_dim);
+    const int64_t lanes = c->plan.grouping.tiles * c->row_lanes, opened = lanes + BA_MAX_LANES, pad_k = ba_padded(c, p->head_dim);
     int64_t used = ba_lay_out_backward_scratch(c, 1, base, &r->common);
     r->lane_lse = ba_take(base, &used, opened * f->real_size); /* whole panels are filled: the lanes behind a row's are the next row's */
     r->lane_delta = ba_take(base, &used, opened * f->real_size);
@@ -28,7 +28,7 @@ static int64_t lay_out(const ba_backward_call *c, char *base, rows_scratch *r) {
     r->added = ba_take(base, &used, BA_MAX_LANES * pad_k * f->real_size);
     r->attending = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     r->begin = (int32_t *)ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
-    r->listed = (int32_t *)ba_take(base, &used, c->plan.group_tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
+    r->listed = (int32_t *)ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
     return used;
 }
 
@@ -117,7 +117,7 @@ static void attend_keys(const ba_backward_call *c, const rows_scratch *r, int64_
     bool turn = false;
     for (int64_t at = 0, some; at < n; at += some) {
         ba_tile_state t;
-        some = ba_min(c->plan.tile_queries, n - at);
+        some = ba_min(c->plan.tiling.tile_queries, n - at);
         gather_tile(c, r, item, r->attending + at, some, &t);
         ba_run_gradient_tile(c, &r->common, index, &t, &chunk, &turn);
         keep_dq(c, r, &t, r->attending + at);

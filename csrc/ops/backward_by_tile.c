@@ -6,7 +6,7 @@
 
 int64_t ba_backward_by_tile_bytes(const ba_backward_call *c) {
     ba_backward_scratch unused;
-    return ba_lay_out_backward_scratch(c, c->plan.group_tiles, NULL, &unused);
+    return ba_lay_out_backward_scratch(c, c->plan.grouping.tiles, NULL, &unused);
 }
 
 static void open_tile(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t index, ba_tile_state *t) {
@@ -36,7 +36,7 @@ void ba_backward_by_tile(void *context, int64_t index, int worker) {
     const ba_backward_call *c = context;
     const ba_item *item = &c->plan.item[index];
     ba_backward_scratch w;
-    ba_lay_out_backward_scratch(c, c->plan.group_tiles, c->scratch + worker * c->scratch_bytes, &w);
+    ba_lay_out_backward_scratch(c, c->plan.grouping.tiles, c->scratch + worker * c->scratch_bytes, &w);
     ba_walk walks[BA_MOST_GROUP_TILES];
     for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
     const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->gradient_keys, walks);

@@ -37,7 +37,9 @@ typedef struct ba_backward_call {
 } ba_backward_call;
 
 /* Lanes that a tile's panels have room for: the last may be half empty. */
-static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) { return ba_round_up(c->plan.tile_queries, c->family->lanes[BA_PANEL_WIDE]); }
+static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
+    return ba_round_up(c->plan.tiling.tile_queries, c->family->lanes[BA_PANEL_WIDE]);
+}
 
 /* Reals of a row that is packed in any of the ways. */
 static inline int64_t ba_padded(const ba_backward_call *c, int64_t dim) { return ba_round_up(dim, ba_max(BA_PACK_PAD, c->family->lane_block)); }

@@ -8,6 +8,7 @@
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
+#include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/scratch.h"
 
@@ -117,7 +118,7 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     c.scratch_bytes = lay_out_merge(&c, NULL, &unused_rows, &unused_weights);
     const int64_t items = ba_ceil_div(c.rows, ROWS_PER_ITEM);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
-    const int threads = ba_is_small(work, 1e6) ? 1 : ba_threads_for(0);
+    const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(0);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, items, merge_rows, &c);

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/status.h"
+#include "kernels/work_tuning.h"
 #include "ops/scratch.h"
 
 enum { MOST_ENTRIES = 1 << 20 }; /* the largest number of entries of an item's lists, where these are inverted */
@@ -15,48 +16,57 @@ enum { MOST_ENTRIES = 1 << 20 }; /* the largest number of entries of an item's l
 
 /* The number of queries of a batch entry that tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its kernels
  * depends on how much padding the entry has. Gradients have tiles for padding, too, because their dQ must become 0. */
-static int64_t queries_of_batch(const ba_plan *plan, int64_t batch) {
-    const ba_span q = ba_q_span(plan->problem, batch);
-    return plan->gradients ? q.rows : q.valid;
+static int64_t queries_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
+    const ba_span q = ba_q_span(p, batch);
+    return t->gradients ? q.rows : q.valid;
 }
 
-static int64_t rows_of_batch(const ba_plan *plan, int64_t batch) { return ba_ceil_div(queries_of_batch(plan, batch), plan->row_queries); }
-
-static int64_t queries_of_row(const ba_plan *plan, int64_t batch, int64_t row) {
-    return ba_min(plan->row_queries, queries_of_batch(plan, batch) - row * plan->row_queries);
+static int64_t rows_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
+    return ba_ceil_div(queries_of_batch(p, t, batch), t->row_queries);
 }
 
-static int64_t tiles_of_row(const ba_plan *plan, int64_t queries) { return ba_ceil_div(queries * plan->shared_heads, plan->tile_queries); }
+static int64_t queries_of_row(const ba_problem *p, const ba_tiling *t, int64_t batch, int64_t row) {
+    return ba_min(t->row_queries, queries_of_batch(p, t, batch) - row * t->row_queries);
+}
+
+static int64_t tiles_of_row(const ba_tiling *t, int64_t queries) { return ba_ceil_div(queries * t->shared_heads, t->tile_queries); }
 
 /* The number of tiles of one KV head of a batch entry. All rows but the last have the same number. */
-static int64_t tiles_of_batch(const ba_plan *plan, int64_t batch) {
-    const int64_t rows = rows_of_batch(plan, batch), sets = plan->problem->group / plan->shared_heads;
+static int64_t tiles_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
+    const int64_t rows = rows_of_batch(p, t, batch), sets = p->group / t->shared_heads;
     if (rows == 0) return 0;
-    return sets * ((rows - 1) * tiles_of_row(plan, queries_of_row(plan, batch, 0)) + tiles_of_row(plan, queries_of_row(plan, batch, rows - 1)));
+    return sets * ((rows - 1) * tiles_of_row(t, queries_of_row(p, t, batch, 0)) + tiles_of_row(t, queries_of_row(p, t, batch, rows - 1)));
+}
+
+static int64_t all_tiles(const ba_problem *p, const ba_tiling *t) {
+    int64_t tiles = 0;
+    for (int64_t b = 0; b < p->batch; b++) tiles += p->kv_heads * tiles_of_batch(p, t, b);
+    return tiles;
 }
 
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t index) {
     const ba_problem *p = plan->problem;
-    const int64_t sets = p->group / plan->shared_heads;
-    const int64_t rows = rows_of_batch(plan, batch), per_row = sets * tiles_of_row(plan, queries_of_row(plan, batch, 0));
+    const ba_tiling *t = &plan->tiling;
+    const int64_t sets = p->group / t->shared_heads;
+    const int64_t rows = rows_of_batch(p, t, batch), per_row = sets * tiles_of_row(t, queries_of_row(p, t, batch, 0));
     const int64_t row = ba_min(index / per_row, rows - 1), rest = index - row * per_row;
-    const int64_t queries = queries_of_row(plan, batch, row), tiles = tiles_of_row(plan, queries);
+    const int64_t queries = queries_of_row(p, t, batch, row), tiles = tiles_of_row(t, queries);
     int64_t set = rest / tiles, part = rest % tiles;
-    const int64_t lanes = queries * plan->shared_heads;
+    const int64_t lanes = queries * t->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
-    if (plan->gradients) { /* all heads of some queries, then those of the next: the order that rows of a single tile have */
+    if (t->gradients) { /* all heads of some queries, then those of the next: the order that rows of a single tile have */
         set = rest % sets;
         part = rest / sets;
-        begin = part * plan->tile_queries;
-        end = ba_min(lanes, begin + plan->tile_queries);
+        begin = part * t->tile_queries;
+        end = ba_min(lanes, begin + t->tile_queries);
     }
     return (ba_tile){.block_row = row,
-                     .head = kv_head * p->group + set * plan->shared_heads,
-                     .heads = plan->shared_heads,
+                     .head = kv_head * p->group + set * t->shared_heads,
+                     .heads = t->shared_heads,
                      .first_lane = begin,
                      .lanes = end - begin,
-                     .first_query = row * plan->row_queries};
+                     .first_query = row * t->row_queries};
 }
 
 /* The largest number of keys that a query may attend. */
@@ -67,10 +77,9 @@ static int64_t keys_of_query(const ba_problem *p, int64_t batch) {
 
 /* Depends on the length of the sequence alone: other batch entries, the width of lists and the number of threads may not change its bits. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch) {
-    enum { AIM = 8 /* parts, as far as least_part_keys and part_keys allow */ };
     const int64_t keys = ba_kv_span(plan->problem, batch).valid;
-    int64_t part = plan->least_part_keys;
-    while (part < plan->part_keys && part * AIM < keys) part *= 2;
+    int64_t part = plan->splitting.least_part_keys;
+    while (part < plan->splitting.part_keys && part * ba_work.parts < keys) part *= 2;
     return part;
 }
 
@@ -196,8 +205,8 @@ static void survey_padding(void *context, int64_t index, int worker) {
     const ba_problem *p = plan->problem;
     uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
     const int64_t list_heads = p->blocks.dims[1], batch = index / list_heads, head = index % list_heads * (p->heads / list_heads);
-    const int64_t rows = ba_ceil_div(ba_q_span(p, batch).rows, plan->row_queries);
-    for (int64_t row = rows_of_batch(plan, batch); row < rows; row++) {
+    const int64_t rows = ba_ceil_div(ba_q_span(p, batch).rows, plan->tiling.row_queries);
+    for (int64_t row = rows_of_batch(p, &plan->tiling, batch); row < rows; row++) {
         int64_t at = 0;
         if (ba_list_to_bitmap(p, batch, head, row, bitmap, plan->bitmap_words, &at)) continue;
         const int64_t bad[4] = {ba_list_batch(p, batch), ba_list_head(p, head), ba_list_row(p, batch, row), at};
@@ -237,146 +246,143 @@ static void spread_heads(ba_plan *plan) {
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
 
 /* The number of KV heads per item of this batch entry, and the number of its items. */
-static int64_t heads_of_item(const ba_plan *plan, int64_t batch) { return ba_plan_few(plan, batch) ? plan->few_heads : 1; }
+static int64_t heads_of_item(const ba_plan *plan, int64_t batch) { return ba_plan_few(plan, batch) ? plan->grouping.few_heads : 1; }
 static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
-    return ba_ceil_div(plan->problem->kv_heads, heads_of_item(plan, batch)) * ba_ceil_div(tiles_of_batch(plan, batch), plan->group_tiles) *
-           ba_plan_parts(plan, batch);
+    return ba_ceil_div(plan->problem->kv_heads, heads_of_item(plan, batch)) *
+           ba_ceil_div(tiles_of_batch(plan->problem, &plan->tiling, batch), plan->grouping.tiles) * ba_plan_parts(plan, batch);
 }
 
-static int64_t all_tiles(const ba_plan *plan) {
-    int64_t tiles = 0;
-    for (int64_t b = 0; b < plan->problem->batch; b++) tiles += plan->problem->kv_heads * tiles_of_batch(plan, b);
-    return tiles;
-}
-
-/* An upper bound of the call's flops. Few queries count as in survey_item(). */
-static double most_flops(const ba_plan *plan) {
-    const ba_problem *p = plan->problem;
-    double pairs = 0;
-    for (int64_t b = 0; b < p->batch; b++) {
-        const int64_t lanes = p->heads * queries_of_batch(plan, b);
-        const int64_t few = ba_plan_few(plan, b) ? p->kv_heads * tiles_of_batch(plan, b) * BA_FEW_QUERIES : 0;
-        pairs += (double)ba_max(lanes, few) * (double)keys_of_query(p, b);
+/* A plan of such tiles, parts and items. */
+static ba_plan plan_of(const ba_problem *problem, ba_tiling tiling, ba_splitting splitting, ba_grouping grouping) {
+    ba_plan plan = {.problem = problem, .tiling = tiling, .splitting = splitting, .grouping = grouping, .parts_most = 1};
+    plan.bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
+    for (int64_t b = 0; b < problem->batch; b++) {
+        plan.items += items_of_batch(&plan, b);
+        plan.parts_most = ba_max(plan.parts_most, ba_plan_parts(&plan, b));
     }
-    return pairs * 2 * (double)(p->head_dim + p->v_dim);
+    return plan;
 }
 
-/* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
- * least half as large, so that the threads' shares are as even as possible. The size of tiles changes no bit of the result; smaller tiles cost
- * little. */
-static void choose_tile_queries(ba_plan *plan, int64_t panel_lanes, int threads) {
-    enum { MANY = 16 /* tiles per thread */ };
-    const ba_problem *p = plan->problem;
-    const int64_t largest = plan->tile_queries;
-    if (threads == 1 || all_tiles(plan) >= MANY * (int64_t)threads) return;
-    int64_t lanes = 0, chosen = largest;
-    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * queries_of_batch(plan, b);
-    double least = INFINITY;
-    for (int64_t queries = largest; 2 * queries >= largest; queries -= panel_lanes) {
-        plan->tile_queries = queries;
-        const int64_t tiles = ba_max(1, all_tiles(plan));
-        const double share = (double)(ba_ceil_div(tiles, threads) * ba_round_up(ba_ceil_div(lanes, tiles), panel_lanes / 2));
-        if (share >= 0.95 * least) continue;
-        least = share;
-        chosen = queries;
-    }
-    plan->tile_queries = chosen;
-}
-
-/* Sets how many KV heads an item of few queries walks at once: as many as leave the keys of a chunk in cache, but so few that there are four items
- * per thread or, where all items are parts of one request, that each thread gets the same number. No fewer than that: with fewer heads, an item reads
- * smaller pieces of memory. */
-static void choose_few_heads(ba_plan *plan, const ba_tuning *tuning, int threads) {
-    const ba_problem *p = plan->problem;
-    const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
-    const bool shared = !plan->few_rows && (!p->listed || p->blocks.dims[1] == 1);
-    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / bytes))) : 1;
-    for (;; heads = ba_ceil_div(heads, 2)) {
-        plan->few_heads = heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
-        int64_t items = 0;
-        for (int64_t b = 0; b < p->batch; b++) items += items_of_batch(plan, b);
-        const bool even = p->batch == 1 && items >= threads && items % threads == 0;
-        if (heads == 1 || threads == 1 || items >= 4 * (int64_t)threads || even) return;
-    }
-}
+static const ba_splitting unsplit = {INT64_MAX, INT64_MAX};
 
 /* How many query heads of a group walk the same list. */
 static int64_t heads_of_list(const ba_problem *p) { return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group; }
 
 bool ba_plan_few_rows(const ba_problem *p) { return p->routed && p->listed && p->block_q * heads_of_list(p) <= BA_FEW_QUERIES; }
 
-void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads) {
-    *plan = (ba_plan){.problem = problem,
-                      .tile_queries = tuning->tile_queries,
-                      .row_queries = problem->listed ? problem->block_q : INT32_MAX,
-                      .part_keys = tuning->few.part_keys,
-                      .least_part_keys = tuning->few.least_part_keys,
-                      .parts_most = 1};
-    plan->shared_heads = heads_of_list(problem);
-    plan->few_rows = ba_plan_few_rows(problem);
-    if (plan->few_rows) plan->tile_queries = BA_FEW_QUERIES;              /* a row has no more, so a tile needs no more room in scratch memory */
-    if (ba_is_small(most_flops(plan), tuning->inline_flops)) threads = 1; /* the caller will run a call of so little work on one thread */
-    if (!plan->few_rows) choose_tile_queries(plan, panel_lanes, threads);
-    plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
-    const int64_t tiles = all_tiles(plan);
-    /* where there are few tiles, items have fewer, so that every thread gets several items */
-    const int64_t lanes = ba_min(plan->tile_queries, plan->row_queries * plan->shared_heads);
-    const int64_t side_by_side = plan->few_rows
-                                     ? tuning->item_tiles
-                                     : ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * plan->tile_queries / lanes));
-    const bool even =
-        !plan->few_rows && plan->tile_queries < tuning->tile_queries; /* choose_tile_queries() has made the shares even, for items of one tile */
-    plan->group_tiles = even ? 1 : ba_max(1, ba_min(side_by_side, tiles / (8 * (int64_t)threads)));
-    choose_few_heads(plan, tuning, threads);
-    for (int64_t b = 0; b < problem->batch; b++) {
-        plan->items += items_of_batch(plan, b);
-        plan->parts_most = ba_max(plan->parts_most, ba_plan_parts(plan, b));
+/* An upper bound of the call's flops. Few queries count as in survey_item(). */
+static double most_flops(const ba_problem *p, const ba_tiling *t) {
+    const ba_plan plan = {.problem = p, .tiling = *t};
+    double pairs = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const int64_t lanes = p->heads * queries_of_batch(p, t, b);
+        const int64_t few = ba_plan_few(&plan, b) ? p->kv_heads * tiles_of_batch(p, t, b) * BA_FEW_QUERIES : 0;
+        pairs += (double)ba_max(lanes, few) * (double)keys_of_query(p, b);
+    }
+    return pairs * 2 * (double)(p->head_dim + p->v_dim);
+}
+
+/* The largest tiles. A row of few queries is a tile, for which scratch has room for as many queries as that kernel takes. */
+static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
+    const bool few_rows = ba_plan_few_rows(p);
+    return (ba_tiling){.tile_queries = few_rows ? BA_FEW_QUERIES : tuning->tile_queries,
+                       .row_queries = p->listed ? p->block_q : INT32_MAX,
+                       .shared_heads = heads_of_list(p),
+                       .few_rows = few_rows};
+}
+
+/* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
+ * least half as large, so that the threads' shares are as even as possible. The size of tiles changes no bit of the result; smaller tiles cost
+ * little. */
+static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t panel_lanes, int threads) {
+    if (threads == 1 || all_tiles(p, &largest) >= ba_work.many_tiles * threads) return largest;
+    int64_t lanes = 0;
+    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * queries_of_batch(p, &largest, b);
+    ba_tiling chosen = largest, tiling = largest;
+    double least = INFINITY;
+    for (; 2 * tiling.tile_queries >= largest.tile_queries; tiling.tile_queries -= panel_lanes) {
+        const int64_t tiles = ba_max(1, all_tiles(p, &tiling));
+        const double share = (double)(ba_ceil_div(tiles, threads) * ba_round_up(ba_ceil_div(lanes, tiles), panel_lanes / 2));
+        if (share >= ba_work.smaller_share * least) continue;
+        least = share;
+        chosen = tiling;
+    }
+    return chosen;
+}
+
+/* How many KV heads an item of few queries walks at once: as many as leave the keys of a chunk in cache, but so few that there are some items per
+ * thread or, where all items are parts of one request, that each thread gets the same number. No fewer than that: with fewer heads, an item reads
+ * smaller pieces of memory. */
+static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
+    const ba_problem *p = plan->problem;
+    const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
+    const bool shared = !plan->tiling.few_rows && (!p->listed || p->blocks.dims[1] == 1);
+    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / bytes))) : 1;
+    for (;; heads = ba_ceil_div(heads, 2)) {
+        heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
+        ba_plan tried = *plan;
+        tried.grouping.few_heads = heads;
+        int64_t items = 0;
+        for (int64_t b = 0; b < p->batch; b++) items += items_of_batch(&tried, b);
+        const bool even = p->batch == 1 && items >= threads && items % threads == 0;
+        if (heads == 1 || threads == 1 || items >= ba_work.few_items * threads || even) return heads;
     }
 }
 
-void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads) {
-    *plan = (ba_plan){.problem = problem,
-                      .tile_queries = BA_FEW_QUERIES,
-                      .row_queries = problem->block_q,
-                      .shared_heads = heads_of_list(problem),
-                      .few_rows = true,
-                      .few_heads = 1,
-                      .part_keys = INT64_MAX,
-                      .least_part_keys = INT64_MAX,
-                      .parts_most = 1,
-                      .bitmap_words = ba_ceil_div(problem->block_columns, 64)};
-    const int64_t width = ba_max(1, problem->blocks.dims[3]), aim = tuning->by_block_least_lanes * problem->block_columns / width;
-    const int64_t lanes = ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes));
-    const int64_t most = ba_min(lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / width);
-    plan->group_tiles = ba_max(1, ba_min(most, all_tiles(plan) / (4 * (int64_t)threads)));
-    for (int64_t b = 0; b < problem->batch; b++) plan->items += items_of_batch(plan, b);
+/* Where there are few tiles, items have fewer, so that every thread gets several items. */
+static ba_grouping forward_grouping(const ba_problem *p, ba_tiling t, ba_splitting splitting, const ba_tuning *tuning, int threads) {
+    const int64_t lanes = ba_min(t.tile_queries, t.row_queries * t.shared_heads);
+    const int64_t side_by_side =
+        t.few_rows ? tuning->item_tiles : ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * t.tile_queries / lanes));
+    const bool even = !t.few_rows && t.tile_queries < tuning->tile_queries; /* even_tiling() has made the shares even, for items of one tile */
+    ba_plan plan = {.problem = p, .tiling = t, .splitting = splitting};
+    plan.grouping.tiles = even ? 1 : ba_max(1, ba_min(side_by_side, all_tiles(p, &t) / (ba_work.items * threads)));
+    plan.grouping.few_heads = choose_few_heads(&plan, tuning, threads);
+    return plan.grouping;
 }
 
-void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
-    *plan = (ba_plan){.problem = problem,
-                      .tile_queries = tuning->gradient_queries,
-                      .group_tiles = tuning->gradient_item_tiles,
-                      .row_queries = problem->listed ? problem->block_q : tuning->gradient_queries,
-                      .shared_heads = 1,
-                      .gradients = true,
-                      .few_heads = 1,
-                      .part_keys = INT64_MAX,
-                      .least_part_keys = INT64_MAX,
-                      .parts_most = 1};
-    const bool lists_shared = !problem->listed || problem->blocks.dims[1] != problem->heads;
+ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t panel_lanes, int threads) {
+    const ba_splitting splitting = {tuning->few.part_keys, tuning->few.least_part_keys};
+    ba_tiling tiling = forward_tiling(p, tuning);
+    if (ba_is_small(most_flops(p, &tiling), tuning->inline_flops)) threads = 1; /* the caller will run a call of so little work on one thread */
+    if (!tiling.few_rows) tiling = even_tiling(p, tiling, panel_lanes, threads);
+    return plan_of(p, tiling, splitting, forward_grouping(p, tiling, splitting, tuning, threads));
+}
+
+/* Rows of an item at most: so many that the item has `lanes` lanes, and that its lists can be inverted. */
+static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes) {
+    return ba_max(1, ba_min(lanes / (t->row_queries * t->shared_heads), MOST_ENTRIES / ba_max(1, p->blocks.dims[3])));
+}
+
+ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int threads) {
+    const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_queries = p->block_q, .shared_heads = heads_of_list(p), .few_rows = true};
+    const int64_t wanted = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
+    const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(wanted, tuning->by_block_most_lanes)));
+    const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.row_items * threads))), .few_heads = 1};
+    return plan_of(p, tiling, unsplit, grouping);
+}
+
+static ba_tiling gradient_tiling(const ba_problem *p, const ba_tuning *tuning) {
+    ba_tiling tiling = {.tile_queries = tuning->gradient_queries,
+                        .row_queries = p->listed ? p->block_q : tuning->gradient_queries,
+                        .shared_heads = 1,
+                        .gradients = true};
+    const bool lists_shared = !p->listed || p->blocks.dims[1] != p->heads;
     /* heads share a tile only where the rows of one head would leave it half empty */
-    if (lists_shared && plan->row_queries <= plan->tile_queries / problem->group) plan->shared_heads = problem->group;
-    plan->bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
-    for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
+    if (lists_shared && tiling.row_queries <= tiling.tile_queries / p->group) tiling.shared_heads = p->group;
+    return tiling;
 }
 
-void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning) {
-    ba_plan_lay_out_gradients(plan, problem, tuning);
+ba_plan ba_plan_gradients(const ba_problem *p, const ba_tuning *tuning) {
+    const ba_grouping grouping = {.tiles = tuning->gradient_item_tiles, .few_heads = 1};
+    return plan_of(p, gradient_tiling(p, tuning), unsplit, grouping);
+}
+
+ba_plan ba_plan_gradient_rows(const ba_problem *p, const ba_tuning *tuning) {
+    const ba_tiling tiling = gradient_tiling(p, tuning);
     /* The number of columns may not enter here: it is that of the longest sequence of the batch, and the order of sums would depend on it. */
-    const int64_t most = ba_min(tuning->by_block_lanes / (plan->row_queries * plan->shared_heads), MOST_ENTRIES / ba_max(1, problem->blocks.dims[3]));
-    plan->group_tiles = ba_max(1, most);
-    plan->items = 0;
-    for (int64_t b = 0; b < problem->batch; b++) plan->items += problem->kv_heads * ba_ceil_div(tiles_of_batch(plan, b), plan->group_tiles);
+    const ba_grouping grouping = {.tiles = most_rows(p, &tiling, tuning->by_block_lanes), .few_heads = 1};
+    return plan_of(p, tiling, unsplit, grouping);
 }
 
 /* Hands out the parts of the plan's memory at `base` and returns its size; with base NULL, only the size counts. */
@@ -399,12 +405,12 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     lay_out_plan(plan, threads, memory, &plan->item, &s.bitmaps);
     int64_t n = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
-        const int64_t tiles = tiles_of_batch(plan, b), parts = ba_plan_parts(plan, b), heads = heads_of_item(plan, b);
+        const int64_t tiles = tiles_of_batch(problem, &plan->tiling, b), parts = ba_plan_parts(plan, b), heads = heads_of_item(plan, b);
         for (int64_t g = 0; g < problem->kv_heads; g += heads)
-            for (int64_t t = 0; t < tiles; t += plan->group_tiles)
+            for (int64_t t = 0; t < tiles; t += plan->grouping.tiles)
                 for (int64_t part = 0; part < parts; part++)
                     plan->item[n++] = (ba_item){.first_tile = t,
-                                                .tiles = ba_min(plan->group_tiles, tiles - t),
+                                                .tiles = ba_min(plan->grouping.tiles, tiles - t),
                                                 .batch = (int32_t)b,
                                                 .kv_head = (int32_t)g,
                                                 .kv_heads = (int32_t)ba_min(heads, problem->kv_heads - g),
@@ -412,9 +418,9 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
     }
     const double entries =
         problem->listed ? (double)problem->blocks.dims[2] * (double)problem->blocks.dims[3] * (double)(problem->batch * problem->heads) : 0;
-    const int survey_threads = entries > 2e5 ? threads : 1;
+    const int survey_threads = entries > ba_work.survey_entries ? threads : 1;
     BA_TRY(ba_parallel(survey_threads, plan->items, survey_item, &s));
-    if (problem->listed && problem->q_lens && !plan->gradients)
+    if (problem->listed && problem->q_lens && !plan->tiling.gradients)
         BA_TRY(ba_parallel(survey_threads, problem->batch * problem->blocks.dims[1], survey_padding, &s));
     if (s.failed) {
         const ba_tensor *t = &problem->blocks;
@@ -435,7 +441,7 @@ ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
         if (plan->item[i].part > 0) plan->item[i].cost = plan->item[i - 1].cost;
         plan->cost += plan->item[i].cost;
     }
-    if (plan->gradients) spread_heads(plan);
+    if (plan->tiling.gradients) spread_heads(plan);
     qsort(plan->item, (size_t)n, sizeof *plan->item, by_start);
     return BA_OK;
 }

@@ -34,35 +34,53 @@ typedef struct ba_tile {
 static inline int64_t ba_lane_query(const ba_tile *tile, int64_t lane) { return tile->first_query + (tile->first_lane + lane) / tile->heads; }
 static inline int64_t ba_lane_head(const ba_tile *tile, int64_t lane) { return tile->head + (tile->first_lane + lane) % tile->heads; }
 
-typedef struct ba_plan {
-    const ba_problem *problem;
-    int64_t tile_queries, group_tiles;
+/* How queries become tiles. */
+typedef struct ba_tiling {
+    int64_t tile_queries; /* (query, head) pairs of a tile at most */
     int64_t row_queries;  /* queries per block row: block_q; without lists, the whole sequence is one row */
     int64_t shared_heads; /* query heads per tile: the group where its heads share lists, else 1 */
     bool few_rows;        /* the kernel for few queries attends every row */
-    bool gradients;       /* the plan is one of ba_plan_lay_out_gradients() or ba_plan_lay_out_gradient_rows() */
-    int64_t items;
-    ba_item *item;        /* the most costly first. Gradients: by `start`, so that the items of each (batch, KV head) are spread over the call */
-    double cost;          /* of all items */
-    int64_t bitmap_words; /* words of a bitmap over block columns; 0 without lists */
+    bool gradients;       /* tiles of padding too, and of several tiles of a row the same queries of one head after the other */
+} ba_tiling;
+
+/* How the keys of a sequence of few queries are split into parts. */
+typedef struct ba_splitting {
     int64_t part_keys, least_part_keys; /* the largest and the smallest number of keys per part */
-    int64_t parts_most;                 /* the largest number of parts of a batch entry */
-    int64_t few_heads;                  /* the largest number of KV heads of an item of few queries */
+} ba_splitting;
+
+/* How tiles become items. */
+typedef struct ba_grouping {
+    int64_t tiles;     /* the largest number of tiles of an item, of each of its KV heads */
+    int64_t few_heads; /* the largest number of KV heads of an item of few queries */
+} ba_grouping;
+
+typedef struct ba_plan {
+    const ba_problem *problem;
+    ba_tiling tiling;
+    ba_splitting splitting;
+    ba_grouping grouping;
+    int64_t bitmap_words; /* words of a bitmap over block columns; 0 without lists */
+    int64_t parts_most;   /* the largest number of parts of a batch entry */
+    int64_t items;
+    ba_item *item; /* the most costly first. Gradients: by `start`, so that the items of each (batch, KV head) are spread over the call */
+    double cost;   /* of all items */
 } ba_plan;
 
-/* Decides the tiles, the parts and the number of items of a forward call. panel_lanes is the width of the widest panels that tiles consist of. */
-void ba_plan_lay_out(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads);
+/* Each decides tiles, parts and the number of items; ba_plan_make then makes the items. */
+
+/* Of a forward call. panel_lanes is the width of the widest panels that tiles consist of. */
+ba_plan ba_plan_forward(const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads);
 
 /* The same for the driver by blocks (attend_by_block.h): a tile is a row of the lists, and an item has many. */
-void ba_plan_lay_out_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning, int threads);
+ba_plan ba_plan_forward_rows(const ba_problem *problem, const ba_tuning *tuning, int threads);
 
 /* The same for gradients. The order of tiles and items is the order in which dK and dV are summed, so it depends on nothing but the sequence and its
  * lists. Tiles are full; without lists, they are the tiles of lists whose rows are whole tiles. Items of one (batch, KV head) add in the order in
  * which the plan has them. */
-void ba_plan_lay_out_gradients(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning);
+ba_plan ba_plan_gradients(const ba_problem *problem, const ba_tuning *tuning);
 
 /* The same for gradients by blocks: a tile is a row of the lists, and an item has many. */
-void ba_plan_lay_out_gradient_rows(ba_plan *plan, const ba_problem *problem, const ba_tuning *tuning);
+ba_plan ba_plan_gradient_rows(const ba_problem *problem, const ba_tuning *tuning);
 
 /* The number of keys per part of this batch entry. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch);
@@ -91,7 +109,7 @@ static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
 }
 
 /* Whether that kernel attends this batch entry, with all of its queries together or one row of the lists at a time. */
-static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) { return plan->few_rows || ba_plan_few_queries(plan, batch); }
+static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) { return plan->tiling.few_rows || ba_plan_few_queries(plan, batch); }
 
 /* The number of parts that the lists of a batch entry are cut into. */
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);

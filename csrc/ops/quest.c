@@ -9,6 +9,7 @@
 #include "core/status.h"
 #include "kernels/prefetch_rows.h"
 #include "kernels/kernels.h"
+#include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/problem.h"
 #include "ops/scratch.h"
@@ -168,7 +169,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
         c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, SUMMARY_PAGES));
     }
     if (tokens == 0) return BA_OK;
-    const bool small = ba_is_small(tokens * (double)(c.k.heads * c.k.dim), 1e6);
+    const bool small = ba_is_small(tokens * (double)(c.k.heads * c.k.dim), ba_work.small_work);
     join_heads(&c);
     return ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
 }

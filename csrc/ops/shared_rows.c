@@ -79,7 +79,7 @@ static void share_item(void *context, int64_t index, int worker) {
 
 ba_status ba_share_rows(ba_sharing *s, int threads) {
     const ba_problem *p = s->plan->problem;
-    const int64_t lanes = ba_min(s->plan->tile_queries, s->plan->row_queries * s->plan->shared_heads);
+    const int64_t lanes = ba_min(s->plan->tiling.tile_queries, s->plan->tiling.row_queries * s->plan->tiling.shared_heads);
     int64_t keys = 0, longest = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const ba_range range = shared_range(s, b);

@@ -60,7 +60,7 @@ static int find_walk(const ba_plan *plan, const ba_item *item, const ba_tile_sta
     const int64_t words = plan->bitmap_words;
     int64_t at;
     ba_list_to_bitmap(p, item->batch, t->tile.head, t->tile.block_row, bitmap, words, &at);
-    if (plan->gradients) forget_columns_from(bitmap, words, ba_ceil_div(ba_kv_span(p, item->batch).valid, p->block_kv));
+    if (plan->tiling.gradients) forget_columns_from(bitmap, words, ba_ceil_div(ba_kv_span(p, item->batch).valid, p->block_kv));
     for (int k = 0; k < n; k++)
         if (memcmp(bitmaps + k * words, bitmap, (size_t)words * sizeof *bitmap) == 0) return k;
     return n;

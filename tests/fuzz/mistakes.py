@@ -34,7 +34,7 @@ MISTAKES = [
         "padding",
         "tiles are cut by the padded length again",
         "csrc/ops/plan.c",
-        "return plan->gradients ? q.rows : q.valid;",
+        "return t->gradients ? q.rows : q.valid;",
         "return q.rows;",
     ),
     Mistake(
