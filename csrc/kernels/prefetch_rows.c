@@ -1,6 +1,6 @@
 #include "kernels/prefetch_rows.h"
 
-/* Levels whose CPUs ignore a prefetch into L2 of a line that no cache has: theirs go into L1, as BA_PREFETCH_LEVEL says in levels/<isa>.c. */
+/* Levels whose CPUs ignore a prefetch into L2 of a line that no cache has: theirs go into L1, as BA_PREFETCH_LEVEL of traits.h says for kernels. */
 static bool goes_to_l1(ba_isa level) {
 #ifdef __aarch64__
     (void)level;
