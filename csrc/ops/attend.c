@@ -1,5 +1,5 @@
-/* A forward call: the kernels chosen, the plan, and memory. It knows neither an ISA nor an element type; attend_batch.c says which entries it is
- * given. */
+/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It knows neither an ISA nor an element type.
+ * attend_batch.c decides which batch entries it is called for. */
 #include "core/arena.h"
 #include "core/status.h"
 #include "ops/attend_by_block.h"
@@ -51,15 +51,15 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     const bool own = p->kv_dtype == p->dtype;
     c->pack_k = own ? f->pack->keys : kernels->cache[p->kv_dtype]->pack;
     c->pack_v = own ? f->pack->values : kernels->cache[p->kv_dtype]->pack;
-    /* by the group and not by a panel's queries: lists of single heads shall give what shared ones give, to the bit */
+    /* The size of the group decides, not the number of queries in a panel: lists of single heads must give the bits that shared lists give. */
     c->own_few = own && f->few->attend && f->few_least_heads > 0 && p->group >= f->few_least_heads;
     c->few = c->own_few ? f->few->attend : kernels->cache[p->kv_dtype]->few;
     c->pack_few = c->own_few ? f->few->pack_queries : vectors->few->pack_queries;
     c->order_few = c->own_few ? f->few->order_queries : kernels->cache[p->kv_dtype]->order_few;
 }
 
-/* Rows of one panel take small bites of their lists, so that rows side by side meet at a key while it is in cache; those of more take large ones,
- * since each bite fetches their state. */
+/* Chooses the size of chunks. Where the rows of the lists are a single panel, chunks are small, so that neighbouring rows attend a key while it is in
+ * cache. Where rows are several panels, chunks are large, because every chunk loads the states of all panels. */
 static void choose_chunks(ba_attend_call *c) {
     c->chunk_keys = c->tuning->chunk_keys;
     c->chunks = 2;
@@ -68,14 +68,15 @@ static void choose_chunks(ba_attend_call *c) {
     if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = BA_MANY_PANELS + 2;
 }
 
-/* Whether few queries meet short rows that lie apart: of one head, since each has lists of its own, among those of all. */
+/* Whether rows are gathered before few queries attend them: where rows are short and do not lie side by side, as the rows of one head do among those
+ * of all heads, in calls whose heads have lists of their own. */
 static bool gathers(const ba_attend_call *c) {
     const ba_problem *p = c->problem;
     const bool apart = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
     return apart && c->plan.grouping.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
 }
 
-static void run_item(void *context, int64_t index, int worker) {
+static void attend_item(void *context, int64_t index, int worker) {
     const ba_attend_call *c = context;
     if (ba_plan_few(&c->plan, c->plan.item[index].batch)) ba_attend_few(c, index, worker);
     else ba_attend_panels(c, index, worker);
@@ -95,7 +96,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     c.plan = ba_plan_forward(problem, c.tuning, c.family->lanes[BA_PANEL_WIDE], threads);
     choose_chunks(&c);
     c.gathers = gathers(&c);
-    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
+    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     ba_attend_scratch unused;
     c.scratch_bytes = ba_lay_out_attend_scratch(&c, NULL, &unused);
     int64_t used = 0;
@@ -105,7 +106,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     ba_take(NULL, &used, threads * c.scratch_bytes);
     c.sharing = (ba_sharing){
         .plan = &c.plan, .family = c.family, .chunk_keys = c.tuning->chunk_keys, .pack_keys = c.chunk_keys, .k.pack = c.pack_k, .v.pack = c.pack_v};
-    /* what another dtype of K and V is packed by has scales, which sharing has not */
+    /* Sharing packs with the family's own functions. Those for another dtype of K and V take scales, which sharing does not have. */
     int64_t shared_bytes = c.pack_k == c.family->pack->keys && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take(NULL, &used, shared_bytes);
@@ -126,7 +127,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
         c.threads = threads;
         status = ba_share_rows(&c.sharing, threads);
     }
-    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, run_item, &c);
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, attend_item, &c);
     if (status == BA_OK && c.plan.parts_most > 1) status = ba_parallel(threads, problem->batch * problem->kv_heads, ba_join_parts, &c);
     ba_arena_release();
     return status;

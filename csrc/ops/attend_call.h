@@ -1,8 +1,8 @@
-/* A forward call at work: what all of its items share, a worker's scratch, and what the drivers for panels and for few queries have in common.
- * Internal.
+/* A running forward call: the state that all of its items share, a worker's scratch memory, and the functions that the drivers for panels and for few
+ * queries have in common. Internal.
  *
- * attend.c makes the call: it chooses the kernels, plans, and hands out memory. Items whose tiles are panels are run by attend_panels.c, those of few
- * queries by attend_few.c, whose parts attend_join.c joins. attend_tiles.c opens tiles, finds rows and writes results for both. */
+ * attend.c sets the call up: it chooses the kernels, makes the plan, and hands out memory. attend_panels.c runs items whose tiles are panels;
+ * attend_few.c runs items of few queries, and attend_join.c joins their parts. attend_tiles.c opens tiles, finds rows and writes results for both. */
 #ifndef BA_OPS_ATTEND_CALL_H
 #define BA_OPS_ATTEND_CALL_H
 
@@ -11,98 +11,100 @@
 #include "ops/shared_rows.h"
 #include "ops/tiles.h"
 
-enum { BA_MANY_PANELS = 16 /* panels that a kernel is given at once at most */ };
+enum { BA_MANY_PANELS = 16 /* the largest number of panels of one kernel call */ };
 
-/* One chunk of a list: which keys, and where they lie. */
+/* One chunk of a list: its keys, and where their rows lie. */
 typedef struct ba_chunk_rows {
-    int walk;
+    int walk; /* the walk that the chunk was taken from */
     int64_t keys;
-    const void **k_rows, **v_rows;          /* of the item's first head; keys before `whole` as they are shared. Behind them is room for rows that
-                                               are prefetched after them (attend_few.c) */
-    int64_t whole;                          /* keys of whole groups, where K and V are packed once for all items; else 0 */
-    const float **k_scale_at, **v_scale_at; /* likewise */
+    const void **k_rows, **v_rows; /* [keys]: rows of the item's first head; the first `whole` are rows of the shared, packed K and V. There is
+                                    * room behind them for further rows that are to be prefetched (attend_few.c) */
+    int64_t whole;                 /* how many keys, from the first on, belong to whole groups of shared K and V; 0 where none are shared */
+    const float **k_scale_at, **v_scale_at; /* [keys]: where the scales of the item's first head lie */
     int32_t *key_index;
 } ba_chunk_rows;
 
 typedef struct ba_attend_scratch {
-    char *q, *o, *ml; /* tiles one after the other */
-    int32_t *bounds;
-    uint64_t *bitmaps;
+    char *q, *o, *ml;  /* packed queries, and the states o, m and l, of one tile after the other */
+    int32_t *bounds;   /* lo and hi of all panels */
+    uint64_t *bitmaps; /* [walk]: the listed columns */
     char *packed_k, *packed_v, *scores, *lse, *gathered;
     const void **packed_k_rows, **packed_v_rows, **rows;
     float *k_scale, *v_scale;
-    ba_chunk_rows chunk[BA_MANY_PANELS + 2]; /* a ring: chunks whose panels are collected, the one at hand and the one after it */
+    ba_chunk_rows chunk[BA_MANY_PANELS + 2]; /* a ring: chunks whose panels are still collected, the current chunk, and the next one */
     ba_tile_state *tiles;
-    ba_panel *panels; /* [BA_MANY_PANELS], with their chunks: to be given to the kernel together */
-    ba_chunk *chunks;
+    ba_panel *panels; /* [BA_MANY_PANELS]: panels that are collected for one kernel call */
+    ba_chunk *chunks; /* [BA_MANY_PANELS]: the chunk of each of them */
 } ba_attend_scratch;
 
 typedef struct ba_attend_call {
     const ba_problem *problem;
     const ba_attend_family *family;
-    ba_pack_rows_fn pack_k, pack_v; /* NULL: read in place */
-    bool own_few;                   /* the family's kernel for few queries, and not the cache's */
+    ba_pack_rows_fn pack_k, pack_v; /* NULL: kernels read the rows where they lie */
+    bool own_few;                   /* few queries are attended by the family's own kernel, and not by that of the cache's dtype */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
     const ba_tuning *tuning;
     int64_t chunk_keys;
-    int chunks;   /* of the ring: 2 where panels of one chunk only are collected */
+    int chunks;   /* places of the ring in use; 2 where a kernel call takes panels of one chunk only */
     bool gathers; /* rows are copied side by side before few queries attend them */
     ba_plan plan;
     int threads;
     char *scratch;
     int64_t scratch_bytes; /* per worker */
     ba_sharing sharing;
-    char *parts;                /* states of parts that are to be joined */
-    const int64_t *part_offset; /* [batch]: bytes, -1 where there is one part only */
+    char *parts;                /* the states of parts, which are joined at the end */
+    const int64_t *part_offset; /* [batch]: where its parts begin in `parts`, in bytes; -1: its lists are not cut */
 } ba_attend_call;
 
 /* ---- attend.c ------------------------------------------------------------------------------------------------------- */
 
-/* Lanes that a tile's panels have room for: a few-query panel takes BA_FEW_QUERIES, the last of the others may be half empty. */
+/* The number of lanes that the scratch memory of a tile has room for. The last panel of a tile may be half empty. */
 static inline int64_t ba_tile_room(const ba_attend_call *c) {
     return ba_round_up(ba_min(c->plan.tiling.tile_queries, c->plan.tiling.row_queries * c->plan.tiling.shared_heads),
                        c->family->lanes[BA_PANEL_WIDE]);
 }
 
-/* Queries that a panel of the kernel for few queries has room for: one more than it takes, so that panels of several heads do not share sets of L1.
- */
+/* The number of queries that a panel of the kernel for few queries has room for. It is one more than the kernel takes, so that the panels of several
+ * heads do not compete for the same sets of the L1 cache. */
 enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
 
-/* Bytes of that kernel's scratch per head, with some between two heads for the same reason. */
+/* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
 static inline int64_t ba_few_scratch(const ba_attend_call *c) {
     const int64_t apart = BA_FEW_PAD(c->problem->v_dim);
     return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);
 }
 
-/* A worker's scratch: hands out its parts, or with base NULL counts the bytes. */
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w);
 
 /* ---- attend_tiles.c -------------------------------------------------------------------------------------------------- */
 
-/* Opens the item's tile number `index`, of all tiles of its first head, then those of the next: packs its queries and clears its states. */
+/* Opens tile number `index` of the item, where the tiles of its first KV head come first, then those of the next head, and so on: packs the tile's
+ * queries and empties its states. */
 void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t index);
 
-/* Writes out and lse of a panel, whose lanes are lanes of the tile. */
+/* Writes out and lse of the queries of a panel of the tile. */
 void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s);
 
-/* The next chunk of the list that is furthest behind. False when all are at their end. */
+/* Takes the next chunk of the walk that is furthest behind. Returns false when all walks are at their end. */
 bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks, int lists, ba_chunk_rows *chunk);
 
-/* Finds where the rows of K of a chunk lie whose keys are set. */
+/* Finds the rows of K, and their scales, of a chunk whose keys are set. */
 void ba_find_k_rows(const ba_attend_call *c, const ba_item *item, ba_chunk_rows *chunk);
 
-/* Fetches the scales of a chunk's keys for `heads` heads of the item from `first` on. */
+/* Copies the scales of a chunk's keys, for `heads` heads of the item from `first` on, to the scratch memory. */
 void ba_fetch_scales(const ba_attend_call *c, const ba_attend_scratch *w, int64_t first, int64_t heads, const ba_chunk_rows *here);
 
-/* The chunk as a kernel takes it, for one head of the item; that head is the `place`-th of those whose scales were fetched together. */
+/* The chunk in the form that kernels take, for one head of the item. `place` is the number of the head among those of the last ba_fetch_scales(). */
 ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t head, int64_t place, const ba_chunk_rows *here);
 
 /* Leaves out the chunk's first `keys` keys. */
 void ba_skip_keys(ba_chunk *chunk, int64_t keys);
 
-/* Cuts the chunk to the keys that the panel sees, and gives the panel its bounds where they matter. False: it sees none. */
+/* Cuts the chunk to the keys that some lane of the panel sees, and sets *panel, with bounds only where some lane does not see all of them. Returns
+ * false where no lane sees a key. */
 bool ba_cut_to_seen(const ba_attend_call *c, const ba_panel_state *s, ba_panel *panel, ba_chunk *chunk);
 
 /* ---- attend_panels.c and attend_few.c: one item each ------------------------------------------------------------------ */
@@ -112,10 +114,10 @@ void ba_attend_few(const ba_attend_call *c, int64_t index, int worker);
 
 /* ---- attend_join.c --------------------------------------------------------------------------------------------------- */
 
-/* Where the parts of each batch entry begin (offset NULL: not wanted yet); returns the bytes of all. */
+/* Sets where the parts of each batch entry begin, unless `offset` is NULL. Returns the bytes of all parts. */
 int64_t ba_lay_out_parts(const ba_attend_call *c, int64_t *offset);
 
-/* Keeps the states of a panel for few queries as a part's. */
+/* Copies the states of a panel of few queries to where ba_join_parts() finds those of the item's part. */
 void ba_keep_part(const ba_attend_call *c, const ba_item *item, const ba_tile *tile, const ba_panel_state *s);
 
 /* A ba_item_fn over (batch, KV head): joins the parts in their order and writes the result. */

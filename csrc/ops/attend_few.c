@@ -1,19 +1,20 @@
-/* An item of few queries (decode): one panel per tile and KV head. Memory binds, so that what is read next is prefetched while keys are attended. */
+/* Runs an item of few queries (decode), which has one panel per tile and KV head. Reading memory limits the speed, so the rows that are read next are
+ * prefetched while keys are attended. */
 #include "core/pool.h"
 #include "ops/attend_call.h"
 
-/* Whether a token's heads lie side by side: then the heads of an item attend a chunk together. */
+/* Whether the heads of a token lie side by side in K and in V. The heads of an item then attend a chunk in one kernel call. */
 static bool heads_are_beside(const ba_problem *p) {
     return ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) &&
            ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
 }
 
-/* Bytes of K's rows, or of V's, of so many heads side by side. */
+/* Bytes of the rows of K (or V) of so many neighbouring heads of a token. */
 static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim, int64_t heads) {
     return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
 }
 
-/* How many rows of `bytes` each lie within distance number `which` (ba_few_tuning), and within the largest distance. */
+/* How many rows of `bytes` bytes each lie within distance number `which` (ba_few_tuning); below, within the largest distance. */
 static int64_t rows_ahead(const ba_few_tuning *few, int which, int64_t bytes) { return ba_min(few->keys, ba_ceil_div(few->distances[which], bytes)); }
 
 static int64_t most_rows_ahead(const ba_few_tuning *few, int64_t bytes) {
@@ -22,8 +23,8 @@ static int64_t most_rows_ahead(const ba_few_tuning *few, int64_t bytes) {
     return most;
 }
 
-/* Sets `chunk` to the rows of K that the worker's next item is likely to begin with, as far as prefetches reach: where all keys are attended, they
- * are known before that item begins. False: there is no such item, or its keys are not known. */
+/* Sets `chunk` to the first rows of K of the item that this worker is likely to take next, as far as prefetches reach. Without lists, these rows are
+ * known before that item begins. Returns false where there is no such item, or where its keys are not known. */
 static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_rows *chunk) {
     const ba_problem *p = c->problem;
     const int64_t next = index + c->threads;
@@ -48,7 +49,8 @@ typedef struct stretch {
     int64_t keys, offset;
 } stretch;
 
-/* What to prefetch while `now` is read: its own rows from the nearest distance on, and behind them the first rows of `then`, which is read next. */
+/* What to prefetch while `now` is read: its own rows from the nearest distance on, and behind these the first rows of `then`, which is read next.
+ * Writes the latter behind now->rows. */
 static ba_prefetch_rows find_ahead(const ba_few_tuning *few, const stretch *now, const stretch *then, int64_t bytes) {
     const int64_t more = ba_min(then->keys, most_rows_ahead(few, bytes)), all = now->keys + more, nearest = rows_ahead(few, 0, bytes);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
@@ -58,7 +60,8 @@ static ba_prefetch_rows find_ahead(const ba_few_tuning *few, const stretch *now,
     return ahead;
 }
 
-/* Sets what the heads' first chunk prefetches: K's rows of `heads` heads side by side, V's, and then K's of the next heads or of the next chunk. */
+/* Sets what the kernel call for heads first .. first + heads - 1 prefetches: their rows of K, then of V, and then the rows of K of the next heads or
+ * of the next chunk. */
 static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t first, int64_t heads,
                            const ba_chunk_rows *here, const ba_chunk_rows *next) {
     const ba_problem *p = c->problem;
@@ -73,8 +76,8 @@ static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, 
     w->chunks->v_prefetch = find_ahead(few, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
 }
 
-/* The tiles that walk this list attend the chunk, one panel per tile; heads whose rows lie side by side do so together. next: the chunk after it, or
- * NULL. */
+/* The tiles that walk the chunk's list attend it, one panel per tile and head; heads whose rows lie side by side do so in one kernel call. `next` is
+ * the chunk that follows, or NULL. */
 static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_chunk_rows *here,
                          const ba_chunk_rows *next) {
     const ba_problem *p = c->problem;
@@ -90,7 +93,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
             for (int64_t head = first; head < first + together; head++) {
                 const ba_panel_state *s = &w->tiles[head * item->tiles + i].panel[0];
                 w->chunks[n] = ba_head_chunk(c, w, head, n, here);
-                n += ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n]); /* all or none: they see the same keys */
+                n += ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n]); /* true for all heads or for none, because they see the same keys */
                 lanes = s->lanes;
             }
             if (!n) continue;

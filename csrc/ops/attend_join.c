@@ -1,13 +1,14 @@
-/* Parts of one sequence's keys: the states that each leaves, and their joining. */
+/* Parts of the keys of one sequence: keeps the states that each part leaves, and joins them. */
 #include <string.h>
 
 #include "ops/attend_call.h"
 
-/* One (batch, KV head)'s states of one part: BA_FEW_QUERIES of o, then of m, then of l. */
+/* Bytes of the states of one part of one (batch, KV head): o of BA_FEW_QUERIES queries, then their m, then their l. */
 static int64_t part_bytes(const ba_attend_call *c) {
     return ba_round_up(BA_FEW_QUERIES * (BA_FEW_PAD(c->problem->v_dim) + 2) * c->family->real_size, BA_ALIGN);
 }
 
+/* The states of one part, from query `lane` of the group on, as a panel. */
 static ba_panel part_panel(const ba_attend_call *c, int64_t batch, int64_t kv_head, int64_t part, int64_t lane) {
     const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim);
     char *base = c->parts + c->part_offset[batch] + (kv_head * ba_plan_parts(&c->plan, batch) + part) * part_bytes(c);
@@ -26,7 +27,6 @@ int64_t ba_lay_out_parts(const ba_attend_call *c, int64_t *offset) {
     return bytes;
 }
 
-/* Puts a few-query panel's states where the joining finds them. */
 void ba_keep_part(const ba_attend_call *c, const ba_item *item, const ba_tile *tile, const ba_panel_state *s) {
     const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim), group = c->problem->group;
     for (int64_t i = 0; i < s->lanes; i++) {
@@ -38,7 +38,6 @@ void ba_keep_part(const ba_attend_call *c, const ba_item *item, const ba_tile *t
     }
 }
 
-/* Joins the parts of one (batch, KV head) in their order. */
 void ba_join_parts(void *context, int64_t index, int worker) {
     const ba_attend_call *c = context;
     const ba_problem *p = c->problem;

@@ -1,13 +1,13 @@
-/* An item of panels: tiles of many queries of one KV head, which walk their lists side by side. */
+/* Runs an item of panels: tiles of many queries of one KV head, which walk their lists side by side. */
 #include <string.h>
 
 #include "core/pool.h"
 #include "ops/attend_call.h"
 
-/* Rows that the chunk after this one begins with, shared out among the panels that come before it. */
+/* The rows of the next chunk. Each panel that attends the current chunk prefetches its share of them. */
 typedef struct share {
-    const ba_chunk_rows *rows; /* NULL: there is no such chunk */
-    int64_t panels, panel;
+    const ba_chunk_rows *rows; /* NULL: there is no next chunk */
+    int64_t panels, panel;     /* the number of panels, and of the next one that gets a share */
 } share;
 
 static void share_out(share *s, ba_chunk *chunk) {
@@ -19,16 +19,17 @@ static void share_out(share *s, ba_chunk *chunk) {
     s->panel++;
 }
 
-/* Panels of one width that attend their chunks together: each panel once. */
+/* Panels of one width that are collected for one kernel call. No panel may be in it twice. */
 typedef struct batch {
     ba_panel_width width;
     int64_t n;
-    uint64_t walks; /* a bit each: whose panels they are */
-    int older;      /* chunks that came before the one at hand, and are still collected */
+    uint64_t walks; /* one bit per walk: whether panels of its tiles are collected */
+    int older;      /* how many chunks before the current one may have panels here */
     ba_panel *panels;
     ba_chunk *chunks;
 } batch;
 
+/* Runs the kernel on the collected panels. */
 static void flush(const ba_attend_call *c, batch *many) {
     const ba_attend_family *f = c->family;
     if (many->n && f->panel->attend_many[many->width]) f->panel->attend_many[many->width](many->panels, many->chunks, many->n);
@@ -39,6 +40,7 @@ static void flush(const ba_attend_call *c, batch *many) {
     many->older = 0;
 }
 
+/* Collects the panels of a tile that see keys of the chunk. */
 static void attend_tile(const ba_attend_call *c, const ba_tile_state *t, const ba_chunk *whole, share *next, batch *many) {
     for (int n = 0; n < t->panels; n++) {
         const ba_panel_state *s = &t->panel[n];
@@ -54,20 +56,20 @@ static void attend_tile(const ba_attend_call *c, const ba_tile_state *t, const b
     }
 }
 
-/* The tiles that walk this list attend the chunk; they see no keys outside `range`. next: the chunk after it, or NULL. */
+/* The tiles that walk the chunk's list attend it. They see no keys outside `range`. `next` is the chunk that follows, or NULL. */
 static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_range *range, const ba_chunk_rows *here,
                          const ba_chunk_rows *next, batch *many) {
     const ba_problem *p = c->problem;
     ba_fetch_scales(c, w, 0, 1, here);
     ba_chunk chunk = ba_head_chunk(c, w, 0, 0, here);
     int64_t skip = 0;
-    if (chunk.key_index[0] < range->lo) { /* keys before all that is seen need no packing */
+    if (chunk.key_index[0] < range->lo) { /* keys before the first visible one need not be packed */
         skip = ba_min(ba_first_at_least(chunk.key_index, chunk.keys, range->lo), chunk.keys - 1);
         skip -= skip % c->family->key_align;
         ba_skip_keys(&chunk, skip);
     }
     const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
-    const bool alone = c->chunks == 2 || others; /* chunks that are packed here share the memory for it */
+    const bool alone = c->chunks == 2 || others; /* there is memory for one chunk that is packed here, so its panels cannot wait for the next chunk */
     if (alone || many->walks >> here->walk & 1) flush(c, many);
     if (c->pack_k && others) {
         memcpy(w->packed_k_rows, chunk.k_rows, (size_t)whole * sizeof *chunk.k_rows);

@@ -9,7 +9,7 @@
 
 static int64_t panel_room(const ba_attend_call *c, ba_panel_width width) { return width == BA_PANEL_FEW ? BA_FEW_QUERIES : c->family->lanes[width]; }
 
-/* Packs the panel's queries, and sets its state and ranges. */
+/* Packs the panel's queries, empties its state, and sets the keys that its lanes see. */
 static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
@@ -21,7 +21,8 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
         const int64_t query = ba_lane_query(&t->tile, s->lane + i);
         ba_set_lane(s, i, ba_visible_keys(p, query, q.valid, kv.valid), lo, hi);
         w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
-        ba_prefetch_to_read(w->rows[i], p->head_dim * p->element_size); /* rows of one head are far apart */
+        ba_prefetch_to_read(w->rows[i],
+                            p->head_dim * p->element_size); /* the rows of one head lie far apart, so the CPU does not prefetch them itself */
     }
     ba_close_lanes(s, room, lo, hi, t);
     const int64_t o_dim = s->width == BA_PANEL_FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
@@ -57,7 +58,7 @@ void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_
         s->panel.lo = w->bounds + at * 2;
         s->panel.hi = w->bounds + at * 2 + room;
         at += room;
-        assert(at <= (index + 1) * room_of_tile); /* else the panel is the next tile's too */
+        assert(at <= (index + 1) * room_of_tile); /* or the panel would reach into the next tile's memory */
         open_panel(c, w, item, t, s);
         lane += s->lanes;
     }
@@ -65,7 +66,7 @@ void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_
 
 /* ---- Results -------------------------------------------------------------------------------------------------------- */
 
-/* A sink takes part in the softmax as a key whose value is 0. */
+/* Adds a sink, which takes part in the softmax as a key whose value is 0, to the state of a lane. */
 static void add_sink(const ba_attend_call *c, const ba_panel_state *s, int64_t lane, double sink) {
     const int64_t real_size = c->family->real_size, v_dim = c->problem->v_dim;
     const double m = ba_get_real(s->panel.m, lane, real_size), l = ba_get_real(s->panel.l, lane, real_size), above = sink * BA_LOG2_E - m;
@@ -100,11 +101,11 @@ void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t
 
 /* ---- Rows of keys ----------------------------------------------------------------------------------------------------- */
 
-/* Where the chunk's rows of K (or V) lie, and their scales. */
+/* Finds the rows of K (or V) of some keys, and their scales, where they lie in the caller's arrays. */
 static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index,
                       int64_t keys, const void **rows, const float **scales) {
     const int64_t size = p->kv_element_size, step = view->token_stride * size, page_size = p->page_size ? p->page_size : INT64_MAX;
-    /* key numbers rise, and come in stretches that lie side by side, each in one page where there are pages */
+    /* Key numbers rise. Keys with consecutive numbers, in one page where there are pages, form a stretch whose rows are equally far apart. */
     for (int64_t j = 0, some; j < keys; j += some) {
         const int64_t token = key_index[j] % page_size, page = p->page_size ? ba_page(p, batch, key_index[j] / page_size) : 0;
         const char *row = p->page_size ? ba_row_of(view, size, page, kv_head, token) : ba_key_row(p, view, size, batch, kv_head, token);
@@ -118,7 +119,7 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
     }
 }
 
-/* Where the chunk's rows of K (or V) lie: those that are shared, and the others. */
+/* Finds the rows of K (or V) of a chunk: those of its first `whole` keys in the shared, packed K (or V), the others in the caller's array. */
 static void take_rows(const ba_attend_call *c, const ba_item *item, const ba_view *view, const ba_view *scale, const ba_shared_rows *s,
                       const ba_chunk_rows *chunk, const void **rows, const float **scales) {
     const ba_problem *p = c->problem;
@@ -127,7 +128,7 @@ static void take_rows(const ba_attend_call *c, const ba_item *item, const ba_vie
         const bool in_place = s->in_place[head];
         const char *first = in_place ? ba_key_row(p, view, p->kv_element_size, item->batch, item->kv_head, 0) : s->data + s->offset[head];
         const int64_t step = in_place ? view->token_stride * p->kv_element_size : s->row_bytes;
-        for (int64_t at = 0; at < chunk->whole; at += group) { /* keys of a group lie side by side */
+        for (int64_t at = 0; at < chunk->whole; at += group) { /* the keys of a group have consecutive numbers */
             const char *row = first + chunk->key_index[at] * step;
             for (int64_t j = 0; j < group; j++) rows[at + j] = row + j * step;
         }
@@ -146,15 +147,15 @@ bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks,
     if (next < 0) return false;
     chunk->walk = next;
     chunk->keys = ba_walk_take(&walks[next], chunk->key_index);
-    chunk->whole =
-        ba_is_shared(&c->sharing, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad : 0; /* the last group has keys that no query sees */
+    chunk->whole = ba_is_shared(&c->sharing, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad
+                                                          : 0; /* the last keys of a sequence may be less than a group */
     ba_find_k_rows(c, item, chunk);
     take_rows(c, item, &p->v, &p->v_scale, &c->sharing.v, chunk, chunk->v_rows, chunk->v_scale_at);
     return true;
 }
 
-/* Scales of the keys of some heads, which lie side by side: [head][keys]. All are prefetched first: a loop that waits for the first scale has few
- * others under way. */
+/* Copies the scales of the keys of some neighbouring heads to `scales`, [head][key]. All are prefetched first, because a loop that waits for one
+ * scale has only few other loads under way. */
 static void fetch_scales(const ba_view *view, const float *const *at, int64_t first, int64_t heads, int64_t keys, float *scales) {
     if (!view->data) return;
     for (int64_t j = 0; j < keys; j++) ba_prefetch_to_read(at[j] + first * view->head_stride, (int64_t)sizeof(float));
@@ -181,7 +182,7 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      .k_next_bytes = p->head_dim * p->kv_element_size, /* elements keep their size where packed rows are shared */
+                      .k_next_bytes = p->head_dim * p->kv_element_size, /* also right for shared rows: families that share do not widen elements */
                       .v_next_bytes = p->v_dim * p->kv_element_size,
                       .k_scale = p->k_scale.data ? w->k_scale + place * here->keys : NULL,
                       .v_scale = p->v_scale.data ? w->v_scale + place * here->keys : NULL,

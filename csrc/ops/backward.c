@@ -1,9 +1,9 @@
-/* Block-sparse attention, backward: loops, plan and scratch; it knows neither an ISA nor an element type.
+/* Sets a backward call up: the plan, the scratch memory, and the sums dK and dV. It knows neither an ISA nor an element type.
  *
- * An item is a run of tiles of one (batch, KV head), as in the forward pass: they walk their lists side by side, chunk by
- * chunk. A chunk gives each panel its P, dS and dQ; then the whole tile adds its share to the chunk's rows of dK and dV.
- * dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): straight
- * into the outputs where these are reals, else into reals beside them that are rounded at the end. */
+ * As in the forward pass, an item is a run of tiles of one (batch, KV head), whose tiles walk their lists side by side, chunk by chunk. For each
+ * chunk, every panel of a tile computes its P and dS and adds to its dQ; then the whole tile adds to the chunk's rows of dK and dV. dQ belongs to the
+ * tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into the outputs themselves where these are reals,
+ * else into arrays of reals that are rounded into the outputs at the end. */
 #include <math.h>
 #include <string.h>
 
@@ -12,7 +12,7 @@
 #include "core/status.h"
 #include "ops/backward_call.h"
 
-enum { KEYS_AN_ITEM = 512 }; /* of dK and dV, cleared or rounded by one item */
+enum { KEYS_PER_ITEM = 512 }; /* of the jobs that clear dK and dV, and that round them */
 
 /* ---- Scratch ---------------------------------------------------------------------------------------------------------- */
 
@@ -52,16 +52,17 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
 
 /* ---- dK and dV as a whole ----------------------------------------------------------------------------------------------- */
 
-/* Stretches of KEYS_AN_ITEM keys of a (batch, KV head); sequences have as many as the longest has. */
-static int64_t stretches(const ba_problem *p) { return ba_ceil_div(p->kv_len, KEYS_AN_ITEM); }
+/* The number of stretches of KEYS_PER_ITEM keys per (batch, KV head): that of the longest sequence. */
+static int64_t stretches(const ba_problem *p) { return ba_ceil_div(p->kv_len, KEYS_PER_ITEM); }
 
 typedef void (*key_fn)(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key);
 
+/* Calls fn for every key of stretch number `index`. */
 static void each_key(const ba_backward_call *c, int64_t index, key_fn fn) {
     const ba_problem *p = c->problem;
-    const int64_t first = index % stretches(p) * KEYS_AN_ITEM, kv_head = index / stretches(p) % p->kv_heads,
+    const int64_t first = index % stretches(p) * KEYS_PER_ITEM, kv_head = index / stretches(p) % p->kv_heads,
                   batch = index / stretches(p) / p->kv_heads;
-    for (int64_t key = first; key < ba_min(first + KEYS_AN_ITEM, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
+    for (int64_t key = first; key < ba_min(first + KEYS_PER_ITEM, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
 }
 
 static void clear_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
@@ -89,10 +90,10 @@ static void round_stretch(void *context, int64_t index, int worker) {
     each_key(context, index, round_key);
 }
 
-/* Tokens of all sequences of one head, as the sums have them. */
+/* The number of rows per KV head in the arrays of sums. */
 static int64_t sum_tokens(const ba_problem *p) { return p->cu_kv ? p->cu_kv[p->batch] : p->batch * p->kv_len; }
 
-/* Sums of (KV head, token) rows, token strides being padded. */
+/* The view of an array of sums: rows by (KV head, token), each padded to a multiple of BA_PACK_PAD reals. */
 static ba_view sum_view(const ba_backward_call *c, char *data, int64_t dim) {
     const ba_problem *p = c->problem;
     const int64_t row = ba_round_up(dim, BA_PACK_PAD);
@@ -105,7 +106,7 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
 
-/* The order in which the items of each (batch, KV head) have their turns is that of the plan. */
+/* Sets the turns: the items of each (batch, KV head) add in the order that they have in the plan. `last` is scratch memory, [batch][KV head]. */
 static void set_turns(const ba_backward_call *c, int64_t *last) {
     const ba_problem *p = c->problem;
     for (int64_t i = 0; i < p->batch * p->kv_heads; i++) last[i] = -1;
@@ -133,12 +134,12 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     const bool by_block = ba_plan_few_rows(problem);
     c.plan = by_block ? ba_plan_gradient_rows(problem, ba_tuning_at(c.family->isa)) : ba_plan_gradients(problem, c.tuning);
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
-    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* no scratch for threads that would find no work */
+    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);
 
     const int64_t plan_bytes = ba_plan_bytes(&c.plan, threads), sums = problem->batch * problem->kv_heads;
     char *memory = NULL, *plan_memory = NULL, *last = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* adds up, then hands out */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
         int64_t used = 0;
         plan_memory = ba_take(memory, &used, plan_bytes);
         last = ba_take(memory, &used, sums * (int64_t)sizeof(int64_t));

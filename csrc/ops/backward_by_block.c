@@ -1,5 +1,5 @@
-/* Gradients where lists route single queries. An item is a long run of rows: its lists are inverted, and block by block the queries that list the
- * block become tiles of their own, made for this block alone, whose dQ is added to what each query keeps. */
+/* Gradients where lists route single queries. An item is a long run of rows. Its lists are inverted. Then, block by block, the queries that list the
+ * block form tiles, which exist for this block only; the dQ of such a tile is added to the dQ that each query keeps for the whole item. */
 #include <string.h>
 
 #include "core/pool.h"
@@ -7,20 +7,21 @@
 
 typedef struct rows_scratch {
     ba_backward_scratch common; /* for one tile at a time */
-    /* by lane of the item; the lanes of row t begin at t * row_lanes */
+    /* [lane of the item]; the lanes of row t begin at t * row_lanes */
     char *lane_lse, *lane_delta, *lane_dq;
     int32_t *lane_lo, *lane_hi;
-    char *added;             /* a panel's dQ, to be added to what its lanes keep */
-    int32_t *attending;      /* lanes that attend the keys at hand */
-    int32_t *begin, *listed; /* by ba_plan_invert_lists */
+    char *added;             /* the dQ of one panel, before it is added to that of its lanes */
+    int32_t *attending;      /* lanes that attend the current keys */
+    int32_t *begin, *listed; /* the inverted lists (ba_plan_invert_lists) */
 } rows_scratch;
 
-static int64_t lay_out(const ba_backward_call *c, char *base, rows_scratch *r) {
+/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+static int64_t lay_out_rows_scratch(const ba_backward_call *c, char *base, rows_scratch *r) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
     const int64_t lanes = c->plan.grouping.tiles * c->row_lanes, opened = lanes + BA_MAX_LANES, pad_k = ba_padded(c, p->head_dim);
     int64_t used = ba_lay_out_backward_scratch(c, 1, base, &r->common);
-    r->lane_lse = ba_take(base, &used, opened * f->real_size); /* whole panels are filled: the lanes behind a row's are the next row's */
+    r->lane_lse = ba_take(base, &used, opened * f->real_size); /* open_rows() fills whole panels, which may reach beyond the last row */
     r->lane_delta = ba_take(base, &used, opened * f->real_size);
     r->lane_lo = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
     r->lane_hi = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
@@ -34,14 +35,15 @@ static int64_t lay_out(const ba_backward_call *c, char *base, rows_scratch *r) {
 
 int64_t ba_backward_by_block_bytes(const ba_backward_call *c) {
     rows_scratch unused;
-    return lay_out(c, NULL, &unused);
+    return lay_out_rows_scratch(c, NULL, &unused);
 }
 
+/* The row of the lists that a lane of the item belongs to. */
 static ba_tile row_of_lane(const ba_backward_call *c, const ba_item *item, int64_t lane) {
     return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->row_lanes);
 }
 
-/* What all lanes of the item see, and their log-sum-exps and deltas. */
+/* Sets the keys that all lanes of the item see, their log-sum-exps and their deltas, and clears their dQ. */
 static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba_item *item) {
     const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes;
     for (int64_t lane = 0; lane < lanes; lane += c->row_lanes) {
@@ -60,7 +62,7 @@ static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba
     memset(r->lane_dq, 0, (size_t)(lanes * ba_padded(c, c->problem->head_dim) * real));
 }
 
-/* A tile of the n lanes listed. */
+/* Forms a tile of n lanes of the item. */
 static void gather_tile(const ba_backward_call *c, const rows_scratch *r, const ba_item *item, const int32_t *lanes, int64_t n, ba_tile_state *t) {
     const ba_problem *p = c->problem;
     const ba_backward_scratch *w = &r->common;
@@ -81,7 +83,7 @@ static void gather_tile(const ba_backward_call *c, const rows_scratch *r, const 
         ba_open_lanes(s);
         for (int64_t i = 0; i < c->family->lanes[s->width]; i++) {
             const int64_t from = lanes[lane + ba_min(i, s->lanes - 1)];
-            const bool there = i < s->lanes; /* where there is no query, what the last one sees stands in, so that it needs no mask */
+            const bool there = i < s->lanes; /* a lane without a query sees the keys that the last query sees, so that it needs no mask of its own */
             ba_set_lane(s, i, (ba_range){r->lane_lo[from], r->lane_hi[from]}, (int32_t *)s->gradient.lo, (int32_t *)s->gradient.hi);
             ba_set_real((void *)s->gradient.lse, i, there ? ba_get_real(r->lane_lse, from, real) : 0, real);
             ba_set_real((void *)s->gradient.delta, i, there ? ba_get_real(r->lane_delta, from, real) : 0, real);
@@ -91,7 +93,7 @@ static void gather_tile(const ba_backward_call *c, const rows_scratch *r, const 
     ba_clear_dq(c, t);
 }
 
-/* The tile's dQ, added to what its lanes keep. */
+/* Adds the tile's dQ to the dQ of its lanes. */
 static void keep_dq(const ba_backward_call *c, const rows_scratch *r, const ba_tile_state *t, const int32_t *lanes) {
     const int64_t real = c->family->real_size, dim = c->problem->head_dim, pad = ba_padded(c, dim);
     for (int n = 0; n < t->panels; n++) {
@@ -103,7 +105,7 @@ static void keep_dq(const ba_backward_call *c, const rows_scratch *r, const ba_t
     }
 }
 
-/* The rows that list a column attend its keys [first, end). */
+/* Computes the gradients of keys [first, end) of a column and of the rows that list it. */
 static void attend_keys(const ba_backward_call *c, const rows_scratch *r, int64_t index, int64_t column, int64_t first, int64_t end) {
     const ba_item *item = &c->plan.item[index];
     int64_t n = 0;
@@ -130,7 +132,7 @@ void ba_backward_by_block(void *context, int64_t index, int worker) {
     const ba_item *item = &c->plan.item[index];
     const int64_t columns = ba_list_columns(p, item->batch), keys = ba_kv_span(p, item->batch).valid, step = c->tuning->gradient_keys;
     rows_scratch r;
-    lay_out(c, c->scratch + worker * c->scratch_bytes, &r);
+    lay_out_rows_scratch(c, c->scratch + worker * c->scratch_bytes, &r);
     open_rows(c, &r, item);
     ba_plan_invert_lists(&c->plan, item, columns, r.begin, r.listed);
     for (int64_t column = 0; column < columns && !ba_stopped(); column++) {

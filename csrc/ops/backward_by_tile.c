@@ -9,6 +9,7 @@ int64_t ba_backward_by_tile_bytes(const ba_backward_call *c) {
     return ba_lay_out_backward_scratch(c, c->plan.grouping.tiles, NULL, &unused);
 }
 
+/* Opens a tile: adds its panels and sets what their lanes see. */
 static void open_tile(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t index, ba_tile_state *t) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, pad_k = ba_padded(c, p->head_dim), pad_v = ba_padded(c, p->v_dim);
@@ -21,7 +22,7 @@ static void open_tile(const ba_backward_call *c, const ba_backward_scratch *w, c
     t->dout = w->dout_rows + at * pad_v * real;
     for (int64_t lane = 0; lane < t->tile.lanes; lane += t->panel[t->panels - 1].lanes)
         ba_open_gradient_lanes(c, w, item, t, ba_add_gradient_panel(c, w, t, lane, &at));
-    assert(at <= (index - item->first_tile + 1) * ba_gradient_tile_room(c)); /* else the last panel is the next tile's too */
+    assert(at <= (index - item->first_tile + 1) * ba_gradient_tile_room(c)); /* or the last panel would reach into the next tile's memory */
 }
 
 static void write_dq(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_tile_state *t) {
@@ -42,7 +43,7 @@ void ba_backward_by_tile(void *context, int64_t index, int worker) {
     const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->gradient_keys, walks);
     for (int64_t i = 0; i < item->tiles; i++) {
         ba_clear_dq(c, &w.tiles[i]);
-        if (walks[w.tiles[i].walk].key == BA_WALK_END) continue; /* it sees nothing */
+        if (walks[w.tiles[i].walk].key == BA_WALK_END) continue; /* its queries see no key */
         ba_find_lanes(c->problem, &c->problem->q, item->batch, &w.tiles[i].tile, 0, w.tiles[i].tile.lanes, w.rows);
         ba_find_lanes(c->problem, &c->gradients->dout, item->batch, &w.tiles[i].tile, 0, w.tiles[i].tile.lanes, w.more_rows);
         ba_pack_gradient_tile(c, &w, &w.tiles[i]);

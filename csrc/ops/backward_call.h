@@ -1,6 +1,7 @@
-/* A backward call at work: what all of its items share, a worker's scratch, and what its two drivers have in common. Internal.
+/* A running backward call: the state that all of its items share, a worker's scratch memory, and the functions that its two drivers have in common.
+ * Internal.
  *
- * backward.c makes the call, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists; backward_by_block.c runs
+ * backward.c sets the call up, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists. backward_by_block.c runs
  * items of lists that route single queries, block by block. backward_tiles.c computes one tile and one chunk for both. */
 #ifndef BA_OPS_BACKWARD_CALL_H
 #define BA_OPS_BACKWARD_CALL_H
@@ -11,7 +12,7 @@
 #include "ops/turns.h"
 
 typedef struct ba_backward_scratch {
-    char *q, *dout, *dq, *q_rows, *dout_rows, *lanes; /* tiles one after the other */
+    char *q, *dout, *dq, *q_rows, *dout_rows, *lanes; /* of one tile after the other; `lanes`: lse and delta */
     int32_t *bounds;
     uint64_t *bitmaps;
     char *weights, *slopes, *packed_k, *packed_v, *packed_columns, *reals;
@@ -28,50 +29,52 @@ typedef struct ba_backward_call {
     const ba_tuning *tuning;
     ba_plan plan;
     ba_turn *turns;                /* [items] */
-    ba_view dk, dv;                /* of reals: where the sums are */
-    bool rounded;                  /* they are not the outputs */
-    int64_t row_lanes;             /* (query, head) pairs of a row of lists at most */
-    const ba_attend_family *reals; /* of the level that the family is of */
+    ba_view dk, dv;                /* the sums, as reals */
+    bool rounded;                  /* the sums are not the outputs themselves, and are rounded into these at the end */
+    int64_t row_lanes;             /* the largest number of (query, head) pairs in a row of the lists */
+    const ba_attend_family *reals; /* the vector family of real */
     char *scratch;
-    int64_t scratch_bytes; /* a worker */
+    int64_t scratch_bytes; /* per worker */
 } ba_backward_call;
 
-/* Lanes that a tile's panels have room for: the last may be half empty. */
+/* The number of lanes that the scratch memory of a tile has room for. The last panel of a tile may be half empty. */
 static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
     return ba_round_up(c->plan.tiling.tile_queries, c->family->lanes[BA_PANEL_WIDE]);
 }
 
-/* Reals of a row that is packed in any of the ways. */
+/* The number of reals that a packed row takes, in whichever of its forms. */
 static inline int64_t ba_padded(const ba_backward_call *c, int64_t dim) { return ba_round_up(dim, ba_max(BA_PACK_PAD, c->family->lane_block)); }
 
-/* A worker's scratch for so many tiles: hands out its parts, or with base NULL counts the bytes. */
+/* Hands out the parts of one worker's scratch memory for `tiles` tiles at `base` and returns their size; with base NULL, only the size counts. */
 int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, char *base, ba_backward_scratch *w);
 
 /* ---- backward_tiles.c ------------------------------------------------------------------------------------------------ */
 
-/* Adds the tile's next panel, of its lanes from `lane` on. *at: places of the scratch that are taken. */
+/* Adds a panel to the tile, for its lanes from `lane` on. *at counts the lanes of the scratch memory that are in use. */
 ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t, int64_t lane, int64_t *at);
 
-/* What each lane of a panel sees, and its log-sum-exp and delta. A query that attended nothing sees nothing. */
+/* Sets the keys that each lane of a panel sees, and its log-sum-exp and delta. A query whose log-sum-exp is -inf sees no key. */
 void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s);
 
-/* Packs a tile's queries as columns and as rows: their rows of q are w->rows, those of dout w->more_rows. */
+/* Packs a tile's queries as columns and as rows. w->rows are their rows of q, w->more_rows their rows of dout. */
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t);
 
+/* Clears the dQ of all panels of a tile. */
 void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t);
 
-/* A panel's dQ, to rows in the dtype of `family`. */
+/* Writes a panel's dQ to `rows`, which are of the dtype of `family`. */
 void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, const ba_attend_family *family, const ba_panel_state *s,
                   void *const *rows);
 
-/* Where the rows of the `keys` keys in w->key_index lie, and those of their gradients; K and V as the kernels read them. */
+/* Finds the rows of the `keys` keys in w->key_index and of their gradients, and packs K and V. Returns the chunk as kernels take it. */
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t keys);
 
-/* Adds what the tile and the chunk give to dQ, dK and dV. *turn: whether the item may add to the chunk's keys already. */
+/* Adds the contributions of a tile and a chunk to dQ, dK and dV. *turn says whether the item's turn for the keys of the chunk has come; where it has
+ * not, the function waits for it before it adds to dK and dV. */
 void ba_run_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
                           bool *turn);
 
-/* ---- The drivers: a ba_item_fn each, and the bytes of a worker's scratch -------------------------------------------------- */
+/* ---- The two drivers: each has a ba_item_fn, and the bytes of a worker's scratch memory ------------------------------------- */
 
 void ba_backward_by_tile(void *context, int64_t index, int worker);
 void ba_backward_by_block(void *context, int64_t index, int worker);

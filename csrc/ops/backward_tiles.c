@@ -6,7 +6,7 @@
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------------ */
 
-/* A number a query of the shape of lse. */
+/* The number that an array of lse's shape holds for a query. */
 static double query_real(const ba_backward_call *c, const ba_view *view, int64_t batch, int64_t head, int64_t query) {
     return ba_get_real(ba_query_row(c->problem, view, c->family->real_size, batch, head, query), 0, c->family->real_size);
 }
@@ -58,7 +58,6 @@ ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backwa
     return s;
 }
 
-/* Packs a tile's queries, in both ways: their rows of q are w->rows, those of dout w->more_rows. */
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
@@ -92,6 +91,7 @@ void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, const
 
 /* ---- Chunks ----------------------------------------------------------------------------------------------------------- */
 
+/* Finds the rows of some keys in an array of K's or V's shape. */
 static void find_keys(const ba_problem *p, const ba_view *view, int64_t element_size, const ba_item *item, const int32_t *key_index, int64_t keys,
                       void **rows) {
     char *const first = ba_key_row(p, view, element_size, item->batch, item->kv_head, 0);
@@ -110,7 +110,8 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
         f->pack->values(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
         chunk.scale = p->scale * BA_LOG2_E;
     }
-    const ba_pack_rows_fn pack_values = f->gradient->gradient_tile ? f->pack->keys : f->pack->values; /* its products meet V as they do K */
+    /* families over tiles multiply with V as they multiply with K, so V is packed like K */
+    const ba_pack_rows_fn pack_values = f->gradient->gradient_tile ? f->pack->keys : f->pack->values;
     if (f->pack->keys) {
         f->pack->keys(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
         chunk.k_rows = w->packed_k_rows;
@@ -122,7 +123,7 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
     return chunk;
 }
 
-/* One panel: its weights and slopes, which are 0 for keys that it passes over, and its dQ. */
+/* Computes the weights and slopes of one panel, 0 for keys of the chunk that it does not see, and adds to its dQ. */
 static void run_panel(const ba_backward_call *c, const ba_panel_state *s, const ba_chunk *whole, char *weights, char *slopes, ba_weights *w,
                       ba_weights *sl) {
     const ba_attend_family *f = c->family;
@@ -157,11 +158,13 @@ static void prefetch_sums(const ba_backward_call *c, const ba_backward_scratch *
     ba_prefetch_to_keep(c->family->isa, (const void *const *)w->dv_rows + first, n, 0, c->problem->v_dim * real, true);
 }
 
+/* Waits until the item may add to all keys of the chunk. */
 static void wait_for_turn(const ba_backward_call *c, int64_t item, const ba_chunk *chunk, bool *turn) {
     if (!*turn) ba_turn_wait(c->turns, item, chunk->key_index[chunk->keys - 1]);
     *turn = true;
 }
 
+/* ba_run_gradient_tile() for vector families: panel by panel, then the sums of the whole tile. */
 static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
                        bool *turn) {
     const ba_problem *p = c->problem;
@@ -192,7 +195,7 @@ static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, 
     c->family->gradient->add_rows(&add);
 }
 
-/* The same in one go, by families over tiles. */
+/* ba_run_gradient_tile() for families that have gradient_tile, which takes a whole tile. */
 static void run_whole_tile(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
                            bool *turn) {
     ba_tile_panel panels[BA_TILE_PANELS];

@@ -252,7 +252,7 @@ static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
            ba_ceil_div(tiles_of_batch(plan->problem, &plan->tiling, batch), plan->grouping.tiles) * ba_plan_parts(plan, batch);
 }
 
-/* A plan of such tiles, parts and items. */
+/* Makes a plan of this tiling, splitting and grouping, and counts its items. */
 static ba_plan plan_of(const ba_problem *problem, ba_tiling tiling, ba_splitting splitting, ba_grouping grouping) {
     ba_plan plan = {.problem = problem, .tiling = tiling, .splitting = splitting, .grouping = grouping, .parts_most = 1};
     plan.bitmap_words = problem->listed ? ba_ceil_div(problem->block_columns, 64) : 0;
@@ -282,7 +282,7 @@ static double most_flops(const ba_problem *p, const ba_tiling *t) {
     return pairs * 2 * (double)(p->head_dim + p->v_dim);
 }
 
-/* The largest tiles. A row of few queries is a tile, for which scratch has room for as many queries as that kernel takes. */
+/* The tiling with the largest tiles. A row of few queries is one tile, which needs room for the queries that the kernel for few queries takes. */
 static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
     const bool few_rows = ba_plan_few_rows(p);
     return (ba_tiling){.tile_queries = few_rows ? BA_FEW_QUERIES : tuning->tile_queries,

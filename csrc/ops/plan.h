@@ -36,11 +36,11 @@ static inline int64_t ba_lane_head(const ba_tile *tile, int64_t lane) { return t
 
 /* How queries become tiles. */
 typedef struct ba_tiling {
-    int64_t tile_queries; /* (query, head) pairs of a tile at most */
+    int64_t tile_queries; /* the largest number of (query, head) pairs of a tile */
     int64_t row_queries;  /* queries per block row: block_q; without lists, the whole sequence is one row */
     int64_t shared_heads; /* query heads per tile: the group where its heads share lists, else 1 */
     bool few_rows;        /* the kernel for few queries attends every row */
-    bool gradients;       /* tiles of padding too, and of several tiles of a row the same queries of one head after the other */
+    bool gradients;       /* padding has tiles, too, and the tiles of a row are ordered by queries first and by heads second */
 } ba_tiling;
 
 /* How the keys of a sequence of few queries are split into parts. */
@@ -66,9 +66,9 @@ typedef struct ba_plan {
     double cost;   /* of all items */
 } ba_plan;
 
-/* Each decides tiles, parts and the number of items; ba_plan_make then makes the items. */
+/* Each of the next four decides the tiles, the parts and the number of items of a plan. ba_plan_make() then makes the items. */
 
-/* Of a forward call. panel_lanes is the width of the widest panels that tiles consist of. */
+/* The plan of a forward call. panel_lanes is the width of the widest panels that tiles consist of. */
 ba_plan ba_plan_forward(const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads);
 
 /* The same for the driver by blocks (attend_by_block.h): a tile is a row of the lists, and an item has many. */

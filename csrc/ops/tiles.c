@@ -48,13 +48,14 @@ ba_walk ba_new_walk(const ba_plan *plan, const ba_item *item, const uint64_t *bi
                      .range = {INT64_MAX, 0}};
 }
 
-/* Blocks behind the last valid key: whether lists are equal does not depend on them, and neither does the order of gradients' sums then. */
+/* Clears the columns behind the last valid key, so that they do not decide whether two lists are equal, and with it the order of sums of gradients.
+ */
 static void forget_columns_from(uint64_t *bitmap, int64_t words, int64_t column) {
     if (column / 64 < words) bitmap[column / 64] &= ((uint64_t)1 << (column % 64)) - 1;
     for (int64_t i = column / 64 + 1; i < words; i++) bitmap[i] = 0;
 }
 
-/* The walk, of the n that there are, of a tile whose list it reads into `bitmap`; n where it has one of its own. */
+/* Reads the list of a tile into `bitmap`. Returns which of the n walks has an equal list; n: none has. */
 static int find_walk(const ba_plan *plan, const ba_item *item, const ba_tile_state *t, const uint64_t *bitmaps, uint64_t *bitmap, int n) {
     const ba_problem *p = plan->problem;
     const int64_t words = plan->bitmap_words;
@@ -73,7 +74,7 @@ int ba_begin_walks(const ba_plan *plan, const ba_item *item, ba_tile_state *tile
         ba_tile_state *t = &tiles[i];
         const ba_tile_state *before = i ? &tiles[i - 1] : NULL;
         uint64_t *bitmap = bitmaps + n * plan->bitmap_words;
-        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* heads of one item share their lists */
+        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* the heads of an item share their lists */
         else if (!listed) t->walk = 0;
         else if (before && before->tile.block_row == t->tile.block_row && before->tile.head == t->tile.head) t->walk = before->walk;
         else t->walk = find_walk(plan, item, t, bitmaps, bitmap, n);
