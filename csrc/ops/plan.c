@@ -356,8 +356,8 @@ static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes)
 
 ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int threads) {
     const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_queries = p->block_q, .shared_heads = heads_of_list(p), .few_rows = true};
-    const int64_t wanted = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
-    const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(wanted, tuning->by_block_most_lanes)));
+    const int64_t aim = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
+    const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes)));
     const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.row_items * threads))), .few_heads = 1};
     return plan_of(p, tiling, unsplit, grouping);
 }

@@ -91,8 +91,8 @@ int arg_intern(module_state *state, int index, const arg_names *arguments) {
     return 0;
 }
 
-/* Place of a keyword among the names. A keyword in a program's text is interned, as the names are, and most callers give keywords in the order of
- * the names: the search begins at `likely`. */
+/* The index of a keyword among the names; -1: it is none of them. A keyword in a program's text is interned, as the names are, so that comparing
+ * pointers is enough. Most callers give keywords in the order of the names, so the search begins at `likely`. */
 static int keyword_index(PyObject *const *interned, const arg_names *a, PyObject *keyword, int likely) {
     for (int i = likely; i < a->count; i++)
         if (interned[i] == keyword) return i;

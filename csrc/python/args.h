@@ -27,19 +27,19 @@ typedef struct module_state {
     PyObject *dlpack_method;                 /* "__dlpack__" */
     PyObject *dlpack_arguments;              /* (): no positional arguments */
     PyObject *dlpack_keywords;               /* {"max_version": (1, 0)} */
-    PyObject **names[MODULE_MOST_FUNCTIONS]; /* of the arguments of each function, interned; NULL: it has none */
+    PyObject **names[MODULE_MOST_FUNCTIONS]; /* [function]: the interned names of its arguments; NULL: it has none */
 } module_state;
 
 /* ---- The call ---------------------------------------------------------------------------------------------- */
 
-/* What a function of the module takes. */
+/* The arguments of a function of the module. The first `required` ones must be given. */
 typedef struct arg_names {
     const char *function;
-    const char *const *names; /* in order */
+    const char *const *names; /* [count] */
     int count, required;
 } arg_names;
 
-/* Interns the names of function number `index` of the module, once; arg_forget gives them back. */
+/* Interns the names of the arguments of function number `index` of the module. arg_forget() releases them. */
 int arg_intern(module_state *state, int index, const arg_names *arguments);
 void arg_forget(module_state *state, int index, const arg_names *arguments);
 

@@ -21,8 +21,8 @@ static void release_block_sparse(block_sparse_call *call) {
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
 }
 
-/* The C API takes lengths as bare pointers, so how many there are is checked here, and only that: whether they belong to the
- * layout and are in range is for the library's own check. */
+/* Sets the lists of lengths. The C API takes them as bare pointers, so their number is checked here. The library checks whether they belong to the
+ * layout and are in range. */
 static int set_lengths(block_sparse_call *call) {
     ba_block_sparse_args *a = &call->args;
     a->cu_q = call->cu_q.values;
@@ -31,13 +31,13 @@ static int set_lengths(block_sparse_call *call) {
     a->kv_lens = call->kv_lens.values;
     a->cu_rows = call->cu_rows.values;
     if (a->layout == BA_TND) {
-        a->batch = call->cu_q.count - 1; /* -1 without entries, which the library refuses */
+        a->batch = call->cu_q.count - 1; /* without entries this is -1, which the library refuses */
         if (call->cu_q.values == NULL) return 0;
         if (arg_expect_count(&call->cu_rows, "cu_rows", call->cu_q.count, "as many as cu_seqlens_q has") < 0) return -1;
         return arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
     }
     const int64_t batch = a->q.ndim > 0 ? a->q.dims[0] : 0;
-    if (a->q.ndim != (a->layout == BA_BSH ? 3 : 4)) { /* there is no batch to compare with, and the library refuses q first */
+    if (a->q.ndim != (a->layout == BA_BSH ? 3 : 4)) { /* q has no batch axis to compare with; the library refuses q before it reads lengths */
         a->q_lens = a->kv_lens = NULL;
         return 0;
     }
@@ -45,7 +45,7 @@ static int set_lengths(block_sparse_call *call) {
     return arg_expect_count(&call->kv_lens, "kv_lens", batch, "one per batch entry");
 }
 
-/* With a layout that has an axis of heads, num_heads and num_kv_heads may be given too, but not in contradiction. */
+/* In a layout that has an axis of heads, num_heads and num_kv_heads may be given, too, but must agree with that axis. */
 static int check_heads(const ba_block_sparse_args *a, const ba_tensor *tensor, int64_t heads, const char *name, const char *tensor_name) {
     const int axis = a->layout == BA_BNSD ? 1 : a->layout == BA_BSND ? 2 : 1;
     if (a->layout == BA_BSH || heads == 0 || axis >= tensor->ndim || tensor->dims[axis] == heads) return 0;
@@ -53,7 +53,7 @@ static int check_heads(const ba_block_sparse_args *a, const ba_tensor *tensor, i
     return -1;
 }
 
-/* 1 / sqrt(D); where q is too odd to have a D, any number does: the library's check refuses q. */
+/* 1 / sqrt(D). Where q has no D, it returns any finite number, because the library refuses q. */
 static double default_scale(const ba_block_sparse_args *a) {
     if (a->q.ndim < 1) return 1.0;
     const int64_t last = a->q.dims[a->q.ndim - 1];
@@ -61,7 +61,7 @@ static double default_scale(const ba_block_sparse_args *a) {
     return dim > 0 ? ba_default_scale(dim) : 1.0;
 }
 
-/* The arguments, in order: an index and a name for each. Those that forward and backward share come first. */
+/* The arguments of the forward and the backward function, in order. Those that both have come first. Each gets an index and a name. */
 /* clang-format off */
 #define BSA_ARGUMENTS(X) \
     X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
@@ -82,7 +82,7 @@ enum { BACKWARD_ARGUMENTS(AS_BACKWARD_INDEX) BACKWARD_COUNT };
 
 static int read_optional_int64(PyObject *object, const char *name, int64_t *value) { return object == Py_None ? 0 : arg_int64(object, name, value); }
 
-/* Everything that is read before outputs exist: `values` begin with those of BSA_ARGUMENTS, `routing` with those of ROUTING_ARGUMENTS. */
+/* Reads all inputs of a call. `values` begins with the arguments of BSA_ARGUMENTS, `routing` with those of ROUTING_ARGUMENTS. */
 static int read_block_sparse(module_state *state, PyObject *const *values, PyObject *const *routing, block_sparse_call *call, ba_dtype *bits_as) {
     ba_block_sparse_args *a = &call->args;
     int64_t block_shape[2];
@@ -171,7 +171,7 @@ done:
     return result;
 }
 
-/* ---- Its gradients ----------------------------------------------------------------------------------------- */
+/* ---- Gradients of block-sparse attention --------------------------------------------------------------------- */
 
 enum { GRADIENTS = 3 };
 
@@ -239,7 +239,7 @@ done:
 #define AS_CHOICE_INDEX(name) CHOICE_##name,
 enum { CHOICE_ARGUMENTS(AS_CHOICE_INDEX) CHOICE_COUNT };
 
-/* One of the texts, as its place among them. */
+/* Reads an argument that must be one of the given texts, as its index among them. */
 static int read_text(PyObject *const *values, int index, const char *const *texts, int count, int *place) {
     const char *text;
     if (arg_text(values[index], arguments_select_prefill.names[index], &text) < 0) return -1;
@@ -279,7 +279,7 @@ static int read_choice(module_state *state, PyObject *const *values, ba_select_p
     return 0;
 }
 
-/* Lays a row-major array of the shape into new memory. */
+/* Allocates a row-major array of the tensor's shape. */
 static int make_tensor(const ba_tensor *shape, ba_tensor *tensor) {
     int64_t elements = 1;
     *tensor = *shape;
@@ -289,7 +289,7 @@ static int make_tensor(const ba_tensor *shape, ba_tensor *tensor) {
     return tensor->data == NULL ? -1 : 0;
 }
 
-/* The lists have the width of the longest, so they are made when all are known. */
+/* Makes the index lists. Their width is that of the longest, so they are made when all rows are known. */
 static PyObject *make_lists(module_state *state, PyObject *empty, const ba_select_prefill_args *a, ba_tensor shape) {
     const int32_t *counts = a->counts.data;
     for (int64_t i = 0; i < a->counts.dims[0] * a->counts.dims[1] * a->counts.dims[2]; i++)
@@ -433,7 +433,7 @@ done:
     return result;
 }
 
-/* ---- Arguments that Python looks at itself ------------------------------------------------------------------ */
+/* ---- Arguments that the package's Python code reads itself ---------------------------------------------------- */
 
 TAKES(read_integer, 2, "value", "name");
 PyObject *py_read_integer(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -551,7 +551,7 @@ PyObject *py_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs, 
 
 /* ---- Probes ------------------------------------------------------------------------------------------------ */
 
-/* Without seconds, where that may be: once. */
+/* Reads the arguments of a probe. Where may_be_once, seconds may be None, which gives duration 0: a single pass. */
 static int read_probe(PyObject *level, PyObject *seconds, bool may_be_once, PyObject *num_threads, ba_isa *isa, double *duration, int *threads) {
     const bool once = may_be_once && seconds == Py_None;
     *duration = 0;

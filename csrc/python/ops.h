@@ -5,15 +5,16 @@
 
 #include "python/args.h"
 
-/* All of them. */
+/* The names of all functions. */
 /* clang-format off */
 #define CORE_FUNCTIONS(X) \
     X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(paged_attention) X(quest_metadata) \
     X(select_blocks) X(block_means) X(block_means_backward) X(gate) X(gate_backward) X(nsa_select) X(read_integer) X(read_number) X(read_flag) \
     X(get_num_threads) X(set_num_threads) X(num_threads_source) X(isa_levels) X(isa_detected) X(isa_active) X(isa_set_cap) X(isa_note) \
     X(cpu_model) X(kernels) X(probe_flops) X(probe_tile_flops) X(probe_read) FAULT_FUNCTIONS(X)
-#ifdef BA_FAULTS /* faults.c, for tests and not in _core.pyi. n: the n-th allocation (or start of a thread in the pool) from here on fails, 0: none;
-                    returns how many there were since the last call. live_blocks: that Python has allocated, up to a constant */
+#ifdef BA_FAULTS /* faults.c, for tests; not in _core.pyi. _fail_allocation(n) and _fail_thread(n) make the n-th allocation, or the n-th start of a thread
+                    of the pool, fail (0: none), and return how many there were since the last call. _live_blocks() returns the number of blocks that
+                    Python has allocated, up to a constant */
 #define FAULT_FUNCTIONS(X) X(_fail_allocation) X(_fail_thread) X(_live_blocks)
 #else
 #define FAULT_FUNCTIONS(X)
@@ -40,13 +41,13 @@ void leave_function(const int *unused);
 #define WITHIN_FUNCTION (void)0
 #endif
 
-/* Stands before py_<name>: the names of its arguments in order, of which `required` ones have to be given. */
+/* Stands before py_<name>, and lists the names of its arguments in order. The first `required` ones must be given. */
 #define TAKES(name, required, ...)                                                                                                                   \
     const arg_names arguments_##name = {#name, (const char *const[]){__VA_ARGS__}, sizeof((const char *const[]){__VA_ARGS__}) / sizeof(char *),      \
                                         required}
 #define TAKES_NOTHING(name) const arg_names arguments_##name = {#name, NULL, 0, 0}
 
-/* Sorts the arguments of py_<name> into values[count], or leaves the function with NULL. */
+/* Declares values[count] and sorts the arguments of py_<name> into it, or returns NULL from the function. */
 #define SORT_ARGUMENTS(name, count)                                                                                                                  \
     WITHIN_FUNCTION;                                                                                                                                 \
     PyObject *values[count];                                                                                                                         \

@@ -1,11 +1,11 @@
-/* The operations around the branches of native sparse attention. All arrays are given, outputs too: nsa.py makes them. */
+/* The operations around the branches of native sparse attention. Callers give all arrays, the outputs included. */
 #include "python/ops.h"
 
 #define COUNT_OF(array) (sizeof(array) / sizeof *(array))
 
 enum { MOST_ARRAYS = 16, MOST_LISTS = 2 };
 
-/* What a call holds. */
+/* The arrays and lists that a call holds. */
 typedef struct held_call {
     module_state *state;
     ba_dtype bits_as;
@@ -28,7 +28,7 @@ static int begin(held_call *call, PyObject *module, PyObject *dtype_object) {
     return 0;
 }
 
-/* None leaves the tensor as not given. */
+/* Holds an array. For None, the tensor stays "not given". */
 static int hold(held_call *call, PyObject *object, const char *name, arg_role role, ba_tensor *tensor) {
     if (object == Py_None) return 0;
     arg_array *array = &call->array[call->arrays];
@@ -47,7 +47,7 @@ static int hold_output(held_call *call, PyObject *object, const char *name, arg_
     return 0;
 }
 
-/* A tuple of arrays, or None; sentences name each by its own name. */
+/* Holds the arrays of a tuple, or none for None. Each has a name of its own in sentences. */
 static int hold_each(held_call *call, PyObject *tuple, const char *const *names, Py_ssize_t most, bool output, ba_tensor *tensors) {
     if (tuple == Py_None) return 0;
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) > most) {
@@ -70,7 +70,7 @@ static int hold_list(held_call *call, PyObject *object, const char *name, const 
     return 0;
 }
 
-/* Cumulative tokens and blocks of the sequences, or None for both. */
+/* Reads the cumulative numbers of the sequences' tokens and blocks; both may be None. */
 static int hold_sequences(held_call *call, PyObject *cu_object, PyObject *blocks_object, const int64_t **cu, const int64_t **cu_blocks,
                           int64_t *batch) {
     int64_t numbers = 1, block_numbers = 1;
@@ -87,7 +87,7 @@ static int hold_sequences(held_call *call, PyObject *cu_object, PyObject *blocks
     return -1;
 }
 
-/* No output shares memory with another array. */
+/* Checks that no output shares memory with another array. */
 static int check_disjoint(const held_call *call) {
     for (int i = 0; i < call->arrays; i++)
         for (int j = 0; call->output[i] && j < call->arrays; j++)
@@ -97,7 +97,7 @@ static int check_disjoint(const held_call *call) {
 
 #define AS_TEXT(name) #name,
 
-/* Ends a py_<op> that has read everything: runs `statement`, which sets status. */
+/* Ends a py_<op> whose arguments are read: runs `statement`, which sets `status`, and returns None or NULL. */
 #define FINISH(failed, statement)                                                                                                                    \
     do {                                                                                                                                             \
         ba_status status = BA_OK;                                                                                                                    \
@@ -172,7 +172,7 @@ PyObject *py_gate_backward(PyObject *module, PyObject *const *args, Py_ssize_t n
     FINISH(failed, ba_gate_backward(&a));
 }
 
-/* The arguments, in order: an index and a name for each. */
+/* The arguments, in order; each gets an index and a name. */
 /* clang-format off */
 #define SELECT_ARGUMENTS(X) \
     X(q) X(k_cmp) X(lse) X(block_indices) X(cmp_block_indices) X(scale) X(causal) X(compress_block_size) X(compress_stride) X(select_block_size) \

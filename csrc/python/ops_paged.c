@@ -22,8 +22,8 @@ static void release_requests(requests *r) {
     PyMem_Free(r->cu_q);
 }
 
-/* Lengths from numbers of pages and the tokens in the last one. Where indptr makes no sense, any length does: the library's
- * check refuses indptr. */
+/* Computes the lengths from the numbers of pages and from last_page_len. Where indptr is invalid, the lengths are arbitrary, because the library
+ * refuses indptr. */
 static int lengths_from_pages(requests *r, int64_t batch, int64_t page_size) {
     r->seq_lens.values = PyMem_Calloc((size_t)batch + 1, sizeof(int64_t));
     if (r->seq_lens.values == NULL) {
@@ -46,7 +46,7 @@ static int lengths_from_pages(requests *r, int64_t batch, int64_t page_size) {
     return 0;
 }
 
-/* The C API takes lengths as bare pointers, so how many there are is checked here; what is in them is for the library. */
+/* Sets the lists of the requests. The C API takes them as bare pointers, so their number is checked here; the library checks their entries. */
 static int set_requests(requests *r, int64_t page_size, ba_paged_args *a) {
     if (r->indptr.values != NULL) {
         a->batch = r->indptr.count - 1;
@@ -69,13 +69,13 @@ static int set_requests(requests *r, int64_t page_size, ba_paged_args *a) {
         return -1;
     }
     r->cu_q[0] = 0;
-    for (int64_t b = 0; b < a->batch; b++) /* a sum out of range is one that the library finds wrong */
+    for (int64_t b = 0; b < a->batch; b++) /* the sum may wrap; the library then refuses it */
         if (__builtin_add_overflow(r->cu_q[b], r->q_lens.values[b], &r->cu_q[b + 1])) r->cu_q[b + 1] = INT64_MAX;
     return 0;
 }
 
-/* Tables and lengths, in this order: block_tables, seq_lens, indptr, last_page_len, q_lens. With indptr, block_tables lists pages of all requests
- * one after the other, and last_page_len stands in for seq_lens. */
+/* Reads tables and lengths. `values` are block_tables, seq_lens, indptr, last_page_len, q_lens, in this order. With indptr, block_tables lists the
+ * pages of all requests one after the other, and last_page_len replaces seq_lens. */
 static int read_requests(module_state *state, PyObject *const *values, int64_t page_size, requests *r, ba_paged_args *a) {
     if (arg_lengths(state, values[1], "seq_lens", &r->seq_lens) < 0 || arg_lengths(state, values[2], "indptr", &r->indptr) < 0 ||
         arg_lengths(state, values[3], "last_page_len", &r->last_page_len) < 0 || arg_lengths(state, values[4], "q_lens", &r->q_lens) < 0)
@@ -89,7 +89,7 @@ static int hold_tables(module_state *state, PyObject *object, requests *r, ba_pa
     return 0;
 }
 
-/* Opened tables are kept in a capsule. */
+/* Opened tables are kept in a capsule, which closes them when it is freed. */
 static const char *const plan_name = "blitz_attn.page_tables";
 
 static void close_plan(PyObject *capsule) {
@@ -98,7 +98,7 @@ static void close_plan(PyObject *capsule) {
     PyMem_Free(tables);
 }
 
-/* Borrowed from the capsule, which the call has a reference to; NULL where `object` is something else. */
+/* The opened tables in a capsule; NULL where `object` is something else. They belong to the capsule, to which the call has a reference. */
 static const ba_page_tables *tables_of_plan(PyObject *object) {
     return PyCapsule_IsValid(object, plan_name) ? PyCapsule_GetPointer(object, plan_name) : NULL;
 }
@@ -129,7 +129,7 @@ PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_
     plan = PyCapsule_New(tables, plan_name, close_plan);
     if (plan == NULL) goto done;
     result = Py_BuildValue("(OLL)", plan, (long long)tables->batch, (long long)tables->queries);
-    tables = NULL; /* the capsule's */
+    tables = NULL; /* the capsule owns them now */
 done:
     release_requests(&r);
     if (tables != NULL) ba_close_page_tables(tables);
@@ -140,7 +140,7 @@ done:
 
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */
 
-/* The arguments, in order: an index and a name for each. block_tables may be opened tables, which stand for the four after it, too. */
+/* The arguments, in order; each gets an index and a name. block_tables may be opened tables, which replace the four arguments after it, too. */
 /* clang-format off */
 #define PAGED_ARGUMENTS(X) \
     X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) \
@@ -154,7 +154,7 @@ typedef struct paged_call {
     arg_array q, k_cache, v_cache, k_scale, v_scale, selected, sinks, out, lse;
     arg_list counts;
     requests requests;
-    const ba_page_tables *plan; /* NULL: `requests` are the call's own */
+    const ba_page_tables *plan; /* opened tables; NULL: `requests` holds the call's own */
     ba_paged_args args;
 } paged_call;
 
@@ -205,7 +205,7 @@ static int read_sinks(module_state *state, PyObject *object, paged_call *call) {
     return 0;
 }
 
-/* Everything that is read before outputs exist. */
+/* Reads all inputs of a call. */
 static int read_paged(module_state *state, PyObject *const *values, paged_call *call, ba_dtype *bits_as) {
     ba_paged_args *a = &call->args;
     ba_dtype dtype, kv_dtype;
@@ -236,7 +236,7 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (arg_threads(values[PAGED_num_threads], "num_threads", &a->num_threads) < 0) return -1;
     if (values[PAGED_scale] != Py_None) return arg_double(values[PAGED_scale], "scale", &a->scale);
     const int64_t dim = a->q.ndim > 0 ? a->q.dims[a->q.ndim - 1] : 0;
-    a->scale = dim > 0 ? ba_default_scale(dim) : 1.0; /* without a dim the library refuses q */
+    a->scale = dim > 0 ? ba_default_scale(dim) : 1.0; /* the library refuses a q without D */
     return 0;
 }
 
@@ -261,7 +261,7 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
 
     if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || read_paged(state, values, &call, &bits_as) < 0) goto done;
     if (call.plan != NULL) status = ba_open_paged(&call.args, call.plan, &attention);
-    else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long */
+    else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long, so checking them may take time */
     if (arg_check(status) < 0) goto done;
 
     out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
@@ -305,15 +305,15 @@ static int64_t table_entry(const ba_tensor *table, int64_t row, int64_t column) 
     return table->dtype == BA_INT64 ? ((const int64_t *)table->data)[at] : ((const int32_t *)table->data)[at];
 }
 
-/* True when both name the same pages of one pool. */
+/* Whether both arrays are the same pool of pages. */
 static bool same_pool(const ba_tensor *a, const ba_tensor *b) {
     bool same = a->data == b->data && a->ndim == b->ndim;
     for (int i = 0; same && i < a->ndim; i++) same = a->dims[i] == b->dims[i] && a->strides[i] == b->strides[i];
     return same;
 }
 
-/* Marks the pages in use of a table with `mark`. Stops with -1 at one that is marked with a bit of `taken` already, its number in
- * *page. Numbers out of range are left to the library, which refuses them. */
+/* Marks the pages that a table uses with `mark`. Stops at a page that already has a mark of `taken`: returns -1 and sets *page to its number. Skips
+ * numbers out of range, which the library refuses. */
 static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, const arg_list *tokens, int64_t page_size, uint8_t mark, uint8_t taken,
                       int64_t *page) {
     if (table->ndim != 2 || table->dims[0] != tokens->count) return 0;
@@ -327,12 +327,11 @@ static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, con
     return 0;
 }
 
-/* Each summary page is written for one request only; and where summaries live in the pool of the keys, which they may, in pages
- * that hold no keys. */
+/* Checks that no summary page is listed twice, and that none holds keys, where the summaries are in the same pool of pages as the keys. */
 static int check_summary_pages(const metadata_call *call) {
     const ba_quest_metadata_args *a = &call->args;
     const ba_tensor *summary = a->maxblocks.ndim ? &a->maxblocks : a->minblocks.ndim ? &a->minblocks : &a->meanblocks;
-    if (a->k_cache.ndim != 4 || summary->ndim != 4) return 0; /* refused by the library */
+    if (a->k_cache.ndim != 4 || summary->ndim != 4) return 0; /* the library refuses these */
     const int64_t size = a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2], rows = summary->dims[1], count = summary->dims[0];
     if (size < 1 || rows < 1 || count < 1 || rows > INT64_MAX / size) return 0;
     const bool pool = same_pool(&a->k_cache, &a->maxblocks) || same_pool(&a->k_cache, &a->minblocks) || same_pool(&a->k_cache, &a->meanblocks);
@@ -422,7 +421,7 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* ---- Selecting pages ----------------------------------------------------------------------------------------------- */
 
-/* k is the width of a result that is made here; a and b are what the method scores; recent is a number or one per request. */
+/* k is the width of a result that is made here. a and b are the arrays that the method scores. recent is one number, or one per request. */
 /* clang-format off */
 #define SELECT_ARGUMENTS(X) \
     X(empty) X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) \
@@ -457,9 +456,10 @@ static int arg_method(PyObject *object, ba_select_method *value) {
     return -1;
 }
 
-/* One number for each request, or one that holds for all. */
+/* Reads one number per request, or one number that holds for all requests. */
 static int read_per_request(module_state *state, PyObject *object, const char *name, int64_t batch, arg_list *list) {
-    const bool is_array = PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method); /* arrays have an index slot too */
+    const bool is_array =
+        PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method); /* arrays have __index__, too, so this decides */
     if (!PyIndex_Check(object) || is_array) {
         if (arg_lengths(state, object, name, list) < 0) return -1;
         return arg_expect_count(list, name, batch, "one per request");
@@ -476,8 +476,8 @@ static int read_per_request(module_state *state, PyObject *object, const char *n
     return 0;
 }
 
-/* The window rule: pages that were not complete when summaries were last made have none that counts, so they are always
- * selected. -1 tokens since then turns the rule off. */
+/* Adds the window rule to `recent`: pages that were not complete when the summaries were last made have no valid summary, so they are always
+ * selected. With -1 tokens since then, the rule is off. */
 static int add_window(select_call *call) {
     const ba_select_args *a = &call->args;
     for (int64_t b = 0; call->since.values != NULL && b < a->batch; b++) {
@@ -492,7 +492,7 @@ static int add_window(select_call *call) {
     }
     return 0;
 }
-
+/* Reads all inputs of a call. */
 /* Everything that is read before outputs exist. */
 static int read_select(module_state *state, PyObject *const *values, select_call *call) {
     ba_select_args *a = &call->args;
@@ -527,7 +527,7 @@ static int read_select(module_state *state, PyObject *const *values, select_call
     return arg_threads(values[SELECT_num_threads], "num_threads", &a->num_threads);
 }
 
-/* Where queries or summaries are too odd to tell a number of rows, any does: the library refuses them. */
+/* The number of rows of the result. Where the queries or the summaries have none, it is arbitrary, because the library refuses them. */
 static int result_shape(const ba_select_args *a, PyObject *k, ba_tensor *shape) {
     int64_t width;
     if (arg_int64(k, "k", &width) < 0) return -1;
