@@ -58,6 +58,17 @@ def test_longer_than_a_chunk(isa_level):
         assert np.abs(scores - expected).max() < 2e-5
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deep(isa_level, dtype):
+    """Products of more elements than any head has: means and ranges, and tokens of a stride side by side."""
+    q, k = make(1, 1, 1, 70, 90, 576, dtype=dtype, seed=6)
+    for chooser in (select.Pooled(4), select.Antidiagonal(16)):
+        options = {"chooser": chooser, "block_shape": (16, 16), "density": 0.5, "causal": True, "return_scores": True}
+        _, scores = blitz_attn.select_blocks_prefill(q, k, **options)
+        _, expected = reference.select_blocks_prefill(q, k, **options)
+        assert np.abs(scores - expected).max() < 1e-5
+
+
 @pytest.mark.parametrize("name", CHOOSERS)
 def test_same_bits(name):
     """Whatever the number of threads, the layout and what else is in the batch."""

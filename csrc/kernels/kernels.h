@@ -82,7 +82,7 @@ typedef struct ba_prefetch_rows {
 /* One chunk of keys. Fields marked "few" are read by few kernels only, and fields marked "panel" by panel kernels only. */
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
-    int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM */
+    int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM; pack_queries and scores of families whose rows are reals take any head_dim */
     const void *const *k_rows; /* [keys]: in the input dtype where the family reads K in place, otherwise as pack_keys has set them */
     const void *const *v_rows; /* [keys], likewise */
     int64_t k_offset;          /* few: bytes from k_rows[j] to the head's row; all heads of a token share the pointer */

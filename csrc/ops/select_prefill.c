@@ -14,6 +14,7 @@
 
 enum {
     GROUPS_AT_ONCE = 64,    /* groups per item of the job that makes them */
+    STRIPS_PER_THREAD = 8,  /* at least, where several panels make a strip */
     GROUP_BYTES = 32 << 20, /* the groups of so many KV heads are in memory at a time, but of one at least */
     MOST_DEPTH = 1 << 16,   /* reals per row or group */
 };
@@ -190,8 +191,6 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->lanes = c->family->lanes[0];
     c->chunk = ba_tuning_at(level)->chunk_keys;
     c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
-    c->strip_rows = ba_min(c->p.block_rows, ba_max(1, c->lanes / c->rows_per_block));
-    c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
     const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
     c->pair_bytes = groups * c->pitch * c->real_size;
     const int64_t lines = c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
@@ -199,6 +198,14 @@ ba_status ba_run_prefill(ba_prefill *c) {
     const double work =
         (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
     const int threads = ba_is_small(work, 2e6) ? 1 : ba_threads_for(c->args->call.num_threads);
+    /* Several panels read a chunk of groups together, where there are strips enough for all threads. Their number changes no bit. */
+    const int64_t whole = c->lanes / c->rows_per_block; /* rows of blocks of a panel: one that panels share begins with a panel of its own */
+    c->panel_rows = whole ? whole * c->rows_per_block : c->lanes;
+    for (c->panels = BA_STRIP_PANELS;; c->panels /= 2) {
+        c->strip_rows = ba_min(c->p.block_rows, whole ? c->panels * whole : 1);
+        c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
+        if (c->panels == 1 || c->p.batch * c->lists * c->strips >= STRIPS_PER_THREAD * threads) break;
+    }
     ba_strip_scratch unused;
     const bool shares = c->args->budget == BA_BUDGET_DENSITY;
     c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);

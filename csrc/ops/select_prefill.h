@@ -28,6 +28,7 @@ typedef struct ba_prefill {
     double *lines;              /* BA_CHOOSER_VERTICAL_SLASH only, else NULL */
     int64_t *tails_begin;       /* [B], the first tail of each sequence; `tails` and this are NULL unless the budget is BA_BUDGET_DENSITY */
     float *tails;               /* of each sequence [list][row][column]; -1 where a block is always kept */
+    int64_t panels, panel_rows; /* of a strip at most; rows of a panel */
     int64_t strip_rows, strips; /* rows of blocks that an item scores; the largest number of such strips in a sequence */
     int64_t scratch_bytes;
     char *scratch;
@@ -66,6 +67,8 @@ void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t bat
 void ba_features_of_row(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t head, int64_t row, void *to);
 
 /* ---- Scores of a strip (select_scores.c) ------------------------------------------------------------------------ */
+
+enum { BA_STRIP_PANELS = 4 };
 
 typedef struct ba_strip {
     int64_t batch, list, first, rows; /* rows of blocks */

@@ -13,7 +13,8 @@
 /* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
     const int64_t block = c->groups_per_block;
-    if (block <= c->chunk) return begin + c->chunk - c->chunk % block;
+    const int64_t whole = c->chunk - c->chunk % block;
+    if (block <= c->chunk) return (begin / whole + 1) * whole; /* the same borders for every panel */
     return ba_min(begin + c->chunk, (begin / block + 1) * block);
 }
 
@@ -24,24 +25,55 @@ static int64_t most_chunks(const ba_prefill *c) {
     return ba_ceil_div(c->p.block_columns * block, c->chunk - c->chunk % block) + 1;
 }
 
+/* Bytes of what each panel of a strip has for itself. */
+typedef struct panel_sizes {
+    int64_t q, reals, bounds, sums, factors, chunks;
+} panel_sizes;
+
+static panel_sizes sizes_of(const ba_prefill *c) {
+    const int64_t lanes = c->lanes, columns = ba_max(1, c->p.block_columns), reals = ba_round_up(lanes * c->real_size, BA_ALIGN);
+    return (panel_sizes){.q = ba_round_up(lanes * ba_round_up(c->depth, c->family->dim_pad) * c->family->q_bytes, BA_ALIGN),
+                         .reals = reals,
+                         .bounds = ba_round_up(lanes * (int64_t)sizeof(int32_t), BA_ALIGN),
+                         .sums = ba_round_up(columns * lanes * c->real_size, BA_ALIGN),
+                         .factors = ba_round_up(most_chunks(c) * lanes * c->real_size, BA_ALIGN),
+                         .chunks = ba_round_up(columns * (int64_t)sizeof(int32_t), BA_ALIGN)};
+}
+
+/* The scratch of a worker as panel number `panel` of a strip sees it. */
+static ba_strip_scratch of_panel(const ba_prefill *c, const ba_strip_scratch *s, int64_t panel) {
+    const panel_sizes sizes = sizes_of(c);
+    ba_strip_scratch own = *s;
+    own.q += panel * sizes.q;
+    own.m += panel * sizes.reals;
+    own.l += panel * sizes.reals;
+    own.lo = (int32_t *)((char *)s->lo + panel * sizes.bounds);
+    own.hi = (int32_t *)((char *)s->hi + panel * sizes.bounds);
+    own.sums += panel * sizes.sums;
+    own.factors += panel * sizes.factors;
+    own.chunks = (int32_t *)((char *)s->chunks + panel * sizes.chunks);
+    return own;
+}
+
 int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, columns = ba_max(1, c->p.block_columns);
     int64_t used = ba_round_up(ba_features_lay_out(c, base, &s->features), BA_ALIGN);
     s->rows = ba_take(base, &used, lanes * c->pitch * real);
     s->pointers = (const void **)ba_take(base, &used, lanes * (int64_t)sizeof(void *));
-    s->q = ba_take(base, &used, lanes * ba_round_up(c->depth, c->family->dim_pad) * c->family->q_bytes);
-    s->m = ba_take(base, &used, lanes * real);
-    s->l = ba_take(base, &used, lanes * real);
+    const panel_sizes sizes = sizes_of(c);
+    s->q = ba_take(base, &used, c->panels * sizes.q);
+    s->m = ba_take(base, &used, c->panels * sizes.reals);
+    s->l = ba_take(base, &used, c->panels * sizes.reals);
     s->alpha = ba_take(base, &used, lanes * real);
     s->row_max = ba_take(base, &used, lanes * real);
-    s->lo = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
-    s->hi = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->lo = (int32_t *)ba_take(base, &used, c->panels * sizes.bounds);
+    s->hi = (int32_t *)ba_take(base, &used, c->panels * sizes.bounds);
     s->key_index = (int32_t *)ba_take(base, &used, c->chunk * (int64_t)sizeof(int32_t));
     s->k_rows = (const void **)ba_take(base, &used, c->chunk * (int64_t)sizeof(void *));
     s->chunk = ba_take(base, &used, c->chunk * ba_max(c->family->scratch_per_key, lanes * real));
-    s->sums = ba_take(base, &used, columns * lanes * real);
-    s->factors = ba_take(base, &used, most_chunks(c) * lanes * real);
-    s->chunks = (int32_t *)ba_take(base, &used, columns * (int64_t)sizeof(int32_t));
+    s->sums = ba_take(base, &used, c->panels * sizes.sums);
+    s->factors = ba_take(base, &used, c->panels * sizes.factors);
+    s->chunks = (int32_t *)ba_take(base, &used, c->panels * sizes.chunks);
     s->head = (double *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(double));
     s->scores = (float *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(float));
     s->keys = (uint32_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint32_t));
@@ -160,27 +192,60 @@ static void close_panel(const ba_prefill *c, const ba_strip_scratch *s, int64_t 
 DEFINE_FOLD(float)
 DEFINE_FOLD(double)
 
-/* Adds the scores of rows first .. first + rows - 1 of one query head, which lie in the strip, to s->head. */
-static void score_panel(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head, int64_t first, int64_t rows) {
-    const ba_panel_rows at = ba_panel_open(c, s, strip->batch, head, first, rows);
-    if (at.hi == 0) return;
-    const int64_t block = c->groups_per_block, first_block = at.lo / block, end_block = ba_ceil_div(at.hi, block), line = c->lanes * c->real_size;
-    const int64_t pair = strip->batch * c->p.kv_heads + head / c->p.group - c->first_pair;
-    int32_t chunks = 0;
-    for (int64_t begin = first_block * block, end; begin < at.hi; begin = end, chunks++) {
-        end = ba_min(chunk_end(c, begin), at.hi);
-        ba_panel_score(c, s, &at, c->groups + pair * c->pair_bytes, begin, end);
-        if (c->real_size == 4) add_blocks_float((float *)s->sums, (float *)s->chunk, (float *)s->alpha, c->lanes, begin, end, block, first_block);
-        else add_blocks_double((double *)s->sums, (double *)s->chunk, (double *)s->alpha, c->lanes, begin, end, block, first_block);
-        memcpy(s->factors + chunks * line, s->m, (size_t)line);
-        for (int64_t b = begin / block; b < ba_ceil_div(end, block); b++) s->chunks[b - first_block] = chunks;
+/* A panel while its strip is scored. */
+typedef struct scored_panel {
+    ba_strip_scratch s;
+    ba_panel_rows at;
+    int64_t first, rows; /* of the head */
+    int64_t first_block, end_block;
+    int32_t chunks;
+} scored_panel;
+
+/* Scores groups [begin, end), or those of them that the panel sees, and adds up their blocks. */
+static void score_chunk(const ba_prefill *c, scored_panel *p, const char *groups, int64_t begin, int64_t end) {
+    const int64_t block = c->groups_per_block, line = c->lanes * c->real_size;
+    const ba_strip_scratch *s = &p->s;
+    begin = ba_max(begin, p->first_block * block);
+    end = ba_min(end, p->at.hi);
+    if (begin >= end) return;
+    ba_panel_score(c, s, &p->at, groups, begin, end);
+    if (c->real_size == 4) add_blocks_float((float *)s->sums, (float *)s->chunk, (float *)s->alpha, c->lanes, begin, end, block, p->first_block);
+    else add_blocks_double((double *)s->sums, (double *)s->chunk, (double *)s->alpha, c->lanes, begin, end, block, p->first_block);
+    memcpy(s->factors + p->chunks * line, s->m, (size_t)line);
+    for (int64_t b = begin / block; b < ba_ceil_div(end, block); b++) s->chunks[b - p->first_block] = p->chunks;
+    p->chunks++;
+}
+
+/* Adds the scores of rows first .. first + rows - 1 of one query head, which lie in the strip, to s->head. The panels score one chunk of groups after
+ * the other, so that a chunk is read from memory once. */
+static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head, int64_t first, int64_t rows) {
+    const int64_t block = c->groups_per_block, pair = strip->batch * c->p.kv_heads + head / c->p.group - c->first_pair;
+    const char *groups = c->groups + pair * c->pair_bytes;
+    scored_panel panels[BA_STRIP_PANELS];
+    int64_t n = 0, lo = INT64_MAX, hi = 0;
+    for (int64_t at = 0; at < rows; at += c->panel_rows, n++) {
+        scored_panel *p = &panels[n];
+        *p = (scored_panel){.s = of_panel(c, s, n), .first = first + at, .rows = ba_min(c->panel_rows, rows - at)};
+        p->at = ba_panel_open(c, &p->s, strip->batch, head, p->first, p->rows);
+        if (p->at.hi == 0) continue;
+        p->first_block = p->at.lo / block;
+        p->end_block = ba_ceil_div(p->at.hi, block);
+        lo = ba_min(lo, p->first_block * block);
+        hi = ba_max(hi, p->at.hi);
     }
-    close_panel(c, s, chunks);
-    for (int64_t lane = 0, end; lane < rows; lane = end) {
-        const int64_t row = (first + lane) / c->rows_per_block;
-        end = ba_min(rows, (row + 1) * c->rows_per_block - first);
-        double *scores = s->head + (row - strip->first) * c->p.block_columns;
-        (c->real_size == 4 ? fold_float : fold_double)(s, scores, c->lanes, lane, end, first_block, end_block, c->args->largest != 0);
+    for (int64_t begin = lo, end; begin < hi; begin = end) {
+        end = ba_min(chunk_end(c, begin), hi);
+        for (int64_t i = 0; i < n; i++) score_chunk(c, &panels[i], groups, begin, end);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const scored_panel *p = &panels[i];
+        close_panel(c, &p->s, p->chunks);
+        for (int64_t lane = 0, end; lane < p->rows; lane = end) {
+            const int64_t row = (p->first + lane) / c->rows_per_block;
+            end = ba_min(p->rows, (row + 1) * c->rows_per_block - p->first);
+            double *scores = s->head + (row - strip->first) * c->p.block_columns;
+            (c->real_size == 4 ? fold_float : fold_double)(&p->s, scores, c->lanes, lane, end, p->first_block, p->end_block, c->args->largest != 0);
+        }
     }
 }
 
@@ -207,9 +272,9 @@ bool ba_strip_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_str
     for (int64_t h = 0; h < c->list_heads && begin < end; h++) {
         memset(s->head, 0, places * sizeof *s->head);
         if (c->lines) ba_lines_score(c, s, strip, strip->list * c->list_heads + h);
-        for (int64_t first = begin; first < end && !c->lines; first += c->lanes) {
+        for (int64_t first = begin; first < end && !c->lines; first += c->panels * c->panel_rows) {
             if (ba_stopped()) return false;
-            score_panel(c, s, strip, strip->list * c->list_heads + h, first, ba_min(c->lanes, end - first));
+            score_panels(c, s, strip, strip->list * c->list_heads + h, first, ba_min(c->panels * c->panel_rows, end - first));
         }
         add_head(c, s, strip);
     }
