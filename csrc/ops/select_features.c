@@ -8,6 +8,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/prefetch_rows.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
@@ -37,9 +38,7 @@ static void widen(const ba_prefill *c, const ba_features *s, void *to, const voi
 
 /* Prefetches the rows of n tokens that will be pooled later. The array is read once, so reading it from memory is what the time goes into. */
 static void prefetch_tokens(const char *row, int64_t step, int64_t n, int64_t bytes) {
-    enum { LINE = 64 };
-    for (int64_t i = 0; i < n; i++, row += step)
-        for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + at);
+    for (int64_t i = 0; i < n; i++, row += step) ba_prefetch_to_read(row, bytes);
 }
 
 /* Writes the mean and, where not NULL, the largest and the smallest element of each channel of the n rows in s->pointers. */

@@ -246,6 +246,24 @@ static void set_entry(const ba_tensor *lists, int64_t place, int64_t column) {
     }
 }
 
+static const uint64_t *words_of(const ba_tensor *kept, int64_t batch, int64_t list, int64_t row) {
+    return (const uint64_t *)kept->data + batch * kept->strides[0] + list * kept->strides[1] + row * kept->strides[2];
+}
+
+/* The most blocks that a row keeps. */
+static int64_t fullest_row(const ba_tensor *kept) {
+    int64_t most = 0;
+    for (int64_t b = 0; b < kept->dims[0]; b++)
+        for (int64_t l = 0; l < kept->dims[1]; l++)
+            for (int64_t r = 0; r < kept->dims[2]; r++) {
+                const uint64_t *words = words_of(kept, b, l, r);
+                int64_t n = 0;
+                for (int64_t w = 0; w < kept->dims[3]; w++) n += __builtin_popcountll(words[w * kept->strides[3]]);
+                most = ba_max(most, n);
+            }
+    return most;
+}
+
 ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_tensor *lists) {
     const ba_tensor row_counts = {.dtype = BA_INT32, .ndim = 3, .dims = {kept->dims[0], kept->dims[1], kept->dims[2]}};
     if (kept->dtype != BA_INT64 || kept->ndim != 4)
@@ -257,20 +275,18 @@ ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_
         (kept->dims[1] ? lists->dims[1] % kept->dims[1] : lists->dims[1]))
         return ba_fail(BA_ERROR_VALUE, "sabi: expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
     BA_TRY(ba_check_places("sabi", lists));
-    const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
+    const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3], fullest = fullest_row(kept);
+    if (fullest > width) return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, fullest, width);
     for (int64_t b = 0; b < kept->dims[0]; b++)
         for (int64_t l = 0; l < kept->dims[1]; l++)
             for (int64_t r = 0; r < kept->dims[2]; r++) {
-                const uint64_t *words = (const uint64_t *)kept->data + b * kept->strides[0] + l * kept->strides[1] + r * kept->strides[2];
+                const uint64_t *words = words_of(kept, b, l, r);
                 const int64_t place = b * lists->strides[0] + l * group * lists->strides[1] + r * lists->strides[2];
                 int64_t n = 0;
                 for (int64_t w = 0; w < kept->dims[3]; w++)
-                    for (uint64_t word = words[w * kept->strides[3]]; word; word &= word - 1, n++) {
-                        if (n == width)
-                            return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, n + 1, width);
+                    for (uint64_t word = words[w * kept->strides[3]]; word; word &= word - 1, n++)
                         for (int64_t g = 0; g < group; g++)
                             set_entry(lists, place + g * lists->strides[1] + n * lists->strides[3], w * 64 + __builtin_ctzll(word));
-                    }
                 for (; n < width; n++)
                     for (int64_t g = 0; g < group; g++) set_entry(lists, place + g * lists->strides[1] + n * lists->strides[3], -1);
             }
