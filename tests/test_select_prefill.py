@@ -5,7 +5,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, select, testing
-from cases import DTYPES, same_bits
+from cases import DTYPES, bits_option, same_bits
 from fuzz import select_problems
 from fuzz.draw import Discard, Draw
 
@@ -40,6 +40,7 @@ def test_reference(isa_level, name, dtype):
     q, k = make(2, 4, 2, 150, 170, 24, dtype=dtype, seed=3)
     for budget in BUDGETS:
         options = {"chooser": CHOOSERS[name], "causal": True, "kv_lens": [170, 90], "q_lens": [140, 90], "block_shape": (32, 32)} | budget
+        options |= bits_option(q)
         _, scores = blitz_attn.select_blocks_prefill(q, k, return_scores=True, **options)
         _, expected = reference.select_blocks_prefill(q, k, return_scores=True, **options)
         assert np.abs(scores - expected).max() < 1e-5
@@ -64,6 +65,7 @@ def test_deep(isa_level, dtype):
     q, k = make(1, 1, 1, 70, 90, 576, dtype=dtype, seed=6)
     for chooser in (select.Pooled(4), select.Antidiagonal(16)):
         options = {"chooser": chooser, "block_shape": (16, 16), "density": 0.5, "causal": True, "return_scores": True}
+        options |= bits_option(q)
         _, scores = blitz_attn.select_blocks_prefill(q, k, **options)
         _, expected = reference.select_blocks_prefill(q, k, **options)
         assert np.abs(scores - expected).max() < 1e-5
@@ -138,7 +140,7 @@ def test_what_is_no_number(name):
 def test_kinds_of_arrays():
     q, k = make(1, 2, 1, 128, 128, 16, dtype="bfloat16")
     options = {"top_p": 0.7, "block_shape": (16, 16)}
-    expected = blitz_attn.select_blocks_prefill(q, k, **options, **({"dtype": "bfloat16"} if q.dtype == np.uint16 else {}))
+    expected = blitz_attn.select_blocks_prefill(q, k, **options, **(bits_option(q)))
     bits = [x.view(np.uint16) for x in (q, k)]
     assert same_bits(blitz_attn.select_blocks_prefill(*bits, dtype="bfloat16", **options), expected)
     torch = pytest.importorskip("torch")
@@ -154,7 +156,7 @@ def test_kinds_of_arrays():
 def test_select_and_attend(dtype):
     q, k, v = testing.make_qkv(2, 4, 2, 130, 150, 32, 16, dtype=dtype)
     options = {"density": 0.5, "causal": True, "block_shape": (32, 16)}
-    shared = {"dtype": "bfloat16"} if q.dtype == np.uint16 else {}
+    shared = bits_option(q)
     out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options, **shared)
     assert same_bits(sabi, blitz_attn.select_blocks_prefill(q, k, **options, **shared))
     again = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=(32, 16), causal=True, return_lse=True, **shared)

@@ -7,7 +7,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import select, testing
-from cases import DTYPES
+from cases import DTYPES, bits_option
 from fuzz.arrays import values_of
 
 
@@ -46,8 +46,7 @@ def test_against_softmax(layout, dtype, every):
         options |= {"q_lens": lens, "kv_lens": lens}
     if layout == "BSH":
         options |= {"num_heads": heads, "num_kv_heads": kv_heads}
-    if q.dtype == np.uint16:
-        options["dtype"] = "bfloat16"
+    options |= bits_option(q)
     kept, error = select.recall(q, k, sabi, **options), select.output_error(q, k, v, sabi, **options)
     assert kept.shape == (2, heads, 6)
     half = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]  # of the dtype's own rounding of outputs

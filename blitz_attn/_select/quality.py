@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._formats import widened
 from ..block_sparse import block_sparse_attention
 
 __all__ = ["output_error", "recall"]
@@ -22,12 +23,10 @@ def _spans(layout: str, batch: int, tokens: int, q_lens: Any, cu_seqlens_q: Any)
     return [(b, 0, n) for b, n in enumerate(lens)]
 
 
-def _of_heads(x: Any, layout: str, heads: int) -> np.ndarray:
-    """A result (B, H, S, Dv) as float64, whatever layout and kind of array it comes in; B is 1 for TND."""
-    array, dtype = _arrays.host(x, "out")
-    if dtype == "bfloat16":
-        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    array = array.astype(np.float64)
+def _of_heads(x: Any, layout: str, heads: int, dtype: Any) -> np.ndarray:
+    """A result (B, H, S, Dv) as float64, whatever layout and kind of array it comes in; B is 1 for TND. `dtype`: as given to the call."""
+    array, name = _arrays.host(x, "out", _arrays.dtype_name(dtype))
+    array = widened(array, name).astype(np.float64)
     if layout == "TND":
         return array.swapaxes(0, 1)[None]
     if layout == "BSH":
@@ -269,7 +268,7 @@ def output_error(
     every = _checked(sabi, every, layout)
     (kept, lse), (dense, _) = _kept_and_all(q, k, v, sabi, every, options)
     heads = _of_queries(lse, layout).shape[1]
-    kept, dense = (_of_heads(x, layout, heads) for x in (kept, dense))
+    kept, dense = (_of_heads(x, layout, heads, dtype) for x in (kept, dense))
     spans = _spans(layout, kept.shape[0], kept.shape[2], q_lens, cu_seqlens_q)
     block_q = int(block_shape[0])
     result = np.zeros((len(spans), heads))
