@@ -138,7 +138,7 @@ def block_sparse_attention(
     if (  # plain NumPy arrays: nothing to translate
         type(q) is type(k) is type(v) is ndarray and out is None and dtype is None and q.dtype.kind == k.dtype.kind == v.dtype.kind == "f"
     ):
-        return _core.block_sparse_attention(  # some by place: with more keywords CPython 3.11 would make a dict of them
+        return _core.block_sparse_attention(  # places + 2 * keywords stay below 31: CPython 3.11 would make a dict
             empty, q, k, v, sabi, block_shape, scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads,
             num_threads=num_threads, return_lse=return_lse,
@@ -147,10 +147,10 @@ def block_sparse_attention(
     family = _arrays.family_of(q)
     out, lse_out = _arrays.split_out(out, return_lse)
     result = _core.block_sparse_attention(
-        family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape=block_shape,
-        scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype),
-        num_threads=num_threads, return_lse=return_lse, out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
+        family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
+        causal, window, q_lens, kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype), num_threads=num_threads, return_lse=return_lse,
+        out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
     )  # fmt: skip
     if not return_lse:
         return _arrays.finished(result, out, family)

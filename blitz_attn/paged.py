@@ -35,7 +35,7 @@ def _attend(
             type(q) is type(k_cache) is type(v_cache) is ndarray and out is None and dtype is None and kv_dtype is None
             and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
         ):  # fmt: skip
-            return _core.paged_attention(  # some by place: with more keywords CPython 3.11 would make a dict of them
+            return _core.paged_attention(  # places + 2 * keywords stay below 31: CPython 3.11 would make a dict
                 empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, selected, counts=counts, scale=scale,
                 kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
                 return_lse=return_lse, num_threads=num_threads,
@@ -43,9 +43,8 @@ def _attend(
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
-            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"),
-            block_tables=tables, seq_lens=seq_lens, indptr=indptr, last_page_len=last_page_len, q_lens=q_lens, selected=selected,
-            counts=counts, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
+            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), tables,
+            seq_lens, indptr, last_page_len, q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
             return_lse=return_lse, out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
             dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
         )  # fmt: skip

@@ -119,8 +119,8 @@ def _quest(
 ) -> Any:  # fmt: skip
     try:
         return _core.select_blocks(
-            _integer_empty(query), "quest", _arrays.readable(query, "query"), a=_arrays.readable(maxblocks, "maxblocks"),
-            b=_arrays.readable(minblocks, "minblocks"), tables=tables, seq_lens=seq_lens, k=k, block_size=block_size,
+            _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
+            _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size=block_size,
             per_query_head=per_query_head, sink=sink, recent=0, tokens_since_metadata_update=since, budget=None, ascending=ascending,
             kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"), return_counts=False,
             dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
@@ -510,8 +510,8 @@ def select_blocks(
     width, blocks = _budgets(k, budget, dense_below, seq_lens, size or 1)
     try:
         return _core.select_blocks(
-            _integer_empty(q), method, _arrays.readable(q, "query"), a=_arrays.readable(first, "source"),
-            b=None if second is None else _arrays.readable(second, "minblocks"), tables=tables, seq_lens=seq_lens, k=width, block_size=size,
+            _integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
+            None if second is None else _arrays.readable(second, "minblocks"), tables, seq_lens, width, block_size=size,
             per_query_head=per_query_head, sink=sink, recent=0 if recent is None else recent,
             tokens_since_metadata_update=tokens_since_metadata_update, budget=blocks, ascending=ascending, kv_layout=kv_layout,
             selected_indices=None, return_counts=True, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
