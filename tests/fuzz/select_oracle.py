@@ -37,18 +37,20 @@ def _parts(tokens: int, size: int) -> list[np.ndarray]:
 def _pair_scores(c: Choice, q: np.ndarray, k: np.ndarray, rows: list[np.ndarray], groups: list[np.ndarray]) -> np.ndarray:
     """Unscaled scores of each row of queries and group of keys."""
     scores = np.zeros((len(rows), len(groups)))
+    if c.kind == "pooled":
+        mean, largest, smallest = (np.array([x(k[g], axis=0) for g in groups]).reshape(len(groups), k.shape[1]) for x in (np.mean, np.max, np.min))
     for i, r in enumerate(rows):
+        if c.kind == "pooled":
+            query = q[r].mean(axis=0)
+            middle, bound = mean @ query, np.maximum(query * largest, query * smallest).sum(axis=1)
+            scores[i] = {"mean": middle, "bound": bound, "both": (middle + bound) / 2}[c.term]
+            continue
         for j, g in enumerate(groups):
-            if c.kind == "antidiagonal":  # place a of the row meets place stride - 1 - a of the group
+            if c.kind == "antidiagonal":  # place a of the row goes with place stride - 1 - a of the group
                 pairs = [(a, c.rows - 1 - a) for a in range(len(r)) if c.rows - 1 - a < len(g)]
                 scores[i, j] = sum(q[r[a]] @ k[g[b]] for a, b in pairs) / c.rows
-            elif c.kind == "sampled_rows":
-                scores[i, j] = q[r[-1]] @ k[g[0]]
             else:
-                mean = q[r].mean(axis=0)
-                middle = mean @ k[g].mean(axis=0)
-                bound = sum(max(m * x for x in (k[g][:, d].max(), k[g][:, d].min())) for d, m in enumerate(mean))
-                scores[i, j] = {"mean": middle, "bound": bound, "both": (middle + bound) / 2}[c.term]
+                scores[i, j] = q[r[-1]] @ k[g[0]]
     return scores
 
 
