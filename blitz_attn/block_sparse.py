@@ -138,7 +138,9 @@ def block_sparse_attention(
     if (  # plain NumPy arrays: nothing to translate
         type(q) is type(k) is type(v) is ndarray and out is None and dtype is None and q.dtype.kind == k.dtype.kind == v.dtype.kind == "f"
     ):
-        return _core.block_sparse_attention(  # places + 2 * keywords stay below 31: CPython 3.11 would make a dict
+        # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
+        # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
+        return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads,
             num_threads=num_threads, return_lse=return_lse,

@@ -35,7 +35,9 @@ def _attend(
             type(q) is type(k_cache) is type(v_cache) is ndarray and out is None and dtype is None and kv_dtype is None
             and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
         ):  # fmt: skip
-            return _core.paged_attention(  # places + 2 * keywords stay below 31: CPython 3.11 would make a dict
+            # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
+            # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
+            return _core.paged_attention(
                 empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, selected, counts=counts, scale=scale,
                 kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
                 return_lse=return_lse, num_threads=num_threads,
