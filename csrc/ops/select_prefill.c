@@ -52,6 +52,7 @@ static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
     if (t->dtype != BA_FLOAT64) return ba_fail(BA_ERROR_TYPE, "%s: expected float64, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 1 || (t->dims[0] != 1 && t->dims[0] != lists))
         return ba_fail(BA_ERROR_VALUE, "%s: expected one number, or one for each of %" PRId64 " lists, got %s", name, lists, ba_shape_text(t).chars);
+    BA_TRY(ba_check_extent(name, t));
     for (int64_t i = 0; i < t->dims[0]; i++) {
         const double budget = ((const double *)t->data)[i * ba_step(t, 0)];
         if (a->budget == BA_BUDGET_TOP_K ? !(budget >= 1) : !(budget > 0 && budget <= 1))
@@ -181,8 +182,18 @@ static ba_status run(ba_prefill *c, int threads) {
     return status;
 }
 
+/* There is no block to keep: `kept` and `scores` have no elements, and all counts are 0. */
+static void keep_nothing(const ba_prefill *c) {
+    const ba_tensor *counts = &c->args->counts;
+    for (int64_t b = 0; b < c->p.batch; b++)
+        for (int64_t l = 0; l < c->lists; l++)
+            for (int64_t r = 0; r < c->p.block_rows; r++)
+                ((int32_t *)counts->data)[b * counts->strides[0] + l * counts->strides[1] + r * counts->strides[2]] = 0;
+}
+
 ba_status ba_run_prefill(ba_prefill *c) {
-    if (c->p.batch == 0 || c->p.block_rows == 0) return BA_OK;
+    if (c->p.block_columns == 0) keep_nothing(c);
+    if (c->p.batch == 0 || c->p.block_rows == 0 || c->p.block_columns == 0) return BA_OK;
     c->real = ba_real_of(c->p.dtype);
     const ba_isa level = ba_level_with_parts(c->real);
     c->kernels = ba_kernels_at(level);
@@ -246,7 +257,9 @@ static void set_entry(const ba_tensor *lists, int64_t place, int64_t column) {
     }
 }
 
+/* The words of a row; NULL where there are none. */
 static const uint64_t *words_of(const ba_tensor *kept, int64_t batch, int64_t list, int64_t row) {
+    if (kept->dims[3] == 0) return NULL;
     return (const uint64_t *)kept->data + batch * kept->strides[0] + list * kept->strides[1] + row * kept->strides[2];
 }
 
@@ -268,12 +281,14 @@ ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_
     const ba_tensor row_counts = {.dtype = BA_INT32, .ndim = 3, .dims = {kept->dims[0], kept->dims[1], kept->dims[2]}};
     if (kept->dtype != BA_INT64 || kept->ndim != 4)
         return ba_fail(BA_ERROR_VALUE, "kept: expected int64 (B, lists, rows, words), got %s", ba_shape_text(kept).chars);
+    BA_TRY(ba_check_extent("kept", kept));
     BA_TRY(ba_check_same("counts", counts, &row_counts, false));
     if (lists->dtype != BA_UINT16 && lists->dtype != BA_INT16 && lists->dtype != BA_INT32 && lists->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(lists->dtype));
     if (lists->ndim != 4 || lists->dims[0] != kept->dims[0] || lists->dims[2] != kept->dims[2] ||
         (kept->dims[1] ? lists->dims[1] % kept->dims[1] : lists->dims[1]))
         return ba_fail(BA_ERROR_VALUE, "sabi: expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
+    BA_TRY(ba_check_extent("sabi", lists));
     BA_TRY(ba_check_places("sabi", lists));
     const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3], fullest = fullest_row(kept);
     if (fullest > width) return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, fullest, width);

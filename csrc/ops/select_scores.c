@@ -18,10 +18,10 @@ static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
     return ba_min(begin + c->chunk, (begin / block + 1) * block);
 }
 
-/* The largest number of chunks of a panel. */
+/* The largest number of chunks of a panel. A block may be much longer than the sequence. */
 static int64_t most_chunks(const ba_prefill *c) {
     const int64_t block = c->groups_per_block;
-    if (block > c->chunk) return c->p.block_columns * ba_ceil_div(block, c->chunk);
+    if (block > c->chunk) return ba_ceil_div(c->p.kv_len, c->group_tokens) / c->chunk + c->p.block_columns;
     return ba_ceil_div(c->p.block_columns * block, c->chunk - c->chunk % block) + 1;
 }
 

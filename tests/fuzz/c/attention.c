@@ -21,14 +21,8 @@ static int64_t block_size(int64_t tokens) {
     return fz_once_in(4) ? fz_range(1, tokens + 1) : fz_pick(usual, 12);
 }
 
-typedef struct sizes {
-    ba_layout layout;
-    ba_dtype dtype;
-    int64_t batch, heads, kv_heads, q_len, kv_len, dim, v_dim; /* for BA_TND, the lengths of all sequences together */
-} sizes;
-
-static sizes draw_sizes(void) {
-    sizes s = {.layout = (ba_layout)fz_range(BA_BNSD, BA_TND), .dtype = fz_float(), .batch = fz_once_in(16) ? 0 : fz_range(1, 3)};
+static fz_sizes draw_sizes(void) {
+    fz_sizes s = {.layout = (ba_layout)fz_range(BA_BNSD, BA_TND), .dtype = fz_float(), .batch = fz_once_in(16) ? 0 : fz_range(1, 3)};
     static const int64_t groups[] = {1, 2, 3, 4, 8, 9, 16};
     s.kv_heads = fz_range(1, 3);
     s.heads = s.kv_heads * (fz_once_in(4) ? fz_pick(groups, 7) : fz_range(1, 2));
@@ -43,7 +37,7 @@ static sizes draw_sizes(void) {
     return s;
 }
 
-static ba_tensor draw_array(fz_role role, const sizes *s, ba_dtype dtype, int64_t heads, int64_t tokens, int64_t dim, int flags) {
+static ba_tensor draw_array(fz_role role, const fz_sizes *s, ba_dtype dtype, int64_t heads, int64_t tokens, int64_t dim, int flags) {
     const int64_t dims[][4] = {{s->batch, heads, tokens, dim}, {s->batch, tokens, heads, dim}, {s->batch, tokens, heads * dim}, {tokens, heads, dim}};
     return fz_tensor(role, dtype, s->layout <= BA_BSND ? 4 : 3, dims[s->layout], flags);
 }
@@ -87,7 +81,7 @@ void fz_fill_lists(const ba_tensor *t, int64_t columns) {
 
 static int64_t rows_of(int64_t tokens, int64_t block) { return block < 1 ? 1 : tokens / block + (tokens % block != 0); }
 
-static void draw_blocks(ba_block_sparse_args *a, const sizes *s) {
+static void draw_blocks(ba_block_sparse_args *a, const fz_sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_INT64, BA_INT16, BA_UINT16};
     if (fz_once_in(4)) return;
     a->routed = fz_once_in(3);
@@ -119,7 +113,7 @@ static void draw_blocks(ba_block_sparse_args *a, const sizes *s) {
     fz_fill_lists(&a->blocks, most_columns);
 }
 
-static void draw_rules(ba_block_sparse_args *a, const sizes *s) {
+static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
     a->scale = fz_scale(s->dim);
     a->causal = fz_once_in(3);
     for (int i = 0; i < 2; i++) a->window[i] = fz_odd() ? fz_odd_number() : fz_once_in(4) ? fz_range(0, 20) : -1;
@@ -133,7 +127,7 @@ static void draw_rules(ba_block_sparse_args *a, const sizes *s) {
     a->num_threads = fz_threads();
 }
 
-static void draw_forward(ba_block_sparse_args *a, sizes *s) {
+void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
     *a = (ba_block_sparse_args)BA_BLOCK_SPARSE_ARGS_INIT;
     *s = draw_sizes();
     a->layout = s->layout;
@@ -164,14 +158,14 @@ static void draw_forward(ba_block_sparse_args *a, sizes *s) {
     if (fz_odd()) a->layout = (ba_layout)fz_odd_number();
 }
 
-static ba_tensor draw_lse(fz_role role, const sizes *s) {
+static ba_tensor draw_lse(fz_role role, const fz_sizes *s) {
     const int64_t dims[] = {s->batch, s->heads, s->q_len}, packed[] = {s->q_len, s->heads};
     const ba_dtype dtype = s->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32;
     return s->layout == BA_TND ? fz_tensor(role, dtype, 2, packed, FZ_FREE_LAST) : fz_tensor(role, dtype, 3, dims, FZ_FREE_LAST);
 }
 
-/* Whether a call might take long. (Axes of stride 0 need no memory, so they can have any length.) */
-static bool is_heavy(const ba_block_sparse_args *a) {
+/* Axes of stride 0 need no memory, so they can have any length. */
+bool fz_is_heavy(const ba_block_sparse_args *a) {
     const double q = fz_elements(&a->q), k = fz_elements(&a->k), v = fz_elements(&a->v);
     const int last = a->q.ndim >= 1 && a->q.ndim <= BA_MAX_DIMS ? a->q.ndim - 1 : 0;
     const double dim = a->q.dims[last] > 1 ? (double)a->q.dims[last] : 1;
@@ -196,7 +190,7 @@ static bool same_shape(const ba_tensor *a, const ba_tensor *b) {
     return same;
 }
 
-static void run_backward(ba_block_sparse_args *forward_args, const sizes *s) {
+static void run_backward(ba_block_sparse_args *forward_args, const fz_sizes *s) {
     ba_block_sparse_backward_args a = {.forward = *forward_args};
     fz_set_role(&a.forward.out, FZ_INPUT);
     if (!a.forward.lse.data && a.forward.lse.ndim == 0 && !fz_odd()) a.forward.lse = draw_lse(FZ_INPUT, s);
@@ -217,9 +211,9 @@ static void run_backward(ba_block_sparse_args *forward_args, const sizes *s) {
 
 void fz_attention(void) {
     ba_block_sparse_args a;
-    sizes s;
-    draw_forward(&a, &s);
-    if (is_heavy(&a)) {
+    fz_sizes s;
+    fz_draw_forward(&a, &s);
+    if (fz_is_heavy(&a)) {
         fz_count_skipped(FZ_FORWARD);
         return;
     }

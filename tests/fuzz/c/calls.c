@@ -23,6 +23,8 @@ static const char *const names[FZ_OPS] = {"block_sparse_check",
                                           "gate",
                                           "gate_backward",
                                           "nsa_select",
+                                          "select_prefill",
+                                          "list_kept",
                                           "merge_states",
                                           "settings"};
 static struct {

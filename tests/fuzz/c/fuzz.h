@@ -84,6 +84,8 @@ typedef enum fz_op {
     FZ_GATE,
     FZ_GATE_BACKWARD,
     FZ_NSA_SELECT,
+    FZ_CHOOSE,
+    FZ_LIST_KEPT,
     FZ_MERGE,
     FZ_SETTINGS,
     FZ_OPS
@@ -109,6 +111,16 @@ ba_dtype fz_float(void);
 double fz_scale(int64_t head_dim);
 int64_t fz_head_dim(void);
 
+typedef struct fz_sizes {
+    ba_layout layout;
+    ba_dtype dtype;
+    int64_t batch, heads, kv_heads, q_len, kv_len, dim, v_dim; /* for BA_TND, the lengths of all sequences together */
+} fz_sizes;
+
+/* Draws all arguments of a call of block-sparse attention but out and lse, and the sizes that they have where nothing is unusual. */
+void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s);
+bool fz_is_heavy(const ba_block_sparse_args *a); /* whether the call might take long */
+
 /* Fills a tensor of integers, of 1 to 4 axes, with rows of lists over so many columns; some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns);
 
@@ -125,6 +137,7 @@ void fz_block_means_backward(void);
 void fz_gate(void);
 void fz_gate_backward(void);
 void fz_nsa_select(void);
+void fz_choose(void);
 void fz_settings(void);
 
 /* ---- Oracles (oracle.c): brute force, written from the header's text alone ------------------------------------------------ */
