@@ -18,6 +18,7 @@ MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(blitz_attn.__path__, "blitz_attn.")
     if info.name.rpartition(".")[2] not in ("_core", "__main__")
+    and not info.name.startswith("blitz_attn.integrations._transformers")  # needs torch and transformers to be imported
 )
 
 

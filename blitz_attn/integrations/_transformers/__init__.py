@@ -1,0 +1,1 @@
+"""What `blitz_attn.integrations.transformers` is made of. The modules here import torch and transformers."""

@@ -1,0 +1,276 @@
+"""The attention functions that are registered with transformers, and what they fall back to."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ... import block_sparse_attention, paged_attention, select_blocks_prefill
+from ..torch import block_sparse_attention as differentiable_attention
+from ..transformers import SparseConfig, _config_of
+from .cache import pages_of
+from .masks import RuleMask, Rules
+
+__all__ = ["attend_dense", "attend_sparse"]
+
+_LOG = logging.getLogger("blitz_attn.integrations.transformers")
+_TOLD: set[str] = set()  # reasons that were logged
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# What models pass on to the attention function and what changes nothing about attention.
+_HARMLESS = frozenset({
+    "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "labels", "logits_to_keep", "max_length_k",
+    "max_length_q", "num_items_in_batch", "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
+    "past_key_value", "past_key_values", "position_embeddings", "position_ids", "return_dict", "seq_idx", "sliding_window",
+    "token_type_ids", "use_cache",
+})  # fmt: skip
+
+
+@dataclass
+class _Layer:
+    """One call of a layer's attention: the arguments of transformers' interface, and the options of the model."""
+
+    module: Any
+    query: Any  # (B, H, Sq, D)
+    key: Any  # (B, Hkv, Skv, D)
+    value: Any
+    mask: Any
+    scaling: float | None
+    dropout: float
+    softcap: float | None
+    sinks: Any  # (H,)
+    block_indices: Any  # (B, Hkv, Sq, K)
+    is_causal: bool | None
+    rest: dict[str, Any]
+    config: SparseConfig
+    sparse: bool
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether torch wants gradients of this call."""
+        tensors = (self.query, self.key, self.value, self.sinks)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    @property
+    def number(self) -> int | None:
+        """The layer's number, for models that number their layers."""
+        return getattr(self.module, "layer_idx", None)
+
+
+# ---- What is not computed here -------------------------------------------------------------------------------------
+
+
+def _why_not(layer: _Layer) -> str | None:
+    """Why a call is not computed by this library; None where it is."""
+    tensors = (layer.query, layer.key, layer.value)
+    if any(x.device.type != "cpu" for x in tensors):
+        return f"tensors on {layer.query.device}"
+    if layer.query.dtype not in _DTYPES or any(x.dtype != layer.query.dtype for x in tensors):
+        return f"tensors of {', '.join(str(x.dtype) for x in tensors)}"
+    if layer.dropout:
+        return "dropout of attention weights"
+    if layer.rest.get("output_attentions"):
+        return "output_attentions, since the weights are never stored"
+    unknown = [name for name, x in layer.rest.items() if name not in _HARMLESS and x is not None and x is not False]
+    if unknown:
+        return f"the model's argument {unknown[0]}"
+    if layer.mask is not None and not isinstance(layer.mask, RuleMask):
+        return "a mask that was made as a matrix"
+    if layer.mask is not None and layer.mask.rules is None:
+        return layer.mask.reason
+    if layer.mask is not None and layer.mask.shape[2:] != (layer.query.shape[2], layer.key.shape[2]):
+        return f"a mask for {tuple(layer.mask.shape[2:])} queries and keys where the layer has {(layer.query.shape[2], layer.key.shape[2])}"
+    rules = _rules_of(layer)
+    if layer.softcap is not None:
+        if layer.differentiated:
+            return "gradients of attention with a softcap"
+        if rules.sequences is not None or (layer.query.shape[2] > 1 and (not rules.causal or rules.right is not None)):
+            return "a softcap without a causal mask"
+    if layer.block_indices is not None and (rules.sequences is not None or any(rules.starts)):
+        return "blocks chosen by the model beside padding on the left"
+    cu = layer.rest.get("cu_seq_lens_q")
+    if cu is not None and (any(rules.starts) or any(end != layer.key.shape[2] for end in rules.ends) or rules.offset):
+        return "packed sequences beside padding or a cache"
+    return None
+
+
+def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
+    """The call by torch: by SDPA, or by the model's own eager function where SDPA lacks what the call needs."""
+    kind = type(layer.module).__name__
+    if layer.config.on_unsupported == "error":
+        raise ValueError(f"{kind}: expected attention that blitz_attn computes, got {reason}")
+    text = f"{kind}: attention by torch instead of blitz_attn, because of {reason}"
+    if text not in _TOLD:
+        _TOLD.add(text)
+        _LOG.warning(text)
+    mask = layer.mask.elements() if isinstance(layer.mask, RuleMask) else layer.mask
+    rest = dict(layer.rest)
+    if layer.block_indices is not None:
+        positions = rest.get("position_ids")
+        if positions is None:
+            positions = torch.arange(layer.key.shape[2] - layer.query.shape[2], layer.key.shape[2])
+        positions = positions.reshape(-1, layer.query.shape[2]).expand(layer.query.shape[0], -1)
+        where = (layer.key.shape[2], layer.query.dtype, layer.query.device, positions)
+        mask = layer.module.indexer.build_block_mask(layer.block_indices, mask, *where)
+    tensors = (layer.module, layer.query, layer.key, layer.value)
+    options = {"dropout": layer.dropout, "scaling": layer.scaling}
+    own = getattr(sys.modules.get(type(layer.module).__module__), "eager_attention_forward", None)
+    if layer.softcap is not None or layer.sinks is not None or rest.get("output_attentions"):
+        if own is None:
+            raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
+        if mask is None and _is_causal(layer):
+            mask = sdpa_mask(layer.query.shape[0], layer.query.shape[2], layer.key.shape[2], allow_is_causal_skip=False)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=layer.query.dtype).masked_fill(~mask, torch.finfo(layer.query.dtype).min)
+        options |= {name: x for name, x in (("softcap", layer.softcap), ("s_aux", layer.sinks)) if x is not None}
+        return own(*tensors, mask, **options, **rest)
+    return sdpa_attention_forward(*tensors, mask, is_causal=layer.is_causal, **options, **rest)
+
+
+def _is_causal(layer: _Layer) -> bool:
+    """Whether a call without a mask is causal, by the rule of transformers' SDPA: aligned to the top left, and never for one query."""
+    wanted = getattr(layer.module, "is_causal", True) if layer.is_causal is None else layer.is_causal
+    return bool(wanted) and layer.query.shape[2] > 1
+
+
+def _rules_of(layer: _Layer) -> Rules:
+    """The rules of the call."""
+    if layer.mask is not None:
+        rules: Rules = layer.mask.rules
+        return rules
+    batch, keys = layer.query.shape[0], layer.key.shape[2]
+    return Rules(0, layer.query.shape[2], _is_causal(layer), None, None, (0,) * batch, (keys,) * batch)
+
+
+# ---- What is ---------------------------------------------------------------------------------------------------------
+
+
+def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape: tuple[int, int], rules: dict[str, Any]) -> Any:
+    """The attention operation, with sinks: a sink adds exp(sink) to the sum under the softmax, which the log-sum-exp gives."""
+    operation = differentiable_attention if layer.differentiated else block_sparse_attention
+    options = rules | {"block_shape": block_shape, "num_threads": layer.config.num_threads}
+    if layer.sinks is None:
+        return operation(q, k, v, lists, **options)
+    result = operation(q, k, v, lists, return_lse=True, **options)
+    out, lse = result
+    packed = rules["layout"] == "TND"
+    lse = lse if packed else lse.transpose(1, 2)  # the axes of out but the last: tokens, then heads
+    share = torch.sigmoid(lse - layer.sinks.to(lse.dtype)).unsqueeze(-1)
+    return out * share.to(out.dtype) if layer.differentiated else out.mul_(share)
+
+
+def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> tuple[Any, tuple[int, int]]:
+    """The list of blocks of a call and their shape; no list is dense."""
+    config = layer.config
+    if not layer.sparse or layer.query.shape[2] == 1 or keys < config.min_tokens or not config._sparse_in(layer.number):
+        return None, (128, 128)
+    options = config._options(layer.number, layer.query.shape[1], layer.key.shape[1], layer.query.shape[3])
+    lists = select_blocks_prefill(q.detach(), k.detach(), num_threads=config.num_threads, **options, **rules)
+    return lists, options["block_shape"]
+
+
+def _attend_packed(layer: _Layer, rules: Rules, cu: tuple[list[int], list[int]]) -> Any:
+    """Sequences one after the other."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (layer.query, layer.key, layer.value))
+    given = {"layout": "TND", "causal": rules.causal, "window": rules.window, "cu_seqlens_q": cu[0], "cu_seqlens_kv": cu[1]}
+    options = given | {"scale": layer.scaling}
+    longest = max((b - a for a, b in zip(cu[1], cu[1][1:], strict=False)), default=0)
+    lists, shape = _choose(layer, q, k, longest, options)
+    out = _attend_lists(layer, q, k, v, lists, shape, options)
+    return out.unflatten(0, (layer.query.shape[0], layer.query.shape[2]))
+
+
+def _attend_capped(layer: _Layer, q: Any, k: Any, v: Any, rules: Rules, q_lens: list[int], kv_lens: list[int]) -> Any:
+    """Attention with a softcap: each batch entry is a request of one page, which holds all of its keys."""
+    batch, queries = q.shape[:2]
+    out = torch.zeros((batch, queries, q.shape[2], v.shape[3]), dtype=q.dtype)
+    tables = torch.arange(batch, dtype=torch.int32)[:, None].numpy()
+    options = {"scale": layer.scaling, "softcap": layer.softcap, "sinks": layer.sinks, "window": rules.left, "kv_layout": "HND"}
+    seen = [range(max(0, n - m), n) for n, m in zip(q_lens, kv_lens, strict=True)]  # queries before the first key are padding
+    rows = torch.cat([q[b, x.start : x.stop] for b, x in enumerate(seen)])
+    lengths = [len(x) for x in seen]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    found = paged_attention(rows, k, v, tables, kv_lens, q_lens=lengths, num_threads=layer.config.num_threads, **options)
+    for b, part in enumerate(found.split(lengths)):
+        out[b, seen[b].start : seen[b].stop] = part
+    return out
+
+
+def _model_lists(layer: _Layer, blocks: int) -> tuple[Any, tuple[int, int]]:
+    """Blocks that the model itself chose for each query, as lists of one query: (B, H, Sq, K)."""
+    chosen = layer.block_indices.to(torch.int32)
+    chosen = chosen.masked_fill(chosen >= blocks, -1)  # blocks behind the last key, which no query sees
+    if ((chosen[..., :-1] < 0) & (chosen[..., 1:] >= 0)).any():  # a list ends at its first pad
+        chosen = chosen.sort(dim=-1, descending=True).values
+    return chosen.repeat_interleave(layer.query.shape[1] // chosen.shape[1], dim=1).contiguous(), (1, layer.module.indexer.block_size)
+
+
+def _attend_pages(layer: _Layer, rules: Rules) -> Any:
+    """A new token over the pages that Quest chooses; None where this is not wanted, or the keys are not in pages."""
+    config, length = layer.config, layer.key.shape[2]
+    if not layer.sparse or config.decode_budget is None or layer.query.shape[2] != 1 or length < config.min_tokens:
+        return None
+    pages = pages_of(layer.key)
+    whole = rules.left is None and rules.offset == length - 1 and all(end == length for end in rules.ends)
+    if pages is None or not whole or not config._sparse_in(layer.number) or layer.block_indices is not None or layer.differentiated:
+        return None
+    options = {"scale": layer.scaling, "sinks": layer.sinks, "softcap": layer.softcap, "num_threads": config.num_threads}
+    return pages.select_and_attend(layer.query[:, :, 0], rules.starts, budget=config.decode_budget, **options)[:, None]
+
+
+def _attend(layer: _Layer) -> tuple[Any, Any]:
+    reason = _why_not(layer)
+    if reason is not None:
+        return _fall_back(layer, reason)
+    rules = _rules_of(layer)
+    cu = tuple(layer.rest.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    if cu[0] is not None:
+        return _attend_packed(layer, rules, (cu[0].tolist(), (cu[0] if cu[1] is None else cu[1]).tolist())), None
+    if rules.sequences is not None:
+        return _attend_packed(layer, rules, (list(rules.sequences), list(rules.sequences))), None
+    chosen = _attend_pages(layer, rules)
+    if chosen is not None:
+        return chosen, None
+    parts = []
+    for call in rules.calls():
+        longest = max(call.kv_lens)
+        q = layer.query[call.entries].transpose(1, 2)
+        k, v = (x[call.entries, :, call.start : call.start + longest].transpose(1, 2) for x in (layer.key, layer.value))
+        if layer.softcap is not None:
+            parts.append(_attend_capped(layer, q, k, v, rules, call.q_lens, call.kv_lens))
+            continue
+        whole = all(n == q.shape[1] for n in call.q_lens) and all(n == longest for n in call.kv_lens)
+        lengths = {} if whole else {"q_lens": call.q_lens, "kv_lens": call.kv_lens}
+        options = {"layout": "BSND", "causal": rules.causal, "window": rules.window, "scale": layer.scaling} | lengths
+        if layer.block_indices is not None:
+            lists, shape = _model_lists(layer, -(-longest // layer.module.indexer.block_size))
+            lists = lists[call.entries]
+        else:
+            lists, shape = _choose(layer, q, k, longest, options)
+        parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
+    return parts[0] if len(parts) == 1 else torch.cat(parts), None
+
+
+def _attention(sparse: bool) -> Any:
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0,
+        is_causal: bool | None = None, softcap: float | None = None, s_aux: Any = None, block_indices: Any = None, **rest: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        layer = _Layer(
+            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, block_indices, is_causal, rest, _config_of(module),
+            sparse,
+        )  # fmt: skip
+        return _attend(layer)
+
+    return attend
+
+
+attend_dense = _attention(False)
+attend_sparse = _attention(True)
