@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +102,19 @@ class VerticalSlash(NamedTuple):
 
 
 CHOOSERS = {"pooled": Pooled(), "antidiagonal": Antidiagonal(), "sampled_rows": SampledRows(), "vertical_slash": VerticalSlash()}
-_BUDGETS = ("density", "top_p", "threshold", "top_k")
+KINDS = {name: type(chooser) for name, chooser in CHOOSERS.items()}
+BUDGETS = ("density", "top_p", "threshold", "top_k")
+
+
+def fields_of(chooser: Any) -> dict[str, Any]:
+    """A chooser as a dict that JSON can hold: its name as ``"kind"``, and its attributes."""
+    return {"kind": next(name for name, kind in KINDS.items() if isinstance(chooser, kind))} | chooser._asdict()
+
+
+def chooser_of(fields: Mapping[str, Any]) -> Any:
+    """The chooser whose `fields_of` is `fields`, also where JSON has made lists of tuples."""
+    rest = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items() if name != "kind"}
+    return KINDS[fields["kind"]](**rest)
 
 
 def _pair(x: Any, name: str) -> tuple[int, int]:
@@ -134,7 +147,7 @@ def rules_of(chooser: Any) -> tuple[str, int, int, str, bool]:
 
 def budget_of(**given: Any) -> tuple[str, np.ndarray]:
     """The one budget that is given: its name, and its numbers, one or one per head."""
-    named = [name for name in _BUDGETS if given[name] is not None]
+    named = [name for name in BUDGETS if given[name] is not None]
     if len(named) != 1:
         raise ValueError(f"density, top_p, threshold, top_k: expected exactly one of them, got {' and '.join(named) or 'none'}")
     name = named[0]

@@ -12,14 +12,13 @@ import numpy as np
 from .. import _arrays
 from .._sabi.lists import two_integers
 from .._sentences import shown
-from .choosers import CHOOSERS, Antidiagonal, Pooled, SampledRows, VerticalSlash, rules_of
+from .choosers import CHOOSERS, chooser_of, fields_of, rules_of
 from .prefill import select_blocks_prefill
 from .quality import output_error, recall
 
 __all__ = ["Profile", "calibrate"]
 
 _FORMAT = "blitz_attn profile 1"
-_KINDS = {"pooled": Pooled, "antidiagonal": Antidiagonal, "sampled_rows": SampledRows, "vertical_slash": VerticalSlash}
 _RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "dtype", "num_threads")
 
 
@@ -107,8 +106,7 @@ class Profile(NamedTuple):
         ...     select.Profile.load(os.path.join(folder, "profile.json")) == profile
         True
         """
-        kind = next(name for name, known in _KINDS.items() if isinstance(self.chooser, known))
-        fields = self._asdict() | {"format": _FORMAT, "chooser": {"kind": kind} | self.chooser._asdict(), "layers": len(self.numbers)}
+        fields = self._asdict() | {"format": _FORMAT, "chooser": fields_of(self.chooser), "layers": len(self.numbers)}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(fields, file, indent=1)
             file.write("\n")
@@ -147,8 +145,7 @@ class Profile(NamedTuple):
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
             raise ValueError(f"path: expected a profile with format {_FORMAT!r}, got {shown(fields)}")
         try:
-            made = dict(fields["chooser"])
-            chooser = _KINDS[made.pop("kind")](**{name: tuple(x) if isinstance(x, list) else x for name, x in made.items()})
+            chooser = chooser_of(dict(fields["chooser"]))
             rules_of(chooser)
             numbers = tuple(tuple(float(x) for x in row) for row in fields["numbers"])
             block_q, block_kv = (int(n) for n in fields["block_shape"])

@@ -653,13 +653,38 @@ if HAS_TORCH:
             import torch
 
             call = {name: x for name, x in make(a, v).items() if name not in left_out}
-            return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
+            return {name: _tensor(x, torch) for name, x in call.items()}
 
         return dressed
+
+    def _tensor(x: Any, torch: Any) -> Any:
+        if type(x) is tuple:
+            return tuple(_tensor(part, torch) for part in x)
+        return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
+    def _torchs_own(a: Arena, v: int) -> dict[str, Any]:
+        call = _tensors(_attention, "out", "dtype")(a, v)
+        named = {name: call.pop(short) for short, name in (("q", "query"), ("k", "key"), ("v", "value"))}
+        named["is_causal"] = call.pop("causal", False) and v & 2 == 0
+        return named | call | {"enable_gqa": True}
 
     GROUPS["integrations"] = {
         "block_sparse_attention": Good(integration.block_sparse_attention, _tensors(_attention, "out", "dtype")),
         "nsa": Good(integration.nsa, _tensors(_native, "out")),
+        "scaled_dot_product_attention": Good(integration.scaled_dot_product_attention, _torchs_own, names=("q", "k", "v", "causal")),
+        "select_and_attend_prefill": Good(
+            integration.select_and_attend_prefill, _tensors(_choice_and_attention, "out", "dtype", "return_sabi"), names=_CHOICE
+        ),
+        "paged_attention": Good(
+            integration.paged_attention,
+            _tensors(_paged, "out", "dtype", "kv_dtype"),
+            names=("indptr", "indices", "last_page_len"),
+        ),
+        "paged_select_attention": Good(
+            integration.paged_select_attention,
+            _tensors(_paged_select, "out", "dtype", "kv_dtype"),
+            names=("indptr", "indices", "last_page_len", "selected_counts"),
+        ),
     }
 
 

@@ -1,0 +1,348 @@
+"""Attention over sequences: lists of blocks, torch's own signature, and chosen blocks. Public through `blitz_attn.integrations.torch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._sentences import renamed
+from . import operators
+from .tensors import (
+    LAYOUTS,
+    expect_tensors,
+    flag_of,
+    integer_of,
+    integers_of,
+    lists_of,
+    number_of,
+    numbers_list_of,
+    pair_of,
+    text_of,
+)
+
+try:
+    import torch
+except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
+    torch = None
+
+__all__ = ["block_sparse_attention", "scaled_dot_product_attention", "select_and_attend_prefill"]
+
+_NAMES = {"q": "query", "k": "key", "v": "value"}
+
+
+def _rules(
+    block_shape: Any, scale: Any, layout: Any, causal: Any, window: Any, q_lens: Any, kv_lens: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
+    num_heads: Any, num_kv_heads: Any, num_threads: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What is computed, as the operators take it."""
+    return {
+        "block_shape": pair_of(block_shape, "block_shape") or [128, 128],
+        "scale": number_of(scale, "scale"),
+        "layout": text_of(layout, "layout", LAYOUTS),
+        "causal": flag_of(causal, "causal"),
+        "window": pair_of(window, "window"),
+        "q_lens": integers_of(q_lens, "q_lens"),
+        "kv_lens": integers_of(kv_lens, "kv_lens"),
+        "cu_seqlens_q": integers_of(cu_seqlens_q, "cu_seqlens_q"),
+        "cu_seqlens_kv": integers_of(cu_seqlens_kv, "cu_seqlens_kv"),
+        "num_heads": integer_of(num_heads, "num_heads"),
+        "num_kv_heads": integer_of(num_kv_heads, "num_kv_heads"),
+        "num_threads": integer_of(num_threads, "num_threads"),
+    }
+
+
+def block_sparse_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    sabi: Any = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+    scale: float | None = None,
+    layout: str = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.block_sparse_attention` on torch tensors, differentiable in q, k and v.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        CPU tensors: float32, float16, bfloat16 or float64.
+    sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi` is a tensor.
+    return_lse : bool
+        Also return the log-sum-exp, which is differentiable too.
+    num_threads : int, optional
+        Threads of this call and of its gradient.
+
+    Returns
+    -------
+    out : torch.Tensor
+        Like `q`, with the last dimension of `v`.
+    lse : torch.Tensor
+        With `return_lse`: float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.block_sparse_attention`.
+    RuntimeError
+        In ``backward``, where the gradient of a gradient is requested.
+
+    Notes
+    -----
+    The call is the operator ``torch.ops.blitz_attn.block_sparse_attention``, which `torch.compile` takes into its graph.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blitz_attn.integrations.torch import block_sparse_attention
+    >>> q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+    >>> block_sparse_attention(q, k, v, causal=True).sum().backward()
+    >>> bool(q.grad.shape == q.shape), round(v.grad.sum().item())  # each of 2 x 64 x 16 results takes its weights of 1 from v
+    (True, 2048)
+    """
+    expect_tensors(q=q, k=k, v=v)
+    return_lse = flag_of(return_lse, "return_lse")
+    rules = _rules(
+        block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
+    )
+    out, lse = torch.ops.blitz_attn.block_sparse_attention(q, k, v, lists_of(sabi, "sabi"), **rules)
+    return (out, lse) if return_lse else out
+
+
+def _four_axes(x: Any) -> Any:
+    """A view (B, H, S, D) of a tensor with at least two axes."""
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    return x if x.dim() == 4 else x.flatten(0, -4)
+
+
+def _upper_left(query: Any, key: Any, window: Any, q_lens: Any, kv_lens: Any) -> tuple[bool, Any, Any, Any]:
+    """torch's `is_causal`, query i sees key j when j <= i, as the library's causal, window and lengths, which are aligned to the end."""
+    queries, keys = query.shape[2], key.shape[2]
+    if q_lens is None and kv_lens is None and queries == keys:
+        return True, window, None, None
+    if q_lens is None and kv_lens is None and queries > keys:
+        if window is not None:
+            raise ValueError(f"window: expected no more queries than keys with is_causal=True, got {queries} and {keys}")
+        return False, [-1, queries - keys], None, None
+    batch = query.shape[0]
+    ends = torch.full((batch,), min(queries, keys), dtype=torch.int64)
+    for lengths in (q_lens, kv_lens):
+        ends = ends if lengths is None else torch.minimum(ends, lengths.to(torch.int64))
+    whole = q_lens is None and kv_lens is None  # more keys than queries: the last keys are seen by none
+    return True, window, None if whole else ends, ends
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    sabi: Any = None,
+    block_shape: tuple[int, int] = (128, 128),
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention` by this library, with lists of blocks on request.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        ``(..., H, Sq, D)``: a CPU tensor, float32, float16, bfloat16 or float64.
+    key, value : torch.Tensor
+        ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype and leading axes.
+    attn_mask : torch.nn.attention.bias.CausalBias, optional
+        ``causal_upper_left`` is what `is_causal` is, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
+        Masks of one element for each query and key are refused: they have no rule that could be computed without them.
+    dropout_p : float
+        0.
+    is_causal : bool
+        As torch means it: query i sees key j when ``j <= i``, whatever the numbers of queries and keys. With lengths, a sequence has
+        as many valid queries and keys as the smaller of its two lengths says.
+    scale : float, optional
+        Factor of ``query key^T``. Default: ``1 / sqrt(D)``.
+    enable_gqa : bool
+        Allows fewer heads in `key` and `value` than in `query`.
+    sabi : torch.Tensor or array of int, optional
+        Block list ``(B or 1, H or 1, ceil(Sq / block_shape[0]), W)``: see `blitz_attn.block_sparse_attention`.
+    block_shape : (int, int)
+        Number of tokens per block of queries and per block of keys.
+    window : (int, int), optional
+        Number of tokens that are seen before and after the diagonal ``i + kv_len - q_len``, or ``i`` with `is_causal`; -1 sets no bound.
+    q_lens, kv_lens : sequence of int, optional
+        ``(B,)``: number of valid tokens of each batch entry.
+    return_lse : bool
+        Also return the log-sum-exp, which is differentiable too.
+    num_threads : int, optional
+        Threads of this call and of its gradient.
+
+    Returns
+    -------
+    out : torch.Tensor
+        ``(..., H, Sq, Dv)``. A query that sees no key gets 0.
+    lse : torch.Tensor
+        With `return_lse`: ``(..., H, Sq)``, float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        A dropout, a mask without a rule, a tensor that is not in CPU memory, and what `blitz_attn.block_sparse_attention` refuses.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blitz_attn.integrations.torch import scaled_dot_product_attention
+    >>> q, k, v = (torch.randn(1, heads, 300, 64) for heads in (8, 2, 2))
+    >>> ours = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    >>> torch.allclose(ours, theirs, atol=1e-5)
+    True
+    """
+    expect_tensors(query=query, key=key, value=value)
+    if type(dropout_p) not in (int, float) or dropout_p != 0:
+        raise ValueError(f"dropout_p: expected 0, got {number_of(dropout_p, 'dropout_p')}: this attention has no dropout")
+    is_causal, lower_right = flag_of(is_causal, "is_causal"), False
+    if attn_mask is not None:
+        is_causal, lower_right = _rule_of_mask(attn_mask, is_causal)
+    return_lse = flag_of(return_lse, "return_lse")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < 2 or x.shape[:-3] != query.shape[:-3] or x.dim() != query.dim():
+            raise ValueError(f"{name}: expected shape (..., H, S, D) with the leading axes of query, got {tuple(x.shape)}")
+    q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
+    if q.shape[1] != k.shape[1] and not flag_of(enable_gqa, "enable_gqa"):
+        raise ValueError(f"key: expected {q.shape[1]} heads like query, or enable_gqa=True, got {k.shape[1]}")
+    rules = _rules(block_shape, scale, "BNSD", lower_right, window, q_lens, kv_lens, None, None, None, None, num_threads)
+    if is_causal:
+        rules["causal"], rules["window"], rules["q_lens"], rules["kv_lens"] = _upper_left(
+            q, k, rules["window"], rules["q_lens"], rules["kv_lens"]
+        )
+    try:
+        out, lse = torch.ops.blitz_attn.block_sparse_attention(q, k, v, lists_of(sabi, "sabi"), **rules)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _NAMES) from error
+    if query.dim() != 4:
+        out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
+    return (out, lse) if return_lse else out
+
+
+def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
+    """Whether a mask is causal from the first query and key on, or up to the last ones."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(attn_mask, CausalBias):
+        kind = "a mask of all queries and keys" if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
+        raise TypeError(
+            f"attn_mask: expected None or a CausalBias, got {kind}: say it by is_causal, window, q_lens, kv_lens and sabi, "
+            "which are computed without one"
+        )
+    if is_causal:
+        raise ValueError("is_causal: expected False beside a CausalBias, got True")
+    lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
+    return not lower, lower
+
+
+def select_and_attend_prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    chooser: Any = "pooled",
+    density: Any = None,
+    top_p: Any = None,
+    threshold: Any = None,
+    top_k: Any = None,
+    block_shape: tuple[int, int] = (64, 64),
+    scale: float | None = None,
+    layout: str = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    sink: int = 1,
+    recent: int = 2,
+    last_columns: int = 0,
+    first_rows: int = 0,
+    last_rows: int = 0,
+    per_kv_head: bool = False,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.select_and_attend_prefill` on torch tensors, as an operator that `torch.compile` takes into its graph.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        CPU tensors: float32, float16, bfloat16 or float64.
+    chooser, density, top_p, threshold, top_k, sink, recent, last_columns, first_rows, last_rows, per_kv_head
+        See `blitz_attn.select_blocks_prefill`. Exactly one of `density`, `top_p`, `threshold` and `top_k`.
+    block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        See `blitz_attn.block_sparse_attention`.
+    return_lse : bool
+        Also return the log-sum-exp.
+    num_threads : int, optional
+        Threads for this call.
+
+    Returns
+    -------
+    out : torch.Tensor
+        Like `q`, with the last dimension of `v`.
+    lse : torch.Tensor
+        With `return_lse`: float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.select_and_attend_prefill`.
+    RuntimeError
+        In ``backward``: it has no gradient. For training, give the list of `blitz_attn.select_blocks_prefill` to `block_sparse_attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blitz_attn.integrations.torch import select_and_attend_prefill
+    >>> q, k, v = (torch.randn(1, 2, 1024, 64) for _ in range(3))
+    >>> select_and_attend_prefill(q, k, v, density=0.4, causal=True).shape
+    torch.Size([1, 2, 1024, 64])
+    """
+    expect_tensors(q=q, k=k, v=v)
+    return_lse = flag_of(return_lse, "return_lse")
+    rules = _rules(
+        block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
+    )
+    out, lse = torch.ops.blitz_attn.select_and_attend_prefill(
+        q, k, v, **rules,
+        chooser=operators.chooser_text(chooser),
+        density=numbers_list_of(density, "density"),
+        top_p=numbers_list_of(top_p, "top_p"),
+        threshold=numbers_list_of(threshold, "threshold"),
+        top_k=numbers_list_of(top_k, "top_k", integers_only=True),
+        sink=integer_of(sink, "sink"),
+        recent=integer_of(recent, "recent"),
+        last_columns=integer_of(last_columns, "last_columns"),
+        first_rows=integer_of(first_rows, "first_rows"),
+        last_rows=integer_of(last_rows, "last_rows"),
+        per_kv_head=flag_of(per_kv_head, "per_kv_head"),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

@@ -1,0 +1,142 @@
+"""Native sparse attention that torch differentiates. Public through `blitz_attn.integrations.torch`.
+
+It is a function of autograd, not an operator: its backward needs the context of its forward, which is more than tensors.
+`torch.compile` calls it outside of its graph.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from ...nsa import nsa as _nsa
+from ...nsa import nsa_backward as _nsa_backward
+from .operators import no_second
+from .tensors import expect_tensors, rows
+
+__all__ = ["nsa"]
+
+_NSA_TENSORS = ("q", "k", "v", "w_k_compress", "w_v_compress", "gate_proj_weight", "gates")
+
+
+@cache
+def _function() -> Any:
+    """The autograd function, made at the first call, since it needs torch."""
+    import torch
+
+    class NoSecond(torch.autograd.Function):
+        """Passes gradients through; the gradient of a gradient is refused with a sentence."""
+
+        @staticmethod
+        def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError(no_second("nsa"))
+
+    class NativeSparseAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
+            given: dict[str, Any] = {name: None if x is None else rows(x) for name, x in zip(_NSA_TENSORS, tensors, strict=True)}
+            out, ctx.kept = _nsa(**given, **options, return_context=True)
+            ctx.save_for_backward(*tensors)  # the context holds them too, but torch notices when one is changed in place
+            ctx.num_threads = options.get("num_threads")
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            sources = (*ctx.saved_tensors, dout)
+            with torch.no_grad():
+                grads = _nsa_backward(rows(dout), ctx.kept, num_threads=ctx.num_threads)
+            wanted = tuple(x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[1:], strict=True))
+            if torch.is_grad_enabled():  # create_graph=True: torch would take the gradients for constants otherwise
+                wanted = NoSecond.apply(len(wanted), *wanted, *sources)
+            return (None, *wanted)
+
+    return NativeSparseAttention
+
+
+def nsa(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    compress_block_size: int = 64,
+    num_selected_blocks: int = 16,
+    window_size: int = 512,
+    w_k_compress: Any = None,
+    w_v_compress: Any = None,
+    gate_proj_weight: Any = None,
+    gates: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    q_tile_size: int = 256,
+    num_cmp_selected_blocks: int | None = None,
+    mode: str = "paper",
+    compress_stride: int | None = None,
+    select_block_size: int | None = None,
+    init_blocks: int = 1,
+    local_blocks: int = 2,
+    block_indices: Any = None,
+    cu_seqlens: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.nsa.nsa` on torch tensors, differentiable in all of them. The selection of blocks counts as constant.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        CPU tensors: float32, float16, bfloat16 or float64.
+    w_k_compress, w_v_compress, gate_proj_weight, gates : torch.Tensor, optional
+        See `blitz_attn.nsa.nsa`.
+    compress_block_size, num_selected_blocks, window_size, causal, scale, q_tile_size, num_cmp_selected_blocks, mode
+        See `blitz_attn.nsa.nsa`.
+    compress_stride, select_block_size, init_blocks, local_blocks, block_indices, cu_seqlens
+        See `blitz_attn.nsa.nsa`.
+    num_threads : int, optional
+        Threads of this call and of its gradient.
+
+    Returns
+    -------
+    torch.Tensor
+        Like `q`, with the last dimension of `v`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.nsa.nsa`.
+    RuntimeError
+        In ``backward``, where the gradient of a gradient is requested.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blitz_attn.integrations.torch import nsa
+    >>> q, k, v = (torch.randn(1, 100, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    >>> gates = torch.sigmoid(torch.randn(1, 100, 4, 3)).requires_grad_()
+    >>> nsa(q, k, v, gates=gates, compress_block_size=8, num_selected_blocks=4, window_size=16).sum().backward()
+    >>> [tuple(x.grad.shape) for x in (k, gates)]
+    [(1, 100, 2, 16), (1, 100, 4, 3)]
+    """
+    options = {
+        "compress_block_size": compress_block_size,
+        "num_selected_blocks": num_selected_blocks,
+        "window_size": window_size,
+        "causal": causal,
+        "scale": scale,
+        "q_tile_size": q_tile_size,
+        "num_cmp_selected_blocks": num_cmp_selected_blocks,
+        "mode": mode,
+        "compress_stride": compress_stride,
+        "select_block_size": select_block_size,
+        "init_blocks": init_blocks,
+        "local_blocks": local_blocks,
+        "block_indices": block_indices,
+        "cu_seqlens": cu_seqlens,
+        "num_threads": num_threads,
+    }
+    tensors = (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates)
+    expect_tensors(**{name: x for name, x in zip(_NSA_TENSORS, tensors, strict=True) if x is not None or name in ("q", "k", "v")})
+    return _function().apply(options, *tensors)

@@ -1,0 +1,178 @@
+"""The library's operations as operators of torch, `torch.ops.blitz_attn`: what torch.compile, export and autograd know of them.
+
+Each operator has a schema, an implementation on CPU tensors, which calls the library's function of that name, and a fake one, which says
+what shapes come out. Operators that torch differentiates have a formula; the others say in `backward` that they have none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ... import _arrays
+from ..._select.choosers import CHOOSERS, chooser_of, fields_of, rules_of
+from ..._select.prefill import select_and_attend_prefill
+from ...block_sparse import block_sparse_attention, block_sparse_attention_backward
+from ...paged import paged_attention, paged_select_attention
+from .tensors import rows
+
+try:
+    import torch
+except ModuleNotFoundError:  # the module can be imported then; nothing is registered
+    torch = None
+
+# Tensors come first: torch differentiates no operator that takes some by keyword only.
+_RULES = """Tensor? q_lens=None, Tensor? kv_lens=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, *,
+    int[] block_shape=[128, 128], float? scale=None, str layout="BNSD", bool causal=False, int[]? window=None, int? num_heads=None,
+    int? num_kv_heads=None, int? num_threads=None"""
+_LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv")
+
+SCHEMAS = {
+    "block_sparse_attention": f"(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_RULES}) -> (Tensor, Tensor)",
+    "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+        Tensor? dlse=None, Tensor? sabi=None, {_RULES}) -> (Tensor, Tensor, Tensor)""",
+    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_RULES}, str chooser="pooled", float[]? density=None,
+        float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1, int? recent=2, int? last_columns=0,
+        int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
+    "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
+        Tensor? last_page_len=None, Tensor? selected=None, Tensor? counts=None, Tensor? sinks=None, Tensor? k_scale=None,
+        Tensor? v_scale=None, Tensor? q_lens=None, *, float? scale=None, str kv_layout="NHD", int? window=None, float? softcap=None,
+        int? num_threads=None) -> (Tensor, Tensor)""",
+}
+
+
+def _json(x: Any) -> str:
+    return f"[{', '.join(str(int(n)) for n in x)}]" if isinstance(x, (tuple, list)) else f'"{x}"' if isinstance(x, str) else str(int(x))
+
+
+def chooser_text(chooser: Any) -> str:
+    """A chooser as the operator takes it: its name, or its attributes as JSON, by code that `torch.compile` can trace."""
+    if isinstance(chooser, str):
+        return chooser if chooser in CHOOSERS else _arrays.choice(chooser, "chooser", tuple(CHOOSERS))
+    if not torch.compiler.is_compiling():
+        rules_of(chooser)  # refuses what is no chooser with a sentence; in a graph the operator does
+    return "{" + ", ".join(f'"{name}": {_json(x)}' for name, x in fields_of(chooser).items()) + "}"
+
+
+# ---- On CPU tensors -----------------------------------------------------------------------------------------------
+
+
+def _lengths(given: tuple[Any, ...]) -> dict[str, Any]:
+    """The lengths by name: the dispatcher leaves out the last ones where they are None."""
+    return dict(zip(_LENGTHS, given, strict=False))
+
+
+def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *lengths: Any, **options: Any) -> Any:
+    return block_sparse_attention(rows(q), rows(k), rows(v), sabi, return_lse=True, **_lengths(lengths), **options)
+
+
+def _attend_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *lengths: Any, **options: Any
+) -> Any:
+    dout, q, k, v, out, lse = (rows(x) for x in (dout, q, k, v, out, lse))
+    options |= _lengths(lengths)
+    return block_sparse_attention_backward(dout, q, k, v, out, lse, sabi, dlse=None if dlse is None else rows(dlse), **options)
+
+
+def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "pooled", **options: Any) -> Any:
+    made = chooser_of(json.loads(chooser)) if chooser.startswith("{") else chooser
+    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=True, **_lengths(lengths), **options)
+
+
+def _paged(
+    q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, indptr: Any = None, last_page_len: Any = None,
+    selected: Any = None, counts: Any = None, sinks: Any = None, k_scale: Any = None, v_scale: Any = None,
+    q_lens: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    tables = block_tables if indptr is None else (indptr, block_tables, last_page_len)
+    given = rows(q), rows(k_cache), rows(v_cache), tables, seq_lens
+    options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "return_lse": True}
+    if selected is None:
+        return paged_attention(*given, **options)
+    return paged_select_attention(*given, selected, counts=counts, **options)
+
+
+# ---- Shapes -------------------------------------------------------------------------------------------------------
+
+
+def _real(q: Any) -> Any:
+    """The dtype of the log-sum-exp."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _attend_shapes(
+    q: Any, k: Any, v: Any, *rest: Any, layout: str = "BNSD", num_heads: int | None = None, num_kv_heads: int | None = None, **options: Any
+) -> Any:
+    if layout == "BSH":
+        heads = num_heads or 1
+        out = (*q.shape[:-1], v.shape[-1] // (num_kv_heads or heads) * heads)
+        lse: tuple[Any, ...] = (q.shape[0], heads, q.shape[1])
+    else:
+        out = (*q.shape[:-1], v.shape[-1])
+        lse = (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else tuple(q.shape[:-1])
+    return q.new_empty(out), q.new_empty(lse, dtype=_real(q))
+
+
+def _attend_backward_shapes(dout: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+
+
+def _paged_shapes(q: Any, k_cache: Any, v_cache: Any, *rest: Any, **options: Any) -> Any:
+    return q.new_empty((*q.shape[:-1], v_cache.shape[-1])), q.new_empty(q.shape[:-1], dtype=_real(q))
+
+
+# ---- Gradients ----------------------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:])
+    ctx.options = keyword_only_inputs
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
+    *dense, out, lse = ctx.saved_tensors[:5]
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, *dense, out, lse, dlse, *ctx.saved_tensors[5:], **ctx.options)
+    wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
+    return (*wanted, *[None] * (1 + len(_LENGTHS)))
+
+
+def no_second(name: str) -> str:
+    """What is said where a gradient is to be differentiated."""
+    return f"{name}: expected to be differentiated once, got a request for the gradient of its gradient, which it does not have"
+
+
+def _refuse(sentence: str) -> Callable[..., Any]:
+    def gradient(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(sentence)
+
+    return gradient
+
+
+def _without(name: str, instead: str) -> Callable[..., Any]:
+    return _refuse(f"{name}: expected a call under torch.no_grad(), got a request for its gradient, which it does not have{instead}")
+
+
+def _nothing(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+    """No input is kept for a gradient that is refused."""
+
+
+def _register() -> Any:
+    library = torch.library.Library("blitz_attn", "FRAGMENT")
+    attention, lists = "block_sparse_attention", "; block_sparse_attention has one, with the lists of select_blocks_prefill"
+    for name, run, shapes, keep, gradient in (
+        (attention, _attend, _attend_shapes, _keep, _gradients),
+        ("block_sparse_attention_backward", _attend_backward, _attend_backward_shapes, _nothing, _refuse(no_second(attention))),
+        ("select_and_attend_prefill", _select_and_attend, _attend_shapes, _nothing, _without("select_and_attend_prefill", lists)),
+        ("paged_attention", _paged, _paged_shapes, _nothing, _without("paged_attention", "")),
+    ):
+        library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, run, "CPU")
+        torch.library.register_fake(f"blitz_attn::{name}", shapes, lib=library)
+        torch.library.register_autograd(f"blitz_attn::{name}", gradient, setup_context=keep, lib=library)
+    return library
+
+
+library = None if torch is None else _register()  # the operators exist as long as this object does

@@ -1,0 +1,137 @@
+"""Arguments as torch's operators take them: tensors in CPU memory, and options of exact Python types.
+
+What has the right type already is returned as it is, by code that `torch.compile` can trace; anything else goes through the library's
+own readers, which raise its sentences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..._arrays import array, choice, flag, integer, integers, number, readable
+from ..._sabi.lists import some_integers
+from ..._select.choosers import BUDGETS, budget_of
+
+try:
+    import torch
+except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
+    torch = None
+
+LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
+MOST = 2**63
+_LISTS = ("uint16", "int16", "int32", "int64")
+
+
+def rows(x: Any) -> Any:
+    """The tensor without its history and with a contiguous last axis, as the core reads it."""
+    x = x.detach()
+    return x if x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def expect_tensors(**arguments: Any) -> None:
+    """Refuses what is not a dense tensor in CPU memory."""
+    import torch
+
+    for name, x in arguments.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.device.type != "cpu" or x.is_quantized or x.is_nested:
+            kind = "quantized" if x.is_quantized else "nested" if x.is_nested else x.layout
+            raise TypeError(f"{name}: expected a dense tensor in CPU memory, got one of layout {kind} on {x.device}")
+
+
+def flag_of(x: Any, name: str) -> bool:
+    """Whether `x` is true."""
+    return x if x is True or x is False else flag(x, name)
+
+
+def integer_of(x: Any, name: str) -> int | None:
+    """The integer that `x` is; None stays None."""
+    return x if x is None or (type(x) is int and -MOST <= x < MOST) else integer(x, name)
+
+
+def number_of(x: Any, name: str) -> float | None:
+    """The number that `x` is; None stays None."""
+    return x if x is None or type(x) is float else number(x, name)
+
+
+def text_of(x: Any, name: str, choices: tuple[str, ...]) -> str:
+    """`x`, which is one of the strings `choices`."""
+    return x if type(x) is str and x in choices else str(choice(x, name, choices))
+
+
+def pair_of(x: Any, name: str) -> list[int] | None:
+    """The two integers of `x`; None stays None."""
+    if x is None or (type(x) in (tuple, list) and len(x) == 2 and all(type(n) is int and -MOST <= n < MOST for n in x)):
+        return None if x is None else list(x)
+    return list(some_integers(x, name, "a pair of integers", 2))
+
+
+def numbers_list_of(x: Any, name: str, integers_only: bool = False) -> list[Any] | None:
+    """The numbers of a sequence, or the one number that `x` is, as a list; None stays None."""
+    kinds = (int,) if integers_only else (int, float)
+    if x is None or (type(x) in kinds and -MOST <= x < MOST):
+        return None if x is None else [x]
+    if type(x) in (tuple, list) and all(type(n) in kinds and -MOST <= n < MOST for n in x):
+        return list(x)
+    numbers = budget_of(**{**dict.fromkeys(BUDGETS), name: x})[1].tolist()
+    return [min(int(n), MOST - 1) for n in numbers] if integers_only else numbers
+
+
+def integers_of(x: Any, name: str) -> Any:
+    """A tensor of the integers of a sequence, an array or a tensor; None stays None."""
+    if x is None or isinstance(x, torch.Tensor):
+        return _of_integers(x, name)
+    if torch.compiler.is_compiling() and isinstance(x, (tuple, list)):
+        return torch.tensor(x, dtype=torch.int64)
+    return _shared(np.ascontiguousarray(integers(x, name)))
+
+
+def lists_of(x: Any, name: str) -> Any:
+    """A tensor that shares the memory of a block list of any kind; None stays None."""
+    if x is None or isinstance(x, torch.Tensor):
+        return _of_integers(x, name)
+    if torch.compiler.is_compiling():
+        return torch.as_tensor(x)
+    given = array(readable(x, name), name, "an array")
+    if str(given.dtype) not in _LISTS:
+        raise TypeError(f"{name}: expected uint16, int16, int32 or int64, got {given.dtype}")
+    return _shared(given)
+
+
+def numbers_of(x: Any, name: str) -> Any:
+    """A float32 tensor of the numbers of a sequence, an array or a tensor; None stays None."""
+    if x is None or isinstance(x, torch.Tensor):
+        if x is not None:
+            expect_tensors(**{name: x})
+        return x
+    if torch.compiler.is_compiling() and isinstance(x, (tuple, list)):
+        return torch.tensor(x, dtype=torch.float32)
+    from ..._arrays import float32_numbers
+
+    return _shared(float32_numbers(x, name))
+
+
+def _of_integers(x: Any, name: str) -> Any:
+    if x is not None:
+        expect_tensors(**{name: x})
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{name}: expected integers, got {x.dtype}")
+    return x
+
+
+class _Writable:
+    """Memory that NumPy and torch may treat as writable, though its array says no: torch has no read-only tensors, and warns."""
+
+    def __init__(self, given: np.ndarray) -> None:
+        self.given = given
+        self.__array_interface__ = {**given.__array_interface__, "data": (given.__array_interface__["data"][0], False)}
+
+
+def _shared(given: np.ndarray) -> Any:
+    """A tensor in an array's memory, or in a copy of it where torch cannot have such strides."""
+    if any(n < 0 or n % given.itemsize for n in given.strides):
+        given = given.copy()
+    return torch.from_numpy(given if given.flags.writeable else np.asarray(_Writable(given)))

@@ -1,0 +1,303 @@
+"""The operators that torch compiles: torch's own checks, no graph break, the library's results to the bit, torch's attention as the
+oracle of the function with its signature, and what is refused."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import blitz_attn  # noqa: E402
+from blitz_attn import sabi  # noqa: E402
+from blitz_attn.integrations import torch as functions  # noqa: E402
+from blitz_attn.select import Antidiagonal, Pooled, SampledRows, VerticalSlash  # noqa: E402
+
+operators = torch.ops.blitz_attn
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+LISTS = torch.from_numpy(sabi.from_block_mask(np.random.default_rng(0).random((2, 4, 4, 5)) < 0.6, dtype="int32"))
+
+
+def tensors(layout="BNSD", dtype=torch.float32, grad=False, queries=31, keys=37, dims=(16, 16, 8)):
+    torch.manual_seed(1)
+    made = []
+    for heads, tokens, dim in zip((4, 2, 2), (queries, keys, keys), dims, strict=True):
+        x = torch.randn(2, heads, tokens, dim)
+        if layout == "BSND":
+            x = x.transpose(1, 2).contiguous()
+        elif layout == "BSH":
+            x = x.transpose(1, 2).flatten(2)
+        elif layout == "TND":
+            x = x.transpose(1, 2).flatten(0, 1)
+        made.append(x.to(dtype).requires_grad_(grad))
+    return made
+
+
+def of_layout(layout, queries=31, keys=37):
+    """The lengths, positional, and the options of that layout."""
+    ends = (None, None) if layout != "TND" else (torch.tensor([0, 13, 2 * queries]), torch.tensor([0, 40, 2 * keys]))
+    lengths = (None, None) if layout == "TND" else (torch.tensor([queries, 9]), torch.tensor([keys, 21]))
+    return (*lengths, *ends), {"layout": layout} | ({"num_heads": 4, "num_kv_heads": 2} if layout == "BSH" else {})
+
+
+def paged(dtype=torch.float32):
+    torch.manual_seed(2)
+    caches = [torch.randn(6, 8, 2, dim).to(dtype) for dim in (16, 8)]
+    return torch.randn(2, 4, 16).to(dtype), *caches, torch.tensor([[4, 1, 0], [2, 5, 3]]), torch.tensor([20, 9])
+
+
+# ---- torch's own checks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+@pytest.mark.parametrize("lists", [False, True], ids=["dense", "listed"])
+def test_opcheck_of_attention(layout, lists):
+    lengths, options = of_layout(layout)
+    rows = LISTS if layout != "TND" else torch.arange(5, dtype=torch.int32).expand(1, 1, 7, 5)
+    given = (*tensors(layout, grad=True), rows if lists else None, *lengths)
+    torch.library.opcheck(operators.block_sparse_attention.default, given, {"block_shape": [8, 8], "causal": True, **options})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck_of_dtypes(dtype):
+    """Results depend on no schedule: what is traced must be equal to the bit."""
+    given = (*tensors(dtype=dtype, grad=True), LISTS)
+    torch.library.opcheck(operators.block_sparse_attention.default, given, {"block_shape": [8, 8], "window": [9, 3]}, rtol=0, atol=0)
+
+
+def test_opcheck_of_the_gradient():
+    q, k, v = tensors()
+    out, lse = operators.block_sparse_attention(q, k, v, LISTS, block_shape=[8, 8])
+    given = (torch.randn_like(out), q, k, v, out, lse, torch.randn_like(lse), LISTS)
+    torch.library.opcheck(operators.block_sparse_attention_backward.default, given, {"block_shape": [8, 8]})
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "TND"])
+def test_opcheck_of_chosen_blocks(layout):
+    lengths, options = of_layout(layout)
+    options |= {"density": [0.5], "block_shape": [8, 8], "causal": True}
+    torch.library.opcheck(operators.select_and_attend_prefill.default, (*tensors(layout), *lengths), options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck_of_paged_attention(dtype):
+    torch.library.opcheck(operators.paged_attention.default, paged(dtype), {"window": 12})
+    selected = torch.tensor([[[0, 2], [1, -1]], [[1, -1], [0, 1]]])
+    torch.library.opcheck(operators.paged_attention.default, (*paged(dtype), None, None, selected))
+
+
+# ---- In a graph -------------------------------------------------------------------------------------------------------------
+
+
+def several(q, k, v, lists, lengths):
+    """All that is differentiable, in one graph."""
+    listed = functions.block_sparse_attention(q, k, v, lists, block_shape=(8, 8), causal=True, kv_lens=lengths)
+    causal, lse = functions.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True, scale=0.2)
+    shorter = functions.scaled_dot_product_attention(q, k[:, :, :20], v[:, :, :20], is_causal=True, enable_gqa=True)
+    window = functions.scaled_dot_product_attention(q, k, v, window=(5, -1), q_lens=[31, 7], enable_gqa=True)
+    return (listed + 2 * causal + shorter) * window + lse[..., None]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_no_graph_break(backend, dynamic):
+    """With gradients; the same bits as without a compiler."""
+    given = tensors(grad=True)
+    lengths = torch.tensor([37, 21])
+    compiled = torch.compile(several, backend=backend, fullgraph=True, dynamic=dynamic)
+    expected, got = several(*given, LISTS, lengths), compiled(*given, LISTS, lengths)
+    assert torch.equal(expected, got)
+    weight = torch.randn_like(expected)
+    grads = [torch.autograd.grad((x * weight).sum(), given) for x in (expected, got)]
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def served(q, k, v, request, selected):
+    chosen = functions.select_and_attend_prefill(q, k, v, density=0.5, block_shape=(8, 8), causal=True, chooser=Pooled(4))
+    most = functions.select_and_attend_prefill(q, k, v, top_k=[1, 2, 3, 4], block_shape=(8, 8), chooser=Antidiagonal(4))
+    return chosen + most, functions.paged_attention(*request), functions.paged_select_attention(*request, selected, return_lse=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_no_graph_break_where_there_is_no_gradient(backend):
+    given = (*tensors(), paged(), torch.tensor([[[0, 2], [1, -1]], [[1, -1], [0, 1]]]))
+    (a, b, (c, d)), (e, f, (g, h)) = served(*given), torch.compile(served, backend=backend, fullgraph=True)(*given)
+    for expected, got in ((a, e), (b, f), (c, g), (d, h)):
+        assert torch.equal(expected, got)
+
+
+# ---- The library's results --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chooser", ["pooled", Pooled((4, 8), "mean"), Antidiagonal(4), SampledRows(2, over="mean"), VerticalSlash(16)], ids=str)
+def test_choosers_reach_the_library(chooser):
+    q, k, v = tensors()
+    options = {"chooser": chooser, "top_k": [1, 2, 3, 1], "block_shape": (8, 8), "causal": True, "sink": 0, "recent": 1}
+    ours = functions.select_and_attend_prefill(q, k, v, return_lse=True, **options)
+    expected = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, **options)
+    for a, b in zip(ours, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_paged_tables_as_a_triple():
+    q, k_cache, v_cache, tables, lengths = paged()
+    triple = (torch.tensor([0, 3, 5]), torch.tensor([4, 1, 0, 2, 5]), torch.tensor([4, 1]))
+    assert torch.equal(functions.paged_attention(q, k_cache, v_cache, triple), functions.paged_attention(q, k_cache, v_cache, tables, lengths))
+    given = {"sinks": [0.5, 0.1, 0.2, 0.3], "softcap": 3.0, "q_lens": [1, 1], "return_lse": True}
+    ours = functions.paged_attention(q, k_cache, v_cache, tables.numpy(), [20, 9], **given)
+    for a, b in zip(ours, blitz_attn.paged_attention(q, k_cache, v_cache, tables, [20, 9], **given), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.astype(np.uint16), lambda x: np.broadcast_to(x, (2, *x.shape[1:])), lambda x: x[..., ::-1].copy()[..., ::-1]])
+def test_lists_of_any_kind(make):
+    q, k, v = tensors()
+    lists = sabi.from_block_mask(np.random.default_rng(1).random((1, 4, 4, 5)) < 0.6, dtype="int32")
+    expected = blitz_attn.block_sparse_attention(q, k, v, lists, block_shape=(8, 8))
+    assert torch.equal(functions.block_sparse_attention(q, k, v, make(lists), block_shape=(8, 8)), expected)
+
+
+# ---- torch's signature ----------------------------------------------------------------------------------------------------------
+
+
+def dense(q, k, v, allowed=None, **options):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(31, 31), (31, 37), (37, 20), (1, 9), (9, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_against_torch(queries, keys, is_causal, dtype):
+    q, k, v = tensors(queries=queries, keys=keys, dtype=dtype, dims=(16, 16, 16))
+    ours = functions.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.3, enable_gqa=True)
+    theirs = dense(q.double(), k.double(), v.double(), is_causal=is_causal, scale=0.3)
+    close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(ours.double(), theirs, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (3, 7, 8), (2, 3, 7, 8), (2, 2, 3, 7, 8)])
+def test_any_number_of_axes(shape):
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    out, lse = functions.scaled_dot_product_attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert lse.shape == shape[:-1]
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("sizes", [(31, 31), (20, 37), (37, 20)])
+def test_causal_biases(sizes):
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    q, k, v = tensors(queries=sizes[0], keys=sizes[1])
+    ones = torch.ones(sizes, dtype=torch.bool)
+    for bias, allowed in ((causal_upper_left(*sizes), ones.tril()), (causal_lower_right(*sizes), ones.tril(sizes[1] - sizes[0]))):
+        ours = functions.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+        seen = allowed.any(-1)
+        torch.testing.assert_close(ours[:, :, seen], dense(q, k, v, allowed)[:, :, seen])
+        assert (ours[:, :, ~seen] == 0).all()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(31, 31), (31, 37), (37, 31)])
+@pytest.mark.parametrize("window", [None, (4, -1), (0, 0)])
+def test_causal_with_lengths_and_windows(queries, keys, window):
+    """Valid queries and keys of a sequence: the smaller of its lengths. The diagonal starts at the first query and key."""
+    q, k, v = tensors(queries=queries, keys=keys)
+    q_lens, kv_lens = torch.tensor([queries, 9]), [min(queries, keys), 21]
+    ours = functions.scaled_dot_product_attention(q, k, v, is_causal=True, window=window, q_lens=q_lens, kv_lens=kv_lens, enable_gqa=True)
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    left = keys if window is None or window[0] < 0 else window[0]
+    for b, ends in enumerate(torch.minimum(q_lens, torch.tensor(kv_lens)).tolist()):
+        allowed = (j <= i) & (i - j <= left)
+        theirs = dense(q[b, :, :ends], k[b, :, :ends], v[b, :, :ends], allowed[:ends, :ends])
+        torch.testing.assert_close(ours[b, :, :ends], theirs)
+        assert (ours[b, :, ends:] == 0).all()
+
+
+def test_lists_cut_what_is_attended():
+    q, k, v = tensors()
+    allowed = torch.from_numpy(sabi.to_token_mask(LISTS.numpy(), 31, 37, (8, 8)))
+    ours = functions.scaled_dot_product_attention(q, k, v, sabi=LISTS, block_shape=(8, 8), enable_gqa=True)
+    seen = allowed.any(-1)
+    torch.testing.assert_close(ours[seen], dense(q, k, v, allowed)[seen])
+
+
+def test_gradients_as_torchs():
+    given = tensors(grad=True, queries=37, dims=(16, 16, 16))
+    weight = torch.randn(2, 4, 37, 16)
+    ours = functions.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+    grads = [torch.autograd.grad((x * weight).sum(), given) for x in (ours, dense(*given, is_causal=True))]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ---- What is refused ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0, got 0.1: this attention has no dropout"),
+        ({"attn_mask": torch.ones(31, 37, dtype=torch.bool)}, TypeError, "attn_mask: expected None or a CausalBias, got a mask of all queries and keys: say it by"),
+        ({"attn_mask": 3}, TypeError, "attn_mask: expected None or a CausalBias, got int"),
+        ({"enable_gqa": False}, ValueError, "key: expected 4 heads like query, or enable_gqa=True, got 2"),
+        ({"value": torch.ones(2, 37, 8)}, ValueError, r"value: expected shape \(..., H, S, D\) with the leading axes of query, got \(2, 37, 8\)"),
+        ({"key": torch.ones(2, 2, 37, 8)}, ValueError, "key: expected shape .* like query"),
+        ({"query": torch.ones(2, 4, 31, 16, device="meta")}, TypeError, "query: expected a dense tensor in CPU memory, got one of layout torch.strided on meta"),
+        ({"query": np.ones((2, 4, 31, 16))}, TypeError, "query: expected a torch tensor, got ndarray"),
+        ({"sabi": torch.ones(1, 1, 1, 1)}, TypeError, "sabi: expected integers, got torch.float32"),
+        ({"sabi": torch.full((1, 1, 4, 1), 9, dtype=torch.int32), "block_shape": (8, 8)}, ValueError, "sabi: expected .*, got 9"),
+        ({"sabi": [[1]]}, TypeError, "sabi: expected an array, got list"),
+        ({"kv_lens": torch.tensor([1, 2], device="meta")}, TypeError, "kv_lens: expected a dense tensor in CPU memory"),
+        ({"kv_lens": [1.5, 2]}, TypeError, "kv_lens: expected integers, got float64"),
+        ({"kv_lens": [99, 2]}, ValueError, "kv_lens: expected .*, got 99"),
+        ({"is_causal": True, "window": (3, 0), "key": torch.ones(2, 2, 9, 16), "value": torch.ones(2, 2, 9, 8)}, ValueError, "window: expected no more queries than keys with is_causal=True, got 31 and 9"),
+        ({"block_shape": 8}, TypeError, "block_shape: expected a pair of integers, got int"),
+        ({"scale": "x"}, TypeError, "scale: expected a number, got str"),
+        ({"num_threads": 10**30}, ValueError, "num_threads: expected an integer of 64 bits, got 1000"),
+        ({"return_lse": "x"}, TypeError, "return_lse: expected True or False, got str"),
+    ],
+)  # fmt: skip
+def test_bad_calls(change, error, sentence):
+    query, key, value = tensors()
+    with pytest.raises(error, match=f"^{sentence}"):
+        functions.scaled_dot_product_attention(**{"query": query, "key": key, "value": value, "enable_gqa": True} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"density": None}, ValueError, "density, top_p, threshold, top_k: expected exactly one of them, got none"),
+        ({"top_k": 1.5}, TypeError, "top_k: expected an integer, got float"),
+        ({"density": 2}, ValueError, "density: expected .*, got 2"),
+        ({"chooser": "best"}, ValueError, "chooser: expected one of pooled, .*, got 'best'"),
+        ({"chooser": 3}, TypeError, "chooser: expected Pooled, .*, got int"),
+        ({"chooser": Pooled(7)}, ValueError, "pool"),
+        ({"chooser": Pooled(8, "median")}, ValueError, "term: expected one of both, mean, bound, got 'median'"),
+    ],
+)
+def test_bad_choosers(change, error, sentence):
+    q, k, v = tensors()
+    with pytest.raises(error, match=f"^{sentence}"):
+        functions.select_and_attend_prefill(q, k, v, **{"density": 0.5, "block_shape": (8, 8)} | change)
+
+
+@pytest.mark.parametrize("name", ["select_and_attend_prefill", "paged_attention"])
+def test_no_gradient(name):
+    if name == "paged_attention":
+        q, *rest = paged()
+        out = functions.paged_attention(q.requires_grad_(), *rest)
+    else:
+        out = functions.select_and_attend_prefill(*tensors(grad=True), density=0.5, block_shape=(8, 8))
+    with pytest.raises(RuntimeError, match=f"^{name}: expected a call under torch.no_grad\\(\\), got a request for its gradient, which it does not have"):
+        out.sum().backward()
+
+
+def test_bad_paged_calls():
+    q, k_cache, v_cache, tables, lengths = paged()
+    with pytest.raises(ValueError, match="^seq_lens: expected one length per request with an array of block_tables, got None$"):
+        functions.paged_attention(q, k_cache, v_cache, tables)
+    with pytest.raises(TypeError, match="^selected: expected an array, got NoneType$"):
+        functions.paged_select_attention(q, k_cache, v_cache, tables, lengths, None)
+    with pytest.raises(ValueError, match="^block_tables: expected "):
+        functions.paged_attention(q, k_cache, v_cache, tables + 9, lengths)
+    with pytest.raises(ValueError, match="^seq_lens: expected None with "):
+        functions.paged_attention(q, k_cache, v_cache, (tables, tables, tables), lengths)
