@@ -5,40 +5,75 @@
  * key as a pointer to its row, so that blocks, pages and strides look the same to a kernel. For one panel and one chunk:
  *
  *     S^T[key][lane]  = K Q^T           Q carries scale * log2(e), so that exp is exp2
- *     P^T             = exp2(S^T - m)   m: the running maximum of each lane; all of it is vertical, nothing is reduced across lanes
+ *     P^T             = exp2(S^T - m)   m: the number that is subtracted from a lane's scores
  *     O^T[d][lane]    = O^T * exp2(m_old - m) + V^T P^T
  *
- * Glossary. The kernels use each word in this sense only.
+ * All of it is vertical: nothing is reduced across lanes. On vectors, m is the running maximum of each lane. On tiles, m is a whole number near the
+ * largest score of the first group that the lane sees, and is raised only where it must be.
  *
+ * Glossary of csrc/kernels and csrc/ops. Where a word is used in a second sense, "also" says which.
+ *
+ * Numbers and code:
  *     real           the accumulator's type: double for float64, float for every other dtype
  *     element        one number of a tensor, in the dtype that it has in memory
- *     row            the elements of one token and head in memory: head_dim elements of Q or K, v_dim of V, the output or a gradient
- *     query tile     the queries of one list row, at most tuning's tile_queries, that share packed keys and keep their state in cache. It is made of
- *                    panels
- *     panel          queries side by side as lanes, with their state (m, l, o). A family has a wide and a narrow width
+ *     row            the elements of one token and head in memory: head_dim elements of Q or K, v_dim of V, the output or a gradient. Also a row of
+ *                    S^T or O^T, which is a key or a dim (BA_ACC_ROWS, and `rows` in panel kernels), and a list row (see list)
+ *     pack           to copy rows into the order and the dtype in which a kernel reads them
+ *     level          one instruction set (ba_isa). Each level can do what the levels below it on the same architecture can do
+ *     family         the kernels of one dtype at one level, which share their packed formats
+ *     driver         the code in csrc/ops that runs the items of an operation: it finds rows, calls kernels and writes results
+ *
+ * Queries:
+ *     query          one token of one query head. A KV head's queries are those of all query heads that share it
+ *     pair           of bfloat16: two elements in one 32-bit lane, whose products one instruction adds. Also a (query, head), (query, key) or (batch
+ *                    entry, KV head) pair, where csrc/ops says so
+ *     panel          queries side by side as lanes, with their state. A family has two widths, wide and narrow: a narrow panel holds the queries that
+ *                    do not fill a wide one
  *     lane           the place of one query in a panel. The lanes of a vector register are called vector lanes where both occur
- *     state          m, l and o of a query: the largest score so far (or another reference), the sum of weights, and the sum of weighted values
- *     weight         exp2(score - m): what a value is multiplied with
- *     few            1 to 8 queries of each KV head (decode). Few kernels have dims as vector lanes, and read K and V in place
+ *     bounds         lo and hi of a lane: its query sees the keys from lo to hi - 1
+ *     query tile     at most tile_queries queries that walk the same list, share packed keys and keep their states in cache; of one query head, or of
+ *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
+ *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
+ *                    kernels where it has so few queries, or, where lists are routed, where each list row has (ba_plan_few in ops/plan.h). Few
+ *                    kernels have dims as vector lanes and read K and V in place
  *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
  *     unit           the rows of K that a few kernel scores together, for one head and one set
- *     row kernel     attends queries that share one chunk only: each query is a row, and no panel is packed
- *     block          of a list: the block_q queries by block_kv keys that one entry of the index list keeps
- *     page           of a paged cache: block_size consecutive tokens of one request
- *     list           the KV blocks that one block row of queries attends, in rising order
+ *     row kernel     attends any number of queries that have just this one chunk in common: each query stays a row, and no panel is packed
+ *     state          m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
+ *     reference      m: what is subtracted from scores, so that weights neither overflow nor all vanish
+ *     weight         exp2(score - m): what a value is multiplied with
+ *     slope          scale * dS: what a row of Q or K is multiplied with in gradients, as a value is multiplied with a weight
+ *
+ * Keys:
+ *     block          of a list: the block_q queries by block_kv keys that one entry of the index list keeps. A block row is block_q queries, a block
+ *                    column block_kv keys
+ *     page           of a paged cache: page_size consecutive tokens of one sequence
+ *     list           the block columns that one block row attends. Callers give them in any order; a walk goes through them in rising order. One such
+ *                    list is a row of the array of lists (sabi), a list row. Also, in the files that choose blocks for prefill, all rows of a head
+ *     routed         lists of single tokens or small tiles of them, as native sparse attention has: neighbouring rows have little in common
  *     walk           the pass of a query tile over the keys of its list
- *     chunk          the keys that one kernel call attends, at most BA_MAX_CHUNK: a walk is cut into chunks by key counts, not by block borders
- *     group          key_pad keys that are packed, and multiplied, as a unit
- *     key stretch    consecutive keys whose weights are summed before the sum is added to l
- *     part           the share of the keys of one query that one thread takes, where keys are split among threads. Parts are merged by their states
+ *     place          where a key stands among all keys of its list, counted in rising order; ba_chunk.place counts from the chunk's first key
+ *     chunk          the keys that one kernel call attends, at most BA_MAX_CHUNK: a walk is cut into chunks by the places of keys, not by block
+ *                    borders
+ *     cut            to divide a chunk among kernel calls
+ *     group          key_pad consecutive keys that are packed and multiplied together. Also the query heads that share a KV head (ba_problem.group),
+ *                    and, in the files that choose blocks for prefill, the keys that are pooled to one
+ *     key stretch    consecutive keys whose weights are summed before the sum is added to l. In csrc/ops a stretch is any run of tokens or pages
+ *
+ * Work:
+ *     part           the share of the keys of one sequence's queries that is an item of its own, in decode. Parts are merged by their states. Also a
+ *                    share of a block of scratch memory (ba_take)
  *     item           what one thread takes from the plan: one or several query tiles, or a part
- *     prefetcher     issues the prefetches of a few call, a little at every step of its work; a request is one pass of it over the rows to come
- *     tile           (tiles/) one tile register: 16 rows of 64 bytes
- *     piece          (tiles/) one of the bfloat16 numbers whose sum is a float16 or float32 element
- *     bundle         (tiles/) 2 to 4 consecutive groups whose weighted values are added to o together
- *     strip          (tiles/) the 32 dims of V whose sums stand in tile registers at a time
- *     heavy          (tiles/) a group whose weights need a second piece, since they are a large share of a lane's sum so far
- *     family         the kernels of one dtype at one level, which share their packed formats; a level is one instruction set (ba_isa) */
+ *     prefetcher     issues the prefetches of a few call, a little at every step of its work; a request is one pass of it over the rows to come.
+ *                    Also, in paged operations, a request is a sequence that is served
+ *
+ * Tiles (csrc/kernels/tiles/):
+ *     tile           one tile register: 16 rows of 64 bytes
+ *     piece          one of the bfloat16 numbers whose sum is a float16 or float32 element
+ *     bundle         2 to 4 consecutive groups whose weighted values are added to o together
+ *     strip          the 32 dims of V whose sums stand in tile registers at a time. Also, where blocks are chosen for prefill, some neighbouring
+ *                    block rows
+ *     heavy          a group whose weights need a second piece, since they are a large share of a lane's sum so far */
 #ifndef BA_KERNELS_H
 #define BA_KERNELS_H
 
@@ -51,15 +86,18 @@ enum {
     BA_MAX_LANES = 64,      /* of a panel */
     BA_FEW_QUERIES = 8,     /* the most queries of a few call */
     BA_MOST_FEW_HEADS = 16, /* the most heads of a few call */
-    BA_FEW_KEY_ALIGN = 16,  /* a few kernel may be given any part of a chunk that begins at a multiple of this, and of key_align */
+    BA_FEW_KEY_ALIGN = 16,  /* a few kernel may be given the keys of a chunk from any multiple of this, and of key_align, on */
     BA_CHOOSE_ROWS = 16,    /* rows whose best blocks are chosen together */
     BA_ROW_KEYS = 64,       /* cutting the chunk of a row kernel at a multiple of this many keys changes no bit */
     BA_MAX_CHUNK = 512,     /* the most keys of a chunk */
-    BA_CUT_KEYS = 256,      /* cutting a chunk at a multiple of this many keys changes no bit, where a family has cuts */
+    BA_CUT_KEYS = 256,      /* a family with has_cuts may be given a chunk cut at a multiple of this many keys: see there for its bits */
     BA_PACK_PAD = 16,       /* packed rows have room up to a multiple of this many elements */
     BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start at a multiple of this */
     BA_FLOAT_DTYPES = 4,    /* BA_FLOAT32 .. BA_FLOAT64 */
 };
+
+/* Scores are in log2 units: natural ones times this. */
+#define BA_LOG2_E 0x1.71547652b82fep+0
 
 /* The queries and the state of one panel. All arrays are [..][lanes], where lanes is the width of the kernel that is called. */
 typedef struct ba_panel {
@@ -144,7 +182,7 @@ typedef BA_ATTEND((*ba_attend_fn));
 #define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
-/* The parts of attend, for checks, for timing, and for operations that need one of them.
+/* The three steps of attend, for checks, for timing, and for operations that need one of them.
  * scores:  scratch = S^T as real [keys][lanes], and row_max[lanes] = the largest score that the lane sees (in log2 units).
  * softmax: scratch = P^T in place; updates m and l of the panel; alpha[lanes] = exp2(m_old - m_new).
  * values:  o = o * alpha + V^T P^T. */
@@ -201,7 +239,7 @@ typedef struct ba_few_kernels {
 
 /* ---- Rows --------------------------------------------------------------------------------------------------------------- */
 
-/* attend for any number of queries that share this chunk only; each keeps its own state. `lanes` names the queries, all different.
+/* attend for any number of queries that have just this one chunk in common; each keeps its own state. `lanes` names the queries, all different.
  *
  * panel->q is [lane][round_up(head_dim, dim_pad)]: reals, as pack_queries makes them, or, where there is no pack_queries, rows in the input dtype
  * followed by zeros. o is [lane][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [lane]. Rows of K and V are as pack_keys and pack_values have set them, with
@@ -344,7 +382,7 @@ typedef struct ba_attend_family {
     int64_t lane_block;                  /* dims that pack_tile keeps together */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. The rows of a group follow each other, and attend may be
                           given pointers to such groups. Of evenly spaced rows, packing leaves all such groups in place, or none */
-    int64_t key_align; /* attend may be given any part of a chunk that begins at a multiple of this many keys */
+    int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
     bool has_cuts;     /* cutting a chunk at multiples of BA_CUT_KEYS changes no lane's bits, except those of weights below real's normal range */
     int64_t few_least_heads; /* few.attend and few.pack_queries take calls of at least so many query heads per KV head. Calls of fewer use the vector
                                 family's, whose packed queries fit this family's room. 0: all of them do */
@@ -428,7 +466,8 @@ typedef struct ba_few_tuning {
     int64_t least_part_keys;  /* the fewest keys of a part: a multiple of `keys` */
     int64_t keys;             /* keys of a chunk, where several heads are attended side by side */
     int64_t bytes;            /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */
-    int64_t followed_bytes;   /* tokens at least so far apart, of all heads side by side, are followed by the hardware's prefetcher: no requests */
+    int64_t followed_bytes;   /* where all heads of a token lie side by side, and tokens at least so far apart, no requests are made: the hardware's
+                                 prefetcher follows such rows */
     int64_t followed_queries; /* the same only for up to so many queries per head */
     int64_t gathered_bytes;   /* rows of up to so many bytes, of one head among others, are copied side by side first; 0: never */
     int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising, `keys` keys at most; 0: no such request */

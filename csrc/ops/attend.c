@@ -1,5 +1,5 @@
-/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It knows neither an ISA nor an element type.
- * attend_batch.c decides which batch entries it is called for. */
+/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It looks kernels and numbers up by the level in
+ * use and by dtype, but branches on neither. attend_batch.c decides which batch entries it is called for. */
 #include "core/arena.h"
 #include "core/status.h"
 #include "ops/attend_by_block.h"
@@ -13,6 +13,7 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
     const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * BA_FEW_ROOM);
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
+    /* Bytes of a packed element of K or V: the family's own format, or reals where K and V have another dtype than the queries. */
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
     w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
@@ -51,7 +52,8 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     const bool own = p->kv_dtype == p->dtype;
     c->pack_k = own ? f->pack->keys : kernels->cache[p->kv_dtype]->pack;
     c->pack_v = own ? f->pack->values : kernels->cache[p->kv_dtype]->pack;
-    /* The size of the group decides, not the number of queries in a panel: lists of single heads must give the bits that shared lists give. */
+    /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both
+     * kinds of lists must give the same bits. */
     c->own_few = own && f->few->attend && f->few_least_heads > 0 && p->group >= f->few_least_heads;
     c->few = c->own_few ? f->few->attend : kernels->cache[p->kv_dtype]->few;
     c->pack_few = c->own_few ? f->few->pack_queries : vectors->few->pack_queries;
@@ -104,6 +106,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     ba_take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
     ba_take(NULL, &used, ba_lay_out_parts(&c, NULL));
     ba_take(NULL, &used, threads * c.scratch_bytes);
+    /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
     c.sharing = (ba_sharing){
         .plan = &c.plan, .family = c.family, .chunk_keys = c.tuning->chunk_keys, .pack_keys = c.chunk_keys, .k.pack = c.pack_k, .v.pack = c.pack_v};
     /* Sharing packs with the family's own functions. Those for another dtype of K and V take scales, which sharing does not have. */

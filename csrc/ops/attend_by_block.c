@@ -11,8 +11,6 @@
 #include "ops/plan.h"
 #include "ops/scratch.h"
 
-#define LOG2_E 0x1.71547652b82fep+0
-
 typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
@@ -178,8 +176,8 @@ static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item 
                       .k_rows = s->packed_k_rows,
                       .v_rows = s->packed_v_rows,
                       .key_index = s->key_index,
-                      .scale = p->scale * LOG2_E,
-                      .softcap = p->softcap * LOG2_E};
+                      .scale = p->scale * BA_LOG2_E,
+                      .softcap = p->softcap * BA_LOG2_E};
 }
 
 /* The rows of the item that list a column attend its keys [begin, end). */

@@ -110,7 +110,7 @@ void ba_attend_few(const ba_attend_call *c, int64_t index, int worker) {
     const bool whole = ba_plan_parts(&c->plan, item->batch) == 1;
     ba_attend_scratch w;
     ba_lay_out_attend_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
-    ba_walk walks[BA_MOST_GROUP_TILES];
+    ba_walk walks[BA_MOST_ITEM_TILES];
     for (int64_t i = 0; i < tiles; i++) ba_open_tile(c, &w, item, i);
     const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->few.keys, walks);
 

@@ -93,7 +93,7 @@ void ba_attend_panels(const ba_attend_call *c, int64_t index, int worker) {
     const ba_item *item = &c->plan.item[index];
     ba_attend_scratch w;
     ba_lay_out_attend_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
-    ba_walk walks[BA_MOST_GROUP_TILES];
+    ba_walk walks[BA_MOST_ITEM_TILES];
     for (int64_t i = 0; i < item->tiles; i++) ba_open_tile(c, &w, item, i);
     const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->chunk_keys, walks);
 

@@ -1,3 +1,4 @@
+/* Opens the query tiles of a forward call, finds rows of K and V, and writes results. (For tile registers see csrc/kernels/tiles/.) */
 #include "kernels/prefetch_rows.h"
 #include "ops/attend_call.h"
 

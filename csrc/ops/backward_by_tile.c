@@ -38,7 +38,7 @@ void ba_backward_by_tile(void *context, int64_t index, int worker) {
     const ba_item *item = &c->plan.item[index];
     ba_backward_scratch w;
     ba_lay_out_backward_scratch(c, c->plan.grouping.tiles, c->scratch + worker * c->scratch_bytes, &w);
-    ba_walk walks[BA_MOST_GROUP_TILES];
+    ba_walk walks[BA_MOST_ITEM_TILES];
     for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
     const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->gradient_keys, walks);
     for (int64_t i = 0; i < item->tiles; i++) {

@@ -1,3 +1,4 @@
+/* Gradients of one query tile and one chunk of keys, for both backward drivers. (For tile registers see csrc/kernels/tiles/.) */
 #include <math.h>
 #include <string.h>
 

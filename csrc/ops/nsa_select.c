@@ -14,8 +14,6 @@
 #include "ops/nsa.h"
 #include "ops/scratch.h"
 
-#define LOG2_E 0x1.71547652b82fep+0
-
 typedef struct select_call {
     const ba_nsa_select_args *args;
     ba_rows q, k;
@@ -113,7 +111,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
     if (c->by_query) {
         const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
         for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = sequence_row(c->args->cu_q, &c->q, at->sequence, at->first + i, head);
-        f->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * LOG2_E);
+        f->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * BA_LOG2_E);
         return;
     }
     for (int64_t i = 0; i < at->rows; i++) {
@@ -147,7 +145,7 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
             const int64_t *steps = a->lse.strides;
             const int64_t place =
                 a->cu_q ? (a->cu_q[at->sequence] + query) * steps[0] + head * steps[1] : at->sequence * steps[0] + query * steps[1] + head * steps[2];
-            lse = ba_get_real(a->lse.data, place, c->real_size) * LOG2_E;
+            lse = ba_get_real(a->lse.data, place, c->real_size) * BA_LOG2_E;
             if (lse == -INFINITY) lse = INFINITY;
         }
         s->lo[i] = 0;
@@ -182,7 +180,7 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
                       .k_rows = rows,
                       .v_rows = rows,
                       .key_index = s->key_index,
-                      .scale = c->args->scale * LOG2_E,
+                      .scale = c->args->scale * BA_LOG2_E,
                       .scratch = s->chunk};
 }
 

@@ -33,7 +33,7 @@ typedef struct ba_problem {
     int64_t q_begin;                   /* token number of query 0; -1: the queries are the last tokens of their sequence */
     int64_t key_stride, key_last;      /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
     bool listed;                       /* `blocks` holds lists. false: every block is attended */
-    bool routed;                       /* the kernel for few queries attends rows of few queries */
+    bool routed;                       /* lists are of single queries or small tiles: the kernel for few queries attends list rows of few queries */
     const char *list_name;             /* the name of the argument that holds the lists, for sentences */
     ba_tensor blocks;                  /* (batch or 1, heads or kv_heads or 1, rows, entries) */
     int64_t block_q, block_kv;
@@ -86,7 +86,8 @@ static inline ba_range ba_visible_keys(const ba_problem *p, int64_t query, int64
     return range;
 }
 
-/* An entry of an index list, `offset` elements from its first. Negative entries, and 65535 of uint16, which gives -1, are pads. */
+/* An entry of an index list, `offset` elements from its first. 65535 of uint16 gives -1. Negative entries are pads; in lists of pages only -1 is one,
+ * and other negative entries are errors (ba_list_to_bitmap). */
 static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
     switch (blocks->dtype) {
     case BA_UINT16: {

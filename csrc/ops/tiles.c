@@ -1,3 +1,4 @@
+/* Query tiles, not the tile registers of AMX, of which only csrc/kernels/tiles/ knows. */
 #include "ops/tiles.h"
 
 #include <string.h>
@@ -48,8 +49,8 @@ ba_walk ba_new_walk(const ba_plan *plan, const ba_item *item, const uint64_t *bi
                      .range = {INT64_MAX, 0}};
 }
 
-/* Clears the columns behind the last valid key, so that they do not decide whether two lists are equal, and with it the order of sums of gradients.
- */
+/* Clears the columns from `column` on, which hold padding only. Tiles with equal lists share a walk, and walks decide in which order gradients are
+ * summed; so two lists that differ only in padding must count as equal, or padding would change bits. */
 static void forget_columns_from(uint64_t *bitmap, int64_t words, int64_t column) {
     if (column / 64 < words) bitmap[column / 64] &= ((uint64_t)1 << (column % 64)) - 1;
     for (int64_t i = column / 64 + 1; i < words; i++) bitmap[i] = 0;
@@ -74,11 +75,14 @@ int ba_begin_walks(const ba_plan *plan, const ba_item *item, ba_tile_state *tile
         ba_tile_state *t = &tiles[i];
         const ba_tile_state *before = i ? &tiles[i - 1] : NULL;
         uint64_t *bitmap = bitmaps + n * plan->bitmap_words;
-        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* the heads of an item share their lists */
-        else if (!listed) t->walk = 0;
-        else if (before && before->tile.block_row == t->tile.block_row && before->tile.head == t->tile.head) t->walk = before->walk;
+        /* Reading a list and comparing it with the others takes time. Three kinds of tiles need neither. */
+        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* the same tile of the KV head before: the heads of an item share their lists */
+        else if (!listed) t->walk = 0;                          /* all tiles attend all keys */
+        else if (before && before->tile.block_row == t->tile.block_row && before->tile.head == t->tile.head)
+            t->walk = before->walk; /* both tiles are of the same list row */
         else t->walk = find_walk(plan, item, t, bitmaps, bitmap, n);
-        if (t->walk == n) walks[n++] = ba_new_walk(plan, item, listed ? bitmap : NULL, chunk_keys);
+        if (t->walk == n) /* no earlier tile has this list */
+            walks[n++] = ba_new_walk(plan, item, listed ? bitmap : NULL, chunk_keys);
         ba_walk *l = &walks[t->walk];
         l->range.lo = ba_min(l->range.lo, t->range.lo);
         l->range.hi = ba_max(l->range.hi, t->range.hi);

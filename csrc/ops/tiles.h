@@ -1,14 +1,12 @@
-/* Query tiles of running items: the states of their panels, the keys that their lanes see, and the walks over the lists of an item's tiles. Forward
- * and backward drivers share them. Internal. */
+/* Query tiles of running items (not the tile registers of AMX): the states of their panels, the keys that their lanes see, and the walks over the
+ * lists of an item's tiles. Forward and backward drivers share them. Internal. */
 #ifndef BA_OPS_TILES_H
 #define BA_OPS_TILES_H
 
 #include "ops/plan.h"
 #include "ops/walk.h"
 
-#define BA_LOG2_E 0x1.71547652b82fep+0
-
-enum { BA_MOST_GROUP_TILES = 32 /* the largest number of tiles per item */, BA_TILE_PANELS = 32 /* the largest number of panels per tile */ };
+enum { BA_MOST_ITEM_TILES = 32 /* the largest number of tiles per item */, BA_TILE_PANELS = 32 /* the largest number of panels per tile */ };
 
 typedef enum ba_panel_width { BA_PANEL_WIDE, BA_PANEL_NARROW, BA_PANEL_FEW } ba_panel_width; /* the first two index a family's arrays */
 
