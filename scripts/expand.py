@@ -2,8 +2,9 @@
 
     python scripts/expand.py avx2 panel/attend        # csrc/kernels/panel/attend_tmpl.inc: make expand LEVEL=avx2 FILE=panel/attend
 
-Goes to build/expand/<level>/<file>.c. A template has several instances where it is included several times, for two panel widths or for
-several dtypes.
+Goes to build/expand/<level>/<file>.c: the lines of this very template. Templates that it includes are expanded by their own names. A
+template has several instances where it is included several times, for two panel widths or for several dtypes. CC says which compiler; a
+level of another architecture needs one for that.
 """
 
 import os
@@ -30,7 +31,11 @@ def main(level, name, clang_format):
     sources = sorted(p for p in Path("csrc/kernels/levels").glob("*.c") if level_of(p.stem, [*isa_flags, "portable"]) == level)
     if not sources:
         sys.exit(f"LEVEL: expected one of {', '.join(['portable', *isa_flags])}; got {level}")
-    instances = [text for source in sources for text in instances_in(source, template, isa_flags.get(level, ("", ""))[1])]
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    macro, flags = isa_flags.get(level, ("__STDC__", ""))
+    if f"#define {macro} " not in preprocessed(compiler, ["-dM", "-x", "c", os.devnull]):
+        sys.exit(f"LEVEL: {compiler} does not compile for the architecture of {level}; name one that does, as by CC=aarch64-linux-gnu-gcc")
+    instances = [text for source in sources for text in instances_in(source, template, compiler, flags)]
     if not instances:
         sys.exit(f"{template} is not part of {level}")
     target = Path("build/expand") / level / f"{template.relative_to('csrc/kernels').as_posix().removesuffix('_tmpl.inc')}.c"
@@ -46,13 +51,15 @@ def level_of(stem, levels):
     return max((name for name in levels if f"{stem}_".startswith(f"{name}_")), key=len, default=None)
 
 
-def instances_in(source, template, flags):
+def preprocessed(compiler, arguments):
+    return subprocess.run([compiler, "-E", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def instances_in(source, template, compiler, flags):
     """The preprocessed text of the template, once for each time that the source includes it."""
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
-    command = [compiler, "-std=c11", "-O3", "-DNDEBUG", "-Icsrc", *shlex.split(flags), "-E", str(source)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    text = preprocessed(compiler, ["-std=c11", "-O3", "-DNDEBUG", "-Icsrc", *shlex.split(flags), str(source)])
     instances, inside = [], False
-    for line in lines:
+    for line in text.splitlines():
         marker = re.match(r'# \d+ "(.*?)"((?: \d)*)$', line)
         if marker:
             inside = Path(marker[1]) == template
