@@ -118,6 +118,27 @@ def test_profiles_are_kept(tmp_path):
             select.Profile.load(path)
 
 
+def test_a_profile_of_another_chooser_is_not_written(tmp_path):
+    profile = select.Profile(2, 1, 16, "pooled", (16, 16), "top_p", ((0.9, 0.9),), "mass", 0.9)
+    with pytest.raises(TypeError, match="^chooser: expected Pooled, Antidiagonal, SampledRows or VerticalSlash, got str$"):
+        profile.save(tmp_path / "profile.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("measure", ["mass", "error"])
+def test_calibrate_attends_all_keys_once_per_capture(monkeypatch, measure):
+    dense = []
+
+    def counted(q, k, v, sabi=None, **options):
+        dense.append(sabi is None)
+        return blitz_attn.block_sparse_attention(q, k, v, sabi, **options)
+
+    monkeypatch.setattr("blitz_attn._select.quality.block_sparse_attention", counted)
+    select.calibrate(captures([1.0], 64), target=0.9, measure=measure, block_shape=(16, 16), steps=4)
+    assert sum(dense) == len(captures([1.0], 64)[0])
+    assert len(dense) == 5 * sum(dense)
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "sentence"),
     [

@@ -37,7 +37,7 @@ class Pooled(NamedTuple):
 
     Notes
     -----
-    The cost beside dense attention's arithmetic is about ``1 / pool**2`` (half of it for ``term="mean"``).
+    The cost relative to dense attention's arithmetic is about ``1 / pool**2`` (half of it for ``term="mean"``).
     """
 
     pool: int | tuple[int, int] = 8
@@ -60,7 +60,7 @@ class Antidiagonal(NamedTuple):
 
     Notes
     -----
-    The cost beside dense attention's arithmetic is about ``1 / (2 * stride)``.
+    The cost relative to dense attention's arithmetic is about ``1 / (2 * stride)``.
     """
 
     stride: int = 16
@@ -79,7 +79,7 @@ class SampledRows(NamedTuple):
 
     Notes
     -----
-    The cost beside dense attention's arithmetic is about ``rows / (2 * block_shape[0])``.
+    The cost relative to dense attention's arithmetic is about ``rows / (2 * block_shape[0])``.
     """
 
     rows: int = 8
@@ -96,19 +96,27 @@ class VerticalSlash(NamedTuple):
     ----------
     rows : int
         Queries at the end of each sequence that are looked at, or all where there are fewer.
+
+    Notes
+    -----
+    The cost relative to dense attention's arithmetic is about ``rows / Sq``, twice that in causal calls: each of these queries is
+    multiplied with all keys two times, to find its log-sum-exp and then its weights.
     """
 
     rows: int = 64
 
 
 CHOOSERS = {"pooled": Pooled(), "antidiagonal": Antidiagonal(), "sampled_rows": SampledRows(), "vertical_slash": VerticalSlash()}
-KINDS = {name: type(chooser) for name, chooser in CHOOSERS.items()}
+KINDS: dict[str, Any] = {name: type(chooser) for name, chooser in CHOOSERS.items()}
 BUDGETS = ("density", "top_p", "threshold", "top_k")
 
 
 def fields_of(chooser: Any) -> dict[str, Any]:
     """A chooser as a dict that JSON can hold: its name as ``"kind"``, and its attributes."""
-    return {"kind": next(name for name, kind in KINDS.items() if isinstance(chooser, kind))} | chooser._asdict()
+    for name, kind in KINDS.items():
+        if isinstance(chooser, kind):
+            return {"kind": name} | chooser._asdict()
+    raise TypeError(f"chooser: expected Pooled, Antidiagonal, SampledRows or VerticalSlash, got {type(chooser).__name__}")
 
 
 def chooser_of(fields: Mapping[str, Any]) -> Any:

@@ -59,9 +59,10 @@ def select_blocks_prefill(
         How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
         class of that name, or an instance of it.
     density : float or sequence of float, optional
-        Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks kept are those that one `top_p` would
-        keep in all rows and heads of the sequence, with as many blocks as round off the share; forced blocks count, and where
-        they are more, the share is exceeded. With one number per head, each head has its own share.
+        Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks are kept as if one common `top_p` were
+        applied to all rows and heads of the sequence, chosen so that this share of the visible blocks is kept, rounded to whole
+        blocks. Forced blocks count; where they alone are more, the share is exceeded. With one number per head, each head has its own
+        share.
     top_p : float or sequence of float, optional
         Each row keeps its fewest best blocks that hold this much of its scores, forced blocks first: from above 0 to 1. One
         number, or one per head.
@@ -91,9 +92,10 @@ def select_blocks_prefill(
     recent : int
         1 always keeps the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries, n also the n - 1 before them.
     last_columns : int
-        Last blocks of keys that are always kept: those of text at the end, or with `sink` the columns of a frame.
+        Last blocks of keys that are always kept, such as those of text at the end of a sequence.
     first_rows, last_rows : int
-        First and last blocks of queries that keep all they see: the rows of a frame or of text, or the end of a prompt.
+        First and last blocks of queries that keep all they see, such as those of text or of the end of a prompt. Together with `sink`
+        and `last_columns` they make a frame: the outermost rows and columns of blocks are kept whole.
     per_kv_head : bool
         Heads that share keys share a list: their scores are averaged.
     return_scores : bool
@@ -139,14 +141,15 @@ def select_blocks_prefill(
     whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under
     `density` with the number of pairs of blocks, four bytes each.
 
-    `Pooled` extends the mean pooling of SpargeAttn and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after XAttention [2]_,
-    `VerticalSlash` after MInference [3]_.
+    `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after
+    XAttention [2]_, `VerticalSlash` after MInference [3]_.
 
     References
     ----------
     .. [1] J. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024.
     .. [2] R. Xu et al., "XAttention: Block Sparse Attention with Antidiagonal Scoring", 2025.
     .. [3] H. Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention", 2024.
+    .. [4] J. Zhang et al., "SpargeAttention: Accurate and Training-free Sparse Attention Accelerating Any Model Inference", 2025.
 
     Examples
     --------

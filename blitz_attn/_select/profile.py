@@ -14,7 +14,7 @@ from .._sabi.lists import two_integers
 from .._sentences import shown
 from .choosers import CHOOSERS, chooser_of, fields_of, rules_of
 from .prefill import select_blocks_prefill
-from .quality import output_error, recall
+from .quality import attended_all, attended_kept, checked, error_of, narrow, recall_of
 
 __all__ = ["Profile", "calibrate"]
 
@@ -96,6 +96,11 @@ class Profile(NamedTuple):
         path : path
             The file, which is replaced.
 
+        Raises
+        ------
+        TypeError
+            `chooser` is not one of the classes above.
+
         Examples
         --------
         >>> import os, tempfile
@@ -158,27 +163,42 @@ class Profile(NamedTuple):
         return cls(heads, kv_heads, head_dim, chooser, (block_q, block_kv), *rest)
 
 
-def _measured(case: tuple[Any, Any, Any], measure: str, every: int, select: dict[str, Any], rules: dict[str, Any]) -> np.ndarray:
-    """Kept mass or error of each head of a capture."""
-    q, k, v = case
-    sabi = select_blocks_prefill(q, k, **select, **rules)
-    options = rules | {"block_shape": select["block_shape"], "every": every}
-    if measure == "error":
-        return np.sqrt((output_error(q, k, v, sabi, **options) ** 2).mean(axis=0))
-    return np.nanmean(np.nanmean(recall(q, k, sabi, **options), axis=2), axis=0)
+class _Capture:
+    """A capture of a layer, and what attention over all keys makes of it, which is computed once: no budget changes it."""
+
+    def __init__(self, case: tuple[Any, Any, Any], measure: str, every: int, select: dict[str, Any], rules: dict[str, Any]) -> None:
+        self.q, self.k, self.v = case
+        self.measure, self.every, self.select, self.rules = measure, every, select, rules
+        self.options = rules | {"block_shape": select["block_shape"]}
+        self.of_all: tuple[Any, Any] | None = None
+
+    def measured(self, budget: dict[str, Any]) -> np.ndarray:
+        """Kept mass or error of each head, under a budget with one number per head."""
+        q, k, layout = self.q, self.k, self.rules.get("layout", "BNSD")
+        v = narrow(k, layout) if self.measure == "mass" else self.v
+        sabi = select_blocks_prefill(q, k, **self.select, **budget, **self.rules)
+        rows, every = _arrays.shape_of(sabi)[2], checked(sabi, self.every, layout)
+        of_list = attended_kept(q, k, v, sabi, every, self.options)
+        if self.of_all is None:
+            self.of_all = attended_all(q, k, v, rows, every, self.options)
+        if self.measure == "error":
+            return np.sqrt((error_of(of_list, self.of_all[0], every, self.options) ** 2).mean(axis=0))
+        return np.nanmean(np.nanmean(recall_of(of_list[1], self.of_all[1], rows, every, self.options), axis=2), axis=0)
 
 
-def _found(
-    cases: list[Any], heads: int, target: float, steps: int, measure: str, every: int, budget: str, select: Any, rules: Any
-) -> tuple[float, ...]:
-    """The number of each head by halving, all heads of a layer at once: what is kept grows with it (with a threshold, as it falls)."""
+def _found(captures: list[_Capture], heads: int, target: float, steps: int, budget: str) -> tuple[float, ...]:
+    """The number of each head that meets the target, by binary search for all heads at once.
+
+    The search assumes that a larger share of the range keeps more. The share is the number itself, or, of a threshold, 1 minus it.
+    """
+    error = captures[0].measure == "error"
     low, high = np.zeros(heads), np.full(heads, 2.0**steps)
     for _ in range(steps):
         middle = (low + high) / 2
         share = middle / 2.0**steps
         numbers = 1 - share if budget == "threshold" else share
-        met = np.mean([_measured(x, measure, every, select | {budget: numbers.tolist()}, rules) for x in cases], axis=0)
-        enough = met <= target if measure == "error" else met >= target
+        met = np.mean([x.measured({budget: numbers.tolist()}) for x in captures], axis=0)
+        enough = met <= target if error else met >= target
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     share = high / 2.0**steps
     return tuple((np.maximum(1 - share, 2.0**-steps) if budget == "threshold" else share).tolist())
@@ -236,8 +256,8 @@ def calibrate(
 
     Notes
     -----
-    Each step chooses and measures once per capture, so that a layer takes about ``steps`` dense attention calls per capture. Texts
-    that a result is reported on should not be among the captures.
+    Numbers are found by binary search, which assumes that a larger budget keeps more. A layer takes one dense attention call and
+    ``steps`` choices and sparse calls per capture. Texts that a result is reported on should not be among the captures.
 
     Examples
     --------
@@ -279,7 +299,7 @@ def calibrate(
                 raise ValueError(f"layers: expected (heads, kv_heads, head_dim) = {shape} like the first capture, got {own}")
             shape = own
         assert shape is not None
-        numbers.append(_found(cases, shape[0], target, steps, measure, every, budget, select, rules))
+        numbers.append(_found([_Capture(x, measure, every, select, rules) for x in cases], shape[0], target, steps, budget))
     if shape is None:
         raise ValueError("layers: expected at least one layer, got none")
     heads, kv_heads, dim = shape
@@ -294,7 +314,7 @@ def _shape_of_model(q: Any, k: Any, rules: dict[str, Any]) -> tuple[int, int, in
         heads = _arrays.integer(rules.get("num_heads", 0), "num_heads")
         kv_heads = _arrays.integer(rules.get("num_kv_heads") or heads, "num_kv_heads")
         return heads, kv_heads, shapes[0][-1] // max(1, heads) if shapes[0] else 0
-    axis = {"BNSD": 1, "BSND": 2}.get(layout, 1)
-    if any(len(x) != 4 for x in shapes) or layout == "TND":
+    if layout == "TND" or any(len(x) != 4 for x in shapes):
         raise ValueError(f"layers: expected captures in layout BNSD, BSND or BSH, got shapes {shapes[0]} and {shapes[1]} with {layout}")
+    axis = 1 if layout == "BNSD" else 2
     return shapes[0][axis], shapes[1][axis], shapes[0][3]

@@ -40,18 +40,23 @@ def _of_queries(lse: Any, layout: str) -> np.ndarray:
     return array.swapaxes(0, 1)[None] if layout == "TND" else array
 
 
-def _sampled(sabi: Any, every: int) -> tuple[np.ndarray, np.ndarray]:
-    """The list without the rows of blocks that are not looked at, and which those are."""
+def _skipped(rows: int, every: int) -> np.ndarray:
+    """Which rows of blocks are not looked at: (rows,) bool."""
+    return np.arange(rows) % every != 0
+
+
+def _sampled(sabi: Any, every: int) -> np.ndarray:
+    """A copy of the list in which the rows of blocks that are not looked at are empty."""
     kept = np.array(_arrays.host(sabi, "sabi")[0])
     if kept.dtype not in (np.uint16, np.int16, np.int32, np.int64):
         raise TypeError(f"sabi: expected uint16, int16, int32 or int64, got {kept.dtype}")
     pad = kept.dtype.type(65535 if kept.dtype == np.uint16 else -1)
-    skipped = np.arange(kept.shape[2]) % every != 0
-    kept[:, :, skipped] = pad
-    return kept, skipped
+    kept[:, :, _skipped(kept.shape[2], every)] = pad
+    return kept
 
 
-def _checked(sabi: Any, every: Any, layout: Any) -> int:
+def checked(sabi: Any, every: Any, layout: Any) -> int:
+    """`every` as an int, after the checks that `recall` and `output_error` have in common."""
     _arrays.choice(layout, "layout", ("BNSD", "BSND", "BSH", "TND"))
     if len(_arrays.shape_of(sabi)) != 4:
         raise ValueError(f"sabi: expected shape (B or 1, H or 1, R, W), got {_arrays.shape_of(sabi)}")
@@ -69,8 +74,8 @@ def _columns_of(k: Any, layout: str, block_kv: int, cu_seqlens_kv: Any) -> int:
     return -(-tokens // block_kv)
 
 
-def _narrow(k: Any, layout: str) -> Any:
-    """Values of one element: no more of them than must be."""
+def narrow(k: Any, layout: str) -> Any:
+    """Values for a call whose output does not matter: the first element of each key, or, where that cannot be had as a view, all of k."""
     if layout == "BSH" or len(_arrays.shape_of(k)) < 3:
         return k
     try:
@@ -79,16 +84,50 @@ def _narrow(k: Any, layout: str) -> Any:
         return k
 
 
-def _kept_and_all(q: Any, k: Any, v: Any, sabi: Any, every: int, options: dict[str, Any]) -> tuple[Any, Any]:
-    """What attention over the list gives, and over all columns, for the rows of blocks that are looked at."""
+def attended_all(q: Any, k: Any, v: Any, rows: int, every: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Output and log-sum-exp of attention over all keys, for those of the `rows` rows of blocks that are looked at."""
     everything = None
     if every > 1:
-        sabi, skipped = _sampled(sabi, every)
-    kept = block_sparse_attention(q, k, v, sabi, return_lse=True, **options)
-    if every > 1:
-        columns = _columns_of(k, options["layout"], int(options["block_shape"][1]), options["cu_seqlens_kv"])
-        everything = np.where(skipped[:, None], np.int32(-1), np.arange(columns, dtype=np.int32))[None, None]
-    return kept, block_sparse_attention(q, k, v, everything, return_lse=True, **options)
+        columns = _columns_of(k, options.get("layout", "BNSD"), int(options["block_shape"][1]), options.get("cu_seqlens_kv"))
+        everything = np.where(_skipped(rows, every)[:, None], np.int32(-1), np.arange(columns, dtype=np.int32))[None, None]
+    return block_sparse_attention(q, k, v, everything, return_lse=True, **options)
+
+
+def attended_kept(q: Any, k: Any, v: Any, sabi: Any, every: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Output and log-sum-exp of attention over the list, for those rows of blocks that are looked at."""
+    return block_sparse_attention(q, k, v, _sampled(sabi, every) if every > 1 else sabi, return_lse=True, **options)
+
+
+def recall_of(lse: Any, lse_of_all: Any, rows: int, every: int, options: dict[str, Any]) -> np.ndarray:
+    """`recall` from the log-sum-exps over the list and over all keys."""
+    layout = options.get("layout", "BNSD")
+    kept, whole = _of_queries(lse, layout), _of_queries(lse_of_all, layout)
+    spans = _spans(layout, kept.shape[0], kept.shape[2], options.get("q_lens"), options.get("cu_seqlens_q"))
+    block_q = int(options["block_shape"][0])
+    result = np.full((len(spans), kept.shape[1], rows), np.nan)
+    for s, (b, first, end) in enumerate(spans):
+        for r in range(0, -(-(end - first) // block_q), every):
+            at = slice(first + r * block_q, min(first + (r + 1) * block_q, end))
+            seen = whole[b, :, at] > -np.inf
+            shares = np.exp(np.where(seen, kept[b, :, at] - np.where(seen, whole[b, :, at], 0), -np.inf))
+            count = seen.sum(axis=1)
+            result[s, :, r] = np.where(count > 0, shares.sum(axis=1) / np.maximum(count, 1), np.nan)
+    return np.minimum(result, 1.0)
+
+
+def error_of(result_of_list: tuple[Any, Any], out_of_all: Any, every: int, options: dict[str, Any]) -> np.ndarray:
+    """`output_error` from the output and log-sum-exp over the list, and from the output over all keys."""
+    layout, (out, lse) = options.get("layout", "BNSD"), result_of_list
+    heads = _of_queries(lse, layout).shape[1]
+    kept, whole = (_of_heads(x, layout, heads, options.get("dtype")) for x in (out, out_of_all))
+    spans = _spans(layout, kept.shape[0], kept.shape[2], options.get("q_lens"), options.get("cu_seqlens_q"))
+    block_q = int(options["block_shape"][0])
+    result = np.zeros((len(spans), heads))
+    for s, (b, first, end) in enumerate(spans):
+        looked_at = first + np.flatnonzero(np.arange(end - first) // block_q % every == 0)
+        difference, norm = (np.sqrt((x[b][:, looked_at] ** 2).sum(axis=(1, 2))) for x in (kept - whole, whole))
+        result[s] = np.divide(difference, norm, out=np.zeros(heads), where=norm > 0)
+    return result
 
 
 def recall(
@@ -173,21 +212,11 @@ def recall(
         "dtype": dtype,
         "num_threads": num_threads,
     }
-    every = _checked(sabi, every, layout)
-    v = _narrow(k, layout)
-    (_, kept), (_, dense) = _kept_and_all(q, k, v, sabi, every, options)
-    kept, dense = _of_queries(kept, layout), _of_queries(dense, layout)
-    spans = _spans(layout, kept.shape[0], kept.shape[2], q_lens, cu_seqlens_q)
-    block_q, rows = int(block_shape[0]), _arrays.shape_of(sabi)[2]
-    result = np.full((len(spans), kept.shape[1], rows), np.nan)
-    for s, (b, first, end) in enumerate(spans):
-        for r in range(0, -(-(end - first) // block_q), every):
-            at = slice(first + r * block_q, min(first + (r + 1) * block_q, end))
-            seen = dense[b, :, at] > -np.inf
-            shares = np.exp(np.where(seen, kept[b, :, at] - np.where(seen, dense[b, :, at], 0), -np.inf))
-            count = seen.sum(axis=1)
-            result[s, :, r] = np.where(count > 0, shares.sum(axis=1) / np.maximum(count, 1), np.nan)
-    return np.minimum(result, 1.0)
+    every, v = checked(sabi, every, layout), narrow(k, layout)
+    rows = _arrays.shape_of(sabi)[2]
+    _, lse = attended_kept(q, k, v, sabi, every, options)
+    _, lse_of_all = attended_all(q, k, v, rows, every, options)
+    return recall_of(lse, lse_of_all, rows, every, options)
 
 
 def output_error(
@@ -265,15 +294,7 @@ def output_error(
         "dtype": dtype,
         "num_threads": num_threads,
     }
-    every = _checked(sabi, every, layout)
-    (kept, lse), (dense, _) = _kept_and_all(q, k, v, sabi, every, options)
-    heads = _of_queries(lse, layout).shape[1]
-    kept, dense = (_of_heads(x, layout, heads, dtype) for x in (kept, dense))
-    spans = _spans(layout, kept.shape[0], kept.shape[2], q_lens, cu_seqlens_q)
-    block_q = int(block_shape[0])
-    result = np.zeros((len(spans), heads))
-    for s, (b, first, end) in enumerate(spans):
-        looked_at = first + np.flatnonzero(np.arange(end - first) // block_q % every == 0)
-        difference, norm = (np.sqrt((x[b][:, looked_at] ** 2).sum(axis=(1, 2))) for x in (kept - dense, dense))
-        result[s] = np.divide(difference, norm, out=np.zeros(heads), where=norm > 0)
-    return result
+    every = checked(sabi, every, layout)
+    of_list = attended_kept(q, k, v, sabi, every, options)
+    out_of_all, _ = attended_all(q, k, v, _arrays.shape_of(sabi)[2], every, options)
+    return error_of(of_list, out_of_all, every, options)
