@@ -257,7 +257,7 @@ def paged_cache(model: Any, *, page_size: int = 64) -> Any:
     Returns
     -------
     transformers.Cache
-        For ``past_key_values=``.
+        For ``cache=`` of a call or of ``generate``, which is ``past_key_values=`` in earlier versions of transformers.
 
     Raises
     ------
