@@ -99,7 +99,7 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
                 memcpy(to, from, (size_t)bytes);
                 memset(to + bytes, 0, (size_t)(q_bytes(c) - bytes));
             }
-            ba_set_real(s->m, lane, real == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, real);
+            ba_set_real(s->m, lane, ba_initial_m(real), real);
         }
     }
 }

@@ -88,8 +88,8 @@ void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_
 /* Writes out and lse of the queries of a panel of the tile. */
 void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s);
 
-/* Takes the next chunk of the walk that is furthest behind. Returns false when all walks are at their end. */
-bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks, int lists, ba_chunk_rows *chunk);
+/* Takes the next chunk of the walk that is furthest behind, of `walk_count` walks. Returns false when all of them are at their end. */
+bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks, int walk_count, ba_chunk_rows *chunk);
 
 /* Finds the rows of K, and their scales, of a chunk whose keys are set. */
 void ba_find_k_rows(const ba_attend_call *c, const ba_item *item, ba_chunk_rows *chunk);

@@ -97,6 +97,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
                 lanes = s->lanes;
             }
             if (!n) continue;
+            /* Gathering prefetches by itself; where the hardware's prefetcher follows the rows, no prefetch is needed. */
             if (c->gathers) w->chunks->gathered = w->gathered;
             else if (!(apart && lanes <= c->tuning->few.followed_queries)) prefetch_ahead(c, w, item, first, together, here, next);
             c->few(w->panels, lanes, w->chunks, n);
@@ -112,13 +113,13 @@ void ba_attend_few(const ba_attend_call *c, int64_t index, int worker) {
     ba_lay_out_attend_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     ba_walk walks[BA_MOST_ITEM_TILES];
     for (int64_t i = 0; i < tiles; i++) ba_open_tile(c, &w, item, i);
-    const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->few.keys, walks);
+    const int walk_count = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->few.keys, walks);
 
-    bool more = ba_next_chunk(c, item, walks, lists, &w.chunk[0]);
+    bool more = ba_next_chunk(c, item, walks, walk_count, &w.chunk[0]);
     for (int at = 0; more && !ba_stopped();) {
         const ba_chunk_rows *here = &w.chunk[at];
         at = (at + 1) % c->chunks;
-        more = ba_next_chunk(c, item, walks, lists, &w.chunk[at]);
+        more = ba_next_chunk(c, item, walks, walk_count, &w.chunk[at]);
         attend_chunk(c, &w, item, here, more || guess_next_item(c, index, &w.chunk[at]) ? &w.chunk[at] : NULL);
     }
     for (int64_t i = 0; i < tiles; i++)

@@ -95,15 +95,15 @@ void ba_attend_panels(const ba_attend_call *c, int64_t index, int worker) {
     ba_lay_out_attend_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     ba_walk walks[BA_MOST_ITEM_TILES];
     for (int64_t i = 0; i < item->tiles; i++) ba_open_tile(c, &w, item, i);
-    const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->chunk_keys, walks);
+    const int walk_count = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->chunk_keys, walks);
 
     batch many = {.panels = w.panels, .chunks = w.chunks};
-    bool more = ba_next_chunk(c, item, walks, lists, &w.chunk[0]);
+    bool more = ba_next_chunk(c, item, walks, walk_count, &w.chunk[0]);
     for (int at = 0; more && !ba_stopped(); many.older++) {
         const ba_chunk_rows *here = &w.chunk[at];
         at = (at + 1) % c->chunks;
         if (many.older + 2 > c->chunks) flush(c, &many);
-        more = ba_next_chunk(c, item, walks, lists, &w.chunk[at]);
+        more = ba_next_chunk(c, item, walks, walk_count, &w.chunk[at]);
         attend_chunk(c, &w, item, &walks[here->walk].range, here, more ? &w.chunk[at] : NULL, &many);
     }
     flush(c, &many);

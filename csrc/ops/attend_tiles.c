@@ -31,7 +31,7 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
     if (s->width == BA_PANEL_FEW && c->order_few) c->order_few(s->panel.q, s->lanes, p->head_dim);
     memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
-    for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, f->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, f->real_size);
+    for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, ba_initial_m(f->real_size), f->real_size);
 }
 
 void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t index) {
@@ -142,9 +142,9 @@ void ba_find_k_rows(const ba_attend_call *c, const ba_item *item, ba_chunk_rows 
     take_rows(c, item, &c->problem->k, &c->problem->k_scale, &c->sharing.k, chunk, chunk->k_rows, chunk->k_scale_at);
 }
 
-bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks, int lists, ba_chunk_rows *chunk) {
+bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks, int walk_count, ba_chunk_rows *chunk) {
     const ba_problem *p = c->problem;
-    const int next = ba_next_walk(walks, lists);
+    const int next = ba_next_walk(walks, walk_count);
     if (next < 0) return false;
     chunk->walk = next;
     chunk->keys = ba_walk_take(&walks[next], chunk->key_index);

@@ -1,4 +1,5 @@
-/* Sets a backward call up: the plan, the scratch memory, and the sums dK and dV. It knows neither an ISA nor an element type.
+/* Sets a backward call up: the plan, the scratch memory, and the sums dK and dV. It looks kernels and numbers up by the level in use and by dtype,
+ * but branches on neither.
  *
  * As in the forward pass, an item is a run of tiles of one (batch, KV head), whose tiles walk their lists side by side, chunk by chunk. For each
  * chunk, every panel of a tile computes its P and dS and adds to its dQ; then the whole tile adds to the chunk's rows of dK and dV. dQ belongs to the

@@ -40,7 +40,7 @@ void ba_backward_by_tile(void *context, int64_t index, int worker) {
     ba_lay_out_backward_scratch(c, c->plan.grouping.tiles, c->scratch + worker * c->scratch_bytes, &w);
     ba_walk walks[BA_MOST_ITEM_TILES];
     for (int64_t i = 0; i < item->tiles; i++) open_tile(c, &w, item, item->first_tile + i, &w.tiles[i]);
-    const int lists = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->gradient_keys, walks);
+    const int walk_count = ba_begin_walks(&c->plan, item, w.tiles, w.bitmaps, c->tuning->gradient_keys, walks);
     for (int64_t i = 0; i < item->tiles; i++) {
         ba_clear_dq(c, &w.tiles[i]);
         if (walks[w.tiles[i].walk].key == BA_WALK_END) continue; /* its queries see no key */
@@ -49,7 +49,7 @@ void ba_backward_by_tile(void *context, int64_t index, int worker) {
         ba_pack_gradient_tile(c, &w, &w.tiles[i]);
     }
     for (;;) {
-        const int next = ba_next_walk(walks, lists);
+        const int next = ba_next_walk(walks, walk_count);
         if (next < 0 || ba_stopped()) break;
         ba_turn_pass(c->turns, index, walks[next].key);
         const ba_chunk chunk = ba_open_gradient_chunk(c, &w, item, ba_walk_take(&walks[next], w.key_index));

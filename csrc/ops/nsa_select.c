@@ -190,7 +190,7 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
     const int64_t real = c->real_size, line = c->lanes * real, head = at->head * c->group;
     int64_t most = 0, least = 0;
     memset(s->scores, 0, (size_t)(at->blocks * line));
-    for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->lowest, i, real == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, real);
+    for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->lowest, i, ba_initial_m(real), real);
     ba_panel panel = {0};
     for (int64_t g = 0; g < c->group; g++) panel = open_panel(c, s, at, head + g, g, &most, &least);
     for (int64_t begin = 0; begin < most; begin += c->chunk_keys) {

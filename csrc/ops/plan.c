@@ -33,9 +33,9 @@ static int64_t tiles_of_row(const ba_tiling *t, int64_t queries) { return ba_cei
 
 /* The number of tiles of one KV head of a batch entry. All rows but the last have the same number. */
 static int64_t tiles_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
-    const int64_t rows = rows_of_batch(p, t, batch), sets = p->group / t->shared_heads;
+    const int64_t rows = rows_of_batch(p, t, batch), lists = p->group / t->shared_heads; /* of a block row */
     if (rows == 0) return 0;
-    return sets * ((rows - 1) * tiles_of_row(t, queries_of_row(p, t, batch, 0)) + tiles_of_row(t, queries_of_row(p, t, batch, rows - 1)));
+    return lists * ((rows - 1) * tiles_of_row(t, queries_of_row(p, t, batch, 0)) + tiles_of_row(t, queries_of_row(p, t, batch, rows - 1)));
 }
 
 static int64_t all_tiles(const ba_problem *p, const ba_tiling *t) {
@@ -47,22 +47,22 @@ static int64_t all_tiles(const ba_problem *p, const ba_tiling *t) {
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t index) {
     const ba_problem *p = plan->problem;
     const ba_tiling *t = &plan->tiling;
-    const int64_t sets = p->group / t->shared_heads;
-    const int64_t rows = rows_of_batch(p, t, batch), per_row = sets * tiles_of_row(t, queries_of_row(p, t, batch, 0));
+    const int64_t lists = p->group / t->shared_heads; /* of a block row: one for each shared_heads query heads of the KV head */
+    const int64_t rows = rows_of_batch(p, t, batch), per_row = lists * tiles_of_row(t, queries_of_row(p, t, batch, 0));
     const int64_t row = ba_min(index / per_row, rows - 1), rest = index - row * per_row;
     const int64_t queries = queries_of_row(p, t, batch, row), tiles = tiles_of_row(t, queries);
-    int64_t set = rest / tiles, part = rest % tiles;
+    int64_t list = rest / tiles, tile = rest % tiles;
     const int64_t lanes = queries * t->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
-    int64_t begin = lanes * part / tiles, end = lanes * (part + 1) / tiles;
+    int64_t begin = lanes * tile / tiles, end = lanes * (tile + 1) / tiles;
     if (t->gradients) { /* all heads of some queries, then those of the next: the order that rows of a single tile have */
-        set = rest % sets;
-        part = rest / sets;
-        begin = part * t->tile_queries;
+        list = rest % lists;
+        tile = rest / lists;
+        begin = tile * t->tile_queries;
         end = ba_min(lanes, begin + t->tile_queries);
     }
     return (ba_tile){.block_row = row,
-                     .head = kv_head * p->group + set * t->shared_heads,
+                     .head = kv_head * p->group + list * t->shared_heads,
                      .heads = t->shared_heads,
                      .first_lane = begin,
                      .lanes = end - begin,

@@ -99,10 +99,10 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
  * from its first and in rising order, that list the column. `begin` has room for columns + 1 numbers, `rows` for all entries of all the lists. */
 void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows);
 
-/* Whether each row of routed lists has so few queries that the kernel for few queries attends them. */
+/* Whether lists are routed, and each of their rows has so few queries, counted in the same way, that the kernel for few queries attends them. */
 bool ba_plan_few_rows(const ba_problem *problem);
 
-/* Whether a batch entry has no more queries than the kernel for few queries takes. */
+/* Whether a batch entry has no more queries than the kernel for few queries takes. A token counts once for each query head that shares a KV head. */
 static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
     const int64_t queries = ba_q_span(plan->problem, batch).valid * plan->problem->group;
     return queries > 0 && queries <= BA_FEW_QUERIES;

@@ -52,6 +52,9 @@ static inline ba_prefetch_rows ba_rows_ahead(int64_t head_step, int64_t row_step
     return (ba_prefetch_rows){rows + begin, end - begin, 0, (heads - 1) * head_step + bytes, {0, -1, -1}};
 }
 
+/* What m is before a query has seen a key, minus the largest finite number, so that differences of two m are never NaN. */
+static inline double ba_initial_m(int64_t real_size) { return real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023; }
+
 #define BA_DEFINE_ADD(real)                                                                                                                          \
     static inline void ba_add_##real(real *restrict to, const real *restrict from, int64_t n) {                                                      \
         for (int64_t i = 0; i < n; i++) to[i] += from[i];                                                                                            \
