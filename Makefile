@@ -88,7 +88,7 @@ checkkernels:
 	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/temp
 	@$(RUN) build/temp/checkkernels $(ARGS)
 
-# Every level as plain C: the wide and the tile kernels on a CPU that lacks them. The kernel checks, and some of the suite.
+# Every level of this architecture as plain C: the wide and the tile kernels on a CPU that lacks them. The kernel checks, and some of the suite.
 EMULATED_TESTS = tests/test_config.py tests/test_nan.py tests/test_paged_select.py tests/test_merge.py tests/test_backward.py::test_odd_queries_reach_what_they_see
 check-emulated check-emulated-suite: export BLITZ_ATTN_EMULATED = 1
 check-emulated:

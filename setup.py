@@ -52,7 +52,8 @@ COMMON_FLAGS = shlex.split(
 # product and a sum must become one multiply-add by what is written, not by what surrounds it. clang does that within an expression
 # (on); under =fast it joins them block by block of its own code, and copies differ. gcc before 14 has fast alone, and is steady there.
 CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
-# Every level as plain C, whatever the CPU: vectors in vec/vec.h's generic forms, tiles in tiles/tile.h's. For checks (make check-emulated).
+# Every level of the architecture as plain C, whatever the CPU: vectors in vec/vec.h's generic forms, tiles in tiles/tile.h's. For checks
+# (make check-emulated).
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
