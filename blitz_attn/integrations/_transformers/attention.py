@@ -88,15 +88,16 @@ def _why_not(layer: _Layer) -> str | None:
     if layer.mask is not None and layer.mask.shape[2:] != (layer.query.shape[2], layer.key.shape[2]):
         return f"a mask for {tuple(layer.mask.shape[2:])} queries and keys where the layer has {(layer.query.shape[2], layer.key.shape[2])}"
     rules = _rules_of(layer)
+    packed = rules.sequences is not None or layer.rest.get("cu_seq_lens_q") is not None
     if layer.softcap is not None:
         if layer.differentiated:
             return "gradients of attention with a softcap"
-        if rules.sequences is not None or (layer.query.shape[2] > 1 and (not rules.causal or rules.right is not None)):
-            return "a softcap without a causal mask"
-    if layer.block_indices is not None and (rules.sequences is not None or any(rules.starts)):
-        return "blocks chosen by the model beside padding on the left"
-    cu = layer.rest.get("cu_seq_lens_q")
-    if cu is not None and (any(rules.starts) or any(end != layer.key.shape[2] for end in rules.ends) or rules.offset):
+        if packed or (layer.query.shape[2] > 1 and (not rules.causal or rules.right is not None)):
+            return "a softcap beside packed sequences or without a causal mask"
+    if layer.block_indices is not None and (packed or any(rules.starts)):
+        return "blocks chosen by the model beside packed sequences or padding on the left"
+    whole = not any(rules.starts) and all(end == layer.key.shape[2] for end in rules.ends) and not rules.offset
+    if layer.rest.get("cu_seq_lens_q") is not None and not whole:
         return "packed sequences beside padding or a cache"
     return None
 
@@ -106,12 +107,11 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     kind = type(layer.module).__name__
     if layer.config.on_unsupported == "error":
         raise ValueError(f"{kind}: expected attention that blitz_attn computes, got {reason}")
-    text = f"{kind}: attention by torch instead of blitz_attn, because of {reason}"
-    if text not in _TOLD:
-        _TOLD.add(text)
-        _LOG.warning(text)
+    _tell(f"{kind}: attention by torch instead of blitz_attn, because of {reason}")
     mask = layer.mask.elements() if isinstance(layer.mask, RuleMask) else layer.mask
     rest = dict(layer.rest)
+    if rest.get("cu_seq_lens_q") is not None:
+        mask = _same_sequence(layer, mask)
     if layer.block_indices is not None:
         positions = rest.get("position_ids")
         if positions is None:
@@ -132,6 +132,38 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
         options |= {name: x for name, x in (("softcap", layer.softcap), ("s_aux", layer.sinks)) if x is not None}
         return own(*tensors, mask, **options, **rest)
     return sdpa_attention_forward(*tensors, mask, is_causal=layer.is_causal, **options, **rest)
+
+
+def _tell(text: str) -> None:
+    """Log a warning, once."""
+    if text not in _TOLD:
+        _TOLD.add(text)
+        _LOG.warning(text)
+
+
+def _same_sequence(layer: _Layer, mask: Any) -> Any:
+    """A mask joined by `and` with what cumulative lengths say: queries see their own sequence. Without a mask, causal calls are aligned to
+    the end of each sequence."""
+    numbers, places, lengths = [], [], []
+    for cu, x in zip(_cumulative(layer), (layer.query, layer.key), strict=True):
+        lengths.append(torch.tensor(cu).diff())
+        begins = torch.tensor(cu[:-1]).repeat_interleave(lengths[-1])
+        numbers.append(torch.arange(len(cu) - 1).repeat_interleave(lengths[-1]).reshape(x.shape[0], 1, x.shape[2]))
+        places.append((torch.arange(len(begins)) - begins).reshape(x.shape[0], 1, x.shape[2]))
+    seen = numbers[0][..., :, None] == numbers[1][..., None, :]
+    if mask is None and _is_causal(layer):
+        last = places[0] + (lengths[1] - lengths[0])[numbers[0]]
+        seen &= places[1][..., None, :] <= last[..., :, None]
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+
+def _cumulative(layer: _Layer) -> tuple[list[int], list[int]]:
+    """Cumulative lengths of packed queries and keys."""
+    queries: Any = layer.rest["cu_seq_lens_q"]
+    keys: Any = layer.rest.get("cu_seq_lens_k")
+    return queries.tolist(), (queries if keys is None else keys).tolist()
 
 
 def _is_causal(layer: _Layer) -> bool:
@@ -230,14 +262,15 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
     if reason is not None:
         return _fall_back(layer, reason)
     rules = _rules_of(layer)
-    cu = tuple(layer.rest.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    if cu[0] is not None:
-        return _attend_packed(layer, rules, (cu[0].tolist(), (cu[0] if cu[1] is None else cu[1]).tolist())), None
+    if layer.rest.get("cu_seq_lens_q") is not None:
+        return _attend_packed(layer, rules, _cumulative(layer)), None
     if rules.sequences is not None:
         return _attend_packed(layer, rules, (list(rules.sequences), list(rules.sequences))), None
     chosen = _attend_pages(layer, rules)
     if chosen is not None:
         return chosen, None
+    if layer.softcap is not None and layer.sparse and layer.query.shape[2] > 1 and layer.config._sparse_in(layer.number):
+        _tell(f"{type(layer.module).__name__}: dense prompts, because of a softcap")
     parts = []
     for call in rules.calls():
         longest = max(call.kv_lens)
@@ -259,6 +292,7 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
 
 
 def _attention(sparse: bool) -> Any:
+    @torch.compiler.disable  # rules of masks are Python numbers
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0,
         is_causal: bool | None = None, softcap: float | None = None, s_aux: Any = None, block_indices: Any = None, **rest: Any,

@@ -218,6 +218,7 @@ class RuleMask(torch.Tensor):
         return f"RuleMask({tuple(self.shape)}, {self.rules or self.reason})"
 
 
+@torch.compiler.disable
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Any = None, **options: Any,
