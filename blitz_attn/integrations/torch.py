@@ -6,6 +6,7 @@ contiguous. The library computes the gradients; second derivatives are not avail
 """
 
 from ._torch.attention import block_sparse_attention, scaled_dot_product_attention, select_and_attend_prefill
+from ._torch.block_mask import from_flex_block_mask, to_flex_block_mask
 from ._torch.native import nsa
 from ._torch.paged import paged_attention, paged_select_attention
 from ._torch.tensors import expect_tensors as _expect_tensors  # noqa: F401 - for other integrations, as _rows is
@@ -13,9 +14,11 @@ from ._torch.tensors import rows as _rows  # noqa: F401
 
 __all__ = [
     "block_sparse_attention",
+    "from_flex_block_mask",
     "nsa",
     "paged_attention",
     "paged_select_attention",
     "scaled_dot_product_attention",
     "select_and_attend_prefill",
+    "to_flex_block_mask",
 ]

@@ -1,0 +1,273 @@
+"""FlexAttention's BlockMask to and from block lists: flex_attention itself is the oracle, and each rule is told from its neighbours."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn.attention import flex_attention as flex  # noqa: E402
+
+from blitz_attn import sabi  # noqa: E402
+from blitz_attn.integrations.torch import block_sparse_attention, from_flex_block_mask, to_flex_block_mask  # noqa: E402
+
+ENDS = torch.tensor([0, 19, 19, 50, 90])
+DOCUMENTS = torch.searchsorted(ENDS[1:], torch.arange(90), right=True)
+LENGTHS = torch.tensor([61, 90])
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """flex_attention without its compiler, which takes seconds for each mask."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+def problem(queries=90, keys=90, batch=2, heads=2):
+    torch.manual_seed(0)
+    return [torch.randn(batch, heads, tokens, 16) for tokens in (queries, keys, keys)]
+
+
+def seen_by(mask, batch, heads, queries, keys):
+    """bool (B, H, Sq, Skv): what a BlockMask lets see, by its blocks and its function."""
+    rows, columns = (-(-n // size) for n, size in zip((queries, keys), mask.BLOCK_SIZE, strict=True))
+    full = torch.zeros(batch, heads, rows, columns, dtype=torch.bool)
+    partial = full.clone()
+    for blocks, count, index in ((partial, mask.kv_num_blocks, mask.kv_indices), (full, mask.full_kv_num_blocks, mask.full_kv_indices)):
+        for b, h, r in np.ndindex(batch, heads, rows) if count is not None else ():
+            at = b % count.shape[0], h % count.shape[1], r
+            blocks[b, h, r, index[at][: count[at]].long()] = True
+
+    def tokens(blocks):
+        wide = blocks.repeat_interleave(mask.BLOCK_SIZE[0], 2).repeat_interleave(mask.BLOCK_SIZE[1], 3)
+        return wide[:, :, :queries, :keys]
+
+    return tokens(full) | (tokens(partial) & flex.create_mask(mask.mask_mod, batch, heads, queries, keys, device="cpu"))
+
+
+def attended(options, q, k, v):
+    """`block_sparse_attention` with the options of a mask, packed where they are of documents."""
+    if options.get("layout") == "TND":
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return block_sparse_attention(q, k, v, **options).transpose(0, 1)[None]
+    return block_sparse_attention(q, k, v, **options)
+
+
+def expected(q, k, v, seen):
+    """Dense attention in float64 where `seen` allows; 0 for a query that sees nothing."""
+    scores = (q.double() @ k.double().transpose(2, 3) / 4).masked_fill(~seen, -torch.inf)
+    return torch.softmax(scores, -1).nan_to_num() @ v.double()
+
+
+# ---- From a BlockMask -------------------------------------------------------------------------------------------------------
+
+RULES = {
+    "causal": (lambda b, h, i, j: i >= j, 90, {"causal": True, "window": None}),
+    "causal, more keys": (lambda b, h, i, j: i + 20 >= j, 70, {"causal": True, "window": None}),
+    "window": (lambda b, h, i, j: (i >= j) & (i - j <= 21), 90, {"causal": True, "window": (21, 0)}),
+    "both sides": (lambda b, h, i, j: (i - j).abs() <= 21, 90, {"causal": False, "window": (21, 21)}),
+    "right alone": (lambda b, h, i, j: j - i <= 5, 90, {"causal": False, "window": (-1, 5)}),
+    "left alone": (lambda b, h, i, j: i - j <= 5, 90, {"causal": False, "window": (5, -1)}),
+    "all": (lambda b, h, i, j: i >= 0, 90, {"causal": False, "window": None}),
+    "padding": (lambda b, h, i, j: (i < LENGTHS[b]) & (j < LENGTHS[b]), 90, {"causal": False, "window": None, "kv_lens": [61, 90]}),
+    "causal padding": (lambda b, h, i, j: (i >= j) & (i < LENGTHS[b]), 90, {"causal": True, "window": None, "q_lens": [61, 90]}),
+    "strictly causal": (lambda b, h, i, j: i > j, 90, {"causal": True, "window": None, "kv_lens": [89, 89]}),  # the last key is seen by none
+    "far keys": (lambda b, h, i, j: (i - j >= 9) & (i - j <= 20), 90, {"causal": True, "window": (11, 0), "kv_lens": [81, 81]}),
+    "heads": (lambda b, h, i, j: (i >= j) & ((j // 16 + h) % 2 == 0), 90, {"causal": True, "window": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(RULES))
+@pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
+def test_rules_are_recognised(name, block, eager):
+    mask_mod, queries, found = RULES[name]
+    q, k, v = problem(queries)
+    mask = flex.create_block_mask(mask_mod, 2, 2, queries, 90, device="cpu", BLOCK_SIZE=block)
+    options = from_flex_block_mask(mask)
+    got = {key: x.tolist() if isinstance(x := options[key], torch.Tensor) else x for key in found}
+    assert got == found
+    ours = attended(options, q, k, v)
+    torch.testing.assert_close(ours.double(), expected(q, k, v, flex.create_mask(mask_mod, 2, 2, queries, 90, device="cpu")), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, flex.flex_attention(q, k, v, block_mask=mask))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_blocks(seed):
+    """Random full and partial blocks, of which flex_attention's kernels skip the others; the partial ones cut by a causal window."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(0, 3, (1 + seed % 2, 2, 6, 6))
+    i, j = np.ogrid[:6, :6]
+    kinds[..., j > i] = 0
+    kinds[..., (j == i) | (i - j >= 3)] = np.minimum(kinds[..., (j == i) | (i - j >= 3)], 1)
+    kinds[..., i - j > 3] = 0
+    listed = [torch.from_numpy(x) for kind in (1, 2) for x in sabi.to_num_idx(sabi.from_block_mask(kinds == kind), 6)]
+    mask = flex.BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: (i >= j) & (i - j <= 47), seq_lengths=(90, 90))
+    q, k, v = problem()
+    options = from_flex_block_mask(mask)
+    ours = block_sparse_attention(q, k, v, **options)
+    torch.testing.assert_close(ours.double(), expected(q, k, v, seen_by(mask, 2, 2, 90, 90)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_without_a_function():
+    """Its partial blocks are whole."""
+    count, index = (torch.from_numpy(x) for x in sabi.to_num_idx(sabi.causal(96, block_shape=(16, 16)), 6))
+    options = from_flex_block_mask(flex.BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=16))
+    assert (options["causal"], options["window"]) == (False, None)
+    assert sabi.to_block_mask(options["sabi"], 6).tolist() == np.tri(6, dtype=bool)[None, None].tolist()
+
+
+@pytest.mark.parametrize("block", [16, 10])
+def test_documents(block, eager):
+    def mask_mod(b, h, i, j):
+        return (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j)
+
+    mask = flex.create_block_mask(mask_mod, 1, 1, 90, 90, device="cpu", BLOCK_SIZE=block)
+    options = from_flex_block_mask(mask, cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS)
+    assert options["causal"]
+    assert options["window"] is options["sabi"] is None
+    q, k, v = problem(batch=1)
+    torch.testing.assert_close(attended(options, q, k, v), flex.flex_attention(q, k, v, block_mask=mask))
+
+
+def test_documents_with_a_list():
+    """Documents that begin with a block keep what of their blocks is listed."""
+    ends = torch.tensor([0, 64, 64, 112, 150])
+    numbers = torch.searchsorted(ends[1:], torch.arange(150), right=True)
+    first = torch.tensor([0, 0, 64, 112])  # of each document
+
+    def mask_mod(b, h, i, j):
+        return (numbers[i] == numbers[j]) & (i >= j) & ((i // 16 == j // 16) | (j < first[numbers[j]] + 16))
+
+    mask = flex.create_block_mask(mask_mod, 1, 1, 150, 150, device="cpu", BLOCK_SIZE=16)
+    q, k, v = problem(150, 150, batch=1)
+    options = from_flex_block_mask(mask, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    assert options["sabi"].shape == (4, 1, 4, 2)
+    torch.testing.assert_close(attended(options, q, k, v).double(), expected(q, k, v, seen_by(mask, 1, 2, 150, 150)), rtol=1e-5, atol=1e-5)
+    cut = flex.create_block_mask(lambda b, h, i, j: mask_mod(b, h, i, j) & (i - j <= 20), 1, 1, 150, 150, device="cpu", BLOCK_SIZE=16)
+    assert from_flex_block_mask(cut, cu_seqlens_q=ends, cu_seqlens_kv=ends)["window"] == (20, 0)
+
+
+NO_RULE = {
+    "prefix": lambda b, h, i, j: (i >= j) | (j < 9),
+    "dilated": lambda b, h, i, j: (i - j) % 2 == 0,
+    "a band before the diagonal": lambda b, h, i, j: (i - j >= 9) & (i - j < 20) & (i < LENGTHS[b]) & (j < 70),
+    "by token": lambda b, h, i, j: (i >= j) & (j != 5),
+    "full blocks beyond the window": lambda b, h, i, j: torch.where(i < 48, i - j <= 5, i >= 0),
+    "padding of keys alone, causal": lambda b, h, i, j: (i >= j) & (j < LENGTHS[b]),
+    "documents that are not given": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(NO_RULE))
+def test_masks_without_a_rule(name):
+    mask = flex.create_block_mask(NO_RULE[name], 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(ValueError, match="^block_mask: expected partial blocks that causal, window, lengths or the given documents cut exactly, got a mask_mod that does not$"):
+        from_flex_block_mask(mask)
+
+
+def test_padded_keys_of_a_mask_with_lengths():
+    """Queries beyond the padding that attend are no padding."""
+    mask = flex.create_block_mask(lambda b, h, i, j: j < LENGTHS[b], 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
+    options = from_flex_block_mask(mask)
+    assert (options["q_lens"].tolist(), options["kv_lens"].tolist()) == ([90, 90], [61, 90])
+    with pytest.raises(ValueError, match="^block_mask: expected partial blocks"):
+        from_flex_block_mask(mask, q_lens=[61, 90], kv_lens=[61, 90])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"q_lens": [1]}, ValueError, r"q_lens: expected 2 lengths, got shape \(1,\)"),
+        ({"kv_lens": [91, 0]}, ValueError, "kv_lens: expected lengths from 0 to 90, got 0 to 91"),
+        ({"cu_seqlens_q": [0, 90]}, ValueError, "cu_seqlens_kv: expected the documents of both queries and keys, got None"),
+        ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 80]}, ValueError, r"cu_seqlens_kv: expected numbers rising from 0 to 90, got \[0, 80\]"),
+        ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 90]}, ValueError, "block_mask: expected a mask of one packed sequence with documents, got one of a batch of 2"),
+    ],
+)
+def test_bad_calls(options, error, sentence):
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(error, match=f"^{sentence}"):
+        from_flex_block_mask(mask, **options)
+
+
+def test_other_bad_calls():
+    with pytest.raises(TypeError, match="^block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got int$"):
+        from_flex_block_mask(3)
+
+    def stubborn(b, h, i, j):
+        return i >= j if i > 3 else j < 3
+
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
+    mask.mask_mod = stubborn
+    with pytest.raises(ValueError, match="^block_mask: expected a mask_mod that torch.vmap can evaluate, got one that raises: "):
+        from_flex_block_mask(mask)
+    ends = torch.tensor([0, 40, 90])
+    numbers = torch.searchsorted(ends[1:], torch.arange(90), right=True)
+    mask = flex.create_block_mask(lambda b, h, i, j: (numbers[i] == numbers[j]) & (i // 16 == j // 16), 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(ValueError, match="^block_mask: expected documents that begin with a block, or every block of them listed, got a list that leaves out"):
+        from_flex_block_mask(mask, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+# ---- To a BlockMask -------------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "lists": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (30, 0)},
+    "both sides": {"window": (9, 40)},
+    "lengths": {"causal": True, "q_lens": [50, 90], "kv_lens": [61, 90]},
+    "dense, lengths": {"sabi": None, "kv_lens": [61, 90]},
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+@pytest.mark.parametrize("lead", [(1, 1), (2, 2), (1, 2)], ids=str)
+def test_lists_become_masks(name, lead, eager):
+    """The same attention by flex_attention, the same tokens by blocks and function, and the way back."""
+    options = {"sabi": sabi.from_block_mask(np.random.default_rng(3).random((*lead, 6, 3)) < 0.5, dtype="int32")} | OPTIONS[name]
+    q, k, v = problem()
+    mask = to_flex_block_mask(s_q=90, block_shape=(16, 32), **options)
+    ours = block_sparse_attention(q, k, v, block_shape=(16, 32), **options)
+    torch.testing.assert_close(flex.flex_attention(q, k, v, block_mask=mask), ours)
+    seen = seen_by(mask, 2, 2, 90, 90)
+    torch.testing.assert_close(ours.double(), expected(q, k, v, seen), rtol=1e-5, atol=1e-5)
+    assert torch.equal(seen, flex.create_mask(mask.mask_mod, 2, 2, 90, 90, device="cpu"))
+    lengths = {name: options[name] for name in ("q_lens", "kv_lens") if name in options}
+    if lengths.get("kv_lens") is None or mask.kv_num_blocks.shape[0] == 2:
+        again = from_flex_block_mask(mask, **lengths)
+        torch.testing.assert_close(block_sparse_attention(q, k, v, **again), ours)
+
+
+def test_full_blocks_are_full():
+    mask = to_flex_block_mask(None, 96, block_shape=(16, 16), causal=True)
+    assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4, 5]]]
+    assert mask.kv_num_blocks.tolist() == [[[1] * 6]]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_documents_become_masks(listed, eager):
+    lists = sabi.from_block_mask(np.random.default_rng(4).random((4, 2, 3, 3)) < 0.6, dtype="int32") if listed else None
+    rules = {"block_shape": (16, 16), "causal": True, "window": (20, 0), "cu_seqlens_q": ENDS, "cu_seqlens_kv": ENDS}
+    mask = to_flex_block_mask(lists, 90, **rules)
+    q, k, v = problem(batch=1)
+    ours = attended({"sabi": lists, "layout": "TND", **rules}, q, k, v)
+    torch.testing.assert_close(flex.flex_attention(q, k, v, block_mask=mask), ours)
+    torch.testing.assert_close(ours.double(), expected(q, k, v, seen_by(mask, 1, 2, 90, 90)), rtol=1e-5, atol=1e-5)
+
+
+def test_bad_lists():
+    with pytest.raises(ValueError, match="^sabi: expected columns in 0..5, got 6"):
+        to_flex_block_mask(np.full((1, 1, 6, 1), 6), 90, block_shape=(16, 16))
+    with pytest.raises(ValueError, match=r"^kv_lens: expected the batch of sabi and q_lens, got batches of \[2, 3\]"):
+        to_flex_block_mask(np.zeros((3, 1, 6, 1), np.int32), 90, block_shape=(16, 16), kv_lens=[1, 2])
+    with pytest.raises(ValueError, match="^q_lens: expected None beside documents, got lengths$"):
+        to_flex_block_mask(None, 90, q_lens=[3], cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.long
+def test_compiled_flex_attention():
+    """The kernels that skip what is not listed. The compiler takes a while."""
+    lists = sabi.from_block_mask(np.random.default_rng(5).random((1, 2, 4, 4)) < 0.6, dtype="int32")
+    q, k, v = problem(queries=256, keys=256)
+    mask = to_flex_block_mask(lists, 256, block_shape=(64, 64), causal=True)
+    ours = block_sparse_attention(q, k, v, lists, block_shape=(64, 64), causal=True)
+    torch.testing.assert_close(torch.compile(flex.flex_attention)(q, k, v, block_mask=mask), ours, rtol=1e-4, atol=1e-5)
