@@ -1,7 +1,8 @@
 /* Checks every kernel of kernels.inc against plain double arithmetic that is written here.
  *
- *     checkkernels [NAME...]          checks the kernels whose names contain one of the NAMEs; without NAMEs, all
- *     checkkernels --bench [NAME...]  times attend instead
+ *     checkkernels [NAME...]                      checks the kernels whose names contain one of the NAMEs; without NAMEs, all
+ *     checkkernels --sample N SEED [NAME...]      the same, but of the cases only one in N, which SEED draws
+ *     checkkernels --bench [NAME...]              times attend instead
  *
  * checkkernels_promises.c checks what kernels promise to the bit, checkkernels_backward.c checks the backward pass, checkkernels_case.c makes the
  * cases, and checkkernels_base.c has guarded memory, number formats and the report. */
@@ -25,15 +26,6 @@ typedef struct listed {
     ba_dtype dtype;
 } listed;
 
-extern const ba_attend_family ba_attend_emulated_float32, ba_attend_emulated_float16, ba_attend_emulated_bfloat16; /* emulated_wide.c */
-extern const ba_cache_kernels ba_cache_emulated_float32, ba_cache_emulated_float16, ba_cache_emulated_bfloat16, ba_cache_emulated_int8,
-    ba_cache_emulated_float8_e4m3;
-extern const ba_attend_family ba_attend_emulated_pairs_bfloat16; /* emulated_pairs.c */
-extern const ba_attend_family ba_attend_emulated_amx_bfloat16;   /* emulated_amx.c */
-extern const ba_attend_family ba_attend_emulated_amx_float16;    /* emulated_amx_float16.c */
-extern const ba_attend_family ba_attend_emulated_amx_float32;    /* emulated_amx_float32.c */
-extern const ba_probes ba_probes_emulated, ba_probes_emulated_amx;
-
 static const listed list[] = {
 #define BA_FAMILY(level, dtype) {"attend_" #dtype "_" #level, &ba_attend_##level##_##dtype, NULL, (ba_dtype)dtype},
 #define BA_CACHE(level, dtype)                                                                                                                       \
@@ -41,20 +33,6 @@ static const listed list[] = {
      (ba_dtype)dtype},
 #define BA_PROBE(level)
 #include "kernels/kernels.inc"
-    // clang-format off
-    BA_FAMILY(emulated, float32)
-    BA_FAMILY(emulated, float16)
-    BA_FAMILY(emulated, bfloat16)
-    BA_FAMILY(emulated_pairs, bfloat16)
-    BA_FAMILY(emulated_amx, float32)
-    BA_FAMILY(emulated_amx, float16)
-    BA_FAMILY(emulated_amx, bfloat16)
-    BA_CACHE(emulated, float32)
-    BA_CACHE(emulated, float16)
-    BA_CACHE(emulated, bfloat16)
-    BA_CACHE(emulated, int8)
-    BA_CACHE(emulated, float8_e4m3)
-// clang-format on
 #undef BA_FAMILY
 #undef BA_CACHE
 #undef BA_PROBE
@@ -67,7 +45,6 @@ static const struct {
 #define BA_CACHE(level, dtype)
 #define BA_PROBE(level) {"probe_" #level, &ba_probes_##level},
 #include "kernels/kernels.inc"
-    BA_PROBE(emulated) BA_PROBE(emulated_amx)
 #undef BA_FAMILY
 #undef BA_CACHE
 #undef BA_PROBE
@@ -234,26 +211,33 @@ static void check_attend(test_case *c) {
     int64_t n = 0;
     for (int64_t i = 0; i < DIMS; i++) /* every head dim, each with a different v_dim, every fill and every mask */
         for (int fill = 0; fill < FILLS; fill++, n++) {
+            if (!is_drawn()) continue;
             const bool is_long = dim_at(i) > 128;
             make_case(c, fill, n % MASKS, 1 + pick(lanes), 1 + pick(is_long ? 9 : 24), dim_at(i),
                       dim_at((i * 29 + 7 * fill) % (is_long ? SHORT_DIMS : DIMS)));
             check_case(c, 1 + pick(c->keys));
         }
     for (int64_t keys = 1; keys <= BA_MAX_CHUNK; n++) { /* every length up to 70, then some larger ones */
-        make_case(c, n % FILLS, pick(MASKS), lanes, keys, 1 + pick(6), 1 + pick(6));
-        check_case(c, keys);
+        if (is_drawn()) {
+            make_case(c, n % FILLS, pick(MASKS), lanes, keys, 1 + pick(6), 1 + pick(6));
+            check_case(c, keys);
+        }
         keys += keys < 70 || keys == BA_MAX_CHUNK ? 1 : ba_min(31, BA_MAX_CHUNK - keys);
     }
     for (int64_t queries = 1; queries <= lanes; queries++, n++) { /* several chunks in sequence */
+        if (!is_drawn()) continue;
         make_case(c, n % FILLS, pick(MASKS), queries, 40 + pick(60), 1 + pick(24), 1 + pick(24));
         check_case(c, ba_round_up(c->keys / 3, step) + step);
     }
     for (int i = 0; i < 12; i++) { /* non-finite numbers in the middle of a chunk, in whole groups of keys that all lanes see */
+        if (!is_drawn()) continue;
         make_case(c, SPECIAL, NO_MASK, lanes, 64, 1 + pick(6), 1 + pick(40));
         check_case(c, c->keys);
     }
-    make_case(c, RANDOM, STAIRS, lanes, MAX_KEYS, 7, 5);
-    check_case(c, BA_MAX_CHUNK);
+    if (is_drawn()) {
+        make_case(c, RANDOM, STAIRS, lanes, MAX_KEYS, 7, 5);
+        check_case(c, BA_MAX_CHUNK);
+    }
 }
 
 /* ---- Formats ------------------------------------------------------------------------------------------------------ */
@@ -278,6 +262,7 @@ static void check_patterns_in(test_case *c) {
     make_single(c, 1);
     ba_panel panel = open_panel(c);
     for (int64_t bits = 0; bits < patterns; bits++) {
+        if (!is_drawn()) continue;
         memcpy(k.raw[0], &bits, (size_t)size); /* this needs a little-endian machine */
         set_element(real_dtype(c), panel.m, 0, -largest_of(real_dtype(c)));
         set_element(real_dtype(c), panel.l, 0, 0);
@@ -292,6 +277,7 @@ static void check_patterns_in(test_case *c) {
                     bits, -1);
     }
     for (int64_t bits = 0; bits < patterns; bits += ba_min(512, patterns)) {
+        if (patterns > 512 && !is_drawn()) continue;
         make_single(c, ba_min(512, patterns));
         for (int64_t d = 0; d < c->v_dim; d++) {
             const int64_t pattern = bits + d;
@@ -328,6 +314,7 @@ static void check_pack_queries(test_case *c) {
     record *r = &records[PACK_QUERIES];
     const int64_t lanes = most_queries(c);
     for (int64_t n = 0; n < 2 * DIMS; n++) {
+        if (!is_drawn()) continue;
         make_case(c, n % 2 ? TINY : SPREAD, NO_MASK, 1 + n % lanes, ba_min(dim_at(n / 2), BA_MAX_CHUNK), dim_at(n / 2), 1);
         c->scaled = false;
         c->softcap = 0;
@@ -374,7 +361,13 @@ static void check_finish(test_case *c) {
     const int64_t lanes = most_queries(c);
     int64_t left = ba_max(patterns_of(dtype), 1 << 14) * 4, n = 0;
     while (left > 0) {
-        make_case(c, EQUAL, NO_MASK, 1 + pick(lanes), 1, 1, 1 + pick(BA_MAX_HEAD_DIM));
+        const int64_t queries = 1 + pick(lanes), v_dim = 1 + pick(BA_MAX_HEAD_DIM);
+        left -= queries * v_dim;
+        if (!is_drawn()) {
+            n += queries * v_dim;
+            continue;
+        }
+        make_case(c, EQUAL, NO_MASK, queries, 1, 1, v_dim);
         const ba_panel panel = open_panel(c);
         for (int64_t i = 0; i < c->queries; i++) {
             set_element(real_dtype(c), panel.m, i, uniform() * 100);
@@ -383,7 +376,6 @@ static void check_finish(test_case *c) {
                 set_element(real_dtype(c), panel.o, o_index(c, d, i),
                             patterns_of(dtype) ? near_pattern(dtype, n) : uniform() * exp2(uniform() * 160));
         }
-        left -= c->queries * c->v_dim;
         void **rows = place_out_rows(c), *lse = place_tight(LSE, c->queries * c->s.f->real_size, c->s.f->real_size);
         finish(c, &panel, rows, lse);
         for (int64_t i = 0; i < c->queries; i++)
@@ -398,6 +390,7 @@ static void check_finish(test_case *c) {
             }
     }
     for (n = 0; n < 200; n++) { /* any l */
+        if (!is_drawn()) continue;
         make_case(c, EQUAL, NO_MASK, 1 + pick(lanes), 1, 1, 1 + pick(40));
         const ba_panel panel = open_panel(c);
         for (int64_t i = 0; i < c->queries; i++) {
@@ -425,6 +418,7 @@ static void check_finish(test_case *c) {
 static void check_merge(test_case *c, record *r) {
     const ba_dtype dtype = c->s.dtype;
     for (int64_t n = 0; n < 60 * FILLS; n++) {
+        if (!is_drawn()) continue;
         const int64_t parts = pick(6), dim = dim_at(n % DIMS);
         c->variant = WIDE;
         make_case(c, n / DIMS % FILLS, NO_MASK, 1, ba_max(parts, 1), 1, dim);
@@ -446,6 +440,7 @@ static void check_merge(test_case *c, record *r) {
         }
     }
     for (int64_t bits = 0; bits < patterns_of(dtype); bits += 512) { /* one part with weight 1: each pattern comes out as it went in */
+        if (!is_drawn()) continue;
         make_case(c, EQUAL, NO_MASK, 1, 1, 1, 512);
         for (int64_t d = 0; d < 512; d++) ((uint16_t *)(void *)v.raw[0])[d] = (uint16_t)(bits + d);
         const void **rows = place_rows(c, V_ROWS, ROW_POINTERS, &v, 0, 1, 512);
@@ -460,6 +455,7 @@ static void check_merge(test_case *c, record *r) {
 
 static void check_few_scores(test_case *c) {
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
+        if (!is_drawn()) continue;
         make_case(c, n % FILLS, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(40), dim_at(n / FILLS % DIMS), 1);
         c->softcap = 0;
         c->scaled = false;
@@ -480,6 +476,7 @@ static void check_few_scores(test_case *c) {
 static void check_probabilities(test_case *c) {
     record *r = &records[PROBABILITIES];
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
+        if (!is_drawn()) continue;
         make_case(c, n % FILLS, n % MASKS, 1 + pick(c->s.f->lanes[WIDE]), 1 + pick(n % 7 ? 100 : BA_MAX_CHUNK), dim_at(n / FILLS % DIMS), 1);
         c->softcap = 0;
         const ba_panel panel = open_panel(c);
@@ -525,6 +522,7 @@ static void check_choose(test_case *c) {
     enum { MOST_BLOCKS = 200 };
     const double odd[] = {0, -0.0, INFINITY, -INFINITY, NAN, 1, -1, largest_of(real_dtype(c)), -largest_of(real_dtype(c)), 1e-40};
     for (int n = 0; n < 600; n++) {
+        if (!is_drawn()) continue;
         static double score[BA_CHOOSE_ROWS][MOST_BLOCKS];
         ba_choice choice = {.rows = 1 + pick(BA_CHOOSE_ROWS), .blocks = pick(MOST_BLOCKS + 1)};
         choice.stride = choice.rows + pick(9);
@@ -568,6 +566,7 @@ static void check_choose(test_case *c) {
 static void check_score_heads(test_case *c) {
     record *r = &records[SCORE_HEADS];
     for (int64_t n = 0; n < 4 * DIMS * FILLS; n++) {
+        if (!is_drawn()) continue;
         const int64_t dim = dim_at(n / FILLS % DIMS), sides = 1 + pick(2), room = BA_HEADS_REALS / ba_round_up(dim, 32);
         const int64_t queries = sides == 1 ? 1 : 1 + pick(ba_min(room, BA_FEW_QUERIES));
         const int64_t heads = 1 + pick(ba_min(ba_min(BA_MAX_HEAD_DIM / dim, room / queries), 20)), rows = 1 + pick(20);
@@ -605,6 +604,7 @@ static void check_summarise(test_case *c) {
     record *r = &records[SUMMARISE];
     const ba_dtype dtype = c->s.kv_dtype;
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
+        if (!is_drawn()) continue;
         make_case(c, n % FILLS, NO_MASK, 1, 1 + pick(n % 7 ? 20 : 200), 1, dim_at(n / FILLS % DIMS));
         const void **rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, c->keys, c->v_dim);
         void *to[3]; /* largest, smallest, mean; NULL, in some cases: not computed */
@@ -711,7 +711,7 @@ static void check_dispatch(void) {
         for (int i = 0; i < LISTED; i++) {
             const listed *l = &list[i];
             const ba_isa isa = l->cache ? l->cache->isa : l->family->isa;
-            if (strstr(l->name, "emulated") || (int)isa > level || isa > ba_isa_detected()) continue;
+            if ((int)isa > level || isa > ba_isa_detected()) continue;
             if (l->cache) caches[l->dtype] = l->cache;
             else families[l->dtype] = l->family;
             if (!l->cache && is_vector(l->family)) vectors[l->dtype] = l->family;
@@ -772,7 +772,9 @@ static void bench(const subject *s) {
 /* Each argument is a part of the names of kernels to check (no argument: all), or, after a dash, of kernels to leave out. */
 int main(int argc, char **argv) {
     const bool timing = argc > 1 && strcmp(argv[1], "--bench") == 0;
-    const int first_name = timing ? 2 : 1;
+    const bool sampled = argc > 3 && strcmp(argv[1], "--sample") == 0;
+    const int first_name = timing ? 2 : sampled ? 4 : 1;
+    if (sampled) sample_cases(ba_max(1, atoll(argv[2])), argv[3]);
     int named = 0;
     for (int a = first_name; a < argc; a++) named += argv[a][0] != '-';
     for (int i = 0; i < LISTED + PROBES; i++) {

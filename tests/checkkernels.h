@@ -79,7 +79,12 @@ typedef struct rounding {
 } rounding;
 const rounding *rounding_of(const ba_attend_family *family);
 
-/* ---- Random numbers: the same in every run ------------------------------------------------------------------------ */
+/* ---- Random numbers, and samples ------------------------------------------------------------------------------------ */
+
+/* From now on one case in `one_in` is checked, and `seed` decides which cases, and what numbers they have. Without it all cases are checked, with the
+ * same numbers in every run. */
+void sample_cases(int64_t one_in, const char *seed);
+bool is_drawn(void); /* whether the next case is in the sample */
 
 void seed_by_name(const char *name);
 uint64_t random_bits(void);
@@ -241,7 +246,7 @@ void check_empty_join(test_case *c);
 /* Checks and reports a family's kernels for gradients. */
 void check_backward(const subject *s);
 
-/* ---- Dot products of pairs (emulated_pairs.c) ---------------------------------------------------------------------- */
+/* ---- Dot products of pairs (checkkernels_pairs.c) ---------------------------------------------------------------------- */
 
 /* Checks that the emulation of VDPBF16PS gives the instruction's bits. Does nothing where the CPU lacks the instruction. */
 void check_dot_pairs(void);

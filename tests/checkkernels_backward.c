@@ -128,12 +128,14 @@ static void check_panels(void *context) {
     enum { DIMS = sizeof dims / sizeof *dims };
     const int64_t lanes = most_queries(c);
     for (int64_t n = 0; n < DIMS * FILLS; n++) {
+        if (!is_drawn()) continue;
         const int64_t dim = dims[n % DIMS];
         make_case(c, (fill)(n / DIMS), (mask)(n % MASKS), 1 + pick(lanes), 1 + pick(dim > 100 ? 9 : 40), dim, dims[(n * 5 + 3) % DIMS]);
         draw_numbers(c);
         check_panel(c);
     }
     for (int64_t keys = 1; keys <= BA_MAX_CHUNK; keys += keys < 40 ? 1 : 59) {
+        if (!is_drawn()) continue;
         make_case(c, (fill)(keys % FILLS), (mask)pick(MASKS), lanes, keys, 1 + pick(6), 1 + pick(6));
         draw_numbers(c);
         check_panel(c);
@@ -320,12 +322,14 @@ static void check_tiles(void *context) {
     static const int64_t dims[] = {1, 2, 7, 16, 17, 33, 64, 72, 80, 128, 576};
     enum { DIMS = sizeof dims / sizeof *dims };
     for (int64_t n = 0; n < DIMS * FILLS; n++) {
+        if (!is_drawn()) continue;
         const int64_t dim = dims[n % DIMS];
         make_case(c, (fill)(n / DIMS), (mask)(n % MASKS), 1 + pick(most_queries(c)), 1 + pick(dim > 100 ? 9 : 70), dim, dims[(n * 5 + 3) % DIMS]);
         draw_numbers(c);
         check_tile(c);
     }
     for (int64_t keys = 1; keys <= BA_MAX_CHUNK; keys += keys < 70 ? 1 : 59) {
+        if (!is_drawn()) continue;
         make_case(c, (fill)(keys % FILLS), (mask)pick(MASKS), most_queries(c), keys, 1 + pick(6), 1 + pick(6));
         draw_numbers(c);
         check_tile(c);
@@ -373,12 +377,13 @@ static void check_others(void *context) {
     test_case *c = context;
     static const int64_t dims[] = {1, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64, 72, 80, 96, 128, 192, 255, 576};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
+        if (!is_drawn()) continue;
         for (int careful = 0; careful < 2; careful++) check_add_rows(c, &others[ADD_ROWS], &others[PACK_TILE], 1 + pick(70), dims[i], careful);
         check_dots(c, &others[DOT_ROWS], dims[i]);
         check_store(c, &others[STORE_ROW], dims[i]);
     }
     for (int64_t keys = 1; keys <= BA_MAX_CHUNK; keys += keys < 80 ? 1 : 61)
-        check_add_rows(c, &others[ADD_ROWS], &others[PACK_TILE], keys, 1 + pick(40), false);
+        if (is_drawn()) check_add_rows(c, &others[ADD_ROWS], &others[PACK_TILE], keys, 1 + pick(40), false);
 }
 
 void check_backward(const subject *s) {

@@ -195,11 +195,23 @@ double largest_of(ba_dtype dtype) {
 /* ---- Random numbers ----------------------------------------------------------------------------------------------- */
 
 static uint64_t state = 0x9e3779b97f4a7c15u;
+static const char *sample_seed = "";
+static int64_t sample_one_in = 1, place_in_group; /* of each group of so many cases, one is checked */
+
+void sample_cases(int64_t one_in, const char *seed) {
+    sample_one_in = one_in;
+    sample_seed = seed;
+}
+
+static uint64_t hash(uint64_t h, const char *text) { /* FNV-1a */
+    for (; *text; text++) h = (h ^ (unsigned char)*text) * 0x100000001b3u;
+    return h;
+}
 
 /* Seeds the random numbers with the subject's name, so that a subject draws the same cases whether it is checked alone or after others. */
 void seed_by_name(const char *name) {
-    state = 0xcbf29ce484222325u; /* FNV-1a */
-    for (; *name; name++) state = (state ^ (unsigned char)*name) * 0x100000001b3u;
+    state = hash(hash(0xcbf29ce484222325u, name), sample_seed);
+    place_in_group = 0;
 }
 
 uint64_t random_bits(void) { /* xorshift64* */
@@ -210,6 +222,16 @@ uint64_t random_bits(void) { /* xorshift64* */
 }
 
 int64_t pick(int64_t n) { return (int64_t)((random_bits() >> 33) % (uint64_t)n); }
+
+bool is_drawn(void) {
+    static int64_t drawn;
+    if (sample_one_in == 1) return true;
+    if (place_in_group == 0) drawn = pick(sample_one_in);
+    const bool here = place_in_group == drawn;
+    place_in_group = (place_in_group + 1) % sample_one_in;
+    return here;
+}
+
 double uniform(void) { return (double)(random_bits() >> 11) * 0x1p-52 - 1; }
 
 /* ---- The report --------------------------------------------------------------------------------------------------- */

@@ -127,6 +127,7 @@ static void check_alone(test_case *c, const key_range *ranges) {
 /* Promise of families with has_cuts: a chunk may be cut in two after BA_CUT_KEYS keys, also where lanes see keys on both sides. */
 static void check_long_cuts(test_case *c) {
     for (int n = 0; n < 12; n++) {
+        if (!is_drawn()) continue;
         make_case(c, n % FILLS, n % 3 ? pick(MASKS) : NO_MASK, most_queries(c), BA_CUT_KEYS + 1 + pick(BA_MAX_CHUNK - BA_CUT_KEYS),
                   n % 2 ? 64 : 1 + pick(40), n % 2 ? 64 : 1 + pick(40));
         const key_range all[] = {{0, c->keys}}, halves[] = {{0, BA_CUT_KEYS}, {BA_CUT_KEYS, c->keys}};
@@ -140,6 +141,7 @@ void check_promises(test_case *c) {
     const int64_t lanes = most_queries(c), step = step_of(c);
     if (c->variant <= 1 && c->s.f->has_cuts) check_long_cuts(c);
     for (int n = 0; n < 120; n++) {
+        if (!is_drawn()) continue;
         const int64_t before = pick(2) * step; /* keys in a chunk before this one */
         const int64_t keys = before + 1 + pick(ba_min(5 * step, BA_MAX_CHUNK - before));
         make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), keys, 1 + pick(40), 1 + pick(40));
@@ -169,6 +171,7 @@ void check_together(test_case *c) {
     static float states[2][PANELS][STATE] __attribute__((aligned(BA_ALIGN)));
     const ba_attend_family *f = c->s.f;
     for (int n = 0; n < 60; n++) {
+        if (!is_drawn()) continue;
         make_case(c, n % FILLS, pick(MASKS), 1 + pick(most_queries(c)), n % 2 ? 1 + pick(40) : 1 + pick(BA_MAX_CHUNK), dim_at(pick(SHORT_DIMS)),
                   dim_at(pick(SHORT_DIMS)));
         if (n % 3 == 0) c->head_dim = c->v_dim = n % 2 ? 128 : 64; /* the usual dims */
@@ -214,6 +217,7 @@ void check_heads(test_case *c) {
     static double scratch[HEADS][BA_FEW_QUERIES * (BA_MAX_CHUNK + BA_MAX_HEAD_DIM)] __attribute__((aligned(BA_ALIGN)));
     const int64_t real = c->s.f->real_size;
     for (int n = 0; n < 60; n++) {
+        if (!is_drawn()) continue;
         const int64_t heads = 2 + pick(HEADS - 1), keys = n % 3 ? 1 + pick(70) : 1 + pick(BA_MAX_CHUNK);
         make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * (1 + pick(SHORT_DIMS)), heads * (1 + pick(SHORT_DIMS)));
         const int64_t k_step = c->head_dim / heads,
@@ -262,6 +266,7 @@ void check_heads(test_case *c) {
 /* Promise of join_few: joining with an empty state changes no bit of the other state, whichever of the two is the target. */
 void check_empty_join(test_case *c) {
     for (int n = 0; n < 20; n++) {
+        if (!is_drawn()) continue;
         make_case(c, RANDOM, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(20), 1 + pick(20), 1 + pick(40));
         const ba_panel full = open_panel(c), empty = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
         const ba_chunk chunk = open_chunk(c, 0, c->keys);

@@ -19,6 +19,7 @@ import pytest
 
 import blitz_attn
 import cases
+import sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "-fsanitize" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
@@ -110,17 +111,14 @@ def listed(kind):
     return re.findall(rf"^BA_{kind}\((\w+), (\w+)\)$", text, re.MULTILINE)
 
 
-# The texts of wide levels as plain C, whatever the CPU: tests/emulated_*.c.
-EMULATED = {
-    "emulated": ["float32", "float16", "bfloat16"],
-    "emulated_pairs": ["bfloat16"],
-    "emulated_amx": ["float32", "float16", "bfloat16"],
-}
+def sample(one_in):
+    """Arguments of checkkernels where a build is slow: one case in so many, which SAMPLE_SEED draws, or all where it says so."""
+    return [] if sampling.ALL else ["--sample", str(one_in), sampling.SEED]
 
 
 def names_of(level):
     """Arguments of checkkernels for one level: a part of its kernels' names, and after a dash parts of other levels' names that have it too."""
-    others = [f"_{name}" for name in (*blitz_attn.isa_levels(), *EMULATED) if name != level and f"_{level}" in f"_{name}"]
+    others = [f"_{name}" for name in blitz_attn.isa_levels() if name != level and f"_{level}" in f"_{name}"]
     return [f"_{level}", *(f"-{other}" for other in others)]
 
 
@@ -138,27 +136,43 @@ def test_every_level_has_its_families():
     } <= set(listed("FAMILY"))
 
 
-@pytest.mark.skipif(SANITIZED, reason="make asan runs its own build of it")
-@pytest.mark.parametrize("level", [*cases.ISA_LEVELS, *(pytest.param(level, marks=pytest.mark.long) for level in EMULATED)])
-def test_every_kernel_is_right(level, objects, show):
-    output = run_shown(show, ROOT / BUILD / "checkkernels", *names_of(level))
+def assert_all_checked(output, level):
+    """That a report has every kernel of a level, right."""
     assert passed(output) > 0
-    for dtype in EMULATED.get(level) or [dtype for at, dtype in listed("FAMILY") if at == level]:
+    for dtype in [dtype for at, dtype in listed("FAMILY") if at == level]:
         split = level.endswith("amx") and dtype != "bfloat16"  # few queries are left to vectors
         for variant in ("wide", "narrow") if split else ("wide", "narrow", "few"):
             assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
     assert "skipped" not in output
 
 
+@pytest.mark.skipif(SANITIZED, reason="make asan runs its own build of it")
+@pytest.mark.parametrize("level", cases.ISA_LEVELS)
+def test_every_kernel_is_right(level, objects, show):
+    assert_all_checked(run_shown(show, ROOT / BUILD / "checkkernels", *names_of(level)), level)
+
+
+# Builds of every level as plain C, whatever the CPU: by itself, and where the compiler may contract multiply-adds and lower 16 lanes to 8.
+PLAIN_C = {
+    "plain": ("build/emulated/temp", blitz_attn.isa_levels(), {}),
+    "contracted": ("build/contracted/temp", ["avx512"], {"BLITZ_ATTN_LEVELS": "avx512", "BLITZ_ATTN_CFLAGS": "-mavx2 -mfma -mf16c"}),
+}
+
+
 @pytest.mark.long
-@pytest.mark.skipif("avx2" not in cases.ISA_LEVELS, reason="the CPU has no AVX2")
-def test_emulated_wide_kernels_with_avx2_flags(objects, flags, show, tmp_path):
-    """The 16-lane text where the compiler may contract multiply-adds and lower to 8 lanes."""
-    wide = tmp_path / "emulated_wide.o"
-    run(*compiler("CC"), *flags, "-mavx2", "-mfma", "-mf16c", "-Icsrc", "-c", "tests/emulated_wide.c", "-o", wide, cwd=ROOT)
-    others = [path for name, path in objects.items() if name != "tests/emulated_wide"]
-    run(*compiler("CC"), "-pthread", wide, *others, "-o", tmp_path / "checkkernels", "-lm")
-    assert passed(run_shown(show, tmp_path / "checkkernels", *names_of("emulated"))) > 0
+@pytest.mark.skipif(INSTRUMENTED, reason="a build without sanitizers and the like")
+@pytest.mark.parametrize("build", PLAIN_C)
+def test_every_kernel_as_plain_c(build, show):
+    if build == "contracted" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the flags are those of x86-64")
+    pytest.importorskip("setuptools")
+    folder, levels, environment = PLAIN_C[build]
+    command = [sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", folder]
+    run(*command, cwd=ROOT, environment={"BLITZ_ATTN_EMULATED": "1", "BLITZ_ATTN_CFLAGS": "", **environment})
+    names = [] if build == "plain" else [name for level in levels for name in names_of(level)]
+    output = run_shown(show, ROOT / folder / "checkkernels", *sample(8), *names)
+    for level in levels:
+        assert_all_checked(output, level)
 
 
 def test_bench_names_its_unit(objects):
@@ -310,7 +324,7 @@ def emulate(cpu, *command, **options):
 @pytest.mark.long
 def test_every_aarch64_kernel(cross_objects):
     with ThreadPoolExecutor() as pool:
-        reports = list(pool.map(lambda level: emulate(CROSS_LEVELS[level], ROOT / CROSS_BUILD / "checkkernels", level), CROSS_LEVELS))
+        reports = list(pool.map(lambda level: emulate(CROSS_LEVELS[level], ROOT / CROSS_BUILD / "checkkernels", *sample(8), level), CROSS_LEVELS))
     for level, output in zip(CROSS_LEVELS, reports, strict=True):
         passed(output)
         assert not re.search(rf"_{level} .*skipped", output)
