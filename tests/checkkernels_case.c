@@ -232,7 +232,7 @@ void **place_out_rows(const test_case *c) { /* one row for each query, and none 
 
 double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* for double, the reference rounds, too */
 /* Whether the kernel for few queries packs them in a format of its own. For a cache, the queries are packed as reals. */
-bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && c->s.f->few_least_heads > 0; }
+bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && ba_tuning_at(c->s.f->isa)->few_least_heads > 0; }
 double tiny(const test_case *c) {
     return (c->variant != FEW || few_are_own(c)) && rounding_of(c->s.f)->flushes ? 0x1p-126 : smallest_of(real_dtype(c));
 }

@@ -37,7 +37,7 @@ static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
 static char refusal_note[160]; /* why the CPU's highest level is not used; empty where it is used */
 
-#if defined(__x86_64__) && !defined(BA_EMULATED)
+#if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_avx512_bf16)
 static bool cpuid_has_avx512_bf16(void) {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5;
@@ -47,7 +47,9 @@ static bool cpuid_has_avx512_bf16(void) {
  * cores issue it a quarter as often, so they are slower with it: there the level exists for callers that name it, but is never the detected
  * one. The vendor decides and not a measurement, so that the same machine always gives the same answer. */
 static bool multiplies_pairs_fast(void) { return __builtin_cpu_is("amd"); }
+#endif
 
+#if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_amx)
 /* Whether the CPU has tiles and bfloat16 tile products (CPUID leaf 7), and whether the system saves tiles on a context switch (XCR0). */
 static bool cpuid_has_amx(void) {
     unsigned eax, ebx, ecx, edx, low, high;
@@ -71,7 +73,7 @@ static bool request_tiles(void) {
 }
 #endif
 
-#if defined(__aarch64__) && !defined(BA_EMULATED)
+#if defined(__aarch64__) && !defined(BA_EMULATED) && !defined(BA_NO_neon) && !defined(BA_NO_neon_bf16)
 static bool cpu_has_bf16(void) {
 #if defined(__linux__)
     enum { BF16 = 1 << 14 }; /* HWCAP2_BF16, which older headers do not name */

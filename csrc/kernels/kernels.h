@@ -384,10 +384,6 @@ typedef struct ba_attend_family {
                           given pointers to such groups. Of evenly spaced rows, packing leaves all such groups in place, or none */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
     bool has_cuts;     /* cutting a chunk at multiples of BA_CUT_KEYS changes no lane's bits, except those of weights below real's normal range */
-    int64_t few_least_heads; /* few.attend and few.pack_queries take calls of at least so many query heads per KV head. Calls of fewer use the vector
-                                family's, whose packed queries fit this family's room. 0: all of them do */
-    int64_t least_pairs;     /* the average number of queries that must attend a key for packing K and V to pay; batch entries of fewer use the vector
-                                family. 0: it always pays */
 } ba_attend_family;
 
 /* scores[query * stride + key] = q . row, in real, with room for round_up(keys, 16) keys per query. q is packed and ordered as for few.attend. offset
@@ -422,6 +418,7 @@ typedef BA_SUMMARISE((*ba_summarise_fn));
  * calls use a level's float families, whose attend reads floats: `pack` makes them. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
+    int prefetch_level;   /* BA_PREFETCH_LEVEL of traits.h, for drivers that prefetch for this level */
     ba_pack_rows_fn pack; /* NULL: K and V are read in place */
     ba_attend_few_fn few;
     ba_order_few_fn order_few; /* NULL: packed queries are in order */
@@ -487,8 +484,12 @@ typedef struct ba_tuning {
     int64_t by_block_least_lanes; /* queries that must attend a block for fetching it to pay */
     double inline_flops;          /* calls of less work run in the caller's thread */
     int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
-    ba_few_tuning few;            /* few calls */
-    ba_few_tuning tile_few;       /* few calls that run on tiles, where the level has them; keys 0: as `few` */
+    int64_t few_least_heads;      /* the level's own few.attend and few.pack_queries take calls of at least so many query heads per KV head. Calls of
+                                     fewer use those of the vector family, whose packed queries fit the room. 0: all calls do */
+    int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
+                                             use the vector family. 0: it always pays */
+    ba_few_tuning few;                    /* few calls */
+    ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
 } ba_tuning;
 
 /* A family is tuned by the block of its own level; few calls by that of the level in use. */

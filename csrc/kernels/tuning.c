@@ -7,6 +7,8 @@
  *     list_keys                  a list row is not attended for so long that the keys it shares with other rows leave L2
  *     tile_queries               packing one chunk serves as many queries as have room in L2 with their output
  *     gradient_*                 a query tile's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
+ *     few_least_heads            with fewer query heads, tiles are so empty that the vector kernels are as fast
+ *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains
  *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128
  *     few.part_keys              an item of so many keys loses little to its beginning and its end
  *     few.least_part_keys        a short request still gives several threads work
@@ -167,6 +169,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 8e6,
             .shared_bytes = 512 << 20,
+            .few_least_heads = 1,
             .few =
                 {
                     .part_keys = 4096,
@@ -194,6 +197,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 3e7,
             .shared_bytes = 512 << 20,
+            .few_least_heads = 5,
+            .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
             .few =
                 {
                     .part_keys = 2048,
@@ -229,6 +234,27 @@ const ba_work_tuning ba_work = {
     .items = 8,
     .few_items = 4,
     .row_items = 4,
+    .most_entries = 1 << 20,
     .survey_entries = 2e5,
     .small_work = 1e6,
+    .small_padding = 1 << 20,
+    .merge_rows = 256,
+    .gradient_keys = 512,
+    .quest =
+        {
+            .pages = 16,
+            .stretch_rows = 128,
+            .thread_stretches = 4,
+            .chunk_rows = 256,
+            .single_chunk_rows = 32,
+            .ahead_bytes = 2048,
+            .ahead_rows = 16,
+            .insertion_keys = 64,
+        },
+    .nsa =
+        {
+            .mean_tokens = 256,
+            .gate_tokens = 64,
+            .gradient_tokens = 512,
+        },
 };

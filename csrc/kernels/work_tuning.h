@@ -11,8 +11,31 @@ typedef struct ba_work_tuning {
     int64_t items;         /* per thread: items of a forward call at least, where there are tiles enough */
     int64_t few_items;     /* the same of few queries, where an item may have several heads */
     int64_t row_items;     /* the same where queries are attended block by block */
+    int64_t most_entries;  /* entries of an item's lists at most, where these are inverted: they bound its scratch memory */
     double survey_entries; /* lists with more entries than this are checked by several threads */
     double small_work;     /* elements: operations that only stream over memory use one thread below this */
+    int64_t small_padding; /* bytes: less padding than this is cleared by one thread */
+    int64_t merge_rows;    /* rows per item of a merge */
+    int64_t gradient_keys; /* keys per item of the jobs that clear dK and dV, and that round them */
+
+    /* Quest */
+    struct {
+        int64_t pages;             /* summaries: pages per item */
+        int64_t stretch_rows;      /* selection: the fewest rows of summaries per item of the scores */
+        int64_t thread_stretches;  /* such items per thread, where there are rows enough */
+        int64_t chunk_rows;        /* rows that are scored for every head before the next rows are, where heads read a row together */
+        int64_t single_chunk_rows; /* the same where the kernel for few queries scores one head after the other */
+        int64_t ahead_bytes;       /* prefetched ahead of the row that is scored, where heads read a row together */
+        int64_t ahead_rows;        /* the same in rows, at most */
+        int64_t insertion_keys;    /* so many keys are sorted by insertion */
+    } quest;
+
+    /* Native sparse attention */
+    struct {
+        int64_t mean_tokens;     /* tokens per item of the means of blocks and of their gradients */
+        int64_t gate_tokens;     /* tokens per item of the gates */
+        int64_t gradient_tokens; /* tokens per item of the gates' gradients. An item sums its share of dweight by itself, so this decides the bits */
+    } nsa;
 } ba_work_tuning;
 
 extern const ba_work_tuning ba_work;

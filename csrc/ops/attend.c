@@ -54,7 +54,8 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     c->pack_v = own ? f->pack->values : kernels->cache[p->kv_dtype]->pack;
     /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both
      * kinds of lists must give the same bits. */
-    c->own_few = own && f->few->attend && f->few_least_heads > 0 && p->group >= f->few_least_heads;
+    const int64_t least_heads = ba_tuning_at(f->isa)->few_least_heads;
+    c->own_few = own && f->few->attend && least_heads > 0 && p->group >= least_heads;
     c->few = c->own_few ? f->few->attend : kernels->cache[p->kv_dtype]->few;
     c->pack_few = c->own_few ? f->few->pack_queries : vectors->few->pack_queries;
     c->order_few = c->own_few ? f->few->order_queries : kernels->cache[p->kv_dtype]->order_few;

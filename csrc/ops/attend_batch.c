@@ -7,6 +7,7 @@
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
+#include "kernels/work_tuning.h"
 #include "ops/attend.h"
 #include "ops/scratch.h"
 
@@ -24,7 +25,8 @@ static double pairs_per_key(const ba_problem *p, int64_t batch) {
 
 /* Runs the call in two passes, where some batch entries are for one family and the others for the other family. Each pass treats the other pass's
  * queries as padding. The first pass reads and checks all lists, so that nothing is written if one is wrong. */
-static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int threads) {
+static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int64_t least_pairs,
+                              int threads) {
     const size_t bytes = (size_t)problem->batch * sizeof(int64_t);
     int64_t *lens = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
     if (!lens) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %zu bytes of memory, got none", bytes);
@@ -32,7 +34,7 @@ static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_fa
     for (int pass = 0; pass < 2 && status == BA_OK; pass++) {
         ba_problem part = *problem;
         for (int64_t b = 0; b < problem->batch; b++) {
-            const bool pays = pairs_per_key(problem, b) >= packed->least_pairs;
+            const bool pays = pairs_per_key(problem, b) >= least_pairs;
             lens[b] = pays == (pass == 0) ? ba_q_span(problem, b).valid : 0;
         }
         part.q_lens = lens;
@@ -46,10 +48,11 @@ static ba_status attend_valid(const ba_problem *problem, int threads) {
     const ba_kernels *kernels = ba_kernels_active();
     const ba_attend_family *family = kernels->attend[problem->dtype], *vectors = kernels->vector[problem->dtype];
     if (problem->kv_dtype != problem->dtype) return ba_attend_with(vectors, problem, threads);
+    const int64_t least_pairs = ba_tuning_at(family->isa)->least_pairs[problem->dtype];
     int64_t pay = 0;
-    for (int64_t b = 0; family->least_pairs > 0 && b < problem->batch; b++) pay += pairs_per_key(problem, b) >= family->least_pairs;
-    if (family->least_pairs == 0 || pay == problem->batch) return ba_attend_with(family, problem, threads);
-    return pay == 0 ? ba_attend_with(vectors, problem, threads) : attend_apart(family, vectors, problem, threads);
+    for (int64_t b = 0; least_pairs > 0 && b < problem->batch; b++) pay += pairs_per_key(problem, b) >= least_pairs;
+    if (least_pairs == 0 || pay == problem->batch) return ba_attend_with(family, problem, threads);
+    return pay == 0 ? ba_attend_with(vectors, problem, threads) : attend_apart(family, vectors, problem, least_pairs, threads);
 }
 
 /* Writes output 0 and log-sum-exp -inf for the queries behind the valid length. An item is one head of one batch entry. */
@@ -65,14 +68,13 @@ static void clear_padding(void *context, int64_t item, int worker) {
 }
 
 ba_status ba_attend(const ba_problem *problem, int num_threads) {
-    enum { MANY_BYTES = 1 << 20 }; /* less padding than this is written by one thread */
     const int threads = ba_threads_for(num_threads);
     if (problem->q_len == 0) return BA_OK; /* an empty array's other axes may be of any length, so no loop may run over them */
     BA_TRY(attend_valid(problem, threads));
     int64_t padding = 0;
     for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;
     if (padding) {
-        const bool many = padding * problem->heads * problem->v_dim * problem->element_size >= MANY_BYTES;
+        const bool many = padding * problem->heads * problem->v_dim * problem->element_size >= ba_work.small_padding;
         BA_TRY(ba_parallel(many ? threads : 1, problem->batch * problem->heads, clear_padding, (void *)problem));
     }
     return BA_OK;

@@ -11,9 +11,8 @@
 #include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
+#include "kernels/work_tuning.h"
 #include "ops/backward_call.h"
-
-enum { KEYS_PER_ITEM = 512 }; /* of the jobs that clear dK and dV, and that round them */
 
 /* ---- Scratch ---------------------------------------------------------------------------------------------------------- */
 
@@ -53,17 +52,17 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
 
 /* ---- dK and dV as a whole ----------------------------------------------------------------------------------------------- */
 
-/* The number of stretches of KEYS_PER_ITEM keys per (batch, KV head): that of the longest sequence. */
-static int64_t stretches(const ba_problem *p) { return ba_ceil_div(p->kv_len, KEYS_PER_ITEM); }
+/* The number of stretches of ba_work.gradient_keys keys per (batch, KV head): that of the longest sequence. */
+static int64_t stretches(const ba_problem *p) { return ba_ceil_div(p->kv_len, ba_work.gradient_keys); }
 
 typedef void (*key_fn)(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key);
 
 /* Calls fn for every key of stretch number `index`. */
 static void each_key(const ba_backward_call *c, int64_t index, key_fn fn) {
     const ba_problem *p = c->problem;
-    const int64_t first = index % stretches(p) * KEYS_PER_ITEM, kv_head = index / stretches(p) % p->kv_heads,
+    const int64_t first = index % stretches(p) * ba_work.gradient_keys, kv_head = index / stretches(p) % p->kv_heads,
                   batch = index / stretches(p) / p->kv_heads;
-    for (int64_t key = first; key < ba_min(first + KEYS_PER_ITEM, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
+    for (int64_t key = first; key < ba_min(first + ba_work.gradient_keys, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
 }
 
 static void clear_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {

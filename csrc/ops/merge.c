@@ -12,8 +12,6 @@
 #include "ops/check.h"
 #include "ops/scratch.h"
 
-enum { ROWS_PER_ITEM = 256 };
-
 typedef struct merge_call {
     const ba_attend_family *family;
     int64_t parts;
@@ -83,7 +81,7 @@ static void merge_rows(void *context, int64_t item, int worker) {
     lay_out_merge(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
     const int64_t real_size = ba_dtype_size(c->lse->dtype);
     const int64_t element = ba_dtype_size(c->out->dtype);
-    for (int64_t row = item * ROWS_PER_ITEM; row < ba_min(c->rows, (item + 1) * ROWS_PER_ITEM); row++) {
+    for (int64_t row = item * ba_work.merge_rows; row < ba_min(c->rows, (item + 1) * ba_work.merge_rows); row++) {
         double top = -INFINITY, sum = 0;
         bool is_nan = false;
         for (int64_t n = 0; n < c->parts; n++) {
@@ -116,7 +114,7 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     const void **unused_rows;
     char *unused_weights;
     c.scratch_bytes = lay_out_merge(&c, NULL, &unused_rows, &unused_weights);
-    const int64_t items = ba_ceil_div(c.rows, ROWS_PER_ITEM);
+    const int64_t items = ba_ceil_div(c.rows, ba_work.merge_rows);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
     const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(0);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

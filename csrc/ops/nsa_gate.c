@@ -13,10 +13,8 @@
 
 enum {
     GATES = 3,
-    TOKENS_AT_ONCE = 8,   /* tokens whose logits are computed by one call of the kernel */
-    LOGITS_STRIDE = 16,   /* reals per gate in `logits`: the kernel needs room for TOKENS_AT_ONCE rounded up to 16 */
-    TOKENS_PER_ITEM = 64, /* forward */
-    TOKENS_PER_SUM = 512, /* backward: tokens per item. Each item sums its share of dweight by itself, so this number decides the rounding */
+    TOKENS_AT_ONCE = 8, /* tokens whose logits are computed by one call of the kernel */
+    LOGITS_STRIDE = 16, /* reals per gate in `logits`: the kernel needs room for TOKENS_AT_ONCE rounded up to 16 */
 };
 
 typedef struct gate_call {
@@ -39,7 +37,7 @@ typedef struct gate_scratch {
     char *logits;      /* [3][LOGITS_STRIDE] reals */
     char *gates;       /* [TOKENS_AT_ONCE][head][3] reals */
     char *row;         /* one row of dq, as reals */
-    char *dlogits;     /* [head][3][TOKENS_PER_SUM] reals */
+    char *dlogits;     /* [head][3][ba_work.nsa.gradient_tokens] reals */
     char *wide;        /* rows of q as reals, for ba_sum_rows() */
     const void **rows; /* rows of several tokens, or of the three gates */
 } gate_scratch;
@@ -52,9 +50,9 @@ static int64_t lay_out_gate(const gate_call *c, char *base, gate_scratch *s) {
     s->logits = ba_take(base, &used, BA_FEW_QUERIES * LOGITS_STRIDE * real);
     s->gates = ba_take(base, &used, TOKENS_AT_ONCE * c->heads * GATES * real);
     s->row = ba_take(base, &used, widest * real);
-    s->dlogits = ba_take(base, &used, sums_dweights ? c->heads * GATES * TOKENS_PER_SUM * real : 0);
+    s->dlogits = ba_take(base, &used, sums_dweights ? c->heads * GATES * ba_work.nsa.gradient_tokens * real : 0);
     s->wide = ba_take(base, &used, sums_dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
-    s->rows = (const void **)ba_take(base, &used, ba_max(TOKENS_PER_SUM, GATES) * (int64_t)sizeof(void *));
+    s->rows = (const void **)ba_take(base, &used, ba_max(ba_work.nsa.gradient_tokens, GATES) * (int64_t)sizeof(void *));
     return used;
 }
 
@@ -93,10 +91,10 @@ static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch,
 
 static void gate_item(void *context, int64_t item, int worker) {
     const gate_call *c = context;
-    const int64_t batch = item / c->items_per_batch, first = item % c->items_per_batch * TOKENS_PER_ITEM;
+    const int64_t batch = item / c->items_per_batch, first = item % c->items_per_batch * ba_work.nsa.gate_tokens;
     gate_scratch s;
     lay_out_gate(c, c->scratch + worker * c->scratch_bytes, &s);
-    for (int64_t begin = first; begin < ba_min(c->tokens, first + TOKENS_PER_ITEM); begin += TOKENS_AT_ONCE) {
+    for (int64_t begin = first; begin < ba_min(c->tokens, first + ba_work.nsa.gate_tokens); begin += TOKENS_AT_ONCE) {
         const int64_t n = ba_min(TOKENS_AT_ONCE, c->tokens - begin);
         make_gates(c, &s, batch, begin, n);
         for (int64_t row = 0; c->out.data && row < n * c->heads; row++) { /* token by token, in the order of memory */
@@ -133,7 +131,7 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
     if (!c->weighted) return;
     for (int g = 0; g < GATES; g++) {
         ba_set_real(s->gates, g, dlogit[g], real);
-        ba_set_real(s->dlogits, (head * GATES + g) * TOKENS_PER_SUM + place, dlogit[g], real);
+        ba_set_real(s->dlogits, (head * GATES + g) * ba_work.nsa.gradient_tokens + place, dlogit[g], real);
         rows[g] = weight_row(c->weight, head, g);
     }
     c->kernels->vector[ba_real_of(c->q.dtype)]->pack->merge_row(s->row, rows, s->gates, GATES, c->dim);
@@ -142,8 +140,8 @@ static void backward_token(const gate_call *c, const gate_scratch *s, int64_t ba
 
 static void backward_item(void *context, int64_t item, int worker) {
     const gate_call *c = context;
-    const int64_t batch = item / c->items_per_batch, begin = item % c->items_per_batch * TOKENS_PER_SUM,
-                  n = ba_min(TOKENS_PER_SUM, c->tokens - begin);
+    const int64_t batch = item / c->items_per_batch, begin = item % c->items_per_batch * ba_work.nsa.gradient_tokens,
+                  n = ba_min(ba_work.nsa.gradient_tokens, c->tokens - begin);
     gate_scratch s;
     lay_out_gate(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t t = 0; t < n; t++)
@@ -153,7 +151,8 @@ static void backward_item(void *context, int64_t item, int worker) {
         for (int64_t g = 0; g < GATES; g++) {
             char *sum = c->dweights + ((item * c->heads + head) * GATES + g) * c->dim * c->real_size;
             memset(sum, 0, (size_t)(c->dim * c->real_size));
-            ba_sum_rows(c->kernels, c->q.dtype, s.rows, s.dlogits + (head * GATES + g) * TOKENS_PER_SUM * c->real_size, n, c->dim, s.wide, sum);
+            ba_sum_rows(c->kernels, c->q.dtype, s.rows, s.dlogits + (head * GATES + g) * ba_work.nsa.gradient_tokens * c->real_size, n, c->dim,
+                        s.wide, sum);
         }
     }
 }
@@ -243,7 +242,7 @@ ba_status ba_gate(const ba_gate_args *a) {
     if (like->batch == 0 || like->tokens == 0) return BA_OK;
 
     set_sizes(&c, like);
-    c.items_per_batch = ba_max(1, ba_ceil_div(c.tokens, TOKENS_PER_ITEM));
+    c.items_per_batch = ba_max(1, ba_ceil_div(c.tokens, ba_work.nsa.gate_tokens));
     gate_scratch unused;
     c.scratch_bytes = lay_out_gate(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
@@ -297,7 +296,7 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     BA_TRY(check_backward(a, &c));
     if (!c.weighted && (c.dout.batch == 0 || c.dout.tokens == 0)) return BA_OK;
     set_sizes(&c, &c.dout);
-    c.items_per_batch = ba_ceil_div(c.tokens, TOKENS_PER_SUM);
+    c.items_per_batch = ba_ceil_div(c.tokens, ba_work.nsa.gradient_tokens);
     const int64_t items = c.batch * c.items_per_batch;
     gate_scratch unused;
     c.scratch_bytes = lay_out_gate(&c, NULL, &unused);

@@ -10,8 +10,6 @@
 #include "ops/nsa.h"
 #include "ops/scratch.h"
 
-enum { TOKENS_PER_ITEM = 256 };
-
 /* ---- Rows --------------------------------------------------------------------------------------------------------- */
 
 ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_rows *out) {
@@ -235,7 +233,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
                        ba_shape_text(&a->out).chars);
     BA_TRY(ba_check_threads(a->num_threads));
     if (c.out.batch == 0 || c.out.tokens == 0) return BA_OK;
-    c.blocks_per_item = ba_max(1, TOKENS_PER_ITEM / c.s.block);
+    c.blocks_per_item = ba_max(1, ba_work.nsa.mean_tokens / c.s.block);
     means_scratch unused;
     c.scratch_bytes = lay_out_means(&c, NULL, &unused);
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
@@ -274,8 +272,8 @@ static void means_backward_item(void *context, int64_t index, int worker) {
     const means_backward_call *c = context;
     const int64_t real_size = ba_dtype_size(ba_real_of(c->dx.dtype));
     int64_t sequence;
-    const int64_t begin = find_stretch(&c->s, tokens_of, TOKENS_PER_ITEM, index, &sequence);
-    const int64_t end = ba_min(begin + TOKENS_PER_ITEM, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
+    const int64_t begin = find_stretch(&c->s, tokens_of, ba_work.nsa.mean_tokens, index, &sequence);
+    const int64_t end = ba_min(begin + ba_work.nsa.mean_tokens, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
     const void **rows;
     char *weights;
     lay_out_means_backward(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
@@ -327,7 +325,7 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(a->num_threads);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
-    const ba_status status = ba_parallel(threads, count_stretches(&c.s, tokens_of, TOKENS_PER_ITEM), means_backward_item, &c);
+    const ba_status status = ba_parallel(threads, count_stretches(&c.s, tokens_of, ba_work.nsa.mean_tokens), means_backward_item, &c);
     ba_arena_release();
     return status;
 }

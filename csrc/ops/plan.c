@@ -10,8 +10,6 @@
 #include "kernels/work_tuning.h"
 #include "ops/scratch.h"
 
-enum { MOST_ENTRIES = 1 << 20 }; /* the largest number of entries of an item's lists, where these are inverted */
-
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
 /* The number of queries of a batch entry that tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its kernels
@@ -351,7 +349,7 @@ ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t pa
 
 /* Rows of an item at most: so many that the item has `lanes` lanes, and that its lists can be inverted. */
 static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes) {
-    return ba_max(1, ba_min(lanes / (t->row_queries * t->shared_heads), MOST_ENTRIES / ba_max(1, p->blocks.dims[3])));
+    return ba_max(1, ba_min(lanes / (t->row_queries * t->shared_heads), ba_work.most_entries / ba_max(1, p->blocks.dims[3])));
 }
 
 ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int threads) {

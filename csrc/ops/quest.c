@@ -83,10 +83,8 @@ typedef struct summary_call {
     const ba_quest_metadata_args *args;
     pages k, largest, smallest, mean; /* data NULL: not given */
     ba_summarise_fn summarise;
-    int64_t stretches; /* the largest number of stretches of SUMMARY_PAGES pages in a request, from the page of its token `begin` on */
+    int64_t stretches; /* the largest number of stretches of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
 } summary_call;
-
-enum { SUMMARY_PAGES = 16 };
 
 /* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the pages, which all given summaries
  * share. */
@@ -125,8 +123,8 @@ static void summarise_item(void *context, int64_t item, int worker) {
     const int64_t begin = a->begin ? a->begin[batch] : 0, end = a->end[batch];
     if (end <= begin) return;
     const void *rows[1024];
-    const int64_t first = begin / size + item % c->stretches * SUMMARY_PAGES, stop = ba_round_up(ba_ceil_div(end, size), rows_per_page);
-    for (int64_t page = first; page < ba_min(stop, first + SUMMARY_PAGES); page++) {
+    const int64_t first = begin / size + item % c->stretches * ba_work.quest.pages, stop = ba_round_up(ba_ceil_div(end, size), rows_per_page);
+    for (int64_t page = first; page < ba_min(stop, first + ba_work.quest.pages); page++) {
         const int64_t summary = table_page(&a->metadata_tables, batch, page / rows_per_page), row = page % rows_per_page;
         const int64_t tokens = ba_min(size, end - page * size);
         char *high = c->largest.data ? page_row(&c->largest, summary, row, head) : NULL,
@@ -166,7 +164,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     for (int64_t b = 0; b < a->batch; b++) {
         const int64_t begin = a->begin ? a->begin[b] : 0;
         tokens += (double)ba_max(0, a->end[b] - begin);
-        c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, SUMMARY_PAGES));
+        c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, ba_work.quest.pages));
     }
     if (tokens == 0) return BA_OK;
     const bool small = ba_is_small(tokens * (double)(c.k.heads * c.k.dim), ba_work.small_work);
@@ -178,15 +176,6 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
 
 /* Selection takes two jobs. The items of the first are stretches of pages, each scored for all heads, because the heads of a page lie close
  * together in memory. The items of the second are the rows of the result, each chosen from the scores of all its pages. */
-enum {
-    STRETCH_ROWS = 128,       /* the fewest rows of `a` per stretch */
-    STRETCHES_PER_THREAD = 4, /* the least number of stretches that each thread gets, where there are rows enough */
-    ROWS_AT_ONCE = 256,       /* chunk_rows where heads read a row together */
-    AHEAD_BYTES = 2048,       /* prefetched ahead of the row that is scored, where heads read a row together */
-    MOST_AHEAD = 16,          /* and no more rows than this */
-    SCORED_AT_ONCE = 32,      /* chunk_rows where the kernel for few queries scores one head after the other */
-};
-
 typedef struct select_call {
     const ba_select_args *args;
     pages a, b;
@@ -390,15 +379,13 @@ static uint64_t order_key(float score, int64_t page) {
     return (uint64_t)bits << 32 | (uint32_t) ~(uint32_t)page;
 }
 
-enum { FEW_KEYS = 64 }; /* so many keys are sorted by insertion */
-
 static int by_falling_key(const void *left, const void *right) {
     const uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
     return a < b ? 1 : a > b ? -1 : 0;
 }
 
 static void sort_falling(uint64_t *keys, int64_t n) {
-    if (n > FEW_KEYS) {
+    if (n > ba_work.quest.insertion_keys) {
         qsort(keys, (size_t)n, sizeof *keys, by_falling_key);
         return;
     }
@@ -584,10 +571,12 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     const int threads = ba_is_small(work, 5e5) ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
     share_rows_among_heads(&c);
-    c.ahead = c.heads_at_once ? ba_min(MOST_AHEAD, ba_ceil_div(AHEAD_BYTES, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype))) : 0;
-    c.chunk_rows = c.heads_at_once ? ROWS_AT_ONCE : SCORED_AT_ONCE;
+    c.ahead = c.heads_at_once
+                  ? ba_min(ba_work.quest.ahead_rows, ba_ceil_div(ba_work.quest.ahead_bytes, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype)))
+                  : 0;
+    c.chunk_rows = c.heads_at_once ? ba_work.quest.chunk_rows : ba_work.quest.single_chunk_rows;
     const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
-    c.stretch = ba_ceil_div(ba_max(STRETCH_ROWS, pages * rows_per_page / (STRETCHES_PER_THREAD * threads)), rows_per_page);
+    c.stretch = ba_ceil_div(ba_max(ba_work.quest.stretch_rows, pages * rows_per_page / (ba_work.quest.thread_stretches * threads)), rows_per_page);
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;
     c.scratch_bytes = lay_out_select(&c, NULL, &unused);
