@@ -193,7 +193,7 @@ def test_without_dlse_is_dlse_0():
     assert all(same_bits(a, b) for a, b in zip(without, zero, strict=True))
 
 
-def test_odd_scales():
+def test_unusual_scales():
     q, k, v = testing.make_qkv(1, 2, 1, 60, 90, 32)
     for scale in (0.0, -0.3, 1.0):
         check(q, k, v, scale=scale)
@@ -362,7 +362,7 @@ def test_unseen_is_nothing(dtype, bad):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_odd_queries_reach_what_they_see(dtype):
+def test_nonfinite_queries_reach_what_they_see(dtype):
     """A NaN in one query's row, or gradient, reaches its own dq and the keys that it sees, and nothing else, to the bit."""
     q, k, v = testing.make_qkv(1, 2, 2, 140, 140, 24, dtype=dtype)
     dout, _ = rest_of(q, v)
@@ -383,7 +383,7 @@ def test_odd_queries_reach_what_they_see(dtype):
             assert wide[0, 1, reached].any(axis=-1).all()
 
 
-def test_odd_keys_reach_who_sees_them():
+def test_nonfinite_keys_reach_who_sees_them():
     q, k, v = testing.make_qkv(1, 1, 1, 100, 100, 20)
     dout, _ = rest_of(q, v)
     out, lse = attend(q, k, v, causal=True)

@@ -1,4 +1,4 @@
-"""A fixed sample of the fuzzer's bad calls: every public function, with arguments replaced by odd values (tests/fuzz/bad_calls.py).
+"""A fixed sample of the fuzzer's bad calls: every public function, with arguments replaced by unusual values (tests/fuzz/bad_calls.py).
 
 They run in a process of their own, so that a crash has a name too. `make fuzz` draws new ones.
 """

@@ -454,7 +454,7 @@ def test_merge_counts():
         blitz_attn.merge_states_n([out, out], [lse])
 
 
-# ---- What is odd and fine -----------------------------------------------------------------------------------------
+# ---- What is unusual and fine -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 8, 8), (2, 2, 0, 8)], ids=["no_batch", "no_queries"])

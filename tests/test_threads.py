@@ -52,7 +52,7 @@ def test_environment(variables, expected):
 
 
 @pytest.mark.parametrize("value", ["", "0", "-2", "many", "99999999999999999999"])
-def test_odd_environment_is_passed_over(value):
+def test_wrong_environment_is_passed_over(value):
     usual = python("-c", TELL).split()[0]
     assert python("-c", TELL, BLITZ_ATTN_NUM_THREADS=value).split()[0] == usual
 

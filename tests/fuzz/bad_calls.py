@@ -21,12 +21,12 @@ import blitz_attn
 import exporters
 from exporters import Dlpack
 
-from . import odd_values
+from . import unusual_values
 from .arrays import HAS_TORCH, bits_of
 from .draw import Discard, Draw
 from .good_calls import GROUPS, Arena, Good, parameters
-from .odd_values import ALIEN, ANY, ENDLESS, is_huge, table
 from .problems import Finding, problem
+from .unusual_values import ALIEN, ANY, ENDLESS, is_huge, table
 
 try:
     import resource
@@ -50,7 +50,7 @@ class Call:
         self.name, self.good = name, good
         self.arena = Arena(seed)
         self.arguments = good.make(self.arena, variety)
-        self.replaced: dict[str, str] = {}  # argument: name of the odd value
+        self.replaced: dict[str, str] = {}  # argument: name of the unusual value
         self.positional: tuple[Any, ...] = ()
         self.by_position: list[str] = []  # names of these
         self.python_refuses = False
@@ -67,17 +67,17 @@ class Call:
         """Names of the unusual values that may replace this argument; those that are made from the valid one come first."""
         return [*table(self.value(argument)), *ANY]
 
-    def replace(self, argument: str, odd: str) -> None:
-        if self.good.lenient and (is_huge(odd) or "65535" in odd or odd in ENDLESS):
+    def replace(self, argument: str, unusual: str) -> None:
+        if self.good.lenient and (is_huge(unusual) or "65535" in unusual or unusual in ENDLESS):
             raise Discard("blitz_attn.testing makes arrays of any size that is asked for, and reads sequences as NumPy does")
-        if argument in self.good.sizes and re.search(r"2\*\*3[123]\b", odd):
+        if argument in self.good.sizes and re.search(r"2\*\*3[123]\b", unusual):
             raise Discard("a result as large as this is what was asked for, where it is refused only beyond")
         right = self.value(argument)
         try:
-            self.arguments[argument] = ANY[odd]() if odd in ANY else table(right)[odd](right)
-        except Exception as error:  # from one that is odd already, or for want of memory: nothing of the package's
-            raise Discard(f"{odd} cannot be made of {type(right).__name__}") from error
-        self.replaced[argument] = f"{self.replaced[argument]}, {odd}" if argument in self.replaced else odd
+            self.arguments[argument] = ANY[unusual]() if unusual in ANY else table(right)[unusual](right)
+        except Exception as error:  # from one that is unusual already, or for want of memory: nothing of the package's
+            raise Discard(f"{unusual} cannot be made of {type(right).__name__}") from error
+        self.replaced[argument] = f"{self.replaced[argument]}, {unusual}" if argument in self.replaced else unusual
 
     def make_positional(self) -> None:
         """Passes by position all arguments that can be passed so."""
@@ -117,7 +117,7 @@ class Call:
         """The sentence of an acceptable refusal. Any other exception is raised again."""
         if isinstance(error, MemoryError) and any(map(is_huge, self.replaced.values())):
             return "MemoryError"
-        if _is_from_odd_value(error):  # what an object's own method raises may come through as it is, as everywhere in NumPy
+        if _is_from_unusual_value(error):  # what an object's own method raises may come through as it is, as everywhere in NumPy
             return "the object's own exception"
         if self.good.lenient:  # help for tests promises no sentences, only to write nowhere and to end
             return "refused"
@@ -142,8 +142,8 @@ class Call:
         known = {*parameters(self.good.call), *self.good.names}
         if not all(name in known for name in named):
             raise Finding(f"{where}\nnames what is no argument")
-        cast = any(odd.startswith("this as float") for odd in self.replaced.values())  # right by itself: others do not fit it
-        whole = (kind is TypeError and not cast) or (self.replaced and all(odd in ALIEN for odd in self.replaced.values()))
+        cast = any(unusual.startswith("this as float") for unusual in self.replaced.values())  # right by itself: others do not fit it
+        whole = (kind is TypeError and not cast) or (self.replaced and all(unusual in ALIEN for unusual in self.replaced.values()))
         if whole and not any(re.search(rf"\b{argument}\b", text) for argument in (*self.replaced, *self.good.names)):
             raise Finding(f"{where}\ndoes not name the argument")
 
@@ -163,12 +163,12 @@ def _text(error: Exception) -> str:
         raise Finding(f"a {type(error).__name__} that cannot be shown: {type(other).__name__}") from error
 
 
-def _is_from_odd_value(error: Exception) -> bool:
+def _is_from_unusual_value(error: Exception) -> bool:
     """Whether a method of an unusual value raised this exception."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_code.co_filename in (odd_values.__file__, exporters.__file__)
+    return frame is not None and frame.tb_frame.f_code.co_filename in (unusual_values.__file__, exporters.__file__)
 
 
 def _peak() -> float:

@@ -66,8 +66,8 @@ def quantize_kv(draw: Draw) -> None:
     if draw.flag("halves", 0.3):  # many quotients that lie between two numbers
         x = arrays.rounded(rng.integers(-254, 255, shape) * 0.5, dtype)
         x[..., :1] = LARGEST[to] * 2.0 ** rng.integers(-1, 2, (*shape[:-1], 1))
-    odd = draw.flag("odd", 0.15)
-    if odd:
+    unusual = draw.flag("odd", 0.15)
+    if unusual:
         x[rng.random(shape) < 0.1] = (np.nan, np.inf, -np.inf)[draw.pick("odd.number", (0, 1, 2))]
     placed = arrays.place(draw, "x", arrays.stored(x, dtype), views=arrays.views_for(kind))
     given, how = arrays.dressed(placed.array, dtype, kind), dtype_object(draw, to)

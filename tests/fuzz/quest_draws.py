@@ -39,19 +39,19 @@ def pages_for(rng: np.random.Generator, blocks: np.ndarray, rows: int, spare: in
     return [order[end - n : end] for end, n in zip(np.cumsum(needed), needed, strict=True)], len(order)
 
 
-def odd_numbers(draw: Draw, name: str) -> tuple[float, float]:
+def unusual_numbers(draw: Draw, name: str) -> tuple[float, float]:
     """The share of the numbers that NaN or infinity replaces."""
     return draw.pick(f"{name}.share", (0.0, 0.01, 0.3), (3, 1, 1)), (np.nan, np.inf, -np.inf)[draw.pick(f"{name}.number", (0, 1, 2))]
 
 
-def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: str, odd: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: str, unusual: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
     """Numbers of `dtype`: "normal"; "whole", whose sums are exact; or "alike", a few entries (all axes but the first) that repeat."""
     if how == "whole":
         values = rng.integers(-2, 3, shape).astype(np.float64)
     else:
         values = rng.standard_normal((min(shape[0], 4) if how == "alike" else shape[0], *shape[1:]))
-    if odd[0]:
-        values[rng.random(values.shape) < odd[0]] = odd[1]
+    if unusual[0]:
+        values[rng.random(values.shape) < unusual[0]] = unusual[1]
     if how == "alike" and shape[0]:
         values = values[rng.integers(0, len(values), shape[0])]
     return arrays.rounded(values, dtype)

@@ -17,7 +17,7 @@ from .nsa_draws import as_integers, kind_of
 from .paged_oracle import attend
 from .paged_problems import GARBAGE, Case
 from .problems import Finding, problem
-from .quest_draws import Batch, Choice, Held, contents, laid_out, named_bits, odd_numbers, pages_for
+from .quest_draws import Batch, Choice, Held, contents, laid_out, named_bits, pages_for, unusual_numbers
 
 SOURCES = (blitz_attn, select_attn_ops)
 
@@ -37,14 +37,14 @@ class Metadata:
         self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
         self.pool = draw.flag("pool", 0.15) and not self.hnd
         self.rows = batch.size if self.pool else draw.integer("rows", 1, 40, likely=(1, 2, batch.size))
-        how, odd, spread = draw.pick("keys", ("normal", "whole", "alike")), odd_numbers(draw, "keys.odd"), draw.flag("spread", 0.1) and not self.pool
+        how, unusual, spread = draw.pick("keys", ("normal", "whole", "alike")), unusual_numbers(draw, "keys.odd"), draw.flag("spread", 0.1) and not self.pool
         own, count = batch.pages("keys", 1)
         self.summary_pages, self.summaries = batch.pages("summaries", self.rows)
         if self.pool:  # behind the pages of keys
             self.summary_pages = [x + count for x in self.summary_pages]
             self.summaries = count = count + self.summaries
         shape = (batch.kv_heads, batch.dim)
-        keys = [contents(draw.rng(f"keys[{b}]"), (int(n), *shape), self.dtype, how, odd) for b, n in enumerate(batch.lens)]
+        keys = [contents(draw.rng(f"keys[{b}]"), (int(n), *shape), self.dtype, how, unusual) for b, n in enumerate(batch.lens)]
         self.keys = [np.repeat(x[:, :1], batch.kv_heads, axis=1) for x in keys] if spread else keys
         cache = laid_out(self.keys, shape, (own, count), batch.size, GARBAGE[draw.pick("garbage", (0, 1, 2))])
         self.k = Held(draw, "k_cache", cache, self.dtype, self.kind, self.hnd, spread)
@@ -157,9 +157,9 @@ class Selection:
         self.hnd = method == "max" and draw.pick("kv_layout", ("NHD", "HND")) == "HND"
         self.rows = batch.size if method == "max" or size_is_rows else draw.integer("rows", 1, 40, likely=(1, 2, batch.size))
         self.how, self.unordered = draw.pick("values", ("normal", "whole", "alike"), (3, 2, 1)), draw.flag("unordered", 0.3)
-        self.odd, q_odd = odd_numbers(draw, "source.odd"), odd_numbers(draw, "q.odd") if draw.flag("q.odd", 0.1) else (0.0, 0.0)
+        self.unusual, q_unusual = unusual_numbers(draw, "source.odd"), unusual_numbers(draw, "q.odd") if draw.flag("q.odd", 0.1) else (0.0, 0.0)
         shape = (len(batch.lens), batch.kv_heads * self.group, batch.dim)
-        self.q = contents(draw.rng("q"), shape, self.dtype, "whole" if self.how == "whole" else "normal", q_odd)
+        self.q = contents(draw.rng("q"), shape, self.dtype, "whole" if self.how == "whole" else "normal", q_unusual)
         self.sides = [self._sides(draw.rng(f"source[{b}]"), b) for b in range(len(batch.lens))]  # of each request: (entries, N, D), each
         self.placed_q = arrays.place(draw, "query", arrays.stored(self.q, self.dtype), views=arrays.views_for(self.kind))
         self.garbage = GARBAGE[draw.pick("garbage", (0, 1, 2))]
@@ -170,8 +170,8 @@ class Selection:
         batch = self.batch
         shape = (int(batch.lens[b] if self.method == "max" else batch.blocks[b]), batch.kv_heads, batch.dim)
         if self.method != "quest":
-            return (contents(rng, shape, self.source_dtype, self.how, self.odd),)
-        both = contents(rng, (*shape[:2], 2, batch.dim), self.source_dtype, self.how, self.odd)
+            return (contents(rng, shape, self.source_dtype, self.how, self.unusual),)
+        both = contents(rng, (*shape[:2], 2, batch.dim), self.source_dtype, self.how, self.unusual)
         both = both if self.unordered else -np.sort(-both, axis=2)
         return both[:, :, 0], both[:, :, 1]
 

@@ -11,13 +11,13 @@ int64_t fz_head_dim(void) {
 }
 
 double fz_scale(int64_t head_dim) {
-    if (fz_odd()) return fz_odd_real();
+    if (fz_unusual()) return fz_unusual_real();
     return fz_once_in(8) ? 0.01 * (double)fz_range(-100, 100) : ba_default_scale(head_dim);
 }
 
 static int64_t block_size(int64_t tokens) {
     static const int64_t usual[] = {16, 1, 2, 3, 4, 8, 32, 64, 128, 5, 7, 256};
-    if (fz_odd()) return fz_odd_number();
+    if (fz_unusual()) return fz_unusual_number();
     return fz_once_in(4) ? fz_range(1, tokens + 1) : fz_pick(usual, 12);
 }
 
@@ -75,8 +75,8 @@ void fz_fill_lists(const ba_tensor *t, int64_t columns) {
         }
     }
     for (int i = 0; i < t->ndim; i++) at[i] = fz_below(t->dims[i]);
-    if (fz_odd()) fz_put(t, at, fz_odd_number());
-    if (fz_odd()) fz_put(t, at, columns);
+    if (fz_unusual()) fz_put(t, at, fz_unusual_number());
+    if (fz_unusual()) fz_put(t, at, columns);
 }
 
 static int64_t rows_of(int64_t tokens, int64_t block) { return block < 1 ? 1 : tokens / block + (tokens % block != 0); }
@@ -102,7 +102,7 @@ static void draw_blocks(ba_block_sparse_args *a, const fz_sizes *s) {
         if (fz_once_in(2)) {
             a->cu_rows = cu_rows;
             rows = cu_rows[a->batch];
-            if (fz_odd()) cu_rows[fz_below(a->batch + 1)] = fz_odd_number();
+            if (fz_unusual()) cu_rows[fz_below(a->batch + 1)] = fz_unusual_number();
         }
     }
     if (rows > 1000 || rows < 0) rows = 1000;
@@ -116,13 +116,13 @@ static void draw_blocks(ba_block_sparse_args *a, const fz_sizes *s) {
 static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
     a->scale = fz_scale(s->dim);
     a->causal = fz_once_in(3);
-    for (int i = 0; i < 2; i++) a->window[i] = fz_odd() ? fz_odd_number() : fz_once_in(4) ? fz_range(0, 20) : -1;
-    if (fz_once_in(6)) a->q_begin = fz_odd() ? fz_odd_number() : fz_range(0, 60);
+    for (int i = 0; i < 2; i++) a->window[i] = fz_unusual() ? fz_unusual_number() : fz_once_in(4) ? fz_range(0, 20) : -1;
+    if (fz_once_in(6)) a->q_begin = fz_unusual() ? fz_unusual_number() : fz_range(0, 60);
     if (fz_once_in(8)) {
-        a->key_stride = fz_odd() ? fz_odd_number() : fz_range(1, 8);
-        a->key_last = fz_odd() ? fz_odd_number() : fz_range(0, 16);
-        if (a->q_begin < 0 && !fz_odd()) a->q_begin = 0;
-        if (!fz_odd()) a->window[0] = a->window[1] = -1;
+        a->key_stride = fz_unusual() ? fz_unusual_number() : fz_range(1, 8);
+        a->key_last = fz_unusual() ? fz_unusual_number() : fz_range(0, 16);
+        if (a->q_begin < 0 && !fz_unusual()) a->q_begin = 0;
+        if (!fz_unusual()) a->window[0] = a->window[1] = -1;
     }
     a->num_threads = fz_threads();
 }
@@ -134,20 +134,20 @@ void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
     a->q = draw_array(FZ_INPUT, s, s->dtype, s->heads, s->q_len, s->dim, 0);
     a->k = draw_array(FZ_INPUT, s, s->dtype, s->kv_heads, s->kv_len, s->dim, 0);
     a->v = draw_array(FZ_INPUT, s, s->dtype, s->kv_heads, s->kv_len, s->v_dim, 0);
-    if (s->layout == BA_BSH || fz_odd()) {
+    if (s->layout == BA_BSH || fz_unusual()) {
         a->num_heads = s->heads;
         a->num_kv_heads = s->heads == s->kv_heads && fz_once_in(2) ? 0 : s->kv_heads;
-        if (fz_odd()) a->num_heads = fz_odd_number();
-        if (fz_odd()) a->num_kv_heads = fz_odd_number();
+        if (fz_unusual()) a->num_heads = fz_unusual_number();
+        if (fz_unusual()) a->num_kv_heads = fz_unusual_number();
     }
     const int64_t batch = a->q.dims[0]; /* as the input has made it, which may be unusual */
-    if (s->layout == BA_TND || fz_odd()) {
-        a->batch = fz_odd() ? fz_odd_number() : fz_range(0, 4);
-        if (a->batch == 0 && (s->q_len || s->kv_len) && !fz_odd()) a->batch = 1;
+    if (s->layout == BA_TND || fz_unusual()) {
+        a->batch = fz_unusual() ? fz_unusual_number() : fz_range(0, 4);
+        if (a->batch == 0 && (s->q_len || s->kv_len) && !fz_unusual()) a->batch = 1;
         a->cu_q = fz_cumulative(a->batch, a->q.dims[0]);
         a->cu_kv = fz_cumulative(a->batch, a->k.dims[0]);
     }
-    if (s->layout != BA_TND || fz_odd()) {
+    if (s->layout != BA_TND || fz_unusual()) {
         if (fz_once_in(3)) a->q_lens = fz_lengths(batch, s->q_len);
         if (fz_once_in(3)) a->kv_lens = fz_lengths(batch, s->kv_len);
     }
@@ -155,7 +155,7 @@ void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
     a->block_kv = block_size(s->kv_len);
     draw_blocks(a, s);
     draw_rules(a, s);
-    if (fz_odd()) a->layout = (ba_layout)fz_odd_number();
+    if (fz_unusual()) a->layout = (ba_layout)fz_unusual_number();
 }
 
 static ba_tensor draw_lse(fz_role role, const fz_sizes *s) {
@@ -193,7 +193,7 @@ static bool same_shape(const ba_tensor *a, const ba_tensor *b) {
 static void run_backward(ba_block_sparse_args *forward_args, const fz_sizes *s) {
     ba_block_sparse_backward_args a = {.forward = *forward_args};
     fz_set_role(&a.forward.out, FZ_INPUT);
-    if (!a.forward.lse.data && a.forward.lse.ndim == 0 && !fz_odd()) a.forward.lse = draw_lse(FZ_INPUT, s);
+    if (!a.forward.lse.data && a.forward.lse.ndim == 0 && !fz_unusual()) a.forward.lse = draw_lse(FZ_INPUT, s);
     fz_set_role(&a.forward.lse, FZ_INPUT);
     a.dout = draw_array(FZ_INPUT, s, s->dtype, s->heads, s->q_len, s->v_dim, 0);
     if (fz_once_in(2)) a.dlse = draw_lse(FZ_INPUT, s);

@@ -217,6 +217,6 @@ bool fz_run(fz_op op, fz_fn fn, const void *args, int *num_threads) {
 
 int fz_threads(void) {
     static const int64_t usual[] = {1, 2, 1, 3, 4, 1, 2, 0}, rare[] = {5, 8, 16, 64};
-    if (fz_odd()) return (int)fz_odd_number();
+    if (fz_unusual()) return (int)fz_unusual_number();
     return (int)(fz_once_in(32) ? fz_pick(rare, 4) : fz_pick(usual, 8));
 }

@@ -17,11 +17,11 @@ static int64_t most_blocks(const ba_block_sparse_args *a, const fz_sizes *s, con
 static int64_t pool_of(int64_t block) {
     static const int64_t usual[] = {1, 8, 2, 4, 16, 3};
     const int64_t pool = fz_pick(usual, 6);
-    if (fz_odd()) return fz_odd_number();
+    if (fz_unusual()) return fz_unusual_number();
     return block > 0 && block % pool == 0 ? pool : fz_once_in(2) ? block : 1;
 }
 
-static int64_t always(void) { return fz_odd() ? fz_odd_number() : fz_once_in(3) ? fz_range(0, 5) : 0; }
+static int64_t always(void) { return fz_unusual() ? fz_unusual_number() : fz_once_in(3) ? fz_range(0, 5) : 0; }
 
 static void draw_budgets(ba_select_prefill_args *a, int64_t lists) {
     a->budget = (ba_budget)fz_range(BA_BUDGET_DENSITY, BA_BUDGET_TOP_K);
@@ -31,10 +31,10 @@ static void draw_budgets(ba_select_prefill_args *a, int64_t lists) {
     if (fz_backed(&a->budgets) && a->budgets.dtype == BA_FLOAT64 && a->budgets.ndim == 1 && a->budgets.dims[0] <= 1000)
         for (int64_t i = 0; i < a->budgets.dims[0]; i++) {
             double *number = (double *)a->budgets.data + i * a->budgets.strides[0];
-            if (fz_odd()) *number = fz_odd_real();
+            if (fz_unusual()) *number = fz_unusual_real();
             else *number = a->budget == BA_BUDGET_TOP_K ? 1 + (double)fz_below(12) : (1 + (double)fz_below(1000)) / 1000;
         }
-    if (fz_odd()) a->budget = (ba_budget)fz_odd_number();
+    if (fz_unusual()) a->budget = (ba_budget)fz_unusual_number();
 }
 
 static uint64_t word_of(const ba_tensor *kept, const int64_t *at) {
@@ -96,8 +96,8 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     fz_set_role(&a->counts, FZ_INPUT);
     fz_set_role(&a->scores, FZ_INPUT);
     l.lists = fz_tensor(FZ_OUTPUT, (ba_dtype)fz_pick(dtypes, 4), 4, dims, FZ_FREE_LAST);
-    if (fz_odd()) l.kept = fz_tensor(FZ_INPUT, BA_INT64, 4, a->kept.dims, FZ_FREE_LAST);
-    if (fz_odd()) l.counts = fz_tensor(FZ_INPUT, BA_INT32, 3, a->kept.dims, FZ_FREE_LAST);
+    if (fz_unusual()) l.kept = fz_tensor(FZ_INPUT, BA_INT64, 4, a->kept.dims, FZ_FREE_LAST);
+    if (fz_unusual()) l.counts = fz_tensor(FZ_INPUT, BA_INT32, 3, a->kept.dims, FZ_FREE_LAST);
     if (!fz_run(FZ_LIST_KEPT, list, &l, NULL)) return;
     compare_lists(&l.kept, &l.lists);
     ba_block_sparse_args call = a->call;
@@ -123,12 +123,12 @@ void fz_choose(void) {
     fz_draw_forward(&a.call, &s);
     fz_unseen(&a.call.v);
     fz_unseen(&a.call.blocks);
-    a.chooser = fz_odd() ? (ba_chooser)fz_odd_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_VERTICAL_SLASH);
+    a.chooser = fz_unusual() ? (ba_chooser)fz_unusual_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_VERTICAL_SLASH);
     a.pool_q = pool_of(a.call.block_q);
     a.pool_k = a.chooser == BA_CHOOSER_POOLED ? pool_of(a.call.block_kv) : a.chooser == BA_CHOOSER_ANTIDIAGONAL ? a.pool_q : 1;
     if (a.chooser == BA_CHOOSER_ANTIDIAGONAL && a.call.block_kv > 0 && a.call.block_kv % (a.pool_q ? a.pool_q : 1)) a.pool_q = a.pool_k = 1;
-    if (a.chooser == BA_CHOOSER_VERTICAL_SLASH && !fz_odd()) a.pool_q = fz_range(1, 80);
-    a.term = fz_odd() ? (ba_chooser_term)fz_odd_number() : (ba_chooser_term)fz_range(BA_TERM_MEAN, BA_TERM_BOTH);
+    if (a.chooser == BA_CHOOSER_VERTICAL_SLASH && !fz_unusual()) a.pool_q = fz_range(1, 80);
+    a.term = fz_unusual() ? (ba_chooser_term)fz_unusual_number() : (ba_chooser_term)fz_range(BA_TERM_MEAN, BA_TERM_BOTH);
     a.largest = fz_once_in(2);
     a.per_kv_head = fz_once_in(2);
     draw_budgets(&a, a.per_kv_head ? s.kv_heads : s.heads);

@@ -19,9 +19,9 @@ int64_t fz_range(int64_t lo, int64_t hi);
 int64_t fz_pick(const int64_t *values, int64_t count);
 bool fz_once_in(int n);
 /* Whether this argument shall be an unusual one, which the call may have to refuse. Half of all inputs have no unusual arguments. */
-bool fz_odd(void);
-int64_t fz_odd_number(void);
-double fz_odd_real(void);
+bool fz_unusual(void);
+int64_t fz_unusual_number(void);
+double fz_unusual_real(void);
 /* Pseudo-random numbers, which take no bytes of the input: for contents and entries of lists. fz_seed() takes a byte and starts a new sequence. */
 void fz_seed(void);
 uint32_t fz_random(void);

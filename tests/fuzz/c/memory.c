@@ -218,16 +218,16 @@ static void choose_strides(ba_tensor *t, fz_role role, int flags) {
 }
 
 /* Makes one mistake that a caller could make. */
-static void make_odd(ba_tensor *t, bool *none) {
+static void make_unusual(ba_tensor *t, bool *none) {
     const int axis = (int)fz_range(0, BA_MAX_DIMS - 1) % (t->ndim > 0 ? t->ndim : 1);
     switch (fz_range(0, 9)) {
     case 0: t->dtype = (ba_dtype)fz_range(0, BA_DTYPE_COUNT); break;
-    case 1: t->dtype = (ba_dtype)fz_odd_number(); break;
+    case 1: t->dtype = (ba_dtype)fz_unusual_number(); break;
     case 2: t->ndim = (int)fz_range(0, BA_MAX_DIMS); break;
-    case 3: t->ndim = (int)fz_odd_number(); break;
-    case 4: t->dims[axis] = fz_odd_number(); break;
+    case 3: t->ndim = (int)fz_unusual_number(); break;
+    case 4: t->dims[axis] = fz_unusual_number(); break;
     case 5: t->dims[axis] += fz_range(-2, 2); break;
-    case 6: t->strides[axis] = fz_odd_number(); break;
+    case 6: t->strides[axis] = fz_unusual_number(); break;
     case 7: t->strides[axis] = 0; break;
     case 8: *none = true; break;
     default: t->dims[axis] = 0; break;
@@ -238,12 +238,12 @@ ba_tensor fz_tensor(fz_role role, ba_dtype dtype, int ndim, const int64_t *dims,
     ba_tensor t = {.dtype = dtype, .ndim = ndim};
     bool none = false;
     for (int i = 0; i < ndim; i++) t.dims[i] = dims[i];
-    if (!(flags & FZ_PLAIN) && fz_odd()) make_odd(&t, &none); /* strides follow */
+    if (!(flags & FZ_PLAIN) && fz_unusual()) make_unusual(&t, &none); /* strides follow */
     const int given = t.ndim;
     if (t.ndim < 0 || t.ndim > BA_MAX_DIMS) t.ndim = BA_MAX_DIMS;
     choose_strides(&t, role, flags);
     t.ndim = given;
-    if (!(flags & FZ_PLAIN) && fz_odd()) make_odd(&t, &none);
+    if (!(flags & FZ_PLAIN) && fz_unusual()) make_unusual(&t, &none);
 
     const extent e = extent_of(&t);
     const __int128 elements = e.empty || e.wrong ? 0 : e.before + e.after + 1;
@@ -274,15 +274,15 @@ void *fz_array(int64_t count, size_t size) {
 int64_t *fz_numbers(int64_t count) { return fz_array(count, sizeof(int64_t)); }
 
 int64_t *fz_cumulative(int64_t batch, int64_t total) {
-    if (fz_odd() || batch == INT64_MAX) return NULL;
+    if (fz_unusual() || batch == INT64_MAX) return NULL;
     int64_t *cu = fz_numbers(batch + 1);
     fz_seed();
     for (int64_t b = 1; cu && b <= batch; b++) { /* some lengths are 0 */
         const int64_t left = total - cu[b - 1];
         cu[b] = b == batch ? total : cu[b - 1] + (fz_random() % 4 ? fz_below(left + 1) : 0);
     }
-    if (cu && batch >= 0 && fz_odd()) cu[fz_below(batch + 1)] = fz_odd_number();
-    if (cu && batch >= 0 && fz_odd()) cu[fz_below(batch + 1)] += fz_range(-1, 1);
+    if (cu && batch >= 0 && fz_unusual()) cu[fz_below(batch + 1)] = fz_unusual_number();
+    if (cu && batch >= 0 && fz_unusual()) cu[fz_below(batch + 1)] += fz_range(-1, 1);
     return cu;
 }
 
@@ -291,7 +291,7 @@ int64_t *fz_lengths(int64_t count, int64_t most) {
     const int64_t kind = fz_range(0, 3);
     fz_seed();
     for (int64_t b = 0; lengths && b < count; b++) lengths[b] = kind == 0 ? most : kind == 1 && fz_random() % 2 ? 0 : fz_below(most + 1);
-    if (lengths && count > 0 && fz_odd()) lengths[fz_below(count)] = fz_odd_number();
-    if (lengths && count > 0 && fz_odd()) lengths[fz_below(count)] = most + 1;
+    if (lengths && count > 0 && fz_unusual()) lengths[fz_below(count)] = fz_unusual_number();
+    if (lengths && count > 0 && fz_unusual()) lengths[fz_below(count)] = most + 1;
     return lengths;
 }

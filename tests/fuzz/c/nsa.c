@@ -26,7 +26,7 @@ static ba_tensor draw_rows(fz_role role, const sizes *s, ba_dtype dtype, int64_t
 
 static int64_t draw_block(int64_t tokens) {
     static const int64_t usual[] = {4, 1, 2, 3, 8, 16, 32, 64};
-    if (fz_odd()) return fz_odd_number();
+    if (fz_unusual()) return fz_unusual_number();
     return fz_once_in(4) ? fz_range(1, tokens + 1) : fz_pick(usual, 8);
 }
 
@@ -44,7 +44,7 @@ static const int64_t *count_all(const int64_t *cu, int64_t batch, int64_t block,
         const int64_t tokens = cu[b + 1] - cu[b], blocks = complete_blocks(tokens, block, stride);
         counts[b + 1] = *total += blocks < 1000 ? blocks : 0;
     }
-    if (counts && batch >= 0 && fz_odd()) counts[fz_below(batch + 1)] = fz_odd_number();
+    if (counts && batch >= 0 && fz_unusual()) counts[fz_below(batch + 1)] = fz_unusual_number();
     return counts;
 }
 
@@ -60,7 +60,7 @@ void fz_block_means(void) {
     ba_block_means_args a = {.block_size = draw_block(s.tokens)};
     a.stride = fz_once_in(2) ? a.block_size : draw_block(s.tokens);
     if (s.packed) {
-        a.batch = fz_odd() ? fz_odd_number() : fz_range(1, 4);
+        a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
         a.cu = fz_cumulative(a.batch, s.tokens);
     }
     int64_t blocks = complete_blocks(s.tokens, a.block_size, a.stride), most = s.tokens + 1;
@@ -81,7 +81,7 @@ void fz_block_means_backward(void) {
     ba_block_means_backward_args a = {.block_size = draw_block(s.tokens)};
     a.stride = fz_once_in(2) ? a.block_size : draw_block(s.tokens);
     if (s.packed) {
-        a.batch = fz_odd() ? fz_odd_number() : fz_range(1, 4);
+        a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
         a.cu = fz_cumulative(a.batch, s.tokens);
     }
     int64_t blocks = complete_blocks(s.tokens, a.block_size, a.stride);
@@ -111,7 +111,7 @@ void fz_gate(void) {
     if (weighted || fz_once_in(2)) a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
     if (weighted) a.weight = fz_tensor(FZ_INPUT, s.real, 3, weight, 0);
     if (fz_once_in(2)) a.gates = draw_rows(weighted ? FZ_OUTPUT : FZ_INPUT, &s, s.real, s.tokens, s.heads, 3);
-    for (int g = 0; g < 3 && (combine || fz_odd()); g++) a.branch[g] = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.v_dim);
+    for (int g = 0; g < 3 && (combine || fz_unusual()); g++) a.branch[g] = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.v_dim);
     if (combine) a.out = draw_rows(FZ_OUTPUT, &s, s.dtype, s.tokens, s.heads, s.v_dim);
     const bool no_weight = !a.weight.data && a.weight.ndim == 0, no_out = !a.out.data && a.out.ndim == 0;
     if (no_weight && !no_out) fz_unseen(&a.q);
@@ -128,12 +128,12 @@ void fz_gate_backward(void) {
     ba_gate_backward_args a = {0};
     const bool weighted = fz_once_in(2), wants = weighted || fz_once_in(2);
     const int64_t weight[] = {s.heads, 3, s.dim};
-    if (weighted || fz_odd()) a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
+    if (weighted || fz_unusual()) a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
     if (weighted) a.weight = fz_tensor(FZ_INPUT, s.real, 3, weight, 0);
     if (weighted || fz_once_in(2)) a.gates = draw_rows(FZ_INPUT, &s, s.real, s.tokens, s.heads, 3);
     a.dout = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.v_dim);
     for (int g = 0; g < 3; g++) {
-        if (wants || fz_odd()) a.branch[g] = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.v_dim);
+        if (wants || fz_unusual()) a.branch[g] = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.v_dim);
         a.dbranch[g] = draw_rows(FZ_OUTPUT, &s, s.dtype, s.tokens, s.heads, s.v_dim);
     }
     if (wants && (!weighted || fz_once_in(2))) a.dgates = draw_rows(FZ_OUTPUT, &s, s.real, s.tokens, s.heads, 3);
@@ -168,8 +168,8 @@ static void draw_blocks(ba_nsa_select_args *a) {
     if (!a->tile) a->init_blocks = fz_range(0, 2);
     if (!a->tile) a->local_blocks = fz_range(0, 3);
     int64_t *const sizes[] = {&a->compress_block, &a->compress_stride, &a->select_block, &a->tile, &a->init_blocks, &a->local_blocks};
-    if (fz_odd()) *sizes[fz_range(0, 5)] = fz_odd_number();
-    if (fz_odd()) a->compress_block = a->select_block = a->compress_stride = fz_odd_number();
+    if (fz_unusual()) *sizes[fz_range(0, 5)] = fz_unusual_number();
+    if (fz_unusual()) a->compress_block = a->select_block = a->compress_stride = fz_unusual_number();
 }
 
 void fz_nsa_select(void) {
@@ -179,30 +179,30 @@ void fz_nsa_select(void) {
     const int64_t list_heads = a.tile ? s.heads : s.kv_heads;
     int64_t keys, rows = a.tile > 0 ? ceil_div(s.tokens, a.tile) : s.tokens;
     if (s.packed) {
-        a.batch = fz_odd() ? fz_odd_number() : fz_range(1, 4);
+        a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
         a.cu_q = fz_cumulative(a.batch, s.tokens);
         a.cu_cmp = count_all(a.cu_q, a.batch, a.compress_block, a.compress_stride, &keys);
         for (int64_t b = rows = 0; a.cu_q && b < a.batch && b < 100; b++) rows += a.tile > 0 ? ceil_div(a.cu_q[b + 1] - a.cu_q[b], a.tile) : 0;
         if (a.tile <= 0) rows = s.tokens;
     } else {
-        if (fz_once_in(4)) a.q_begin = fz_odd() ? fz_odd_number() : fz_range(0, 40);
-        a.tokens = fz_odd() ? fz_odd_number() : a.q_begin + s.tokens + (fz_once_in(4) ? fz_range(0, 40) : 0);
+        if (fz_once_in(4)) a.q_begin = fz_unusual() ? fz_unusual_number() : fz_range(0, 40);
+        a.tokens = fz_unusual() ? fz_unusual_number() : a.q_begin + s.tokens + (fz_once_in(4) ? fz_range(0, 40) : 0);
         keys = complete_blocks(a.tokens, a.compress_block, a.compress_stride);
     }
     if (rows > 1000 || rows < 0) rows = 1000;
     a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
-    a.k_cmp = draw_rows(FZ_INPUT, &s, s.dtype, keys < 1000 || fz_odd() ? keys : 1000, s.kv_heads, s.dim);
+    a.k_cmp = draw_rows(FZ_INPUT, &s, s.dtype, keys < 1000 || fz_unusual() ? keys : 1000, s.kv_heads, s.dim);
     const int64_t lse[] = {s.batch, s.tokens, s.heads};
-    if (a.tile == 0 || fz_odd())
+    if (a.tile == 0 || fz_unusual())
         a.lse = s.packed ? fz_tensor(FZ_INPUT, s.real, 2, lse + 1, FZ_FREE_LAST) : fz_tensor(FZ_INPUT, s.real, 3, lse, FZ_FREE_LAST);
     if (a.tile) fz_unseen(&a.lse);
     const int64_t forced = a.init_blocks + a.local_blocks;
     int64_t out[] = {s.batch, list_heads, rows, fz_range(0, 12) + (forced > -100 && forced < 100 ? forced : 0)};
     a.selected = s.packed ? fz_tensor(FZ_OUTPUT, BA_INT32, 3, out + 1, FZ_FREE_LAST) : fz_tensor(FZ_OUTPUT, BA_INT32, 4, out, FZ_FREE_LAST);
-    if (a.tile ? fz_once_in(2) : fz_odd()) {
+    if (a.tile ? fz_once_in(2) : fz_unusual()) {
         out[3] = fz_range(0, 6);
         a.selected_cmp = s.packed ? fz_tensor(FZ_OUTPUT, BA_INT32, 3, out + 1, FZ_FREE_LAST) : fz_tensor(FZ_OUTPUT, BA_INT32, 4, out, FZ_FREE_LAST);
-        a.cmp_group = fz_odd() ? fz_odd_number() : fz_range(1, 5);
+        a.cmp_group = fz_unusual() ? fz_unusual_number() : fz_range(1, 5);
     }
     a.num_threads = fz_threads();
     const double pairs = fz_elements(&a.q) * fz_elements(&a.k_cmp) / (double)s.dim;

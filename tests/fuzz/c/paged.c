@@ -31,7 +31,7 @@ static void draw_cache(ba_paged_args *a, const sizes *s) {
     const int64_t k[] = {s->pages, hnd ? s->kv_heads : s->page_size, hnd ? s->page_size : s->kv_heads, s->dim}, v[] = {k[0], k[1], k[2], s->v_dim};
     a->k_cache = fz_tensor(FZ_INPUT, s->cache, 4, k, 0);
     a->v_cache = fz_tensor(FZ_INPUT, s->cache, 4, v, 0);
-    if ((s->cache == BA_INT8 || s->cache == BA_FLOAT8_E4M3) != fz_odd()) {
+    if ((s->cache == BA_INT8 || s->cache == BA_FLOAT8_E4M3) != fz_unusual()) {
         a->k_scale = fz_tensor(FZ_INPUT, BA_FLOAT32, 3, k, FZ_FREE_LAST);
         a->v_scale = fz_tensor(FZ_INPUT, BA_FLOAT32, 3, k, FZ_FREE_LAST);
     }
@@ -50,13 +50,13 @@ void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct) {
             fz_put(t, at, distinct ? next++ % (pages > 0 ? pages : 1) : fz_below(pages));
         }
     const int64_t at[] = {t->ndim == 2 ? fz_below(rows) : fz_below(width), fz_below(width)};
-    if (fz_odd()) fz_put(t, at, fz_odd_number());
-    if (fz_odd()) fz_put(t, at, pages);
+    if (fz_unusual()) fz_put(t, at, fz_unusual_number());
+    if (fz_unusual()) fz_put(t, at, pages);
 }
 
 static void draw_requests(ba_paged_args *a, const sizes *s, int64_t *total) {
     const ba_dtype dtype = fz_once_in(2) ? BA_INT64 : BA_INT32;
-    a->batch = fz_odd() ? fz_odd_number() : s->batch;
+    a->batch = fz_unusual() ? fz_unusual_number() : s->batch;
     int64_t *seq_lens = fz_numbers(a->batch), *cu_q = NULL, *indptr = NULL;
     const bool ragged = fz_once_in(3), in_a_run = fz_once_in(3);
     const int64_t most_queries = fz_once_in(4) ? 20 : 5;
@@ -74,13 +74,13 @@ static void draw_requests(ba_paged_args *a, const sizes *s, int64_t *total) {
         if (cu_q) cu_q[b + 1] = *total;
     }
     const int64_t entries = indptr && a->batch < 100 ? indptr[a->batch] : 0;
-    if (a->batch > 0 && fz_odd()) seq_lens[fz_below(a->batch)] = fz_odd_number();
-    else if (a->batch > 0 && fz_odd()) seq_lens[fz_below(a->batch)] += fz_range(-1, 1) * s->page_size;
-    if (indptr && fz_odd()) indptr[fz_below(a->batch + 1)] = fz_odd_number();
-    else if (indptr && fz_odd()) indptr[fz_below(a->batch + 1)] += fz_range(-1, 1);
-    if (cu_q && fz_odd()) cu_q[fz_below(a->batch + 1)] = fz_odd_number();
-    else if (cu_q && fz_odd()) cu_q[fz_below(a->batch + 1)] += fz_range(-1, 1);
-    if (fz_odd()) a->seq_lens = NULL;
+    if (a->batch > 0 && fz_unusual()) seq_lens[fz_below(a->batch)] = fz_unusual_number();
+    else if (a->batch > 0 && fz_unusual()) seq_lens[fz_below(a->batch)] += fz_range(-1, 1) * s->page_size;
+    if (indptr && fz_unusual()) indptr[fz_below(a->batch + 1)] = fz_unusual_number();
+    else if (indptr && fz_unusual()) indptr[fz_below(a->batch + 1)] += fz_range(-1, 1);
+    if (cu_q && fz_unusual()) cu_q[fz_below(a->batch + 1)] = fz_unusual_number();
+    else if (cu_q && fz_unusual()) cu_q[fz_below(a->batch + 1)] += fz_range(-1, 1);
+    if (fz_unusual()) a->seq_lens = NULL;
     const int64_t dims[] = {a->batch, s->width};
     if (indptr) a->block_tables = fz_tensor(FZ_INPUT, dtype, 1, &entries, FZ_FREE_LAST);
     else a->block_tables = fz_tensor(FZ_INPUT, dtype, 2, dims, FZ_FREE_LAST);
@@ -98,14 +98,14 @@ static void draw_selected(ba_paged_args *a, const sizes *s) {
         const int64_t own = a->seq_lens[b] < 0 ? 0 : a->seq_lens[b] / s->page_size + (a->seq_lens[b] % s->page_size != 0);
         pages = own < pages ? own : pages;
     }
-    fz_fill_lists(&a->selected, fz_odd() ? least : pages);
+    fz_fill_lists(&a->selected, fz_unusual() ? least : pages);
     if (!fz_once_in(3)) return;
     const ba_tensor *t = &a->selected;
     const bool counted = t->ndim == 3 && t->dims[0] >= 0 && t->dims[0] < 100 && t->dims[1] >= 0 && t->dims[1] < 100;
     int64_t *counts = counted ? fz_numbers(t->dims[0] * t->dims[1]) : NULL;
     fz_seed();
     for (int64_t i = 0; counts && i < t->dims[0] * t->dims[1]; i++) counts[i] = fz_below((t->dims[2] < pages ? t->dims[2] : pages) + 1);
-    if (counts && t->dims[0] * t->dims[1] > 0 && fz_odd()) counts[fz_below(t->dims[0] * t->dims[1])] = fz_odd_number();
+    if (counts && t->dims[0] * t->dims[1] > 0 && fz_unusual()) counts[fz_below(t->dims[0] * t->dims[1])] = fz_unusual_number();
     a->selected_counts = counts;
 }
 
@@ -125,19 +125,19 @@ static bool is_heavy(const ba_paged_args *a) {
 void fz_paged(void) {
     ba_paged_args a = BA_PAGED_ARGS_INIT;
     sizes s = draw_sizes();
-    a.kv_layout = fz_odd() ? (ba_kv_layout)fz_odd_number() : (ba_kv_layout)fz_range(BA_NHD, BA_HND);
+    a.kv_layout = fz_unusual() ? (ba_kv_layout)fz_unusual_number() : (ba_kv_layout)fz_range(BA_NHD, BA_HND);
     draw_cache(&a, &s);
     draw_requests(&a, &s, &s.queries);
     draw_selected(&a, &s);
     const int64_t q[] = {s.queries, s.heads, s.dim}, out[] = {s.queries, s.heads, s.v_dim};
     a.q = fz_tensor(FZ_INPUT, s.dtype, 3, q, 0);
     a.scale = fz_scale(s.dim);
-    a.window = fz_odd() ? fz_odd_number() : fz_once_in(3) ? fz_range(0, 40) : -1;
-    a.softcap = fz_odd() ? fz_odd_real() : fz_once_in(4) ? (double)fz_range(1, 50) : 0;
+    a.window = fz_unusual() ? fz_unusual_number() : fz_once_in(3) ? fz_range(0, 40) : -1;
+    a.softcap = fz_unusual() ? fz_unusual_real() : fz_once_in(4) ? (double)fz_range(1, 50) : 0;
     if (fz_once_in(4)) {
         float *sinks = fz_array(a.q.dims[1], sizeof(float));
         for (int64_t h = 0; sinks && h < a.q.dims[1]; h++) sinks[h] = (float)fz_below(9) - 4;
-        if (sinks && a.q.dims[1] > 0 && fz_odd()) sinks[fz_below(a.q.dims[1])] = (float)fz_odd_real();
+        if (sinks && a.q.dims[1] > 0 && fz_unusual()) sinks[fz_below(a.q.dims[1])] = (float)fz_unusual_real();
         a.sinks = sinks;
     }
     a.num_threads = fz_threads();
@@ -179,7 +179,7 @@ void fz_merge(void) {
     }
     a.out = fz_tensor(FZ_OUTPUT, dtype, 4, dims, 0);
     a.lse = fz_tensor(FZ_OUTPUT, real, 3, dims, FZ_FREE_LAST);
-    if (fz_odd()) a.parts = fz_range(INT64_MIN, 0);
+    if (fz_unusual()) a.parts = fz_range(INT64_MIN, 0);
     if (elements > 1e6 && elements < 1e15) fz_count_skipped(FZ_MERGE);
     else fz_run(FZ_MERGE, merge, &a, NULL);
 }

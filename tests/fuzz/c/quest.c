@@ -52,9 +52,9 @@ static ba_status metadata(const void *args) { return ba_quest_metadata(args); }
 
 void fz_quest_metadata(void) {
     const sizes s = draw_sizes();
-    ba_quest_metadata_args a = {.kv_layout = (ba_kv_layout)fz_range(BA_NHD, BA_HND), .batch = fz_odd() ? fz_odd_number() : s.batch};
+    ba_quest_metadata_args a = {.kv_layout = (ba_kv_layout)fz_range(BA_NHD, BA_HND), .batch = fz_unusual() ? fz_unusual_number() : s.batch};
     a.k_cache = draw_cache(&s, a.kv_layout);
-    if (fz_odd()) a.kv_layout = (ba_kv_layout)fz_odd_number();
+    if (fz_unusual()) a.kv_layout = (ba_kv_layout)fz_unusual_number();
     a.block_tables = draw_table(&s, s.width, s.pages, fz_once_in(2));
     a.end = fz_lengths(a.batch, s.width * s.page_size);
     if (fz_once_in(3)) a.begin = fz_lengths(a.batch, s.width * s.page_size);
@@ -81,18 +81,18 @@ void fz_select(void) {
     ba_select_args a = {.method = (ba_select_method)fz_range(BA_SELECT_QUEST, BA_SELECT_MAX), .page_size = s.page_size};
     const bool tokens = a.method == BA_SELECT_MAX;
     fz_op op = ops[a.method];
-    a.batch = fz_odd() ? fz_odd_number() : s.batch;
+    a.batch = fz_unusual() ? fz_unusual_number() : s.batch;
     a.kv_layout = (ba_kv_layout)fz_range(BA_NHD, BA_HND);
     const int64_t q[] = {s.batch, s.heads, s.dim};
     a.q = fz_tensor(FZ_INPUT, s.dtype, 3, q, 0);
     a.a = tokens ? draw_cache(&s, a.kv_layout) : draw_summaries(&s, FZ_INPUT);
     if (a.method == BA_SELECT_QUEST) a.b = draw_summaries(&s, FZ_INPUT);
-    if (fz_odd()) a.kv_layout = (ba_kv_layout)fz_odd_number();
+    if (fz_unusual()) a.kv_layout = (ba_kv_layout)fz_unusual_number();
     a.tables = draw_table(&s, tokens ? s.width : s.summary_width, tokens ? s.pages : s.summary_pages, fz_once_in(2));
     a.seq_lens = fz_lengths(a.batch, s.width * s.page_size);
-    if (fz_odd()) a.page_size = fz_range(-1, 100);
+    if (fz_unusual()) a.page_size = fz_range(-1, 100);
     a.per_query_head = fz_once_in(2);
-    a.sink = fz_odd() ? fz_odd_number() : fz_once_in(2) ? fz_range(0, 4) : 0;
+    a.sink = fz_unusual() ? fz_unusual_number() : fz_once_in(2) ? fz_range(0, 4) : 0;
     if (fz_once_in(3)) a.recent = fz_lengths(a.batch, 5);
     if (fz_once_in(3)) a.budget = fz_lengths(a.batch, s.width + 1);
     a.ascending = fz_once_in(2);
@@ -100,8 +100,8 @@ void fz_select(void) {
     a.selected = fz_tensor(FZ_OUTPUT, BA_INT32, 3, dims, FZ_FREE_LAST);
     if (fz_once_in(2)) a.counts = fz_tensor(FZ_OUTPUT, BA_INT32, 2, dims, FZ_FREE_LAST);
     a.num_threads = fz_threads();
-    if (fz_odd()) {
-        a.method = (ba_select_method)fz_odd_number();
+    if (fz_unusual()) {
+        a.method = (ba_select_method)fz_unusual_number();
         op = FZ_SELECT_ODD;
         fz_unseen(&a.b);
     }

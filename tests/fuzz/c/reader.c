@@ -32,9 +32,9 @@ int64_t fz_range(int64_t lo, int64_t hi) {
 
 int64_t fz_pick(const int64_t *values, int64_t count) { return values[fz_range(0, count - 1)]; }
 bool fz_once_in(int n) { return fz_range(1, n) == n; }
-bool fz_odd(void) { return input.odds && fz_once_in(input.odds); }
+bool fz_unusual(void) { return input.odds && fz_once_in(input.odds); }
 
-int64_t fz_odd_number(void) {
+int64_t fz_unusual_number(void) {
     static const int64_t table[] = {
         0,         -1,        1,         2,         3,         -2,           INT64_MAX,     INT64_MIN, INT64_MAX - 1,      INT64_MIN + 1,
         576,       577,       1023,      1024,      1025,      65535,        65536,         INT32_MAX, INT32_MIN,          (int64_t)INT32_MAX + 1,
@@ -46,7 +46,7 @@ int64_t fz_odd_number(void) {
     return which == COUNT ? fz_range(INT64_MIN, INT64_MAX) : which == COUNT + 1 ? fz_range(-100, 100) : (int64_t)1 << fz_range(0, 62);
 }
 
-double fz_odd_real(void) {
+double fz_unusual_real(void) {
     static const double table[] = {0, -0.0, 1, -1, NAN, INFINITY, -INFINITY, 1e300, -1e300, 1e38, 1e-300, 5e-324, 1e-38, 1000, 88.5};
     return table[fz_range(0, sizeof table / sizeof *table - 1)];
 }

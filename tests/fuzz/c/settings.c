@@ -45,7 +45,7 @@ static ba_status set(const void *args) {
 }
 
 void fz_settings(void) {
-    const setting s = {.which = (int)fz_range(0, 6), .number = fz_odd_number()};
+    const setting s = {.which = (int)fz_range(0, 6), .number = fz_unusual_number()};
     const int before = ba_get_num_threads();
     fz_run(FZ_SETTINGS, set, &s, NULL);
     if (ba_get_num_threads() < 1) fz_fail("expected at least one thread, got %d", ba_get_num_threads());
