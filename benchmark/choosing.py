@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """What choosing blocks costs, beside the dense call that it replaces and the sparse call that follows: one JSON object per line on stdout.
 
-    python benchmark/choosing.py                                          # 8K and 64K tokens, float32 and bfloat16, every chooser
-    python benchmark/choosing.py --tokens 8192 --choosers pooled8 pooled64 --threads 1
+    python benchmark/choosing.py                                          # 8K and 64K tokens, every dtype, every chooser
+    python benchmark/choosing.py --tokens 8192 --choosers pooled8 pooled64 --peers --threads 1
 
 Causal attention of normally distributed q, k and v. Each chooser finds its list at one density; dense attention, attention over the
-list of the first chooser, and every chooser are timed in turns (A B C A B C ...), and medians are compared. "of_dense" and "of_sparse"
-are shares of those calls' times. Progress goes to stderr.
+list of the first chooser, every chooser, and the choosers of choosing_peers.py are timed in turns (A B C A B C ...), and medians are
+compared. "of_dense" and "of_sparse" are shares of those calls' times; a peer that cannot run has a "reason" instead. Progress goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import json
 import sys
 from collections.abc import Sequence
 
+import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import Contender, Progress, in_turns
+from _peers import UnavailableError, pause
 from benchmark import positive
 from blitz_attn import _core, select, testing
+from choosing_peers import PEERS, peer
 
 CHOOSERS = {
     "pooled8": select.Pooled(8),
@@ -35,8 +39,9 @@ CHOOSERS = {
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--tokens", type=positive, nargs="+", default=[8192, 65536])
-    made.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "float16", "bfloat16"])
+    made.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"], choices=["float32", "float16", "bfloat16"])
     made.add_argument("--choosers", nargs="+", default=list(CHOOSERS), choices=list(CHOOSERS))
+    made.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="choosers in torch")
     made.add_argument("-H", "--heads", type=positive, default=9)
     made.add_argument("--kv-heads", type=positive, default=3)
     made.add_argument("-D", "--head-dim", type=positive, default=64)
@@ -63,14 +68,22 @@ def measured(args: argparse.Namespace, tokens: int, dtype: str, progress: Progre
         Contender("sparse", lambda: blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=shape, **shared), work * args.density),
     ]
     contenders += [Contender(name, lambda name=name: choose(name), work * 0.05) for name in args.choosers]
+    threads = args.threads or blitz_attn.get_num_threads()
+    reasons = {}
+    for name in args.peers:
+        try:
+            contenders += [pause(), Contender(name, peer(name, q, k, dtype, args.block, args.density, threads), work * 0.1), pause()]
+        except UnavailableError as error:
+            reasons[name] = str(error)
     medians = {contenders[i].label: timing.median for i, timing in in_turns(contenders, args.repeats, 1, progress)}
-    common = {"tokens": tokens, "dtype": dtype, "threads": args.threads or blitz_attn.get_num_threads()}
-    common |= {"density": args.density, "block": args.block, "dense_seconds": medians["dense"], "sparse_seconds": medians["sparse"]}
+    common = {"tokens": tokens, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    common |= {"dtype": dtype, "threads": threads, "density": args.density, "block": args.block}
+    common |= {"dense_seconds": medians["dense"], "sparse_seconds": medians["sparse"]}
     return [
         common
-        | {"chooser": name, "seconds": medians[name]}
-        | {f"of_{call}": medians[name] / medians[call] for call in ("dense", "sparse")}
-        for name in args.choosers
+        | ({"chooser": name, "reason": reasons[name]} if name in reasons else {"chooser": name, "seconds": medians[name]})
+        | ({} if name in reasons else {f"of_{call}": medians[name] / medians[call] for call in ("dense", "sparse")})
+        for name in (*args.choosers, *args.peers)
     ]
 
 

@@ -2,19 +2,47 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from test_benchmark_decode import run
+import blitz_attn
+from blitz_attn import select, testing
+from test_benchmark_decode import run  # which also makes benchmark/ importable
+
+import choosing_peers as peers  # isort: skip
 
 
 def test_rows():
     out, _ = run("choosing.py", "--tokens 256 --dtype float32 bfloat16 -H 4 --kv-heads 2 -D 16 --block 64 --threads 1 --repeats 1")
     rows = [json.loads(line) for line in out.splitlines()]
-    assert len({(row["dtype"], row["chooser"]) for row in rows}) == len(rows) == 14
+    assert len({(row["dtype"], row["chooser"]) for row in rows}) == len(rows) == 18
     for row in rows:
+        if "reason" in row:
+            assert row["chooser"].startswith("torch_")
+            assert row["reason"] == "torch is not installed"
+            continue
         assert row["of_dense"] == pytest.approx(row["seconds"] / row["dense_seconds"])
         assert row["of_sparse"] == pytest.approx(row["seconds"] / row["sparse_seconds"])
 
 
 def test_help():
     assert "usage:" in run("choosing.py", "--help")[0]
+
+
+def test_peers_choose_what_they_say():
+    """The choosers in torch against this library's: antidiagonal scores are the same, and block means keep the blocks with the largest."""
+    torch = pytest.importorskip("torch")
+    q, k, _ = testing.make_qkv(1, 4, 2, 256, 256, 16)
+    tensors = torch.from_numpy(q), torch.from_numpy(k)
+    options = {"block_shape": (32, 32), "causal": True, "return_scores": True}
+    _, expected = blitz_attn.select_blocks_prefill(q, k, chooser=select.Antidiagonal(16), top_p=0.9, **options)
+    scores = peers.antidiagonal_scores(*tensors, 32)[None].numpy()
+    assert np.abs(scores - expected).max() < 1e-5
+    ours, _ = blitz_attn.select_blocks_prefill(q, k, chooser=select.Antidiagonal(16), top_p=0.9, sink=0, recent=0, **options)
+    kept = peers.antidiagonal(*tensors, 32, 0.9).numpy()
+    assert all(sorted(np.flatnonzero(kept[h, r])) == [c for c in ours[0, h, r] if c >= 0] for h, r in np.ndindex(kept.shape[:2]))
+    _, by_means = blitz_attn.select_blocks_prefill(q, k, chooser=select.Pooled(32, "mean", "mean"), top_k=1, **options)
+    listed = peers.block_means(*tensors, 32, 0.5).numpy()
+    for h, r in np.ndindex(listed.shape[:2]):
+        wanted = -(-(r + 1) // 2)
+        assert [c for c in listed[h, r] if c >= 0] == sorted(np.argsort(-by_means[0, h, r, : r + 1])[:wanted])
