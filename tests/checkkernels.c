@@ -53,7 +53,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 7 && FUNCTIONS(ba_panel_kernels, attend) == 11 && FUNCTIONS(ba_few_kernels, attend) == 5 &&
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 7 && FUNCTIONS(ba_panel_kernels, attend) == 12 && FUNCTIONS(ba_few_kernels, attend) == 5 &&
                    FUNCTIONS(ba_row_kernels, attend) == 5 && FUNCTIONS(ba_gradient_kernels, gradient) == 8 &&
                    FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
@@ -76,6 +76,7 @@ static void clear_records(void) {
         [PACK_V] = "pack_v",
         [PROBABILITIES] = "add_probabilities",
         [SCORES] = "scores",
+        [BLOCK_SUMS] = "sum_blocks",
         [SOFTMAX] = "softmax",
         [VALUES] = "values",
         [COMPOSED] = "its parts one by one",
@@ -504,6 +505,55 @@ static void check_probabilities(test_case *c) {
     }
 }
 
+/* Two chunks, cut anywhere: a block that the cut parts is continued. */
+static void check_block_sums(test_case *c) {
+    record *r = &records[BLOCK_SUMS];
+    const ba_panel_kernels *kernels = c->s.f->panel;
+    static double score[BA_MAX_CHUNK][BA_MAX_LANES];
+    for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
+        make_case(c, n % FILLS, n % MASKS, 1 + pick(c->s.f->lanes[WIDE]), 2 + pick(n % 7 ? 100 : BA_MAX_CHUNK - 1), dim_at(n / FILLS % DIMS), 1);
+        const int64_t block = 1 + pick(n % 2 ? 8 : 200), cut = 1 + pick(c->keys - 1), real = c->s.f->real_size;
+        const ba_panel panel = open_panel(c);
+        void *row_max = place(ROW_MAX, c->lanes * real), *alpha = place(ALPHA, c->lanes * real);
+        char *sums = place(WEIGHTS, ba_ceil_div(c->keys, block) * c->lanes * real);
+        for (int64_t first = 0, keys = cut; first < c->keys; first = cut, keys = c->keys - cut) {
+            const ba_chunk chunk = open_chunk(c, first, keys);
+            const ba_block_sums blocks = {sums + first / block * c->lanes * real, block, first % block};
+            double begun[BA_MAX_LANES], m_before[BA_MAX_LANES], l_before[BA_MAX_LANES];
+            kernels->scores[WIDE](&panel, &chunk, row_max);
+            for (int64_t i = 0; i < c->lanes; i++) {
+                for (int64_t j = 0; j < keys; j++) score[j][i] = real_at(c, chunk.scratch, j * c->lanes + i);
+                begun[i] = blocks.begun ? real_at(c, blocks.sums, i) : 0;
+                m_before[i] = real_at(c, panel.m, i);
+                l_before[i] = real_at(c, panel.l, i);
+            }
+            kernels->sum_blocks(&panel, &chunk, row_max, alpha, &blocks);
+            require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+            for (int64_t i = 0; i < c->lanes; i++) {
+                const double m = real_at(c, panel.m, i), shrink = real_at(c, alpha, i);
+                const bool stands = m == m_before[i];
+                compare(r, m, fmax(m_before[i], real_at(c, row_max, i)), 0, "m [.][lane]", 0, i);
+                compare(r, shrink, stands ? 1 : exp2(m_before[i] - m), stands ? 0 : weight_error(c, m_before[i] - m), "alpha [.][lane]", 0, i);
+                double all = l_before[i] * shrink, slack = 0;
+                for (int64_t j = 0, end, b = 0; j < keys; j = end, b++) {
+                    end = ba_min(keys, (b + 1) * block - blocks.begun);
+                    double sum = b == 0 && blocks.begun ? begun[i] * shrink : 0, own = 0;
+                    for (int64_t k = j; k < end; k++) {
+                        const double x = sees(c, i, first + k) ? score[k][i] - m : -INFINITY;
+                        sum += exp2(x);
+                        all += exp2(x);
+                        own += x == -INFINITY ? 0 : weight_error(c, x);
+                    }
+                    slack += own;
+                    compare(r, real_at(c, blocks.sums, b * c->lanes + i), sum, own + sum_error(c, end - j) * sum + tiny(c), "sum [block][lane]", b,
+                            i);
+                }
+                compare(r, real_at(c, panel.l, i), all, slack + sum_error(c, keys) * all + tiny(c), "l [.][lane]", 0, i);
+            }
+        }
+    }
+}
+
 /* The next block to choose among those that are not taken yet: one that is always chosen, else the one with the highest score. -1: no block is
  * left. */
 static int64_t next_choice(const ba_choice *choice, const double *score, const bool *taken, int64_t row) {
@@ -640,6 +690,7 @@ static void check_variant(void *context) {
     if (!c->s.cache && c->variant != ROWS) check_finish(c);
     if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
     if (c->variant == WIDE && !c->s.cache && c->s.f->panel->add_probabilities) check_probabilities(c);
+    if (c->variant == WIDE && !c->s.cache && c->s.f->panel->sum_blocks) check_block_sums(c);
     if (c->variant == WIDE && !c->s.cache && c->s.f->rows && c->s.f->rows->choose) check_choose(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW) check_heads(c);

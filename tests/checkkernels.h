@@ -216,6 +216,7 @@ enum {
     PACK_K,
     PACK_V,
     PROBABILITIES,
+    BLOCK_SUMS,
     SCORES,
     SOFTMAX,
     VALUES,

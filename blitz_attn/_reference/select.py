@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .dense import Rules, SequenceParts, block_sparse_attention, make_rules, sequences_of, to_float64
+from .. import _arrays
+from .dense import Rules, SequenceParts, block_sparse_attention, make_rules, round_to, sequences_of, to_float64
 
 __all__ = ["select_and_attend_prefill", "select_blocks_prefill"]
 
@@ -35,9 +36,19 @@ def _groups(tokens: int, size: int) -> list[slice]:
     return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
 
 
-def _pooled(q: np.ndarray, k: np.ndarray, rows: list[slice], groups: list[slice], term: str) -> np.ndarray:
+def _in_bfloat16(x: np.ndarray) -> np.ndarray:
+    return to_float64(round_to(x, "bfloat16"), "bfloat16")
+
+
+def _pooled(q: np.ndarray, k: np.ndarray, rows: list[slice], groups: list[slice], term: str, bfloat16: bool) -> np.ndarray:
     queries = np.array([q[r].mean(axis=0) for r in rows])
     mean, high, low = (np.array([f(k[g], axis=0) for g in groups]) for f in (np.mean, np.fmax.reduce, np.fmin.reduce))
+    if bfloat16:
+        queries, mean = _in_bfloat16(queries), _in_bfloat16(mean)
+        if term != "mean":
+            of_bound, of_mean = (0.5, mean / 2) if term == "both" else (1.0, 0.0)
+            middle, half = _in_bfloat16(of_mean + (high + low) / 2 * of_bound), _in_bfloat16((high - low) / 2 * of_bound)
+            return queries @ middle.T + np.abs(queries) @ half.T
     by_mean = queries @ mean.T
     by_bound = np.maximum(queries, 0) @ high.T + np.minimum(queries, 0) @ low.T
     return {"mean": by_mean, "bound": by_bound, "both": (by_mean + by_bound) / 2}[term]
@@ -69,7 +80,7 @@ def _softmax(scores: np.ndarray, seen: np.ndarray) -> np.ndarray:
     return weights / np.where(total == 0, 1, total)
 
 
-def _row_shares(kind: str, fields: dict[str, Any], q, k, seq, rules, scale, block_shape) -> list[np.ndarray]:
+def _row_shares(kind: str, fields: dict[str, Any], bfloat16: bool, q, k, seq, rules, scale, block_shape) -> list[np.ndarray]:
     """For each block of queries the shares (rows of the block, blocks of keys)."""
     block_q, block_kv = block_shape
     q, k = q[: seq.q_len], k[: seq.kv_len]
@@ -86,7 +97,7 @@ def _row_shares(kind: str, fields: dict[str, Any], q, k, seq, rules, scale, bloc
         rows = [slice(r.stop - 1, r.stop) for r in rows]
         scores = q[[r.start for r in rows]] @ k.T
     elif kind == "Pooled":
-        scores = _pooled(q, k, rows, groups, fields["term"])
+        scores = _pooled(q, k, rows, groups, fields["term"], bfloat16)
     else:
         scores = _antidiagonal(q, k, rows, groups, fields["stride"])
     starts, stops = np.array([g.start for g in groups]), np.array([g.stop for g in groups])
@@ -211,6 +222,7 @@ def select_blocks_prefill(
     shape_args = (layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
     sequences = sequences_of(queries, keys, keys, *shape_args)
     kind, fields = _rules_of(chooser)
+    bfloat16 = "bfloat16" in (_arrays.dtype_name(getattr(q, "dtype", None)), _arrays.dtype_name(dtype))
     rules = make_rules(causal, window)
     budgets = {"density": density, "top_p": top_p, "threshold": threshold, "top_k": top_k}
     ((name, budget),) = ((name, value) for name, value in budgets.items() if value is not None)
@@ -233,7 +245,7 @@ def select_blocks_prefill(
         for h in range(heads):
             call = (seq.q[h], seq.k[h // (heads // kv_heads)], seq, rules, factor, (block_q, block_kv))
             with np.errstate(all="ignore"):
-                shares = _vertical_slash(fields, *call) if kind == "VerticalSlash" else _row_shares(kind, fields, *call)
+                shares = _vertical_slash(fields, *call) if kind == "VerticalSlash" else _row_shares(kind, fields, bfloat16, *call)
             for r in range(own_rows):
                 here[h * lists // heads, r] += _joined(shares[r], fields.get("over", "mean"), seen[r]) * lists / heads
         for x, r in np.ndindex(lists, own_rows):

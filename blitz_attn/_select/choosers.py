@@ -26,6 +26,10 @@ class Pooled(NamedTuple):
     A softmax over the groups that the row may see, summed over the groups of a key block, is the row's share of each block. A block's
     score is the largest or the mean of these shares over the rows of the block of queries.
 
+    With bfloat16 inputs, means are rounded to bfloat16, and so are the two vectors of a group that the bound is computed from: what
+    ``qmean`` is multiplied with, ``(kmax + kmin) / 2`` or the mean of that and of ``kmean``, and what ``|qmean|`` is, ``(kmax - kmin) / 2``
+    or half of it.
+
     Attributes
     ----------
     pool : int or (int, int)

@@ -198,11 +198,22 @@ typedef BA_VALUES((*ba_values_fn));
 #define BA_ADD_PROBABILITIES(name) void name(const ba_panel *panel, const ba_chunk *chunk, float *sums)
 typedef BA_ADD_PROBABILITIES((*ba_add_probabilities_fn));
 
+/* What softmax does, with the weights added up by blocks of keys instead of kept. The chunk begins `begun` keys after the beginning of a block;
+ * where begun is not 0, sums[0] holds the block's sum so far, which is multiplied with alpha and continued. The panel is wide. With block 1, sums
+ * may be the chunk's scratch. */
+typedef struct ba_block_sums {
+    void *sums; /* real [block][lanes] */
+    int64_t block, begun;
+} ba_block_sums;
+#define BA_SUM_BLOCKS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *row_max, void *alpha, const ba_block_sums *blocks)
+typedef BA_SUM_BLOCKS((*ba_sum_blocks_fn));
+
 typedef struct ba_panel_kernels {
     ba_attend_fn attend[BA_PANEL_WIDTHS];
     ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
-    ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like softmax and values, where a family has the fused kernel only */
-    ba_softmax_fn softmax[BA_PANEL_WIDTHS];
+    ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like all that follow, where a family has the fused kernel only */
+    ba_sum_blocks_fn sum_blocks;                    /* where there is scores */
+    ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */
 } ba_panel_kernels;

@@ -1,6 +1,7 @@
 /* Decides from the scores which blocks are kept. */
 #include <string.h>
 
+#include "core/pool.h"
 #include "ops/check.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
@@ -66,43 +67,47 @@ static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, i
     keep_run(r, ba_max(seen.lo, oldest - ba_min(oldest, a->recent - 1)), ba_min(seen.hi, last / c->p.block_kv + 1));
 }
 
-/* ---- Order ------------------------------------------------------------------------------------------------------ */
+/* ---- Order ------------------------------------------------------------------------------------------------------
+ *
+ * A place is a block as one number that sorts by falling score, and by column where scores are equal: the bits of a score that is not negative, read
+ * as an integer, rise with the score. */
 
-enum { FEW = 32, BYTE = 256 }; /* keys that are sorted by insertion; values of a byte */
-
-/* A key that is smaller for a higher score: the bits of a number that is not negative, read as an integer, rise with the number. */
-static uint32_t falling_key(float score) {
+static uint64_t place_in_order(float score, int64_t column) {
     uint32_t bits;
     memcpy(&bits, &score, sizeof bits);
-    return ~bits;
+    return (uint64_t)~bits << 32 | (uint64_t)column;
 }
 
-static void sort_few(uint32_t *keys, int32_t *order, int64_t n) {
-    for (int64_t i = 1; i < n; i++) {
-        const uint32_t key = keys[i];
-        const int32_t place = order[i];
+static int64_t column_of(uint64_t place) { return (int64_t)(place & 0xffffffff); }
+
+enum {
+    FEW = 16,               /* places that are sorted without buckets */
+    MOST_BUCKETS = 1 << 11, /* by a range of scores each, for twice as many places at least */
+    MOVES = 8,              /* per place: more of them take longer than to sort by bytes */
+    BYTE = 256,             /* values of a byte */
+};
+
+/* Sorts n places of which few are far from where they belong: every place moves past the higher ones before it. Returns false where that would take
+ * many moves; places with equal scores are then still in order. */
+static bool settle(uint64_t *places, int64_t n) {
+    for (int64_t i = 1, moves = 0; i < n; i++) {
+        const uint64_t place = places[i];
         int64_t at = i;
-        for (; at > 0 && keys[at - 1] > key; at--) {
-            keys[at] = keys[at - 1];
-            order[at] = order[at - 1];
-        }
-        keys[at] = key;
-        order[at] = place;
+        for (; at > 0 && places[at - 1] > place; at--) places[at] = places[at - 1];
+        places[at] = place;
+        moves += i - at;
+        if (moves > MOVES * n) return false;
     }
+    return true;
 }
 
-/* Sorts s->order by rising s->keys; blocks with equal keys stay in order. It is a radix sort, byte by byte: after four passes the result is back in
- * the arrays that it began in. */
-static void sort_by_keys(const ba_strip_scratch *s, int64_t n) {
-    if (n <= FEW) {
-        sort_few(s->keys, s->order, n);
-        return;
-    }
+/* Sorts n places, of which those with equal scores are in order, byte by byte of their scores: after four passes the result is back in the array
+ * that it began in. */
+static void sort_by_bytes(uint64_t *places, uint64_t *other, int64_t n) {
     int32_t counts[4][BYTE] = {{0}};
     for (int64_t i = 0; i < n; i++)
-        for (int byte = 0; byte < 4; byte++) counts[byte][s->keys[i] >> 8 * byte & 255]++;
-    uint32_t *from = s->keys, *to = s->other_keys;
-    int32_t *from_order = s->order, *to_order = s->other_order;
+        for (int byte = 0; byte < 4; byte++) counts[byte][places[i] >> (32 + 8 * byte) & 255]++;
+    uint64_t *from = places, *to = other;
     for (int byte = 0; byte < 4; byte++) {
         int32_t begin = 0;
         for (int i = 0; i < BYTE; i++) {
@@ -110,18 +115,52 @@ static void sort_by_keys(const ba_strip_scratch *s, int64_t n) {
             counts[byte][i] = begin;
             begin += count;
         }
-        for (int64_t i = 0; i < n; i++) {
-            const int32_t place = counts[byte][from[i] >> 8 * byte & 255]++;
-            to[place] = from[i];
-            to_order[place] = from_order[i];
-        }
-        uint32_t *const keys = from;
-        int32_t *const order = from_order;
-        from = to;
-        to = keys;
-        from_order = to_order;
-        to_order = order;
+        for (int64_t i = 0; i < n; i++) to[counts[byte][from[i] >> (32 + 8 * byte) & 255]++] = from[i];
+        uint64_t *const sorted = to;
+        to = from;
+        from = sorted;
     }
+}
+
+/* Sorts n places whose columns rise. `other` has room for as many. */
+static void sort_places(uint64_t *places, uint64_t *other, int64_t n) {
+    if (n > FEW) {
+        uint64_t lowest = places[0], highest = places[0];
+        for (int64_t i = 1; i < n; i++) {
+            lowest = places[i] < lowest ? places[i] : lowest;
+            highest = places[i] > highest ? places[i] : highest;
+        }
+        int log_buckets = 5;
+        while ((1 << log_buckets) < ba_min(MOST_BUCKETS, 2 * n)) log_buckets++;
+        const int shift = (int)ba_max(0, 64 - __builtin_clzll((highest - lowest) | 1) - log_buckets);
+        int32_t counts[MOST_BUCKETS], begin = 0;
+        memset(counts, 0, sizeof *counts << log_buckets);
+        for (int64_t i = 0; i < n; i++) counts[(places[i] - lowest) >> shift]++;
+        for (int64_t i = 0; i < (int64_t)1 << log_buckets; i++) {
+            const int32_t count = counts[i];
+            counts[i] = begin;
+            begin += count;
+        }
+        for (int64_t i = 0; i < n; i++) other[counts[(places[i] - lowest) >> shift]++] = places[i];
+        memcpy(places, other, (size_t)n * sizeof *places);
+    }
+    if (!settle(places, n)) sort_by_bytes(places, other, n);
+}
+
+/* ---- Digits of a tail -------------------------------------------------------------------------------------------
+ *
+ * The bits of a tail, read as an integer, rise with it. With BA_BUDGET_DENSITY, the least tail that is kept is found digit by digit: tails are
+ * counted by their first digit, then those that begin with the digit that is found by their second, and so on. */
+
+enum { DIGITS = 3 };
+static const struct {
+    int shift, bits;
+} digits[DIGITS] = {{21, 11}, {10, 11}, {0, 10}};
+
+static uint32_t bits_of(float tail) {
+    uint32_t bits;
+    memcpy(&bits, &tail, sizeof bits);
+    return bits;
 }
 
 /* ---- Budgets of a row ------------------------------------------------------------------------------------------- */
@@ -158,72 +197,140 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
         } else if (a->budget == BA_BUDGET_THRESHOLD) {
             if ((double)scores[b] >= budget) keep(&r, b);
         } else {
-            s->keys[n] = falling_key(scores[b]);
-            s->order[n++] = (int32_t)b;
+            s->places[n++] = place_in_order(scores[b], b);
         }
     }
     if (n == 0) return;
-    sort_by_keys(s, n);
+    sort_places(s->places, s->other_places, n);
     int64_t kept = 0; /* how many of the n sorted blocks, from the first on, are kept */
     double tail = 0;
     if (a->budget == BA_BUDGET_TOP_K) kept = ba_min(n, ba_max(0, (int64_t)budget - *r.count));
     else
         for (int64_t i = n - 1; i >= 0; i--) { /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
-            tail += (double)scores[s->order[i]];
-            if (tails) tails[s->order[i]] = (float)tail;
-            else if (kept == 0 && tail > 1 - budget) kept = i + 1;
+            const int64_t b = column_of(s->places[i]);
+            tail += (double)scores[b];
+            if (tails) {
+                tails[b] = (float)tail;
+                s->bins[bits_of(tails[b]) >> digits[0].shift]++;
+            } else if (kept == 0 && tail > 1 - budget) kept = i + 1;
         }
-    for (int64_t i = 0; i < kept; i++) keep(&r, s->order[i]);
+    for (int64_t i = 0; i < kept; i++) keep(&r, column_of(s->places[i]));
 }
 
 /* ---- Density ---------------------------------------------------------------------------------------------------- */
 
-static uint32_t bits_of(float tail) {
-    uint32_t bits;
-    memcpy(&bits, &tail, sizeof bits);
-    return bits;
+/* The number of shares of a sequence. */
+static int64_t shares_of(const ba_prefill *c) { return c->args->budgets.dims[0]; }
+
+static ba_share *share_of(const ba_prefill *c, int64_t batch, int64_t list) {
+    return c->shares + batch * shares_of(c) + (shares_of(c) > 1 ? list : 0);
 }
 
-/* Runs `statement`, with `bits`, `list`, `row` and `b` set, for every block of the lists that is not always kept, in the order of memory. */
-#define EACH_TAIL(statement)                                                                                                                         \
-    for (int64_t list = first; list < first + lists; list++)                                                                                         \
-        for (int64_t row = 0; row < c->p.block_rows; row++) {                                                                                        \
-            const ba_range seen = ba_prefill_blocks(c, batch, row);                                                                                  \
-            const float *tails = tails_of(c, batch, list, row);                                                                                      \
-            for (int64_t b = seen.lo; b < seen.hi; b++) {                                                                                            \
-                if (tails[b] < 0) continue;                                                                                                          \
-                const uint32_t bits = bits_of(tails[b]);                                                                                             \
-                statement;                                                                                                                           \
-            }                                                                                                                                        \
-        }
-
-/* Counting from the last bin down, the bin that holds number *places. *places becomes how many numbers of that bin are needed. */
-static uint32_t bin_of(const int64_t *bins, int64_t *places) {
-    uint32_t bin = BA_BUDGET_BINS - 1;
-    for (; bins[bin] < *places; bin--) *places -= bins[bin];
-    return bin;
+static void add_to_bins(int64_t *all, const int32_t *bins) {
+    for (int64_t i = 0; i < BA_BUDGET_BINS; i++)
+        if (bins[i]) __atomic_fetch_add(&all[i], bins[i], __ATOMIC_RELAXED);
 }
 
-void ba_budget_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t lists, int64_t *bins) {
-    int64_t all = 0, kept = 0;
-    for (int64_t list = first; list < first + lists; list++)
-        for (int64_t row = 0; row < c->p.block_rows; row++) {
-            const ba_range seen = ba_prefill_blocks(c, batch, row);
-            all += seen.hi - seen.lo;
-            kept += *kept_row_of(c, batch, list, row).count;
+void ba_budget_count(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list) {
+    add_to_bins(c->bins + (share_of(c, batch, list) - c->shares) * BA_BUDGET_BINS, s->bins);
+}
+
+/* Adds the tails of a list that begin with the digits that are known to the bins of its share, by the digit in turn. */
+static void count_tails(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t batch = item / c->lists, list = item % c->lists;
+    const ba_share *share = share_of(c, batch, list);
+    if (share->none) return;
+    int64_t used = 0;
+    int32_t *bins = (int32_t *)ba_take(c->scratch + worker * c->scratch_bytes, &used, BA_BUDGET_BINS * (int64_t)sizeof *bins);
+    memset(bins, 0, BA_BUDGET_BINS * sizeof *bins);
+    const int shift = digits[c->digit].shift;
+    const uint32_t least = share->least, mask = ((uint32_t)1 << digits[c->digit].bits) - 1, range = (mask + 1) * ((uint32_t)1 << shift) - 1;
+    for (int64_t row = 0; row < c->p.block_rows; row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, row);
+        const float *tails = tails_of(c, batch, list, row);
+        for (int64_t b = seen.lo; b < seen.hi; b++) {
+            const uint32_t bits = bits_of(tails[b]);
+            if (bits - least <= range) bins[bits >> shift & mask]++;
         }
-    int64_t places = ba_min((int64_t)(budget_of(c, first) * (double)all + 0.5), all) - kept;
-    if (places <= 0) return;
-    memset(bins, 0, BA_BUDGET_BINS * sizeof *bins);
-    EACH_TAIL(bins[bits >> 16]++);
-    const uint32_t high = bin_of(bins, &places);
-    memset(bins, 0, BA_BUDGET_BINS * sizeof *bins);
-    EACH_TAIL(if (bits >> 16 == high) bins[bits & 0xffff]++);
-    const uint32_t least = high << 16 | bin_of(bins, &places);
-    int64_t ties = places; /* how many blocks with exactly the least tail are kept */
-    EACH_TAIL({
-        if (bits < least || (bits == least && ties-- <= 0)) continue;
+    }
+    add_to_bins(c->bins + (share - c->shares) * BA_BUDGET_BINS, bins);
+}
+
+/* Finds, counting from the last bin down, the bin that holds number share->places. */
+static void find_digit(const ba_prefill *c, ba_share *share) {
+    const int64_t *bins = c->bins + (share - c->shares) * BA_BUDGET_BINS;
+    uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
+    for (; bins[bin] < share->places; bin--) share->places -= bins[bin];
+    share->least |= bin << digits[c->digit].shift;
+    share->has_all = bins[bin] == share->places;
+}
+
+/* Keeps the blocks of a list whose tails are above the least, and where all blocks with exactly the least are kept, also these. */
+static void keep_tails(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t batch = item / c->lists, list = item % c->lists;
+    const ba_share *share = share_of(c, batch, list);
+    const int32_t least = (int32_t)(share->least + !share->has_all); /* the bits of -1 are below */
+    (void)worker;
+    if (share->none) return;
+    for (int64_t row = 0; row < c->p.block_rows; row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, row);
+        const float *tails = tails_of(c, batch, list, row);
         const kept_row r = kept_row_of(c, batch, list, row);
-        keep(&r, b);
-    });
+        for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++) { /* without branches, which would be mispredicted */
+            const int64_t from = ba_max(seen.lo, word * 64), to = ba_min(seen.hi, word * 64 + 64);
+            uint64_t kept = 0;
+            for (int64_t b = from; b < to; b++) kept |= (uint64_t)((int32_t)bits_of(tails[b]) >= least) << (b - word * 64);
+            r.words[word * r.step] |= kept;
+            *r.count += __builtin_popcountll(kept);
+        }
+    }
+}
+
+/* Keeps the first blocks of a list with exactly the least tail, as long as the share has places left. */
+static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64_t list) {
+    for (int64_t row = 0; row < c->p.block_rows && share->places > 0; row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, row);
+        const float *tails = tails_of(c, batch, list, row);
+        const kept_row r = kept_row_of(c, batch, list, row);
+        for (int64_t b = seen.lo; b < seen.hi && share->places > 0; b++) {
+            if (tails[b] < 0 || bits_of(tails[b]) != share->least) continue;
+            keep(&r, b);
+            share->places--;
+        }
+    }
+}
+
+/* Sets how many blocks a share keeps beside the ones that always are. */
+static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t lists) {
+    int64_t all = 0, kept = 0;
+    for (int64_t row = 0; row < c->p.block_rows; row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, row);
+        all += (seen.hi - seen.lo) * lists;
+        for (int64_t list = first; list < first + lists; list++) kept += *kept_row_of(c, batch, list, row).count;
+    }
+    ba_share *share = share_of(c, batch, first);
+    *share = (ba_share){.places = ba_min((int64_t)(budget_of(c, first) * (double)all + 0.5), all) - kept};
+    share->none = share->places <= 0;
+}
+
+ba_status ba_budget_share(ba_prefill *c, int threads) {
+    const int64_t shares = c->p.batch * shares_of(c), lists = c->lists / shares_of(c), items = c->p.batch * c->lists;
+    ba_status status = BA_OK;
+    for (int64_t i = 0; i < shares; i++) open_share(c, i / shares_of(c), i % shares_of(c) * lists, lists);
+    for (c->digit = 0; status == BA_OK && c->digit < DIGITS; c->digit++) {
+        if (c->digit > 0) { /* ba_budget_row has counted the first digits */
+            memset(c->bins, 0, (size_t)shares * BA_BUDGET_BINS * sizeof *c->bins);
+            status = ba_parallel(threads, items, count_tails, c);
+        }
+        for (int64_t i = 0; status == BA_OK && i < shares; i++)
+            if (!c->shares[i].none) find_digit(c, &c->shares[i]);
+    }
+    if (status == BA_OK) status = ba_parallel(threads, items, keep_tails, c);
+    for (int64_t i = 0; status == BA_OK && i < items; i++) {
+        ba_share *share = share_of(c, i / c->lists, i % c->lists);
+        if (!share->none && !share->has_all) keep_ties(c, share, i / c->lists, i % c->lists);
+    }
+    return status;
 }

@@ -55,7 +55,8 @@ bool ba_lines_find(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
             for (int64_t begin = at.lo, end; begin < at.hi; begin = end) {
                 if (ba_stopped()) return false;
                 end = ba_min(begin + c->chunk, at.hi);
-                ba_panel_score(c, s, &at, groups, begin, end);
+                ba_point_to_groups(c, s, groups, begin, end);
+                ba_panel_score(c, s, &at, &(ba_group_range){begin, begin, end, end, end}, 1, s->chunk, s->alphas);
                 if (pass == 1) add_weights(c, s, &l, rows, first + keys - q_valid, begin, end, 1 / (double)queries);
             }
             at.known = true;

@@ -16,8 +16,10 @@ enum {
     GROUPS_AT_ONCE = 64,    /* groups per item of the job that makes them */
     STRIPS_PER_THREAD = 8,  /* at least, where several panels make a strip */
     GROUP_BYTES = 32 << 20, /* the groups of so many KV heads are in memory at a time, but of one at least */
-    MOST_DEPTH = 1 << 16,   /* reals per row or group */
+    MOST_DEPTH = 1 << 16,   /* numbers per row or group */
 };
+
+#define LOG2_E 0x1.71547652b82fep+0
 
 /* ---- Checks ------------------------------------------------------------------------------------------------------- */
 
@@ -121,7 +123,7 @@ static void make_groups(void *context, int64_t item, int worker) {
     ba_strip_scratch s;
     ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t g = begin; g < end; g++)
-        ba_features_of_group(c, &s.features, batch, pair % c->p.kv_heads, g, c->groups + here * c->pair_bytes + g * c->pitch * c->real_size);
+        ba_features_of_group(c, &s.features, batch, pair % c->p.kv_heads, g, c->groups + here * c->pair_bytes + g * c->pitch * c->number_size);
 }
 
 /* Scores one strip of a list and decides what its rows keep. The last strips come first, because they take the longest in causal calls. */
@@ -134,7 +136,9 @@ static void score_strip(void *context, int64_t item, int worker) {
     ba_strip_scratch s;
     ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     if (!ba_strip_score(c, &s, &strip)) return;
+    memset(s.bins, 0, BA_BUDGET_BINS * sizeof *s.bins);
     for (int64_t r = 0; r < strip.rows; r++) ba_budget_row(c, &s, strip.batch, strip.list, strip.first + r, s.scores + r * c->p.block_columns);
+    if (c->args->budget == BA_BUDGET_DENSITY) ba_budget_count(c, &s, strip.batch, strip.list);
 }
 
 /* Finds the lines of one query head. */
@@ -144,15 +148,6 @@ static void find_lines(void *context, int64_t item, int worker) {
     ba_strip_scratch s;
     ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     ba_lines_find(c, &s, pair / c->p.kv_heads, pair % c->p.kv_heads * c->p.group + item % c->p.group, item);
-}
-
-/* Keeps blocks in the lists of a sequence that share one density. */
-static void share_density(void *context, int64_t item, int worker) {
-    const ba_prefill *c = context;
-    const int64_t shares = c->args->budgets.dims[0], lists = c->lists / shares;
-    int64_t used = 0;
-    char *bins = ba_take(c->scratch + worker * c->scratch_bytes, &used, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
-    ba_budget_share(c, item / shares, item % shares * lists, lists, (int64_t *)bins);
 }
 
 /* ---- The call ------------------------------------------------------------------------------------------------------- */
@@ -177,8 +172,7 @@ static ba_status run(ba_prefill *c, int threads) {
         if (status == BA_OK && c->lines) status = ba_parallel(threads, c->pairs * c->p.group, find_lines, c);
         if (status == BA_OK) status = ba_parallel(threads, c->pairs * lists * c->strips, score_strip, c);
     }
-    if (status == BA_OK && c->args->budget == BA_BUDGET_DENSITY)
-        status = ba_parallel(threads, c->p.batch * c->args->budgets.dims[0], share_density, c);
+    if (status == BA_OK && c->args->budget == BA_BUDGET_DENSITY) status = ba_budget_share(c, threads);
     return status;
 }
 
@@ -197,13 +191,17 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->real = ba_real_of(c->p.dtype);
     const ba_isa level = ba_level_with_parts(c->real);
     c->kernels = ba_kernels_at(level);
-    c->family = c->kernels->vector[c->real];
+    const ba_attend_family *own = c->kernels->attend[c->p.dtype];
+    const bool pairs = c->p.dtype == BA_BFLOAT16 && own->panel->sum_blocks && !own->pack->keys;
+    c->family = pairs ? own : c->kernels->vector[c->real];
     c->real_size = c->family->real_size;
+    c->number_size = pairs ? (int64_t)sizeof(uint16_t) : c->real_size;
+    c->scale = c->p.scale / (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->row_tokens : 1) * LOG2_E;
     c->lanes = c->family->lanes[0];
     c->chunk = ba_tuning_at(level)->chunk_keys;
     c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
     const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
-    c->pair_bytes = groups * c->pitch * c->real_size;
+    c->pair_bytes = groups * c->pitch * c->number_size;
     const int64_t lines = c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
     c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, GROUP_BYTES / ba_max(1, c->pair_bytes + lines)));
     const double work =
@@ -218,11 +216,8 @@ ba_status ba_run_prefill(ba_prefill *c) {
         if (c->panels == 1 || c->p.batch * c->lists * c->strips >= STRIPS_PER_THREAD * threads) break;
     }
     ba_strip_scratch unused;
-    const bool shares = c->args->budget == BA_BUDGET_DENSITY;
+    const int64_t shares = c->args->budget == BA_BUDGET_DENSITY ? c->p.batch * c->args->budgets.dims[0] : 0;
     c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);
-    int64_t bins = 0;
-    if (shares) ba_take(NULL, &bins, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
-    c->scratch_bytes = ba_max(c->scratch_bytes, bins);
     char *memory = NULL;
     for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
         int64_t used = 0;
@@ -231,9 +226,12 @@ ba_status ba_run_prefill(ba_prefill *c) {
         c->lines = lines ? (double *)ba_take(memory, &used, c->pairs * lines) : NULL;
         c->tails_begin = (int64_t *)ba_take(memory, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
         c->tails = (float *)ba_take(memory, &used, shares ? lay_out_tails(c, memory ? c->tails_begin : NULL) * (int64_t)sizeof(float) : 0);
+        c->shares = (ba_share *)ba_take(memory, &used, shares * (int64_t)sizeof(ba_share));
+        c->bins = (int64_t *)ba_take(memory, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
         if (!memory) memory = ba_arena_get((size_t)used);
         if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     }
+    memset(c->bins, 0, (size_t)shares * BA_BUDGET_BINS * sizeof *c->bins);
     const ba_status status = run(c, threads);
     ba_arena_release();
     return status;

@@ -9,6 +9,13 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
+/* The lists of a sequence that share one density: the least tail that is kept. */
+typedef struct ba_share {
+    uint32_t least;     /* the bits of this tail, as far as they are known: digits that are not are 0 */
+    int64_t places;     /* how many of the blocks whose tails begin with these digits are kept; at the end, how many with exactly the least tail */
+    bool none, has_all; /* no block is kept but the ones that always are; all blocks with exactly the least tail are kept */
+} ba_share;
+
 typedef struct ba_prefill {
     const ba_select_prefill_args *args;
     ba_problem p;
@@ -16,18 +23,23 @@ typedef struct ba_prefill {
     int64_t lists, list_heads;                                     /* lists per sequence; query heads per list */
     int64_t row_tokens, group_tokens;                              /* the queries that a row stands for, and the keys that a group stands for */
     int64_t rows_per_block, groups_per_block;                      /* with BA_CHOOSER_VERTICAL_SLASH, a row and a group are one token */
-    int64_t depth, pitch;                                          /* reals per row or group, and from one row or group to the next */
+    int64_t depth, pitch;                                          /* numbers per row or group, and from one row or group to the next */
+    double scale;                                                  /* of products, in log2 units */
     int64_t words;
     const ba_kernels *kernels;
-    const ba_attend_family *family; /* of reals */
+    const ba_attend_family *family;
     ba_dtype real;
-    int64_t real_size, lanes, chunk; /* groups scored together */
+    int64_t real_size, number_size; /* a number of a row or group is a real, or bfloat16 where the family multiplies pairs of these */
+    int64_t lanes, chunk;           /* groups scored together */
     /* The (batch entry, KV head) pairs whose groups are in memory, and the bytes of the groups of each. */
     int64_t first_pair, pairs, pair_bytes;
     char *groups;
     double *lines;              /* BA_CHOOSER_VERTICAL_SLASH only, else NULL */
-    int64_t *tails_begin;       /* [B], the first tail of each sequence; `tails` and this are NULL unless the budget is BA_BUDGET_DENSITY */
+    int64_t *tails_begin;       /* [B], the first tail of each sequence. NULL, like all up to bins, unless the budget is BA_BUDGET_DENSITY */
     float *tails;               /* of each sequence [list][row][column]; -1 where a block is always kept */
+    ba_share *shares;           /* [B][lists, or 1 where all lists of a sequence share one density] */
+    int64_t *bins;              /* [share][BA_BUDGET_BINS] */
+    int digit;                  /* by which tails are counted */
     int64_t panels, panel_rows; /* of a strip at most; rows of a panel */
     int64_t strip_rows, strips; /* rows of blocks that an item scores; the largest number of such strips in a sequence */
     int64_t scratch_bytes;
@@ -55,13 +67,13 @@ static inline ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64
 /* ---- Rows and groups as vectors whose product is the score (select_features.c) --------------------------------- */
 
 typedef struct ba_features {
-    char *wide, *extremes;
+    char *wide, *pooled, *narrow;
     const void **pointers, **wide_rows;
 } ba_features;
 
 /* Hands out the parts of the scratch memory at `base` and returns their size; with base NULL, only the size counts. */
 int64_t ba_features_lay_out(const ba_prefill *c, char *base, ba_features *s);
-/* Writes group `group` of a KV head to `to`, which has room for c->pitch reals. */
+/* Writes group `group` of a KV head to `to`, which has room for c->pitch numbers. */
 void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t kv_head, int64_t group, void *to);
 /* Writes row `row` of a query head to `to`, in the same form. */
 void ba_features_of_row(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t head, int64_t row, void *to);
@@ -76,17 +88,17 @@ typedef struct ba_strip {
 
 typedef struct ba_strip_scratch {
     ba_features features;
-    char *rows, *q, *m, *l, *alpha, *row_max, *chunk;
-    int32_t *lo, *hi, *key_index;
+    char *rows, *q, *m, *l, *row_max, *chunk;
+    int32_t *lo, *hi, *key_index; /* key_index, k_rows: of consecutive groups, two chunks of them at most */
     const void **k_rows, **pointers;
     char *sums;      /* [column][lane] of a panel: sums of weights, relative to the maximum at the end of the column's last chunk */
-    char *factors;   /* [chunk][lane]: first these maxima, then the factors that turn the sums into shares */
+    char *alphas;    /* [chunk][lane]: what a chunk has multiplied the sums before it with */
     int32_t *chunks; /* [column]: the last chunk with groups of the column */
     double *head;    /* [row of the strip][column]: the scores of one query head */
     float *scores;   /* [row of the strip][column]: the scores of the list */
     /* for budgets: */
-    uint32_t *keys, *other_keys;
-    int32_t *order, *other_order;
+    uint64_t *places, *other_places;
+    int32_t *bins; /* the numbers of tails by their first digits */
 } ba_strip_scratch;
 
 /* What the rows of a panel see: some row sees groups [lo, hi), and every row sees groups [all_lo, all_hi). */
@@ -97,8 +109,17 @@ typedef struct ba_panel_rows {
 
 /* Packs rows first .. first + rows - 1 of a query head into s->q, and returns what they see. */
 ba_panel_rows ba_panel_open(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t head, int64_t first, int64_t rows);
-/* Computes the weights of groups [begin, end) of a pair, at most c->chunk groups, into s->chunk, [group][lane]. */
-void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_panel_rows *at, const char *groups, int64_t begin, int64_t end);
+/* Groups [begin, end) of a pair, at most c->chunk of them, and groups [next, next_end) that the next chunk of some panel begins with. s->k_rows and
+ * s->key_index begin with group `first`. */
+typedef struct ba_group_range {
+    int64_t first, begin, end, next, next_end;
+} ba_group_range;
+/* Sets s->k_rows and s->key_index for groups [begin, end) of a pair. */
+void ba_point_to_groups(const ba_prefill *c, const ba_strip_scratch *s, const char *groups, int64_t begin, int64_t end);
+/* Computes the weights of a range of groups, and adds them up by blocks of `block` groups, whose sums begin at `sums`, [block][lane]: a block that
+ * began in an earlier chunk is continued. `alpha` is set, for each lane, as the kernel sum_blocks says. */
+void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_panel_rows *at, const ba_group_range *range, int64_t block, void *sums,
+                    void *alpha);
 
 int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s);
 /* Fills s->scores. Returns false where the call must stop. */
@@ -119,9 +140,10 @@ void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_str
 /* Decides from its scores which blocks a row of blocks keeps, and writes them. With BA_BUDGET_DENSITY, writes only the blocks that are always kept,
  * and the tails of the others. */
 void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t block_row, const float *scores);
-/* With BA_BUDGET_DENSITY: keeps the other blocks, in lists first .. first + lists - 1 of a sequence, which share one density. `bins` is scratch
- * memory for BA_BUDGET_BINS numbers. */
-enum { BA_BUDGET_BINS = 1 << 16 };
-void ba_budget_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t lists, int64_t *bins);
+/* With BA_BUDGET_DENSITY, after the rows of a strip: counts the tails that are in s->bins, which were 0 before the first row. */
+enum { BA_BUDGET_BINS = 1 << 11 };
+void ba_budget_count(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list);
+/* With BA_BUDGET_DENSITY: keeps the other blocks. Each of the threads has scratch memory for BA_BUDGET_BINS numbers. */
+ba_status ba_budget_share(ba_prefill *c, int threads);
 
 #endif

@@ -1,14 +1,12 @@
 /* Scores of blocks. Rows are the lanes of a panel, as in attention, and are multiplied with one chunk of groups after the other. The weights of a
- * chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the maximum at its end; when all chunks are done, the
- * maxima and the sum of all weights turn the sums into shares. */
+ * chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the factor by which it has raised the maximum; when
+ * all chunks are done, these factors and the sum of all weights turn the sums into shares. */
 #include <math.h>
 #include <string.h>
 
 #include "core/pool.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
-
-#define LOG2_E 0x1.71547652b82fep+0
 
 /* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
@@ -27,7 +25,7 @@ static int64_t most_chunks(const ba_prefill *c) {
 
 /* Bytes of what each panel of a strip has for itself. */
 typedef struct panel_sizes {
-    int64_t q, reals, bounds, sums, factors, chunks;
+    int64_t q, reals, bounds, sums, alphas, chunks;
 } panel_sizes;
 
 static panel_sizes sizes_of(const ba_prefill *c) {
@@ -36,7 +34,7 @@ static panel_sizes sizes_of(const ba_prefill *c) {
                          .reals = reals,
                          .bounds = ba_round_up(lanes * (int64_t)sizeof(int32_t), BA_ALIGN),
                          .sums = ba_round_up(columns * lanes * c->real_size, BA_ALIGN),
-                         .factors = ba_round_up(most_chunks(c) * lanes * c->real_size, BA_ALIGN),
+                         .alphas = ba_round_up(most_chunks(c) * lanes * c->real_size, BA_ALIGN),
                          .chunks = ba_round_up(columns * (int64_t)sizeof(int32_t), BA_ALIGN)};
 }
 
@@ -50,7 +48,7 @@ static ba_strip_scratch of_panel(const ba_prefill *c, const ba_strip_scratch *s,
     own.lo = (int32_t *)((char *)s->lo + panel * sizes.bounds);
     own.hi = (int32_t *)((char *)s->hi + panel * sizes.bounds);
     own.sums += panel * sizes.sums;
-    own.factors += panel * sizes.factors;
+    own.alphas += panel * sizes.alphas;
     own.chunks = (int32_t *)((char *)s->chunks + panel * sizes.chunks);
     return own;
 }
@@ -58,55 +56,30 @@ static ba_strip_scratch of_panel(const ba_prefill *c, const ba_strip_scratch *s,
 int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, columns = ba_max(1, c->p.block_columns);
     int64_t used = ba_round_up(ba_features_lay_out(c, base, &s->features), BA_ALIGN);
-    s->rows = ba_take(base, &used, lanes * c->pitch * real);
+    s->rows = ba_take(base, &used, lanes * c->pitch * c->number_size);
     s->pointers = (const void **)ba_take(base, &used, lanes * (int64_t)sizeof(void *));
     const panel_sizes sizes = sizes_of(c);
     s->q = ba_take(base, &used, c->panels * sizes.q);
     s->m = ba_take(base, &used, c->panels * sizes.reals);
     s->l = ba_take(base, &used, c->panels * sizes.reals);
-    s->alpha = ba_take(base, &used, lanes * real);
     s->row_max = ba_take(base, &used, lanes * real);
     s->lo = (int32_t *)ba_take(base, &used, c->panels * sizes.bounds);
     s->hi = (int32_t *)ba_take(base, &used, c->panels * sizes.bounds);
-    s->key_index = (int32_t *)ba_take(base, &used, c->chunk * (int64_t)sizeof(int32_t));
-    s->k_rows = (const void **)ba_take(base, &used, c->chunk * (int64_t)sizeof(void *));
+    s->key_index = (int32_t *)ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(int32_t));
+    s->k_rows = (const void **)ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(void *));
     s->chunk = ba_take(base, &used, c->chunk * ba_max(c->family->scratch_per_key, lanes * real));
     s->sums = ba_take(base, &used, c->panels * sizes.sums);
-    s->factors = ba_take(base, &used, c->panels * sizes.factors);
+    s->alphas = ba_take(base, &used, c->panels * sizes.alphas);
     s->chunks = (int32_t *)ba_take(base, &used, c->panels * sizes.chunks);
     s->head = (double *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(double));
     s->scores = (float *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(float));
-    s->keys = (uint32_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint32_t));
-    s->other_keys = (uint32_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint32_t));
-    s->order = (int32_t *)ba_take(base, &used, columns * (int64_t)sizeof(int32_t));
-    s->other_order = (int32_t *)ba_take(base, &used, columns * (int64_t)sizeof(int32_t));
+    s->places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
+    s->other_places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
+    s->bins = (int32_t *)ba_take(base, &used, BA_BUDGET_BINS * (int64_t)sizeof(int32_t));
     return used;
 }
 
 /* ---- A panel ---------------------------------------------------------------------------------------------------- */
-
-/* Sums the weights [group][lane] of groups [begin, end) over each block. The sum of a block that began in an earlier chunk is multiplied by alpha,
- * which makes it relative to the new maximum, and continued. */
-#define DEFINE_ADD_BLOCKS(real, lanes_at_once)                                                                                                       \
-    static void add_blocks_##real(real *restrict sums, const real *restrict weights, const real *alpha, int64_t lanes, int64_t begin, int64_t end,   \
-                                  int64_t block, int64_t first_block) {                                                                              \
-        enum { AT_ONCE = lanes_at_once }; /* divides the number of lanes of every panel */                                                           \
-        for (int64_t from = begin; from < end;) {                                                                                                    \
-            const int64_t to = ba_min(end, (from / block + 1) * block);                                                                              \
-            real *sum = sums + (from / block - first_block) * lanes;                                                                                 \
-            for (int64_t lane = 0; lane < lanes; lane += AT_ONCE) {                                                                                  \
-                real acc[AT_ONCE] = {0};                                                                                                             \
-                if (from % block)                                                                                                                    \
-                    for (int i = 0; i < AT_ONCE; i++) acc[i] = sum[lane + i] * alpha[lane + i];                                                      \
-                for (int64_t g = from; g < to; g++)                                                                                                  \
-                    for (int i = 0; i < AT_ONCE; i++) acc[i] += weights[(g - begin) * lanes + lane + i];                                             \
-                for (int i = 0; i < AT_ONCE; i++) sum[lane + i] = acc[i];                                                                            \
-            }                                                                                                                                        \
-            from = to;                                                                                                                               \
-        }                                                                                                                                            \
-    }
-DEFINE_ADD_BLOCKS(float, 8)
-DEFINE_ADD_BLOCKS(double, 4)
 
 ba_panel_rows ba_panel_open(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t head, int64_t first, int64_t rows) {
     ba_panel_rows at = {.lo = INT64_MAX, .all_hi = INT64_MAX};
@@ -121,7 +94,7 @@ ba_panel_rows ba_panel_open(const ba_prefill *c, const ba_strip_scratch *s, int6
         at.hi = ba_max(at.hi, hi);
         at.all_lo = ba_max(at.all_lo, lo);
         at.all_hi = ba_min(at.all_hi, hi);
-        char *row = s->rows + i * c->pitch * c->real_size;
+        char *row = s->rows + i * c->pitch * c->number_size;
         ba_features_of_row(c, &s->features, batch, head, first + i, row);
         s->pointers[i] = row;
     }
@@ -130,67 +103,41 @@ ba_panel_rows ba_panel_open(const ba_prefill *c, const ba_strip_scratch *s, int6
         ba_set_real(s->m, i, c->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, c->real_size);
         ba_set_real(s->l, i, 0, c->real_size);
     }
-    const double divisor = c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->row_tokens : 1;
-    c->family->pack->queries[0](s->q, s->pointers, rows, c->depth, c->p.scale / divisor * LOG2_E);
+    c->family->pack->queries[0](s->q, s->pointers, rows, c->depth, c->scale);
     return at;
 }
 
-void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_panel_rows *at, const char *groups, int64_t begin, int64_t end) {
+void ba_point_to_groups(const ba_prefill *c, const ba_strip_scratch *s, const char *groups, int64_t begin, int64_t end) {
+    const int64_t bytes = c->pitch * c->number_size;
     for (int64_t g = begin; g < end; g++) {
-        s->k_rows[g - begin] = groups + g * c->pitch * c->real_size;
+        s->k_rows[g - begin] = groups + g * bytes;
         s->key_index[g - begin] = (int32_t)g;
     }
+}
+
+void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_panel_rows *at, const ba_group_range *range, int64_t block, void *sums,
+                    void *alpha) {
+    const int64_t begin = range->begin, end = range->end;
     const bool whole = begin >= at->all_lo && end <= at->all_hi;
     const ba_panel panel = {.q = s->q, .m = s->m, .l = s->l, .lo = whole ? NULL : s->lo, .hi = whole ? NULL : s->hi};
     const ba_chunk chunk = {.keys = end - begin,
                             .head_dim = c->depth,
                             .v_dim = 1,
-                            .k_rows = s->k_rows,
+                            .k_rows = s->k_rows + (begin - range->first),
                             .v_rows = s->k_rows,
-                            .key_index = s->key_index,
-                            .scale = 1,
+                            .k_next = s->k_rows + (range->next - range->first),
+                            .v_next = s->k_rows,
+                            .next_rows = range->next_end - range->next,
+                            .k_next_bytes = c->depth * c->number_size,
+                            .key_index = s->key_index + (begin - range->first),
+                            .scale = c->scale,
                             .scratch = s->chunk};
     c->family->panel->scores[0](&panel, &chunk, s->row_max);
     if (at->known)
         for (int64_t i = 0; i < c->lanes; i++)
             ba_set_real(s->row_max, i, c->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, c->real_size);
-    c->family->panel->softmax[0](&panel, &chunk, s->row_max, s->alpha);
+    c->family->panel->sum_blocks(&panel, &chunk, s->row_max, alpha, &(ba_block_sums){sums, block, begin % block});
 }
-
-/* Replaces every chunk's maximum by the factor that turns the sums of its blocks into shares. */
-static void close_panel(const ba_prefill *c, const ba_strip_scratch *s, int64_t chunks) {
-    for (int64_t k = 0; k < chunks; k++)
-        for (int64_t i = 0; i < c->lanes; i++) {
-            const double m = ba_get_real(s->m, i, c->real_size), l = ba_get_real(s->l, i, c->real_size);
-            const double then = ba_get_real(s->factors, k * c->lanes + i, c->real_size);
-            const double share = !(l > 0) ? 0 : then == m ? 1 / l : exp2(then - m) / l; /* a NaN sum makes NaN shares */
-            ba_set_real(s->factors, k * c->lanes + i, l == l ? share : NAN, c->real_size);
-        }
-}
-
-/* Adds the shares of lanes [begin, end) to the scores of their row of blocks, or, where `largest`, takes the largest. */
-#define DEFINE_FOLD(real)                                                                                                                            \
-    static void fold_##real(const ba_strip_scratch *s, double *scores, int64_t lanes, int64_t begin, int64_t end, int64_t first_block,               \
-                            int64_t end_block, bool largest) {                                                                                       \
-        for (int64_t block = first_block; block < end_block; block++) {                                                                              \
-            const real *sum = (const real *)s->sums + (block - first_block) * lanes;                                                                 \
-            const real *factor = (const real *)s->factors + s->chunks[block - first_block] * lanes;                                                  \
-            real joined = 0;                                                                                                                         \
-            if (largest)                                                                                                                             \
-                for (int64_t i = begin; i < end; i++) {                                                                                              \
-                    const real share = sum[i] * factor[i];                                                                                           \
-                    joined = share > joined ? share : joined;                                                                                        \
-                }                                                                                                                                    \
-            else                                                                                                                                     \
-                for (int64_t i = begin; i < end; i++) {                                                                                              \
-                    const real share = sum[i] * factor[i];                                                                                           \
-                    joined += share > 0 ? share : 0;                                                                                                 \
-                }                                                                                                                                    \
-            scores[block] = largest ? ((double)joined > scores[block] ? (double)joined : scores[block]) : scores[block] + (double)joined;            \
-        }                                                                                                                                            \
-    }
-DEFINE_FOLD(float)
-DEFINE_FOLD(double)
 
 /* A panel while its strip is scored. */
 typedef struct scored_panel {
@@ -201,18 +148,57 @@ typedef struct scored_panel {
     int32_t chunks;
 } scored_panel;
 
-/* Scores groups [begin, end), or those of them that the panel sees, and adds up their blocks. */
-static void score_chunk(const ba_prefill *c, scored_panel *p, const char *groups, int64_t begin, int64_t end) {
+/* Joins of each two neighbours one: the larger, or the sum. */
+#define DEFINE_CLOSE(real)                                                                                                                           \
+    static void halve_##real(real *restrict to, const real *restrict from, int64_t n, bool largest) {                                                \
+        if (largest)                                                                                                                                 \
+            for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] > from[2 * i + 1] ? from[2 * i] : from[2 * i + 1];                                   \
+        else                                                                                                                                         \
+            for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] + from[2 * i + 1];                                                                   \
+    }                                                                                                                                                \
+    /* Turns the sums of a panel into shares, and joins those of the rows of each row of blocks to the scores of the strip. It goes backwards: what  \
+     * the sums of a chunk are to be multiplied with is the product of the alphas of all chunks behind it, over the sum of all weights. */           \
+    static void close_panel_##real(const ba_prefill *c, const scored_panel *p, const ba_strip *strip, double *scores) {                              \
+        const int64_t lanes = c->lanes, columns = c->p.block_columns, together = ba_min(c->rows_per_block, lanes); /* lanes of a row of blocks */    \
+        const bool largest = c->args->largest != 0;                                                                                                  \
+        real factor[BA_MAX_LANES], shares[2][BA_MAX_LANES];                                                                                          \
+        for (int64_t i = 0; i < lanes; i++) {                                                                                                        \
+            const real l = ((const real *)p->s.l)[i];                                                                                                \
+            factor[i] = i >= p->rows || l == 0 ? 0 : 1 / l;                                                                                          \
+        }                                                                                                                                            \
+        int32_t chunk = p->chunks - 1;                                                                                                               \
+        for (int64_t block = p->end_block - 1; block >= p->first_block; block--) {                                                                   \
+            const real *sum = (const real *)p->s.sums + (block - p->first_block) * lanes;                                                            \
+            for (; chunk > p->s.chunks[block - p->first_block]; chunk--)                                                                             \
+                for (int64_t i = 0; i < lanes; i++) factor[i] *= ((const real *)p->s.alphas)[chunk * lanes + i];                                     \
+            for (int64_t i = 0; i < lanes; i++) {                                                                                                    \
+                const real share = sum[i] * factor[i];                                                                                               \
+                shares[0][i] = share > 0 ? share : 0; /* what is not a number counts as 0 */                                                         \
+            }                                                                                                                                        \
+            int64_t size = together;                                                                                                                 \
+            int at = 0;                                                                                                                              \
+            for (int64_t n = lanes / 2; size % 2 == 0; n /= 2, size /= 2, at = !at) halve_##real(shares[!at], shares[at], n, largest);               \
+            double *score = scores + (p->first / c->rows_per_block - strip->first) * columns + block;                                                \
+            for (int64_t lane = 0; lane * together < p->rows * size; lane += size, score += columns) {                                               \
+                real joined = shares[at][lane];                                                                                                      \
+                for (int64_t i = lane + 1; i < lane + size; i++)                                                                                     \
+                    joined = !largest ? joined + shares[at][i] : shares[at][i] > joined ? shares[at][i] : joined;                                    \
+                *score = !largest ? *score + (double)joined : (double)joined > *score ? (double)joined : *score;                                     \
+            }                                                                                                                                        \
+        }                                                                                                                                            \
+    }
+DEFINE_CLOSE(float)
+DEFINE_CLOSE(double)
+
+/* Scores the groups of a range that the panel sees, and adds up their blocks. */
+static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_group_range *range) {
     const int64_t block = c->groups_per_block, line = c->lanes * c->real_size;
-    const ba_strip_scratch *s = &p->s;
-    begin = ba_max(begin, p->first_block * block);
-    end = ba_min(end, p->at.hi);
-    if (begin >= end) return;
-    ba_panel_score(c, s, &p->at, groups, begin, end);
-    if (c->real_size == 4) add_blocks_float((float *)s->sums, (float *)s->chunk, (float *)s->alpha, c->lanes, begin, end, block, p->first_block);
-    else add_blocks_double((double *)s->sums, (double *)s->chunk, (double *)s->alpha, c->lanes, begin, end, block, p->first_block);
-    memcpy(s->factors + p->chunks * line, s->m, (size_t)line);
-    for (int64_t b = begin / block; b < ba_ceil_div(end, block); b++) s->chunks[b - p->first_block] = p->chunks;
+    ba_group_range own = *range;
+    own.begin = ba_max(own.begin, p->first_block * block);
+    own.end = ba_min(own.end, p->at.hi);
+    if (own.begin >= own.end) return;
+    ba_panel_score(c, &p->s, &p->at, &own, block, p->s.sums + (own.begin / block - p->first_block) * line, p->s.alphas + p->chunks * line);
+    for (int64_t b = own.begin / block; b < ba_ceil_div(own.end, block); b++) p->s.chunks[b - p->first_block] = p->chunks;
     p->chunks++;
 }
 
@@ -235,18 +221,14 @@ static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const b
     }
     for (int64_t begin = lo, end; begin < hi; begin = end) {
         end = ba_min(chunk_end(c, begin), hi);
-        for (int64_t i = 0; i < n; i++) score_chunk(c, &panels[i], groups, begin, end);
-    }
-    for (int64_t i = 0; i < n; i++) {
-        const scored_panel *p = &panels[i];
-        close_panel(c, &p->s, p->chunks);
-        for (int64_t lane = 0, end; lane < p->rows; lane = end) {
-            const int64_t row = (p->first + lane) / c->rows_per_block;
-            end = ba_min(p->rows, (row + 1) * c->rows_per_block - p->first);
-            double *scores = s->head + (row - strip->first) * c->p.block_columns;
-            (c->real_size == 4 ? fold_float : fold_double)(&p->s, scores, c->lanes, lane, end, p->first_block, p->end_block, c->args->largest != 0);
+        const int64_t next_end = end < hi ? ba_min(chunk_end(c, end), hi) : end;
+        ba_point_to_groups(c, s, groups, begin, next_end);
+        for (int64_t i = 0; i < n; i++) { /* each panel prefetches a share of the next chunk */
+            const int64_t next = end + (next_end - end) * i / n;
+            score_chunk(c, &panels[i], &(ba_group_range){begin, begin, end, next, end + (next_end - end) * (i + 1) / n});
         }
     }
+    for (int64_t i = 0; i < n; i++) (c->real_size == 4 ? close_panel_float : close_panel_double)(c, &panels[i], strip, s->head);
 }
 
 /* ---- A strip ----------------------------------------------------------------------------------------------------- */

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from . import arrays
 from .attention_oracle import Attention
 from .problems import Finding
 
@@ -34,14 +35,21 @@ def _parts(tokens: int, size: int) -> list[np.ndarray]:
     return [np.arange(a, min(a + size, tokens)) for a in range(0, tokens, size)]
 
 
-def _pair_scores(c: Choice, q: np.ndarray, k: np.ndarray, rows: list[np.ndarray], groups: list[np.ndarray]) -> np.ndarray:
-    """Unscaled scores of each row of queries and group of keys."""
+def _pair_scores(c: Choice, dtype: str, q: np.ndarray, k: np.ndarray, rows: list[np.ndarray], groups: list[np.ndarray]) -> np.ndarray:
+    """Unscaled scores of each row of queries and group of keys. Of bfloat16 inputs, means, and what they and ranges are joined to, are
+    bfloat16."""
     scores = np.zeros((len(rows), len(groups)))
     if c.kind == "pooled":
         mean, largest, smallest = (np.array([x(k[g], axis=0) for g in groups]).reshape(len(groups), k.shape[1]) for x in (np.mean, np.max, np.min))
     for i, r in enumerate(rows):
         if c.kind == "pooled":
             query = q[r].mean(axis=0)
+            if dtype == "bfloat16":
+                query, kept_mean = arrays.rounded(query, dtype), arrays.rounded(mean, dtype)
+                share = {"mean": 0.0, "bound": 1.0, "both": 0.5}[c.term]
+                centre = arrays.rounded((1 - share) * kept_mean + share * (largest + smallest) / 2, dtype)
+                scores[i] = centre @ query + arrays.rounded(share * (largest - smallest) / 2, dtype) @ np.abs(query)
+                continue
             middle, bound = mean @ query, np.maximum(query * largest, query * smallest).sum(axis=1)
             scores[i] = {"mean": middle, "bound": bound, "both": (middle + bound) / 2}[c.term]
             continue
@@ -84,7 +92,7 @@ def _head_scores(p: Attention, c: Choice, b: int, h: int, mask: np.ndarray) -> n
     if c.kind == "sampled_rows":
         rows = [r[-1:] for r in rows]
     seen = np.array([[mask[np.ix_(r, g)].any() for g in groups] for r in rows])
-    shares = _shares(_pair_scores(c, q, k, rows, groups) * p.factor, seen)
+    shares = _shares(_pair_scores(c, p.dtype, q, k, rows, groups) * p.factor, seen)
     of_block = np.array([g[0] // block_kv for g in groups])
     shares = np.stack([shares[:, of_block == j].sum(axis=1) for j in range(len(blocks_kv))], axis=1)
     for i in range(len(blocks_q)):

@@ -77,6 +77,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
         &(const ba_panel_kernels){
             .attend = BA_BOTH(attend),
             .scores = BA_BOTH(scores),
+            .sum_blocks = BA_CAT(NAME(sum_blocks), wide),
             .softmax = BA_BOTH(softmax),
             .values = BA_BOTH(values),
         },
