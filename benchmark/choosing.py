@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""What choosing blocks costs, beside the dense call that it replaces and the sparse call that follows: one JSON object per line on stdout.
+"""What choosing blocks costs, beside the dense call that it replaces and the sparse call that follows.
 
     python benchmark/choosing.py                                          # 8K and 64K tokens, every dtype, every chooser
     python benchmark/choosing.py --tokens 8192 --choosers pooled8 pooled64 --peers --threads 1
 
 Causal attention of normally distributed q, k and v. Each chooser finds its list at one density; dense attention, attention over the
 list of the first chooser, every chooser, and the choosers of choosing_peers.py are timed in turns (A B C A B C ...), and medians are
-compared. "of_dense" and "of_sparse" are shares of those calls' times; a peer that cannot run has a "reason" instead. Progress goes to
+compared. "%_of_dense" and "%_of_sparse" are shares of those calls' times. A peer that cannot run is a line that says why. Progress goes to
 stderr.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +23,7 @@ from _peers import UnavailableError, pause
 from benchmark import positive
 from blitz_attn import _core, select, testing
 from choosing_peers import PEERS, peer
+from saved import add_save, main_with_save
 
 CHOOSERS = {
     "pooled8": select.Pooled(8),
@@ -34,6 +34,11 @@ CHOOSERS = {
     "sampled_rows4": select.SampledRows(4),
     "vertical_slash64": select.VerticalSlash(64),
 }
+
+COLUMNS = {
+    "dtype": 8, "tokens": 7, "heads": 6, "D": 4, "block": 7, "density": 7, "threads": 7, "chooser": 21, "ms": 9, "%_of_dense": 10,
+    "%_of_sparse": 11,
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,11 +54,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--density", type=float, default=0.25)
     made.add_argument("--threads", type=positive, help="number of threads (default: what the library uses)")
     made.add_argument("--repeats", type=positive, default=5)
-    return made
+    return add_save(made)
 
 
-def measured(args: argparse.Namespace, tokens: int, dtype: str, progress: Progress) -> list[dict[str, object]]:
-    """The rows of one length and dtype."""
+def measure(args: argparse.Namespace, tokens: int, dtype: str, progress: Progress) -> None:
+    """Prints the rows of one length and dtype."""
     q, k, v = testing.make_qkv(1, args.heads, args.kv_heads, tokens, tokens, args.head_dim, dtype=dtype)
     shared = {"causal": True, "num_threads": args.threads} | ({"dtype": dtype} if dtype == "bfloat16" else {})
     shape = (args.block, args.block)
@@ -76,29 +81,32 @@ def measured(args: argparse.Namespace, tokens: int, dtype: str, progress: Progre
         except UnavailableError as error:
             reasons[name] = str(error)
     medians = {contenders[i].label: timing.median for i, timing in in_turns(contenders, args.repeats, 1, progress)}
-    common = {"tokens": tokens, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
-    common |= {"dtype": dtype, "threads": threads, "density": args.density, "block": args.block}
-    common |= {"dense_seconds": medians["dense"], "sparse_seconds": medians["sparse"]}
-    return [
-        common
-        | ({"chooser": name, "reason": reasons[name]} if name in reasons else {"chooser": name, "seconds": medians[name]})
-        | ({} if name in reasons else {f"of_{call}": medians[name] / medians[call] for call in ("dense", "sparse")})
-        for name in (*args.choosers, *args.peers)
-    ]
+    dense, sparse = medians["dense"], medians["sparse"]
+    print(f"=== {tokens} tokens, {dtype}: dense {dense * 1e3:.3f} ms, sparse {sparse * 1e3:.3f} ms")
+    print(" ".join(name.rjust(width) for name, width in COLUMNS.items()))
+    for name in (*args.choosers, *args.peers):
+        if name in reasons:
+            print(f"--- {name}: {reasons[name]}")
+            continue
+        seconds = medians[name]
+        cells = (dtype, tokens, f"{args.heads}/{args.kv_heads}", args.head_dim, f"{args.block}x{args.block}", args.density, threads, name)
+        times = (f"{seconds * 1e3:.3f}", f"{100 * seconds / dense:.2f}", f"{100 * seconds / sparse:.2f}")
+        print(" ".join(str(cell).rjust(width) for cell, width in zip((*cells, *times), COLUMNS.values(), strict=True)), flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     each = (1 + args.repeats) * (1 + args.density + 0.05 * len(args.choosers))
     progress = Progress(each * sum(float(n) ** 2 for n in args.tokens) * len(args.dtype))
+    print(f"{_core.cpu_model()}, level {_core.isa_active()}")
     for tokens in args.tokens:
         for dtype in args.dtype:
-            for row in measured(args, tokens, dtype, progress):
-                print(json.dumps(row | {"cpu": _core.cpu_model(), "isa": _core.isa_active()}), flush=True)
+            measure(args, tokens, dtype, progress)
+    return 0
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main_with_save(main))
     except (TypeError, ValueError, MemoryError) as error:
         sys.exit(f"choosing.py: {error}")

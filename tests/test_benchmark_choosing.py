@@ -1,6 +1,6 @@
-"""The benchmark of choosers at sizes that take no time: every row is one JSON object, and its shares are those of its times."""
+"""The benchmark of choosers at sizes that take no time: the shares of a row are those of its times."""
 
-import json
+import re
 
 import numpy as np
 import pytest
@@ -10,19 +10,21 @@ from blitz_attn import select, testing
 from test_benchmark_decode import run  # which also makes benchmark/ importable
 
 import choosing_peers as peers  # isort: skip
+from _plots import parse_rows  # isort: skip
 
 
 def test_rows():
     out, _ = run("choosing.py", "--tokens 256 --dtype float32 bfloat16 -H 4 --kv-heads 2 -D 16 --block 64 --threads 1 --repeats 1")
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert len({(row["dtype"], row["chooser"]) for row in rows}) == len(rows) == 18
+    rows = parse_rows(out, ["dtype"])
+    ours = [row for row in rows if not row["chooser"].startswith("torch_")]
+    assert len({(row["dtype"], row["chooser"]) for row in rows}) == len(rows)
+    assert len(ours) == 14
+    assert out.count("torch is not installed") + len(rows) - len(ours) == 4
+    calls = re.findall(r"dense ([0-9.]+) ms, sparse ([0-9.]+) ms", out)
     for row in rows:
-        if "reason" in row:
-            assert row["chooser"].startswith("torch_")
-            assert row["reason"] == "torch is not installed"
-            continue
-        assert row["of_dense"] == pytest.approx(row["seconds"] / row["dense_seconds"])
-        assert row["of_sparse"] == pytest.approx(row["seconds"] / row["sparse_seconds"])
+        dense, sparse = map(float, calls[row["dtype"] == "bfloat16"])
+        assert row["%_of_dense"] == pytest.approx(100 * row["ms"] / dense, rel=0.03)
+        assert row["%_of_sparse"] == pytest.approx(100 * row["ms"] / sparse, rel=0.03, abs=0.01)
 
 
 def test_help():

@@ -226,7 +226,7 @@ static ba_share *share_of(const ba_prefill *c, int64_t batch, int64_t list) {
     return c->shares + batch * shares_of(c) + (shares_of(c) > 1 ? list : 0);
 }
 
-static void add_to_bins(int64_t *all, const int32_t *bins) {
+static void add_to_bins(int64_t *all, const int64_t *bins) {
     for (int64_t i = 0; i < BA_BUDGET_BINS; i++)
         if (bins[i]) __atomic_fetch_add(&all[i], bins[i], __ATOMIC_RELAXED);
 }
@@ -235,23 +235,25 @@ void ba_budget_count(const ba_prefill *c, const ba_strip_scratch *s, int64_t bat
     add_to_bins(c->bins + (share_of(c, batch, list) - c->shares) * BA_BUDGET_BINS, s->bins);
 }
 
-/* Adds the tails of a list that begin with the digits that are known to the bins of its share, by the digit in turn. */
+/* Adds the tails of a list that begin with the digits that are known to the bins of its share, by the digit in turn. The others are counted in spare
+ * bins, because a branch would be mispredicted: in several ones, because an addition waits for the one before. */
+enum { SPARE = 8 };
 static void count_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t batch = item / c->lists, list = item % c->lists;
     const ba_share *share = share_of(c, batch, list);
     if (share->none) return;
     int64_t used = 0;
-    int32_t *bins = (int32_t *)ba_take(c->scratch + worker * c->scratch_bytes, &used, BA_BUDGET_BINS * (int64_t)sizeof *bins);
-    memset(bins, 0, BA_BUDGET_BINS * sizeof *bins);
+    int64_t *bins = (int64_t *)ba_take(c->scratch + worker * c->scratch_bytes, &used, (BA_BUDGET_BINS + SPARE) * (int64_t)sizeof *bins);
+    memset(bins, 0, (BA_BUDGET_BINS + SPARE) * sizeof *bins);
     const int shift = digits[c->digit].shift;
-    const uint32_t least = share->least, mask = ((uint32_t)1 << digits[c->digit].bits) - 1, range = (mask + 1) * ((uint32_t)1 << shift) - 1;
+    const uint32_t least = share->least, end = (uint32_t)1 << digits[c->digit].bits;
     for (int64_t row = 0; row < c->p.block_rows; row++) {
         const ba_range seen = ba_prefill_blocks(c, batch, row);
         const float *tails = tails_of(c, batch, list, row);
         for (int64_t b = seen.lo; b < seen.hi; b++) {
-            const uint32_t bits = bits_of(tails[b]);
-            if (bits - least <= range) bins[bits >> shift & mask]++;
+            const uint32_t bin = (bits_of(tails[b]) - least) >> shift;
+            bins[bin < end ? bin : BA_BUDGET_BINS + b % SPARE]++;
         }
     }
     add_to_bins(c->bins + (share - c->shares) * BA_BUDGET_BINS, bins);

@@ -98,7 +98,7 @@ typedef struct ba_strip_scratch {
     float *scores;   /* [row of the strip][column]: the scores of the list */
     /* for budgets: */
     uint64_t *places, *other_places;
-    int32_t *bins; /* the numbers of tails by their first digits */
+    int64_t *bins; /* the numbers of tails by their first digits */
 } ba_strip_scratch;
 
 /* What the rows of a panel see: some row sees groups [lo, hi), and every row sees groups [all_lo, all_hi). */
