@@ -92,7 +92,7 @@ void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_str
             const int64_t from = b * c->p.block_kv, to = ba_min(from + c->p.block_kv, keys);
             const double slash =
                 sums_to(&l, end + shift - from) - sums_to(&l, first + shift - from) - sums_to(&l, end + shift - to) + sums_to(&l, first + shift - to);
-            s->head[r * c->p.block_columns + b] = l.columns[b] + (slash > 0 ? slash : 0) / (double)(end - first);
+            s->head[r * ba_head_pitch(c) + b] = l.columns[b] + (slash > 0 ? slash : 0) / (double)(end - first);
         }
     }
 }

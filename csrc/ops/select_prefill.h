@@ -54,6 +54,10 @@ ba_status ba_run_prefill(ba_prefill *c);
 /* The number of blocks of keys in a sequence. */
 static inline int64_t ba_prefill_columns(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->p.block_kv); }
 
+/* From one row of a strip's scores to the next in `head`: not a multiple of 4096 bytes, because a column of such rows would take the same few places
+ * of a cache. */
+static inline int64_t ba_head_pitch(const ba_prefill *c) { return ba_round_up(c->p.block_columns, 16) + 8; }
+
 /* The blocks of keys that a row of blocks may see: [lo, hi), which is [0, 0) where it sees none. */
 ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row);
 
@@ -94,7 +98,7 @@ typedef struct ba_strip_scratch {
     char *sums;      /* [column][lane] of a panel: sums of weights, relative to the maximum at the end of the column's last chunk */
     char *alphas;    /* [chunk][lane]: what a chunk has multiplied the sums before it with */
     int32_t *chunks; /* [column]: the last chunk with groups of the column */
-    double *head;    /* [row of the strip][column]: the scores of one query head */
+    double *head;    /* [row of the strip][ba_head_pitch]: the scores of one query head */
     float *scores;   /* [row of the strip][column]: the scores of the list */
     /* for budgets: */
     uint64_t *places, *other_places;

@@ -71,7 +71,7 @@ int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
     s->sums = ba_take(base, &used, c->panels * sizes.sums);
     s->alphas = ba_take(base, &used, c->panels * sizes.alphas);
     s->chunks = (int32_t *)ba_take(base, &used, c->panels * sizes.chunks);
-    s->head = (double *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(double));
+    s->head = (double *)ba_take(base, &used, c->strip_rows * ba_head_pitch(c) * (int64_t)sizeof(double));
     s->scores = (float *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(float));
     s->places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
     s->other_places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
@@ -159,7 +159,7 @@ typedef struct scored_panel {
     /* Turns the sums of a panel into shares, and joins those of the rows of each row of blocks to the scores of the strip. It goes backwards: what  \
      * the sums of a chunk are to be multiplied with is the product of the alphas of all chunks behind it, over the sum of all weights. */           \
     static void close_panel_##real(const ba_prefill *c, const scored_panel *p, const ba_strip *strip, double *scores) {                              \
-        const int64_t lanes = c->lanes, columns = c->p.block_columns, together = ba_min(c->rows_per_block, lanes); /* lanes of a row of blocks */    \
+        const int64_t lanes = c->lanes, pitch = ba_head_pitch(c), together = ba_min(c->rows_per_block, lanes); /* lanes of a row of blocks */        \
         const bool largest = c->args->largest != 0;                                                                                                  \
         real factor[BA_MAX_LANES], shares[2][BA_MAX_LANES];                                                                                          \
         for (int64_t i = 0; i < lanes; i++) {                                                                                                        \
@@ -178,8 +178,8 @@ typedef struct scored_panel {
             int64_t size = together;                                                                                                                 \
             int at = 0;                                                                                                                              \
             for (int64_t n = lanes / 2; size % 2 == 0; n /= 2, size /= 2, at = !at) halve_##real(shares[!at], shares[at], n, largest);               \
-            double *score = scores + (p->first / c->rows_per_block - strip->first) * columns + block;                                                \
-            for (int64_t lane = 0; lane * together < p->rows * size; lane += size, score += columns) {                                               \
+            double *score = scores + (p->first / c->rows_per_block - strip->first) * pitch + block;                                                  \
+            for (int64_t lane = 0; lane * together < p->rows * size; lane += size, score += pitch) {                                                 \
                 real joined = shares[at][lane];                                                                                                      \
                 for (int64_t i = lane + 1; i < lane + size; i++)                                                                                     \
                     joined = !largest ? joined + shares[at][i] : shares[at][i] > joined ? shares[at][i] : joined;                                    \
@@ -237,7 +237,7 @@ static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const b
 static void add_head(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
     for (int64_t r = 0; r < strip->rows; r++) {
         const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
-        const double *head = s->head + r * c->p.block_columns;
+        const double *head = s->head + r * ba_head_pitch(c);
         float *scores = s->scores + r * c->p.block_columns;
         double sum = 0;
         for (int64_t b = seen.lo; b < seen.hi; b++) sum += head[b];
@@ -252,7 +252,7 @@ bool ba_strip_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_str
     const int64_t begin = strip->first * c->rows_per_block, end = ba_min(q_rows, (strip->first + strip->rows) * c->rows_per_block);
     memset(s->scores, 0, places * sizeof *s->scores);
     for (int64_t h = 0; h < c->list_heads && begin < end; h++) {
-        memset(s->head, 0, places * sizeof *s->head);
+        memset(s->head, 0, (size_t)(strip->rows * ba_head_pitch(c)) * sizeof *s->head);
         if (c->lines) ba_lines_score(c, s, strip, strip->list * c->list_heads + h);
         for (int64_t first = begin; first < end && !c->lines; first += c->panels * c->panel_rows) {
             if (ba_stopped()) return false;
