@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, tokens: int, dtype: str, progress: Progres
             reasons[name] = str(error)
     medians = {contenders[i].label: timing.median for i, timing in in_turns(contenders, args.repeats, 1, progress)}
     dense, sparse = medians["dense"], medians["sparse"]
-    print(f"=== {tokens} tokens, {dtype}: dense {dense * 1e3:.3f} ms, sparse {sparse * 1e3:.3f} ms")
+    print(f"\n=== {tokens} tokens, {dtype}: dense {dense * 1e3:.3f} ms, sparse {sparse * 1e3:.3f} ms")
     print(" ".join(name.rjust(width) for name, width in COLUMNS.items()))
     for name in (*args.choosers, *args.peers):
         if name in reasons:

@@ -509,20 +509,20 @@ static void check_probabilities(test_case *c) {
 static void check_block_sums(test_case *c) {
     record *r = &records[BLOCK_SUMS];
     const ba_panel_kernels *kernels = c->s.f->panel;
-    static double score[BA_MAX_CHUNK][BA_MAX_LANES];
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
         make_case(c, n % FILLS, n % MASKS, 1 + pick(c->s.f->lanes[WIDE]), 2 + pick(n % 7 ? 100 : BA_MAX_CHUNK - 1), dim_at(n / FILLS % DIMS), 1);
         const int64_t block = 1 + pick(n % 2 ? 8 : 200), cut = 1 + pick(c->keys - 1), real = c->s.f->real_size;
         const ba_panel panel = open_panel(c);
         void *row_max = place(ROW_MAX, c->lanes * real), *alpha = place(ALPHA, c->lanes * real);
         char *sums = place(WEIGHTS, ba_ceil_div(c->keys, block) * c->lanes * real);
-        for (int64_t first = 0, keys = cut; first < c->keys; first = cut, keys = c->keys - cut) {
+        for (int part = 0; part < 2; part++) {
+            const int64_t first = part ? cut : 0, keys = part ? c->keys - cut : cut;
             const ba_chunk chunk = open_chunk(c, first, keys);
             const ba_block_sums blocks = {sums + first / block * c->lanes * real, block, first % block};
             double begun[BA_MAX_LANES], m_before[BA_MAX_LANES], l_before[BA_MAX_LANES];
             kernels->scores[WIDE](&panel, &chunk, row_max);
+            check_scores(c, &chunk, first, row_max);
             for (int64_t i = 0; i < c->lanes; i++) {
-                for (int64_t j = 0; j < keys; j++) score[j][i] = real_at(c, chunk.scratch, j * c->lanes + i);
                 begun[i] = blocks.begun ? real_at(c, blocks.sums, i) : 0;
                 m_before[i] = real_at(c, panel.m, i);
                 l_before[i] = real_at(c, panel.l, i);
@@ -539,7 +539,7 @@ static void check_block_sums(test_case *c) {
                     end = ba_min(keys, (b + 1) * block - blocks.begun);
                     double sum = b == 0 && blocks.begun ? begun[i] * shrink : 0, own = 0;
                     for (int64_t k = j; k < end; k++) {
-                        const double x = sees(c, i, first + k) ? score[k][i] - m : -INFINITY;
+                        const double x = sees(c, i, first + k) ? scores[k][i] - m : -INFINITY;
                         sum += exp2(x);
                         all += exp2(x);
                         own += x == -INFINITY ? 0 : weight_error(c, x);

@@ -253,7 +253,7 @@ static void count_tails(void *context, int64_t item, int worker) {
         const float *tails = tails_of(c, batch, list, row);
         for (int64_t b = seen.lo; b < seen.hi; b++) {
             const uint32_t bin = (bits_of(tails[b]) - least) >> shift;
-            bins[bin < end ? bin : BA_BUDGET_BINS + b % SPARE]++;
+            bins[bin < end ? bin : BA_BUDGET_BINS + (b & (SPARE - 1))]++;
         }
     }
     add_to_bins(c->bins + (share - c->shares) * BA_BUDGET_BINS, bins);
