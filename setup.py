@@ -201,7 +201,7 @@ def extension():
 
 
 PLOT = ["matplotlib>=3.6"]
-TORCH = ["torch>=2.1"]
+TORCH = ["torch>=2.6"]  # operators with gradients, and a BlockMask that knows its sizes
 
 setup(
     name="blitz_attn",

@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.utils.checkpoint  # noqa: E402
+
 import blitz_attn  # noqa: E402
 from blitz_attn import sabi  # noqa: E402
 from blitz_attn.integrations import torch as functions  # noqa: E402
@@ -123,6 +125,24 @@ def test_no_graph_break_where_there_is_no_gradient(backend):
     (a, b, (c, d)), (e, f, (g, h)) = served(*given), torch.compile(served, backend=backend, fullgraph=True)(*given)
     for expected, got in ((a, e), (b, f), (c, g), (d, h)):
         assert torch.equal(expected, got)
+
+
+def test_checkpoints_and_exports():
+    """Activations that are computed anew, and a graph without Python."""
+    given = tensors(grad=True)
+    expected = torch.autograd.grad(several(*given, LISTS, None).sum(), given)
+    again = torch.utils.checkpoint.checkpoint(several, *given, LISTS, None, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(again.sum(), given), expected, strict=True):
+        assert torch.equal(a, b)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, lists):
+            return several(q, k, v, lists, None)
+
+    given = tensors()
+    exported = torch.export.export(Model(), (*given, LISTS))
+    assert [node.target for node in exported.graph.nodes].count(operators.block_sparse_attention.default) == 4
+    assert torch.equal(exported.module()(*given, LISTS), several(*given, LISTS, None))
 
 
 # ---- The library's results --------------------------------------------------------------------------------------------------

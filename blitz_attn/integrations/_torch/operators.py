@@ -132,9 +132,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
-    *dense, out, lse = ctx.saved_tensors[:5]
+    q, k, v, out, lse, *lists = ctx.saved_tensors  # once: torch.utils.checkpoint computes them anew
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, *dense, out, lse, dlse, *ctx.saved_tensors[5:], **ctx.options)
+    grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse, *lists, **ctx.options)
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
     return (*wanted, *[None] * (1 + len(_LENGTHS)))
 
