@@ -1,4 +1,6 @@
-/* Decides from the scores which blocks are kept. */
+/* Decides from the scores which blocks are kept. ba_budget_row() does it for one row of blocks: first the forced blocks, which are always kept, then
+ * the others as the budget says. Where rows share a density, it only notes how each of the other blocks competes, its tail (select_prefill.h), and
+ * ba_budget_share() keeps the best of all rows together. */
 #include <string.h>
 
 #include "core/pool.h"
@@ -50,21 +52,24 @@ static void keep_run(const kept_row *r, int64_t begin, int64_t end) {
         if (!is_kept(r, b)) keep(r, b);
 }
 
-/* Keeps the blocks of a row that are always kept. */
-static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, int64_t row, ba_range seen) {
+/* Keeps the forced blocks of a row of blocks: those that are always kept. `seen` are the blocks that it may see. */
+static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, int64_t block_row, ba_range seen) {
     const ba_select_prefill_args *a = c->args;
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, kv_valid = ba_kv_span(&c->p, batch).valid;
     const int64_t rows = ba_ceil_div(q_valid, c->p.block_q), columns = ba_prefill_columns(c, batch);
-    if (row < a->first_rows || row >= rows - ba_min(rows, a->last_rows)) {
+    if (block_row < a->first_rows || block_row >= rows - ba_min(rows, a->last_rows)) {
         keep_run(r, seen.lo, seen.hi);
         return;
     }
     keep_run(r, seen.lo, ba_min(seen.hi, a->sink));
     keep_run(r, ba_max(seen.lo, columns - ba_min(columns, a->last_columns)), seen.hi);
-    const int64_t first = row * c->p.block_q, diagonal = kv_valid - q_valid, last = ba_min(first + c->p.block_q, q_valid) - 1 + diagonal;
+    /* Query i stands beside key i + kv_valid - q_valid, on the diagonal. The row's diagonal goes from key `first` to key `last`; the first of these
+     * may lie before key 0. `recent` keeps the blocks that it crosses and recent - 1 blocks before them. */
+    const int64_t begin = block_row * c->p.block_q, diagonal = kv_valid - q_valid;
+    const int64_t first = ba_max(0, begin + diagonal), last = ba_min(begin + c->p.block_q, q_valid) - 1 + diagonal;
     if (a->recent == 0 || last < 0) return;
-    const int64_t oldest = ba_max(0, first + diagonal) / c->p.block_kv;
-    keep_run(r, ba_max(seen.lo, oldest - ba_min(oldest, a->recent - 1)), ba_min(seen.hi, last / c->p.block_kv + 1));
+    const int64_t crossed = first / c->p.block_kv;
+    keep_run(r, ba_max(seen.lo, crossed - ba_min(crossed, a->recent - 1)), ba_min(seen.hi, last / c->p.block_kv + 1));
 }
 
 /* ---- Order ------------------------------------------------------------------------------------------------------
@@ -81,7 +86,7 @@ static uint64_t place_in_order(float score, int64_t column) {
 static int64_t column_of(uint64_t place) { return (int64_t)(place & 0xffffffff); }
 
 enum {
-    FEW = 16,               /* places that are sorted without buckets */
+    SHORT = 16,             /* places that are sorted without buckets */
     MOST_BUCKETS = 1 << 11, /* by a range of scores each, for twice as many places at least */
     MOVES = 8,              /* per place: more of them take longer than to sort by bytes */
     BYTE = 256,             /* values of a byte */
@@ -124,7 +129,7 @@ static void sort_by_bytes(uint64_t *places, uint64_t *other, int64_t n) {
 
 /* Sorts n places whose columns rise. `other` has room for as many. */
 static void sort_places(uint64_t *places, uint64_t *other, int64_t n) {
-    if (n > FEW) {
+    if (n > SHORT) {
         uint64_t lowest = places[0], highest = places[0];
         for (int64_t i = 1; i < n; i++) {
             lowest = places[i] < lowest ? places[i] : lowest;
@@ -149,8 +154,10 @@ static void sort_places(uint64_t *places, uint64_t *other, int64_t n) {
 
 /* ---- Digits of a tail -------------------------------------------------------------------------------------------
  *
- * The bits of a tail, read as an integer, rise with it. With BA_BUDGET_DENSITY, the least tail that is kept is found digit by digit: tails are
- * counted by their first digit, then those that begin with the digit that is found by their second, and so on. */
+ * With BA_BUDGET_DENSITY, a share keeps a certain number of blocks, those with the largest tails, and the least tail among them is to be found
+ * without sorting all tails. The bits of a tail, which is not negative, read as an integer, rise with it. Such an integer has three digits of 11, 11
+ * and 10 bits. Counting the tails by their first digit tells with which digit the least tail begins, and how many blocks are still to be found among
+ * the tails that begin so. Counting these by their second digit, and those that are left by their third, tells the rest. */
 
 enum { DIGITS = 3 };
 static const struct {
@@ -172,6 +179,7 @@ static double budget_of(const ba_prefill *c, int64_t list) {
 }
 
 void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t row, const float *scores) {
+    /* 1. Empty the row, and copy its scores to the caller's array. */
     const ba_select_prefill_args *a = c->args;
     const kept_row r = kept_row_of(c, batch, list, row);
     const ba_range seen = ba_prefill_blocks(c, batch, row);
@@ -182,12 +190,14 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
         for (int64_t b = 0; b < c->p.block_columns; b++) to[b * a->scores.strides[3]] = scores[b];
     }
     if (seen.lo == seen.hi) return;
+    /* 2. Keep the forced blocks; where there are none, the best, so that no row is empty. */
     keep_forced(c, &r, batch, row, seen);
     if (*r.count == 0) {
         int64_t best = seen.lo;
         for (int64_t b = seen.lo + 1; b < seen.hi; b++) best = scores[b] > scores[best] ? b : best;
         keep(&r, best);
     }
+    /* 3. The others: a threshold decides at once, and any other budget needs them by falling score. */
     float *tails = a->budget == BA_BUDGET_DENSITY ? tails_of(c, batch, list, row) : NULL;
     const double budget = tails ? 0 : budget_of(c, list);
     int64_t n = 0;
@@ -202,6 +212,7 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     }
     if (n == 0) return;
     sort_places(s->places, s->other_places, n);
+    /* 4. Keep the first of the sorted blocks (top_k, top_p), or note the tails of all of them (density). */
     int64_t kept = 0; /* how many of the n sorted blocks, from the first on, are kept */
     double tail = 0;
     if (a->budget == BA_BUDGET_TOP_K) kept = ba_min(n, ba_max(0, (int64_t)budget - *r.count));
@@ -217,7 +228,9 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     for (int64_t i = 0; i < kept; i++) keep(&r, column_of(s->places[i]));
 }
 
-/* ---- Density ---------------------------------------------------------------------------------------------------- */
+/* ---- Density ----------------------------------------------------------------------------------------------------
+ *
+ * A share is the lists of a sequence that share one density: all of them, or each by itself. */
 
 /* The number of shares of a sequence. */
 static int64_t shares_of(const ba_prefill *c) { return c->args->budgets.dims[0]; }
@@ -226,6 +239,7 @@ static ba_share *share_of(const ba_prefill *c, int64_t batch, int64_t list) {
     return c->shares + batch * shares_of(c) + (shares_of(c) > 1 ? list : 0);
 }
 
+/* Adds the counts of one thread to those of a share. */
 static void add_to_bins(int64_t *all, const int64_t *bins) {
     for (int64_t i = 0; i < BA_BUDGET_BINS; i++)
         if (bins[i]) __atomic_fetch_add(&all[i], bins[i], __ATOMIC_RELAXED);
@@ -252,14 +266,15 @@ static void count_tails(void *context, int64_t item, int worker) {
         const ba_range seen = ba_prefill_blocks(c, batch, row);
         const float *tails = tails_of(c, batch, list, row);
         for (int64_t b = seen.lo; b < seen.hi; b++) {
-            const uint32_t bin = (bits_of(tails[b]) - least) >> shift;
+            const uint32_t bin = (bits_of(tails[b]) - least) >> shift; /* `end` or more where the tail begins with other digits, or is -1 */
             bins[bin < end ? bin : BA_BUDGET_BINS + (b & (SPARE - 1))]++;
         }
     }
     add_to_bins(c->bins + (share - c->shares) * BA_BUDGET_BINS, bins);
 }
 
-/* Finds, counting from the last bin down, the bin that holds number share->places. */
+/* Finds one more digit of the least tail. The tails in the highest bins are kept: going down from the last bin, they use up places, until a bin holds
+ * at least as many as are left. Its number is the digit. */
 static void find_digit(const ba_prefill *c, ba_share *share) {
     const int64_t *bins = c->bins + (share - c->shares) * BA_BUDGET_BINS;
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;

@@ -32,12 +32,12 @@ int64_t ba_features_lay_out(const ba_prefill *c, char *base, ba_features *s) {
     return used;
 }
 
-/* Writes a row of the input as head_dim numbers. */
+/* Writes a row of the input as head_dim numbers. Where these must be widened, they go to s->wide first: pack writes up to a multiple of BA_PACK_PAD
+ * reals, for which `to` may have no room. */
 static void copy_row(const ba_prefill *c, const ba_features *s, void *to, const void *row) {
     const ba_pack_rows_fn pack = c->kernels->cache[c->p.dtype]->pack;
     const void *packed = row;
-    if (pack && c->number_size == c->real_size)
-        pack(s->wide, &packed, &row, NULL, 1, c->p.head_dim); /* pack writes up to a multiple of BA_PACK_PAD reals, for which `to` may have no room */
+    if (pack && c->number_size == c->real_size) pack(s->wide, &packed, &row, NULL, 1, c->p.head_dim);
     memcpy(to, packed, (size_t)(c->p.head_dim * c->number_size));
 }
 
@@ -48,7 +48,7 @@ static void prefetch_tokens(const char *row, int64_t step, int64_t n, int64_t by
 
 /* Computes the mean and, where not NULL, the largest and the smallest element of each channel of the n rows in s->pointers: as reals, or for bfloat16
  * inputs in bfloat16. */
-static void pool(const ba_prefill *c, const ba_features *s, int64_t n, void *mean, void *largest, void *smallest) {
+static void pool_tokens(const ba_prefill *c, const ba_features *s, int64_t n, void *mean, void *largest, void *smallest) {
     const void **rows = s->pointers;
     if (c->p.dtype == BA_FLOAT16) {
         c->kernels->cache[c->p.dtype]->pack(s->wide, s->wide_rows, rows, NULL, n, c->p.head_dim);
@@ -62,17 +62,19 @@ static void pool(const ba_prefill *c, const ba_features *s, int64_t n, void *mea
     static void join_ranges_##real(real *to, const real *mean, const real *a, const real *b, real of_mean, real of_bound, int64_t dim) {             \
         for (int64_t d = 0; d < dim; d++) {                                                                                                          \
             const real high = a[d], low = b[d];                                                                                                      \
+            /* not 0 * mean, which is NaN where the mean is infinite */                                                                              \
             to[d] = (of_mean != 0 ? mean[d] * of_mean : 0) + (high + low) * (of_bound / 2);                                                          \
             to[dim + d] = (high - low) * (of_bound / 2);                                                                                             \
         }                                                                                                                                            \
     }                                                                                                                                                \
-    static void add_sizes_##real(real *to, int64_t dim) {                                                                                            \
+    /* Puts the magnitudes of the first dim numbers behind them. */                                                                                  \
+    static void add_magnitudes_##real(real *to, int64_t dim) {                                                                                       \
         for (int64_t d = 0; d < dim; d++) to[dim + d] = absolute(to[d]);                                                                             \
     }
 DEFINE_RANGES(float, fabsf)
 DEFINE_RANGES(double, fabs)
 
-static void add_sizes_bfloat16(uint16_t *to, int64_t dim) {
+static void add_magnitudes_bfloat16(uint16_t *to, int64_t dim) {
     for (int64_t d = 0; d < dim; d++) to[dim + d] = to[d] & 0x7fff;
 }
 
@@ -98,11 +100,11 @@ static void group_of_bfloat16(const ba_prefill *c, const ba_features *s, int64_t
     uint16_t *narrow = (uint16_t *)s->narrow;
     if (c->args->term == BA_TERM_MEAN) {
         void *mean = c->number_size == c->real_size ? narrow : to;
-        pool(c, s, n, mean, NULL, NULL);
+        pool_tokens(c, s, n, mean, NULL, NULL);
         if (mean != to) widen_numbers(c, to, mean);
         return;
     }
-    pool(c, s, n, narrow, narrow + step, narrow + 2 * step);
+    pool_tokens(c, s, n, narrow, narrow + step, narrow + 2 * step);
     const void *rows[] = {narrow, narrow + step, narrow + 2 * step};
     c->kernels->cache[BA_BFLOAT16]->pack(s->pooled, s->wide_rows, rows, NULL, 3, dim);
     join_ranges(c, s->wide, s->pooled);
@@ -128,10 +130,10 @@ void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t bat
     prefetch_tokens(ba_key_row(&c->p, &c->p.k, c->p.kv_element_size, batch, kv_head, ahead), c->p.k.token_stride * c->p.kv_element_size,
                     ba_min(n, ba_kv_span(&c->p, batch).valid - ahead), dim * c->p.kv_element_size);
     if (is_bfloat16(c)) group_of_bfloat16(c, s, n, to);
-    else if (c->args->term == BA_TERM_MEAN) pool(c, s, n, to, NULL, NULL);
+    else if (c->args->term == BA_TERM_MEAN) pool_tokens(c, s, n, to, NULL, NULL);
     else {
         const int64_t step = pooled_step(c) * c->real_size;
-        pool(c, s, n, s->pooled, s->pooled + step, s->pooled + 2 * step);
+        pool_tokens(c, s, n, s->pooled, s->pooled + step, s->pooled + 2 * step);
         join_ranges(c, to, s->pooled);
     }
 }
@@ -155,12 +157,12 @@ void ba_features_of_row(const ba_prefill *c, const ba_features *s, int64_t batch
     const bool ranges = c->args->term != BA_TERM_MEAN;
     if (is_bfloat16(c)) {
         void *numbers = c->number_size == c->real_size ? s->narrow : to;
-        pool(c, s, n, numbers, NULL, NULL);
-        if (ranges) add_sizes_bfloat16(numbers, dim);
+        pool_tokens(c, s, n, numbers, NULL, NULL);
+        if (ranges) add_magnitudes_bfloat16(numbers, dim);
         if (numbers != to) widen_numbers(c, to, numbers);
         return;
     }
-    pool(c, s, n, to, NULL, NULL);
-    if (ranges && c->real_size == 4) add_sizes_float(to, dim);
-    else if (ranges) add_sizes_double(to, dim);
+    pool_tokens(c, s, n, to, NULL, NULL);
+    if (ranges && c->real_size == 4) add_magnitudes_float(to, dim);
+    else if (ranges) add_magnitudes_double(to, dim);
 }

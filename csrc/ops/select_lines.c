@@ -41,6 +41,8 @@ static void add_weights(const ba_prefill *c, const ba_strip_scratch *s, const li
     }
 }
 
+/* Weights need a query's log-sum-exp, so the last queries are scored against all keys in two passes: the first finds the log-sum-exps and leaves them
+ * in s->m, and the second adds up the weights. */
 bool ba_lines_find(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t head, int64_t here) {
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, keys = ba_kv_span(&c->p, batch).valid, queries = ba_min(c->args->pool_q, q_valid);
     const char *groups = c->groups + here / c->p.group * c->pair_bytes;
@@ -60,10 +62,11 @@ bool ba_lines_find(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
                 if (pass == 1) add_weights(c, s, &l, rows, first + keys - q_valid, begin, end, 1 / (double)queries);
             }
             at.known = true;
-            for (int64_t i = 0; i < c->lanes && pass == 0; i++) {
-                const double sum = ba_get_real(s->l, i, c->real_size), m = ba_get_real(s->m, i, c->real_size);
-                ba_set_real(s->m, i, sum > 0 ? m + log2(sum) : INFINITY, c->real_size);
-            }
+            if (pass == 0)
+                for (int64_t i = 0; i < c->lanes; i++) {
+                    const double sum = ba_get_real(s->l, i, c->real_size), m = ba_get_real(s->m, i, c->real_size);
+                    ba_set_real(s->m, i, sum > 0 ? m + log2(sum) : INFINITY, c->real_size);
+                }
         }
     }
     double sum = 0, sums = 0;
@@ -82,6 +85,13 @@ static double sums_to(const lines *l, int64_t d) {
     return at < 0 ? 0 : at <= last ? l->slash_sums[at] : l->slash_sums[last] + (double)(at - last) * l->slash[last];
 }
 
+/* A block's score is the mass of its keys and, as the mean over its queries, the mass of the distances from a query to the block's keys.
+ *
+ * Query i stands at token i + keys - q_valid, and key j lies at the distance i + keys - q_valid - j from it. Let M(d) be the mass of all distances up
+ * to d. For one query at token t, the distances to keys from .. to - 1 have the mass M(t - from) - M(t - to). Let S(d) = sums_to(d) be the sum of
+ * M(x) over all x up to d. For all queries first .. end - 1 together, with shift = keys - q_valid - 1, the mass is
+ *
+ *     S(end + shift - from) - S(first + shift - from) - S(end + shift - to) + S(first + shift - to). */
 void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head) {
     const int64_t q_valid = ba_q_span(&c->p, strip->batch).valid, keys = ba_kv_span(&c->p, strip->batch).valid;
     const lines l = lines_of(c, strip->batch, strip->batch * c->p.heads + head - c->first_pair * c->p.group);

@@ -19,8 +19,6 @@ enum {
     MOST_DEPTH = 1 << 16,   /* numbers per row or group */
 };
 
-#define LOG2_E 0x1.71547652b82fep+0
-
 /* ---- Checks ------------------------------------------------------------------------------------------------------- */
 
 static ba_status check_sizes(const ba_select_prefill_args *a) {
@@ -129,9 +127,11 @@ static void make_groups(void *context, int64_t item, int worker) {
 /* Scores one strip of a list and decides what its rows keep. The last strips come first, because they take the longest in causal calls. */
 static void score_strip(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
-    const int64_t lists = c->lists / c->p.kv_heads, pair = c->first_pair + item / lists % c->pairs;
-    ba_strip strip = {.batch = pair / c->p.kv_heads, .list = pair % c->p.kv_heads * lists + item % lists};
-    strip.first = (c->strips - 1 - item / lists / c->pairs) * c->strip_rows;
+    /* item = (strips behind this one * pairs in memory + pair) * lists per pair + list */
+    const int64_t lists = c->lists / c->p.kv_heads, list = item % lists, pair = c->first_pair + item / lists % c->pairs;
+    const int64_t behind = item / lists / c->pairs;
+    ba_strip strip = {.batch = pair / c->p.kv_heads, .list = pair % c->p.kv_heads * lists + list};
+    strip.first = (c->strips - 1 - behind) * c->strip_rows;
     strip.rows = ba_min(c->strip_rows, c->p.block_rows - strip.first);
     ba_strip_scratch s;
     ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
@@ -164,7 +164,8 @@ static int64_t lay_out_tails(const ba_prefill *c, int64_t *begin) {
 
 static ba_status run(ba_prefill *c, int threads) {
     ba_status status = BA_OK;
-    const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads;
+    /* All (batch entry, KV head) pairs take turns, as many at once as have room for their groups: c->pairs becomes the number in this round. */
+    const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads; /* lists: per pair */
     const int64_t stretches = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), GROUPS_AT_ONCE);
     for (c->first_pair = 0; status == BA_OK && c->first_pair < all; c->first_pair += at_once) {
         c->pairs = ba_min(at_once, all - c->first_pair);
@@ -196,7 +197,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->family = pairs ? own : c->kernels->vector[c->real];
     c->real_size = c->family->real_size;
     c->number_size = pairs ? (int64_t)sizeof(uint16_t) : c->real_size;
-    c->scale = c->p.scale / (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->row_tokens : 1) * LOG2_E;
+    c->scale = c->p.scale / (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->row_tokens : 1) * BA_LOG2_E;
     c->lanes = c->family->lanes[0];
     c->chunk = ba_tuning_at(level)->chunk_keys;
     c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
@@ -207,9 +208,10 @@ ba_status ba_run_prefill(ba_prefill *c) {
     const double work =
         (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
     const int threads = ba_is_small(work, 2e6) ? 1 : ba_threads_for(c->args->call.num_threads);
-    /* Several panels read a chunk of groups together, where there are strips enough for all threads. Their number changes no bit. */
-    const int64_t whole = c->lanes / c->rows_per_block; /* rows of blocks of a panel: one that panels share begins with a panel of its own */
+    /* How many rows of blocks fit a panel as a whole. 0: several panels share one, and the next row of blocks begins with a new panel. */
+    const int64_t whole = c->lanes / c->rows_per_block;
     c->panel_rows = whole ? whole * c->rows_per_block : c->lanes;
+    /* Several panels read a chunk of groups together, where there are strips enough for all threads. Their number changes no bit. */
     for (c->panels = BA_STRIP_PANELS;; c->panels /= 2) {
         c->strip_rows = ba_min(c->p.block_rows, whole ? c->panels * whole : 1);
         c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);

@@ -2,7 +2,11 @@
  *
  * A *list* is what one query head, or one KV head, keeps of a sequence. A *row* is one query or a few pooled queries; a *group* is one key or a few
  * pooled keys. Rows and groups begin at multiples of their size, so that every block consists of whole ones. The product of a row and a group is the
- * score. */
+ * score. A *row of blocks* (block_row, or a row of a strip) is one block of queries; a *column* is one block of keys.
+ *
+ * Sort the blocks of a row of blocks that are not always kept by falling score: the *tail* of a block is the sum of its score and of all scores
+ * behind it. A top_p budget of p keeps the blocks with tails above 1 - p. With one density for several rows, the blocks with the largest tails of all
+ * rows are kept, as if one p were applied to all of them. */
 #ifndef BA_OPS_SELECT_PREFILL_H
 #define BA_OPS_SELECT_PREFILL_H
 
@@ -120,8 +124,9 @@ typedef struct ba_group_range {
 } ba_group_range;
 /* Sets s->k_rows and s->key_index for groups [begin, end) of a pair. */
 void ba_point_to_groups(const ba_prefill *c, const ba_strip_scratch *s, const char *groups, int64_t begin, int64_t end);
-/* Computes the weights of a range of groups, and adds them up by blocks of `block` groups, whose sums begin at `sums`, [block][lane]: a block that
- * began in an earlier chunk is continued. `alpha` is set, for each lane, as the kernel sum_blocks says. */
+/* Computes the weights of a range of groups, relative to the largest score so far or, where at->known, to s->m as it is, and adds them up by blocks
+ * of `block` groups, whose sums begin at `sums`, [block][lane]: a block that began in an earlier chunk is continued. `alpha` is set, for each lane,
+ * as the kernel sum_blocks says. */
 void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_panel_rows *at, const ba_group_range *range, int64_t block, void *sums,
                     void *alpha);
 

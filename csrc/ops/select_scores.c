@@ -10,17 +10,19 @@
 
 /* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
-    const int64_t block = c->groups_per_block;
-    const int64_t whole = c->chunk - c->chunk % block;
-    if (block <= c->chunk) return (begin / whole + 1) * whole; /* the same borders for every panel */
-    return ba_min(begin + c->chunk, (begin / block + 1) * block);
+    const int64_t per_block = c->groups_per_block;
+    const int64_t whole = c->chunk - c->chunk % per_block;
+    if (per_block <= c->chunk) return (begin / whole + 1) * whole; /* the same borders for every panel */
+    return ba_min(begin + c->chunk, (begin / per_block + 1) * per_block);
 }
 
-/* The largest number of chunks of a panel. A block may be much longer than the sequence. */
+/* The largest number of chunks of a panel. Blocks that are longer than a chunk have as many whole chunks as fit the groups of the sequence, which may
+ * be much shorter than a block, and each ends with one more. Where a chunk is some whole blocks, the panel's first chunk may be shorter than others.
+ */
 static int64_t most_chunks(const ba_prefill *c) {
-    const int64_t block = c->groups_per_block;
-    if (block > c->chunk) return ba_ceil_div(c->p.kv_len, c->group_tokens) / c->chunk + c->p.block_columns;
-    return ba_ceil_div(c->p.block_columns * block, c->chunk - c->chunk % block) + 1;
+    const int64_t per_block = c->groups_per_block;
+    if (per_block > c->chunk) return ba_ceil_div(c->p.kv_len, c->group_tokens) / c->chunk + c->p.block_columns;
+    return ba_ceil_div(c->p.block_columns * per_block, c->chunk - c->chunk % per_block) + 1;
 }
 
 /* Bytes of what each panel of a strip has for itself. */
@@ -100,7 +102,7 @@ ba_panel_rows ba_panel_open(const ba_prefill *c, const ba_strip_scratch *s, int6
     }
     for (int64_t i = 0; i < c->lanes; i++) {
         if (i >= rows) s->lo[i] = s->hi[i] = 0;
-        ba_set_real(s->m, i, c->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, c->real_size);
+        ba_set_real(s->m, i, ba_initial_m(c->real_size), c->real_size);
         ba_set_real(s->l, i, 0, c->real_size);
     }
     c->family->pack->queries[0](s->q, s->pointers, rows, c->depth, c->scale);
@@ -133,9 +135,8 @@ void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_pan
                             .scale = c->scale,
                             .scratch = s->chunk};
     c->family->panel->scores[0](&panel, &chunk, s->row_max);
-    if (at->known)
-        for (int64_t i = 0; i < c->lanes; i++)
-            ba_set_real(s->row_max, i, c->real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023, c->real_size);
+    if (at->known) /* no score may raise m */
+        for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->row_max, i, ba_initial_m(c->real_size), c->real_size);
     c->family->panel->sum_blocks(&panel, &chunk, s->row_max, alpha, &(ba_block_sums){sums, block, begin % block});
 }
 
@@ -192,20 +193,20 @@ DEFINE_CLOSE(double)
 
 /* Scores the groups of a range that the panel sees, and adds up their blocks. */
 static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_group_range *range) {
-    const int64_t block = c->groups_per_block, line = c->lanes * c->real_size;
+    const int64_t per_block = c->groups_per_block, line = c->lanes * c->real_size;
     ba_group_range own = *range;
-    own.begin = ba_max(own.begin, p->first_block * block);
+    own.begin = ba_max(own.begin, p->first_block * per_block);
     own.end = ba_min(own.end, p->at.hi);
     if (own.begin >= own.end) return;
-    ba_panel_score(c, &p->s, &p->at, &own, block, p->s.sums + (own.begin / block - p->first_block) * line, p->s.alphas + p->chunks * line);
-    for (int64_t b = own.begin / block; b < ba_ceil_div(own.end, block); b++) p->s.chunks[b - p->first_block] = p->chunks;
+    ba_panel_score(c, &p->s, &p->at, &own, per_block, p->s.sums + (own.begin / per_block - p->first_block) * line, p->s.alphas + p->chunks * line);
+    for (int64_t b = own.begin / per_block; b < ba_ceil_div(own.end, per_block); b++) p->s.chunks[b - p->first_block] = p->chunks;
     p->chunks++;
 }
 
 /* Adds the scores of rows first .. first + rows - 1 of one query head, which lie in the strip, to s->head. The panels score one chunk of groups after
  * the other, so that a chunk is read from memory once. */
 static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head, int64_t first, int64_t rows) {
-    const int64_t block = c->groups_per_block, pair = strip->batch * c->p.kv_heads + head / c->p.group - c->first_pair;
+    const int64_t per_block = c->groups_per_block, pair = strip->batch * c->p.kv_heads + head / c->p.group - c->first_pair;
     const char *groups = c->groups + pair * c->pair_bytes;
     scored_panel panels[BA_STRIP_PANELS];
     int64_t n = 0, lo = INT64_MAX, hi = 0;
@@ -214,9 +215,9 @@ static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const b
         *p = (scored_panel){.s = of_panel(c, s, n), .first = first + at, .rows = ba_min(c->panel_rows, rows - at)};
         p->at = ba_panel_open(c, &p->s, strip->batch, head, p->first, p->rows);
         if (p->at.hi == 0) continue;
-        p->first_block = p->at.lo / block;
-        p->end_block = ba_ceil_div(p->at.hi, block);
-        lo = ba_min(lo, p->first_block * block);
+        p->first_block = p->at.lo / per_block;
+        p->end_block = ba_ceil_div(p->at.hi, per_block);
+        lo = ba_min(lo, p->first_block * per_block);
         hi = ba_max(hi, p->at.hi);
     }
     for (int64_t begin = lo, end; begin < hi; begin = end) {
