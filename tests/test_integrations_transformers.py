@@ -422,7 +422,10 @@ def test_pages_that_quest_does_not_choose_are_left_out(starts):
         valid[b, :start] = False
     sinks = tensors(4, seed=3)
     cache.update(keys[:, :, :20], values[:, :, :20], 0)
-    for length in range(21, 41):
+    for length in [*range(21, 31), *range(25, 41)]:
+        if cache.get_seq_length() == length + 5:  # six tokens are taken back, and others come
+            cache.crop(-6)
+            keys[:, :, 24:], values[:, :, 24:] = tensors(2, 2, 2, 16, 8, seed=4)
         k, v = cache.update(keys[:, :, length - 1 : length], values[:, :, length - 1 : length], 0)
         assert (k == keys[:, :, :length]).all()
         assert (v == values[:, :, :length]).all()
@@ -554,6 +557,21 @@ def test_weights_and_dropout_are_those_of_the_model():
             out[name] = call(q, k, v, mask, dropout=0.5)
     assert (out["blitz_attn"] == out["sdpa"]).all()
     assert len(attention._TOLD) >= 1
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_blocks_of_the_model_may_come_in_any_order(gradients):
+    """Pads between them, and blocks that no query can see."""
+    q, k, v = tensors(1, 4, 12, 8), tensors(1, 2, 14, 8, seed=1), tensors(1, 2, 14, 8, seed=2)
+    rng = np.random.default_rng(0)
+    chosen = torch.from_numpy(np.stack([[rng.permutation([-1, -1, 0, 1, 2, 3, 5])[:5] for _ in range(12)] for _ in range(2)]))[None]
+    module = SimpleNamespace(layer_idx=0, training=False, num_key_value_groups=2, indexer=SimpleNamespace(block_size=4))
+    mask = make_mask(1, 12, 14, 2)
+    with torch.set_grad_enabled(gradients):
+        found = attention.attend_dense(module, q.requires_grad_(gradients), k, v, mask, block_indices=chosen)[0].detach()
+    listed = (chosen[..., None] == torch.arange(14) // 4).any(-2).repeat_interleave(2, dim=1)
+    assert (found - eager(q.detach(), k, v, mask.elements() & listed)).abs().max() < 1e-5
+    assert not attention._TOLD
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -698,7 +716,7 @@ def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
-    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :2048]
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :1024]
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def continued(implementation, cache=None):
@@ -708,7 +726,7 @@ def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
     expected = continued("sdpa")
     assert continued("blitz_attn") == expected
     assert continued("blitz_attn", paged_cache(model)) == expected
-    configure(SparseConfig(top_p=0.93, dense_layers=(0, 1), decode_budget=512, last_rows=1), model)
+    configure(SparseConfig(top_p=0.93, dense_layers=(0, 1), min_tokens=512, decode_budget=512, last_rows=1), model)
     found = continued("blitz_attn_sparse", paged_cache(model, page_size=16))
     same = sum(a == b for a, b in zip(found, expected, strict=True))
     show(f"dense:  {tokenizer.decode(expected)!r}")

@@ -11,7 +11,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ... import block_sparse_attention, paged_attention, select_blocks_prefill
+from ... import _arrays, _core, block_sparse_attention, paged_attention, select_blocks_prefill
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of
 from .cache import pages_of
@@ -235,13 +235,25 @@ def _attend_capped(layer: _Layer, q: Any, k: Any, v: Any, rules: Rules, q_lens: 
     return out
 
 
-def _model_lists(layer: _Layer, blocks: int) -> tuple[Any, tuple[int, int]]:
-    """Blocks that the model itself chose for each query, as lists of one query: (B, H, Sq, K)."""
+def _model_lists(layer: _Layer, blocks: int) -> Any:
+    """Blocks that the model itself chose for each query, as lists of one query: (B, Hkv, Sq, K)."""
     chosen = layer.block_indices.to(torch.int32)
     chosen = chosen.masked_fill(chosen >= blocks, -1)  # blocks behind the last key, which no query sees
     if ((chosen[..., :-1] < 0) & (chosen[..., 1:] >= 0)).any():  # a list ends at its first pad
         chosen = chosen.sort(dim=-1, descending=True).values
-    return chosen.repeat_interleave(layer.query.shape[1] // chosen.shape[1], dim=1).contiguous(), (1, layer.module.indexer.block_size)
+    return chosen.contiguous()
+
+
+def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules: dict[str, Any]) -> Any:
+    """Attention over `_model_lists`. The operation of native sparse attention takes them as they are and works block by block."""
+    shape = (1, layer.module.indexer.block_size)
+    if layer.differentiated or layer.sinks is not None:
+        return _attend_lists(layer, q, k, v, lists.repeat_interleave(q.shape[2] // lists.shape[1], dim=1), shape, rules)
+    empty = _arrays.family_of(q).empty
+    options: dict[str, Any] = rules | {"block_shape": shape, "routed": True, "num_threads": layer.config.num_threads, "return_lse": False}
+    return _core.block_sparse_attention(
+        empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), lists, **options
+    )
 
 
 def _attend_pages(layer: _Layer, rules: Rules) -> Any:
@@ -283,10 +295,10 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         lengths = {} if whole else {"q_lens": call.q_lens, "kv_lens": call.kv_lens}
         options = {"layout": "BSND", "causal": rules.causal, "window": rules.window, "scale": layer.scaling} | lengths
         if layer.block_indices is not None:
-            lists, shape = _model_lists(layer, -(-longest // layer.module.indexer.block_size))
-            lists = lists[call.entries]
-        else:
-            lists, shape = _choose(layer, q, k, longest, options)
+            lists = _model_lists(layer, -(-longest // layer.module.indexer.block_size))[call.entries]
+            parts.append(_attend_model_lists(layer, q, k, v, lists, options))
+            continue
+        lists, shape = _choose(layer, q, k, longest, options)
         parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
     return parts[0] if len(parts) == 1 else torch.cat(parts), None
 

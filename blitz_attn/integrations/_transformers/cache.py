@@ -172,10 +172,7 @@ class PagedCache(cache_utils.Cache):
 
     def __init__(self, config: Any, page_size: int) -> None:
         own = cache_utils.DynamicCache(config=config).layers
-        layers = [PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in own]
-        if not layers:
-            layers = [PagedLayer(page_size) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
-        super().__init__(layers=layers)
+        super().__init__(layers=[PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in own])
 
 
 def pages_of(keys: Any) -> PagedLayer | None:
