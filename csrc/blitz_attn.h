@@ -241,7 +241,7 @@ BA_API ba_status ba_select_blocks(const ba_select_args *args);
 /* How blocks of keys are scored for a block of queries. A row (one query, or a few pooled ones) has a product with each group of keys (one key, or a
  * few pooled ones). Softmax over the groups that the row may see turns the products into weights; the sum of the weights of a block's groups is the
  * row's share of the block. The score of a block of keys is the largest, or the mean, of the shares that the rows of a block of queries have of it.
- * The scores for each block of queries are finally divided by their sum. */
+ * The scores for each block of queries are finally divided by their sum. Of bfloat16 inputs, means and what the bound is made of are bfloat16. */
 typedef enum ba_chooser {
     BA_CHOOSER_POOLED,         /* a row is pool_q queries and a group pool_k keys; ba_chooser_term says what their product is */
     BA_CHOOSER_ANTIDIAGONAL,   /* rows and groups of pool_q = pool_k tokens: the mean of the products along the antidiagonal of each row and group */
