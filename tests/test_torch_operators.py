@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.utils.checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import blitz_attn  # noqa: E402
 from blitz_attn import sabi  # noqa: E402
@@ -131,7 +131,7 @@ def test_checkpoints_and_exports():
     """Activations that are computed anew, and a graph without Python."""
     given = tensors(grad=True)
     expected = torch.autograd.grad(several(*given, LISTS, None).sum(), given)
-    again = torch.utils.checkpoint.checkpoint(several, *given, LISTS, None, use_reentrant=False)
+    again = checkpoint(several, *given, LISTS, None, use_reentrant=False)
     for a, b in zip(torch.autograd.grad(again.sum(), given), expected, strict=True):
         assert torch.equal(a, b)
 
