@@ -12,6 +12,7 @@ will do; budgets are a density, a mass to keep (`top_p`), a least share (`thresh
 >>> out = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=(64, 64), causal=True)
 """
 
+from ._select.allocation import allocate
 from ._select.choosers import Antidiagonal, Pooled, SampledRows, VerticalSlash
 from ._select.prefill import select_and_attend_prefill, select_blocks_prefill
 from ._select.profile import Profile, calibrate
@@ -23,6 +24,7 @@ __all__ = [
     "Profile",
     "SampledRows",
     "VerticalSlash",
+    "allocate",
     "calibrate",
     "output_error",
     "recall",

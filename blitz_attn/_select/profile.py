@@ -19,7 +19,7 @@ from .quality import attended_all, attended_kept, checked, error_of, narrow, rec
 __all__ = ["Profile", "calibrate"]
 
 _FORMAT = "blitz_attn profile 1"
-_RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "dtype", "num_threads")
+RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "dtype", "num_threads")
 
 
 class Profile(NamedTuple):
@@ -29,18 +29,18 @@ class Profile(NamedTuple):
     ----------
     heads, kv_heads, head_dim : int
         The model's shape; the number of layers is that of `numbers`.
-    chooser : Pooled, Antidiagonal, SampledRows or VerticalSlash
-        How blocks are scored.
+    chooser : Pooled, Antidiagonal, SampledRows or VerticalSlash, or tuple of them
+        How blocks are scored: in all layers, or in each.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     budget : {"top_p", "threshold", "density"}
         What `numbers` are.
     numbers : tuple of tuple of float
         A number for each layer and head.
-    measure : {"mass", "error"}
-        What the numbers were found by.
+    measure : {"mass", "error", "loss"}
+        What the numbers were found by: ``"loss"`` by `allocate`.
     target : float
-        The kept mass, or the error of the output, that each head is to meet.
+        The kept mass, or the error of the output, that each head is to meet, or the density of the whole model.
     """
 
     heads: int
@@ -86,7 +86,12 @@ class Profile(NamedTuple):
         layer = _arrays.integer(layer, "layer")
         if not 0 <= layer < len(self.numbers):
             raise ValueError(f"layer: expected 0 to {len(self.numbers) - 1}, got {layer}")
-        return {"chooser": self.chooser, "block_shape": self.block_shape, self.budget: list(self.numbers[layer])}
+        chooser = self.chooser[layer] if self._by_layer() else self.chooser
+        return {"chooser": chooser, "block_shape": self.block_shape, self.budget: list(self.numbers[layer])}
+
+    def _by_layer(self) -> bool:
+        """Whether each layer has its own chooser. A chooser is a tuple, too."""
+        return type(self.chooser) is tuple
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON.
@@ -111,7 +116,8 @@ class Profile(NamedTuple):
         ...     select.Profile.load(os.path.join(folder, "profile.json")) == profile
         True
         """
-        fields = self._asdict() | {"format": _FORMAT, "chooser": fields_of(self.chooser), "layers": len(self.numbers)}
+        chooser = [fields_of(x) for x in self.chooser] if self._by_layer() else fields_of(self.chooser)
+        fields = self._asdict() | {"format": _FORMAT, "chooser": chooser, "layers": len(self.numbers)}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(fields, file, indent=1)
             file.write("\n")
@@ -150,15 +156,19 @@ class Profile(NamedTuple):
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
             raise ValueError(f"path: expected a profile with format {_FORMAT!r}, got {shown(fields)}")
         try:
-            chooser = chooser_of(dict(fields["chooser"]))
-            rules_of(chooser)
+            stored = fields["chooser"]
+            made = [chooser_of(dict(x)) for x in (stored if isinstance(stored, list) else [stored])]
+            for x in made:
+                rules_of(x)
+            chooser = tuple(made) if isinstance(stored, list) else made[0]
             numbers = tuple(tuple(float(x) for x in row) for row in fields["numbers"])
             block_q, block_kv = (int(n) for n in fields["block_shape"])
             heads, kv_heads, head_dim, layers = (int(fields[name]) for name in ("heads", "kv_heads", "head_dim", "layers"))
             rest = str(fields["budget"]), numbers, str(fields["measure"]), float(fields["target"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"path: expected a whole profile, got one without a right {error}") from error
-        if len(numbers) != layers or any(len(row) != heads for row in numbers) or rest[0] not in ("top_p", "threshold", "density"):
+        whole = len(numbers) == layers == (len(made) if isinstance(stored, list) else layers)
+        if not whole or any(len(row) != heads for row in numbers) or rest[0] not in ("top_p", "threshold", "density"):
             raise ValueError(f"path: expected numbers for {layers} layers and {heads} heads, got other ones")
         return cls(heads, kv_heads, head_dim, chooser, (block_q, block_kv), *rest)
 
@@ -269,9 +279,9 @@ def calibrate(
     >>> len(profile.numbers), profile.heads, profile.options(1, heads=2, kv_heads=2, head_dim=16)["block_shape"]
     (2, 2, (16, 16))
     """
-    unknown = [name for name in rules if name not in _RULES]
+    unknown = [name for name in rules if name not in RULES]
     if unknown:
-        raise TypeError(f"rules: expected some of {', '.join(_RULES)}, got {unknown[0]}")
+        raise TypeError(f"rules: expected some of {', '.join(RULES)}, got {unknown[0]}")
     _arrays.choice(measure, "measure", ("mass", "error"))
     _arrays.choice(budget, "budget", ("top_p", "density", "threshold"))
     target, steps, every = _arrays.number(target, "target"), _arrays.integer(steps, "steps"), _arrays.integer(every, "every")
@@ -294,7 +304,7 @@ def calibrate(
         if not cases or any(not isinstance(x, (tuple, list)) or len(x) != 3 for x in cases):
             raise ValueError(f"layers: expected captures (q, k, v) of layer {len(numbers)}, got {len(cases)} others")
         for q, k, _ in cases:
-            own = _shape_of_model(q, k, rules)
+            own = shape_of_model(q, k, rules)
             if shape is not None and own != shape:
                 raise ValueError(f"layers: expected (heads, kv_heads, head_dim) = {shape} like the first capture, got {own}")
             shape = own
@@ -306,7 +316,7 @@ def calibrate(
     return Profile(heads, kv_heads, dim, chooser, (block_q, block_kv), budget, tuple(numbers), measure, target)
 
 
-def _shape_of_model(q: Any, k: Any, rules: dict[str, Any]) -> tuple[int, int, int]:
+def shape_of_model(q: Any, k: Any, rules: dict[str, Any]) -> tuple[int, int, int]:
     """Heads, KV heads and D of a capture."""
     layout = _arrays.choice(rules.get("layout", "BNSD"), "layout", ("BNSD", "BSND", "BSH", "TND"))
     shapes = _arrays.shape_of(q), _arrays.shape_of(k)

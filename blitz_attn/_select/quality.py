@@ -23,7 +23,7 @@ def _spans(layout: str, batch: int, tokens: int, q_lens: Any, cu_seqlens_q: Any)
     return [(b, 0, n) for b, n in enumerate(lens)]
 
 
-def _of_heads(x: Any, layout: str, heads: int, dtype: Any) -> np.ndarray:
+def of_heads(x: Any, layout: str, heads: int, dtype: Any) -> np.ndarray:
     """A result (B, H, S, Dv) as float64, whatever layout and kind of array it comes in; B is 1 for TND. `dtype`: as given to the call."""
     array, name = _arrays.host(x, "out", _arrays.dtype_name(dtype))
     array = widened(array, name).astype(np.float64)
@@ -119,7 +119,7 @@ def error_of(result_of_list: tuple[Any, Any], out_of_all: Any, every: int, optio
     """`output_error` from the output and log-sum-exp over the list, and from the output over all keys."""
     layout, (out, lse) = options.get("layout", "BNSD"), result_of_list
     heads = _of_queries(lse, layout).shape[1]
-    kept, whole = (_of_heads(x, layout, heads, options.get("dtype")) for x in (out, out_of_all))
+    kept, whole = (of_heads(x, layout, heads, options.get("dtype")) for x in (out, out_of_all))
     spans = _spans(layout, kept.shape[0], kept.shape[2], options.get("q_lens"), options.get("cu_seqlens_q"))
     block_q = int(options["block_shape"][0])
     result = np.zeros((len(spans), heads))

@@ -1,0 +1,189 @@
+"""One number of blocks for a whole model, given to the layers and heads where it lowers the model's loss most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays
+from .._sabi.lists import two_integers
+from ..block_sparse import block_sparse_attention
+from .choosers import CHOOSERS, Antidiagonal, Pooled, SampledRows, rules_of
+from .prefill import select_blocks_prefill
+from .profile import RULES, Profile, shape_of_model
+from .quality import of_heads
+
+__all__ = ["allocate"]
+
+_MASSES = (0.5, 0.75, 0.88, 0.94, 0.97, 0.985, 0.993, 0.997, 0.999, 0.9997)
+
+
+def allocate(
+    layers: Iterable[Any],
+    *,
+    density: float,
+    chooser: Any = "pooled",
+    block_shape: tuple[int, int] = (64, 64),
+    masses: Sequence[float] = _MASSES,
+    **rules: Any,
+) -> Profile:
+    """Find the mass that each layer and head must keep so that the model loses least at one density.
+
+    Layers and heads differ in what their errors do to the model. What a list costs is estimated as the sum over queries of ``(dout .
+    (out - out_dense))**2``, where dout is the gradient of the model's loss with respect to the attention output.
+
+    Parameters
+    ----------
+    layers : iterable of sequence of (q, k, v, dout)
+        For each layer the captures of some texts: queries, keys and values as `block_sparse_attention` takes them, and the gradient
+        of the model's loss with respect to the dense output, shaped as the output. A generator holds one layer at a time.
+    density : float
+        Share of the blocks that all layers and heads together are to keep in the captures, above 0 and at most 1. Where the least of
+        `masses` keeps more, it is exceeded.
+    chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash, or list of them
+        How blocks are scored: see `select_blocks_prefill`. Of a list, each layer gets the one with which it costs least, where the
+        work of choosing counts as much as blocks of the same arithmetic.
+    block_shape : (int, int)
+        Tokens in a block of queries and in a block of keys.
+    masses : sequence of float
+        The numbers for `top_p` that are tried, rising, above 0 and at most 1.
+    **rules
+        scale, layout, causal, window, num_heads, num_kv_heads, dtype and num_threads of the calls: see `select_blocks_prefill`.
+        Captures are whole sequences.
+
+    Returns
+    -------
+    Profile
+        With ``budget="top_p"``, ``measure="loss"`` and the density as its target.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong kind or out of range, no layer, or captures of different shapes.
+
+    See Also
+    --------
+    calibrate : the same mass or error for every head.
+    select_blocks_prefill : takes a profile's options: ``**profile.options(layer, heads=..., kv_heads=..., head_dim=...)``.
+
+    Notes
+    -----
+    With labels drawn from the model's own predictions the gradient makes the estimate, halved, the divergence between the dense model's
+    predictions and the sparse model's to second order (Fisher information), heads taken one by one. One price per block, the same for all
+    heads, says what each head keeps; the least price that meets the density is found. A layer takes one dense call and, for each chooser,
+    ``len(masses)`` choices and sparse calls per capture. Texts that a result is reported on should not be among the captures.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import select
+    >>> rng = np.random.default_rng(0)
+    >>> layers = [[[rng.standard_normal((1, 2, 256, 16), dtype=np.float32) for _ in range(4)]] for _ in range(2)]
+    >>> for layer, weight in zip(layers, (1, 100)):
+    ...     layer[0][3] *= weight  # errors of the second layer cost the model more
+    >>> profile = select.allocate(layers, density=0.6, block_shape=(16, 16), causal=True)
+    >>> bool(np.mean(profile.numbers[1]) > np.mean(profile.numbers[0]))
+    True
+    """
+    unknown = [name for name in rules if name not in RULES]
+    if unknown:
+        raise TypeError(f"rules: expected some of {', '.join(RULES)}, got {unknown[0]}")
+    density = _arrays.number(density, "density")
+    if not 0 < density <= 1:
+        raise ValueError(f"density: expected a number above 0 and at most 1, got {density:g}")
+    tried = np.array([_arrays.number(x, "masses") for x in masses])
+    if not tried.size or not (tried[0] > 0 and tried[-1] <= 1) or not (np.diff(tried) > 0).all():
+        raise ValueError(f"masses: expected rising numbers above 0 and at most 1, got {tried.tolist()}")
+    choosers = chooser if isinstance(chooser, list) else [chooser]
+    for x in choosers:
+        rules_of(x)
+    choosers = [CHOOSERS[x] if isinstance(x, str) else x for x in choosers]
+    if not choosers:
+        raise ValueError("chooser: expected at least one, got an empty list")
+    block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
+    if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
+        raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
+    shape: tuple[int, int, int] | None = None
+    points = []
+    for n, layer in enumerate(layers):
+        cases = list(layer) if isinstance(layer, (tuple, list)) else []
+        if not cases or any(not isinstance(x, (tuple, list)) or len(x) != 4 for x in cases):
+            raise ValueError(f"layers: expected captures (q, k, v, dout) of layer {n}, got {len(cases)} others")
+        for q, k, *_ in cases:
+            own = shape_of_model(q, k, rules)
+            if shape is not None and own != shape:
+                raise ValueError(f"layers: expected (heads, kv_heads, head_dim) = {shape} like the first capture, got {own}")
+            shape = own
+        assert shape is not None
+        points.append(np.sum([_costs(x, shape[0], tried, choosers, (block_q, block_kv), rules) for x in cases], axis=0))
+    if shape is None:
+        raise ValueError("layers: expected at least one layer, got none")
+    kept, cost, every = np.moveaxis(np.array(points), (2, 0), (0, 2))  # each (choosers, layers, heads, masses)
+    every = every[..., 0]
+    choosing = every.sum(axis=2) * np.array([_work(x, block_q) for x in choosers])[:, None]
+    which, chosen = _shared(kept, cost, choosing, density * every[0].sum())
+    numbers = tuple(map(tuple, tried[chosen].tolist()))
+    by_layer = tuple(choosers[i] for i in which)
+    return Profile(*shape, by_layer if len(choosers) > 1 else choosers[0], (block_q, block_kv), "top_p", numbers, "loss", density)
+
+
+def _costs(case: Any, heads: int, masses: np.ndarray, choosers: list[Any], block: tuple[int, int], rules: dict[str, Any]) -> np.ndarray:
+    """(choosers, 3, heads, masses) of a capture: the blocks kept under each mass, what they cost, and the blocks that there are."""
+    q, k, v, dout = case
+    layout, dtype = rules.get("layout", "BNSD"), rules.get("dtype")
+    rules = rules | {"block_shape": block}
+    dense = of_heads(block_sparse_attention(q, k, v, **rules), layout, heads, dtype)
+    slope = of_heads(dout, layout, heads, dtype)
+    if slope.shape != dense.shape:
+        raise ValueError(f"layers: expected dout of the output's shape, as (B, H, S, D) {dense.shape}, got {slope.shape}")
+    found = np.empty((len(choosers), 3, heads, masses.size))
+    found[:, 2] = (np.asarray(select_blocks_prefill(q, k, density=1, **rules)) >= 0).sum(axis=(0, 2, 3))[:, None]
+    for one, chooser in zip(found, choosers, strict=True):
+        for i, mass in enumerate(masses):
+            sabi = select_blocks_prefill(q, k, chooser=chooser, top_p=mass, **rules)
+            difference = of_heads(block_sparse_attention(q, k, v, sabi, **rules), layout, heads, dtype) - dense
+            one[0, :, i] = (np.asarray(sabi) >= 0).sum(axis=(0, 2, 3))
+            one[1, :, i] = (np.einsum("bhsd,bhsd->bhs", slope, difference) ** 2).sum(axis=(0, 2))
+    return found
+
+
+def _shared(kept: np.ndarray, cost: np.ndarray, choosing: np.ndarray, most: float) -> tuple[np.ndarray, np.ndarray]:
+    """The chooser of each layer, and the points (layers, heads) of its heads, that cost least with at most so many blocks.
+
+    `kept` and `cost` are (choosers, layers, heads, points), `choosing` (choosers, layers) is each chooser's own work in blocks. A price
+    per block decides; of all prices, the lowest whose blocks are not too many, or else the highest.
+    """
+
+    def at(price: float) -> tuple[np.ndarray, np.ndarray, float]:
+        worth = cost + price * kept
+        points = worth.argmin(axis=3)
+        chooser = (worth.min(axis=3).sum(axis=2) + price * choosing).argmin(axis=0)
+        chosen = points[chooser, np.arange(len(chooser))]
+        blocks = np.take_along_axis(kept, points[..., None], 3)[..., 0].sum(axis=2)[chooser, np.arange(len(chooser))].sum()
+        return chooser, chosen, blocks
+
+    # The highest price makes the cheapest points win whatever they cost; the lowest costs nothing.
+    low, high = 0.0, 2 * float(cost.max()) + 1.0
+    best = at(high)
+    if at(low)[2] <= most:
+        return at(low)[:2]
+    for _ in range(200):
+        middle = (low + high) / 2 if low > 0 else high / 1024
+        found = at(middle)
+        if found[2] <= most:
+            best, high = found, middle
+        else:
+            low = middle
+    return best[:2]
+
+
+def _work(chooser: Any, block_q: int) -> float:
+    """The arithmetic of choosing, as a share of dense attention's."""
+    if isinstance(chooser, Pooled):
+        rows, keys = chooser.pool if isinstance(chooser.pool, (tuple, list)) else (chooser.pool, chooser.pool)
+        return (0.5 if chooser.term == "mean" else 1.0) / (rows * keys)
+    if isinstance(chooser, Antidiagonal):
+        return 0.5 / chooser.stride
+    return 0.5 * chooser.rows / block_q if isinstance(chooser, SampledRows) else 0.0

@@ -1,0 +1,148 @@
+"""Densities of layers and heads by what errors do to the loss."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import reference, select
+from blitz_attn._select import allocation
+
+BLOCK = (16, 16)
+MASSES = (0.3, 0.6, 0.8, 0.95, 1)
+
+
+def captures(weights, tokens=160, heads=4, kv_heads=2, seed=0):
+    """One capture per layer; the gradients of a layer are as large as its weight says."""
+    rng = np.random.default_rng(seed)
+    shapes = [(2, heads, tokens, 16), (2, kv_heads, tokens, 16), (2, kv_heads, tokens, 16), (2, heads, tokens, 16)]
+    layers = [[[rng.standard_normal(shape, dtype=np.float32) for shape in shapes]] for _ in weights]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer[0][3] *= weight
+    return layers
+
+
+def test_blocks_are_shared_as_brute_force_shares_them():
+    """Nothing that takes as few blocks, those of the choosers' work among them, costs less."""
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        kept = np.cumsum(rng.integers(0, 4, (2, 2, 2, 3)), axis=3) + 1.0
+        cost, choosing = rng.random((2, 2, 2, 3)), rng.integers(0, 4, (2, 2))
+        most = rng.integers(3, 40)
+        chooser, points = allocation._shared(kept, cost, choosing, most)
+        layers = np.arange(2)
+
+        def total(x, chooser, points, layers=layers):
+            return sum(x[chooser[n], n, h, points[n][h]] for n in layers for h in range(2))
+
+        own, paid = total(kept, chooser, points), total(cost, chooser, points)
+        every = [
+            (c, p)
+            for c in itertools.product(range(2), repeat=2)
+            for p in itertools.product(itertools.product(range(3), repeat=2), repeat=2)
+        ]
+        least = min(total(kept, c, p) for c, p in every)
+        assert own <= max(most, least + choosing.max() * 2)
+        used = own + choosing[chooser, layers].sum()
+        costs = [total(cost, c, p) for c, p in every if total(kept, c, p) + choosing[c, layers].sum() <= used]
+        assert paid <= min(costs) + 1e-9
+
+
+def test_costs_are_those_of_the_reference():
+    (case,) = captures([1.0], 40)[0]
+    q, k, v, dout = case
+    rules = {"block_shape": (8, 8), "causal": True}
+    choosers = [select.Pooled(4), select.SampledRows(2)]
+    found = allocation._costs(case, 4, np.array([0.4, 0.9]), choosers, (8, 8), {"causal": True})
+    dense = reference.block_sparse_attention(q, k, v, **rules)
+    for n, chooser in enumerate(choosers):
+        for i, mass in enumerate((0.4, 0.9)):
+            sabi = reference.select_blocks_prefill(q, k, chooser=chooser, top_p=mass, **rules)
+            out = reference.block_sparse_attention(q, k, v, sabi, **rules)
+            assert (found[n, 0, :, i] == (sabi >= 0).sum(axis=(0, 2, 3))).all()
+            assert np.allclose(found[n, 1, :, i], (((out - dense) * dout).sum(axis=3) ** 2).sum(axis=(0, 2)), rtol=1e-3)
+    assert (found[:, 2] == 2 * 15).all()
+
+
+def test_work_of_choosing():
+    shares = [
+        allocation._work(x, 64) for x in (select.Pooled(8), select.Pooled((8, 4), "mean"), select.Antidiagonal(16), select.SampledRows(8))
+    ]
+    assert shares == [1 / 64, 1 / 64, 1 / 32, 1 / 16]
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH"])
+def test_the_density_is_met_and_goes_where_it_counts(layout):
+    layers, rules = captures([1, 30, 1]), {"causal": True, "layout": layout}
+    arranged = layers
+    if layout != "BNSD":
+        arranged = [[[np.ascontiguousarray(x.swapaxes(1, 2)) for x in case] for case in layer] for layer in layers]
+    if layout == "BSH":
+        arranged = [[[x.reshape(*x.shape[:2], -1) for x in case] for case in layer] for layer in arranged]
+        rules |= {"num_heads": 4, "num_kv_heads": 2}
+    profile = select.allocate(arranged, density=0.7, block_shape=BLOCK, masses=MASSES, **rules)
+    assert (profile.budget, profile.measure, profile.target) == ("top_p", "loss", 0.7)
+    kept = []
+    for n, ((q, k, _, _),) in enumerate(layers):
+        options = profile.options(n, heads=4, kv_heads=2, head_dim=16)
+        kept.append((blitz_attn.select_blocks_prefill(q, k, causal=True, **options) >= 0).sum() / (2 * 4 * 55))
+    assert 0.6 < np.mean(kept) <= 0.7
+    assert kept[1] > max(kept[0], kept[2]) + 0.1
+
+
+def test_its_profile_is_kept(tmp_path):
+    profile = select.allocate(captures([1.0], 64), density=0.6, chooser=select.Pooled(4), block_shape=BLOCK, masses=MASSES)
+    profile.save(tmp_path / "profile.json")
+    assert select.Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_each_layer_gets_the_chooser_that_serves_it(tmp_path):
+    """Keys of one token in four blocks hold the mass of the first layer: means of 16 tokens hide them, sampled rows do not."""
+    layers = captures([1.0, 1.0], 256)
+    layers[0][0][1][:, :, 5::64] *= 4
+    choosers = [select.Pooled(16, "mean"), select.SampledRows(2)]
+    profile = select.allocate(layers, density=0.5, chooser=choosers, block_shape=BLOCK, causal=True)
+    assert type(profile.chooser) is tuple
+    assert profile.options(0, heads=4, kv_heads=2, head_dim=16)["chooser"] == select.SampledRows(2)
+    profile.save(tmp_path / "profile.json")
+    assert select.Profile.load(tmp_path / "profile.json") == profile
+    short = profile._replace(chooser=profile.chooser[:1])
+    short.save(tmp_path / "profile.json")
+    with pytest.raises(ValueError, match=r"^path: expected numbers for 2 layers"):
+        select.Profile.load(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "sentence"),
+    [
+        ({"density": 0}, ValueError, "density: expected a number above 0 and at most 1, got 0"),
+        ({"masses": ()}, ValueError, "masses: expected rising numbers above 0 and at most 1, got []"),
+        ({"masses": (0.9, 0.5)}, ValueError, "masses: expected rising numbers above 0 and at most 1, got [0.9, 0.5]"),
+        ({"masses": (0.9, 1.5)}, ValueError, "masses: expected rising numbers above 0 and at most 1, got [0.9, 1.5]"),
+        ({"layers": []}, ValueError, "layers: expected at least one layer, got none"),
+        ({"layers": [[]]}, ValueError, "layers: expected captures (q, k, v, dout) of layer 0, got 0 others"),
+        ({"layers": 5}, TypeError, "layers: expected a sequence or a generator of the layers' captures, got int"),
+        (
+            {"sink": 3},
+            TypeError,
+            "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, dtype, num_threads, got sink",
+        ),
+        ({"chooser": []}, ValueError, "chooser: expected at least one, got an empty list"),
+        ({"chooser": "best"}, ValueError, "chooser: expected "),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_bad_calls(changes, kind, sentence):
+    with pytest.raises(kind) as caught:
+        select.allocate(**({"layers": captures([1.0], 64), "density": 0.6, "block_shape": BLOCK} | changes))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_gradients_of_another_shape_are_refused():
+    layers = captures([1.0], 64)
+    layers[0][0][3] = layers[0][0][3][:, :2]
+    with pytest.raises(
+        ValueError, match=r"^layers: expected dout of the output's shape, as \(B, H, S, D\) \(2, 4, 64, 16\), got \(2, 2, 64, 16\)$"
+    ):
+        select.allocate(layers, density=0.6, block_shape=BLOCK)
