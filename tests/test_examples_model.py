@@ -11,6 +11,8 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import make_profile  # noqa: E402
+import needle  # noqa: E402
 import perplexity as example  # noqa: E402
 
 
@@ -97,3 +99,115 @@ def test_bad_input_is_refused_before_any_work(argv, sentence, capsys, monkeypatc
 def test_bad_numbers_are_refused(parse, text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         parse(text)
+
+
+# ---- make_profile.py --------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_the_loss(small):
+    """Scaling the output of one head of one layer changes the loss as its gradient says."""
+    torch = pytest.importorskip("torch")
+    model, ids = small
+    captures = make_profile.captures_of(model, ids[:, :40], seed=3)
+    assert [[x.shape for x in layer] for layer in captures] == [[(1, 4, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8), (1, 4, 40, 8)]] * 2
+    from transformers import AttentionInterface
+
+    scale = {}
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        outputs[module.layer_idx] = out
+        factors = torch.ones(4)
+        factors[1] += scale.get(module.layer_idx, 0)
+        return (out * factors[:, None, None]).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("blitz_scaled", attention)
+    model.set_attn_implementation("blitz_scaled")
+    outputs: dict = {}
+
+    def loss(labels=None):
+        with torch.no_grad():
+            logits = model(ids[:, :40]).logits[0]
+            if labels is None:
+                torch.manual_seed(3)
+                labels = torch.multinomial(torch.softmax(logits, -1), 1)[:, 0]
+            return float(torch.nn.functional.cross_entropy(logits.double(), labels, reduction="sum")), labels
+
+    _, labels = loss()
+    for layer in range(2):
+        scale[layer] = 1e-2
+        more = loss(labels)[0]
+        scale[layer] = -1e-2
+        less = loss(labels)[0]
+        scale[layer] = 0
+        loss(labels)
+        expected = float((outputs[layer][0, 1].numpy() * captures[layer][3][0, 1]).sum())
+        assert abs((more - less) / 2e-2 - expected) < 0.02 * abs(expected) + 1e-3
+
+
+def test_a_profile_is_made_of_texts(small, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    from types import SimpleNamespace
+
+    from blitz_attn import select
+
+    model, ids = small
+    monkeypatch.setattr(make_profile, "load", lambda *_: ((lambda text, **_: SimpleNamespace(input_ids=ids)), model))
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    output = tmp_path / "profile.json"
+    argv = ["--text", tmp_path / "a.txt", tmp_path / "a.txt", "--block", "16x16", "--density", 0.6, "-o", output]
+    assert make_profile.main([str(x) for x in argv]) == 0
+    profile = select.Profile.load(output)
+    assert (len(profile.numbers), profile.heads, profile.measure, profile.target, len(profile.chooser)) == (2, 4, "loss", 0.6, 2)
+    assert make_profile.main(["--text", "nowhere.txt"]) == 1
+    assert "make_profile.py: --text: no such file: nowhere.txt" in capsys.readouterr().err
+
+
+# ---- needle.py ----------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def __call__(self, text, truncation=False, max_length=None, **_):
+        from types import SimpleNamespace
+
+        return SimpleNamespace(input_ids=[ord(x) % 61 for x in text][:max_length])
+
+
+def test_the_fact_is_hidden_at_each_depth():
+    text = "".join(chr(97 + n % 26) for n in range(500))
+    found = list(needle.prompts(Letters(), text, 300, 4))
+    question, code = (Letters()(x).input_ids for x in (needle.NEEDLE, needle.CODE))
+    assert np.allclose([depth for depth, _, _ in found], [0, 1 / 3, 2 / 3, 1], atol=0.01)
+    for depth, ids, own in found:
+        assert own == code
+        assert len(ids) == 300
+        at = round(depth * (300 - 2 * len(question + code)))
+        assert ids[at : at + len(question + code)] == ids[-len(question + code) :] == question + code
+    with pytest.raises(ValueError, match="^--text: expected at least"):
+        list(needle.prompts(Letters(), text[:50], 300, 4))
+
+
+def test_rows_of_the_needle(small, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    model, _ = small
+    monkeypatch.setattr(needle, "load", lambda *_: (Letters(), model))
+    (tmp_path / "a.txt").write_text("abcdefghij" * 50, encoding="utf-8")
+    argv = ["--text", tmp_path / "a.txt", "--tokens", 400, "--depths", 2, "--densities", 1, 0.5, "--last-rows", 100]
+    argv += ["--json", tmp_path / "rows.json", "--figure", tmp_path / "a.png"]
+    assert needle.main([str(x) for x in argv]) == 0
+    rows = [json.loads(x) for x in (tmp_path / "rows.json").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 10
+    for depth in (0, 1):
+        dense, whole, whole_last, half, half_last = (x["probability"] for x in rows if x["depth"] == depth)
+        assert np.allclose([whole, whole_last, half_last], dense, rtol=1e-3)  # everything is kept
+        assert not np.isclose(half, dense, rtol=1e-3)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_needle_where_it_cannot_be(capsys):
+    assert needle.main(["--text", "nowhere.txt"]) == 1
+    assert needle.main(["--text", __file__, "--depths", "0"]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err == ["needle.py: --text: no such file: nowhere.txt", "needle.py: --depths: expected at least 1, got 0"]
