@@ -161,12 +161,11 @@ def load(dtype: str, threads: int | None) -> tuple[Any, Any]:
     import os
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a log full of rewritten progress bars is noise
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
     file = find_model()

@@ -62,7 +62,7 @@ def check_call(operation, right):
 
 # What results are made of; rules; slow twins in NumPy; what only calls other operations; a report that looks through the installed packages, and asks C no more than the other settings.
 LEFT_OUT = {
-    "Antidiagonal", "NSAContext", "NSAGradients", "Pooled", "Profile", "SampledRows", "VerticalSlash", "calibrate", "mslk.nsa_forward_reference",
+    "Antidiagonal", "NSAContext", "NSAGradients", "Pooled", "Profile", "SampledRows", "VerticalSlash", "allocate", "calibrate", "mslk.nsa_forward_reference",
     "mslk.nsa_backward_reference", "mslk.compute_block_indices_reference", "show_config",
 }  # fmt: skip
 

@@ -83,7 +83,7 @@ def allocate(
     >>> layers = [[[rng.standard_normal((1, 2, 256, 16), dtype=np.float32) for _ in range(4)]] for _ in range(2)]
     >>> for layer, weight in zip(layers, (1, 100)):
     ...     layer[0][3] *= weight  # errors of the second layer cost the model more
-    >>> profile = select.allocate(layers, density=0.6, block_shape=(16, 16), causal=True)
+    >>> profile = select.allocate(layers, density=0.8, block_shape=(16, 16), causal=True)
     >>> bool(np.mean(profile.numbers[1]) > np.mean(profile.numbers[0]))
     True
     """
