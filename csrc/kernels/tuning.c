@@ -237,6 +237,7 @@ const ba_work_tuning ba_work = {
     .most_entries = 1 << 20,
     .survey_entries = 2e5,
     .small_work = 1e6,
+    .small_products = 2e6,
     .small_padding = 1 << 20,
     .merge_rows = 256,
     .gradient_keys = 512,
@@ -250,6 +251,16 @@ const ba_work_tuning ba_work = {
             .ahead_bytes = 2048,
             .ahead_rows = 16,
             .insertion_keys = 64,
+            .small_products = 5e5,
+        },
+    .choose =
+        {
+            .groups = 64,
+            .ahead_tokens = 32,
+            .strips = 8,
+            .group_bytes = 32 << 20,
+            .bucket_keys = 16,
+            .moves = 8,
         },
     .nsa =
         {

@@ -14,6 +14,7 @@ typedef struct ba_work_tuning {
     int64_t most_entries;  /* entries of an item's lists at most, where these are inverted: they bound its scratch memory */
     double survey_entries; /* lists with more entries than this are checked by several threads */
     double small_work;     /* elements: operations that only stream over memory use one thread below this */
+    double small_products; /* multiply-adds: choosing blocks, and selection in native sparse attention, use one thread below this */
     int64_t small_padding; /* bytes: less padding than this is cleared by one thread */
     int64_t merge_rows;    /* rows per item of a merge */
     int64_t gradient_keys; /* keys per item of the jobs that clear dK and dV, and that round them */
@@ -28,7 +29,18 @@ typedef struct ba_work_tuning {
         int64_t ahead_bytes;       /* prefetched ahead of the row that is scored, where heads read a row together */
         int64_t ahead_rows;        /* the same in rows, at most */
         int64_t insertion_keys;    /* so many keys are sorted by insertion */
+        double small_products;     /* multiply-adds: selection uses one thread below this */
     } quest;
+
+    /* Choosing blocks for prefill */
+    struct {
+        int64_t groups;       /* groups of keys per item of the job that makes them */
+        int64_t ahead_tokens; /* tokens that are prefetched before they are pooled, at least */
+        int64_t strips;       /* per thread: strips at least, where several panels make a strip */
+        int64_t group_bytes;  /* the groups of so many KV heads are in memory at a time, but of one at least */
+        int64_t bucket_keys;  /* a row with more blocks than this is sorted with buckets */
+        int64_t moves;        /* per block of a row: where sorting takes more moves, it is done by bytes */
+    } choose;
 
     /* Native sparse attention */
     struct {

@@ -10,6 +10,7 @@
 #include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
+#include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/nsa.h"
 #include "ops/scratch.h"
@@ -470,7 +471,8 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
         panels += panels_of(&c, b);
         work += (double)rows_of(&c, b) * (double)keys_of(&c, b) * (double)(c.q.heads * c.dim);
     }
-    const int threads = (int)ba_min(ba_is_small(work, 2e6) ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
+    const int threads =
+        (int)ba_min(ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
     select_scratch unused;
     c.scratch_bytes = lay_out_nsa_select(&c, NULL, &unused);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

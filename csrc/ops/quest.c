@@ -568,7 +568,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         pages += own;
         work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
     }
-    const int threads = ba_is_small(work, 5e5) ? 1 : ba_threads_for(args->num_threads);
+    const int threads = ba_is_small(work, ba_work.quest.small_products) ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
     share_rows_among_heads(&c);
     c.ahead = c.heads_at_once

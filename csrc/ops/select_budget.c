@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/pool.h"
+#include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
@@ -86,9 +87,7 @@ static uint64_t place_in_order(float score, int64_t column) {
 static int64_t column_of(uint64_t place) { return (int64_t)(place & 0xffffffff); }
 
 enum {
-    SHORT = 16,             /* places that are sorted without buckets */
     MOST_BUCKETS = 1 << 11, /* by a range of scores each, for twice as many places at least */
-    MOVES = 8,              /* per place: more of them take longer than to sort by bytes */
     BYTE = 256,             /* values of a byte */
 };
 
@@ -101,7 +100,7 @@ static bool settle(uint64_t *places, int64_t n) {
         for (; at > 0 && places[at - 1] > place; at--) places[at] = places[at - 1];
         places[at] = place;
         moves += i - at;
-        if (moves > MOVES * n) return false;
+        if (moves > ba_work.choose.moves * n) return false;
     }
     return true;
 }
@@ -129,7 +128,7 @@ static void sort_by_bytes(uint64_t *places, uint64_t *other, int64_t n) {
 
 /* Sorts n places whose columns rise. `other` has room for as many. */
 static void sort_places(uint64_t *places, uint64_t *other, int64_t n) {
-    if (n > SHORT) {
+    if (n > ba_work.choose.bucket_keys) {
         uint64_t lowest = places[0], highest = places[0];
         for (int64_t i = 1; i < n; i++) {
             lowest = places[i] < lowest ? places[i] : lowest;

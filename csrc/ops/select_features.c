@@ -10,10 +10,9 @@
 #include <string.h>
 
 #include "kernels/prefetch_rows.h"
+#include "kernels/work_tuning.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
-
-enum { TOKENS_AHEAD = 32 }; /* how far ahead of the tokens that are pooled other tokens are prefetched, at least */
 
 /* Reals of what a group of keys is pooled to: its mean, largest and smallest elements, each with room for packing. */
 static int64_t pooled_step(const ba_prefill *c) { return ba_round_up(c->p.head_dim, BA_PACK_PAD); }
@@ -126,7 +125,7 @@ void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t bat
         copy_row(c, s, to, s->pointers[0]);
         return;
     }
-    const int64_t ahead = begin + ba_max(n, TOKENS_AHEAD);
+    const int64_t ahead = begin + ba_max(n, ba_work.choose.ahead_tokens);
     prefetch_tokens(ba_key_row(&c->p, &c->p.k, c->p.kv_element_size, batch, kv_head, ahead), c->p.k.token_stride * c->p.kv_element_size,
                     ba_min(n, ba_kv_span(&c->p, batch).valid - ahead), dim * c->p.kv_element_size);
     if (is_bfloat16(c)) group_of_bfloat16(c, s, n, to);
@@ -151,7 +150,7 @@ void ba_features_of_row(const ba_prefill *c, const ba_features *s, int64_t batch
     case BA_CHOOSER_VERTICAL_SLASH: copy_row(c, s, to, s->pointers[n - 1]); return;
     case BA_CHOOSER_POOLED: break;
     }
-    const int64_t ahead = begin + ba_max(n, TOKENS_AHEAD);
+    const int64_t ahead = begin + ba_max(n, ba_work.choose.ahead_tokens);
     prefetch_tokens(ba_query_row(&c->p, &c->p.q, c->p.element_size, batch, head, ahead), c->p.q.token_stride * c->p.element_size,
                     ba_min(n, ba_q_span(&c->p, batch).valid - ahead), dim * c->p.element_size);
     const bool ranges = c->args->term != BA_TERM_MEAN;

@@ -7,17 +7,13 @@
 #include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
+#include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/open.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
-enum {
-    GROUPS_AT_ONCE = 64,    /* groups per item of the job that makes them */
-    STRIPS_PER_THREAD = 8,  /* at least, where several panels make a strip */
-    GROUP_BYTES = 32 << 20, /* the groups of so many KV heads are in memory at a time, but of one at least */
-    MOST_DEPTH = 1 << 16,   /* numbers per row or group */
-};
+enum { MOST_DEPTH = 1 << 16 }; /* numbers per row or group */
 
 /* ---- Checks ------------------------------------------------------------------------------------------------------- */
 
@@ -113,11 +109,11 @@ ba_status ba_set_prefill_outputs(const ba_select_prefill_args *a, ba_prefill *c)
 
 static int64_t groups_of(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->group_tokens); }
 
-/* Makes GROUPS_AT_ONCE groups of one (batch entry, KV head) pair. */
+/* Makes ba_work.choose.groups groups of one (batch entry, KV head) pair. */
 static void make_groups(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t here = item % c->pairs, pair = c->first_pair + here, batch = pair / c->p.kv_heads;
-    const int64_t begin = item / c->pairs * GROUPS_AT_ONCE, end = ba_min(begin + GROUPS_AT_ONCE, groups_of(c, batch));
+    const int64_t begin = item / c->pairs * ba_work.choose.groups, end = ba_min(begin + ba_work.choose.groups, groups_of(c, batch));
     ba_strip_scratch s;
     ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t g = begin; g < end; g++)
@@ -166,7 +162,7 @@ static ba_status run(ba_prefill *c, int threads) {
     ba_status status = BA_OK;
     /* All (batch entry, KV head) pairs take turns, as many at once as have room for their groups: c->pairs becomes the number in this round. */
     const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads; /* lists: per pair */
-    const int64_t stretches = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), GROUPS_AT_ONCE);
+    const int64_t stretches = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), ba_work.choose.groups);
     for (c->first_pair = 0; status == BA_OK && c->first_pair < all; c->first_pair += at_once) {
         c->pairs = ba_min(at_once, all - c->first_pair);
         status = ba_parallel(threads, c->pairs * stretches, make_groups, c);
@@ -204,10 +200,10 @@ ba_status ba_run_prefill(ba_prefill *c) {
     const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
     c->pair_bytes = groups * c->pitch * c->number_size;
     const int64_t lines = c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
-    c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, GROUP_BYTES / ba_max(1, c->pair_bytes + lines)));
+    c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.group_bytes / ba_max(1, c->pair_bytes + lines)));
     const double work =
         (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
-    const int threads = ba_is_small(work, 2e6) ? 1 : ba_threads_for(c->args->call.num_threads);
+    const int threads = ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(c->args->call.num_threads);
     /* How many rows of blocks fit a panel as a whole. 0: several panels share one, and the next row of blocks begins with a new panel. */
     const int64_t whole = c->lanes / c->rows_per_block;
     c->panel_rows = whole ? whole * c->rows_per_block : c->lanes;
@@ -215,7 +211,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     for (c->panels = BA_STRIP_PANELS;; c->panels /= 2) {
         c->strip_rows = ba_min(c->p.block_rows, whole ? c->panels * whole : 1);
         c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
-        if (c->panels == 1 || c->p.batch * c->lists * c->strips >= STRIPS_PER_THREAD * threads) break;
+        if (c->panels == 1 || c->p.batch * c->lists * c->strips >= ba_work.choose.strips * threads) break;
     }
     ba_strip_scratch unused;
     const int64_t shares = c->args->budget == BA_BUDGET_DENSITY ? c->p.batch * c->args->budgets.dims[0] : 0;
