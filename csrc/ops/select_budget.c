@@ -1,6 +1,7 @@
 /* Decides from the scores which blocks are kept. ba_budget_row() does it for one row of blocks: first the forced blocks, which are always kept, then
  * the others as the budget says. Where rows share a density, it only notes how each of the other blocks competes, its tail (select_prefill.h), and
  * ba_budget_share() keeps the best of all rows together. */
+#include <math.h>
 #include <string.h>
 
 #include "core/pool.h"
@@ -214,7 +215,7 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     /* 4. Keep the first of the sorted blocks (top_k, top_p), or note the tails of all of them (density). */
     int64_t kept = 0; /* how many of the n sorted blocks, from the first on, are kept */
     double tail = 0;
-    if (a->budget == BA_BUDGET_TOP_K) kept = ba_min(n, ba_max(0, (int64_t)budget - *r.count));
+    if (a->budget == BA_BUDGET_TOP_K) kept = ba_min(n, ba_max(0, (int64_t)fmin(budget, INT32_MAX) - *r.count));
     else
         for (int64_t i = n - 1; i >= 0; i--) { /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
             const int64_t b = column_of(s->places[i]);
