@@ -100,6 +100,7 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     if (fz_unusual()) l.counts = fz_tensor(FZ_INPUT, BA_INT32, 3, a->kept.dims, FZ_FREE_LAST);
     if (!fz_run(FZ_LIST_KEPT, list, &l, NULL)) return;
     compare_lists(&l.kept, &l.lists);
+    if (l.kept.data != a->kept.data || l.lists.dims[1] != s->heads) return; /* these are not the lists of this call */
     ba_block_sparse_args call = a->call;
     call.blocks = (ba_tensor){0};
     call.cu_rows = NULL;
