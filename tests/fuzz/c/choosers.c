@@ -101,7 +101,9 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     if (fz_unusual()) l.counts = fz_tensor(FZ_INPUT, BA_INT32, 3, a->kept.dims, FZ_FREE_LAST);
     if (!fz_run(FZ_LIST_KEPT, list, &l, NULL) || fz_outputs_overlap()) return;
     compare_lists(&l.kept, &l.lists);
-    if (l.kept.data != a->kept.data || l.lists.dims[1] != s->heads) return; /* these are not the lists of this call */
+    const int head_axis = s->layout == BA_BSND ? 2 : 1;
+    const int64_t heads = s->layout == BA_BSH ? a->call.num_heads : a->call.q.dims[head_axis];
+    if (l.kept.data != a->kept.data || l.lists.dims[1] != heads || s->heads != heads) return; /* these are not the lists of this call */
     ba_block_sparse_args call = a->call;
     call.blocks = (ba_tensor){0};
     call.cu_rows = NULL;
