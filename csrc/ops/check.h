@@ -7,6 +7,11 @@
 #include "core/common.h"
 
 static inline bool ba_given(const ba_tensor *t) { return t->data != NULL || t->ndim != 0; }
+/* The strides of lists without entries are not checked. As zeros they cannot overflow the offset of a row. */
+static inline void ba_drop_unused_strides(ba_tensor *lists) {
+    if (lists->dims[3] == 0)
+        for (int i = 0; i < BA_MAX_DIMS; i++) lists->strides[i] = 0;
+}
 static inline bool ba_is_float(ba_dtype dtype) { return dtype == BA_FLOAT32 || dtype == BA_FLOAT16 || dtype == BA_BFLOAT16 || dtype == BA_FLOAT64; }
 
 /* A tensor's shape as text, for a sentence: (2, 8, 4096, 64). */

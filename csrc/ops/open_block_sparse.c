@@ -93,6 +93,7 @@ static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem 
                             .ndim = 4,
                             .dims = {1, t->dims[0], rows, t->dims[2]},
                             .strides = {0, t->strides[0], t->strides[1], t->strides[2]}};
+    ba_drop_unused_strides(&p->blocks);
     p->cu_rows = args->cu_rows;
     return BA_OK;
 }
@@ -120,6 +121,7 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
                        p->batch, p->heads, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
+    ba_drop_unused_strides(&p->blocks);
     return BA_OK;
 }
 

@@ -75,6 +75,7 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
                             .ndim = 4,
                             .dims = {t->dims[0], t->dims[1], 1, t->dims[2]},
                             .strides = {t->strides[0], t->strides[1], 0, t->strides[2]}};
+    ba_drop_unused_strides(&p->blocks);
     p->block_counts = args->selected_counts;
     for (int64_t i = 0; args->selected_counts && i < t->dims[0] * t->dims[1]; i++)
         if (args->selected_counts[i] < 0 || args->selected_counts[i] > t->dims[2])
