@@ -132,9 +132,10 @@ static void score_strip(void *context, int64_t item, int worker) {
     ba_strip_scratch s;
     ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     if (!ba_strip_score(c, &s, &strip)) return;
-    memset(s.bins, 0, BA_BUDGET_BINS * sizeof *s.bins);
+    const bool counts_tails = c->args->budget == BA_BUDGET_DENSITY;
+    if (counts_tails) memset(s.bins, 0, BA_BUDGET_BINS * sizeof *s.bins);
     for (int64_t r = 0; r < strip.rows; r++) ba_budget_row(c, &s, strip.batch, strip.list, strip.first + r, s.scores + r * c->p.block_columns);
-    if (c->args->budget == BA_BUDGET_DENSITY) ba_budget_count(c, &s, strip.batch, strip.list);
+    if (counts_tails) ba_budget_count(c, &s, strip.batch, strip.list);
 }
 
 /* Finds the lines of one query head. */
