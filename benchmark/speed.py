@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A speed memory: how near the library's operations came to this machine's limits, stored, and what has moved since.
 
-    python benchmark/speed.py --record     # or make bench-record: before a change. About half a minute
+    python benchmark/speed.py --record     # or make bench-record: before a change
     python benchmark/speed.py --compare    # or make bench-compare: after it
     python benchmark/speed.py              # the table alone
 

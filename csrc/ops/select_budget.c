@@ -278,7 +278,7 @@ static void count_tails(void *context, int64_t item, int worker) {
 static void find_digit(const ba_prefill *c, ba_share *share) {
     const int64_t *bins = c->bins + (share - c->shares) * BA_BUDGET_BINS;
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
-    for (; bin > 0 && bins[bin] < share->places; bin--) /* bin 0 is reached too soon where the elements of `counts` share places, and so say little */
+    for (; bin > 0 && bins[bin] < share->places; bin--) /* there are bins enough, unless elements of the caller's `counts` overlap in memory */
         share->places -= bins[bin];
     share->least |= bin << digits[c->digit].shift;
     share->has_all = bins[bin] == share->places;

@@ -305,7 +305,7 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
     lowest, highest = int(seen.min()), int(seen.max())
     below, above = hidden[hidden < lowest], hidden[hidden > highest]
     if below.size + above.size < hidden.size:
-        return None  # a distance between those that are seen
+        return None  # a gap: keys on both sides of it are seen, so that no window says this
     left = right = -1
     if below.size:
         left = max(0, -lowest)
