@@ -234,6 +234,7 @@ setup(
     install_requires=["numpy>=1.24"],
     extras_require={
         "bfloat16": ["ml_dtypes>=0.3"],
+        "mpi": ["mpi4py>=4.1"],
         "plot": PLOT,
         "torch": TORCH,
         "peers": [*TORCH, "onnxruntime>=1.18", "onnx>=1.16", "openvino>=2024.4", "jax>=0.4.31", "ml_dtypes>=0.3", "threadpoolctl>=3.1"],

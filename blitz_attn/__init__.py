@@ -30,7 +30,7 @@ from .quest import (
 from .select import select_and_attend_prefill, select_blocks_prefill
 
 if TYPE_CHECKING:
-    from . import plot, reference, testing
+    from . import distributed, plot, reference, testing
 
 __all__ = [
     "PagedPlan",
@@ -39,6 +39,7 @@ __all__ = [
     "block_sparse_attention",
     "block_sparse_attention_backward",
     "dequantize_kv",
+    "distributed",
     "get_num_threads",
     "isa",
     "isa_levels",
@@ -66,11 +67,11 @@ __all__ = [
     "testing",
 ]
 
-_LAZY = ("plot", "reference", "testing")  # programs that only run the operations never need these modules
+_LAZY = ("distributed", "plot", "reference", "testing")  # programs that only run the operations never need these modules
 
 
 def __getattr__(name: str) -> object:
-    """Import the module ``plot``, ``reference`` or ``testing`` on its first use."""
+    """Import the module ``distributed``, ``plot``, ``reference`` or ``testing`` on its first use."""
     if name in _LAZY:
         from importlib import import_module
 

@@ -23,7 +23,7 @@ def isa_report(**variables):
 def test_import_leaves_out_what_only_some_programs_need():
     program = """if True:
         import sys, blitz_attn
-        print([name for name in ("plot", "reference", "testing") if f"blitz_attn.{name}" in sys.modules])
+        print([name for name in ("distributed", "plot", "reference", "testing") if f"blitz_attn.{name}" in sys.modules])
         print(set(blitz_attn.__all__) <= set(dir(blitz_attn)))
         print(blitz_attn.reference.__name__, blitz_attn.plot.__name__, blitz_attn.testing.__name__)
     """

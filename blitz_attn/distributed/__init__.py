@@ -1,0 +1,22 @@
+"""Attention over several processes, on one machine or many, by MPI: context parallelism with the same bits for any number of ranks.
+
+Needs mpi4py (``pip install blitz-attn[mpi]``) and an MPI library; both are imported on first use. A communicator is any object with the
+methods of ``mpi4py.MPI.Comm``.
+"""
+
+from importlib import import_module
+
+_HOMES: dict[str, str] = {}  # public name -> the module of this package that has it
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name on the first use of that name."""
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
