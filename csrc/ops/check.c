@@ -55,12 +55,34 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
     return ba_check_places(name, t);
 }
 
+/* Whether two elements may share memory. With the axes sorted by stride, that is so where the stride of an axis is no larger than the distance
+ * that all axes of smaller strides span together. (This may refuse an exotic array that does not overlap; it never accepts one that does.) */
+static bool overlaps_itself(const ba_tensor *t) {
+    int64_t steps[BA_MAX_DIMS], reaches[BA_MAX_DIMS];
+    int count = 0;
+    for (int i = 0; i < t->ndim; i++) {
+        if (t->dims[i] == 0) return false;
+        if (t->dims[i] == 1) continue;
+        const int64_t step = t->strides[i] < 0 ? -t->strides[i] : t->strides[i];
+        int at = count++;
+        for (; at > 0 && steps[at - 1] > step; at--) {
+            steps[at] = steps[at - 1];
+            reaches[at] = reaches[at - 1];
+        }
+        steps[at] = step;
+        reaches[at] = step * (t->dims[i] - 1);
+    }
+    int64_t inside = 0;
+    for (int i = 0; i < count; i++) {
+        if (steps[i] <= inside) return true;
+        inside += reaches[i];
+    }
+    return false;
+}
+
 ba_status ba_check_places(const char *name, const ba_tensor *t) {
-    bool empty = false;
-    for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
-    for (int i = 0; !empty && i < t->ndim; i++) /* the strides of an empty array are not used */
-        if (t->dims[i] > 1 && t->strides[i] == 0)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected a place in memory of its own for every element, got stride 0 on axis %d", name, i);
+    if (overlaps_itself(t))
+        return ba_fail(BA_ERROR_VALUE, "%s: expected an array whose elements each have their own memory, got one that overlaps itself", name);
     return BA_OK;
 }
 

@@ -39,8 +39,7 @@ ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *e
 /* ba_check_same() and ba_check_places(), for an output. */
 ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);
 
-/* Checks that no axis of an output has stride 0, so that each element has a place of its own. (The Python binding checks more: that no two
- * elements overlap in any way.) */
+/* Checks that no two elements of an output share memory. Call it after ba_check_extent(), which bounds the products of strides and lengths. */
 ba_status ba_check_places(const char *name, const ba_tensor *t);
 
 /* Checks cumulative lengths: batch + 1 numbers that never fall, from 0 to `tokens`. Sets *longest to the length of the longest sequence. */

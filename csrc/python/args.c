@@ -425,37 +425,10 @@ error:
     return -1;
 }
 
-/* Whether two elements may share memory. With the axes sorted by stride, that is so where the stride of an axis is no larger than the distance
- * that all axes of smaller strides span together. (This may refuse an exotic array that does not overlap; it never accepts one that does.) */
-static bool overlaps_itself(const ba_tensor *tensor) {
-    int64_t steps[BA_MAX_DIMS], reaches[BA_MAX_DIMS];
-    int count = 0;
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->dims[i] == 0) return false;
-        if (tensor->dims[i] == 1) continue;
-        const int64_t step = tensor->strides[i] < 0 ? -tensor->strides[i] : tensor->strides[i];
-        int at = count++;
-        for (; at > 0 && steps[at - 1] > step; at--) {
-            steps[at] = steps[at - 1];
-            reaches[at] = reaches[at - 1];
-        }
-        steps[at] = step;
-        reaches[at] = step * (tensor->dims[i] - 1);
-    }
-    int64_t inside = 0;
-    for (int i = 0; i < count; i++) {
-        if (steps[i] <= inside) return true;
-        inside += reaches[i];
-    }
-    return false;
-}
-
 int arg_hold_output(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array) {
     if (arg_hold(state, object, name, role, bits_as, array) < 0) return -1;
-    if (array->read_only) fail(PyExc_ValueError, "%s: expected a writable array, got a read-only one", name);
-    else if (overlaps_itself(&array->tensor))
-        fail(PyExc_ValueError, "%s: expected an array whose elements each have their own memory, got one that overlaps itself", name);
-    else return 0;
+    if (!array->read_only) return 0;
+    fail(PyExc_ValueError, "%s: expected a writable array, got a read-only one", name);
     arg_release(array);
     return -1;
 }

@@ -97,7 +97,6 @@ typedef ba_status (*fz_fn)(const void *args);
  * its outputs then hold its results. */
 bool fz_run(fz_op op, fz_fn fn, const void *args, int *num_threads);
 void fz_expect_any_order(void); /* for the next call: two outputs share a place, so the result may depend on the order of work */
-bool fz_outputs_overlap(void);  /* whether two elements of an output of the last accepted call share a place, so that its contents say nothing */
 void fz_count_skipped(fz_op op);
 void fz_count_compared(fz_op op);
 void fz_print_counts(void);

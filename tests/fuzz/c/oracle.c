@@ -71,7 +71,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
     const int64_t kv_heads = x.head < 0 ? (a->num_kv_heads ? a->num_kv_heads : heads) : a->k.dims[x.head];
     const int64_t batches = packed ? a->batch : a->q.dims[0], last = a->q.ndim - 1;
     const int64_t dim = a->q.dims[last] / (x.head < 0 ? heads : 1), v_dim = a->v.dims[last] / (x.head < 0 ? kv_heads : 1);
-    if (fz_outputs_overlap() || !fz_is_tame() || fz_elements(&a->q) * fz_elements(&a->k) / (double)dim > 2e5 || fabs(a->scale) > 2) return;
+    if (!fz_is_tame() || fz_elements(&a->q) * fz_elements(&a->k) / (double)dim > 2e5 || fabs(a->scale) > 2) return;
     if (fabs(a->scale) * 4 * (double)dim > 300) return; /* the scores' own rounding is then as large as the differences that count */
     const double within = tolerance(a->q.dtype) * (1 + fabs(a->scale) * (double)dim / 8);
     static sums s;
@@ -142,7 +142,7 @@ void fz_compare_paged(const ba_paged_args *a) {
     for (int64_t h = 0; a->sinks && h < heads; h++)
         if (!(fabsf(a->sinks[h]) < 1000)) return;
     if (a->k_scale.data) size *= 2;
-    if (fz_outputs_overlap() || !fz_is_tame() || work > 2e5 || fabs(a->scale) * 2 * size * (double)dim > 300) return;
+    if (!fz_is_tame() || work > 2e5 || fabs(a->scale) * 2 * size * (double)dim > 300) return;
     if (a->softcap != 0 && !(a->softcap > 0.1 && a->softcap < 1e6)) return;
     const double within = tolerance(a->q.dtype < a->k_cache.dtype && a->k_cache.dtype <= BA_BFLOAT16 ? a->k_cache.dtype : a->q.dtype) *
                           (1 + fabs(a->scale) * size * (double)dim / 16);
