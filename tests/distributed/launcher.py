@@ -1,0 +1,189 @@
+"""Runs cases under mpirun: the MPI libraries of this machine, a time limit, and no process left behind.
+
+A module of cases has functions ``case_...(comm)`` that raise where something is wrong. `results` runs all cases of a module in one job and
+says of each what came; `run` starts any script. As a script, this file is what each rank runs:
+
+    mpirun -n P python -m mpi4py launcher.py MODULE [CASE ...]
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LIBRARIES = ("openmpi", "mpich")
+SECONDS = 120  # of a job; a test of few cases takes two
+_MARK = "::case"
+
+
+class Job(NamedTuple):
+    """How a job ended."""
+
+    status: int | None
+    """Exit status; None where the time limit ended it."""
+    output: str
+    seconds: float
+
+
+# ---- The MPI libraries --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def starter(library):
+    """The command and the environment that start ranks with an MPI library, or the reason why it cannot be used, as a string.
+
+    The programs are looked for in the prefix BLITZ_ATTN_TEST_OPENMPI or BLITZ_ATTN_TEST_MPICH, beside the Python, and in PATH.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    given = os.environ.get(f"BLITZ_ATTN_TEST_{library.upper()}")
+    if given is not None:
+        folders = [str(Path(given) / "bin")]
+    else:
+        folders = [str(Path(sys.executable).resolve().parent), str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", "").split(os.pathsep)]
+    for folder in folders:
+        for name in (f"mpirun.{library}", f"mpiexec.{library}", "mpirun", "mpiexec"):
+            program = shutil.which(name, path=folder)
+            if program is None or library_of(program) != library:
+                continue
+            environment = {"BLITZ_ATTN_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            shared = Path(folder).parent / "lib" / {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12"}[library]
+            if shared.exists():  # wheels of mpi4py look for the library at run time
+                environment["MPI4PY_LIBMPI"] = str(shared)
+            if library == "openmpi":
+                environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+                return [program, "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"], environment
+            return [program], environment
+    return f"no mpirun of {library} was found"
+
+
+@functools.cache
+def library_of(program):
+    try:
+        text = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return "openmpi" if "Open MPI" in text else "mpich" if "HYDRA" in text else None
+
+
+# ---- Jobs ---------------------------------------------------------------------------------------------------------
+
+
+def run(script, *arguments, ranks, library="openmpi", options=(), environment=None, seconds=SECONDS, python=("-m", "mpi4py")):
+    """Run a Python script with several ranks, to its end or to the time limit, and end all processes that it started.
+
+    `options` are mpirun's. The script runs under mpi4py's runner, by which an exception on one rank ends all of them.
+    """
+    command, own = starter(library)
+    paths = [str(ROOT), str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    whole = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
+    line = [*command, *options, "-n", str(ranks), sys.executable, *python, str(script), *map(str, arguments)]
+    started = time.monotonic()
+    with subprocess.Popen(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=whole, cwd=ROOT,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            end(process)
+            output, _ = process.communicate()
+            status = None
+    return Job(status, output, time.monotonic() - started)
+
+
+def end(process):
+    """End a job: mpirun first, which ends its ranks; after five seconds everything that it started."""
+    family = descendants(process.pid)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    for pid in {*family, *descendants(process.pid)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()
+
+
+def descendants(pid):
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, left = [], [pid]
+    while left:
+        left = [child for parent in left for child in children.get(parent, ())]
+        found += left
+    return found
+
+
+# ---- Cases --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def results(module, ranks, library, options=(), seconds=SECONDS):
+    """What came of each case of a module: "" where it passed, else what the job printed."""
+    job = run(HERE / "launcher.py", module, ranks=ranks, library=library, options=options, seconds=seconds)
+    passed = {line.split()[1] for line in job.output.splitlines() if line.startswith(_MARK)}
+    why = f"status {job.status} after {job.seconds:.1f} s\n{job.output}" if job.status is not None else f"no end in {seconds} s\n{job.output}"
+    return {name: "" if name in passed else why for name in names_of(module)}, job.status, why
+
+
+def names_of(module):
+    """The names of the cases of a module, which is not imported: it may need MPI."""
+    return [line.split("(")[0][len("def ") :] for line in (HERE / f"{module}.py").read_text().splitlines() if line.startswith("def case_")]
+
+
+def jobs():
+    """The jobs that every module of cases runs as: (library, ranks). Those of the normal suite are few, because starting ranks takes a second."""
+    import pytest
+
+    every = [(library, ranks) for library in LIBRARIES for ranks in (2, 3, 1, 4, 8)]
+    return [job if job in (("openmpi", 2), ("openmpi", 3)) else pytest.param(*job, marks=pytest.mark.long) for job in every]
+
+
+def passes(case, module, ranks, library):
+    """Asserts that a case passes, in a job that runs all cases of its module once."""
+    import pytest
+
+    how = starter(library)
+    if isinstance(how, str):
+        pytest.skip(how)
+    outcome, status, why = results(module, ranks, library)
+    assert not outcome[case], outcome[case]
+    assert status == 0, why
+
+
+def main():
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    name, *wanted = sys.argv[1:]
+    module = importlib.import_module(name)
+    for case in wanted or names_of(name):
+        try:
+            getattr(module, case)(comm)
+        except BaseException:
+            print(f"{case} on rank {comm.Get_rank()} of {comm.Get_size()}:\n{traceback.format_exc()}", flush=True)
+            comm.Abort(1)
+        comm.Barrier()
+        if comm.Get_rank() == 0:
+            print(_MARK, case, flush=True)
+
+
+if __name__ == "__main__":
+    main()

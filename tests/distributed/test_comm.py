@@ -1,0 +1,63 @@
+"""Ranks agree before anything is sent, transfers arrive, and jobs end. Cases run under mpirun (launcher.py)."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import blitz_attn
+import launcher
+from blitz_attn.distributed import _comm
+
+
+@pytest.mark.parametrize("case", launcher.names_of("cases_comm"))
+@pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
+def test_comm(library, ranks, case):
+    launcher.passes(case, "cases_comm", ranks, library)
+
+
+def test_a_job_that_hangs_is_ended():
+    how = launcher.starter("openmpi")
+    if isinstance(how, str):
+        pytest.skip(how)
+    job = launcher.run(launcher.HERE / "hangs.py", ranks=2, seconds=3)
+    assert job.status is None
+    assert job.seconds < 30
+    pids = [int(line.split()[1]) for line in job.output.splitlines() if line.startswith("pid ")]
+    assert len(pids) == 2
+    alive = subprocess.run(["ps", "-o", "pid=,stat=", "-p", ",".join(map(str, pids))], capture_output=True, text=True).stdout
+    assert all(line.split()[1].startswith("Z") for line in alive.splitlines()), alive
+
+
+def test_the_sentence_without_mpi4py():
+    code = (
+        "import sys; sys.modules['mpi4py'] = None; from blitz_attn.distributed import _comm\n"
+        "try: _comm.communicator()\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=launcher.ROOT).stdout
+    assert text == "blitz_attn.distributed needs mpi4py: pip install blitz-attn[mpi]\n"
+
+
+def test_the_package_imports_without_mpi4py():
+    code = "import sys; sys.modules['mpi4py'] = None; import blitz_attn.distributed"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=launcher.ROOT)
+
+
+def test_digests_tell_values_apart():
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((3, 4))
+    values = [array, array.T.copy(), array.reshape(4, 3), array.astype(np.float32), (1, 2), ((1,), 2), ("1", 2), None, 0, "", [], np.zeros(0)]
+    assert len({_comm.digest(v) for v in values}) == len(values)
+    assert _comm.digest(array) == _comm.digest(np.asfortranarray(array)) == _comm.digest(array.copy())
+    assert _comm.digest(np.int64(3)) == _comm.digest(3)
+
+
+def test_ranks_that_share_cpus_are_named():
+    def place(host, *cpus):
+        return _comm.Place(host, cpus, blitz_attn.isa_levels()[0], 1, 0)
+
+    ranks = [place("a", 0, 1), place("a", 2), place("b", 0, 1), place("a", 1, 2)]
+    assert _comm.shared_cpus(ranks) == [(0, 3, (1,))]
+    assert _comm.shared_cpus(ranks[:3]) == []
