@@ -103,8 +103,8 @@ typedef struct ba_block_sparse_args {
                                       * holds the rows of the sequences one after the other */
     int64_t block_q, block_kv;       /* tokens per block of queries, and per block of keys */
     int routed;        /* the lists route single queries, or small tiles of queries, as in native sparse attention. The head axis of the lists may
-                        * then be H_kv long, too, and the kernel for few queries attends rows of few queries. That kernel sums in another order,
-                        * so a list of all blocks then equals no list only up to rounding */
+                        * then be H_kv long, too, and rows of few queries are attended by the row kernels, which sum in another order, so that a
+                        * list of all blocks then equals no list only up to rounding */
     double scale;      /* multiplies q k^T; finite. ba_default_scale(D) is the usual one */
     int causal;        /* 0 or 1 */
     int64_t window[2]; /* tokens that a query sees before and after the diagonal; -1: no bound */

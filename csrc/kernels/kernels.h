@@ -8,8 +8,8 @@
  *     P^T             = exp2(S^T - m)   m: the number that is subtracted from a lane's scores
  *     O^T[d][lane]    = O^T * exp2(m_old - m) + V^T P^T
  *
- * All of it is vertical: nothing is reduced across lanes. On vectors, m is the running maximum of each lane. On tiles, m is a whole number near the
- * largest score of the first group that the lane sees, and is raised only where it must be.
+ * For panels, all of it is vertical: nothing is reduced across lanes. On vectors, m is the running maximum of each lane. On tiles, m is a whole
+ * number near the largest score of the first group that the lane sees. It is raised only where it must be, and is whole so that rescaling is exact.
  *
  * Glossary of csrc/kernels and csrc/ops. Where a word is used in a second sense, "also" says which.
  *
@@ -34,8 +34,8 @@
  *     query tile     at most tile_queries queries that walk the same list, share packed keys and keep their states in cache; of one query head, or of
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
- *                    kernels where it has so few queries, or, where lists are routed, where each list row has (ba_plan_few in ops/plan.h). Few
- *                    kernels have dims as vector lanes and read K and V in place
+ *                    kernels where it has so few queries (ba_plan_few_queries in ops/plan.h). Routed list rows of so few queries go to the row
+ *                    kernels (ba_attends_by_block). Few kernels have dims as vector lanes and read K and V in place
  *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
  *     unit           the rows of K that a few kernel scores together, for one head and one set
  *     row kernel     attends any number of queries that have just this one chunk in common: each query stays a row, and no panel is packed
@@ -52,7 +52,7 @@
  *                    list is a row of the array of lists (sabi), a list row. Also, in the files that choose blocks for prefill, all rows of a head
  *     routed         lists of single tokens or small tiles of them, as native sparse attention has: neighbouring rows have little in common
  *     walk           the pass of a query tile over the keys of its list
- *     place          where a key stands among all keys of its list, counted in rising order; ba_chunk.place counts from the chunk's first key
+ *     place          where a key stands among the keys of its list, in rising order; ba_chunk.place counts in the chunk that it was cut from
  *     chunk          the keys that one kernel call attends, at most BA_MAX_CHUNK: a walk is cut into chunks by the places of keys, not by block
  *                    borders
  *     cut            to divide a chunk among kernel calls
@@ -61,7 +61,7 @@
  *     key stretch    consecutive keys whose weights are summed before the sum is added to l. In csrc/ops a stretch is any run of tokens or pages
  *
  * Work:
- *     part           the share of the keys of one sequence's queries that is an item of its own, in decode. Parts are merged by their states. Also a
+ *     part           in decode, a run of the keys of one sequence that is attended as an item of its own. Parts are merged by their states. Also a
  *                    share of a block of scratch memory (ba_take)
  *     item           what one thread takes from the plan: one or several query tiles, or a part
  *     prefetcher     issues the prefetches of a few call, a little at every step of its work; a request is one pass of it over the rows to come.
@@ -495,8 +495,8 @@ typedef struct ba_tuning {
     int64_t by_block_least_lanes; /* queries that must attend a block for fetching it to pay */
     double inline_flops;          /* calls of less work run in the caller's thread */
     int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
-    int64_t few_least_heads;      /* the level's own few.attend and few.pack_queries take calls of at least so many query heads per KV head. Calls of
-                                     fewer use those of the vector family, whose packed queries fit the room. 0: all calls do */
+    int64_t few_least_heads;      /* the level's own few.attend and few.pack_queries run calls of at least so many query heads per KV head; the vector
+                                     family's run all others, and their packed queries fit the room. 0: the vector family's run all calls */
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
                                              use the vector family. 0: it always pays */
     ba_few_tuning few;                    /* few calls */

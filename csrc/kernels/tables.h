@@ -1,4 +1,4 @@
-/* Declares the constant of every line of kernels.inc, for the files that define, dispatch or check them. */
+/* Declares the table that each line of kernels.inc names (a family, a cache table ...), for the files that define, dispatch or check them. */
 #ifndef BA_TABLES_H
 #define BA_TABLES_H
 

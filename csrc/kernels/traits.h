@@ -1,8 +1,8 @@
 /* Constants of a level that its kernels are compiled with. The file of a level defines one of BA_TRAITS_PORTABLE, BA_TRAITS_AVX2, BA_TRAITS_AVX512,
  * BA_TRAITS_AMX and BA_TRAITS_NEON, and BA_REAL_DOUBLE where real is double, and includes this. What is chosen at run time is in tuning.c.
  *
- *     BA_PREFETCH_LEVEL  where prefetches go, as __builtin_prefetch counts: 2 is L2, 3 is L1. Some cores ignore a prefetch into L2 of a line that no
- *                        cache holds; the cores that have tiles keep few misses into L1 under way
+ *     BA_PREFETCH_LEVEL  where prefetches go, as __builtin_prefetch counts: 2 is L2, 3 is L1. 3 is right where cores ignore a prefetch into L2 of
+ *                        a line that no cache holds; 2 where they can wait for few misses into L1 at a time, as cores with tiles do
  *     BA_ROW_SET         queries that a row kernel takes together
  *     BA_ROW_SLICE       vectors of keys, or of dims, that it takes together: the sums of a set, these and a query's fit the registers
  *     BA_FEW_MOST_SET    queries that a few kernel takes together at most

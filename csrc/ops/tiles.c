@@ -1,4 +1,4 @@
-/* Query tiles, not the tile registers of AMX, of which only csrc/kernels/tiles/ knows. */
+/* Query tiles: what their lanes see, and their states. (These are not the tile registers of AMX, which csrc/kernels/tiles/ alone uses.) */
 #include "ops/tiles.h"
 
 #include <string.h>

@@ -87,7 +87,7 @@ PyObject *arg_hold_or_make_output(module_state *state, PyObject *given, PyObject
 /* Lets go of what `array` holds, and sets `array` to zero. Keeps a pending exception. */
 void arg_release(arg_array *array);
 
-/* Refuses an output whose bytes overlap those of another array of the call. */
+/* Refuses an output whose span, from its first byte to its last, overlaps that of another array of the call: interleaved views, too. */
 int arg_disjoint(const arg_array *output, const arg_array *other);
 
 /* ---- Everything else --------------------------------------------------------------------------------------- */

@@ -1,7 +1,8 @@
 /* The fuzzer of the C API (make fuzz-c). It turns input bytes into the arguments of one call, or of a few calls that belong together, and runs each
  * under ASan and UBSan, on memory that ends where its tensor ends. It checks what the header promises of every call: a refusal is one sentence and
  * writes nothing; inputs do not change; every element of an output is written, and nothing beside it; the bits are the same for any number of
- * threads. */
+ * threads. A tensor that lacks the memory it describes, or whose elements share memory where it is an output, must be refused. A small problem must
+ * not run out of memory. Small, tame results are compared with brute force in double (oracle.c). */
 #ifndef BA_FUZZ_H
 #define BA_FUZZ_H
 
