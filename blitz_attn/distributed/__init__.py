@@ -6,7 +6,7 @@ methods of ``mpi4py.MPI.Comm``.
 
 from importlib import import_module
 
-_HOMES: dict[str, str] = {}  # public name -> the module of this package that has it
+_HOMES: dict[str, str] = {"ContextParallelPlan": "plan", "Prediction": "plan"}  # public name -> the module of this package that has it
 
 __all__ = sorted(_HOMES)
 

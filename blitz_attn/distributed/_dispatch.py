@@ -1,0 +1,164 @@
+"""Who computes what: cuts of a chain of block rows, and of items of KV head and block row, among ranks. Arithmetic on arrays alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+EVEN = 1.05  # a cut at whole rows whose busiest rank has more than this times the mean is cut finer
+SNAP = 0.03  # share of the busiest rank's work that a cut of items may cost where it moves to a border of heads
+
+
+class Cut(NamedTuple):
+    """A chain in stretches: stretch i, from ``at[i]`` to ``at[i + 1]``, is rank ``rank[i]``'s. None is empty."""
+
+    at: ndarray
+    rank: ndarray
+
+    def of(self, rank: int) -> list[tuple[int, int]]:
+        """The stretches of one rank, as pairs (begin, end)."""
+        return [(int(self.at[i]), int(self.at[i + 1])) for i in np.flatnonzero(self.rank == rank)]
+
+    @property
+    def local(self) -> ndarray:
+        """Where each stretch begins in its rank's shard, in which that rank's stretches follow one another."""
+        lengths = np.diff(self.at)
+        found = np.zeros_like(lengths)
+        order = np.argsort(self.rank, kind="stable")
+        before = np.cumsum(lengths[order]) - lengths[order]
+        first = np.searchsorted(self.rank[order], self.rank[order])
+        found[order] = before - before[first]
+        return found
+
+    def mapped(self, places: ndarray) -> Cut:
+        """The same stretches on another axis, where entry n of the chain begins at ``places[n]``."""
+        return cut_of(places[self.at], self.rank)
+
+
+class Dispatch(NamedTuple):
+    """Rows of the chain that each rank holds, and those that it computes for each KV head."""
+
+    name: str
+    held: Cut
+    computed: tuple[Cut, ...]
+
+
+def cut_of(at: ndarray, rank: ndarray) -> Cut:
+    """The cut with the borders `at`, without empty stretches, and neighbours of one rank as one stretch."""
+    at, rank = np.asarray(at, np.int64), np.asarray(rank, np.int64)
+    full = at[1:] > at[:-1]
+    begins, ranks = at[:-1][full], rank[full]
+    new = np.ones(len(ranks), bool)
+    new[1:] = ranks[1:] != ranks[:-1]
+    return Cut(np.append(begins[new], at[-1]), ranks[new])
+
+
+def balance(loads: ndarray) -> float:
+    """Work of the busiest rank over the mean, 1 where there is no work."""
+    mean = float(loads.mean())
+    return float(loads.max()) / mean if mean > 0 else 1.0
+
+
+def loads(work: ndarray, computed: tuple[Cut, ...], size: int) -> ndarray:
+    """Work of each rank. `work` is (KV heads, rows), or (1, rows) where all heads are alike."""
+    found = np.zeros(size)
+    for head, cut in enumerate(computed):
+        before = np.concatenate([[0.0], np.cumsum(work[head % len(work)], dtype=np.float64)])
+        np.add.at(found, cut.rank, np.diff(before[cut.at]))
+    return found
+
+
+def chain_cut(work: ndarray, parts: int, borders: ndarray | None = None, slack: float = 0.0) -> ndarray:
+    """The ``parts + 1`` borders of runs of a chain whose fullest run has as little work as runs can have.
+
+    Among the cuts of that kind the borders stand as near as may be to equal shares. With `borders`, a border may move to one of those
+    places where no run then has more than ``1 + slack`` times the least.
+    """
+    work = np.asarray(work, np.float64)
+    if not work.any():
+        work = np.ones(len(work))
+    before = np.concatenate([[0.0], np.cumsum(work)])
+    low = max(before[-1] / parts, float(work.max(initial=0.0)))
+    high = before[-1] / parts + float(work.max(initial=0.0))
+    while high - low > 1e-4 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fits(before, parts, middle) else (middle, high)
+    most = high * (1 + 1e-12) * (1 + slack)
+
+    earliest = [len(work)]  # places from which the parts that follow hold the rest
+    for _ in range(parts):
+        earliest.append(int(np.searchsorted(before, before[earliest[-1]] - most)))
+    earliest.reverse()
+    found = [0]
+    for part in range(1, parts):
+        last = int(np.searchsorted(before, before[found[-1]] + most, side="right")) - 1
+        first = max(earliest[part], found[-1])
+        share = int(np.searchsorted(before, before[-1] * part / parts))
+        if share and before[share] - before[-1] * part / parts > before[-1] * part / parts - before[share - 1]:
+            share -= 1
+        place = min(max(share, first), last)
+        if borders is not None:
+            near = borders[(borders >= first) & (borders <= last)]
+            place = int(near[np.argmin(np.abs(near - share))]) if len(near) else place
+        found.append(place)
+    return np.array([*found, len(work)], np.int64)
+
+
+def _fits(before: ndarray, parts: int, most: float) -> bool:
+    place = 0
+    for _ in range(parts):
+        place = int(np.searchsorted(before, before[place] + most, side="right")) - 1
+        if place == len(before) - 1:
+            return True
+    return False
+
+
+def even(count: int, parts: int) -> ndarray:
+    """Borders of runs of as equal numbers of entries as can be."""
+    return np.arange(parts + 1, dtype=np.int64) * count // parts
+
+
+# ---- The dispatches: (work, heads, size) -> Dispatch. Work is (heads or 1, rows) --------------------------------------------------
+
+
+def contiguous(work: ndarray, heads: int, size: int) -> Dispatch:
+    """Runs of equally many rows."""
+    held = cut_of(even(work.shape[1], size), np.arange(size))
+    return Dispatch("contiguous", held, (held,) * heads)
+
+
+def zigzag(work: ndarray, heads: int, size: int) -> Dispatch:
+    """Twice as many runs as ranks; a rank has one from the front and one from the back, which evens out causal lists."""
+    ranks = np.arange(size)
+    held = cut_of(even(work.shape[1], 2 * size), np.concatenate([ranks, ranks[::-1]]))
+    return Dispatch("zigzag", held, (held,) * heads)
+
+
+def cut(work: ndarray, heads: int, size: int) -> Dispatch:
+    """Runs of equal work. Where rows are too few for that, neighbours share the row at their border by KV heads."""
+    ranks, rows = np.arange(size), work.shape[1]
+    held = cut_of(chain_cut(work.sum(axis=0), size), ranks)
+    whole = Dispatch("cut", held, (held,) * heads)
+    unevenness = balance(loads(work, whole.computed, size))
+    if unevenness <= EVEN or heads == 1:
+        return whole
+    items = np.broadcast_to(work, (heads, rows)).T.reshape(-1)  # a row's heads stand together
+    at = chain_cut(items, size)
+    computed = tuple(cut_of(np.clip(-((head - at) // heads), 0, rows), ranks) for head in range(heads))
+    finer = Dispatch("cut", cut_of((at + heads // 2) // heads, ranks), computed)
+    return finer if balance(loads(work, computed, size)) < 0.99 * unevenness else whole
+
+
+def items(work: ndarray, heads: int, size: int) -> Dispatch:
+    """Runs of equal work of the chain of all rows of the first KV head, then those of the second, and so on. Rows are held evenly."""
+    ranks, rows = np.arange(size), work.shape[1]
+    chain = np.broadcast_to(work, (heads, rows)).reshape(-1)
+    at = chain_cut(chain, size, np.arange(heads + 1) * rows, SNAP)
+    computed = tuple(cut_of(np.clip(at - head * rows, 0, rows), ranks) for head in range(heads))
+    return Dispatch("items", cut_of(even(rows, size), ranks), computed)
+
+
+DISPATCHES: dict[str, Callable[[ndarray, int, int], Dispatch]] = {"cut": cut, "zigzag": zigzag, "contiguous": contiguous, "items": items}
