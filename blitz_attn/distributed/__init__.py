@@ -6,7 +6,13 @@ methods of ``mpi4py.MPI.Comm``.
 
 from importlib import import_module
 
-_HOMES: dict[str, str] = {"ContextParallelPlan": "plan", "Prediction": "plan"}  # public name -> the module of this package that has it
+_HOMES: dict[str, str] = {  # public name -> the module of this package that has it
+    "Alone": "_comm",
+    "ContextParallelPlan": "plan",
+    "DecodePlan": "decode",
+    "Prediction": "plan",
+    "decode_context_parallel_attention": "decode",
+}
 
 __all__ = sorted(_HOMES)
 

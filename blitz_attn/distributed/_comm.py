@@ -66,6 +66,77 @@ def has_threads() -> bool:
     return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
+def _no_message(*arguments: Any) -> Any:
+    raise RuntimeError("comm: expected no message, because there is one rank, got one")
+
+
+class Alone:
+    """A communicator of one rank that needs no MPI: the same program in one process.
+
+    Examples
+    --------
+    >>> from blitz_attn.distributed import Alone
+    >>> Alone().Get_rank(), Alone().Get_size()
+    (0, 1)
+    """
+
+    def Get_rank(self) -> int:  # noqa: N802 - MPI's names
+        """The number of this rank.
+
+        Returns
+        -------
+        int
+            0
+
+        Examples
+        --------
+        >>> from blitz_attn.distributed import Alone
+        >>> Alone().Get_rank()
+        0
+        """
+        return 0
+
+    def Get_size(self) -> int:  # noqa: N802
+        """The number of ranks.
+
+        Returns
+        -------
+        int
+            1
+
+        Examples
+        --------
+        >>> from blitz_attn.distributed import Alone
+        >>> Alone().Get_size()
+        1
+        """
+        return 1
+
+    def Allgather(self, send: Any, receive: Any) -> None:  # noqa: N802
+        """Copy what the only rank sends to where it receives.
+
+        Parameters
+        ----------
+        send, receive : ndarray or list
+            A buffer, or a list that begins with one, as in mpi4py.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from blitz_attn.distributed import Alone
+        >>> received = np.zeros(2)
+        >>> Alone().Allgather(np.ones(2), received)
+        >>> received
+        array([1., 1.])
+        """
+        values, place = (np.asarray(x[0] if isinstance(x, (list, tuple)) else x).reshape(-1) for x in (send, receive))
+        place[: len(values)] = values
+
+    Allgatherv = Alltoallv = Allgather
+
+    Isend = Irecv = staticmethod(_no_message)
+
+
 # ---- Agreement ----------------------------------------------------------------------------------------------------
 
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, MemoryError, RuntimeError)

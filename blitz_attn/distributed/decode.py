@@ -1,0 +1,599 @@
+"""Decoding over a cache that ranks share by tokens: the same bits for any number of ranks, whoever holds which tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from .. import _arrays
+from .._paged_tables import query_lengths
+from ..merge import merge_states
+from ..paged import paged_attention, paged_select_attention
+from . import _tree
+from ._comm import Agreement, communicator
+
+__all__ = ["DecodePlan", "decode_context_parallel_attention"]
+
+KV_SPLIT = 1024  # tokens per chunk
+_CALL = "decode_context_parallel_attention"
+
+
+# ---- Who holds what -----------------------------------------------------------------------------------------------
+
+
+class Shards:
+    """The pages that ranks hold of each request, from tables of either form, see `DecodePlan`.
+
+    Construction belongs into a block of `Agreement`; `agree_owners` after it.
+    """
+
+    def __init__(self, agreement: Agreement, block_tables: Any, seq_lens: Any, page_size: Any, interleave: Any, kv_split: Any) -> None:
+        self.rank, self.size = agreement.rank, agreement.size
+        self.page_size = _positive(page_size() if callable(page_size) else page_size, "page_size")
+        self.kv_split = _multiple(kv_split, "kv_split", self.page_size, "page_size")
+        self.interleave = None if interleave is None else _multiple(interleave, "interleave", self.kv_split, "kv_split")
+        self.lengths = _arrays.integers(seq_lens, "seq_lens").copy()
+        agreement.same("seq_lens", self.lengths)
+        for name in ("page_size", "kv_split", "interleave"):
+            agreement.same(name, getattr(self, name))
+        self.tables, kind = _arrays.host(block_tables, "block_tables")
+        if kind not in ("int32", "int64"):
+            raise TypeError(f"block_tables: expected int32 or int64, got {self.tables.dtype}")
+        if self.tables.ndim != 2 or self.lengths.shape != self.tables.shape[:1]:
+            raise ValueError(f"block_tables: expected shape (B, W) with one row per entry of seq_lens, got {self.tables.shape}")
+        for b in (self.lengths < 0).nonzero()[0]:
+            raise ValueError(f"seq_lens: expected at least 0, got {self.lengths[b]} at [{b}]")
+        self.split_pages = self.kv_split // self.page_size
+        self.used = -(-self.lengths // self.page_size)  # pages of each request, over all ranks
+        self.chunks = -(-self.used // self.split_pages)
+        self.first = np.cumsum(self.chunks) - self.chunks
+        self.request = np.arange(len(self.chunks)).repeat(self.chunks)
+        self.index = np.arange(len(self.request)) - self.first[self.request]
+        self.owner = self._owners_by_turns() if self.interleave else self._own_chunks()
+
+    def _turn(self, pages: ndarray) -> tuple[ndarray, ndarray]:
+        """(rank, place among the rank's own pages) of a request's pages where ranks take turns."""
+        assert self.interleave is not None
+        turn = self.interleave // self.page_size
+        group = pages // turn
+        return group % self.size, group // self.size * turn + pages % turn
+
+    def _owners_by_turns(self) -> ndarray:
+        for b, used in enumerate(self.used.tolist()):
+            ranks, places = self._turn(np.arange(used))
+            mine = places[ranks == self.rank]
+            if len(mine) > self.tables.shape[1]:
+                raise ValueError(
+                    f"block_tables: expected the {len(mine)} pages that this rank holds of request {b}, got rows of {self.tables.shape[1]}"
+                )
+        return self._turn(self.index * self.split_pages)[0]
+
+    def _own_chunks(self) -> ndarray:
+        """This rank's number for its own chunks, -1 for others'."""
+        for b in (self.used > self.tables.shape[1]).nonzero()[0]:
+            raise ValueError(
+                f"seq_lens: expected lengths from 0 to what the table's {self.tables.shape[1]} pages of {self.page_size} tokens hold, "
+                f"got {self.lengths[b]} at [{b}]"
+            )
+        pages = np.minimum(self.split_pages, self.used[self.request] - self.index * self.split_pages)
+        starts = np.cumsum(pages) - pages
+        held = self.tables[self.request.repeat(pages), _tree.ranges(self.index * self.split_pages, pages)] >= 0
+        number = np.add.reduceat(held, starts, dtype=np.int64) if len(starts) else np.zeros(0, np.int64)
+        for i in ((number > 0) & (number < pages)).nonzero()[0]:
+            a = self.index[i] * self.split_pages
+            raise ValueError(
+                f"block_tables: expected all pages or none of each chunk of kv_split = {self.kv_split} tokens on a rank, "
+                f"got {number[i]} of pages {a} to {a + pages[i] - 1} of request {self.request[i]}"
+            )
+        return np.where(number > 0, self.rank, -1)
+
+    def agree_owners(self, comm: Any) -> None:
+        """Learn who holds each chunk; of several ranks the lowest attends it. Raises the same error on all ranks where nobody does."""
+        if self.interleave is not None or not len(self.owner):
+            return
+        held = np.empty((self.size, -(-len(self.owner) // 8)), np.uint8)
+        comm.Allgather(np.packbits(self.owner >= 0), held)
+        everyone = np.unpackbits(held, axis=1, count=len(self.owner))
+        for i in np.flatnonzero(~everyone.any(axis=0)):
+            a = self.index[i] * self.kv_split
+            raise ValueError(
+                f"block_tables: expected every page on some rank, got tokens {a} to "
+                f"{min(a + self.kv_split, self.lengths[self.request[i]]) - 1} of request {self.request[i]} on none"
+            )
+        self.owner = everyone.argmax(axis=0).astype(np.int64)
+
+    def numbers(self, requests: ndarray, pages: ndarray) -> ndarray:
+        """Where this rank's cache has its own pages."""
+        return self.tables[requests, pages if self.interleave is None else self._turn(pages)[1]]
+
+    def own_pages(self) -> tuple[ndarray, ndarray]:
+        """(request, page) of all pages that this rank holds and attends, in rising order."""
+        chunk = (self.owner == self.rank).nonzero()[0]
+        starts = self.index[chunk] * self.split_pages
+        pages = np.minimum(self.split_pages, self.used[self.request[chunk]] - starts)
+        return self.request[chunk].repeat(pages), _tree.ranges(starts, pages)
+
+
+def _positive(x: Any, name: str) -> int:
+    value = _arrays.integer(x, name)
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1 token, got {value}")
+    return value
+
+
+def _multiple(x: Any, name: str, of: int, whose: str) -> int:
+    value = _positive(x, name)
+    if value % of:
+        raise ValueError(f"{name}: expected a multiple of {whose} = {of}, got {value}")
+    return value
+
+
+def page_size_of(k_cache: Any, kv_layout: Any) -> int:
+    """Number of tokens per page of a cache."""
+    _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND"))
+    shape = _arrays.shape_of(k_cache)
+    if len(shape) != 4:
+        raise ValueError(f"k_cache: expected four axes, got shape {shape}")
+    return shape[1 if kv_layout == "NHD" else 2]
+
+
+# ---- The plan -----------------------------------------------------------------------------------------------------
+
+
+class _Units(NamedTuple):
+    """Stretches of requests that this rank attends to, each as a request of its own."""
+
+    place: ndarray  # number of the first chunk, through all requests
+    request: ndarray
+    begin: ndarray  # the request's page that is the first of the chunk
+    pages: ndarray
+    offset: ndarray  # the same page's place in the unit's table
+    tables: ndarray
+    lengths: ndarray
+
+
+class DecodePlan:
+    """Page tables and lengths of one decoding step, and who holds what of them: agreed once by all ranks for the calls of all layers.
+
+    All ranks make the plan together (it is collective), each with the page tables of its own cache.
+
+    Parameters
+    ----------
+    block_tables : array of int32 or int64
+        ``(B, W)``, in one of two forms. With `interleave`: this rank's own pages of each request, in order. Without: all pages of each
+        request, where -1 stands for pages of other ranks; which rank holds which chunk is free. Of a chunk that several ranks
+        hold, as copies, the lowest rank attends.
+    seq_lens : sequence of int
+        ``(B,)``: number of tokens of each request, on all ranks together. The same on all ranks, as all that follows but `num_threads`.
+    page_size : int
+        Number of tokens per page of the caches that calls pass.
+    comm : communicator, optional
+        With the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
+    interleave : int, optional
+        Ranks take turns along each request: tokens from 0 on are rank 0's, the next `interleave` ones rank 1's, and so on. A multiple of
+        `kv_split`.
+    kv_split : int
+        Number of tokens per chunk, a multiple of `page_size`: each is attended by itself, and the chunks are merged by a fixed tree.
+    q_lens, scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads
+        See `blitz_attn.paged_attention`. They hold for all calls of the plan.
+
+    Attributes
+    ----------
+    batch : int
+        Number of requests.
+    num_queries : int
+        Number of queries in the `q` that calls take: `batch`, or the sum of `q_lens`.
+    states : ndarray
+        ``(ranks,)``: number of rows, one per query, that each rank sends in a call.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.paged_attention`, on all ranks with the sentence of the lowest rank that refuses; also where
+        ranks disagree, and where no rank holds some page.
+
+    See Also
+    --------
+    decode_context_parallel_attention : one call without a plan.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn.distributed import Alone, DecodePlan
+    >>> rng = np.random.default_rng(0)
+    >>> layers = [rng.standard_normal((2, 6, 16, 2, 64), dtype=np.float32) for _ in range(3)]
+    >>> plan = DecodePlan(np.array([[4, 1, 0], [2, 5, 3]]), [40, 48], page_size=16, kv_split=16, comm=Alone())
+    >>> q = rng.standard_normal((2, 8, 64), dtype=np.float32)
+    >>> for k_cache, v_cache in layers:
+    ...     q = plan.attention(q, k_cache, v_cache)
+    >>> q.shape, plan.states
+    ((2, 8, 64), array([2]))
+    """
+
+    def __init__(
+        self,
+        block_tables: Any,
+        seq_lens: Any,
+        *,
+        page_size: Any,
+        comm: Any = None,
+        interleave: int | None = None,
+        kv_split: int = KV_SPLIT,
+        q_lens: Any = None,
+        scale: float | None = None,
+        kv_layout: str = "NHD",
+        window: int | None = None,
+        softcap: float | None = None,
+        dtype: Any = None,
+        kv_dtype: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        self._comm = comm = communicator(comm)
+        with Agreement(comm, _CALL) as agreement:
+            self._shards = shards = Shards(agreement, block_tables, seq_lens, page_size, interleave, kv_split)
+            self.batch: int = len(shards.lengths)
+            if q_lens is None:
+                self._queries = np.ones(self.batch, np.int64)
+            else:
+                self._queries = query_lengths(q_lens, shards.lengths)
+            self._window = None if window is None else _arrays.integer(window, "window")
+            if self._window == -1:  # as no window
+                self._window = None
+            self._dtype, self._kv_dtype = _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
+            agreement.same("q_lens", self._queries)
+            for name, value in (
+                ("scale", scale), ("kv_layout", kv_layout), ("window", self._window), ("softcap", softcap), ("dtype", self._dtype),
+                ("kv_dtype", self._kv_dtype),
+            ):  # fmt: skip
+                agreement.same(name, value)
+        shards.agree_owners(comm)
+        self.num_queries: int = int(self._queries.sum())
+        self._first_query = np.cumsum(self._queries) - self._queries
+        self._options = {
+            "scale": scale, "kv_layout": kv_layout, "softcap": softcap, "dtype": self._dtype, "kv_dtype": self._kv_dtype,
+            "num_threads": num_threads,
+        }  # fmt: skip
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        shards, rank, size = self._shards, self._shards.rank, self._shards.size
+        tree = _tree.build(shards.chunks, shards.owner)
+        rows = self._queries[shards.request]  # of each chunk's state
+        own = (shards.owner == rank).nonzero()[0]
+        place = np.zeros(len(rows), np.int64)  # first row of each state, in the rank's own array
+        place[own] = np.cumsum(rows[own]) - rows[own]
+        self._own_rows = int(rows[own].sum())
+        self._own_merges = _tree.Merges([(t.left[t.owner == rank], t.right[t.owner == rank]) for t in tree.levels], place, rows)
+        self._own_place = place
+        mine = tree.sent[tree.sender == rank]
+        self._sent_rows = _tree.ranges(place[mine], rows[mine])
+        everyone = np.zeros(len(rows), np.int64)  # the same in the array of all that was sent
+        everyone[tree.sent] = np.cumsum(rows[tree.sent]) - rows[tree.sent]
+        self.states = np.bincount(tree.sender, weights=rows[tree.sent], minlength=size).astype(np.int64)
+        self._all_merges = _tree.Merges([(t.left[t.owner < 0], t.right[t.owner < 0]) for t in tree.levels], everyone, rows)
+        some = shards.chunks.nonzero()[0]
+        self._results = (
+            _tree.ranges(self._first_query[some], self._queries[some]),
+            _tree.ranges(everyone[shards.first[some]], self._queries[some]),
+        )
+        self._units = self._make_units(own)
+        self._unit_queries = self._queries[self._units.request]
+        self._query_rows = _tree.ranges(self._first_query[self._units.request], self._unit_queries)
+        self._state_rows = _tree.ranges(place[self._units.place], self._unit_queries)
+
+    def _make_units(self, own: ndarray) -> _Units:
+        """Chunks of this rank that some query may see, each as a request of its own.
+
+        Where each query is the only one of its request and has no window, such a request is the chunk. Else lists name the chunk's
+        pages in a request with the queries' places: where all queries see the chunk whole, they stand behind it; elsewhere the request
+        is a stretch of the true one, from the chunk or the first query to the end."""
+        shards, size = self._shards, self._shards.page_size
+        request, begin = shards.request[own], shards.index[own] * shards.split_pages
+        queries, ends = self._queries[request], shards.lengths[request]
+        pages = np.minimum(shards.split_pages, shards.used[request] - begin)
+        after = np.minimum((begin + pages) * size, ends)
+        seen = queries > 0
+        if self._window is not None:
+            seen &= after > ends - queries - self._window
+        place, request, begin, queries, ends, pages, after = (x[seen] for x in (own, request, begin, queries, ends, pages, after))
+        offset = np.zeros_like(begin)
+        if self._window is None and bool((queries == 1).all()):
+            width, lengths = pages, after - begin * size
+        else:
+            whole = (after <= ends - queries) if self._window is None else np.zeros(len(place), bool)
+            offset = np.where(whole, 0, np.maximum(begin - (ends - queries) // size, 0))
+            width = np.where(whole, pages + -(-queries // size), shards.used[request] - begin + offset)
+            lengths = np.where(whole, width * size, ends - (begin - offset) * size)
+        tables = np.zeros((len(place), int(width.max(initial=0))), shards.tables.dtype)
+        unit = np.arange(len(place)).repeat(pages)
+        column = _tree.ranges(np.zeros_like(pages), pages)
+        tables[unit, column + offset[unit]] = shards.numbers(request[unit], column + begin[unit])
+        return _Units(place, request, begin, pages, offset, tables, lengths)
+
+    # ---- A layer ----
+
+    def attention(
+        self, q: Any, k_cache: Any, v_cache: Any, *, selected: Any = None, counts: Any = None, sinks: Any = None, k_scale: Any = None,
+        v_scale: Any = None, return_lse: bool = False, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """Attention of one layer. All ranks call it together.
+
+        Parameters
+        ----------
+        q : array
+            ``(num_queries, H, D)``: the queries of all requests one after the other, the same on all ranks.
+        k_cache, v_cache : array
+            This rank's caches of one layer, with the `page_size` of the plan.
+        selected : array of int16, int32 or int64, optional
+            ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that are seen, as in `blitz_attn.paged_select_attention`: numbers of pages of a
+            request through all ranks, the same on all ranks. Default: all.
+        counts, sinks, return_lse, out
+            See `blitz_attn.paged_select_attention`.
+        k_scale, v_scale : array of float32, optional
+            The factors of this rank's caches, see `blitz_attn.paged_attention`.
+
+        Returns
+        -------
+        out : array
+            ``(num_queries, H, Dv)``, dtype and kind of `q`, the same on all ranks.
+        lse : array
+            With `return_lse`: ``(num_queries, H)``, see `blitz_attn.paged_attention`.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `blitz_attn.paged_select_attention`, on all ranks with the sentence of the lowest rank that refuses. No output
+            has been written then.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from blitz_attn.distributed import Alone, DecodePlan
+        >>> q, k_cache, v_cache = np.ones((1, 4, 64)), np.ones((6, 16, 2, 64)), np.ones((6, 16, 2, 64))
+        >>> plan = DecodePlan(np.array([[4, 1, 0]]), [40], page_size=16, comm=Alone())
+        >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
+        True
+        """
+        with Agreement(self._comm, _CALL) as agreement:
+            queries, kind = _arrays.host(q, "q", bits_as=self._dtype)
+            if queries.ndim != 3 or len(queries) != self.num_queries:
+                raise ValueError(f"q: expected shape ({self.num_queries}, H, D), got {queries.shape}")
+            heads, v_dim = queries.shape[1], (_arrays.shape_of(v_cache) or (0,))[-1]
+            return_lse = _arrays.flag(return_lse, "return_lse")
+            results = self._outputs(q, kind, v_dim, heads, out, return_lse)
+            sinks = None if sinks is None else _sinks(sinks, heads)
+            lists = None if selected is None else self._lists(selected, counts)
+            for name, value in (("q", queries), ("v_cache", v_dim), ("sinks", sinks), ("selected", lists), ("return_lse", return_lse)):
+                agreement.same(name, value)
+            shape, state_kind = (self._own_rows, heads), np.float64 if kind == "float64" else np.float32
+            state = np.zeros((*shape, v_dim), state_kind), np.full(shape, -np.inf, state_kind)
+            self._attend(queries, kind, k_cache, v_cache, lists, {"k_scale": k_scale, "v_scale": v_scale}, *state)
+            self._own_merges.run(*state)
+        return self._finish(self._exchange(*state), kind, sinks, results)
+
+    def _outputs(self, q: Any, kind: str, v_dim: int, heads: int, out: Any, return_lse: bool) -> list[tuple[Any, ndarray]]:
+        """The caller's arrays or new ones, and the memory to write."""
+        given = _arrays.split_out(out, return_lse)
+        family = _arrays.family_of(q)
+        shape = (self.num_queries, heads, v_dim)
+        wanted: list[tuple[str, Any, tuple[int, ...], str]] = [
+            ("out", given[0], shape, kind), ("lse", given[1], shape[:2], "float64" if kind == "float64" else "float32")
+        ]  # fmt: skip
+        results = []
+        for name, array, size, dtype in wanted[: 1 + return_lse]:
+            result = family.empty(size, dtype) if array is None else array
+            memory, found = _arrays.host(result, name, bits_as=dtype if array is None else self._dtype, written=True)
+            if found != dtype:
+                raise TypeError(f"{name}: expected {dtype}, got {found}")
+            if memory.shape != size:
+                raise ValueError(f"{name}: expected shape {size}, got {memory.shape}")
+            if not memory.flags.writeable:
+                raise ValueError(f"{name}: expected an array that can be written, got one that is read-only")
+            results.append((_arrays.finished(result, array, family), memory))
+        return results
+
+    def _lists(self, selected: Any, counts: Any) -> ndarray:
+        """Listed pages as rows of (request, head of the lists, page)."""
+        pages, kind = _arrays.host(selected, "selected")
+        if kind not in ("int16", "int32", "int64"):
+            raise TypeError(f"selected: expected int16, int32 or int64, got {kind}")
+        if pages.ndim != 3 or len(pages) != self.batch:
+            raise ValueError(f"selected: expected shape ({self.batch}, heads, K), got {pages.shape}")
+        if counts is None:
+            used = np.logical_and.accumulate(pages != -1, axis=2)
+        else:
+            numbers = _arrays.integers(counts, "counts")
+            if numbers.shape != pages.shape[:2] or (numbers < 0).any() or (numbers > pages.shape[2]).any():
+                raise ValueError(f"counts: expected {pages.shape[:2]} numbers from 0 to {pages.shape[2]}, got shape {numbers.shape}")
+            used = np.arange(pages.shape[2]) < numbers[:, :, None]
+        request, head, column = used.nonzero()
+        listed = pages[request, head, column].astype(np.int64)
+        for i in ((listed < 0) | (listed >= self._shards.used[request])).nonzero()[0]:
+            raise ValueError(
+                f"selected: expected blocks from 0 to {self._shards.used[request[i]] - 1} of request {request[i]}, "
+                f"got {listed[i]} at {[int(request[i]), int(head[i]), int(column[i])]}"
+            )
+        return np.stack([request, head, listed], axis=1) if pages.shape[1] else np.zeros((0, 3), np.int64)
+
+    def _attend(
+        self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: ndarray | None, scales: dict[str, Any], out: ndarray, lse: ndarray
+    ) -> None:
+        """The states of this rank's chunks. Without any, the call is made too, for its checks."""
+        units = self._units
+        options = {**self._options, **scales, "return_lse": True}
+        queries = q[self._query_rows]
+        if kind in ("float16", "bfloat16"):
+            options["kv_dtype"] = options["kv_dtype"] or options["dtype"]
+            options["dtype"] = None
+            queries = queries.astype(np.float32) if kind == "float16" else (queries.astype(np.uint32) << 16).view(np.float32)
+        if lists is None and self._window is None and bool((self._unit_queries == 1).all()):
+            state = paged_attention(queries, k_cache, v_cache, units.tables, units.lengths, **options)
+        else:
+            selected = self._lists_of_units(lists, k_cache.shape[2 if options["kv_layout"] == "NHD" else 1])
+            state = paged_select_attention(
+                queries, k_cache, v_cache, units.tables, units.lengths, selected, q_lens=self._unit_queries, window=self._window, **options
+            )
+        out[self._state_rows], lse[self._state_rows] = state
+
+    def _lists_of_units(self, lists: ndarray | None, heads: int) -> ndarray:
+        units = self._units
+        if lists is None:
+            column = np.arange(units.pages.max(initial=0))
+            one = np.where(column < units.pages[:, None], column + units.offset[:, None], -1).astype(np.int32)
+            return np.repeat(one[:, None], heads, axis=1)
+        shards = self._shards
+        heads = int(lists[:, 1].max(initial=heads - 1)) + 1
+        unit_of = np.full(len(shards.owner), -1, np.int64)
+        unit_of[units.place] = np.arange(len(units.place))
+        request, head, page = lists.T
+        unit = unit_of[shards.first[request] + page // shards.split_pages]
+        request, head, page, unit = (x[unit >= 0] for x in (request, head, page, unit))
+        row = unit * heads + head
+        order = np.argsort(row, kind="stable")
+        numbers = np.bincount(row, minlength=len(units.place) * heads)
+        column = _tree.ranges(np.zeros_like(numbers), numbers)
+        selected = np.full((len(units.place) * heads, int(numbers.max(initial=1))), -1, np.int32)
+        selected[row[order], column] = (page - units.begin[unit] + units.offset[unit])[order]
+        return selected.reshape(len(units.place), heads, -1)
+
+    def _exchange(self, out: ndarray, lse: ndarray) -> tuple[ndarray, ndarray]:
+        """The states that all ranks send, in the order of ranks."""
+        heads, v_dim = out.shape[1:]
+        mine = np.empty((len(self._sent_rows), heads, v_dim + 1), out.dtype)
+        mine[..., :v_dim], mine[..., v_dim] = out[self._sent_rows], lse[self._sent_rows]
+        everyone = np.empty((int(self.states.sum()), heads, v_dim + 1), out.dtype)
+        numbers = self.states * heads * (v_dim + 1)
+        self._comm.Allgatherv(mine, [everyone, (numbers.tolist(), (np.cumsum(numbers) - numbers).tolist())])
+        return np.ascontiguousarray(everyone[..., :v_dim]), np.ascontiguousarray(everyone[..., v_dim])
+
+    def _finish(self, states: tuple[ndarray, ndarray], kind: str, sinks: ndarray | None, results: list[tuple[Any, ndarray]]) -> Any:
+        """Merge what all ranks sent, and write the results."""
+        self._all_merges.run(*states)
+        heads, v_dim = states[0].shape[1:]
+        out, lse = np.zeros((self.num_queries, heads, v_dim), states[0].dtype), np.full((self.num_queries, heads), -np.inf, states[0].dtype)
+        to, source = self._results
+        out[to], lse[to] = states[0][source], states[1][source]
+        if sinks is not None:
+            shares = np.broadcast_to(sinks.astype(lse.dtype), lse.shape).copy()
+            merged = merge_states(out[:, :, None], lse[:, :, None], np.zeros_like(out)[:, :, None], shares[:, :, None])
+            out, lse = merged[0][:, :, 0], merged[1][:, :, 0]
+        for (_, memory), values in zip(results, (_tree.rounded(out, kind), lse), strict=False):
+            memory[...] = values
+        return results[0][0] if len(results) == 1 else (results[0][0], results[1][0])
+
+
+def _sinks(sinks: Any, heads: int) -> ndarray:
+    numbers = _arrays.float32_numbers(sinks, "sinks")
+    if numbers.shape != (heads,):
+        raise ValueError(f"sinks: expected shape ({heads},), one per query head, got {numbers.shape}")
+    return numbers
+
+
+def decode_context_parallel_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    *,
+    comm: Any = None,
+    interleave: int | None = None,
+    kv_split: int = KV_SPLIT,
+    selected: Any = None,
+    counts: Any = None,
+    scale: float | None = None,
+    kv_layout: str = "NHD",
+    q_lens: Any = None,
+    window: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Attention of each request's newest queries over a paged cache whose tokens several ranks hold. All ranks call it together.
+
+    Each rank attends to its own chunks of `kv_split` tokens, merges what forms whole nodes of a fixed binary tree over the chunks of a
+    request, and sends those; then every rank merges the rest. The result has the same bits for any number of ranks, whoever holds which
+    chunks.
+
+    Parameters
+    ----------
+    q : array
+        ``(B, H, D)``, or with `q_lens` ``(T, H, D)``: the same on all ranks.
+    k_cache, v_cache : array
+        This rank's caches, see `blitz_attn.paged_attention`. A rank that holds nothing passes caches of 0 pages.
+    block_tables : array of int32 or int64
+        ``(B, W)``: with `interleave`, this rank's own pages of each request, in order; without, all pages of each request, with -1 in place
+        of other ranks' pages.
+    seq_lens : sequence of int
+        ``(B,)``: number of tokens of each request, on all ranks together.
+    comm : communicator, optional
+        With the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
+    interleave : int, optional
+        Number of tokens, a multiple of `kv_split`, after which the next rank takes its turn along each request. Default: any rank may
+        hold any chunk, as `block_tables` says.
+    kv_split : int
+        Number of tokens per chunk, a multiple of the page size.
+    selected : array of int16, int32 or int64, optional
+        ``(B, Hkv, K)`` or ``(B, H, K)``: only these blocks are seen, as in `blitz_attn.paged_select_attention`. Blocks are numbered
+        through all ranks.
+    counts, scale, kv_layout, q_lens, window, sinks, softcap, return_lse, out, dtype, kv_dtype, num_threads
+        See `blitz_attn.paged_select_attention`. The same on all ranks, but for `out` and `num_threads`.
+    k_scale, v_scale : array of float32, optional
+        The factors of this rank's caches, see `blitz_attn.paged_attention`.
+
+    Returns
+    -------
+    out : array
+        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype and kind of `q`, the same on all ranks.
+    lse : array
+        With `return_lse`: ``(B, H)`` or ``(T, H)``, see `blitz_attn.paged_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `blitz_attn.paged_select_attention`, on all ranks with the sentence of the lowest rank that refuses; also where ranks
+        disagree, where no rank holds some page, or where ranks use different instruction sets.
+    ModuleNotFoundError
+        `comm` is None and mpi4py is not installed.
+
+    See Also
+    --------
+    DecodePlan : agrees on tables and lengths once for all layers of a step.
+    select_blocks_distributed : chooses the blocks.
+
+    Notes
+    -----
+    Rank r sends ``plan.states[r]`` rows of ``H * (Dv + 1)`` float32 numbers to all others. Where each rank holds one run of chunks of a
+    request, these are at most two nodes per level of the tree; where ranks take turns, one per turn.
+
+    Examples
+    --------
+    In one process. Under ``mpirun``, `comm` is left out, and each rank passes its own caches and tables:
+
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> from blitz_attn.distributed import Alone, decode_context_parallel_attention
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 8, 64), dtype=np.float32)
+    >>> k_cache, v_cache = (rng.standard_normal((6, 16, 2, 64), dtype=np.float32) for _ in range(2))
+    >>> tables, seq_lens = np.array([[3, 0, 1, 5, 2]]), [75]
+    >>> out = decode_context_parallel_attention(q, k_cache, v_cache, tables, seq_lens, kv_split=32, comm=Alone())
+    >>> bool(np.abs(out - blitz_attn.paged_attention(q, k_cache, v_cache, tables, seq_lens)).max() < 1e-5)
+    True
+    """
+    plan = DecodePlan(
+        block_tables, seq_lens, page_size=lambda: page_size_of(k_cache, kv_layout), comm=comm, interleave=interleave, kv_split=kv_split,
+        q_lens=q_lens, scale=scale, kv_layout=kv_layout, window=window, softcap=softcap, dtype=dtype, kv_dtype=kv_dtype,
+        num_threads=num_threads,
+    )  # fmt: skip
+    return plan.attention(
+        q, k_cache, v_cache, selected=selected, counts=counts, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out
+    )

@@ -1,0 +1,147 @@
+"""Decoding over a cache that ranks share: the bits of one process, one error on all ranks."""
+
+import numpy as np
+import pytest
+
+import blitz_attn
+import launcher
+from blitz_attn import testing
+from blitz_attn.distributed import _tree
+from blitz_attn.distributed.decode import DecodePlan, decode_context_parallel_attention
+from ranks import Group, Rank, Shared, run, sentences
+
+
+@pytest.mark.parametrize("case", launcher.names_of("cases_decode"))
+@pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
+def test_decode(library, ranks, case):
+    launcher.passes(case, "cases_decode", ranks, library)
+
+
+def attend(comm, p, owner="runs", kv_split=32, interleave=64, **options):
+    own = Shared(p, comm.Get_size(), comm.Get_rank(), owner, kv_split, interleave)
+    return decode_context_parallel_attention(
+        p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, comm=comm, **{**own.options, **options}
+    )
+
+
+def whole(p, **options):
+    return attend(Rank(Group(1), 0), p, **options)
+
+
+@pytest.mark.parametrize("owner", ["turns", "runs", "random"])
+@pytest.mark.parametrize("ranks", [2, 3, 7, 16])
+def test_bits_do_not_depend_on_ranks(ranks, owner):
+    p = testing.make_paged(5, 4, 2, [700, 33, 0, 96, 1], 16, 32)
+    out, lse = whole(p, return_lse=True)
+    for other in run(ranks, lambda comm: attend(comm, p, owner, return_lse=True)):
+        assert np.array_equal(other[0], out)
+        assert np.array_equal(other[1], lse)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_results_are_those_of_the_reference(dtype):
+    p = testing.make_paged(3, 4, 2, [700, 33, 96], 16, 32, dtype=dtype)
+    exact, exact_lse = blitz_attn.reference.paged_attention(*p.arrays, return_lse=True, **p.options)
+    out, lse = run(3, lambda comm: attend(comm, p, return_lse=True))[0]
+    spacing = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    assert np.abs(testing.to_float64(out, dtype) - exact).max() < spacing
+    assert np.abs(lse - exact_lse).max() < 1e-5
+
+
+def test_copies_of_a_chunk_are_attended_once():
+    p = testing.make_paged(1, 4, 2, [500], 16, 32)
+    out = whole(p)
+
+    def held_twice(comm):
+        own = Shared(p, 1, 0, "runs", 32)  # every rank has everything
+        return decode_context_parallel_attention(p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, comm=comm, kv_split=32)
+
+    for other in run(3, held_twice):
+        assert np.array_equal(other, out)
+
+
+def test_outputs_of_the_caller_are_written():
+    p = testing.make_paged(2, 4, 2, [70, 33], 16, 32)
+    out, lse = np.full((2, 4, 32), np.nan, np.float32), np.full((2, 4), np.nan, np.float32)
+    result = whole(p, return_lse=True, out=(out, lse))
+    assert result[0] is out
+    assert result[1] is lse
+    assert not np.isnan(out).any()
+    assert not np.isnan(lse).any()
+
+
+def test_runs_of_chunks_send_few_states():
+    """At most two nodes per level and rank: 2 log2(n); a whole power of two is one node."""
+    for chunks in (1, 7, 64, 1000):
+        for ranks in (1, 2, 5, 8, 64):
+            tree = _tree.build(np.array([chunks]), np.arange(chunks) * ranks // chunks)
+            most = np.bincount(tree.sender, minlength=ranks).max()
+            assert most <= max(1, 2 * np.log2(chunks))
+    tree = _tree.build(np.array([64]), np.arange(64) // 16)
+    assert tree.sent.tolist() == [0, 16, 32, 48]
+
+
+def test_every_chunk_is_sent_in_one_state():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        counts = rng.integers(0, 40, rng.integers(1, 5))
+        owner = rng.integers(0, 4, counts.sum())
+        tree = _tree.build(counts, owner)
+        covered = np.zeros(counts.sum(), int)
+        for first, after, rank in zip(tree.sent, tree.after, tree.sender, strict=True):
+            assert (owner[first:after] == rank).all()
+            covered[first:after] += 1
+        assert (covered == 1).all()
+
+
+def test_bytes_are_those_of_the_plan():
+    p = testing.make_paged(3, 4, 2, [700, 33, 0], 16, 32)
+
+    def sent(comm):
+        own = Shared(p, comm.Get_size(), comm.Get_rank(), "random", 32)
+        plan = DecodePlan(own.tables, p.seq_lens, page_size=16, comm=comm, kv_split=32)
+        before = comm.sent
+        plan.attention(p.q, own.k_cache, own.v_cache)
+        return comm.sent - before - 32, int(plan.states[comm.Get_rank()]) * 4 * (32 + 1) * 4  # 32 bytes of agreement
+
+    for actual, expected in run(4, sent):
+        assert actual == expected
+
+
+BAD = {
+    "dtype of q": (lambda r: {"q": np.ones((2, 4, 32), np.int32)} if r == 1 else {}, "TypeError: q: expected float32"),
+    "shape of q": (lambda r: {"q": np.ones((3, 4, 32), np.float32)} if r == 1 else {}, "ValueError: q: expected shape (2, H, D), got (3, 4, 32) (on rank 1)"),
+    "values of q": (lambda r: {"q": np.full((2, 4, 32), r, np.float32)}, "ValueError: q: expected the same on all ranks, got float32 of shape (2, 4, 32) on rank 0 and one with other values on rank 1"),
+    "lengths": (lambda r: {"seq_lens": [70, 33 - r]}, "ValueError: seq_lens: expected the same on all ranks"),
+    "kv_split": (lambda r: {"kv_split": 24}, "ValueError: kv_split: expected a multiple of page_size = 16, got 24"),
+    "interleave": (lambda r: {"interleave": 48}, "ValueError: interleave: expected a multiple of kv_split = 32, got 48"),
+    "window": (lambda r: {"window": -2}, "ValueError: window: "),
+    "window of one rank": (lambda r: {"window": 5 + r}, "ValueError: window: expected the same on all ranks, got 5 on rank 0 and 6 on rank 1"),
+    "layout": (lambda r: {"kv_layout": "HNS"}, "ValueError: kv_layout: expected 'NHD' or 'HND', got 'HNS'"),
+    "sinks": (lambda r: {"sinks": np.ones(5)} if r == 0 else {"sinks": np.ones(4)}, "ValueError: sinks: expected shape (4,), one per query head, got (5,) (on rank 0)"),
+    "axes of the cache": (lambda r: {"k_cache": np.ones((2, 16, 32), np.float32)} if r == 1 else {}, "ValueError: k_cache: expected four axes, got shape (2, 16, 32) (on rank 1)"),
+    "selected": (lambda r: {"selected": np.full((2, 2, 1), 9, np.int32)}, "ValueError: selected: expected blocks from 0 to 4 of request 0, got 9 at [0, 0, 0]"),
+    "selected twice": (lambda r: {"selected": np.zeros((2, 2, 2), np.int32)}, "ValueError: "),
+    "table's dtype": (lambda r: {"block_tables": np.zeros((2, 5))}, "TypeError: block_tables: expected int32 or int64, got float64"),
+    "pages on no rank": (lambda r: {"block_tables": np.full((2, 5), -1)}, "ValueError: block_tables: expected every page on some rank, got tokens 0 to 31 of request 0 on none"),
+    "half a chunk": (lambda r: {"block_tables": np.array([[0, -1, -1, -1, -1]] * 2)}, "ValueError: block_tables: expected all pages or none of each chunk of kv_split = 32 tokens on a rank, got 1 of pages 0 to 1 of request 0"),
+    "page number": (lambda r: {"block_tables": np.full((2, 5), 99)}, "ValueError: block_tables: "),
+    "shape of out": (lambda r: {"out": np.zeros((2, 4, 31), np.float32)}, "ValueError: out: expected shape (2, 4, 32), got (2, 4, 31)"),
+    "dtype of out": (lambda r: {"out": np.zeros((2, 4, 32))}, "TypeError: out: expected float32, got float64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises_the_same_on_all_ranks(name):
+    change, sentence = BAD[name]
+    p = testing.make_paged(2, 4, 2, [70, 33], 16, 32)
+
+    def work(comm):
+        own = Shared(p, 2, comm.Get_rank(), "runs", 32)
+        arguments = {"q": p.q, "k_cache": own.k_cache, "v_cache": own.v_cache, "block_tables": own.tables, "seq_lens": p.seq_lens}
+        decode_context_parallel_attention(**{**arguments, **own.options, **change(comm.Get_rank())}, comm=comm)
+
+    texts = sentences(2, work)
+    assert texts[0] == texts[1]
+    assert texts[0] is not None
+    assert texts[0].startswith(sentence), texts[0]
