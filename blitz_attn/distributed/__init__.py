@@ -12,6 +12,9 @@ _HOMES: dict[str, str] = {  # public name -> the module of this package that has
     "DecodePlan": "decode",
     "Prediction": "plan",
     "decode_context_parallel_attention": "decode",
+    "finish": "faults",
+    "is_failure": "faults",
+    "run_with_survivors": "faults",
 }
 
 __all__ = sorted(_HOMES)

@@ -187,6 +187,12 @@ class DecodePlan:
         Number of queries in the `q` that calls take: `batch`, or the sum of `q_lens`.
     states : ndarray
         ``(ranks,)``: number of rows, one per query, that each rank sends in a call.
+    page_size : int
+        Number of tokens per page.
+    seq_lens : ndarray
+        ``(B,)``: number of tokens of each request.
+    comm : communicator
+        The ranks that made the plan.
 
     Raises
     ------
@@ -230,10 +236,12 @@ class DecodePlan:
         kv_dtype: Any = None,
         num_threads: int | None = None,
     ) -> None:
-        self._comm = comm = communicator(comm)
+        self.comm = comm = communicator(comm)
         with Agreement(comm, _CALL) as agreement:
             self._shards = shards = Shards(agreement, block_tables, seq_lens, page_size, interleave, kv_split)
             self.batch: int = len(shards.lengths)
+            self.page_size: int = shards.page_size
+            self.seq_lens: ndarray = shards.lengths
             if q_lens is None:
                 self._queries = np.ones(self.batch, np.int64)
             else:
@@ -312,6 +320,24 @@ class DecodePlan:
         tables[unit, column + offset[unit]] = shards.numbers(request[unit], column + begin[unit])
         return _Units(place, request, begin, pages, offset, tables, lengths)
 
+    def own_pages(self) -> tuple[ndarray, ndarray]:
+        """The pages that this rank holds and attends.
+
+        Returns
+        -------
+        request, page : ndarray
+            In rising order: the request and the number of the page, through all ranks.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from blitz_attn.distributed import Alone, DecodePlan
+        >>> plan = DecodePlan(np.array([[4, 1, 0]]), [40], page_size=16, kv_split=16, comm=Alone())
+        >>> plan.own_pages()
+        (array([0, 0, 0]), array([0, 1, 2]))
+        """
+        return self._shards.own_pages()
+
     # ---- A layer ----
 
     def attention(
@@ -356,7 +382,7 @@ class DecodePlan:
         >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
         True
         """
-        with Agreement(self._comm, _CALL) as agreement:
+        with Agreement(self.comm, _CALL) as agreement:
             queries, kind = _arrays.host(q, "q", bits_as=self._dtype)
             if queries.ndim != 3 or len(queries) != self.num_queries:
                 raise ValueError(f"q: expected shape ({self.num_queries}, H, D), got {queries.shape}")
@@ -465,7 +491,7 @@ class DecodePlan:
         mine[..., :v_dim], mine[..., v_dim] = out[self._sent_rows], lse[self._sent_rows]
         everyone = np.empty((int(self.states.sum()), heads, v_dim + 1), out.dtype)
         numbers = self.states * heads * (v_dim + 1)
-        self._comm.Allgatherv(mine, [everyone, (numbers.tolist(), (np.cumsum(numbers) - numbers).tolist())])
+        self.comm.Allgatherv(mine, [everyone, (numbers.tolist(), (np.cumsum(numbers) - numbers).tolist())])
         return np.ascontiguousarray(everyone[..., :v_dim]), np.ascontiguousarray(everyone[..., v_dim])
 
     def _finish(self, states: tuple[ndarray, ndarray], kind: str, sinks: ndarray | None, results: list[tuple[Any, ndarray]]) -> Any:
