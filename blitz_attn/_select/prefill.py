@@ -9,6 +9,7 @@ import numpy as np
 from .. import _arrays, _core
 from ..block_sparse import block_sparse_attention
 from .choosers import budget_of, rules_of
+from .options import Options
 
 __all__ = ["select_and_attend_prefill", "select_blocks_prefill"]
 
@@ -267,26 +268,16 @@ def select_and_attend_prefill(
     >>> out.shape, round(blitz_attn.sabi.density(sabi, 16) * 16 * 16 / 136, 2)
     ((1, 2, 1024, 64), 0.4)
     """
-    rules = {
-        "block_shape": block_shape,
-        "scale": scale,
-        "layout": layout,
-        "causal": causal,
-        "window": window,
-        "q_lens": q_lens,
-        "kv_lens": kv_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "dtype": dtype,
-        "num_threads": num_threads,
-    }
+    options = Options(
+        block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
+        num_threads=num_threads,
+    )  # fmt: skip
     sabi = select_blocks_prefill(
         q, k, chooser=chooser, density=density, top_p=top_p, threshold=threshold, top_k=top_k, sink=sink, recent=recent,
-        last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, **rules,
+        last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, **vars(options),
     )  # fmt: skip
-    result = block_sparse_attention(q, k, v, sabi, return_lse=return_lse, out=out, **rules)
+    result = block_sparse_attention(q, k, v, sabi, return_lse=return_lse, out=out, **vars(options))
     parts = result if _arrays.flag(return_lse, "return_lse") else (result,)
     parts = (*parts, sabi) if _arrays.flag(return_sabi, "return_sabi") else parts
     return parts if len(parts) > 1 else parts[0]

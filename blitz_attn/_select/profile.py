@@ -13,6 +13,7 @@ from .. import _arrays
 from .._sabi.lists import two_integers
 from .._sentences import shown
 from .choosers import CHOOSERS, chooser_of, fields_of, rules_of
+from .options import Options
 from .prefill import select_blocks_prefill
 from .quality import attended_all, attended_kept, checked, error_of, narrow, recall_of
 
@@ -176,17 +177,16 @@ class Profile(NamedTuple):
 class _Capture:
     """A capture of a layer, and what attention over all keys makes of it, which is computed once: no budget changes it."""
 
-    def __init__(self, case: tuple[Any, Any, Any], measure: str, every: int, select: dict[str, Any], rules: dict[str, Any]) -> None:
+    def __init__(self, case: tuple[Any, Any, Any], measure: str, every: int, chooser: Any, options: Options) -> None:
         self.q, self.k, self.v = case
-        self.measure, self.every, self.select, self.rules = measure, every, select, rules
-        self.options = rules | {"block_shape": select["block_shape"]}
+        self.measure, self.every, self.chooser, self.options = measure, every, chooser, options
         self.of_all: tuple[Any, Any] | None = None
 
     def measured(self, budget: dict[str, Any]) -> np.ndarray:
         """Kept mass or error of each head, under a budget with one number per head."""
-        q, k, layout = self.q, self.k, self.rules.get("layout", "BNSD")
+        q, k, layout = self.q, self.k, self.options.layout
         v = narrow(k, layout) if self.measure == "mass" else self.v
-        sabi = select_blocks_prefill(q, k, **self.select, **budget, **self.rules)
+        sabi = select_blocks_prefill(q, k, chooser=self.chooser, **budget, **vars(self.options))
         rows, every = _arrays.shape_of(sabi)[2], checked(sabi, self.every, layout)
         of_list = attended_kept(q, k, v, sabi, every, self.options)
         if self.of_all is None:
@@ -292,7 +292,7 @@ def calibrate(
     rules_of(chooser)
     chooser = CHOOSERS[chooser] if isinstance(chooser, str) else chooser
     block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
-    select = {"chooser": chooser, "block_shape": (block_q, block_kv)}
+    options = Options(block_shape=(block_q, block_kv), **rules)
     if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
         raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
     numbers: list[tuple[float, ...]] = []
@@ -309,7 +309,7 @@ def calibrate(
                 raise ValueError(f"layers: expected (heads, kv_heads, head_dim) = {shape} like the first capture, got {own}")
             shape = own
         assert shape is not None
-        numbers.append(_found([_Capture(x, measure, every, select, rules) for x in cases], shape[0], target, steps, budget))
+        numbers.append(_found([_Capture(x, measure, every, chooser, options) for x in cases], shape[0], target, steps, budget))
     if shape is None:
         raise ValueError("layers: expected at least one layer, got none")
     heads, kv_heads, dim = shape

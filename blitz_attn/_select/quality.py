@@ -10,6 +10,7 @@ import numpy as np
 from .. import _arrays
 from .._formats import widened
 from ..block_sparse import block_sparse_attention
+from .options import Options
 
 __all__ = ["output_error", "recall"]
 
@@ -84,26 +85,26 @@ def narrow(k: Any, layout: str) -> Any:
         return k
 
 
-def attended_all(q: Any, k: Any, v: Any, rows: int, every: int, options: dict[str, Any]) -> tuple[Any, Any]:
+def attended_all(q: Any, k: Any, v: Any, rows: int, every: int, options: Options) -> tuple[Any, Any]:
     """Output and log-sum-exp of attention over all keys, for those of the `rows` rows of blocks that are looked at."""
     everything = None
     if every > 1:
-        columns = _columns_of(k, options.get("layout", "BNSD"), int(options["block_shape"][1]), options.get("cu_seqlens_kv"))
+        columns = _columns_of(k, options.layout, int(options.block_shape[1]), options.cu_seqlens_kv)
         everything = np.where(_skipped(rows, every)[:, None], np.int32(-1), np.arange(columns, dtype=np.int32))[None, None]
-    return block_sparse_attention(q, k, v, everything, return_lse=True, **options)
+    return block_sparse_attention(q, k, v, everything, return_lse=True, **vars(options))
 
 
-def attended_kept(q: Any, k: Any, v: Any, sabi: Any, every: int, options: dict[str, Any]) -> tuple[Any, Any]:
+def attended_kept(q: Any, k: Any, v: Any, sabi: Any, every: int, options: Options) -> tuple[Any, Any]:
     """Output and log-sum-exp of attention over the list, for those rows of blocks that are looked at."""
-    return block_sparse_attention(q, k, v, _sampled(sabi, every) if every > 1 else sabi, return_lse=True, **options)
+    return block_sparse_attention(q, k, v, _sampled(sabi, every) if every > 1 else sabi, return_lse=True, **vars(options))
 
 
-def recall_of(lse: Any, lse_of_all: Any, rows: int, every: int, options: dict[str, Any]) -> np.ndarray:
+def recall_of(lse: Any, lse_of_all: Any, rows: int, every: int, options: Options) -> np.ndarray:
     """`recall` from the log-sum-exps over the list and over all keys."""
-    layout = options.get("layout", "BNSD")
+    layout = options.layout
     kept, whole = _of_queries(lse, layout), _of_queries(lse_of_all, layout)
-    spans = _spans(layout, kept.shape[0], kept.shape[2], options.get("q_lens"), options.get("cu_seqlens_q"))
-    block_q = int(options["block_shape"][0])
+    spans = _spans(layout, kept.shape[0], kept.shape[2], options.q_lens, options.cu_seqlens_q)
+    block_q = int(options.block_shape[0])
     result = np.full((len(spans), kept.shape[1], rows), np.nan)
     for s, (b, first, end) in enumerate(spans):
         for r in range(0, -(-(end - first) // block_q), every):
@@ -115,13 +116,13 @@ def recall_of(lse: Any, lse_of_all: Any, rows: int, every: int, options: dict[st
     return np.minimum(result, 1.0)
 
 
-def error_of(result_of_list: tuple[Any, Any], out_of_all: Any, every: int, options: dict[str, Any]) -> np.ndarray:
+def error_of(result_of_list: tuple[Any, Any], out_of_all: Any, every: int, options: Options) -> np.ndarray:
     """`output_error` from the output and log-sum-exp over the list, and from the output over all keys."""
-    layout, (out, lse) = options.get("layout", "BNSD"), result_of_list
+    layout, (out, lse) = options.layout, result_of_list
     heads = _of_queries(lse, layout).shape[1]
-    kept, whole = (of_heads(x, layout, heads, options.get("dtype")) for x in (out, out_of_all))
-    spans = _spans(layout, kept.shape[0], kept.shape[2], options.get("q_lens"), options.get("cu_seqlens_q"))
-    block_q = int(options["block_shape"][0])
+    kept, whole = (of_heads(x, layout, heads, options.dtype) for x in (out, out_of_all))
+    spans = _spans(layout, kept.shape[0], kept.shape[2], options.q_lens, options.cu_seqlens_q)
+    block_q = int(options.block_shape[0])
     result = np.zeros((len(spans), heads))
     for s, (b, first, end) in enumerate(spans):
         looked_at = first + np.flatnonzero(np.arange(end - first) // block_q % every == 0)
@@ -197,21 +198,11 @@ def recall(
     >>> kept.shape, bool(kept.min() > 0.7)
     ((1, 2, 8), True)
     """
-    options = {
-        "block_shape": block_shape,
-        "scale": scale,
-        "layout": layout,
-        "causal": causal,
-        "window": window,
-        "q_lens": q_lens,
-        "kv_lens": kv_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "dtype": dtype,
-        "num_threads": num_threads,
-    }
+    options = Options(
+        block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
+        num_threads=num_threads,
+    )  # fmt: skip
     every, v = checked(sabi, every, layout), narrow(k, layout)
     rows = _arrays.shape_of(sabi)[2]
     _, lse = attended_kept(q, k, v, sabi, every, options)
@@ -279,21 +270,11 @@ def output_error(
     >>> bool(errors[0] > errors[1] > errors[2]), bool(errors[2] < 1e-6)
     (True, True)
     """
-    options = {
-        "block_shape": block_shape,
-        "scale": scale,
-        "layout": layout,
-        "causal": causal,
-        "window": window,
-        "q_lens": q_lens,
-        "kv_lens": kv_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "dtype": dtype,
-        "num_threads": num_threads,
-    }
+    options = Options(
+        block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
+        num_threads=num_threads,
+    )  # fmt: skip
     every = checked(sabi, every, layout)
     of_list = attended_kept(q, k, v, sabi, every, options)
     out_of_all, _ = attended_all(q, k, v, _arrays.shape_of(sabi)[2], every, options)

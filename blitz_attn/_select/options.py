@@ -1,0 +1,25 @@
+"""The options of an attention call that choosing blocks and judging a block list share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Options:
+    """What a caller gives `block_sparse_attention` beside q, k, v, the list and the places of results. ``**vars(options)`` passes it on."""
+
+    block_shape: Any
+    scale: Any = None
+    layout: Any = "BNSD"
+    causal: Any = False
+    window: Any = None
+    q_lens: Any = None
+    kv_lens: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_kv: Any = None
+    num_heads: Any = None
+    num_kv_heads: Any = None
+    dtype: Any = None
+    num_threads: Any = None
