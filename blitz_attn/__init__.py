@@ -17,7 +17,7 @@ from . import nsa, sabi, select
 from ._core import __version__
 from .block_sparse import block_sparse_attention, block_sparse_attention_backward
 from .config import get_num_threads, isa, isa_levels, kernels, set_num_threads, show_config
-from .merge import merge_states, merge_states_n
+from .merge import merge_states, merge_states_n, merge_states_tree
 from .paged import PagedPlan, append_paged_kv, dequantize_kv, paged_attention, paged_select_attention, quantize_kv
 from .quest import (
     quest_block_select_paged,
@@ -46,6 +46,7 @@ __all__ = [
     "kernels",
     "merge_states",
     "merge_states_n",
+    "merge_states_tree",
     "nsa",
     "paged_attention",
     "paged_select_attention",

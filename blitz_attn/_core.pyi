@@ -23,17 +23,19 @@ def block_sparse_attention(
     num_kv_heads: Any = ...,
     dtype: Any = ...,
     num_threads: Any = ...,
+    q_begin: Any = ...,
+    q_total: Any = ...,
     return_lse: Any = ...,
+    out_dtype: Any = ...,
     out: Any = ...,
     lse_out: Any = ...,
     cu_rows: Any = ...,
     routed: Any = ...,
-    q_begin: Any = ...,
     key_stride: Any = ...,
     key_last: Any = ...,
 ) -> Any:
     """Checks the inputs, makes outputs with empty(shape, dtype name) where none are given, and fills them. Returns out or (out, lse).
-    An array argument may also be a pair (16-bit array, "bfloat16"). The last five are described in blitz_attn.h."""
+    An array argument may also be a pair (16-bit array, "bfloat16"). The last four are described in blitz_attn.h."""
 
 def block_sparse_attention_backward(
     empty: Callable[[tuple[int, ...], str], Any],
@@ -54,6 +56,8 @@ def block_sparse_attention_backward(
     num_kv_heads: Any = ...,
     dtype: Any = ...,
     num_threads: Any = ...,
+    q_begin: Any = ...,
+    q_total: Any = ...,
     dout: Any = ...,
     out: Any = ...,
     lse: Any = ...,
@@ -61,9 +65,9 @@ def block_sparse_attention_backward(
     dq: Any = ...,
     dk: Any = ...,
     dv: Any = ...,
+    accumulate: Any = ...,
     cu_rows: Any = ...,
     routed: Any = ...,
-    q_begin: Any = ...,
     key_stride: Any = ...,
     key_last: Any = ...,
 ) -> tuple[Any, Any, Any]:
@@ -150,6 +154,8 @@ def paged_attention(
     dtype: Any = ...,
     kv_dtype: Any = ...,
     num_threads: Any = ...,
+    q_begin: Any = ...,
+    out_dtype: Any = ...,
 ) -> Any:
     """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens. In
     place of block_tables, seq_lens, indptr, last_page_len and q_lens, block_tables may be opened tables."""
@@ -186,10 +192,12 @@ def select_blocks(
     kv_layout: Any,
     selected_indices: Any,
     return_counts: Any,
+    return_scores: Any,
     dtype: Any,
     num_threads: Any,
 ) -> Any:
-    """Returns selected or (selected, counts). k is the width of a result that is made here; budget is in blocks, one per request."""
+    """Returns selected, or a tuple of it and of counts and scores, where these are wanted. k is the width of a result that is made
+    here; budget is in blocks, one per request."""
 
 def block_means(
     x: Any,

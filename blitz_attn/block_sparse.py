@@ -29,7 +29,10 @@ def block_sparse_attention(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    q_begin: Any = None,
+    q_total: Any = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
     out: Any = None,
     dtype: Any = None,
     num_threads: int | None = None,
@@ -61,7 +64,7 @@ def block_sparse_attention(
         Order of the axes of q, k, v and out: ``(B, H, S, D)``, ``(B, S, H, D)``, ``(B, S, H * D)`` with `num_heads`,
         or ``(T, H, D)``, sequences of different lengths one after the other, with `cu_seqlens_q` and `cu_seqlens_kv`.
     causal : bool
-        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``.
+        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``, or ``j <= i + q_begin``.
     window : (int, int), optional
         Number of tokens that are seen before and after that diagonal; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
@@ -71,8 +74,18 @@ def block_sparse_attention(
         Layout TND: ``(B + 1,)`` cumulative lengths that rise from 0 to T.
     num_heads, num_kv_heads : int, optional
         Layout BSH: heads in q, and in k and v (default: `num_heads`). Other layouts check them against the arrays.
+    q_begin : int or sequence of int, optional
+        Token number of query 0, or of each batch entry's query 0 (layout TND: each sequence's), where the queries are a slice of a longer
+        sequence: query i then stands at ``i + q_begin`` in `causal` and `window`, and `kv_lens` still bounds the keys. From -2**30 to
+        2**30; negative where the first queries come before the first key. Default: the queries are the last tokens.
+    q_total : int or sequence of int, optional
+        Number of valid queries of the whole call that the queries are a slice of, at least their own number. Kernels are then chosen as
+        for the whole call: see the notes. Default: the queries are the whole.
     return_lse : bool
         Also return the log-sum-exp.
+    out_dtype : str or dtype, optional
+        ``"float32"`` with float16 and bfloat16 inputs gives the accumulated result before it is rounded: rounded once, it has the bits of
+        the usual call. Default: the dtype of `q`.
     out : array, optional
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
         `return_lse`, also a pair ``(out, lse)``, either of which may be None.
@@ -84,7 +97,7 @@ def block_sparse_attention(
     Returns
     -------
     out : array
-        ``(B, H, Sq, Dv)`` in the layout and dtype of `q`, and the same kind of array: torch tensors come back as torch
+        ``(B, H, Sq, Dv)`` in the layout and dtype of `q` (or `out_dtype`), and the same kind of array: torch tensors come back as torch
         tensors, JAX arrays as JAX arrays.
     lse : array
         With `return_lse`: natural log of the sum of ``exp(scale * q.k)`` over the keys seen, ``(B, H, Sq)``, for layout
@@ -115,6 +128,11 @@ def block_sparse_attention(
     their last axis is contiguous; nothing of size Sq x Skv is ever built. The result is the same bit for bit whatever
     the number of threads and whatever else is in the batch.
 
+    A slice of the queries, from row a on, has the bits of these rows of the whole call, however many rows it has: give it the same
+    keys, the rows ``a // block_shape[0]`` and later of `sabi`, where a is a multiple of ``block_shape[0]``,
+    ``q_begin = a + kv_len - q_len`` of the whole call, and ``q_total = q_len``. Without `q_total`, a slice may differ by rounding, because
+    a few queries have a kernel of their own.
+
     The operation and the index format follow the BlitzSparseAttention operator of the CANN operator library [1]_; the
     online softmax follows FlashAttention [2]_.
 
@@ -134,25 +152,33 @@ def block_sparse_attention(
     >>> exact, exact_lse = blitz_attn.reference.block_sparse_attention(q, k, v, sabi, causal=True, return_lse=True)
     >>> bool(np.abs(out - exact).max() < 1e-5), bool(np.abs(lse - exact_lse).max() < 1e-5)
     (True, True)
+
+    The second block of queries by itself has the same bits:
+
+    >>> part = blitz_attn.block_sparse_attention(q[:, :, 128:], k, v, sabi[:, :, 1:], causal=True, q_begin=128, q_total=256)
+    >>> bool((part == out[:, :, 128:]).all())
+    True
     """
     if (  # plain NumPy arrays: nothing to translate
-        type(q) is type(k) is type(v) is ndarray and out is None and dtype is None and q.dtype.kind == k.dtype.kind == v.dtype.kind == "f"
+        type(q) is type(k) is type(v) is ndarray
+        and out is out_dtype is dtype is None
+        and q.dtype.kind == k.dtype.kind == v.dtype.kind == "f"
     ):
         # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
         # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
         return _core.block_sparse_attention(
-            empty, q, k, v, sabi, block_shape, scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            num_threads=num_threads, return_lse=return_lse,
+            empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, num_threads=num_threads, q_begin=q_begin,
+            q_total=q_total, return_lse=return_lse,
         )  # fmt: skip
 
     family = _arrays.family_of(q)
     out, lse_out = _arrays.split_out(out, return_lse)
     result = _core.block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
-        causal, window, q_lens, kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype), num_threads=num_threads, return_lse=return_lse,
-        out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
+        causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
+        q_begin, q_total, return_lse=return_lse, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), out=_arrays.writable(out, "out"),
+        lse_out=_arrays.writable(lse_out, "lse"),
     )  # fmt: skip
     if not return_lse:
         return _arrays.finished(result, out, family)
@@ -179,8 +205,11 @@ def block_sparse_attention_backward(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    q_begin: Any = None,
+    q_total: Any = None,
     dlse: Any = None,
     grads: Any = None,
+    accumulate: bool = False,
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[Any, Any, Any]:
@@ -204,12 +233,18 @@ def block_sparse_attention_backward(
         whose entry is ``-inf`` attended nothing.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
+    q_begin, q_total
+        As in the forward call: see `block_sparse_attention`.
     dlse : array, optional
         Gradient of the loss with respect to `lse`, of its shape and dtype, for a loss that uses `lse`, as merged
         partial results and distillation do. Default: 0.
     grads : tuple of array, optional
         Where to write the results: ``(dq, dk, dv)``, each writable, of the shape and dtype of q, k or v, sharing no memory with any other
         array of the call; any of them may be None.
+    accumulate : bool
+        Add the gradients of k and v to what `dk` and `dv` of `grads` hold, which must then be given and be float32 (float64 for float64),
+        whatever the dtype of k and v. Rows of blocks that no list names are neither read nor written. Sums over several calls are then
+        rounded only once, by the caller.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
@@ -218,7 +253,8 @@ def block_sparse_attention_backward(
     Returns
     -------
     dq, dk, dv : array
-        Of the shapes, layout and dtype of q, k and v, and the same kind of array as `q`.
+        Of the shapes, layout and dtype of q, k and v, and the same kind of array as `q`. With `accumulate`, `dk` and `dv` are the arrays of
+        `grads`.
 
     Raises
     ------
@@ -242,7 +278,8 @@ def block_sparse_attention_backward(
     for float64), for float16 and bfloat16 in scratch memory of 4 bytes per element of k and v. The results are the same
     bit for bit whatever the number of threads and whatever else is in the batch. With every block listed, `dq` is that
     of ``sabi=None`` bit for bit; so are `dk` and `dv` where ``block_shape[0]`` is a multiple of 128. For other sizes their sums are
-    taken in another order. What a query does not see, NaN and infinity included, adds exactly nothing.
+    taken in another order. `dq` of a slice of the queries has the bits of the whole call's (see the notes of `block_sparse_attention`);
+    `dk` and `dv` are the slice's share of the sums. What a query does not see, NaN and infinity included, adds exactly nothing.
 
     The recomputation and the role of ``dout . out`` follow FlashAttention-2 [1]_, algorithm 2.
 
@@ -273,8 +310,9 @@ def block_sparse_attention_backward(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape=block_shape,
         scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype),
-        num_threads=num_threads, dout=_arrays.readable(dout, "dout"), out=_arrays.readable(out, "out"), lse=_arrays.readable(lse, "lse"),
-        dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv,
+        num_threads=num_threads, q_begin=q_begin, q_total=q_total, dout=_arrays.readable(dout, "dout"),
+        out=_arrays.readable(out, "out"), lse=_arrays.readable(lse, "lse"),
+        dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv, accumulate=accumulate,
     )  # fmt: skip
     dq, dk, dv = (_arrays.finished(result, given, family) for result, given in zip(results, grads, strict=True))
     return dq, dk, dv

@@ -9,7 +9,7 @@ from typing import Any
 from . import _arrays, _core
 from ._sentences import renamed
 
-__all__ = ["merge_states", "merge_states_n"]
+__all__ = ["merge_states", "merge_states_n", "merge_states_tree"]
 
 _MOST_PARTS = 1 << 16
 _PAIR_NAMES = {"outs[0]": "out_a", "outs[1]": "out_b", "lses[0]": "lse_a", "lses[1]": "lse_b"}
@@ -131,6 +131,71 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     except (TypeError, ValueError) as error:
         raise renamed(error, {"lse": "lse_out"}) from error
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+def merge_states_tree(outs: Iterable[Any], lses: Iterable[Any]) -> tuple[Any, Any]:
+    """`merge_states_n` in a fixed order: pairs of neighbours are merged, then pairs of the results, and so on.
+
+    A part's place decides with what it is merged, so the result has the same bits whoever has merged which part of the tree: the state of
+    2**l neighbouring parts, the first of which has a number that 2**l divides, may be computed anywhere.
+
+    Parameters
+    ----------
+    outs : iterable of array
+        Attention outputs, each ``(B, H, S, Dv)``, all of one dtype, float32 or float64 (``out_dtype="float32"`` gives these from 16-bit
+        inputs); or one array with the parts along its first axis.
+    lses : iterable of array
+        Their log-sum-exp, each ``(B, H, S)``, in the same order.
+
+    Returns
+    -------
+    out : array
+        ``(B, H, S, Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
+    lse : array
+        ``(B, H, S)``; ``-inf`` where every part is empty.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype, such as outputs of 16 bits, which each merge would round.
+    ValueError
+        No part at all, or numbers of parts or shapes that differ.
+
+    See Also
+    --------
+    merge_states : merges one pair.
+    blitz_attn.paged_attention : with `kv_split` merges the states of chunks in this way.
+
+    Notes
+    -----
+    Node i of level l is the state of the parts from ``i * 2**l`` up to ``(i + 1) * 2**l``, as far as there are parts. It is
+    ``merge_states(left, right)`` of its halves, or its left half unchanged where its right half has no part.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 2, 96, 32), dtype=np.float32) for _ in range(3))
+    >>> parts = [slice(at, at + 20) for at in range(0, 96, 20)]
+    >>> states = [blitz_attn.block_sparse_attention(q, k[:, :, p], v[:, :, p], return_lse=True) for p in parts]
+    >>> out, lse = blitz_attn.merge_states_tree(*zip(*states))
+    >>> first, rest = blitz_attn.merge_states_tree(*zip(*states[:4])), states[4]
+    >>> bool((blitz_attn.merge_states(*first, *rest)[0] == out).all())
+    True
+    """
+    outs, lses = list(_parts(outs, "outs")), list(_parts(lses, "lses"))
+    merge_states_n(outs, lses)  # refuses what cannot be merged
+    for i, x in enumerate(outs):
+        kind = _arrays.host(x, f"outs[{i}]")[1]
+        if kind not in ("float32", "float64"):
+            raise TypeError(f"outs[{i}]: expected float32 or float64, got {kind}, which each merge would round")
+    while len(outs) > 1:
+        merged = [merge_states(outs[i], lses[i], outs[i + 1], lses[i + 1]) for i in range(0, len(outs) - 1, 2)]
+        if len(outs) % 2:
+            merged.append((outs[-1], lses[-1]))
+        outs, lses = [out for out, _ in merged], [lse for _, lse in merged]
+    return outs[0], lses[0]
 
 
 def _parts(arrays: Any, name: str) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy import empty, ndarray
 
-from . import _arrays, _core, _formats
+from . import _arrays, _core, _formats, _paged_split
 from ._paged_tables import Tables, last_numbers, query_lengths, tables_for_core
 from ._sentences import renamed, shown
 
@@ -24,7 +24,7 @@ _QUANTISED = ("int8", "float8_e4m3")
 def _attend(
     q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], *, q_lens: Any = None, selected: Any = None, counts: Any = None,
     scale: Any, kv_layout: Any, window: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out: Any, dtype: Any,
-    kv_dtype: Any, num_threads: Any,
+    kv_dtype: Any, num_threads: Any, q_begin: Any = None, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
     """The core's call, with arrays of any kind. `requests`: as `tables_for_core` gives them, or a plan's opened tables and None."""
     tables, seq_lens, indptr, last_page_len = requests
@@ -32,23 +32,24 @@ def _attend(
         sinks = _arrays.float32_numbers(sinks, "sinks")
     try:
         if (  # plain NumPy arrays: nothing to translate
-            type(q) is type(k_cache) is type(v_cache) is ndarray and out is None and dtype is None and kv_dtype is None
+            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
             and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
         ):  # fmt: skip
             # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
-                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, selected, counts=counts, scale=scale,
+                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, selected, counts, scale,
                 kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
-                return_lse=return_lse, num_threads=num_threads,
+                return_lse=return_lse, num_threads=num_threads, q_begin=q_begin,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), tables,
             seq_lens, indptr, last_page_len, q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
-            return_lse=return_lse, out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
-            dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
+            return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
+            kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads, q_begin=q_begin,
+            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):
@@ -74,7 +75,10 @@ def paged_attention(
     softcap: float | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    q_begin: Any = None,
+    kv_split: int | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
     out: Any = None,
     dtype: Any = None,
     kv_dtype: Any = None,
@@ -114,8 +118,18 @@ def paged_attention(
         Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default: scores are not capped.
     k_scale, v_scale : array of float32, optional
         ``(pages, page_size, Hkv)``: the factor of each token's row; required with int8 and float8 e4m3, refused with other dtypes.
+    q_begin : sequence of int, optional
+        ``(B,)``: token number of each request's query 0, which may be negative, where the cache holds a stretch of a longer request and its
+        first token counts as 0: query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens. Default:
+        the queries are the last tokens.
+    kv_split : int, optional
+        Attend to each request in chunks of so many tokens, a multiple of page_size, and merge the states of its chunks by a fixed tree: see
+        the notes. Default: requests are cut as suits the machine.
     return_lse : bool
         Also return the log-sum-exp.
+    out_dtype : str or dtype, optional
+        ``"float32"`` with float16 and bfloat16 queries gives the accumulated result before it is rounded: rounded once, it has the bits of
+        the usual call. Default: the dtype of `q`.
     out : array, optional
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
         `return_lse`, also a pair ``(out, lse)``, either of which may be None.
@@ -128,7 +142,7 @@ def paged_attention(
     Returns
     -------
     out : array
-        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype and kind of `q`. A query that sees no token gets 0.
+        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`. A query that sees no token gets 0.
     lse : array
         With `return_lse`: ``(B, H)`` or ``(T, H)``, natural log of the sum of ``exp(score)``; ``-inf`` where no token is seen. float32,
         for float64 queries float64.
@@ -155,6 +169,11 @@ def paged_attention(
     Query heads that share a key/value head are computed together, so that each byte of the cache is read once. Long requests are cut into
     parts, which are merged by their log-sum-exp. Where a request is cut depends on that request alone: the result is the same bit for bit
     whatever else is in the batch and whatever the number of threads.
+
+    With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Each chunk is attended by itself,
+    and its state (the result and the log-sum-exp, in float32) is merged with others by `merge_states_tree`; then `sinks` take part, and
+    the result is rounded once. So these are the bits of calls over single chunks, each as a request of its own with `q_begin` and
+    ``out_dtype="float32"``, whose results are merged in the same way: it does not matter who computes which chunk.
 
     A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
     each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).
@@ -190,10 +209,16 @@ def paged_attention(
     >>> bool(np.abs(joined - blitz_attn.paged_attention(q, k_cache, v_cache, tables, [40, 48])).max() < 1e-5)
     True
     """
+    if kv_split is not None:
+        return _paged_split.attend(
+            _attend, q, k_cache, v_cache, block_tables, seq_lens, kv_split, q_lens=q_lens, scale=scale, kv_layout=kv_layout, window=window,
+            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin, return_lse=return_lse, out_dtype=out_dtype,
+            out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        )  # fmt: skip
     return _attend(
         q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens=q_lens, scale=scale, kv_layout=kv_layout,
-        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype,
-        kv_dtype=kv_dtype, num_threads=num_threads,
+        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin, return_lse=return_lse,
+        out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -214,7 +239,10 @@ def paged_select_attention(
     softcap: float | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    q_begin: Any = None,
+    kv_split: int | None = None,
     return_lse: bool = False,
+    out_dtype: Any = None,
     out: Any = None,
     dtype: Any = None,
     kv_dtype: Any = None,
@@ -232,7 +260,9 @@ def paged_select_attention(
         first -1.
     counts : array of int, optional
         ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
-    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
+    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_split, return_lse, out_dtype, out, dtype, kv_dtype
+        See `paged_attention`.
+    num_threads : int, optional
         See `paged_attention`.
 
     Returns
@@ -273,10 +303,16 @@ def paged_select_attention(
     """
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
+    if kv_split is not None:
+        return _paged_split.attend(
+            _attend, q, k_cache, v_cache, block_tables, seq_lens, kv_split, q_lens=q_lens, selected=selected, counts=counts, scale=scale,
+            kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin,
+            return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        )  # fmt: skip
     return _attend(
         q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens=q_lens, selected=selected, counts=counts, scale=scale,
-        kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out,
-        dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin,
+        return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 

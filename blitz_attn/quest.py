@@ -120,10 +120,9 @@ def _quest(
     try:
         return _core.select_blocks(
             _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
-            _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size=block_size,
-            per_query_head=per_query_head, sink=sink, recent=0, tokens_since_metadata_update=since, budget=None, ascending=ascending,
-            kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"), return_counts=False,
-            dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+            _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, budget=None,
+            ascending=ascending, kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"),
+            return_counts=False, return_scores=False, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if selected_indices is None or not str(error).startswith("k:"):
@@ -406,9 +405,10 @@ def select_blocks(
     ascending: bool = True,
     block_size: int | None = None,
     kv_layout: str = "NHD",
+    return_scores: bool = False,
     dtype: Any = None,
     num_threads: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """The blocks of each request that matter most to its query, by one of three scores.
 
     Parameters
@@ -447,6 +447,8 @@ def select_blocks(
         Number of tokens per block. Default: the number of rows of a summary page; for max, the number of tokens of a page.
     kv_layout : {"NHD", "HND"}
         Layout of the key cache for max.
+    return_scores : bool
+        Also return the score of each selected block.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
     num_threads : int, optional
@@ -459,6 +461,9 @@ def select_blocks(
         largest number of blocks that any request may select.
     counts : array
         int32, ``(B, Hkv)`` or ``(B, H)``: number of places in use.
+    scores : array
+        With `return_scores`: float32, of the shape of `selected`, the score of each selected block, also of those that are always selected;
+        ``-inf`` in unused places.
 
     Raises
     ------
@@ -474,6 +479,10 @@ def select_blocks(
     -----
     Of blocks with equal scores, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes the score of
     its block NaN. quest follows [1]_, mean the gate of MoBA [2]_.
+
+    A block's score depends on the query and on that block alone. Where the blocks of a request are shared out, for example over processes,
+    the best k of all are among the best k of each share: join the candidates of all shares and take the k with the highest scores, of equal
+    scores the block with the lower number.
 
     References
     ----------
@@ -511,10 +520,10 @@ def select_blocks(
     try:
         return _core.select_blocks(
             _integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
-            None if second is None else _arrays.readable(second, "minblocks"), tables, seq_lens, width, block_size=size,
-            per_query_head=per_query_head, sink=sink, recent=0 if recent is None else recent,
-            tokens_since_metadata_update=tokens_since_metadata_update, budget=blocks, ascending=ascending, kv_layout=kv_layout,
-            selected_indices=None, return_counts=True, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+            None if second is None else _arrays.readable(second, "minblocks"), tables, seq_lens, width, size, per_query_head, sink,
+            0 if recent is None else recent, tokens_since_metadata_update, budget=blocks, ascending=ascending, kv_layout=kv_layout,
+            selected_indices=None, return_counts=True, return_scores=return_scores, dtype=_arrays.dtype_name(dtype),
+            num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, _SELECT_NAMES) from error

@@ -9,7 +9,15 @@ error rule: the same attention as a plain array program would compute it in the 
 """
 
 from ._reference.backward import block_sparse_attention_backward, dense_same_precision_backward
-from ._reference.dense import block_sparse_attention, dense_same_precision, merge_states, merge_states_n, round_to, to_float64
+from ._reference.dense import (
+    block_sparse_attention,
+    dense_same_precision,
+    merge_states,
+    merge_states_n,
+    merge_states_tree,
+    round_to,
+    to_float64,
+)
 from ._reference.nsa import NSAContext, NSAGradients, nsa, nsa_backward, nsa_same_precision
 from ._reference.nsa_parts import (
     compress_kv,
@@ -56,6 +64,7 @@ __all__ = [
     "gating_backward",
     "merge_states",
     "merge_states_n",
+    "merge_states_tree",
     "nsa",
     "nsa_backward",
     "nsa_same_precision",

@@ -89,11 +89,11 @@ BA_API const char *ba_layout_name(ba_layout layout);
  *
  * Query head h reads key/value head h / (H / H_kv). Query i of a sequence sees key j of the same sequence when all of these hold:
  * j lies in a block that is listed for the query; j < kv_len; with `causal`, j <= d, where d = i + kv_len - q_len is the place of the
- * diagonal in row i (or d = i + q_begin, where that is given); d - window[0] <= j <= d + window[1], where -1 in `window` sets no bound.
+ * diagonal in row i (or d = i + q_begin[b], where that is given); d - window[0] <= j <= d + window[1], where -1 in `window` sets no bound.
  * A query that sees no key gets output 0 and lse -inf. */
 typedef struct ba_block_sparse_args {
     ba_tensor q, k, v; /* float32, float16, bfloat16 or float64; all three have the same dtype */
-    ba_tensor out;     /* written: the shape of q with v's last dim; dtype of q */
+    ba_tensor out;     /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
     ba_tensor lse;     /* not given, or written: the natural log-sum-exp, (B, H, Sq), for BA_TND (T, H); float32, with float64 q float64 */
     ba_layout layout;
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: as many as in q) */
@@ -108,16 +108,23 @@ typedef struct ba_block_sparse_args {
     double scale;      /* multiplies q k^T; finite. ba_default_scale(D) is the usual one */
     int causal;        /* 0 or 1 */
     int64_t window[2]; /* tokens that a query sees before and after the diagonal; -1: no bound */
-    int64_t q_begin;   /* token number of query 0, where the queries are a stretch of their sequence; -1: they are its last tokens */
+    const int64_t *q_begin;          /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0,
+                                      * which may be negative: the queries are then a slice of a longer sequence */
+    const int64_t *q_total;          /* NULL, or the number of valid queries of the call that each sequence's queries are a slice of, at least their
+                                      * own: kernels are chosen as for so many queries, so that a slice of whole block rows has the bits of the whole */
     int64_t key_stride, key_last;    /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
                                       * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
+    int unrounded;                   /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
     const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
     int64_t batch;                   /* BA_TND only: number of sequences */
     int num_threads;                 /* threads that the call may use; 0: what ba_get_num_threads() says */
 } ba_block_sparse_args;
 
-#define BA_BLOCK_SPARSE_ARGS_INIT {.block_q = 128, .block_kv = 128, .window = {-1, -1}, .q_begin = -1}
+#define BA_BLOCK_SPARSE_ARGS_INIT                                                                                                                    \
+    {                                                                                                                                                \
+        .block_q = 128, .block_kv = 128, .window = { -1, -1 }                                                                                        \
+    }
 
 BA_API double ba_default_scale(int64_t head_dim); /* 1 / sqrt(head_dim) */
 
@@ -140,6 +147,8 @@ typedef struct ba_block_sparse_backward_args {
     ba_tensor dout;               /* the shape and dtype of out */
     ba_tensor dlse;               /* not given: the loss does not depend on lse. Else the shape and dtype of lse */
     ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
+    int accumulate;               /* 1: the gradients of k and v are added to what dk and dv hold, which are float32 (float64 for float64). Only rows
+                                   * of listed blocks are read and written */
 } ba_block_sparse_backward_args;
 
 #define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT {.forward = BA_BLOCK_SPARSE_ARGS_INIT}
@@ -169,6 +178,8 @@ typedef struct ba_paged_args {
     const int64_t *indptr;          /* NULL, or batch + 1: request b's pages are block_tables[indptr[b] .. indptr[b + 1] - 1] */
     const int64_t *seq_lens;        /* [batch]: tokens of each request in the cache, those of its queries included */
     const int64_t *cu_q;            /* NULL: one query per request. Else batch + 1 cumulative numbers of queries */
+    const int64_t *q_begin;         /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
+                                     * a longer request: query i then sees token j when j <= i + q_begin, and may outnumber the tokens */
     int64_t batch;                  /* number of requests */
     ba_tensor selected;             /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
@@ -176,7 +187,8 @@ typedef struct ba_paged_args {
     int64_t window;     /* tokens that a query sees before itself; -1: no bound */
     double softcap;     /* 0: none. Else scores become softcap * tanh(score / softcap) */
     const float *sinks; /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse */
-    ba_tensor out;      /* written: the shape of q with v's last dim; dtype of q */
+    int unrounded;      /* as in ba_block_sparse_args */
+    ba_tensor out;      /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
     ba_tensor lse;      /* not given, or written: the natural log-sum-exp, (B, H), with cu_q (T, H); float32, with float64 q float64 */
     int num_threads;    /* 0: what ba_get_num_threads() says */
 } ba_paged_args;
@@ -231,6 +243,8 @@ typedef struct ba_select_args {
     int ascending;         /* 1: a row rises. 0: sinks first, then pages by falling score, then the newest pages, of which the newest is last */
     ba_tensor selected;    /* written: (B, H_kv or H, K) int32; -1 in unused places */
     ba_tensor counts;      /* not given, or written: (B, H_kv or H) int32, how many places of each row are in use */
+    ba_tensor scores;      /* not given, or written: the shape of `selected`, float32: the score of each page, also of those that are always
+                            * selected; -inf in unused places */
     int num_threads;
 } ba_select_args;
 
@@ -267,7 +281,7 @@ typedef enum ba_budget {
 
 typedef struct ba_select_prefill_args {
     ba_block_sparse_args
-        call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_begin, key_stride, key_last are not read */
+        call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_begin, q_total, key_stride, key_last are not read */
     ba_chooser chooser;
     int64_t pool_q, pool_k; /* tokens or rows, as the chooser says, 1 where it names neither. They must divide block_q and block_kv, but not for
                              * BA_CHOOSER_VERTICAL_SLASH */

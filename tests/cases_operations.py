@@ -210,6 +210,9 @@ def merging(_threads):
             lambda: two(outs[0], lses[0], outs[1], lses[1][1:]),
         ),
         "merge_states_n": Operation(lambda: many(outs, lses), refused=lambda: many(outs, lses[1:])),
+        "merge_states_tree": Operation(
+            lambda: blitz_attn.merge_states_tree(outs, lses), refused=lambda: blitz_attn.merge_states_tree(outs, lses[1:])
+        ),
     }
 
 

@@ -53,7 +53,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 7 && FUNCTIONS(ba_panel_kernels, attend) == 12 && FUNCTIONS(ba_few_kernels, attend) == 5 &&
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 12 && FUNCTIONS(ba_few_kernels, attend) == 6 &&
                    FUNCTIONS(ba_row_kernels, attend) == 5 && FUNCTIONS(ba_gradient_kernels, gradient) == 8 &&
                    FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
@@ -161,9 +161,28 @@ static void run_parts(const test_case *c, const ba_panel *panel, const ba_chunk 
     check_values(c, panel, chunk, first, alpha);
 }
 
+/* finish_reals writes what `finish` has rounded into `out_rows`. */
+static void check_finish_reals(const test_case *c, const ba_panel *panel, void *const *out_rows) {
+    static double reals[BA_MAX_LANES][BA_MAX_HEAD_DIM];
+    void *rows[BA_MAX_LANES];
+    const ba_finish_fn fn = in_rows(c) ? c->s.f->few->finish_reals : c->s.f->pack->finish_reals[c->variant];
+    const size_t size = (size_t)ba_dtype_size(c->s.dtype);
+    for (int64_t i = 0; i < c->queries; i++) rows[i] = reals[i];
+    fn(panel, c->queries, c->v_dim, rows, NULL);
+    for (int64_t i = 0; i < c->queries; i++)
+        for (int64_t d = 0; d < c->v_dim; d++) {
+            const double value = real_at(c, rows[i], d);
+            double rounded[1];
+            set_element(c->s.dtype, rounded, 0, value);
+            if (isnan(value)) require(&records[FINISH], isnan(get_element(c->s.dtype, out_rows[i], d)), "real [dim][lane]", d, i);
+            else require(&records[FINISH], memcmp(rounded, (char *)out_rows[i] + d * (int64_t)size, size) == 0, "real [dim][lane]", d, i);
+        }
+}
+
 static void finish(const test_case *c, const ba_panel *panel, void **out_rows, void *lse) {
     const ba_finish_fn fn = in_rows(c) ? c->s.f->few->finish : c->s.f->pack->finish[c->variant];
     fn(panel, c->queries, c->v_dim, out_rows, lse);
+    check_finish_reals(c, panel, out_rows);
     require(&records[FINISH], neighbours_untouched(), "wrote beside a buffer", -1, -1);
 }
 

@@ -70,7 +70,7 @@ def _head_gradients(tensors, seq: SequenceParts, rows, block_shape, rules: Rules
     for band_first, band_last, keys in bands:
         keys = np.arange(seq.kv_len) if keys is None else keys
         for first, last in strips(band_first, band_last, keys.size):
-            low, high = rules.bounds(np.arange(first, last) + seq.kv_len - seq.q_len)
+            low, high = rules.bounds(np.arange(first, last) + seq.begin)
             pick = keys[(keys >= low[0]) & (keys <= high[-1])]
             queries = np.arange(first, last)[lse[first:last] != -np.inf]  # the other queries attended no key
             if pick.size == 0 or queries.size == 0:
@@ -98,7 +98,7 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
     if min(block_q, block_kv) < 1:
         raise ValueError(f"block_shape: expected two positive numbers, got {(block_q, block_kv)}")
     sequences = sequences_of(q, k, v, layout, *shape_args)
-    q_lens, _, cu_q, _, num_heads, _ = shape_args
+    q_lens, _, cu_q, _, num_heads, *_ = shape_args
     outs, douts = (
         [s.q for s in sequences_of(x, x, x, layout, q_lens, q_lens, cu_q, cu_q, num_heads, num_heads)] for x in (out, dout)
     )  # a tensor of q's kind in all three places
@@ -135,6 +135,17 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
     return tuple(x.astype(np.float64) for x in joined)
 
 
+def _kept(results: tuple[np.ndarray, ...], grads: Any, accumulate: bool) -> tuple[Any, ...]:
+    """The gradients, written into `grads` where these are given, and those of k and v added to them with `accumulate`."""
+    if not accumulate:
+        return tuple(written(x, given) for x, given in zip(results, grads or (None,) * 3, strict=True))
+    if grads is None or grads[1] is None or grads[2] is None:
+        raise ValueError("grads: expected dk and dv to add to with accumulate=True, got None")
+    for x, given in zip(results[1:], grads[1:], strict=True):
+        given += x
+    return written(results[0], grads[0]), grads[1], grads[2]
+
+
 def block_sparse_attention_backward(
     dout,
     q,
@@ -155,17 +166,20 @@ def block_sparse_attention_backward(
     cu_seqlens_kv=None,
     num_heads=None,
     num_kv_heads=None,
+    q_begin=None,
+    q_total=None,
     dlse=None,
     grads=None,
+    accumulate=False,
     dtype=None,
     num_threads=None,
 ):
     """See `blitz_attn.block_sparse_attention_backward`."""
     tensors = [to_float64(x, dtype) for x in (dout, q, k, v, out)]
     numbers = (to_float64(lse), None if dlse is None else to_float64(dlse))
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
     results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64")
-    return tuple(written(x, given) for x, given in zip(results, grads or (None,) * 3, strict=True))
+    return _kept(results, grads, accumulate)
 
 
 def dense_same_precision_backward(
@@ -188,8 +202,11 @@ def dense_same_precision_backward(
     cu_seqlens_kv=None,
     num_heads=None,
     num_kv_heads=None,
+    q_begin=None,
+    q_total=None,
     dlse=None,
     grads=None,
+    accumulate=False,
     dtype=None,
     num_threads=None,
 ):
@@ -204,7 +221,7 @@ def dense_same_precision_backward(
     ----------
     dout, q, k, v, out, lse, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads
         See `blitz_attn.block_sparse_attention_backward`.
-    num_kv_heads, dlse, grads, dtype, num_threads
+    num_kv_heads, q_begin, q_total, dlse, grads, accumulate, dtype, num_threads
         See `block_sparse_attention_backward` in this module.
 
     Returns
@@ -230,6 +247,6 @@ def dense_same_precision_backward(
     kind = np.float64 if name == "float64" else np.float32
     tensors = [to_float64(x, dtype).astype(kind) for x in (dout, q, k, v, out)]
     numbers = (to_float64(lse).astype(kind), None if dlse is None else to_float64(dlse).astype(kind))
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
     results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name)
-    return tuple(written(x, given) for x, given in zip(results, grads or (None,) * 3, strict=True))
+    return _kept(results, grads, accumulate)

@@ -15,7 +15,15 @@ import numpy as np
 from .._arrays import array, dtype_name
 from .._sabi import lists
 
-__all__ = ["block_sparse_attention", "dense_same_precision", "merge_states", "merge_states_n", "round_to", "to_float64"]
+__all__ = [
+    "block_sparse_attention",
+    "dense_same_precision",
+    "merge_states",
+    "merge_states_n",
+    "merge_states_tree",
+    "round_to",
+    "to_float64",
+]
 
 _STRIP_ELEMENTS = 1 << 22  # most scores in memory at a time: 32 MiB of float64
 
@@ -145,6 +153,7 @@ class SequenceParts:
     v: np.ndarray
     q_len: int
     kv_len: int
+    begin: int  # the key on the diagonal of query 0: its token number
 
 
 def _offsets(name: str, value: Any, total: int) -> list[int]:
@@ -165,7 +174,19 @@ def _lengths(name: str, value: Any, full: Sequence[int]) -> list[int]:
     return lengths
 
 
-def sequences_of(q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads) -> list[SequenceParts]:
+def begins_of(q_begin: Any, q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+    """The token number of each batch entry's query 0. By default, the queries are the last tokens."""
+    if q_begin is None:
+        return [kv - q for q, kv in zip(q_lens, kv_lens, strict=True)]
+    begins = [int(n) for n in np.broadcast_to(np.asarray(q_begin), (len(q_lens),))]
+    if any(abs(n) >= 1 << 30 for n in begins):
+        raise ValueError(f"q_begin: expected token numbers within 2**30 of 0, got {begins}")
+    return begins
+
+
+def sequences_of(
+    q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin=None
+) -> list[SequenceParts]:
     """The batch entries of a call in any layout."""
     if layout == "TND":
         cut_q, cut_kv = _offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0]), _offsets("cu_seqlens_kv", cu_seqlens_kv, k.shape[0])
@@ -183,7 +204,7 @@ def sequences_of(q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, 
         raise ValueError(f"layout: expected BNSD, BSND, BSH or TND, got {layout!r}")
     q_lens = _lengths("q_lens", q_lens, [x.shape[1] for x in parts[0]])
     kv_lens = _lengths("kv_lens", kv_lens, [x.shape[1] for x in parts[1]])
-    sequences = [SequenceParts(*fields) for fields in zip(*parts, q_lens, kv_lens, strict=True)]
+    sequences = [SequenceParts(*fields) for fields in zip(*parts, q_lens, kv_lens, begins_of(q_begin, q_lens, kv_lens), strict=True)]
     for seq in sequences:
         if seq.k.shape[0] != seq.v.shape[0] or seq.k.shape[1] != seq.v.shape[1] or seq.q.shape[2] != seq.k.shape[2]:
             raise ValueError(f"v: expected heads and tokens of k {seq.k.shape} and q's head dimension, got {seq.v.shape}")
@@ -298,7 +319,7 @@ def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shap
     free = not rules.causal and rules.left is None and rules.right is None
     for band_first, band_last, keys in bands:
         for first, last in strips(band_first, band_last, seq.kv_len if keys is None else keys.size):
-            low, high = rules.bounds(np.arange(first, last) // shared + seq.kv_len - seq.q_len)
+            low, high = rules.bounds(np.arange(first, last) // shared + seq.begin)
             if keys is None:  # a run of keys: no gather
                 a, b = max(0, int(low[0])), min(seq.kv_len, int(high[-1]) + 1)
                 pick: Any = slice(a, max(a, b))
@@ -375,14 +396,17 @@ def block_sparse_attention(
     cu_seqlens_kv=None,
     num_heads=None,
     num_kv_heads=None,
+    q_begin=None,
+    q_total=None,
     return_lse=False,
+    out_dtype=None,
     out=None,
     dtype=None,
     num_threads=None,
 ):
     """See `blitz_attn.block_sparse_attention`."""
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
     return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64", return_lse, out)
 
 
@@ -403,7 +427,10 @@ def dense_same_precision(
     cu_seqlens_kv=None,
     num_heads=None,
     num_kv_heads=None,
+    q_begin=None,
+    q_total=None,
     return_lse=False,
+    out_dtype=None,
     out=None,
     dtype=None,
     num_threads=None,
@@ -418,7 +445,9 @@ def dense_same_precision(
     ----------
     q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         See `blitz_attn.block_sparse_attention`.
-    return_lse, out, dtype, num_threads
+    q_begin, q_total
+        See `blitz_attn.block_sparse_attention`.
+    return_lse, out_dtype, out, dtype, num_threads
         See `block_sparse_attention` in this module.
 
     Returns
@@ -444,7 +473,7 @@ def dense_same_precision(
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
     if name != "float64":
         tensors = [x.astype(np.float32) for x in tensors]
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
     return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name, return_lse, out)
 
 
@@ -472,3 +501,8 @@ def merge_states_n(outs, lses, *, out=None, lse_out=None, dtype=None):
 def merge_states(out_a, lse_a, out_b, lse_b, *, out=None, lse_out=None, dtype=None):
     """See `blitz_attn.merge_states`."""
     return merge_states_n([out_a, out_b], [lse_a, lse_b], out=out, lse_out=lse_out, dtype=dtype)
+
+
+def merge_states_tree(outs, lses):
+    """See `blitz_attn.merge_states_tree`: exact sums have no order."""
+    return merge_states_n(outs, lses)

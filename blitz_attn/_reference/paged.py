@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import dtype_name
-from .dense import Rules, SequenceParts, attend_head, round_to, to_float64, written
+from .dense import Rules, SequenceParts, attend_head, begins_of, round_to, to_float64, written
 
 # ---- Cache values -------------------------------------------------------------------------------------------------
 
@@ -126,6 +126,7 @@ class _Options:
     softcap: float | None
     k_scale: Any
     v_scale: Any
+    q_begin: Any
     dtype: Any
     kv_dtype: Any
 
@@ -138,10 +139,11 @@ def _requests(q: np.ndarray, k_cache: Any, v_cache: Any, block_tables: Any, seq_
     if len(q_lens) != len(tables) or sum(q_lens) != len(q):
         raise ValueError(f"q_lens: expected {len(tables)} lengths that add up to {len(q)}, got {q_lens}")
     parts = []
-    for (pages, tokens), first, n in zip(tables, np.cumsum([0, *q_lens]), q_lens, strict=False):
+    begins = begins_of(o.q_begin, q_lens, [tokens for _, tokens in tables])
+    for (pages, tokens), first, n, begin in zip(tables, np.cumsum([0, *q_lens]), q_lens, begins, strict=False):
         k = gather(k_cache, o.k_scale, o.kv_layout, o.kv_dtype, pages, tokens)
         v = gather(v_cache, o.v_scale, o.kv_layout, o.kv_dtype, pages, tokens)
-        parts.append(SequenceParts(q[first : first + n].swapaxes(0, 1), k, v, n, tokens))
+        parts.append(SequenceParts(q[first : first + n].swapaxes(0, 1), k, v, n, tokens, begin))
     return parts
 
 
@@ -213,14 +215,17 @@ def paged_attention(
     softcap=None,
     k_scale=None,
     v_scale=None,
+    q_begin=None,
+    kv_split=None,
     return_lse=False,
+    out_dtype=None,
     out=None,
     dtype=None,
     kv_dtype=None,
     num_threads=None,
 ):
     """See `blitz_attn.paged_attention`."""
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, dtype, kv_dtype)
+    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, None, None, options, "float64", return_lse, out)
 
 
@@ -241,14 +246,17 @@ def paged_select_attention(
     softcap=None,
     k_scale=None,
     v_scale=None,
+    q_begin=None,
+    kv_split=None,
     return_lse=False,
+    out_dtype=None,
     out=None,
     dtype=None,
     kv_dtype=None,
     num_threads=None,
 ):
     """See `blitz_attn.paged_select_attention`."""
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, dtype, kv_dtype)
+    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, options, "float64", return_lse, out)
 
 
@@ -269,7 +277,10 @@ def paged_same_precision(
     softcap=None,
     k_scale=None,
     v_scale=None,
+    q_begin=None,
+    kv_split=None,
     return_lse=False,
+    out_dtype=None,
     out=None,
     dtype=None,
     kv_dtype=None,
@@ -282,11 +293,11 @@ def paged_same_precision(
 
     Parameters
     ----------
-    q, k_cache, v_cache, block_tables, seq_lens, scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale
+    q, k_cache, v_cache, block_tables, seq_lens, scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_split
         See `blitz_attn.paged_attention`.
     selected, counts
         See `blitz_attn.paged_select_attention`; None attends to all pages.
-    return_lse, out, dtype, kv_dtype, num_threads
+    return_lse, out_dtype, out, dtype, kv_dtype, num_threads
         See `paged_attention` in this module.
 
     Returns
@@ -310,7 +321,7 @@ def paged_same_precision(
     True
     """
     name = dtype_name(dtype) if dtype is not None else dtype_name(getattr(q, "dtype", np.asarray(q).dtype))
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, dtype, kv_dtype)
+    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, dtype, kv_dtype)
     exact = _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, options, name, True, None)
     rounded = (round_to_float64(exact[0], name), exact[1])
     out, lse_out = out if isinstance(out, tuple) else (out, None)

@@ -255,6 +255,7 @@ def select_blocks(
     ascending=True,
     block_size=None,
     kv_layout="NHD",
+    return_scores=False,
     dtype=None,
     num_threads=None,
 ):
@@ -271,7 +272,14 @@ def select_blocks(
         slots = np.where(lengths < dense_below, -(-lengths // size), slots)
     newest = np.maximum(np.broadcast_to(recent, lengths.shape), _unsummarised(lengths, tokens_since_metadata_update, size))
     scores = _page_scores(q, sources, tables, lengths, size, method=method, per_query_head=per_query_head, kv_layout=kv_layout, dtype=dtype)
-    return _select(scores, max(1, int(slots.max(initial=1))), int(sink), newest, ascending, slots)
+    selected, counts = _select(scores, max(1, int(slots.max(initial=1))), int(sink), newest, ascending, slots)
+    if not return_scores:
+        return selected, counts
+    kept = np.full(selected.shape, -np.inf)
+    for (b, r, i), page in np.ndenumerate(selected):
+        if page >= 0:
+            kept[b, r, i] = scores[b][r][page]
+    return selected, counts, kept
 
 
 def select_and_attend(

@@ -66,7 +66,7 @@ def _antidiagonal(q: np.ndarray, k: np.ndarray, rows: list[slice], groups: list[
 
 def _seen_by(first: int, last: int, seq: SequenceParts, rules: Rules) -> tuple[int, int]:
     """Keys that the queries first..last see, as a range that is empty where they see none."""
-    lows, highs = rules.bounds(np.array([first, last]) + seq.kv_len - seq.q_len)
+    lows, highs = rules.bounds(np.array([first, last]) + seq.begin)
     low, high = int(max(lows[0], 0)), int(min(highs[1], seq.kv_len - 1)) + 1
     return (low, high) if low < high else (0, 0)
 
@@ -118,7 +118,7 @@ def _vertical_slash(fields: dict[str, Any], q, k, seq, rules, scale, block_shape
     weights = _softmax(q[looked_at] @ k[: seq.kv_len].T * scale, (keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))
     weights = np.where(np.isnan(weights), 0, weights) / len(looked_at)
     vertical = weights.sum(axis=0)
-    shift = seq.kv_len - seq.q_len
+    shift = seq.begin
     slash: dict[int, float] = {}
     for i, row in zip(looked_at, weights, strict=True):
         for j in np.flatnonzero(row):
@@ -154,8 +154,8 @@ def _forced(row: int, rows: int, columns: int, seen, seq, block_shape, sink, rec
     kept = (column < sink) | (column >= columns - last_columns)
     if row < first_rows or row >= rows - last_rows:
         kept[:] = True
-    first = row * block_q + seq.kv_len - seq.q_len
-    last = min((row + 1) * block_q, seq.q_len) - 1 + seq.kv_len - seq.q_len
+    first = row * block_q + seq.begin
+    last = min((row + 1) * block_q, seq.q_len) - 1 + seq.begin
     if recent and last >= 0:
         kept |= (column > max(0, first) // block_kv - recent) & (column <= last // block_kv)
     return kept & (column >= seen[0]) & (column < seen[1])

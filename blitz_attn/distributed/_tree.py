@@ -7,12 +7,14 @@ computed which. A rank merges the nodes of which it has all chunks; of those, no
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
-from ..merge import merge_states
+from .._state_tree import Merges as Merges
+from .._state_tree import ranges as ranges
+from .._state_tree import rounded as rounded
 
 
 class Level(NamedTuple):
@@ -70,44 +72,3 @@ def build(counts: ndarray, owner: ndarray) -> Tree:
     nodes, ranks, ends = (np.concatenate(x) for x in (sent, sender, after))
     order = np.lexsort((nodes, ranks))
     return Tree(levels, nodes[order], ranks[order], ends[order])
-
-
-def ranges(starts: ndarray, lengths: ndarray) -> ndarray:
-    """The numbers ``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them, for each i."""
-    shift = starts - (np.cumsum(lengths) - lengths)
-    return np.arange(int(lengths.sum())) + shift.repeat(lengths)
-
-
-class Merges:
-    """Merges of states in one array, level by level. A merged state stands in the place of its left half.
-
-    Parameters
-    ----------
-    pairs : list of tuple
-        ``(left, right)`` of each level: places of states.
-    first, rows : ndarray
-        First row of each place's state, and their number: a state has one row per query.
-    """
-
-    def __init__(self, pairs: list[tuple[ndarray, ndarray]], first: ndarray, rows: ndarray) -> None:
-        self._pairs = [(ranges(first[a], rows[a]), ranges(first[b], rows[b])) for a, b in pairs]
-
-    def run(self, out: ndarray, lse: ndarray) -> None:
-        """Merge in place: ``out`` is (rows, H, Dv), ``lse`` (rows, H)."""
-        for left, right in self._pairs:
-            if len(left):
-                both = (x[rows][:, :, None] for rows in (left, right) for x in (out, lse))
-                merged = merge_states(*both)
-                out[left], lse[left] = merged[0][:, :, 0], merged[1][:, :, 0]
-
-
-def rounded(x: ndarray, kind: str) -> Any:
-    """Float32 numbers in another dtype, to the nearest, ties to even; bfloat16 as bits, NaN as NaN."""
-    if kind != "bfloat16":
-        with np.errstate(over="ignore"):
-            return x.astype(kind, copy=False)
-    bits = x.view(np.uint32)
-    nearest = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), ((bits >> 16) | 0x40).astype(np.uint16), nearest)
-
-

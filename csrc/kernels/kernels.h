@@ -164,7 +164,7 @@ typedef BA_MERGE_ROW((*ba_merge_row_fn));
 typedef struct ba_pack_kernels {
     ba_pack_rows_fn keys, values; /* NULL: attend reads K (or V) in place */
     ba_pack_queries_fn queries[BA_PANEL_WIDTHS];
-    ba_finish_fn finish[BA_PANEL_WIDTHS];
+    ba_finish_fn finish[BA_PANEL_WIDTHS], finish_reals[BA_PANEL_WIDTHS]; /* finish_reals: the same as reals, before the rounding to the input dtype */
     ba_merge_row_fn merge_row;
 } ba_pack_kernels;
 
@@ -244,7 +244,7 @@ typedef struct ba_few_kernels {
     ba_attend_few_fn attend; /* NULL, like pack_queries: few calls use the vector family's */
     ba_pack_queries_fn pack_queries;
     ba_order_few_fn order_queries; /* NULL: pack_queries leaves them in order */
-    ba_finish_fn finish;
+    ba_finish_fn finish, finish_reals;
     ba_join_few_fn join;
 } ba_few_kernels;
 

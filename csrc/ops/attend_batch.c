@@ -12,9 +12,10 @@
 #include "ops/scratch.h"
 
 /* How many queries attend a key of this batch entry on the average, if lists are ignored; a query counts once for each head of the group. Only the
- * entry's own shape goes into this number, so that the entry's bits depend neither on other entries of the batch nor on the padding of lists. */
+ * entry's own shape goes into this number, so that the entry's bits depend neither on other entries of the batch nor on the padding of lists. Queries
+ * that are a slice count as the whole does, whose last query stands at the last key. */
 static double pairs_per_key(const ba_problem *p, int64_t batch) {
-    const double queries = (double)ba_q_span(p, batch).valid, keys = (double)ba_kv_span(p, batch).valid;
+    const double queries = (double)ba_deciding_queries(p, batch), keys = (double)ba_kv_span(p, batch).valid;
     if (queries == 0 || keys == 0) return 0;
     double pairs = queries;
     if (p->causal) pairs = queries <= keys ? queries - queries * (queries - 1) / (2 * keys) : (keys + 1) / 2;
@@ -62,7 +63,7 @@ static void clear_padding(void *context, int64_t item, int worker) {
     const int64_t batch = item / p->heads, head = item % p->heads, real_size = ba_dtype_size(ba_real_of(p->dtype));
     const ba_span q = ba_q_span(p, batch);
     for (int64_t query = q.valid; query < q.rows; query++) {
-        memset(ba_query_row(p, &p->out, p->element_size, batch, head, query), 0, (size_t)(p->v_dim * p->element_size));
+        memset(ba_query_row(p, &p->out, p->out_element_size, batch, head, query), 0, (size_t)(p->v_dim * p->out_element_size));
         if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, real_size, batch, head, query), 0, -INFINITY, real_size);
     }
 }
@@ -74,7 +75,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     int64_t padding = 0;
     for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;
     if (padding) {
-        const bool many = padding * problem->heads * problem->v_dim * problem->element_size >= ba_work.small_padding;
+        const bool many = padding * problem->heads * problem->v_dim * problem->out_element_size >= ba_work.small_padding;
         BA_TRY(ba_parallel(many ? threads : 1, problem->batch * problem->heads, clear_padding, (void *)problem));
     }
     return BA_OK;

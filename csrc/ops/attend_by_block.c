@@ -78,7 +78,6 @@ static ba_tile row_at(const call *c, const ba_item *item, int64_t row) {
 /* Packs the queries of all lanes of an item, sets the keys that each lane sees, and empties the states. */
 static void open_rows(const call *c, const block_scratch *s, const ba_item *item) {
     const ba_problem *p = c->problem;
-    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
     const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes, bytes = p->head_dim * p->element_size;
     memset(s->o, 0, (size_t)(lanes * BA_FEW_PAD(p->v_dim) * real));
     memset(s->l, 0, (size_t)(lanes * real));
@@ -88,7 +87,7 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
             const int64_t lane = row * c->row_lanes + i, query = ba_lane_query(&tile, i);
             s->lo[lane] = s->hi[lane] = 0;
             if (i >= tile.lanes) continue;
-            const ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);
+            const ba_range seen = ba_visible_keys(p, item->batch, query);
             s->lo[lane] = (int32_t)seen.lo;
             s->hi[lane] = (int32_t)seen.hi;
             char *to = s->q + lane * q_bytes(c);
@@ -113,8 +112,9 @@ static void finish_rows(const call *c, const block_scratch *s, const ba_item *it
         const int64_t lane = row * c->row_lanes;
         const ba_panel panel = {.o = s->o + lane * BA_FEW_PAD(p->v_dim) * real, .m = s->m + lane * real, .l = s->l + lane * real};
         for (int64_t i = 0; i < tile.lanes; i++)
-            s->out[i] = ba_query_row(p, &p->out, p->element_size, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i));
-        c->family->few->finish(&panel, tile.lanes, p->v_dim, s->out, p->lse.data ? s->lse : NULL);
+            s->out[i] = ba_query_row(p, &p->out, p->out_element_size, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i));
+        const ba_finish_fn finish = p->unrounded ? c->family->few->finish_reals : c->family->few->finish;
+        finish(&panel, tile.lanes, p->v_dim, s->out, p->lse.data ? s->lse : NULL);
         for (int64_t i = 0; p->lse.data && i < tile.lanes; i++)
             memcpy(ba_query_row(p, &p->lse, real, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i)), s->lse + i * real, (size_t)real);
     }

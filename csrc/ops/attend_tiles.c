@@ -14,13 +14,12 @@ static int64_t panel_room(const ba_attend_call *c, ba_panel_width width) { retur
 static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
     const int64_t room = panel_room(c, s->width);
     int32_t *lo = (int32_t *)s->panel.lo, *hi = (int32_t *)s->panel.hi;
     ba_open_lanes(s);
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(&t->tile, s->lane + i);
-        ba_set_lane(s, i, ba_visible_keys(p, query, q.valid, kv.valid), lo, hi);
+        ba_set_lane(s, i, ba_visible_keys(p, item->batch, query), lo, hi);
         w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
         ba_prefetch_to_read(w->rows[i],
                             p->head_dim * p->element_size); /* the rows of one head lie far apart, so the CPU does not prefetch them itself */
@@ -89,12 +88,14 @@ void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t
     const ba_attend_family *f = c->family;
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
-        w->rows[i] = ba_query_row(p, &p->out, p->element_size, batch, head, query);
-        ba_prefetch_to_write(w->rows[i], p->v_dim * p->element_size);
+        w->rows[i] = ba_query_row(p, &p->out, p->out_element_size, batch, head, query);
+        ba_prefetch_to_write(w->rows[i], p->v_dim * p->out_element_size);
         if (p->sinks) add_sink(c, s, i, (double)p->sinks[head]);
     }
-    (s->width == BA_PANEL_FEW ? f->few->finish : f->pack->finish[s->width])(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows,
-                                                                            p->lse.data ? w->lse : NULL);
+    ba_finish_fn finish;
+    if (s->width == BA_PANEL_FEW) finish = p->unrounded ? f->few->finish_reals : f->few->finish;
+    else finish = p->unrounded ? f->pack->finish_reals[s->width] : f->pack->finish[s->width];
+    finish(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
         memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
                w->lse + i * f->real_size, (size_t)f->real_size);

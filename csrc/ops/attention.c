@@ -36,9 +36,11 @@ ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *ar
     ba_attention a;
     ba_gradients gradients;
     BA_TRY(ba_open_block_sparse_backward(args, &a, &gradients));
-    *dq_shape = args->forward.q;
-    *dk_shape = args->forward.k;
-    *dv_shape = args->forward.v;
+    ba_tensor shapes[3];
+    ba_gradient_shapes(args, shapes);
+    *dq_shape = shapes[0];
+    *dk_shape = shapes[1];
+    *dv_shape = shapes[2];
     return BA_OK;
 }
 

@@ -4,7 +4,8 @@
  * As in the forward pass, an item is a run of tiles of one (batch, KV head), whose tiles walk their lists side by side, chunk by chunk. For each
  * chunk, every panel of a tile computes its P and dS and adds to its dQ; then the whole tile adds to the chunk's rows of dK and dV. dQ belongs to the
  * tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into the outputs themselves where these are reals,
- * else into arrays of reals that are rounded into the outputs at the end. */
+ * else into arrays of reals that are rounded into the outputs at the end. Where the caller wants gradients added, the outputs are reals, and are not
+ * cleared first. */
 #include <math.h>
 #include <string.h>
 
@@ -80,14 +81,33 @@ static void round_key(const ba_backward_call *c, int64_t batch, int64_t kv_head,
     c->family->gradient->store_row(ba_key_row(p, &g->dv, size, batch, kv_head, key), ba_key_row(p, &c->dv, real, batch, kv_head, key), p->v_dim);
 }
 
+static bool is_zero(const char *row, int64_t bytes) { return bytes == 0 || (row[0] == 0 && memcmp(row, row + 1, (size_t)bytes - 1) == 0); }
+
+/* Adds a key's sums to the outputs. Keys that no query has seen are left alone. */
+static void add_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size, dims[] = {p->head_dim, p->v_dim};
+    const ba_view *const to[] = {&c->gradients->dk, &c->gradients->dv}, *const from[] = {&c->dk, &c->dv};
+    for (int i = 0; i < 2; i++) {
+        const char *sums = ba_key_row(p, from[i], real, batch, kv_head, key);
+        if (!is_zero(sums, dims[i] * real)) ba_add_reals(ba_key_row(p, to[i], real, batch, kv_head, key), sums, dims[i], real);
+    }
+}
+
 static void clear_stretch(void *context, int64_t index, int worker) {
     (void)worker;
     each_key(context, index, clear_key);
 }
 
-static void round_stretch(void *context, int64_t index, int worker) {
+static void keep_stretch(void *context, int64_t index, int worker) {
     (void)worker;
-    each_key(context, index, round_key);
+    const ba_backward_call *c = context;
+    each_key(c, index, c->gradients->accumulate ? add_key : round_key);
+}
+
+/* Whether rows of sums need more room than outputs have: families over tiles add to whole multiples of BA_PACK_PAD dims. */
+static bool needs_room(const ba_backward_call *c) {
+    return c->family->gradient->gradient_tile && (c->problem->head_dim % BA_PACK_PAD || c->problem->v_dim % BA_PACK_PAD);
 }
 
 /* The number of rows per KV head in the arrays of sums. */
@@ -101,7 +121,7 @@ static ba_view sum_view(const ba_backward_call *c, char *data, int64_t dim) {
 }
 
 static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
-    return c->rounded ? c->problem->kv_heads * sum_tokens(c->problem) * ba_round_up(dim, BA_PACK_PAD) * c->family->real_size : 0;
+    return c->apart ? c->problem->kv_heads * sum_tokens(c->problem) * ba_round_up(dim, BA_PACK_PAD) * c->family->real_size : 0;
 }
 
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
@@ -128,7 +148,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
                           .tuning = ba_tuning_at(level),
                           .dk = gradients->dk,
                           .dv = gradients->dv};
-    c.rounded = c.family->real_size != problem->kv_element_size;
+    c.apart = gradients->accumulate ? needs_room(&c) : c.family->real_size != problem->kv_element_size;
     int threads = ba_threads_for(num_threads);
     c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
     const bool by_block = ba_plan_few_rows(problem);
@@ -146,7 +166,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
         c.turns = (ba_turn *)ba_take(memory, &used, c.plan.items * (int64_t)sizeof(ba_turn));
         c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
         char *dk = ba_take(memory, &used, sum_bytes(&c, problem->head_dim)), *dv = ba_take(memory, &used, sum_bytes(&c, problem->v_dim));
-        if (c.rounded) {
+        if (c.apart) {
             c.dk = sum_view(&c, dk, problem->head_dim);
             c.dv = sum_view(&c, dv, problem->v_dim);
         }
@@ -157,10 +177,10 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     if (status == BA_OK) {
         if (ba_is_small(c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim), c.tuning->inline_flops)) threads = 1;
         set_turns(&c, (int64_t *)last);
-        status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
+        if (c.apart || !gradients->accumulate) status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
     }
     if (status == BA_OK) status = ba_parallel(threads, c.plan.items, by_block ? ba_backward_by_block : ba_backward_by_tile, &c);
-    if (status == BA_OK && c.rounded) status = ba_parallel(threads, sums * stretches(problem), round_stretch, &c);
+    if (status == BA_OK && c.apart) status = ba_parallel(threads, sums * stretches(problem), keep_stretch, &c);
     ba_arena_release();
     return status;
 }

@@ -8,6 +8,7 @@
  * NULL, dlse is 0. */
 typedef struct ba_gradients {
     ba_view dout, dlse, dq, dk, dv;
+    bool accumulate; /* dk and dv hold reals, to which the gradients are added */
 } ba_gradients;
 
 /* Computes the gradients of a checked problem. Fails as ba_attend() does. num_threads 0: what ba_get_num_threads() says. */

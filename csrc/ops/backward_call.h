@@ -30,7 +30,7 @@ typedef struct ba_backward_call {
     ba_plan plan;
     ba_turn *turns;                /* [items] */
     ba_view dk, dv;                /* the sums, as reals */
-    bool rounded;                  /* the sums are not the outputs themselves, and are rounded into these at the end */
+    bool apart;                    /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
     int64_t row_lanes;             /* the largest number of (query, head) pairs in a row of the lists */
     const ba_attend_family *reals; /* the vector family of real */
     char *scratch;

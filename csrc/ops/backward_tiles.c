@@ -15,7 +15,6 @@ static double query_real(const ba_backward_call *c, const ba_view *view, int64_t
 void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, room = c->family->lanes[s->width];
-    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
     int32_t *lo = (int32_t *)s->gradient.lo, *hi = (int32_t *)s->gradient.hi;
     void *lse = (void *)s->gradient.lse, *delta = (void *)s->gradient.delta;
     ba_find_lanes(p, &c->gradients->dout, item->batch, &t->tile, s->lane, s->lanes, w->rows);
@@ -26,7 +25,7 @@ void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch
         const int64_t query = ba_lane_query(&t->tile, s->lane + i), head = ba_lane_head(&t->tile, s->lane + i);
         const double sum = query_real(c, &p->lse, item->batch, head, query);
         const double dlse = c->gradients->dlse.data ? query_real(c, &c->gradients->dlse, item->batch, head, query) : 0;
-        ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);
+        ba_range seen = ba_visible_keys(p, item->batch, query);
         if (sum == -INFINITY) seen = (ba_range){0, 0};
         ba_set_real(lse, i, sum == -INFINITY ? INFINITY : sum * BA_LOG2_E, real);
         ba_set_real(delta, i, (ba_get_real(delta, i, real) - dlse) * p->scale, real);

@@ -101,3 +101,11 @@ ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch
         return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
     return BA_OK;
 }
+
+ba_status ba_check_begins(const int64_t *q_begin, int64_t batch) {
+    for (int64_t b = 0; q_begin && b < batch; b++)
+        if (q_begin[b] < -INT32_MAX / 2 || q_begin[b] > INT32_MAX / 2)
+            return ba_fail(BA_ERROR_VALUE, "q_begin: expected token numbers from %d to %d, got %" PRId64 " at [%" PRId64 "]", -INT32_MAX / 2,
+                           INT32_MAX / 2, q_begin[b], b);
+    return BA_OK;
+}

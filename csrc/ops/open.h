@@ -30,6 +30,8 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
 /* Checks the outputs in `args` and adds them to the opened call. */
 ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_attention *attention);
 ba_status ba_set_paged_outputs(const ba_paged_args *args, ba_attention *attention);
+/* The dtypes and shapes of dq, dk and dv of an opened call. */
+void ba_gradient_shapes(const ba_block_sparse_backward_args *args, ba_tensor shapes[3]);
 ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_attention *attention, ba_gradients *gradients);
 
 /* Run an opened call whose outputs are set. They fail as ba_attend() does. */

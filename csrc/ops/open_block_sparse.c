@@ -8,6 +8,7 @@
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/open.h"
+#include "ops/scratch.h"
 
 static const char *q_axes(ba_layout layout) {
     static const char *const axes[] = {"(B, H, Sq, D)", "(B, Sq, H, D)", "(B, Sq, H*D)", "(T, H, D)"};
@@ -129,13 +130,17 @@ static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p
     p->q_begin = args->q_begin;
     p->key_stride = args->key_stride;
     p->key_last = args->key_last;
-    if (args->q_begin < -1 || args->q_begin > INT32_MAX / 2)
-        return ba_fail(BA_ERROR_VALUE, "q_begin: expected a token number from 0 to %d, or -1 for the end of the sequence, got %" PRId64,
-                       INT32_MAX / 2, args->q_begin);
+    p->q_total = args->q_total;
+    BA_TRY(ba_check_begins(args->q_begin, p->batch));
+    for (int64_t b = 0; args->q_total && b < p->batch; b++)
+        if (args->q_total[b] < ba_q_span(p, b).valid || args->q_total[b] > INT32_MAX / 2)
+            return ba_fail(BA_ERROR_VALUE,
+                           "q_total: expected at least the %" PRId64 " queries of the call and at most %d, got %" PRId64 " at [%" PRId64 "]",
+                           ba_q_span(p, b).valid, INT32_MAX / 2, args->q_total[b], b);
     if (args->key_stride < 0 || args->key_last < 0)
         return ba_fail(BA_ERROR_VALUE, "key_stride, key_last: expected at least 0, got %" PRId64 " and %" PRId64, args->key_stride, args->key_last);
     if (args->key_stride == 0) return BA_OK;
-    if (args->q_begin < 0) return ba_fail(BA_ERROR_VALUE, "q_begin: expected the first query's token number where key_stride is given, got none");
+    if (!args->q_begin) return ba_fail(BA_ERROR_VALUE, "q_begin: expected the first query's token number where key_stride is given, got none");
     if (p->window_left >= 0 || p->window_right >= 0)
         return ba_fail(BA_ERROR_VALUE, "window: expected no bound where key_stride is given, got (%" PRId64 ", %" PRId64 ")", args->window[0],
                        args->window[1]);
@@ -185,6 +190,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .kv_dtype = args->q.dtype,
         .element_size = ba_dtype_size(args->q.dtype),
         .kv_element_size = ba_dtype_size(args->q.dtype),
+        .out_element_size = ba_dtype_size(args->unrounded ? ba_real_of(args->q.dtype) : args->q.dtype),
+        .unrounded = args->unrounded != 0,
         .batch = q.batch,
         .heads = q.heads,
         .kv_heads = k.heads,
@@ -228,6 +235,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
 
     *out_shape = args->q;
     out_shape->data = NULL;
+    if (p->unrounded) out_shape->dtype = ba_real_of(p->dtype);
     out_shape->dims[out_shape->ndim - 1] = p->v_dim;
     if (layout == BA_BSH && __builtin_mul_overflow(p->heads, p->v_dim, &out_shape->dims[2])) out_shape->dims[2] = INT64_MAX;
     *lse_shape = (ba_tensor){.dtype = p->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {p->batch, p->heads, p->q_len}};
@@ -280,6 +288,7 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
     parts view;
     *g = (ba_gradients){0};
     BA_TRY(ba_open_block_sparse(forward, a));
+    if (forward->unrounded) return ba_fail(BA_ERROR_VALUE, "unrounded: expected 0 where out is an input, got %d", forward->unrounded);
     BA_TRY(check_given("out", &forward->out, &a->out_shape, true));
     BA_TRY(take_apart("out", &forward->out, q_axes(layout), layout, p->heads, &view));
     p->out = view.view;
@@ -294,21 +303,34 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
     return BA_OK;
 }
 
+void ba_gradient_shapes(const ba_block_sparse_backward_args *args, ba_tensor shapes[3]) {
+    shapes[0] = args->forward.q;
+    shapes[1] = args->forward.k;
+    shapes[2] = args->forward.v;
+    for (int i = 0; i < 3; i++) {
+        shapes[i].data = NULL;
+        if (i > 0 && args->accumulate) shapes[i].dtype = ba_real_of(shapes[i].dtype);
+    }
+}
+
 ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_attention *a, ba_gradients *g) {
     const ba_block_sparse_args *forward = &args->forward;
     const struct {
         const char *name;
-        const ba_tensor *output, *input;
+        const ba_tensor *output;
         int64_t heads;
         ba_view *view;
     } outputs[] = {
-        {"dq", &args->dq, &forward->q, a->problem.heads, &g->dq},
-        {"dk", &args->dk, &forward->k, a->problem.kv_heads, &g->dk},
-        {"dv", &args->dv, &forward->v, a->problem.kv_heads, &g->dv},
+        {"dq", &args->dq, a->problem.heads, &g->dq},
+        {"dk", &args->dk, a->problem.kv_heads, &g->dk},
+        {"dv", &args->dv, a->problem.kv_heads, &g->dv},
     };
+    ba_tensor shapes[3];
+    ba_gradient_shapes(args, shapes);
+    g->accumulate = args->accumulate != 0;
     for (int i = 0; i < 3; i++) {
         parts view;
-        BA_TRY(ba_check_output(outputs[i].name, outputs[i].output, outputs[i].input, true));
+        BA_TRY(ba_check_output(outputs[i].name, outputs[i].output, &shapes[i], true));
         BA_TRY(take_apart(outputs[i].name, outputs[i].output, "", forward->layout, outputs[i].heads, &view));
         *outputs[i].view = view.view;
     }

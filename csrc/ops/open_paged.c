@@ -7,6 +7,7 @@
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/open.h"
+#include "ops/scratch.h"
 
 static bool is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
 
@@ -127,6 +128,8 @@ static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool rag
         .kv_dtype = k->dtype,
         .element_size = ba_dtype_size(q->dtype),
         .kv_element_size = ba_dtype_size(k->dtype),
+        .out_element_size = ba_dtype_size(args->unrounded ? ba_real_of(q->dtype) : q->dtype),
+        .unrounded = args->unrounded != 0,
         .batch = batch,
         .heads = q->dims[1],
         .kv_heads = kv_heads,
@@ -144,7 +147,6 @@ static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool rag
         .causal = true,
         .window_left = ba_min(args->window, INT32_MAX),
         .window_right = -1,
-        .q_begin = -1,
     };
     BA_TRY(check_scale("k_scale", &args->k_scale, "k_cache", k, args->kv_layout, &p->k_scale));
     BA_TRY(check_scale("v_scale", &args->v_scale, "v_cache", v, args->kv_layout, &p->v_scale));
@@ -167,6 +169,7 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     ba_problem *p = &a->problem;
     *a = (ba_attention){.num_threads = args->num_threads};
     BA_TRY(check_inputs(args, plan ? plan->batch : args->batch, ragged, p));
+    BA_TRY(ba_check_begins(args->q_begin, p->batch));
     if (plan) BA_TRY(check_tables(args, p, plan));
     else BA_TRY(ba_open_page_tables(args, p->page_size, args->k_cache.dims[0], q->dims[0], &a->own_tables));
     const ba_page_tables *t = plan ? plan : &a->own_tables;
@@ -175,9 +178,11 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     p->kv_lens = t->seq_lens;
     p->kv_len = t->longest;
     p->cu_q = t->cu_q;
+    p->q_begin = args->q_begin;
     p->q_len = t->most_queries;
     a->out_shape = *q;
     a->out_shape.data = NULL;
+    if (p->unrounded) a->out_shape.dtype = ba_real_of(q->dtype);
     a->out_shape.dims[2] = p->v_dim;
     a->lse_shape = (ba_tensor){.dtype = q->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 2, .dims = {q->dims[0], q->dims[1]}};
     const ba_status status = check_selected(args, p);

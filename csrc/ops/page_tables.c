@@ -45,7 +45,7 @@ static ba_status check_queries(const ba_paged_args *args, int64_t all) {
     if (all >= 0 && args->cu_q[args->batch] != all)
         return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, all, args->cu_q[args->batch]);
     for (int64_t b = 0; b < args->batch; b++)
-        if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries) || queries < 0 || queries > args->seq_lens[b])
+        if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries) || queries < 0 || (queries > args->seq_lens[b] && !args->q_begin))
             return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
                            args->seq_lens[b], queries, b);
     return BA_OK;

@@ -167,7 +167,7 @@ static void survey_item(void *context, int64_t index, int worker) {
     const ba_problem *p = plan->problem;
     ba_item *item = &plan->item[index];
     uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
-    const ba_span q = ba_q_span(p, item->batch), kv = ba_kv_span(p, item->batch);
+    const ba_span q = ba_q_span(p, item->batch);
     if (item->part > 0) return; /* the item of the first part does it for all parts of the list */
     int64_t marked_row = -1, marked_head = -1;
     item->cost = 0;
@@ -188,7 +188,7 @@ static void survey_item(void *context, int64_t index, int worker) {
         const int64_t lanes = ba_min(tile.lanes, (q.valid - tile.first_query) * tile.heads - tile.first_lane);
         if (lanes <= 0) continue;
         const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(lanes, tile.heads);
-        const ba_range range = ba_visible_keys(p, first + queries / 2, q.valid, kv.valid);
+        const ba_range range = ba_visible_keys(p, item->batch, first + queries / 2);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
         /* a few queries take the time that reading their keys takes, whatever their number */
         item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);

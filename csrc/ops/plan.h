@@ -104,7 +104,7 @@ bool ba_plan_few_rows(const ba_problem *problem);
 
 /* Whether a batch entry has no more queries than the kernel for few queries takes. A token counts once for each query head that shares a KV head. */
 static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
-    const int64_t queries = ba_q_span(plan->problem, batch).valid * plan->problem->group;
+    const int64_t queries = ba_deciding_queries(plan->problem, batch) * plan->problem->group;
     return queries > 0 && queries <= BA_FEW_QUERIES;
 }
 

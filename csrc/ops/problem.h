@@ -12,8 +12,9 @@ typedef struct ba_view {
 } ba_view;
 
 typedef struct ba_problem {
-    ba_dtype dtype, kv_dtype; /* of q and out; of k and v */
-    int64_t element_size, kv_element_size;
+    ba_dtype dtype, kv_dtype; /* of q, and of out unless that is unrounded; of k and v */
+    int64_t element_size, kv_element_size, out_element_size;
+    bool unrounded;                        /* out is of reals, whatever the dtype of q */
     int64_t batch, heads, kv_heads, group; /* group = heads / kv_heads */
     int64_t q_len, kv_len;                 /* the length of the batch entries (BA_TND and paged: of the longest sequence) */
     int64_t head_dim, v_dim;
@@ -30,7 +31,8 @@ typedef struct ba_problem {
     const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */
-    int64_t q_begin;                   /* token number of query 0; -1: the queries are the last tokens of their sequence */
+    const int64_t *q_begin;            /* NULL: the queries are the last tokens of their sequences. Else the token number of each one's query 0 */
+    const int64_t *q_total;            /* NULL, or how many queries there are where these are a slice: kernels are chosen as for so many */
     int64_t key_stride, key_last;      /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
     bool listed;                       /* `blocks` holds lists. false: every block is attended */
     bool routed;                       /* lists are of single queries or small tiles: the kernel for few queries attends list rows of few queries */
@@ -70,13 +72,20 @@ static inline char *ba_key_row(const ba_problem *p, const ba_view *view, int64_t
     return ba_row_of(view, element_size, p->cu_kv ? 0 : batch, kv_head, ba_kv_span(p, batch).begin + key);
 }
 
+/* The number of queries that decides which kernels attend a batch entry. It is the same for a slice of the queries as for all of them. */
+static inline int64_t ba_deciding_queries(const ba_problem *p, int64_t batch) {
+    const int64_t valid = ba_q_span(p, batch).valid;
+    return p->q_total && valid ? p->q_total[batch] : valid;
+}
+
 /* The keys that a query sees by the token rules alone: [lo, hi), which is [0, 0) where it sees none. */
 typedef struct ba_range {
     int64_t lo, hi;
 } ba_range;
 
-static inline ba_range ba_visible_keys(const ba_problem *p, int64_t query, int64_t q_valid, int64_t kv_valid) {
-    const int64_t diagonal = query + (p->q_begin >= 0 ? p->q_begin : kv_valid - q_valid);
+static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64_t query) {
+    const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid;
+    const int64_t diagonal = query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
     ba_range range = {0, kv_valid};
     if (p->key_stride) range.hi = p->causal ? ba_min(kv_valid, diagonal < p->key_last ? 0 : (diagonal - p->key_last) / p->key_stride + 1) : kv_valid;
     else if (p->causal) range.hi = ba_min(range.hi, diagonal + 1);

@@ -476,6 +476,9 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
     if (args->ascending) qsort(chosen, (size_t)used, sizeof *chosen, by_rising_number);
     for (int64_t i = 0; i < width; i++)
         ((int32_t *)out->data)[batch * out->strides[0] + row * out->strides[1] + i * out->strides[2]] = i < used ? chosen[i] : -1;
+    for (int64_t i = 0; ba_given(&args->scores) && i < width; i++)
+        ((float *)args->scores.data)[batch * args->scores.strides[0] + row * args->scores.strides[1] + i * args->scores.strides[2]] =
+            i < used ? scores[chosen[i]] : -INFINITY;
     if (ba_given(&args->counts)) ((int32_t *)args->counts.data)[batch * args->counts.strides[0] + row * args->counts.strides[1]] = (int32_t)used;
 }
 
@@ -530,6 +533,9 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     ba_tensor expected = {.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, rows, out->ndim == 3 ? out->dims[2] : 0}};
     BA_TRY(ba_check_output("selected_indices", out, &expected, false));
     if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, "k: expected at least 1 place per row, got %" PRId64, out->dims[2]);
+    expected.dtype = BA_FLOAT32;
+    if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &expected, false));
+    expected.dtype = BA_INT32;
     expected.ndim = 2;
     if (ba_given(&a->counts)) BA_TRY(ba_check_output("counts", &a->counts, &expected, false));
     if (a->num_threads < 0 || a->num_threads > BA_MAX_THREADS)

@@ -598,6 +598,16 @@ int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value
     return fail(PyExc_ValueError, "%s: expected 'float32', 'float16', 'bfloat16'%s, got %R", name, rest, object);
 }
 
+int arg_out_dtype(PyObject *object, ba_dtype q_dtype, int *unrounded) {
+    ba_dtype dtype;
+    if (arg_dtype(object, "out_dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    const bool narrow = q_dtype == BA_FLOAT16 || q_dtype == BA_BFLOAT16;
+    *unrounded = narrow && dtype == BA_FLOAT32;
+    if (*unrounded || dtype == BA_DTYPE_COUNT || dtype == q_dtype) return 0;
+    return fail(PyExc_ValueError, "out_dtype: expected '%s'%s like q, got '%s'", ba_dtype_name(q_dtype), narrow ? " or 'float32'" : "",
+                ba_dtype_name(dtype));
+}
+
 /* ---- Lists of lengths -------------------------------------------------------------------------------------- */
 
 static int allocate_list(arg_list *list, Py_ssize_t count) {
@@ -668,6 +678,21 @@ int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t 
 int arg_expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning) {
     if (list->values == NULL || list->count == count) return 0;
     return fail(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
+}
+
+int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list) {
+    int64_t value;
+    if (object == Py_None || PySequence_Check(object) || !PyIndex_Check(object)) {
+        if (arg_lengths(state, object, name, list) < 0) return -1;
+        if (arg_expect_count(list, name, count, meaning) == 0) return 0;
+        PyMem_Free(list->values);
+        list->values = NULL;
+        return -1;
+    }
+    list->values = NULL;
+    if (arg_int64(object, name, &value) < 0 || allocate_list(list, (Py_ssize_t)(count > 0 ? count : 0)) < 0) return -1;
+    for (Py_ssize_t i = 0; i < list->count; i++) list->values[i] = value;
+    return 0;
 }
 
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list) {

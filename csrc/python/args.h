@@ -103,6 +103,9 @@ int arg_kv_layout(PyObject *object, const char *name, ba_kv_layout *value);
 int arg_isa(PyObject *object, const char *name, ba_isa *value);
 int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value); /* role: ARG_FLOATS or ARG_CACHE; None gives BA_DTYPE_COUNT */
 
+/* The dtype of an output whose usual dtype is that of q: None and that dtype set *unrounded to 0, "float32" with float16 and bfloat16 to 1. */
+int arg_out_dtype(PyObject *object, ba_dtype q_dtype, int *unrounded);
+
 /* The `bits_as` of arg_hold() for a call whose dtype argument is this. */
 ba_dtype arg_bits(ba_dtype dtype);
 
@@ -115,7 +118,10 @@ typedef struct arg_list {
 /* Copies a sequence of integers or a 1-d integer array. On failure, nothing is allocated. */
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list);
 
-/* The same for a 2-d integer array, row by row. Writes its shape to `dims`, unless the argument is None. */
+/* The same, where one integer stands for `count` equal ones. Fails unless there are `count` entries. */
+int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list);
+
+/* As arg_lengths, for a 2-d integer array, row by row. Writes its shape to `dims`, unless the argument is None. */
 int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t dims[2], arg_list *list);
 
 /* Fails with `name: expected <count> entries, <meaning>, got ...` unless the list is NULL or has `count` entries. */

@@ -10,20 +10,29 @@
 
 typedef struct block_sparse_call {
     arg_array q, k, v, blocks, out, lse;
-    arg_list q_lens, kv_lens, cu_q, cu_kv, cu_rows;
+    arg_list q_lens, kv_lens, cu_q, cu_kv, cu_rows, q_begin, q_total;
     ba_block_sparse_args args;
 } block_sparse_call;
 
 static void release_block_sparse(block_sparse_call *call) {
     arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->out, &call->lse};
-    arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv, &call->cu_rows};
+    arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv, &call->cu_rows, &call->q_begin, &call->q_total};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) arg_release(arrays[i]);
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
 }
 
+/* Reads the arguments that say which queries these are, for `batch` sequences. */
+static int read_positions(module_state *state, PyObject *q_begin, PyObject *q_total, int64_t batch, const char *meaning, block_sparse_call *call) {
+    if (arg_numbers(state, q_begin, "q_begin", batch, meaning, &call->q_begin) < 0) return -1;
+    if (arg_numbers(state, q_total, "q_total", batch, meaning, &call->q_total) < 0) return -1;
+    call->args.q_begin = call->q_begin.values;
+    call->args.q_total = call->q_total.values;
+    return 0;
+}
+
 /* Sets the lists of lengths. The C API takes them as bare pointers, so their number is checked here. The library checks whether they belong to the
  * layout and are in range. */
-static int set_lengths(block_sparse_call *call) {
+static int set_lengths(module_state *state, PyObject *q_begin, PyObject *q_total, block_sparse_call *call) {
     ba_block_sparse_args *a = &call->args;
     a->cu_q = call->cu_q.values;
     a->cu_kv = call->cu_kv.values;
@@ -34,7 +43,8 @@ static int set_lengths(block_sparse_call *call) {
         a->batch = call->cu_q.count - 1; /* without entries this is -1, which the library refuses */
         if (call->cu_q.values == NULL) return 0;
         if (arg_expect_count(&call->cu_rows, "cu_rows", call->cu_q.count, "as many as cu_seqlens_q has") < 0) return -1;
-        return arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has");
+        if (arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has") < 0) return -1;
+        return read_positions(state, q_begin, q_total, a->batch, "one per sequence", call);
     }
     const int64_t batch = a->q.ndim > 0 ? a->q.dims[0] : 0;
     if (a->q.ndim != (a->layout == BA_BSH ? 3 : 4)) { /* q has no batch axis to compare with; the library refuses q before it reads lengths */
@@ -42,7 +52,8 @@ static int set_lengths(block_sparse_call *call) {
         return 0;
     }
     if (arg_expect_count(&call->q_lens, "q_lens", batch, "one per batch entry") < 0) return -1;
-    return arg_expect_count(&call->kv_lens, "kv_lens", batch, "one per batch entry");
+    if (arg_expect_count(&call->kv_lens, "kv_lens", batch, "one per batch entry") < 0) return -1;
+    return read_positions(state, q_begin, q_total, batch, "one per batch entry", call);
 }
 
 /* In a layout that has an axis of heads, num_heads and num_kv_heads may be given, too, but must agree with that axis. */
@@ -66,9 +77,10 @@ static double default_scale(const ba_block_sparse_args *a) {
 #define BSA_ARGUMENTS(X) \
     X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
     X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(dtype) X(num_threads)
-#define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(q_begin) X(key_stride) X(key_last)
-#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) X(return_lse) X(out) X(lse_out) ROUTING_ARGUMENTS(X)
-#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) ROUTING_ARGUMENTS(X)
+#define SLICE_ARGUMENTS(X) X(q_begin) X(q_total)
+#define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(key_stride) X(key_last)
+#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X)
+#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
 #define AS_ROUTING_INDEX(name) ROUTING_##name,
@@ -82,8 +94,10 @@ enum { BACKWARD_ARGUMENTS(AS_BACKWARD_INDEX) BACKWARD_COUNT };
 
 static int read_optional_int64(PyObject *object, const char *name, int64_t *value) { return object == Py_None ? 0 : arg_int64(object, name, value); }
 
-/* Reads all inputs of a call. `values` begins with the arguments of BSA_ARGUMENTS, `routing` with those of ROUTING_ARGUMENTS. */
-static int read_block_sparse(module_state *state, PyObject *const *values, PyObject *const *routing, block_sparse_call *call, ba_dtype *bits_as) {
+/* Reads all inputs of a call. `values` begins with the arguments of BSA_ARGUMENTS, `slice` with those of SLICE_ARGUMENTS, and `routing` with those of
+ * ROUTING_ARGUMENTS. */
+static int read_block_sparse(module_state *state, PyObject *const *values, PyObject *const *slice, PyObject *const *routing, block_sparse_call *call,
+                             ba_dtype *bits_as) {
     ba_block_sparse_args *a = &call->args;
     int64_t block_shape[2];
     ba_dtype dtype;
@@ -122,10 +136,9 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
     if (arg_lengths(state, values[BSA_cu_seqlens_kv], "cu_seqlens_kv", &call->cu_kv) < 0) return -1;
     if (arg_lengths(state, routing[ROUTING_cu_rows], "cu_rows", &call->cu_rows) < 0) return -1;
     if (routing[ROUTING_routed] != Py_None && arg_flag(routing[ROUTING_routed], "routed", &a->routed) < 0) return -1;
-    if (read_optional_int64(routing[ROUTING_q_begin], "q_begin", &a->q_begin) < 0) return -1;
     if (read_optional_int64(routing[ROUTING_key_stride], "key_stride", &a->key_stride) < 0) return -1;
     if (read_optional_int64(routing[ROUTING_key_last], "key_last", &a->key_last) < 0) return -1;
-    return set_lengths(call);
+    return set_lengths(state, slice[0], slice[1], call);
 }
 
 static int check_disjoint(const block_sparse_call *call) {
@@ -147,7 +160,8 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     PyObject *out = NULL, *lse = NULL, *result = NULL;
 
     if (arg_flag(values[FORWARD_return_lse], "return_lse", &return_lse) < 0 ||
-        read_block_sparse(state, values, values + FORWARD_cu_rows, &call, &bits_as) < 0)
+        read_block_sparse(state, values, values + FORWARD_q_begin, values + FORWARD_cu_rows, &call, &bits_as) < 0 ||
+        arg_out_dtype(values[FORWARD_out_dtype], call.args.q.dtype, &call.args.unrounded) < 0)
         goto done;
     if (arg_check(ba_open_block_sparse(&call.args, &attention)) < 0) goto done;
 
@@ -184,7 +198,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
     arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
     const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.out, &call.lse, &dout, &dlse};
-    const ba_tensor *const shapes[GRADIENTS] = {&a.forward.q, &a.forward.k, &a.forward.v};
+    ba_tensor shapes[GRADIENTS];
     ba_tensor *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
     ba_attention attention;
     ba_gradients gradients;
@@ -192,7 +206,13 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     ba_status status;
     PyObject *made[GRADIENTS] = {NULL}, *result = NULL;
 
-    if (read_block_sparse(state, values, values + BACKWARD_cu_rows, &call, &bits_as) < 0) goto done;
+    if (read_block_sparse(state, values, values + BACKWARD_q_begin, values + BACKWARD_cu_rows, &call, &bits_as) < 0) goto done;
+    if (values[BACKWARD_accumulate] != Py_None && arg_flag(values[BACKWARD_accumulate], "accumulate", &a.accumulate) < 0) goto done;
+    for (int i = 1; i < GRADIENTS && a.accumulate; i++)
+        if (values[BACKWARD_dq + i] == Py_None) {
+            PyErr_Format(PyExc_ValueError, "%s: expected an array to add to with accumulate=True, got None", output_names[i]);
+            goto done;
+        }
     if (arg_hold(state, values[BACKWARD_out], "out", ARG_FLOATS, bits_as, &call.out) < 0) goto done;
     if (arg_hold(state, values[BACKWARD_lse], "lse", ARG_LSE, BA_UINT16, &call.lse) < 0) goto done;
     if (arg_hold(state, values[BACKWARD_dout], "dout", ARG_FLOATS, bits_as, &dout) < 0) goto done;
@@ -204,9 +224,10 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     a.dlse = dlse.tensor;
     if (arg_check(ba_open_block_sparse_backward(&a, &attention, &gradients)) < 0) goto done;
 
+    ba_gradient_shapes(&a, shapes);
     for (int i = 0; i < GRADIENTS; i++) {
         PyObject *given = values[BACKWARD_dq + i];
-        made[i] = arg_hold_or_make_output(state, given, values[BSA_empty], shapes[i], output_names[i], ARG_FLOATS, bits_as, &outputs[i]);
+        made[i] = arg_hold_or_make_output(state, given, values[BSA_empty], &shapes[i], output_names[i], ARG_FLOATS, bits_as, &outputs[i]);
         if (made[i] == NULL) goto done;
         *tensors[i] = outputs[i].tensor;
         for (size_t k = 0; k < sizeof inputs / sizeof *inputs; k++)
@@ -307,7 +328,7 @@ static PyObject *make_lists(module_state *state, PyObject *empty, const ba_selec
 TAKES(select_prefill, CHOICE_COUNT, CHOICE_ARGUMENTS(AS_TEXT));
 PyObject *py_select_prefill(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(select_prefill, CHOICE_COUNT);
-    PyObject *const routing[ROUTING_COUNT] = {Py_None, Py_None, Py_None, Py_None, Py_None};
+    PyObject *const none[ROUTING_COUNT] = {Py_None, Py_None, Py_None, Py_None};
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_select_prefill_args a = BA_SELECT_PREFILL_ARGS_INIT;
@@ -318,7 +339,8 @@ PyObject *py_select_prefill(PyObject *module, PyObject *const *args, Py_ssize_t 
     int index_dtype, return_scores;
     PyObject *made = NULL, *lists = NULL, *result = NULL;
 
-    if (read_block_sparse(state, values, routing, &call, &bits_as) < 0 || read_choice(state, values, &a, &budgets, &index_dtype, &return_scores) < 0)
+    if (read_block_sparse(state, values, none, none, &call, &bits_as) < 0 ||
+        read_choice(state, values, &a, &budgets, &index_dtype, &return_scores) < 0)
         goto done;
     a.call = call.args;
     if (arg_check(ba_open_prefill(&a, &prefill)) < 0) goto done;

@@ -144,7 +144,8 @@ done:
 /* clang-format off */
 #define PAGED_ARGUMENTS(X) \
     X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) \
-    X(kv_layout) X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads)
+    X(kv_layout) X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads) X(q_begin) \
+    X(out_dtype)
 /* clang-format on */
 #define AS_INDEX(name) PAGED_##name,
 #define AS_TEXT(name) #name,
@@ -152,7 +153,7 @@ enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
 
 typedef struct paged_call {
     arg_array q, k_cache, v_cache, k_scale, v_scale, selected, sinks, out, lse;
-    arg_list counts;
+    arg_list counts, q_begin;
     requests requests;
     const ba_page_tables *plan; /* opened tables; NULL: `requests` holds the call's own */
     ba_paged_args args;
@@ -163,6 +164,7 @@ static void release_paged(paged_call *call) {
                                  &call->selected, &call->sinks,   &call->out,     &call->lse};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     PyMem_Free(call->counts.values);
+    PyMem_Free(call->q_begin.values);
     release_requests(&call->requests);
 }
 
@@ -229,7 +231,11 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     call->plan = tables_of_plan(values[PAGED_block_tables]);
     if (call->plan == NULL && hold_tables(state, values[PAGED_block_tables], &call->requests, a) < 0) return -1;
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
+    if (arg_lengths(state, values[PAGED_q_begin], "q_begin", &call->q_begin) < 0) return -1;
+    a->q_begin = call->q_begin.values;
     if (call->plan == NULL && read_requests(state, values + PAGED_block_tables, page_tokens(a), &call->requests, a) < 0) return -1;
+    if (arg_expect_count(&call->q_begin, "q_begin", call->plan ? call->plan->batch : a->batch, "one per request") < 0) return -1;
+    if (arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (read_selected(state, values, call) < 0 || read_sinks(state, values[PAGED_sinks], call) < 0) return -1;
     if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
     if (values[PAGED_softcap] != Py_None && arg_double(values[PAGED_softcap], "softcap", &a->softcap) < 0) return -1;
@@ -425,19 +431,19 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* clang-format off */
 #define SELECT_ARGUMENTS(X) \
     X(empty) X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) \
-    X(tokens_since_metadata_update) X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(dtype) X(num_threads)
+    X(tokens_since_metadata_update) X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(return_scores) X(dtype) X(num_threads)
 /* clang-format on */
 #define AS_SELECT_INDEX(name) SELECT_##name,
 enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
 
 typedef struct select_call {
-    arg_array q, a, b, tables, selected, counts;
+    arg_array q, a, b, tables, selected, counts, scores;
     arg_list seq_lens, recent, since, budget;
     ba_select_args args;
 } select_call;
 
 static void release_select(select_call *call) {
-    arg_array *const arrays[] = {&call->q, &call->a, &call->b, &call->tables, &call->selected, &call->counts};
+    arg_array *const arrays[] = {&call->q, &call->a, &call->b, &call->tables, &call->selected, &call->counts, &call->scores};
     arg_list *const lists[] = {&call->seq_lens, &call->recent, &call->since, &call->budget};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
@@ -548,10 +554,12 @@ PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t n
     select_call call = {0};
     ba_tensor shape = {0};
     ba_status status;
-    int return_counts;
-    PyObject *selected = NULL, *counts = NULL, *result = NULL, *given = values[SELECT_selected_indices];
+    int return_counts, return_scores;
+    PyObject *selected = NULL, *counts = NULL, *scores = NULL, *result = NULL, *given = values[SELECT_selected_indices];
 
-    if (arg_flag(values[SELECT_return_counts], "return_counts", &return_counts) < 0 || read_select(state, values, &call) < 0) goto done;
+    if (arg_flag(values[SELECT_return_counts], "return_counts", &return_counts) < 0 ||
+        arg_flag(values[SELECT_return_scores], "return_scores", &return_scores) < 0 || read_select(state, values, &call) < 0)
+        goto done;
     if (given == Py_None && result_shape(&call.args, values[SELECT_k], &shape) < 0) goto done;
     selected = arg_hold_or_make_output(state, given, values[SELECT_empty], &shape, "selected_indices", ARG_TABLES, BA_UINT16, &call.selected);
     if (selected == NULL) goto done;
@@ -563,16 +571,25 @@ PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t n
         if (counts == NULL) goto done;
         call.args.counts = call.counts.tensor;
     }
+    if (return_scores) {
+        shape = call.args.selected;
+        shape.dtype = BA_FLOAT32;
+        scores = arg_hold_or_make_output(state, Py_None, values[SELECT_empty], &shape, "scores", ARG_LSE, BA_UINT16, &call.scores);
+        if (scores == NULL) goto done;
+        call.args.scores = call.scores.tensor;
+    }
     const arg_array *const inputs[] = {&call.q, &call.a, &call.b, &call.tables};
     for (size_t i = 0; i < COUNT_OF(inputs); i++)
         if (arg_disjoint(&call.selected, inputs[i]) < 0) goto done;
 
     INTERRUPTIBLE(status, ba_select_blocks(&call.args));
     if (arg_check(status) < 0) goto done;
-    result = return_counts ? PyTuple_Pack(2, selected, counts) : Py_NewRef(selected);
+    if (return_counts && return_scores) result = PyTuple_Pack(3, selected, counts, scores);
+    else result = return_counts || return_scores ? PyTuple_Pack(2, selected, return_counts ? counts : scores) : Py_NewRef(selected);
 done:
     release_select(&call);
     Py_XDECREF(selected);
     Py_XDECREF(counts);
+    Py_XDECREF(scores);
     return result;
 }

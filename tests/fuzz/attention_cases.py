@@ -16,6 +16,7 @@ from .problems import Finding
 
 LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 LENGTH_KINDS = ("list", "tuple", "int64", "int32", "int16", "uint16", "uint64", "strided")
+SIGNED_KINDS = ("list", "tuple", "int64", "int32", "int16", "strided")
 LIST_DTYPES = ("int32", "int64", "int16", "uint16")
 
 
@@ -107,6 +108,8 @@ def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12)) -> t
         draw.pick("scale", (None, 1.0, 0.0, -0.3, 4.0), (4, 1, 1, 1, 1)),
         draw.flag("causal", 0.4),
         _window(draw, s_kv),
+        np.array([draw.integer(f"q_begin[{b}]", -20, s_kv + 20, likely=(0,)) for b in range(batch)], np.int64) if draw.flag("q_begin", 0.25) else None,
+        q_lens + draw.pick("q_total", (0, 1, 9, 1000)) if draw.flag("q_total.given", 0.25) else None,
     )
     return problem, layout, has_q_lens, has_kv_lens
 
@@ -191,6 +194,10 @@ def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
             options[f"cu_seqlens_{name}"] = _numbers(np.concatenate([[0], np.cumsum(lens)]), kinds.get(name, "list"))
         elif given:
             options[f"{name}_lens"] = _numbers(lens, kinds.get(name, "list"))
+    for name, numbers in (("q_begin", p.begin), ("q_total", p.total)):
+        if numbers is not None:
+            equal = numbers.size > 0 and (numbers == numbers[0]).all()
+            options[name] = int(numbers[0]) if equal else _numbers(numbers, kinds.get(name, "list"))
     if case.layout == "BSH":
         options.update(num_heads=p.q.shape[1], num_kv_heads=p.k.shape[1])
     return options
@@ -216,7 +223,7 @@ class Arguments:
         self.mixed = draw.flag("kinds_mixed", 0.15)
         self.arrays = {name: self.array(name, x, dtype) for name, x in inputs(case).items()}
         named = dtype == "bfloat16" or draw.flag("dtype_named", 0.2)  # views that torch cannot have go as bits
-        self.options = rules(case, {name: draw.pick(f"lengths.{name}", LENGTH_KINDS) for name in ("q", "kv")})
+        self.options = rules(case, {name: draw.pick(f"lengths.{name}", LENGTH_KINDS) for name in ("q", "kv")} | {"q_begin": draw.pick("q_begin.kind", SIGNED_KINDS)})
         self.options["dtype"] = dtype if named else None
         if case.layout in ("BNSD", "BSND", "TND") and draw.flag("heads_named", 0.2):
             self.options.update(num_heads=case.problem.q.shape[1], num_kv_heads=case.problem.k.shape[1])
@@ -320,9 +327,26 @@ def alone(case: Case, b: int, layout: str, pad_q: int, pad_kv: int) -> Case:
         q_lens=p.q_lens[b : b + 1],
         kv_lens=p.kv_lens[b : b + 1],
         blocks=blocks,
+        begin=None if p.begin is None else p.begin[b : b + 1],
+        total=None if p.total is None else p.total[b : b + 1],
     )
     bad = _resized(case.bad[b : b + 1], 2, s_kv)
     return Case(problem, layout, bad, case.garbage, s_q > q_len, s_kv > kv_len)
+
+
+def slice_of(case: Case, rows: slice) -> Case:
+    """The queries `rows` of all batch entries as a call of their own; the slice begins at a block row."""
+    p, block_q = case.problem, case.problem.block_shape[0]
+    begin = p.kv_lens - p.q_lens if p.begin is None else p.begin
+    problem = dataclasses.replace(
+        p,
+        q=p.q[:, :, rows],
+        q_lens=np.clip(p.q_lens - rows.start, 0, rows.stop - rows.start),
+        blocks=None if p.blocks is None else p.blocks[:, :, rows.start // block_q : -(-rows.stop // block_q)],
+        begin=begin + rows.start,
+        total=p.q_lens if p.total is None else p.total,
+    )
+    return dataclasses.replace(case, problem=problem, has_q_lens=True)
 
 
 def rows_of(x: np.ndarray, layout: str, heads: int, lens: np.ndarray, b: int, *, numbers: bool = False) -> np.ndarray:

@@ -32,6 +32,8 @@ class Attention:
     scale: float | None
     causal: bool
     window: tuple[int, int] | None
+    begin: np.ndarray | None = None  # (B,): token numbers of the first queries; None: the queries are the last tokens
+    total: np.ndarray | None = None  # (B,): queries of the call that these are a slice of; no number depends on it
 
     @property
     def real(self) -> str:
@@ -57,7 +59,7 @@ class Attention:
         i, j = np.arange(s_q)[:, None], np.arange(s_kv)
         q_lens, kv_lens = self.q_lens[:, None, None], self.kv_lens[:, None, None]
         mask = (i < q_lens) & (j < kv_lens)
-        away = j - (i + kv_lens - q_lens)
+        away = j - (i + (kv_lens - q_lens if self.begin is None else self.begin[:, None, None]))
         if self.causal:
             mask &= away <= 0
         if self.window is not None:

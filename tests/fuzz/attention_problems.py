@@ -10,26 +10,28 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, checks
-from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of
+from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of, slice_of
 from .attention_oracle import Attention, forward
 from .draw import Draw
 from .problems import Finding, problem
 
-CHECKS = ("oracle", "threads", "permute", "alone", "dense", "masked")
+CHECKS = ("oracle", "threads", "permute", "alone", "dense", "masked", "slice", "rounded")
 
 
-def attend(case: Case, rng: np.random.Generator, num_threads: int | None = 1) -> tuple[np.ndarray, np.ndarray]:
+def attend(
+    case: Case, rng: np.random.Generator, num_threads: int | None = 1, out_dtype: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Calls the case again with plain arrays, and with the entries of its lists in another order."""
     given, options = plain_arguments(case, rng)
-    return blitz_attn.block_sparse_attention(*given.values(), **options, return_lse=True, num_threads=num_threads)
+    return blitz_attn.block_sparse_attention(*given.values(), **options, out_dtype=out_dtype, return_lse=True, num_threads=num_threads)
 
 
-def call(draw: Draw, case: Case, made: Arguments) -> tuple[Any, Any]:
+def call(draw: Draw, case: Case, made: Arguments, out_dtype: str) -> tuple[Any, Any]:
     """Makes the drawn call; returns None for a log-sum-exp that is not requested. Checks what a call promises whatever its numbers are."""
     p = case.problem
     shapes = {"out": laid_out(np.empty((*p.q.shape[:3], p.v.shape[-1])), case.layout, p.q_lens).shape}
     shapes["lse"] = laid_out(np.empty(p.q.shape[:3]), case.layout, p.q_lens).shape
-    dtypes = {"out": p.dtype, "lse": p.real}
+    dtypes = {"out": out_dtype, "lse": p.real}
     return_lse = draw.flag("return_lse", 0.7)
     given = {"none": (), "out": ("out",), "pair": ("out", "lse"), "lse": ("lse",)}[
         draw.pick("out", ("none", "out", "pair", "lse"), (4, 2, 1, 1))
@@ -39,21 +41,21 @@ def call(draw: Draw, case: Case, made: Arguments) -> tuple[Any, Any]:
     outputs = Outputs(made, shapes, dtypes, given)
     out = (outputs.given.get("out"), outputs.given["lse"]) if "lse" in given else outputs.given.get("out")
     result = blitz_attn.block_sparse_attention(
-        *made.arrays.values(), **made.options, out=out, return_lse=return_lse, num_threads=checks.threads(draw)
+        *made.arrays.values(), **made.options, out_dtype=None if out_dtype == p.dtype else out_dtype, out=out, return_lse=return_lse, num_threads=checks.threads(draw)
     )
     results = dict(zip(("out", "lse"), result if return_lse else (result,), strict=False))
     outputs.check(results)
     return results["out"], results.get("lse")
 
 
-def check_numbers(case: Case, out: Any, lse: Any) -> None:
+def check_numbers(case: Case, out: Any, lse: Any, out_dtype: str) -> None:
     """Compares with the oracle. A row that sees a NaN key must be NaN; one that sees an infinite key may be anything."""
     p = case.problem
     f, hit = forward(p), case.hit
     if np.isnan(case.garbage):
         f.out[hit], f.lse[hit] = np.nan, np.nan
     skipped = hit if not np.isnan(case.garbage) else np.zeros_like(hit)
-    got = arrays.values_of(out, p.dtype)
+    got = arrays.values_of(out, out_dtype)
     expected, allowed, off = (
         laid_out(x, case.layout, p.q_lens) for x in (f.out, f.allowed_out, np.broadcast_to(skipped[..., None], f.out.shape))
     )
@@ -84,13 +86,20 @@ def block_sparse_attention(draw: Draw) -> None:
     p = case.problem
     if check == "dense" and p.blocks is not None:
         p.blocks = np.ones_like(p.blocks)
+    out_dtype = p.real if draw.flag("out_dtype", 0.25) else p.dtype
     with checks.at_level(draw):
         made = Arguments(draw, case)
-        out, lse = call(draw, case, made)
-        check_numbers(case, out, lse)
+        out, lse = call(draw, case, made, out_dtype)
+        check_numbers(case, out, lse, out_dtype)
         rng = draw.rng("again")
         if check == "alone":
-            check_alone(draw, case, out, lse)
+            check_alone(draw, case, out, lse, out_dtype)
+            return
+        if check == "slice":
+            check_slice(draw, case, out, lse, out_dtype)
+            return
+        if check == "rounded":
+            check_rounded(case, out, out_dtype, rng)
             return
         if check == "oracle" or (check in ("permute", "dense", "masked") and p.blocks is None):
             return
@@ -99,14 +108,50 @@ def block_sparse_attention(draw: Draw) -> None:
             other = dataclasses.replace(case, problem=dataclasses.replace(p, blocks=None))
         elif check == "masked":
             other = dataclasses.replace(case, problem=dataclasses.replace(p, blocks=masked_blocks(p)))
-        again = attend(other, rng, {"threads": draw.pick("other_threads", checks.THREADS)}.get(check, 1))
+        again = attend(other, rng, {"threads": draw.pick("other_threads", checks.THREADS)}.get(check, 1), out_dtype)
         what = {"dense": "all blocks listed and no list", "masked": "with masked blocks", "threads": "another number of threads"}.get(
             check, "other order"
         )
         checks.same_bits(what, *((out, again[0]) if lse is None else ((out, lse), again)))
 
 
-def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
+def check_slice(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> None:
+    """Compares some rows with a call on these rows alone."""
+    p, rng = case.problem, draw.rng("slice")
+    block_q, s_q = p.block_shape[0], p.q.shape[2]
+    if s_q == 0:
+        return
+    first = int(rng.integers(-(-s_q // block_q))) * block_q
+    rows = slice(first, min(s_q, first + int(rng.choice([1, block_q, 3 * block_q, s_q]))))
+    part = slice_of(case, rows)
+    again = attend(part, draw.rng("again"), draw.pick("other_threads", checks.THREADS), out_dtype)
+    for b in range(len(p.q_lens)):
+        end = min(int(p.q_lens[b]), rows.stop)
+        clear = ~case.hit[b, :, first : max(first, end)]  # a NaN may be another one
+        for whole, theirs, numbers in ((out, again[0], False), (lse, again[1], True)):
+            if whole is None:
+                continue
+            dtype = p.real if numbers else out_dtype
+            ours = arrays.stored(arrays.values_of(whole, dtype), dtype)
+            one = rows_of(ours, case.layout, p.q.shape[1], p.q_lens, b, numbers=numbers)[:, first : max(first, end)]
+            other = rows_of(theirs, case.layout, p.q.shape[1], part.problem.q_lens, b, numbers=numbers)
+            checks.same_bits("lse of a slice" if numbers else "out of a slice", one[clear], other[clear])
+
+
+def check_rounded(case: Case, out: Any, out_dtype: str, rng: np.random.Generator) -> None:
+    """The result before it is rounded, rounded by NumPy, is the usual result."""
+    p = case.problem
+    usual, wide = arrays.values_of(out, out_dtype), attend(case, rng, 1, p.real)[0]
+    if out_dtype != p.dtype:
+        usual, wide = arrays.values_of(attend(case, rng)[0], p.dtype), out
+    rounded = arrays.rounded(arrays.values_of(wide, p.real), p.dtype)
+    clear = ~np.isnan(usual)
+    if not np.array_equal(np.isnan(rounded), ~clear):
+        raise Finding("out: NaN in other places before it is rounded")
+    checks.same_bits("rounded by NumPy", arrays.stored(rounded[clear], p.dtype), arrays.stored(usual[clear], p.dtype))
+
+
+def check_alone(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> None:
     """Compares one batch entry with a call on this entry alone, in another layout and with other padding."""
     p = case.problem
     batch, heads = p.q.shape[:2]
@@ -116,9 +161,9 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
         return
     b = int(draw.rng("alone.entry").integers(batch))
     single = alone(case, b, layout, *pads)
-    again = attend(single, draw.rng("again"))
+    again = attend(single, draw.rng("again"), 1, out_dtype)
     clear = ~case.hit[b, :, : int(p.q_lens[b])]  # a NaN may be another one
-    results = [(arrays.stored(arrays.values_of(out, p.dtype), p.dtype), again[0], False)]
+    results = [(arrays.stored(arrays.values_of(out, out_dtype), out_dtype), again[0], False)]
     if lse is not None:
         results.append((arrays.stored(arrays.values_of(lse, p.real), p.real), again[1], True))
     for ours, theirs, numbers in results:

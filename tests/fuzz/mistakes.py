@@ -40,9 +40,9 @@ MISTAKES = [
     Mistake(
         "ragged",
         "queries of ragged requests stand at the beginning of their keys, not at the end",
-        "csrc/ops/open_paged.c",
-        "        .q_begin = -1,\n",
-        "        .q_begin = ragged && batch > 1 ? 0 : -1,\n",
+        "csrc/ops/problem.h",
+        "p->q_begin[batch] : kv_valid - q_valid);",
+        "p->q_begin[batch] : p->page_size && p->cu_q && p->batch > 1 ? 0 : kv_valid - q_valid);",
     ),
     Mistake(
         "window",

@@ -71,6 +71,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
             .values = BA_CAT(NAME(pack_rows), bfloat16),
             .queries = {NAME(pack_pairs_wide), NAME(pack_pairs_narrow)},
             .finish = {BA_CAT(NAME(finish_wide), bfloat16), BA_CAT(NAME(finish_narrow), bfloat16)},
+            .finish_reals = {BA_CAT(NAME(finish_reals_wide), bfloat16), BA_CAT(NAME(finish_reals_narrow), bfloat16)},
             .merge_row = BA_CAT(NAME(merge_row), bfloat16),
         },
     .panel =
@@ -87,6 +88,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
             .pack_queries = BA_CAT(NAME(pack_few), bfloat16),
             .order_queries = BA_CAT(NAME(order_few), bfloat16),
             .finish = BA_CAT(NAME(finish_few), bfloat16),
+            .finish_reals = BA_CAT(NAME(finish_reals_few), bfloat16),
             .join = NAME(join_few),
         },
 };

@@ -113,15 +113,33 @@ static void draw_blocks(ba_block_sparse_args *a, const fz_sizes *s) {
     fz_fill_lists(&a->blocks, most_columns);
 }
 
+static int64_t sequences(const ba_block_sparse_args *a) { return a->layout == BA_TND ? a->batch : a->q.dims[0]; }
+
+/* The queries as a slice of a longer sequence. */
+static void draw_slice(ba_block_sparse_args *a, const fz_sizes *s) {
+    const int64_t batch = sequences(a), rows = a->layout == BA_TND ? a->q.dims[0] : s->q_len;
+    if (fz_once_in(6)) {
+        int64_t *begin = fz_numbers(batch);
+        for (int64_t b = 0; begin && b < batch; b++) begin[b] = fz_range(-20, 60);
+        if (begin && batch > 0 && fz_unusual()) begin[fz_below(batch)] = fz_unusual_number();
+        a->q_begin = begin;
+    }
+    if (fz_once_in(6)) {
+        int64_t *total = fz_numbers(batch);
+        for (int64_t b = 0; total && b < batch; b++) total[b] = rows + fz_range(0, 20);
+        if (total && batch > 0 && fz_unusual()) total[fz_below(batch)] = fz_unusual_number();
+        a->q_total = total;
+    }
+}
+
 static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
     a->scale = fz_scale(s->dim);
     a->causal = fz_once_in(3);
     for (int i = 0; i < 2; i++) a->window[i] = fz_unusual() ? fz_unusual_number() : fz_once_in(4) ? fz_range(0, 20) : -1;
-    if (fz_once_in(6)) a->q_begin = fz_unusual() ? fz_unusual_number() : fz_range(0, 60);
     if (fz_once_in(8)) {
         a->key_stride = fz_unusual() ? fz_unusual_number() : fz_range(1, 8);
         a->key_last = fz_unusual() ? fz_unusual_number() : fz_range(0, 16);
-        if (a->q_begin < 0 && !fz_unusual()) a->q_begin = 0;
+        if (!a->q_begin && !fz_unusual()) a->q_begin = fz_numbers(sequences(a));
         if (!fz_unusual()) a->window[0] = a->window[1] = -1;
     }
     a->num_threads = fz_threads();
@@ -154,6 +172,7 @@ void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
     a->block_q = block_size(s->q_len);
     a->block_kv = block_size(s->kv_len);
     draw_blocks(a, s);
+    draw_slice(a, s);
     draw_rules(a, s);
     if (fz_unusual()) a->layout = (ba_layout)fz_unusual_number();
 }

@@ -106,7 +106,7 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     ba_block_sparse_args call = a->call;
     call.blocks = (ba_tensor){0};
     call.cu_rows = NULL;
-    call.q_begin = -1;
+    call.q_begin = call.q_total = NULL;
     call.key_stride = call.key_last = 0;
     call.routed = 0;
     fz_set_role(&l.lists, FZ_INPUT);

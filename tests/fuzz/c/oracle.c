@@ -83,7 +83,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
         for (int64_t h = 0; h < heads; h++)
             for (int64_t i = 0; i < q_rows; i++) {
                 s = (sums){.top = -INFINITY};
-                const int64_t token = i + (a->q_begin >= 0 ? a->q_begin : kv_len - q_len);
+                const int64_t token = i + (a->q_begin ? a->q_begin[b] : kv_len - q_len);
                 for (int64_t j = 0; j < kv_len && i < q_len; j++) {
                     if (a->key_stride ? a->causal && (double)token < (double)j * (double)a->key_stride + (double)a->key_last : a->causal && j > token)
                         continue;

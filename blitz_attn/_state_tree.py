@@ -1,0 +1,73 @@
+"""Merging the states of a request's chunks by a fixed binary tree, for many requests at once.
+
+Node i of level l covers the chunks from ``i * 2**l`` up to ``(i + 1) * 2**l``, as far as the request has them. Where its right half has no
+chunk, it is its left half; else its state is the merge of both halves' states. So the result depends on the chunks alone, and not on who
+computed which, or together with what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from .merge import merge_states
+
+
+def ranges(starts: ndarray, lengths: ndarray) -> ndarray:
+    """The numbers ``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them, for each i."""
+    shift = starts - (np.cumsum(lengths) - lengths)
+    return np.arange(int(lengths.sum())) + shift.repeat(lengths)
+
+
+def pairs(counts: ndarray) -> list[tuple[ndarray, ndarray]]:
+    """(left, right) of each level of the trees of requests of ``counts[b]`` chunks. Nodes are named by their first chunk, and chunks are
+    numbered through all requests."""
+    levels = []
+    request = np.arange(len(counts)).repeat(counts)
+    place = np.arange(len(request))
+    index, number = place - (np.cumsum(counts) - counts)[request], counts
+    while len(number) and number.max() > 1:
+        left = (index % 2 == 0).nonzero()[0]
+        a = left[index[left] + 1 < number[request[left]]]
+        levels.append((place[a], place[a + 1]))
+        request, place, index, number = request[left], place[left], index[left] // 2, -(-number // 2)
+    return levels
+
+
+class Merges:
+    """Merges of states in one array, level by level. A merged state stands in the place of its left half."""
+
+    def __init__(self, levels: list[tuple[ndarray, ndarray]], first: ndarray, rows: ndarray) -> None:
+        """`levels`: (left, right) of each level, as places of states. `first` and `rows`: the first row of each place's state, and how many
+        it has, one per query."""
+        self._levels = [(ranges(first[a], rows[a]), ranges(first[b], rows[b])) for a, b in levels]
+
+    def run(self, out: ndarray, lse: ndarray) -> None:
+        """Merge in place: `out` is (rows, H, Dv), `lse` (rows, H)."""
+        for left, right in self._levels:
+            if len(left):
+                out[left], lse[left] = merged(out[left], lse[left], out[right], lse[right])
+
+
+def merged(out_a: ndarray, lse_a: ndarray, out_b: ndarray, lse_b: ndarray) -> tuple[ndarray, ndarray]:
+    """`merge_states` of arrays (rows, H, Dv) and (rows, H)."""
+    out, lse = merge_states(*(x[:, :, None] for x in (out_a, lse_a, out_b, lse_b)))
+    return out[:, :, 0], lse[:, :, 0]
+
+
+def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, ndarray]:
+    """States (rows, H, Dv) and (rows, H) in whose softmax one more score per head takes part, which has no value."""
+    shares = np.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    return merged(out, lse, np.zeros_like(out), np.ascontiguousarray(shares))
+
+
+def rounded(x: ndarray, kind: str) -> Any:
+    """float32 numbers in another dtype, to the nearest, ties to even; bfloat16 as bits, NaN as NaN. float64 stays float64."""
+    if kind != "bfloat16":
+        with np.errstate(over="ignore"):
+            return x.astype(kind, copy=False)
+    bits = x.view(np.uint32)
+    nearest = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), ((bits >> 16) | 0x40).astype(np.uint16), nearest)

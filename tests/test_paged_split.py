@@ -1,0 +1,171 @@
+"""Paged attention in fixed chunks: the bits of chunks that are attended one by one and merged by the tree, and right by the reference."""
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import _formats, testing
+from cases import same_bits
+from cases_paged import attend_paged, check_paged
+
+LENS = [1, 0, 37, 130, 16, 257]
+KINDS = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float64", "float64")]
+RULES = [{}, {"window": 20}, {"softcap": 2.0, "scale": 0.3}, {"window": 0}]
+
+
+def chunk_states(case, b, first, split, queries, begin, **options):
+    """(out, lse) of each chunk of request b, attended as a request of its own, in the layout of merge_states."""
+    tokens, size = int(case.seq_lens[b]), case.page_size
+    outs, lses = [], []
+    for c in range(max(1, -(-tokens // split))):
+        here = min(split, tokens - c * split)
+        pages = case.block_tables[b : b + 1, c * split // size : c * split // size + max(1, -(-here // size))]
+        out, lse = blitz_attn.paged_attention(
+            np.ascontiguousarray(case.q[first : first + queries]), case.k_cache, case.v_cache, np.ascontiguousarray(pages), [here],
+            q_lens=[queries], q_begin=[begin - c * split], out_dtype=None if case.dtype == "float64" else "float32", return_lse=True, **options,
+        )  # fmt: skip
+        outs.append(np.ascontiguousarray(out.swapaxes(0, 1)[None]))
+        lses.append(np.ascontiguousarray(lse.T[None]))
+    return outs, lses
+
+
+def by_hand(case, split, q_begin=None, sinks=None, **options):
+    """(out, lse) of the call, chunk by chunk."""
+    options = {**case.options, **options}
+    q_lens = options.pop("q_lens", None)
+    q_lens = [1] * len(case.seq_lens) if q_lens is None else q_lens
+    results = []
+    for b, (first, n) in enumerate(zip(np.cumsum([0, *q_lens]), q_lens, strict=False)):
+        begin = int(case.seq_lens[b]) - n if q_begin is None else q_begin[b]
+        out, lse = blitz_attn.merge_states_tree(*chunk_states(case, b, first, split, n, begin, **options))
+        if sinks is not None:
+            shares = np.ascontiguousarray(np.broadcast_to(sinks[None, :, None], lse.shape).astype(lse.dtype))
+            out, lse = blitz_attn.merge_states(out, lse, np.zeros_like(out), shares)
+        results.append((out[0].swapaxes(0, 1), lse[0].T))
+    outs, lses = (np.concatenate(x) for x in zip(*results, strict=True))
+    return outs, lses
+
+
+def assert_same_as_by_hand(case, split, **options):
+    got, lse = attend_paged(case, kv_split=split, **options)
+    exact, exact_lse = by_hand(case, split, **options)
+    assert same_bits(lse, np.ascontiguousarray(exact_lse))
+    usual = exact if case.dtype == "float64" else _formats.converted(exact, "float32", case.dtype)
+    assert got.tobytes() == np.ascontiguousarray(usual).tobytes()
+    if case.dtype != "float64":
+        wide = blitz_attn.paged_attention(*case.arrays, kv_split=split, out_dtype="float32", **{**case.options, **options})
+        assert same_bits(wide, np.ascontiguousarray(exact))
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("q_lens", [None, [1, 0, 4, 20, 16, 33]], ids=["one", "ragged"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS)
+def test_chunks_by_hand_give_the_same_bits(dtype, kv_dtype, q_lens, rules, isa_level):
+    for n, split in enumerate((16, 64, 48, 512)):
+        case = testing.make_paged(6, 6, 2, LENS, 16, (40, 64)[n % 2], (24, 64)[n % 2], dtype, kv_dtype, ("NHD", "HND")[n % 2], q_lens=q_lens)
+        sinks = np.linspace(-1, 2, 6).astype(np.float32) if n % 2 else None
+        assert_same_as_by_hand(case, split, sinks=sinks, **rules)
+
+
+@pytest.mark.parametrize("rules", RULES[:2], ids=str)
+def test_stretches_of_longer_requests(rules, isa_level):
+    """q_begin: queries before, inside and behind the tokens of the cache, more of them than tokens."""
+    case = testing.make_paged(6, 4, 2, LENS, 16, 32, 32, "bfloat16", "bfloat16", q_lens=[1, 2, 4, 20, 0, 9])
+    begins = [3, 0, -2, 100, 5, 300]
+    assert_same_as_by_hand(case, 32, q_begin=begins, **rules)
+    check_paged(case, q_begin=begins, **rules)
+    check_paged(case, q_begin=begins, kv_split=32, **rules)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [*KINDS, ("float32", "float8_e4m3")])
+def test_splits_are_right(dtype, kv_dtype):
+    sinks = np.linspace(-1, 2, 6).astype(np.float32)
+    for split, q_lens, rules in ((16, None, {}), (32, [1, 0, 4, 20, 16, 33], {"window": 25}), (64, [0, 0, 1, 2, 3, 9], {"sinks": sinks})):
+        case = testing.make_paged(6, 6, 2, LENS, 16, 40, 24, dtype, kv_dtype, q_lens=q_lens)
+        check_paged(case, kv_split=split, **rules)
+
+
+def everything(case, rows):
+    blocks = -(-case.seq_lens // case.page_size)
+    selected = np.full((len(blocks), rows, int(blocks.max())), -1)
+    rng = np.random.default_rng(5)
+    for b, r in np.ndindex(*selected.shape[:2]):
+        selected[b, r, : blocks[b]] = rng.permutation(blocks[b])
+    return selected
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize("q_lens", [None, [1, 0, 4, 20, 16, 33]], ids=["one", "ragged"])
+def test_selected_blocks(q_lens, rows, isa_level):
+    case = testing.make_paged(6, 6, 2, LENS, 16, 40, 24, "bfloat16", "bfloat16", q_lens=q_lens)
+    whole = attend_paged(case, kv_split=48, window=60)
+    got = attend_paged(case, everything(case, rows), kv_split=48, window=60)
+    assert all(map(same_bits, got, whole))
+    some = everything(case, rows)[:, :, ::2].copy()
+    check_paged(case, some, kv_split=48)
+    counts = (some >= 0).sum(axis=2)
+    assert all(map(same_bits, attend_paged(case, some, kv_split=48), attend_paged(case, np.abs(some), counts=counts, kv_split=48)))
+
+
+def test_one_chunk_is_the_usual_call():
+    case = testing.make_paged(6, 6, 2, LENS, 16, 40, 24, "bfloat16", "bfloat16")
+    assert all(map(same_bits, attend_paged(case, kv_split=512), attend_paged(case)))
+
+
+def test_other_requests_and_threads_change_nothing(isa_level):
+    case = testing.make_paged(6, 6, 2, LENS, 16, 64, 64, "float16", "float16")
+    whole = attend_paged(case, kv_split=32)
+    assert all(map(same_bits, whole, attend_paged(case, kv_split=32, num_threads=2)))
+    for b in (2, 5):
+        alone = blitz_attn.paged_attention(
+            case.q[b : b + 1], case.k_cache, case.v_cache, case.block_tables[b : b + 1], case.seq_lens[b : b + 1], kv_split=32
+        )
+        assert same_bits(alone, whole[0][b : b + 1])
+
+
+def test_tables_of_both_forms():
+    case = testing.make_paged(6, 6, 2, LENS, 16, 32, 32, "float32", "float32")
+    used = -(-case.seq_lens // 16)
+    indptr, last = np.cumsum([0, *used]), np.where(used > 0, case.seq_lens - (used - 1) * 16, 0)
+    indices = np.concatenate([row[:n] for row, n in zip(case.block_tables, used, strict=True)])
+    whole = attend_paged(case, kv_split=32)
+    assert all(map(same_bits, whole, attend_paged(case, tables=((indptr, indices, last),), kv_split=32)))
+
+
+BAD = [
+    ({"kv_split": 24}, ValueError, "kv_split: expected a positive multiple of the 16 tokens of a page, got 24"),
+    ({"kv_split": 0}, ValueError, "kv_split: expected a positive multiple"),
+    ({"kv_split": "16"}, TypeError, "kv_split: expected an integer, got str"),
+    ({"q_begin": [1]}, ValueError, "q_begin: expected 2 entries, one per request, got"),
+    ({"q_begin": [1, 2**40]}, ValueError, "q_begin: expected token numbers from"),
+    ({"q_lens": [1, 60], "kv_split": 16}, ValueError, "q_lens: expected 0 to seq_lens\\[1\\] = 40, got 60 at \\[1\\]"),
+    ({"sinks": [1.0], "kv_split": 16}, ValueError, "sinks: expected "),
+    ({"window": -2, "kv_split": 16}, ValueError, "window: expected a token count"),
+    ({"out": np.zeros((2, 4, 31), np.float32), "kv_split": 16}, ValueError, "out: expected shape \\(2, 4, 32\\), got \\(2, 4, 31\\)"),
+    ({"out": np.zeros((2, 4, 32), np.float16), "kv_split": 16}, TypeError, "out: expected dtype float32, got float16"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "sentence"), BAD, ids=lambda x: str(x)[:50])
+def test_refused(options, kind, sentence):
+    case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
+    with pytest.raises(kind, match=sentence):
+        blitz_attn.paged_attention(*case.arrays, **options)
+
+
+def test_outputs_have_memory_of_their_own():
+    case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
+    with pytest.raises(ValueError, match="out: expected memory of its own"):
+        blitz_attn.paged_attention(*case.arrays, kv_split=16, out=case.q)
+
+
+def test_torch_tensors():
+    torch = pytest.importorskip("torch")
+    case = testing.make_paged(3, 4, 2, [100, 33, 7], 16, 32, 32, "float32", "float32")
+    q, k_cache, v_cache = (torch.from_numpy(x).bfloat16() for x in case.arrays[:3])
+    out, lse = blitz_attn.paged_attention(q, k_cache, v_cache, case.block_tables, case.seq_lens, kv_split=32, return_lse=True)
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    wide = blitz_attn.paged_attention(q, k_cache, v_cache, case.block_tables, case.seq_lens, kv_split=32, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.bfloat16(), out)
