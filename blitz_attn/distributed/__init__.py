@@ -15,6 +15,7 @@ _HOMES: dict[str, str] = {  # public name -> the module of this package that has
     "finish": "faults",
     "is_failure": "faults",
     "run_with_survivors": "faults",
+    "select_blocks_distributed": "selection",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,8 +1,7 @@
-"""The binary tree over the chunks of a request, by which states of attention are merged: the same for any number of ranks.
+"""Who merges what of the tree of states (_state_tree.py) where ranks hold the chunks of requests, and what they send.
 
-Node i of level l covers the chunks from ``i * 2**l`` up to ``(i + 1) * 2**l``, as far as the request has them. Where its right half has no
-chunk, it is its left half; else its state is the merge of both halves' states. So the result depends on the chunks alone, and not on who
-computed which. A rank merges the nodes of which it has all chunks; of those, nodes whose parent it does not have whole are sent.
+A rank merges the nodes of which it has all chunks. Of those it sends the ones whose parent it does not have whole, and every rank merges
+the rest of the tree.
 """
 
 from __future__ import annotations
@@ -11,10 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
-
-from .._state_tree import Merges as Merges
-from .._state_tree import ranges as ranges
-from .._state_tree import rounded as rounded
 
 
 class Level(NamedTuple):
@@ -39,7 +34,7 @@ class Tree(NamedTuple):
 
 
 def build(counts: ndarray, owner: ndarray) -> Tree:
-    """The tree of requests of ``counts[b]`` chunks, of which ``owner`` has all requests' chunks' ranks, one request after the other."""
+    """The tree of requests of ``counts[b]`` chunks. `owner` is the rank of each chunk, of one request after the other."""
     first = np.cumsum(counts) - counts
     request = np.arange(len(counts)).repeat(counts)
     place = np.arange(len(owner))

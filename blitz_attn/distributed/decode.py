@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from .. import _arrays
 from .._paged_tables import query_lengths
-from ..merge import merge_states
+from .._state_tree import Merges, ranges, rounded, with_sinks
 from ..paged import paged_attention, paged_select_attention
 from . import _tree
 from ._comm import Agreement, communicator
@@ -79,7 +79,7 @@ class Shards:
             )
         pages = np.minimum(self.split_pages, self.used[self.request] - self.index * self.split_pages)
         starts = np.cumsum(pages) - pages
-        held = self.tables[self.request.repeat(pages), _tree.ranges(self.index * self.split_pages, pages)] >= 0
+        held = self.tables[self.request.repeat(pages), ranges(self.index * self.split_pages, pages)] >= 0
         number = np.add.reduceat(held, starts, dtype=np.int64) if len(starts) else np.zeros(0, np.int64)
         for i in ((number > 0) & (number < pages)).nonzero()[0]:
             a = self.index[i] * self.split_pages
@@ -113,7 +113,7 @@ class Shards:
         chunk = (self.owner == self.rank).nonzero()[0]
         starts = self.index[chunk] * self.split_pages
         pages = np.minimum(self.split_pages, self.used[self.request[chunk]] - starts)
-        return self.request[chunk].repeat(pages), _tree.ranges(starts, pages)
+        return self.request[chunk].repeat(pages), ranges(starts, pages)
 
 
 def _positive(x: Any, name: str) -> int:
@@ -143,15 +143,23 @@ def page_size_of(k_cache: Any, kv_layout: Any) -> int:
 
 
 class _Units(NamedTuple):
-    """Stretches of requests that this rank attends to, each as a request of its own."""
+    """Chunks of this rank that some query may see, each as a request of its own."""
 
-    place: ndarray  # number of the first chunk, through all requests
+    place: ndarray  # number of the chunk, through all requests
     request: ndarray
-    begin: ndarray  # the request's page that is the first of the chunk
-    pages: ndarray
-    offset: ndarray  # the same page's place in the unit's table
-    tables: ndarray
-    lengths: ndarray
+    begin: ndarray  # number of its first page in its request
+    queries: ndarray
+    q_begin: ndarray
+    tables: tuple[ndarray, ndarray, ndarray]
+
+
+class _Lists(NamedTuple):
+    """Listed pages, an entry each."""
+
+    heads: int  # of the lists: Hkv or H
+    request: ndarray
+    head: ndarray
+    page: ndarray
 
 
 class DecodePlan:
@@ -242,10 +250,8 @@ class DecodePlan:
             self.batch: int = len(shards.lengths)
             self.page_size: int = shards.page_size
             self.seq_lens: ndarray = shards.lengths
-            if q_lens is None:
-                self._queries = np.ones(self.batch, np.int64)
-            else:
-                self._queries = query_lengths(q_lens, shards.lengths)
+            self._one_query = q_lens is None
+            self._queries = np.ones(self.batch, np.int64) if q_lens is None else query_lengths(q_lens, shards.lengths)
             self._window = None if window is None else _arrays.integer(window, "window")
             if self._window == -1:  # as no window
                 self._window = None
@@ -273,52 +279,36 @@ class DecodePlan:
         place = np.zeros(len(rows), np.int64)  # first row of each state, in the rank's own array
         place[own] = np.cumsum(rows[own]) - rows[own]
         self._own_rows = int(rows[own].sum())
-        self._own_merges = _tree.Merges([(t.left[t.owner == rank], t.right[t.owner == rank]) for t in tree.levels], place, rows)
-        self._own_place = place
+        self._own_merges = Merges([(t.left[t.owner == rank], t.right[t.owner == rank]) for t in tree.levels], place, rows)
         mine = tree.sent[tree.sender == rank]
-        self._sent_rows = _tree.ranges(place[mine], rows[mine])
+        self._sent_rows = ranges(place[mine], rows[mine])
         everyone = np.zeros(len(rows), np.int64)  # the same in the array of all that was sent
         everyone[tree.sent] = np.cumsum(rows[tree.sent]) - rows[tree.sent]
         self.states = np.bincount(tree.sender, weights=rows[tree.sent], minlength=size).astype(np.int64)
-        self._all_merges = _tree.Merges([(t.left[t.owner < 0], t.right[t.owner < 0]) for t in tree.levels], everyone, rows)
+        self._all_merges = Merges([(t.left[t.owner < 0], t.right[t.owner < 0]) for t in tree.levels], everyone, rows)
         some = shards.chunks.nonzero()[0]
         self._results = (
-            _tree.ranges(self._first_query[some], self._queries[some]),
-            _tree.ranges(everyone[shards.first[some]], self._queries[some]),
+            ranges(self._first_query[some], self._queries[some]),
+            ranges(everyone[shards.first[some]], self._queries[some]),
         )
-        self._units = self._make_units(own)
-        self._unit_queries = self._queries[self._units.request]
-        self._query_rows = _tree.ranges(self._first_query[self._units.request], self._unit_queries)
-        self._state_rows = _tree.ranges(place[self._units.place], self._unit_queries)
+        self._units = units = self._make_units(own)
+        self._query_rows = ranges(self._first_query[units.request], units.queries)
+        self._state_rows = ranges(place[units.place], units.queries)
 
     def _make_units(self, own: ndarray) -> _Units:
-        """Chunks of this rank that some query may see, each as a request of its own.
-
-        Where each query is the only one of its request and has no window, such a request is the chunk. Else lists name the chunk's
-        pages in a request with the queries' places: where all queries see the chunk whole, they stand behind it; elsewhere the request
-        is a stretch of the true one, from the chunk or the first query to the end."""
         shards, size = self._shards, self._shards.page_size
         request, begin = shards.request[own], shards.index[own] * shards.split_pages
         queries, ends = self._queries[request], shards.lengths[request]
-        pages = np.minimum(shards.split_pages, shards.used[request] - begin)
-        after = np.minimum((begin + pages) * size, ends)
+        after = np.minimum((begin + shards.split_pages) * size, ends)
         seen = queries > 0
         if self._window is not None:
             seen &= after > ends - queries - self._window
-        place, request, begin, queries, ends, pages, after = (x[seen] for x in (own, request, begin, queries, ends, pages, after))
-        offset = np.zeros_like(begin)
-        if self._window is None and bool((queries == 1).all()):
-            width, lengths = pages, after - begin * size
-        else:
-            whole = (after <= ends - queries) if self._window is None else np.zeros(len(place), bool)
-            offset = np.where(whole, 0, np.maximum(begin - (ends - queries) // size, 0))
-            width = np.where(whole, pages + -(-queries // size), shards.used[request] - begin + offset)
-            lengths = np.where(whole, width * size, ends - (begin - offset) * size)
-        tables = np.zeros((len(place), int(width.max(initial=0))), shards.tables.dtype)
-        unit = np.arange(len(place)).repeat(pages)
-        column = _tree.ranges(np.zeros_like(pages), pages)
-        tables[unit, column + offset[unit]] = shards.numbers(request[unit], column + begin[unit])
-        return _Units(place, request, begin, pages, offset, tables, lengths)
+        place, request, begin, queries, ends, after = (x[seen] for x in (own, request, begin, queries, ends, after))
+        pages = -(-after // size) - begin
+        indices = shards.numbers(request.repeat(pages), ranges(begin, pages))
+        indptr = np.concatenate([[0], np.cumsum(pages)])
+        last = after - (begin + pages - 1) * size
+        return _Units(place, request, begin, queries, ends - queries - begin * size, (indptr, indices, last))
 
     def own_pages(self) -> tuple[ndarray, ndarray]:
         """The pages that this rank holds and attends.
@@ -391,8 +381,9 @@ class DecodePlan:
             results = self._outputs(q, kind, v_dim, heads, out, return_lse)
             sinks = None if sinks is None else _sinks(sinks, heads)
             lists = None if selected is None else self._lists(selected, counts)
-            for name, value in (("q", queries), ("v_cache", v_dim), ("sinks", sinks), ("selected", lists), ("return_lse", return_lse)):
+            for name, value in (("q", queries), ("v_cache", v_dim), ("sinks", sinks), ("return_lse", return_lse)):
                 agreement.same(name, value)
+            agreement.same("selected", None if lists is None else tuple(lists))
             shape, state_kind = (self._own_rows, heads), np.float64 if kind == "float64" else np.float32
             state = np.zeros((*shape, v_dim), state_kind), np.full(shape, -np.inf, state_kind)
             self._attend(queries, kind, k_cache, v_cache, lists, {"k_scale": k_scale, "v_scale": v_scale}, *state)
@@ -420,8 +411,7 @@ class DecodePlan:
             results.append((_arrays.finished(result, array, family), memory))
         return results
 
-    def _lists(self, selected: Any, counts: Any) -> ndarray:
-        """Listed pages as rows of (request, head of the lists, page)."""
+    def _lists(self, selected: Any, counts: Any) -> _Lists:
         pages, kind = _arrays.host(selected, "selected")
         if kind not in ("int16", "int32", "int64"):
             raise TypeError(f"selected: expected int16, int32 or int64, got {kind}")
@@ -441,48 +431,38 @@ class DecodePlan:
                 f"selected: expected blocks from 0 to {self._shards.used[request[i]] - 1} of request {request[i]}, "
                 f"got {listed[i]} at {[int(request[i]), int(head[i]), int(column[i])]}"
             )
-        return np.stack([request, head, listed], axis=1) if pages.shape[1] else np.zeros((0, 3), np.int64)
+        return _Lists(pages.shape[1], request, head, listed)
 
     def _attend(
-        self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: ndarray | None, scales: dict[str, Any], out: ndarray, lse: ndarray
+        self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: _Lists | None, scales: dict[str, Any], out: ndarray, lse: ndarray
     ) -> None:
         """The states of this rank's chunks. Without any, the call is made too, for its checks."""
         units = self._units
-        options = {**self._options, **scales, "return_lse": True}
-        queries = q[self._query_rows]
-        if kind in ("float16", "bfloat16"):
-            options["kv_dtype"] = options["kv_dtype"] or options["dtype"]
-            options["dtype"] = None
-            queries = queries.astype(np.float32) if kind == "float16" else (queries.astype(np.uint32) << 16).view(np.float32)
-        if lists is None and self._window is None and bool((self._unit_queries == 1).all()):
-            state = paged_attention(queries, k_cache, v_cache, units.tables, units.lengths, **options)
+        options = {
+            **self._options, **scales, "q_lens": None if self._one_query else units.queries, "q_begin": units.q_begin,
+            "window": self._window, "return_lse": True, "out_dtype": "float32" if kind in ("float16", "bfloat16") else None,
+        }  # fmt: skip
+        if kind == "bfloat16":
+            options["dtype"] = kind
+        arrays = q[self._query_rows], k_cache, v_cache, units.tables, None
+        if lists is None:
+            state = paged_attention(*arrays, **options)
         else:
-            selected = self._lists_of_units(lists, k_cache.shape[2 if options["kv_layout"] == "NHD" else 1])
-            state = paged_select_attention(
-                queries, k_cache, v_cache, units.tables, units.lengths, selected, q_lens=self._unit_queries, window=self._window, **options
-            )
+            state = paged_select_attention(*arrays, self._lists_of_units(lists), **options)
         out[self._state_rows], lse[self._state_rows] = state
 
-    def _lists_of_units(self, lists: ndarray | None, heads: int) -> ndarray:
-        units = self._units
-        if lists is None:
-            column = np.arange(units.pages.max(initial=0))
-            one = np.where(column < units.pages[:, None], column + units.offset[:, None], -1).astype(np.int32)
-            return np.repeat(one[:, None], heads, axis=1)
-        shards = self._shards
-        heads = int(lists[:, 1].max(initial=heads - 1)) + 1
+    def _lists_of_units(self, lists: _Lists) -> ndarray:
+        units, shards = self._units, self._shards
         unit_of = np.full(len(shards.owner), -1, np.int64)
         unit_of[units.place] = np.arange(len(units.place))
-        request, head, page = lists.T
-        unit = unit_of[shards.first[request] + page // shards.split_pages]
-        request, head, page, unit = (x[unit >= 0] for x in (request, head, page, unit))
-        row = unit * heads + head
+        unit = unit_of[shards.first[lists.request] + lists.page // shards.split_pages]
+        head, page, unit = (x[unit >= 0] for x in (lists.head, lists.page, unit))
+        row = unit * lists.heads + head
         order = np.argsort(row, kind="stable")
-        numbers = np.bincount(row, minlength=len(units.place) * heads)
-        column = _tree.ranges(np.zeros_like(numbers), numbers)
-        selected = np.full((len(units.place) * heads, int(numbers.max(initial=1))), -1, np.int32)
-        selected[row[order], column] = (page - units.begin[unit] + units.offset[unit])[order]
-        return selected.reshape(len(units.place), heads, -1)
+        numbers = np.bincount(row, minlength=len(units.place) * lists.heads)
+        selected = np.full((len(numbers), max(1, int(numbers.max(initial=0)))), -1, np.int32)
+        selected[row[order], ranges(np.zeros_like(numbers), numbers)] = (page - units.begin[unit])[order]
+        return selected.reshape(len(units.place), lists.heads, selected.shape[1])
 
     def _exchange(self, out: ndarray, lse: ndarray) -> tuple[ndarray, ndarray]:
         """The states that all ranks send, in the order of ranks."""
@@ -502,10 +482,8 @@ class DecodePlan:
         to, source = self._results
         out[to], lse[to] = states[0][source], states[1][source]
         if sinks is not None:
-            shares = np.broadcast_to(sinks.astype(lse.dtype), lse.shape).copy()
-            merged = merge_states(out[:, :, None], lse[:, :, None], np.zeros_like(out)[:, :, None], shares[:, :, None])
-            out, lse = merged[0][:, :, 0], merged[1][:, :, 0]
-        for (_, memory), values in zip(results, (_tree.rounded(out, kind), lse), strict=False):
+            out, lse = with_sinks(out, lse, sinks)
+        for (_, memory), values in zip(results, (rounded(out, kind), lse), strict=False):
             memory[...] = values
         return results[0][0] if len(results) == 1 else (results[0][0], results[1][0])
 

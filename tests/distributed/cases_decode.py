@@ -1,11 +1,11 @@
 """Cases of decoding over a shared cache, which ranks run under mpirun: the bits of one process."""
 
 import numpy as np
-from mpi4py import MPI
 
+import blitz_attn
 from blitz_attn import testing
 from blitz_attn.distributed.decode import decode_context_parallel_attention
-from ranks import Shared
+from ranks import Shared, check_selection
 
 KV_SPLIT, INTERLEAVE = 64, 128
 
@@ -16,10 +16,10 @@ def same_bits(a, b):
 
 def check(comm, paged, **options):
     """Any owner of any chunk gives the bits of one process."""
-    alone = Shared(paged, 1, 0, "runs", KV_SPLIT)
-    whole = decode_context_parallel_attention(
-        paged.q, alone.k_cache, alone.v_cache, alone.tables, paged.seq_lens, comm=MPI.COMM_SELF, return_lse=True, **alone.options, **options
-    )
+    alone = dict(options)
+    lists = [alone.pop("selected")] if "selected" in alone else []
+    attend = blitz_attn.paged_select_attention if lists else blitz_attn.paged_attention
+    whole = attend(*paged.arrays, *lists, kv_split=KV_SPLIT, return_lse=True, **paged.options, **alone)
     for owner in ("turns", "runs", "random"):
         own = Shared(paged, comm.Get_size(), comm.Get_rank(), owner, KV_SPLIT, INTERLEAVE)
         shared = decode_context_parallel_attention(
@@ -67,6 +67,14 @@ def case_listed_blocks(comm):
                 head[: len(some)] = some
         check(comm, p, selected=selected)
         check(comm, p, selected=selected, window=300)
+
+
+def case_selection(comm):
+    """The choice of one process, from summaries and from keys, and attention over it."""
+    p = paged((1500, 5, 777, 17), poison=False)
+    for method in ("quest", "mean", "max"):
+        check_selection(comm, p, 6, method, 16)
+        check_selection(comm, p, [3, 1, 9, 40], method, 16, per_query_head=True, ascending=False, recent=[0, 1, 2, 3])
 
 
 def case_more_ranks_than_chunks(comm):

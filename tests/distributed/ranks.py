@@ -4,6 +4,10 @@ import threading
 
 import numpy as np
 
+import blitz_attn
+from blitz_attn.distributed.decode import decode_context_parallel_attention
+from blitz_attn.distributed.selection import select_blocks_distributed
+
 
 class Group:
     def __init__(self, size):
@@ -140,9 +144,12 @@ class Shared:
         self.tables = np.where(tables >= 0, number[tables], -1).astype(tables.dtype)
         if owner == "turns":
             rows = [row[row >= 0] for row in self.tables]
-            self.tables = np.full((len(used), max([len(row) for row in rows], default=0)), 1 << 20, tables.dtype)
-            for to, row in zip(self.tables, rows, strict=True):
-                to[: len(row)] = row
+            holds_last = [pages > 0 and self.tables[b, pages - 1] >= 0 for b, pages in enumerate(used)]
+            self.lengths = np.array([len(row) * size_of_page for row in rows]) - (used * size_of_page - p.seq_lens) * holds_last
+            self.own = np.zeros((len(used), max([len(row) for row in rows], default=0)), tables.dtype)
+            self.tables = np.full_like(self.own, 1 << 20)
+            for b, row in enumerate(rows):
+                self.own[b, : len(row)] = self.tables[b, : len(row)] = row
             self.options["interleave"] = interleave
         self.options["kv_split"] = kv_split
 
@@ -150,3 +157,41 @@ class Shared:
         own = np.empty((len(self.pages), *cache.shape[1:]), cache.dtype)
         own[order] = cache[self.pages]
         return own
+
+
+    def rows(self):
+        """(tables, lengths) of the rank's own pages where ranks take turns."""
+        return self.own, self.lengths
+
+
+# ---- Selection ----------------------------------------------------------------------------------------------------
+
+
+def source_of(method, k_cache, tables, lengths):
+    """What `select_blocks` computes scores from, and its tables."""
+    if method == "max":
+        return k_cache, tables
+    pages, rows = tables.shape[1], 16
+    per_request = -(-max(1, pages) // rows)
+    summary_tables = np.arange(len(tables) * per_request, dtype=np.int32).reshape(-1, per_request)
+    largest, smallest, means = (np.full((summary_tables.size, rows, *k_cache.shape[2:]), np.nan, k_cache.dtype) for _ in range(3))
+    blitz_attn.quest_prefill_metadata(k_cache, tables, lengths, summary_tables, largest, smallest, meanblocks=means)
+    return ((largest, smallest) if method == "quest" else means), summary_tables
+
+
+def check_selection(comm, p, k, method, turn, **options):
+    """Asserts that ranks which take turns choose what one process chooses, and have its bits over the chosen blocks."""
+    tables = np.maximum(p.block_tables, 0)
+    source, source_tables = source_of(method, p.k_cache, tables, p.seq_lens)
+    selected, counts = blitz_attn.select_blocks(p.q, source, source_tables, p.seq_lens, k, method=method, **options)
+    size, rank = comm.Get_size(), comm.Get_rank()
+    own = Shared(p, size, rank, "turns", turn, turn)
+    pages, lengths = own.rows()
+    source, source_tables = source_of(method, own.k_cache, pages, lengths)
+    got = select_blocks_distributed(p.q, source, source_tables, p.seq_lens, k, method=method, comm=comm, interleave=turn, **options)
+    for a, b in zip(got, (selected, counts), strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(a, b), (method, a.tolist(), b.tolist())
+    out = decode_context_parallel_attention(p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, comm=comm, selected=got[0], **own.options)
+    whole = blitz_attn.paged_select_attention(*p.arrays, selected, kv_split=turn, **p.options)
+    assert out.tobytes() == whole.tobytes()

@@ -6,9 +6,9 @@ import pytest
 import blitz_attn
 import launcher
 from blitz_attn import testing
-from blitz_attn.distributed import _tree
+from blitz_attn.distributed import Alone, _tree, select_blocks_distributed
 from blitz_attn.distributed.decode import DecodePlan, decode_context_parallel_attention
-from ranks import Group, Rank, Shared, run, sentences
+from ranks import Shared, check_selection, run, sentences
 
 
 @pytest.mark.parametrize("case", launcher.names_of("cases_decode"))
@@ -25,7 +25,7 @@ def attend(comm, p, owner="runs", kv_split=32, interleave=64, **options):
 
 
 def whole(p, **options):
-    return attend(Rank(Group(1), 0), p, **options)
+    return blitz_attn.paged_attention(*p.arrays, kv_split=32, **{**p.options, **options})
 
 
 @pytest.mark.parametrize("owner", ["turns", "runs", "random"])
@@ -36,6 +36,13 @@ def test_bits_do_not_depend_on_ranks(ranks, owner):
     for other in run(ranks, lambda comm: attend(comm, p, owner, return_lse=True)):
         assert np.array_equal(other[0], out)
         assert np.array_equal(other[1], lse)
+
+
+def test_one_rank_has_the_bits_of_the_library():
+    p = testing.make_paged(5, 4, 2, [700, 33, 0, 96, 1], 16, 32)
+    own = Shared(p, 1, 0, "runs", 32)
+    out = decode_context_parallel_attention(p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, kv_split=32, comm=Alone())
+    assert np.array_equal(out, whole(p))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -140,6 +147,95 @@ def test_bad_input_raises_the_same_on_all_ranks(name):
         own = Shared(p, 2, comm.Get_rank(), "runs", 32)
         arguments = {"q": p.q, "k_cache": own.k_cache, "v_cache": own.v_cache, "block_tables": own.tables, "seq_lens": p.seq_lens}
         decode_context_parallel_attention(**{**arguments, **own.options, **change(comm.Get_rank())}, comm=comm)
+
+    texts = sentences(2, work)
+    assert texts[0] == texts[1]
+    assert texts[0] is not None
+    assert texts[0].startswith(sentence), texts[0]
+
+
+# ---- Selection ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["random", "ties", "not finite"])
+@pytest.mark.parametrize("method", ["quest", "mean", "max"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_choice_is_that_of_one_process(ranks, method, content):
+    rng = np.random.default_rng(0)
+    p = testing.make_paged(6, 6, 2, [1500, 5, 0, 777, 64, 17], 16, 32, poison=False)
+    if content == "ties":
+        p.k_cache[...], p.q[...] = np.round(p.k_cache / 2), np.round(p.q)
+    elif content == "not finite":
+        p.k_cache[rng.random(p.k_cache.shape) < 0.003] = np.nan
+        p.k_cache[rng.random(p.k_cache.shape) < 0.003] = np.inf
+
+    def work(comm):
+        for options in (
+            {"k": 8},
+            {"k": [1, 2, 3, 4, 5, 6], "sink": 0, "recent": 0, "ascending": False},
+            {"k": 3, "sink": 2, "recent": [1, 2, 3, 0, 1, 1], "per_query_head": True},
+            {"k": 4, "dense_below": 100},
+            {"k": 6, "tokens_since_metadata_update": [3, -1, 0, 100, 64, 2]},
+            {"k": 200},
+        ):
+            check_selection(comm, p, options.pop("k"), method, 32, **options)
+
+    run(ranks, work)
+
+
+def test_a_plan_says_who_holds_what():
+    p = testing.make_paged(2, 4, 2, [500, 77], 16, 32, poison=False)
+    tables = np.maximum(p.block_tables, 0)
+    selected, counts = blitz_attn.select_blocks(p.q, p.k_cache, tables, p.seq_lens, 5, method="max")
+
+    def work(comm):
+        own = Shared(p, comm.Get_size(), comm.Get_rank(), "random", 32)
+        plan = DecodePlan(own.tables, p.seq_lens, page_size=16, comm=comm, kv_split=32)
+        rows = [row[row >= 0] for row in own.tables]
+        pages = np.zeros((2, max(map(len, rows))), np.int32)
+        for to, row in zip(pages, rows, strict=True):
+            to[: len(row)] = row
+        return select_blocks_distributed(p.q, own.k_cache, pages, p.seq_lens, 5, method="max", plan=plan)
+
+    for got in run(3, work):
+        assert np.array_equal(got[0], selected)
+        assert np.array_equal(got[1], counts)
+
+
+def test_candidates_are_eight_bytes_each():
+    p = testing.make_paged(2, 4, 2, [500, 77], 16, 32, poison=False)
+
+    def work(comm):
+        own = Shared(p, comm.Get_size(), comm.Get_rank(), "turns", 32, 32)
+        pages, _ = own.rows()
+        select_blocks_distributed(p.q, own.k_cache, pages, p.seq_lens, 5, method="max", comm=comm, interleave=32)
+        return comm.sent - 32  # of agreement
+
+    assert set(run(3, work)) == {2 * 2 * 5 * 8}
+
+
+BAD_SELECTION = {
+    "k": (lambda r: {"k": 5 - r}, "ValueError: k: expected the same on all ranks"),
+    "no owner": (lambda r: {"interleave": None}, "ValueError: interleave: expected a number of tokens where plan is not given, got None"),
+    "interleave": (lambda r: {"interleave": 24}, "ValueError: interleave: expected a multiple of the block size 16, got 24"),
+    "sink": (lambda r: {"sink": -1}, "ValueError: sink: expected at least 0 pages, got -1"),
+    "recent": (lambda r: {"recent": [1, 2, 3]}, "ValueError: recent: expected a number, or 2 of them, one per request, got shape (3,)"),
+    "method": (lambda r: {"method": "best"}, "ValueError: method: "),
+    "lengths": (lambda r: {"seq_lens": [-1, 5]}, "ValueError: seq_lens: expected lengths of at least 0, got [-1, 5]"),
+    "source of one rank": (lambda r: {"source": np.zeros(3)} if r else {}, "ValueError: source: expected four axes, got shape (3,) (on rank 1)"),
+    "q of one rank": (lambda r: {"q": np.zeros((2, 4, 32), np.int32)} if r else {}, "TypeError: q: expected float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_SELECTION)
+def test_bad_selection_raises_the_same_on_all_ranks(name):
+    change, sentence = BAD_SELECTION[name]
+    p = testing.make_paged(2, 4, 2, [500, 77], 16, 32, poison=False)
+
+    def work(comm):
+        own = Shared(p, 2, comm.Get_rank(), "turns", 32, 32)
+        arguments = {"q": p.q, "source": own.k_cache, "tables": own.rows()[0], "seq_lens": p.seq_lens, "k": 5, "method": "max", "interleave": 32}
+        select_blocks_distributed(**{**arguments, **change(comm.Get_rank())}, comm=comm)
 
     texts = sentences(2, work)
     assert texts[0] == texts[1]

@@ -1,0 +1,22 @@
+"""``mpirun -n 4 python -m blitz_attn.distributed --check``: where the ranks run and with what, and whether they compute as one process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ._check import run
+from ._comm import Alone, communicator
+
+
+def main() -> None:
+    """Report, and with --check test. Ends with status 1 where ranks use different instruction sets or a check fails."""
+    parser = argparse.ArgumentParser(prog="python -m blitz_attn.distributed", description=__doc__.partition(": ")[2])
+    parser.add_argument("--check", action="store_true", help="test bits, bytes and bandwidth")
+    parser.add_argument("--alone", action="store_true", help="one process, without MPI")
+    options = parser.parse_args()
+    sys.exit(run(Alone() if options.alone else communicator(), options.check))
+
+
+if __name__ == "__main__":
+    main()

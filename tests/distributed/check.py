@@ -1,0 +1,9 @@
+"""``python -m blitz_attn.distributed`` with the arguments of this script; LEVEL_OF_RANK_1 is the instruction set level of that rank."""
+
+import os
+import runpy
+
+rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
+if rank == "1" and os.environ.get("LEVEL_OF_RANK_1"):
+    os.environ["BLITZ_ATTN_ISA"] = os.environ["LEVEL_OF_RANK_1"]
+runpy.run_module("blitz_attn.distributed", run_name="__main__")
