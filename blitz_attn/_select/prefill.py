@@ -140,7 +140,7 @@ def select_blocks_prefill(
     under `density`, the lower head, then row, then column. What is not a number scores 0; a row without any number scores all that it
     sees alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
     whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under
-    `density` with the number of pairs of blocks, four bytes each.
+    `density` with the number of pairs of blocks, four bytes each and 600 bytes per row of them.
 
     `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after
     XAttention [2]_, `VerticalSlash` after MInference [3]_.

@@ -1,5 +1,5 @@
 /* Decides from the scores which blocks are kept. ba_budget_row() does it for one row of blocks: first the forced blocks, which are always kept, then
- * the others as the budget says. Where rows share a density, it only notes how each of the other blocks competes, its tail (select_prefill.h), and
+ * the others as the budget says. Where rows share a density, it only outlines how the other blocks compete, by their tails (select_prefill.h), and
  * ba_budget_share() keeps the best of all rows together. */
 #include <math.h>
 #include <string.h>
@@ -28,6 +28,15 @@ static int64_t place_of(const ba_tensor *t, int64_t batch, int64_t list, int64_t
 static float *tails_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) {
     const int64_t rows = ba_ceil_div(ba_q_span(&c->p, batch).valid, c->p.block_q);
     return c->tails + c->tails_begin[batch] + (list * rows + row) * ba_prefill_columns(c, batch);
+}
+
+/* The number of a row among all rows of the call. */
+static int64_t number_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) { return (batch * c->lists + list) * c->p.block_rows + row; }
+
+static ba_outline *outline_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) { return c->outlines + number_of(c, batch, list, row); }
+
+static uint64_t *middle_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) {
+    return c->middles + number_of(c, batch, list, row) * c->words;
 }
 
 typedef struct kept_row {
@@ -152,22 +161,94 @@ static void sort_places(uint64_t *places, uint64_t *other, int64_t n) {
     if (!settle(places, n)) sort_by_bytes(places, other, n);
 }
 
-/* ---- Digits of a tail -------------------------------------------------------------------------------------------
+/* ---- Outline of a row ----------------------------------------------------------------------------------------------
  *
- * With BA_BUDGET_DENSITY, a share keeps a certain number of blocks, those with the largest tails, and the least tail among them is to be found
- * without sorting all tails. The bits of a tail, which is not negative, read as an integer, rise with it. Such an integer has three digits of 11, 11
- * and 10 bits. Counting the tails by their first digit tells with which digit the least tail begins, and how many blocks are still to be found among
- * the tails that begin so. Counting these by their second digit, and those that are left by their third, tells the rest. */
+ * Few blocks of a row have tails near the least one that is kept. So a row is not sorted as a whole. Its blocks are put into buckets by the
+ * bits of their scores, from the highest score down. Sums of whole buckets bound the tails of the blocks in each: those in buckets above a range of
+ * tails are kept, those below are not, and only those between, the middle of the row, are sorted. */
 
-enum { DIGITS = 3 };
-static const struct {
-    int shift, bits;
-} digits[DIGITS] = {{21, 11}, {10, 11}, {0, 10}};
+enum {
+    BUCKETS = BA_OUTLINE_BUCKETS,
+    RANGE = 16 << 23, /* of the bits of scores: 16 octaves. All scores below share the last bucket */
+};
 
-static uint32_t bits_of(float tail) {
-    uint32_t bits;
-    memcpy(&bits, &tail, sizeof bits);
+static int32_t bits_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
     return bits;
+}
+
+/* The outline of the blocks [lo, hi) with these scores; blocks that are always kept have score -1. `counts` is set to the numbers of blocks in the
+ * buckets. */
+static void draw_outline(ba_outline *o, const float *scores, int64_t lo, int64_t hi, int32_t *counts) {
+    int32_t highest = 0, lowest = INT32_MAX, out = 0;
+    for (int64_t b = lo; b < hi; b++) {
+        const int32_t bits = bits_of(scores[b]), free_bits = bits < 0 ? INT32_MAX : bits;
+        highest = bits > highest ? bits : highest;
+        lowest = free_bits < lowest ? free_bits : lowest;
+    }
+    const int32_t range = lowest < highest ? (int32_t)ba_min(highest - lowest, RANGE) : 0;
+    o->highest = highest;
+    for (o->shift = 0; range >> o->shift >= BUCKETS;) o->shift++;
+    double sums[BUCKETS] = {0}, sum = 0;
+    memset(counts, 0, BUCKETS * sizeof *counts);
+    for (int64_t b = lo; b < hi; b++) { /* without branches, which would be mispredicted */
+        const int32_t bits = bits_of(scores[b]), is_out = bits < 0;
+        const uint32_t below = ((uint32_t)highest - (uint32_t)bits) >> o->shift, bucket = below < BUCKETS - 1 ? below : BUCKETS - 1;
+        sums[bucket] += is_out ? 0 : (double)scores[b];
+        counts[bucket]++;
+        out += is_out;
+    }
+    counts[BUCKETS - 1] -= out;
+    o->bounds[BUCKETS] = 0;
+    for (int i = BUCKETS - 1; i >= 0; i--) o->bounds[i] = sum += sums[i];
+}
+
+/* The bits of the least score that bucket `bucket` takes. */
+static int32_t least_bits(const ba_outline *o, int bucket) {
+    return bucket < BUCKETS - 1 ? (int32_t)ba_max(0, o->highest - ((int64_t)(bucket + 1) << o->shift) + 1) : 0;
+}
+
+/* A bit for each of n scores, at most 64: 1 where the bits of the score are at least `least`. */
+static uint64_t compare(const float *scores, int64_t n, int32_t least) {
+    uint8_t is[64] = {0};
+    for (int64_t i = 0; i < n; i++) is[i] = bits_of(scores[i]) >= least;
+    uint64_t word = 0;
+    for (int i = 0; i < 8; i++) { /* eight bytes of 0 or 1 become eight bits */
+        uint64_t eight;
+        memcpy(&eight, is + 8 * i, sizeof eight);
+        word |= (eight * 0x0102040810204080) >> 56 << 8 * i;
+    }
+    return word;
+}
+
+/* Keeps the blocks of [lo, hi) in the buckets before `first`, and marks those in the buckets first .. last in `middle`, a bit for each block. Returns
+ * how many are kept. */
+static int64_t split_row(const ba_outline *o, const float *scores, int64_t lo, int64_t hi, int first, int last, const kept_row *r, uint64_t *middle) {
+    const int32_t keep_from = first > 0 ? least_bits(o, first - 1) : INT32_MAX;
+    const int32_t mark_from = last >= 0 ? least_bits(o, last) : INT32_MAX;
+    int64_t all = 0;
+    for (int64_t word = lo / 64; word * 64 < hi; word++) {
+        const int64_t from = ba_max(lo, word * 64), n = ba_min(hi, word * 64 + 64) - from;
+        const uint64_t kept = compare(scores + from, n, keep_from) << (from - word * 64);
+        middle[word] = compare(scores + from, n, mark_from) << (from - word * 64) & ~kept;
+        r->words[word * r->step] |= kept;
+        all += __builtin_popcountll(kept);
+    }
+    *r->count += (int32_t)all;
+    return all;
+}
+
+/* Sorts the blocks of [lo, hi) that are marked in `middle`, and returns how many there are. */
+static int64_t sort_middle(const ba_strip_scratch *s, const float *scores, int64_t lo, int64_t hi, const uint64_t *middle) {
+    int64_t n = 0;
+    for (int64_t word = lo / 64; word * 64 < hi; word++)
+        for (uint64_t left = middle[word]; left; left &= left - 1) {
+            const int64_t b = word * 64 + __builtin_ctzll(left);
+            s->places[n++] = place_in_order(scores[b], b);
+        }
+    if (n > 1) sort_places(s->places, s->other_places, n);
+    return n;
 }
 
 /* ---- Budgets of a row ------------------------------------------------------------------------------------------- */
@@ -176,6 +257,21 @@ static uint32_t bits_of(float tail) {
 static double budget_of(const ba_prefill *c, int64_t list) {
     const ba_tensor *t = &c->args->budgets;
     return ((const double *)t->data)[t->dims[0] > 1 ? list * t->strides[0] : 0];
+}
+
+/* Tails of one class differ by less than a 32nd of an octave. Class 0 holds all below 2^-OCTAVES. */
+enum { OCTAVES = 16, CLASS_SHIFT = 18, CLASS_ZERO = (127 - OCTAVES) << (23 - CLASS_SHIFT) };
+
+static int class_of(double tail) { return (int)ba_min(BA_TAIL_CLASSES - 1, ba_max(0, (bits_of((float)tail) >> CLASS_SHIFT) - CLASS_ZERO)); }
+
+/* Adds the blocks of a row to the bins by the class of the least tail that they may have, and to those behind by the largest. */
+static void count_buckets(int64_t *bins, const ba_outline *o, const int32_t *counts) {
+    for (int i = 0, class = class_of(o->bounds[0]); i < BUCKETS; i++) {
+        const int below = class_of(o->bounds[i + 1]);
+        bins[below] += counts[i];
+        bins[BA_TAIL_CLASSES + class] += counts[i];
+        class = below;
+    }
 }
 
 void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t row, const float *scores) {
@@ -197,40 +293,60 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
         for (int64_t b = seen.lo + 1; b < seen.hi; b++) best = scores[b] > scores[best] ? b : best;
         keep(&r, best);
     }
-    /* 3. The others: a threshold decides at once, and any other budget needs them by falling score. */
-    float *tails = a->budget == BA_BUDGET_DENSITY ? tails_of(c, batch, list, row) : NULL;
-    const double budget = tails ? 0 : budget_of(c, list);
-    int64_t n = 0;
-    for (int64_t b = seen.lo; b < seen.hi; b++) {
-        if (is_kept(&r, b)) {
-            if (tails) tails[b] = -1;
-        } else if (a->budget == BA_BUDGET_THRESHOLD) {
-            if ((double)scores[b] >= budget) keep(&r, b);
-        } else {
-            s->places[n++] = place_in_order(scores[b], b);
-        }
+    /* 3. The others. A threshold decides at once. */
+    const double budget = a->budget == BA_BUDGET_DENSITY ? 0 : budget_of(c, list);
+    if (a->budget == BA_BUDGET_THRESHOLD) {
+        for (int64_t b = seen.lo; b < seen.hi; b++)
+            if ((double)scores[b] >= budget && !is_kept(&r, b)) keep(&r, b);
+        return;
     }
-    if (n == 0) return;
-    sort_places(s->places, s->other_places, n);
-    /* 4. Keep the first of the sorted blocks (top_k, top_p), or note the tails of all of them (density). */
-    int64_t kept = 0; /* how many of the n sorted blocks, from the first on, are kept */
-    double tail = 0;
-    if (a->budget == BA_BUDGET_TOP_K) kept = ba_min(n, ba_max(0, (int64_t)fmin(budget, INT32_MAX) - *r.count));
-    else
-        for (int64_t i = n - 1; i >= 0; i--) { /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
-            const int64_t b = column_of(s->places[i]);
-            tail += (double)scores[b];
-            if (tails) {
-                tails[b] = (float)tail;
-                s->bins[bits_of(tails[b]) >> digits[0].shift]++;
-            } else if (kept == 0 && tail > 1 - budget) kept = i + 1;
-        }
-    for (int64_t i = 0; i < kept; i++) keep(&r, column_of(s->places[i]));
+    if (a->budget == BA_BUDGET_TOP_K) {
+        int64_t n = 0;
+        for (int64_t b = seen.lo; b < seen.hi; b++)
+            if (!is_kept(&r, b)) s->places[n++] = place_in_order(scores[b], b);
+        if (n) sort_places(s->places, s->other_places, n);
+        const int64_t kept = ba_min(n, ba_max(0, (int64_t)fmin(budget, INT32_MAX) - *r.count));
+        for (int64_t i = 0; i < kept; i++) keep(&r, column_of(s->places[i]));
+        return;
+    }
+    /* 4. The budgets that look at tails. A density is shared later, when the outlines of all rows are known. */
+    const bool shares = a->budget == BA_BUDGET_DENSITY;
+    float *free_scores = shares ? tails_of(c, batch, list, row) : s->free_scores;
+    memcpy(free_scores + seen.lo, scores + seen.lo, (size_t)(seen.hi - seen.lo) * sizeof *scores);
+    for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
+        for (uint64_t left = r.words[word * r.step]; left; left &= left - 1) free_scores[word * 64 + __builtin_ctzll(left)] = -1;
+    ba_outline own, *o = shares ? outline_of(c, batch, list, row) : &own;
+    int32_t counts[BUCKETS];
+    draw_outline(o, free_scores, seen.lo, seen.hi, counts);
+    if (shares) {
+        count_buckets(s->bins, o, counts);
+        return;
+    }
+    int first = 0, last = BUCKETS - 1; /* the buckets whose tails may be on either side of 1 - budget */
+    while (first < BUCKETS && o->bounds[first + 1] > 1 - budget) first++;
+    while (last >= first && o->bounds[last] <= 1 - budget) last--;
+    split_row(o, free_scores, seen.lo, seen.hi, first, last, &r, s->middle);
+    double tail = o->bounds[last + 1];
+    for (int64_t i = sort_middle(s, free_scores, seen.lo, seen.hi, s->middle) - 1; i >= 0; i--) {
+        const int64_t b = column_of(s->places[i]); /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
+        tail += (double)scores[b];
+        if (tail > 1 - budget) keep(&r, b);
+    }
 }
 
 /* ---- Density ----------------------------------------------------------------------------------------------------
  *
- * A share is the lists of a sequence that share one density: all of them, or each by itself. */
+ * A share is the lists of a sequence that share one density: all of them, or each by itself. It keeps a certain number of blocks, those with the
+ * largest tails. The outlines of all rows bound the least tail among them: it is in the range of classes [least_class, most_class]. Then each row is
+ * split by this range, and of the blocks in the middle the tails are computed. The least of them is found without sorting them all. The bits of a
+ * tail, which is not negative, read as an integer, rise with it. Such an integer has three digits of 11, 11 and 10 bits. Counting the tails by their
+ * first digit tells with which digit the least tail begins, and how many blocks are still to be found among the tails that begin so. Counting these
+ * by their second digit, and those that are left by their third, tells the rest. */
+
+enum { DIGITS = 3 };
+static const struct {
+    int shift, bits;
+} digits[DIGITS] = {{21, 11}, {10, 11}, {0, 10}};
 
 /* The number of shares of a sequence. */
 static int64_t shares_of(const ba_prefill *c) { return c->args->budgets.dims[0]; }
@@ -239,18 +355,66 @@ static ba_share *share_of(const ba_prefill *c, int64_t batch, int64_t list) {
     return c->shares + batch * shares_of(c) + (shares_of(c) > 1 ? list : 0);
 }
 
+static int64_t *bins_of(const ba_prefill *c, const ba_share *share) { return c->bins + (share - c->shares) * BA_BUDGET_BINS; }
+
 /* Adds the counts of one thread to those of a share. */
-static void add_to_bins(int64_t *all, const int64_t *bins) {
-    for (int64_t i = 0; i < BA_BUDGET_BINS; i++)
+static void add_to_bins(int64_t *all, const int64_t *bins, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
         if (bins[i]) __atomic_fetch_add(&all[i], bins[i], __ATOMIC_RELAXED);
 }
 
 void ba_budget_count(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list) {
-    add_to_bins(c->bins + (share_of(c, batch, list) - c->shares) * BA_BUDGET_BINS, s->bins);
+    add_to_bins(bins_of(c, share_of(c, batch, list)), s->bins, 2 * BA_TAIL_CLASSES);
 }
 
-/* Adds the tails of a list that begin with the digits that are known to the bins of its share, by the digit in turn. The others are counted in spare
- * bins, because a branch would be mispredicted: in several ones, because an addition waits for the one before. */
+/* The largest class with at least `places` tails in it and above. */
+static int largest_class(const int64_t *counts, int64_t places) {
+    int n = BA_TAIL_CLASSES - 1;
+    for (int64_t above = counts[n]; n > 0 && above < places; above += counts[n]) n--;
+    return n;
+}
+
+/* Splits the rows of a list, and sets the tails of the blocks in the middle. */
+static void split_list(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t batch = item / c->lists, list = item % c->lists;
+    ba_share *share = share_of(c, batch, list);
+    if (share->none) return;
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    int64_t all = 0;
+    for (int64_t row = 0; row < c->p.block_rows; row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, row);
+        if (seen.lo == seen.hi) continue;
+        ba_outline *o = outline_of(c, batch, list, row);
+        const kept_row r = kept_row_of(c, batch, list, row);
+        float *tails = tails_of(c, batch, list, row);
+        uint64_t *middle = middle_of(c, batch, list, row);
+        int first = 0, last = BUCKETS - 1;
+        while (first < BUCKETS && class_of(o->bounds[first + 1]) > share->most_class) first++;
+        while (last >= first && class_of(o->bounds[last]) < share->least_class) last--;
+        all += split_row(o, tails, seen.lo, seen.hi, first, last, &r, middle);
+        double tail = o->bounds[last + 1];
+        const float most = (float)o->bounds[first]; /* to which rounding may not add, or the tail might be in another class */
+        for (int64_t i = sort_middle(&s, tails, seen.lo, seen.hi, middle) - 1; i >= 0; i--) {
+            const int64_t b = column_of(s.places[i]);
+            tail += (double)tails[b];
+            tails[b] = fminf((float)tail, most);
+            const int class = class_of((double)tails[b]);
+            if (class >= share->least_class && class <= share->most_class) continue;
+            middle[b / 64] &= ~((uint64_t)1 << b % 64);
+            if (class > share->most_class) keep(&r, b), all++;
+        }
+        int64_t n = 0; /* the tails move together, in the order of columns, so that what reads them again reads little memory */
+        for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
+            for (uint64_t left = middle[word]; left; left &= left - 1) tails[seen.lo + n++] = tails[word * 64 + __builtin_ctzll(left)];
+        o->in_middle = (int32_t)n;
+    }
+    __atomic_fetch_sub(&share->places, all, __ATOMIC_RELAXED);
+}
+
+/* Counts the tails of a list that begin with the digits that are known, by the digit in turn, in the bins of its share. The others are counted in
+ * spare bins, because a branch would be mispredicted: in several ones, because an addition waits for the one before. */
 enum { SPARE = 8 };
 static void count_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
@@ -264,19 +428,21 @@ static void count_tails(void *context, int64_t item, int worker) {
     const uint32_t least = share->least, end = (uint32_t)1 << digits[c->digit].bits;
     for (int64_t row = 0; row < c->p.block_rows; row++) {
         const ba_range seen = ba_prefill_blocks(c, batch, row);
-        const float *tails = tails_of(c, batch, list, row);
-        for (int64_t b = seen.lo; b < seen.hi; b++) {
-            const uint32_t bin = (bits_of(tails[b]) - least) >> shift; /* `end` or more where the tail begins with other digits, or is -1 */
-            bins[bin < end ? bin : BA_BUDGET_BINS + (b & (SPARE - 1))]++;
+        if (seen.lo == seen.hi) continue;
+        const float *tails = tails_of(c, batch, list, row) + seen.lo;
+        const int32_t n = outline_of(c, batch, list, row)->in_middle;
+        for (int32_t i = 0; i < n; i++) {
+            const uint32_t bin = ((uint32_t)bits_of(tails[i]) - least) >> shift; /* `end` or more where the tail begins with other digits */
+            bins[bin < end ? bin : (uint32_t)BA_BUDGET_BINS + (i & (SPARE - 1))]++;
         }
     }
-    add_to_bins(c->bins + (share - c->shares) * BA_BUDGET_BINS, bins);
+    add_to_bins(bins_of(c, share), bins, BA_BUDGET_BINS);
 }
 
 /* Finds one more digit of the least tail. The tails in the highest bins are kept: going down from the last bin, they use up places, until a bin holds
  * at least as many as are left. Its number is the digit. */
 static void find_digit(const ba_prefill *c, ba_share *share) {
-    const int64_t *bins = c->bins + (share - c->shares) * BA_BUDGET_BINS;
+    const int64_t *bins = bins_of(c, share);
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
     for (; bin > 0 && bins[bin] < share->places; bin--) /* there are bins enough, unless elements of the caller's `counts` overlap in memory */
         share->places -= bins[bin];
@@ -284,22 +450,23 @@ static void find_digit(const ba_prefill *c, ba_share *share) {
     share->has_all = bins[bin] == share->places;
 }
 
-/* Keeps the blocks of a list whose tails are above the least, and where all blocks with exactly the least are kept, also these. */
+/* Keeps the blocks in the middle of a list's rows whose tails are above the least, and where all blocks with exactly the least are kept, also
+ * these. */
 static void keep_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t batch = item / c->lists, list = item % c->lists;
     const ba_share *share = share_of(c, batch, list);
-    const int32_t least = (int32_t)(share->least + !share->has_all); /* the bits of -1 are below */
+    const int32_t least = (int32_t)(share->least + !share->has_all);
     (void)worker;
     if (share->none) return;
     for (int64_t row = 0; row < c->p.block_rows; row++) {
         const ba_range seen = ba_prefill_blocks(c, batch, row);
-        const float *tails = tails_of(c, batch, list, row);
+        const float *tails = tails_of(c, batch, list, row) + seen.lo;
+        const uint64_t *middle = middle_of(c, batch, list, row);
         const kept_row r = kept_row_of(c, batch, list, row);
         for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++) { /* without branches, which would be mispredicted */
-            const int64_t from = ba_max(seen.lo, word * 64), to = ba_min(seen.hi, word * 64 + 64);
             uint64_t kept = 0;
-            for (int64_t b = from; b < to; b++) kept |= (uint64_t)((int32_t)bits_of(tails[b]) >= least) << (b - word * 64);
+            for (uint64_t left = middle[word]; left; left &= left - 1) kept |= bits_of(*tails++) >= least ? left & -left : 0;
             r.words[word * r.step] |= kept;
             *r.count += __builtin_popcountll(kept);
         }
@@ -310,13 +477,15 @@ static void keep_tails(void *context, int64_t item, int worker) {
 static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64_t list) {
     for (int64_t row = 0; row < c->p.block_rows && share->places > 0; row++) {
         const ba_range seen = ba_prefill_blocks(c, batch, row);
-        const float *tails = tails_of(c, batch, list, row);
+        const float *tails = tails_of(c, batch, list, row) + seen.lo;
+        const uint64_t *middle = middle_of(c, batch, list, row);
         const kept_row r = kept_row_of(c, batch, list, row);
-        for (int64_t b = seen.lo; b < seen.hi && share->places > 0; b++) {
-            if (tails[b] < 0 || bits_of(tails[b]) != share->least) continue;
-            keep(&r, b);
-            share->places--;
-        }
+        for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
+            for (uint64_t left = middle[word]; left && share->places > 0; left &= left - 1) {
+                if ((uint32_t)bits_of(*tails++) != share->least) continue;
+                keep(&r, word * 64 + __builtin_ctzll(left));
+                share->places--;
+            }
     }
 }
 
@@ -331,17 +500,19 @@ static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_
     ba_share *share = share_of(c, batch, first);
     *share = (ba_share){.places = ba_min((int64_t)(budget_of(c, first) * (double)all + 0.5), all) - kept};
     share->none = share->places <= 0;
+    const int64_t *bins = bins_of(c, share);
+    share->least_class = largest_class(bins, share->places);
+    share->most_class = largest_class(bins + BA_TAIL_CLASSES, share->places);
 }
 
 ba_status ba_budget_share(ba_prefill *c, int threads) {
     const int64_t shares = c->p.batch * shares_of(c), lists = c->lists / shares_of(c), items = c->p.batch * c->lists;
     ba_status status = BA_OK;
     for (int64_t i = 0; i < shares; i++) open_share(c, i / shares_of(c), i % shares_of(c) * lists, lists);
+    status = ba_parallel(threads, items, split_list, c);
     for (c->digit = 0; status == BA_OK && c->digit < DIGITS; c->digit++) {
-        if (c->digit > 0) { /* ba_budget_row has counted the first digits */
-            memset(c->bins, 0, (size_t)shares * BA_BUDGET_BINS * sizeof *c->bins);
-            status = ba_parallel(threads, items, count_tails, c);
-        }
+        memset(c->bins, 0, (size_t)shares * BA_BUDGET_BINS * sizeof *c->bins);
+        status = ba_parallel(threads, items, count_tails, c);
         for (int64_t i = 0; status == BA_OK && i < shares; i++)
             if (!c->shares[i].none) find_digit(c, &c->shares[i]);
     }

@@ -133,7 +133,7 @@ static void score_strip(void *context, int64_t item, int worker) {
     ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     if (!ba_strip_score(c, &s, &strip)) return;
     const bool counts_tails = c->args->budget == BA_BUDGET_DENSITY;
-    if (counts_tails) memset(s.bins, 0, BA_BUDGET_BINS * sizeof *s.bins);
+    if (counts_tails) memset(s.bins, 0, 2 * BA_TAIL_CLASSES * sizeof *s.bins);
     for (int64_t r = 0; r < strip.rows; r++) ba_budget_row(c, &s, strip.batch, strip.list, strip.first + r, s.scores + r * c->p.block_columns);
     if (counts_tails) ba_budget_count(c, &s, strip.batch, strip.list);
 }
@@ -225,6 +225,9 @@ ba_status ba_run_prefill(ba_prefill *c) {
         c->lines = lines ? (double *)ba_take(memory, &used, c->pairs * lines) : NULL;
         c->tails_begin = (int64_t *)ba_take(memory, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
         c->tails = (float *)ba_take(memory, &used, shares ? lay_out_tails(c, memory ? c->tails_begin : NULL) * (int64_t)sizeof(float) : 0);
+        const int64_t all_rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
+        c->outlines = (ba_outline *)ba_take(memory, &used, all_rows * (int64_t)sizeof(ba_outline));
+        c->middles = (uint64_t *)ba_take(memory, &used, all_rows * c->words * (int64_t)sizeof(uint64_t));
         c->shares = (ba_share *)ba_take(memory, &used, shares * (int64_t)sizeof(ba_share));
         c->bins = (int64_t *)ba_take(memory, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
         if (!memory) memory = ba_arena_get((size_t)used);

@@ -13,9 +13,18 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
+/* What is known of the blocks of a row that are not always kept before they are sorted: see select_budget.c. */
+enum { BA_OUTLINE_BUCKETS = 64 };
+typedef struct ba_outline {
+    int32_t highest, shift;                /* the bits of the highest score; a bucket takes 1 << shift different bits */
+    int32_t in_middle;                     /* blocks in the middle of the row */
+    double bounds[BA_OUTLINE_BUCKETS + 1]; /* tails of the blocks in bucket i are above bounds[i + 1] and at most bounds[i] */
+} ba_outline;
+
 /* The lists of a sequence that share one density: the least tail that is kept. */
 typedef struct ba_share {
-    uint32_t least;     /* the bits of this tail, as far as they are known: digits that are not are 0 */
+    int least_class, most_class; /* between which it is */
+    uint32_t least;              /* the bits of this tail, as far as they are known: digits that are not are 0 */
     int64_t places;     /* how many of the blocks whose tails begin with these digits are kept; at the end, how many with exactly the least tail */
     bool none, has_all; /* no block is kept but the ones that always are; all blocks with exactly the least tail are kept */
 } ba_share;
@@ -38,12 +47,14 @@ typedef struct ba_prefill {
     /* The (batch entry, KV head) pairs whose groups are in memory, and the bytes of the groups of each. */
     int64_t first_pair, pairs, pair_bytes;
     char *groups;
-    double *lines;              /* BA_CHOOSER_VERTICAL_SLASH only, else NULL */
-    int64_t *tails_begin;       /* [B], the first tail of each sequence. NULL, like all up to bins, unless the budget is BA_BUDGET_DENSITY */
-    float *tails;               /* of each sequence [list][row][column]; -1 where a block is always kept */
-    ba_share *shares;           /* [B][lists, or 1 where all lists of a sequence share one density] */
-    int64_t *bins;              /* [share][BA_BUDGET_BINS] */
-    int digit;                  /* by which tails are counted */
+    double *lines;        /* BA_CHOOSER_VERTICAL_SLASH only, else NULL */
+    int64_t *tails_begin; /* [B], the first tail of each sequence. NULL, like all up to bins, unless the budget is BA_BUDGET_DENSITY */
+    float *tails;         /* of each sequence [list][row][column]: scores, -1 where a block is always kept; then tails of the middle of the row */
+    ba_outline *outlines; /* [B][list][row] */
+    uint64_t *middles;    /* [B][list][row][word]: a bit for each block, 1 in the middle of the row */
+    ba_share *shares;     /* [B][lists, or 1 where all lists of a sequence share one density] */
+    int64_t *bins;        /* [share][BA_BUDGET_BINS] */
+    int digit;            /* by which tails are counted */
     int64_t panels, panel_rows; /* of a strip at most; rows of a panel */
     int64_t strip_rows, strips; /* rows of blocks that an item scores; the largest number of such strips in a sequence */
     int64_t scratch_bytes;
@@ -104,8 +115,9 @@ typedef struct ba_strip_scratch {
     double *head;    /* [row of the strip][ba_head_pitch]: the scores of one query head */
     float *scores;   /* [row of the strip][column]: the scores of the list */
     /* for budgets: */
-    uint64_t *places, *other_places;
-    int64_t *bins; /* the numbers of tails by their first digits */
+    uint64_t *places, *other_places, *middle;
+    float *free_scores; /* [column]; -1 where a block is always kept */
+    int64_t *bins;      /* numbers of blocks by the class of the least tail that they may have, then by that of the largest */
 } ba_strip_scratch;
 
 /* What the rows of a panel see: some row sees groups [lo, hi), and every row sees groups [all_lo, all_hi). */
@@ -146,10 +158,10 @@ void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_str
 /* ---- Budgets (select_budget.c) ---------------------------------------------------------------------------------- */
 
 /* Decides from its scores which blocks a row of blocks keeps, and writes them. With BA_BUDGET_DENSITY, writes only the blocks that are always kept,
- * and the tails of the others. */
+ * and notes the scores of the others. */
 void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t block_row, const float *scores);
-/* With BA_BUDGET_DENSITY, after the rows of a strip: counts the tails that are in s->bins, which were 0 before the first row. */
-enum { BA_BUDGET_BINS = 1 << 11 };
+/* With BA_BUDGET_DENSITY, after the rows of a strip: counts the blocks that are in s->bins, which were 0 before the first row. */
+enum { BA_BUDGET_BINS = 1 << 11, BA_TAIL_CLASSES = 1 << 9 | 32 };
 void ba_budget_count(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list);
 /* With BA_BUDGET_DENSITY: keeps the other blocks. Each of the threads has scratch memory for BA_BUDGET_BINS numbers. */
 ba_status ba_budget_share(ba_prefill *c, int threads);

@@ -77,7 +77,9 @@ int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
     s->scores = (float *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(float));
     s->places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
     s->other_places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
-    s->bins = (int64_t *)ba_take(base, &used, BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+    s->middle = (uint64_t *)ba_take(base, &used, ba_max(1, c->words) * (int64_t)sizeof(uint64_t));
+    s->free_scores = (float *)ba_take(base, &used, columns * (int64_t)sizeof(float));
+    s->bins = (int64_t *)ba_take(base, &used, BA_BUDGET_BINS * (int64_t)sizeof(int64_t)); /* for ba_budget_share, too */
     return used;
 }
 
