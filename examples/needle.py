@@ -7,7 +7,8 @@ SmolLM2-135M-Instruct reads a text with one line of a pass code at each of sever
 The table shows the probability of the code's tokens, one by one given those before, and whether each is the most likely (`found`). It is
 a line that is continued, not a question: a model this small answers few questions about 8000 tokens, even by dense attention.
 
-Rows: `dense`, and `sparse` at each density with and without dense last rows (`--last-rows` blocks of queries keep all they see).
+Rows: `dense`, and `sparse` at each density with and without dense last rows (`--last-rows` blocks of queries keep all they see). With
+`--unforced`, also without the first and the recent blocks of keys, which each row keeps otherwise whatever they score.
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ def modes(args: argparse.Namespace) -> Iterator[tuple[str, str, SparseConfig | N
         common = {"density": density, "min_tokens": 0, "num_threads": args.threads}
         yield f"sparse {density:g}", "blitz_attn_sparse", SparseConfig(**common)
         yield f"sparse {density:g}, last rows dense", "blitz_attn_sparse", SparseConfig(**common, last_rows=args.last_rows)
+        if args.unforced:
+            common |= {"sink": 0, "recent": 0}
+            yield f"sparse {density:g}, none forced", "blitz_attn_sparse", SparseConfig(**common)
+            both = SparseConfig(**common, last_rows=args.last_rows)
+            yield f"sparse {density:g}, none forced, last rows dense", "blitz_attn_sparse", both
 
 
 def draw(records: Sequence[dict[str, Any]]) -> Any:
@@ -91,6 +97,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depths", type=int, default=10, help="places of the fact (%(default)s)")
     parser.add_argument("--densities", type=share_of, nargs="+", default=[0.25, 0.125], help="shares of the causal blocks")
     parser.add_argument("--last-rows", type=int, default=2, help="blocks of queries at the end that keep all they see (%(default)s)")
+    parser.add_argument("--unforced", action="store_true", help="also without blocks that are always kept")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the whole model (%(default)s)")
     parser.add_argument("--threads", type=int, help="threads (the libraries' own choice)")
     parser.add_argument("--json", type=Path, help="file to which each row is appended as a line of JSON")
     parser.add_argument("--figure", type=Path, help="picture to write")
@@ -110,14 +118,14 @@ def rows_of(tokenizer: Any, model: Any, args: argparse.Namespace) -> Iterator[di
 
 
 def run(args: argparse.Namespace) -> int:
-    tokenizer, model = load("float32", args.threads)
+    tokenizer, model = load(args.dtype, args.threads)
     if args.tokens > model.config.max_position_embeddings:
         raise ValueError(f"--tokens: expected at most {model.config.max_position_embeddings}, got {args.tokens}")
-    print(f"{'mode':>28} {'depth':>6} {'probability':>11} {'found':>6}")
+    print(f"{'mode':>42} {'depth':>6} {'probability':>11} {'found':>6}")
     records = []
     for row in rows_of(tokenizer, model, args):
         records.append(row)
-        print(f"{row['mode']:>28} {row['depth']:6.2f} {row['probability']:11.4f} {row['found']!s:>6}", flush=True)
+        print(f"{row['mode']:>42} {row['depth']:6.2f} {row['probability']:11.4f} {row['found']!s:>6}", flush=True)
         if args.json:
             with open(args.json, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

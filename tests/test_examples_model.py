@@ -194,15 +194,17 @@ def test_rows_of_the_needle(small, tmp_path, monkeypatch):
     model, _ = small
     monkeypatch.setattr(needle, "load", lambda *_: (Letters(), model))
     (tmp_path / "a.txt").write_text("abcdefghij" * 50, encoding="utf-8")
-    argv = ["--text", tmp_path / "a.txt", "--tokens", 400, "--depths", 2, "--densities", 1, 0.5, "--last-rows", 100]
+    argv = ["--text", tmp_path / "a.txt", "--tokens", 400, "--depths", 2, "--densities", 1, 0.5, "--last-rows", 100, "--unforced"]
     argv += ["--json", tmp_path / "rows.json", "--figure", tmp_path / "a.png"]
     assert needle.main([str(x) for x in argv]) == 0
     rows = [json.loads(x) for x in (tmp_path / "rows.json").read_text(encoding="utf-8").splitlines()]
-    assert len(rows) == 10
+    assert len(rows) == 18
     for depth in (0, 1):
-        dense, whole, whole_last, half, half_last = (x["probability"] for x in rows if x["depth"] == depth)
-        assert np.allclose([whole, whole_last, half_last], dense, rtol=1e-3)  # everything is kept
-        assert not np.isclose(half, dense, rtol=1e-3)
+        dense, *sparse = (x["probability"] for x in rows if x["depth"] == depth)
+        half, half_last, free, free_last = sparse[4:]
+        assert np.allclose([*sparse[:4], half_last, free_last], dense, rtol=1e-3)  # everything is kept
+        assert not np.isclose([half, free], dense, rtol=1e-3).any()
+        assert half != free
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
