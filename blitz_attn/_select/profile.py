@@ -117,8 +117,7 @@ class Profile(NamedTuple):
         ...     select.Profile.load(os.path.join(folder, "profile.json")) == profile
         True
         """
-        chooser = [fields_of(x) for x in self.chooser] if self._by_layer() else fields_of(self.chooser)
-        fields = self._asdict() | {"format": _FORMAT, "chooser": chooser, "layers": len(self.numbers)}
+        fields = fields_of_profile(self)
         with open(path, "w", encoding="utf-8") as file:
             json.dump(fields, file, indent=1)
             file.write("\n")
@@ -154,24 +153,35 @@ class Profile(NamedTuple):
                 fields = json.load(file)
             except ValueError as error:
                 raise ValueError(f"path: expected a profile in JSON, got {error}") from error
-        if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
-            raise ValueError(f"path: expected a profile with format {_FORMAT!r}, got {shown(fields)}")
-        try:
-            stored = fields["chooser"]
-            made = [chooser_of(dict(x)) for x in (stored if isinstance(stored, list) else [stored])]
-            for x in made:
-                rules_of(x)
-            chooser = tuple(made) if isinstance(stored, list) else made[0]
-            numbers = tuple(tuple(float(x) for x in row) for row in fields["numbers"])
-            block_q, block_kv = (int(n) for n in fields["block_shape"])
-            heads, kv_heads, head_dim, layers = (int(fields[name]) for name in ("heads", "kv_heads", "head_dim", "layers"))
-            rest = str(fields["budget"]), numbers, str(fields["measure"]), float(fields["target"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"path: expected a whole profile, got one without a right {error}") from error
-        whole = len(numbers) == layers == (len(made) if isinstance(stored, list) else layers)
-        if not whole or any(len(row) != heads for row in numbers) or rest[0] not in ("top_p", "threshold", "density"):
-            raise ValueError(f"path: expected numbers for {layers} layers and {heads} heads, got other ones")
-        return cls(heads, kv_heads, head_dim, chooser, (block_q, block_kv), *rest)
+        return profile_of(fields)
+
+
+def fields_of_profile(profile: Profile) -> dict[str, Any]:
+    """A profile as a dict that JSON can hold."""
+    chooser = [fields_of(x) for x in profile.chooser] if profile._by_layer() else fields_of(profile.chooser)
+    return profile._asdict() | {"format": _FORMAT, "chooser": chooser, "layers": len(profile.numbers)}
+
+
+def profile_of(fields: Any) -> Profile:
+    """The profile whose `fields_of_profile` is `fields`, as JSON returns it; anything else is refused."""
+    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+        raise ValueError(f"path: expected a profile with format {_FORMAT!r}, got {shown(fields)}")
+    try:
+        stored = fields["chooser"]
+        made = [chooser_of(dict(x)) for x in (stored if isinstance(stored, list) else [stored])]
+        for x in made:
+            rules_of(x)
+        chooser = tuple(made) if isinstance(stored, list) else made[0]
+        numbers = tuple(tuple(float(x) for x in row) for row in fields["numbers"])
+        block_q, block_kv = (int(n) for n in fields["block_shape"])
+        heads, kv_heads, head_dim, layers = (int(fields[name]) for name in ("heads", "kv_heads", "head_dim", "layers"))
+        rest = str(fields["budget"]), numbers, str(fields["measure"]), float(fields["target"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"path: expected a whole profile, got one without a right {error}") from error
+    whole = len(numbers) == layers == (len(made) if isinstance(stored, list) else layers)
+    if not whole or any(len(row) != heads for row in numbers) or rest[0] not in ("top_p", "threshold", "density"):
+        raise ValueError(f"path: expected numbers for {layers} layers and {heads} heads, got other ones")
+    return Profile(heads, kv_heads, head_dim, chooser, (block_q, block_kv), *rest)
 
 
 class _Capture:

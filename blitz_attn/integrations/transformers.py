@@ -9,15 +9,17 @@ torch and transformers are imported by `register` and by what needs them, not wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from .. import _arrays
-from .._select.choosers import budget_of
+from .._select.choosers import budget_of, chooser_of, fields_of
 from .._select.prefill import select_blocks_prefill
-from .._select.profile import Profile
+from .._select.profile import Profile, fields_of_profile, profile_of
 from .._sentences import shown
 
 __all__ = ["SparseConfig", "configure", "paged_cache", "register"]
@@ -94,6 +96,7 @@ class SparseConfig:
     decode_budget: int | None = None
     on_unsupported: str = "fallback"
     num_threads: int | None = None
+    _text: str = field(default="", init=False, repr=False, compare=False)  # `_config_of_text` reads it: what graphs of torch hold
 
     def __post_init__(self) -> None:
         given = {name: x for name in _BUDGETS if (x := getattr(self, name)) is not None}
@@ -114,6 +117,15 @@ class SparseConfig:
             if getattr(self, name) is not None and _arrays.integer(getattr(self, name), name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         _arrays.choice(self.on_unsupported, "on_unsupported", ("fallback", "error"))
+        object.__setattr__(self, "_text", self._as_text())
+
+    def _as_text(self) -> str:
+        own = {x.name: getattr(self, x.name) for x in fields(self) if x.init}
+        if not isinstance(self.chooser, str):
+            own["chooser"] = fields_of(self.chooser)
+        if self.profile is not None:
+            own["profile"] = fields_of_profile(self.profile)
+        return json.dumps(own, default=lambda x: x.tolist())  # numbers and arrays of NumPy
 
     def _check_by_use(self) -> None:
         """Choose blocks of one token with these options, so that what the operation refuses is refused now."""
@@ -140,6 +152,17 @@ class SparseConfig:
         if layer is None:
             raise ValueError("profile: expected a model whose attention layers have a layer_idx, got one without")
         return options | self.profile.options(layer, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+@functools.lru_cache(maxsize=256)
+def _config_of_text(text: str) -> SparseConfig:
+    """The configuration whose `_text` is given."""
+    own = json.loads(text)
+    if isinstance(own["chooser"], dict):
+        own["chooser"] = chooser_of(own["chooser"])
+    if own["profile"] is not None:
+        own["profile"] = profile_of(own["profile"])
+    return SparseConfig(**own | {"block_shape": tuple(own["block_shape"])})
 
 
 _global = SparseConfig()
@@ -216,6 +239,9 @@ def register() -> None:
     Sinks are exact. A softcap is computed where the mask is causal. Packed sequences are taken from ``position_ids`` that begin again,
     as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model chooses itself (``block_indices`` of
     MiniMax-M3) are attended as they are, whatever the configuration.
+
+    Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
+    static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
 
     Where a model needs something else (dropout, a position bias, gradients with a softcap, returned weights, padding inside a sequence, a
     mask that is a matrix), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.

@@ -13,9 +13,10 @@ from transformers.masking_utils import sdpa_mask
 
 from ... import _arrays, _core, block_sparse_attention, paged_attention, select_blocks_prefill
 from ..torch import block_sparse_attention as differentiable_attention
-from ..transformers import SparseConfig, _config_of
+from ..transformers import SparseConfig, _config_of, _config_of_text
 from .cache import pages_of
-from .masks import RuleMask, Rules
+from .masks import RuleMask, Rules, TracedMask
+from .operators import Traced, attend_in_graph, register_operator
 
 __all__ = ["attend_dense", "attend_sparse"]
 
@@ -63,12 +64,22 @@ class _Layer:
         """The layer's number, for models that number their layers."""
         return getattr(self.module, "layer_idx", None)
 
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        return self.module.kind if isinstance(self.module, Traced) else type(self.module).__name__
+
+    @property
+    def source(self) -> str:
+        """The name of the Python module that the class is from."""
+        return self.module.source if isinstance(self.module, Traced) else type(self.module).__module__
+
 
 # ---- What is not computed here -------------------------------------------------------------------------------------
 
 
-def _why_not(layer: _Layer) -> str | None:
-    """Why a call is not computed by this library; None where it is."""
+def _why_not_by_shape(layer: _Layer) -> str | None:
+    """Why a call is not computed by this library, as far as can be seen without the elements of any tensor; None where it is."""
     tensors = (layer.query, layer.key, layer.value)
     if any(x.device.type != "cpu" for x in tensors):
         return f"tensors on {layer.query.device}"
@@ -81,19 +92,27 @@ def _why_not(layer: _Layer) -> str | None:
     unknown = [name for name, x in layer.rest.items() if name not in _HARMLESS and x is not None and x is not False]
     if unknown:
         return f"the model's argument {unknown[0]}"
-    if layer.mask is not None and not isinstance(layer.mask, RuleMask):
+    if layer.mask is not None and not isinstance(layer.mask, (RuleMask, TracedMask)):
         return "a mask that was made as a matrix"
+    if layer.softcap is not None and layer.differentiated:
+        return "gradients of attention with a softcap"
+    return None
+
+
+def _why_not(layer: _Layer) -> str | None:
+    """Why a call is not computed by this library; None where it is."""
+    reason = _why_not_by_shape(layer)
+    if reason is not None:
+        return reason
     if layer.mask is not None and layer.mask.rules is None:
-        return layer.mask.reason
+        return str(layer.mask.reason)
     if layer.mask is not None and layer.mask.shape[2:] != (layer.query.shape[2], layer.key.shape[2]):
         return f"a mask for {tuple(layer.mask.shape[2:])} queries and keys where the layer has {(layer.query.shape[2], layer.key.shape[2])}"
     rules = _rules_of(layer)
     packed = rules.sequences is not None or layer.rest.get("cu_seq_lens_q") is not None
-    if layer.softcap is not None:
-        if layer.differentiated:
-            return "gradients of attention with a softcap"
-        if packed or (layer.query.shape[2] > 1 and (not rules.causal or rules.right is not None)):
-            return "a softcap beside packed sequences or without a causal mask"
+    uncapped = packed or (layer.query.shape[2] > 1 and (not rules.causal or rules.right is not None))
+    if layer.softcap is not None and uncapped:
+        return "a softcap beside packed sequences or without a causal mask"
     if layer.block_indices is not None and (packed or any(rules.starts)):
         return "blocks chosen by the model beside packed sequences or padding on the left"
     whole = not any(rules.starts) and all(end == layer.key.shape[2] for end in rules.ends) and not rules.offset
@@ -104,7 +123,7 @@ def _why_not(layer: _Layer) -> str | None:
 
 def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     """The call by torch: by SDPA, or by the model's own eager function where SDPA lacks what the call needs."""
-    kind = type(layer.module).__name__
+    kind = layer.kind
     if layer.config.on_unsupported == "error":
         raise ValueError(f"{kind}: expected attention that blitz_attn computes, got {reason}")
     _tell(f"{kind}: attention by torch instead of blitz_attn, because of {reason}")
@@ -121,7 +140,7 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
         mask = layer.module.indexer.build_block_mask(layer.block_indices, mask, *where)
     tensors = (layer.module, layer.query, layer.key, layer.value)
     options = {"dropout": layer.dropout, "scaling": layer.scaling}
-    own = getattr(sys.modules.get(type(layer.module).__module__), "eager_attention_forward", None)
+    own = getattr(sys.modules.get(layer.source), "eager_attention_forward", None)
     if layer.softcap is not None or layer.sinks is not None or rest.get("output_attentions"):
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
@@ -134,8 +153,9 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     return sdpa_attention_forward(*tensors, mask, is_causal=layer.is_causal, **options, **rest)
 
 
+@torch.compiler.assume_constant_result
 def _tell(text: str) -> None:
-    """Log a warning, once."""
+    """Log a warning, once. torch.compile does so while it traces."""
     if text not in _TOLD:
         _TOLD.add(text)
         _LOG.warning(text)
@@ -282,7 +302,7 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
     if chosen is not None:
         return chosen, None
     if layer.softcap is not None and layer.sparse and layer.query.shape[2] > 1 and layer.config._sparse_in(layer.number):
-        _tell(f"{type(layer.module).__name__}: dense prompts, because of a softcap")
+        _tell(f"{layer.kind}: dense prompts, because of a softcap")
     parts = []
     for call in rules.calls():
         longest = max(call.kv_lens)
@@ -303,8 +323,50 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
     return parts[0] if len(parts) == 1 else torch.cat(parts), None
 
 
+def _attend_outside(reason: str) -> Any:
+    """`_attend` where it cannot stand in a graph of torch.compile: the graph ends before it, and the next begins after it."""
+
+    def attend(layer: _Layer) -> tuple[Any, Any]:
+        if isinstance(layer.mask, TracedMask):
+            layer.mask = layer.mask.as_rules()
+        return _attend(layer)
+
+    return torch.compiler.disable(attend, reason=f"blitz_attn: {reason}")
+
+
+_attend_differentiated = _attend_outside("attention that is differentiated stands in no graph")
+_attend_by_quest = _attend_outside("the pages of a paged cache are no tensors of a graph")
+
+
+def _attend_traced(layer: _Layer) -> Any:
+    """What stands in the graph while torch traces."""
+    mask = layer.mask
+    if _why_not_by_shape(layer) is not None:
+        return _fall_back(layer, str(_why_not_by_shape(layer)))
+    if layer.differentiated:
+        return _attend_differentiated(layer)
+    if layer.sparse and layer.config.decode_budget is not None and layer.query.shape[2] == 1:
+        return _attend_by_quest(layer)
+    if mask is None:
+        shape = (layer.query.shape[0], 1, layer.query.shape[2], layer.key.shape[2])
+        mask = TracedMask(shape, _is_causal(layer), None, None, None, None, 0, 0)
+    return attend_in_graph(layer, mask), None
+
+
+def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: RuleMask, options: dict[str, Any]) -> Any:
+    """The work of the operator."""
+    packed = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    layer = _Layer(
+        module, *tensors, mask, options.get("scaling"), 0.0, options.get("softcap"), options["sinks"], options["block_indices"],
+        module.is_causal, packed, _config_of_text(options.get("config") or SparseConfig()._text), bool(options.get("sparse")),
+    )  # fmt: skip
+    return _attend(layer)[0]
+
+
+_library = register_operator(_attend_in_operator)
+
+
 def _attention(sparse: bool) -> Any:
-    @torch.compiler.disable  # rules of masks are Python numbers
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0,
         is_causal: bool | None = None, softcap: float | None = None, s_aux: Any = None, block_indices: Any = None, **rest: Any,
@@ -313,7 +375,9 @@ def _attention(sparse: bool) -> Any:
             module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, block_indices, is_causal, rest, _config_of(module),
             sparse,
         )  # fmt: skip
-        return _attend(layer)
+        if isinstance(attention_mask, TracedMask) and not torch.compiler.is_compiling():  # the graph has ended between mask and attention
+            layer.mask = attention_mask.as_rules()
+        return _attend_traced(layer) if torch.compiler.is_compiling() else _attend(layer)
 
     return attend
 

@@ -44,6 +44,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self._keys, self._values = (x.new_zeros((x.shape[0], 0, x.shape[1], x.shape[3])) for x in (key_states, value_states))
         self.is_initialized = True
 
+    @torch.compiler.disable(reason="blitz_attn: the pages of a paged cache are no tensors of a graph")
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("past_key_values: expected a call under torch.no_grad() for a paged cache, got keys that need gradients")

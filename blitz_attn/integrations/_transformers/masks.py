@@ -3,19 +3,23 @@
 transformers makes a mask once per forward pass and kind of layer, and hands it to the attention of each layer. `make_mask` is registered
 for that. It reads the rule that the mask function stands for (causal, a window, packed sequences), and the padding, and returns a
 `RuleMask`. Where there is no such rule, the mask says why, and attention falls back.
+
+While torch traces a model (`torch.compile`), padding and packed sequences are tensors without elements. `make_mask` then returns a
+`TracedMask`, which holds them, and the operator that is called in the graph makes the `RuleMask`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import masking_utils
 
-__all__ = ["Call", "RuleMask", "Rules", "make_mask"]
+__all__ = ["Call", "RuleMask", "Rules", "TracedMask", "make_mask"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class _Said:
 
     def __and__(self, other: _Said) -> _Said:
         def least(a: int | None, b: int | None) -> int | None:
-            return min((x for x in (a, b) if x is not None), default=None)
+            return a if b is None else b if a is None else min(a, b)
 
         packed = self.packed if other.packed is None else other.packed
         return _Said(
@@ -103,22 +107,58 @@ class _NoRuleError(Exception):
     """A mask function that is none of those known here; the text says which."""
 
 
-def _variables(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables that a function inside a function has from outside."""
+# Functions of `masking_utils` that return functions, and the names of their arguments.
+_MAKERS = {
+    "and_masks": ("mask_functions",),
+    "packed_sequence_mask_function": ("packed_sequence_mask",),
+    "remap_positions_for_packed_sequence": ("mask_function", "position_ids"),
+    "sliding_window_bidirectional_overlay": ("sliding_window",),
+    "sliding_window_overlay": ("sliding_window",),
+}
+_MADE_BY = "_blitz_attn_made_by"  # of a function that was made while torch traces: the function that made it, and its arguments
+
+
+def _remember_variables(name: str) -> None:
+    """torch.compile cannot trace code that reads the closure of a function. While it traces one of `_MAKERS`, it takes another
+    function in its place, which does the same and leaves a note on the result."""
+    original = getattr(masking_utils, name)
+    copy = FunctionType(original.__code__, original.__globals__, name, original.__defaults__, original.__closure__)
+    names = _MAKERS[name]
+
+    def make(*arguments: Any) -> Any:
+        made = copy(*arguments)
+        by_name = {names[0]: arguments} if names == ("mask_functions",) else dict(zip(names, arguments, strict=True))
+        setattr(made, _MADE_BY, (name, by_name))
+        return made
+
+    torch.compiler.substitute_in_graph(original, skip_signature_check=True)(make)
+
+
+for _name in _MAKERS:
+    _remember_variables(_name)
+
+
+def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
+    """The function of `masking_utils` that made a mask function, and the variables that it gave it."""
+    if torch.compiler.is_compiling():
+        noted: tuple[str, dict[str, Any]] | None = getattr(function, _MADE_BY, None)
+        if noted is None:
+            raise _NoRuleError("a mask function that cannot be traced")
+        return noted
+    name = getattr(function, "__qualname__", "")
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        raise _NoRuleError(f"a mask function of the model's own ({name or type(function).__name__})")
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+    return name.partition(".<locals>.")[0], dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
 def _said_by(function: Any, last: int) -> _Said:
     """What a mask function of `transformers.masking_utils` says; `last` is the largest position that it will be given."""
-    name = getattr(function, "__qualname__", "")
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        raise _NoRuleError(f"a mask function of the model's own ({name or type(function).__name__})")
-    outer, inside = name.partition(".<locals>.")[0], _variables(function)
-    if name == "causal_mask_function":
+    if function is masking_utils.causal_mask_function:
         return _Said(causal=True)
-    if name == "bidirectional_mask_function":
+    if function is masking_utils.bidirectional_mask_function:
         return _Said()
+    outer, inside = _maker_of(function)
     if outer == "and_masks":
         said = _Said()
         for part in inside["mask_functions"]:
@@ -137,7 +177,7 @@ def _said_by(function: Any, last: int) -> _Said:
     if outer == "chunked_overlay" and last < int(inside["chunk_size"]):
         return _Said()  # one chunk holds all
     kinds = {"chunked_overlay": "chunks of tokens", "blockwise_overlay": "blocks without order", "or_masks": "a union of masks"}
-    raise _NoRuleError(f"a mask of {kinds.get(outer, name)}")
+    raise _NoRuleError(f"a mask of {kinds.get(outer, outer)}")
 
 
 def _bounds(padding: Any, batch: int, kv_length: int, kv_offset: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -218,17 +258,77 @@ class RuleMask(torch.Tensor):
         return f"RuleMask({tuple(self.shape)}, {self.rules or self.reason})"
 
 
-@torch.compiler.disable
+@dataclass(frozen=True)
+class TracedMask:
+    """What stands for a `RuleMask` while torch traces.
+
+    Attributes
+    ----------
+    shape : (int, int, int, int)
+        (B, 1, Sq, Skv).
+    causal, left, right
+        As in `Rules`.
+    packed : torch.Tensor or None
+        (B, Sq) numbers of sequences.
+    padding : torch.Tensor or None
+        (B, Skv or more): which keys there are.
+    q_offset : int or torch.Tensor
+        The position of the first query.
+    kv_offset : int
+        The position of the first key.
+    """
+
+    shape: tuple[int, int, int, int]
+    causal: bool
+    left: int | None
+    right: int | None
+    packed: Any
+    padding: Any
+    q_offset: Any
+    kv_offset: int
+
+    def as_rules(self) -> RuleMask:
+        """The mask, where the tensors have elements."""
+        parts = [masking_utils.causal_mask_function if self.causal else masking_utils.bidirectional_mask_function]
+        if self.right is not None:
+            parts.append(masking_utils.sliding_window_bidirectional_overlay(self.right))
+        if self.left is not None:
+            parts.append(masking_utils.sliding_window_overlay(self.left + 1))
+        if self.packed is not None and (self.packed != self.packed[:, :1]).any():
+            parts.append(masking_utils.packed_sequence_mask_function(self.packed))
+        function = masking_utils.and_masks(*parts)
+        batch, _, queries, keys = self.shape
+        return make_mask(batch, queries, keys, self.q_offset, self.kv_offset, function, self.padding)
+
+
+def _trace_mask(arguments: dict[str, Any]) -> Any:
+    """A `TracedMask`, or the elements of the mask where it has no rule."""
+    keys, kv_offset = arguments["kv_length"], arguments["kv_offset"]
+    try:
+        said = _said_by(arguments["mask_function"], kv_offset + keys - 1)
+        if said.padding:
+            raise _NoRuleError("two masks of padding")
+    except _NoRuleError:
+        return masking_utils.sdpa_mask(**(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+    shape = (arguments["batch_size"], 1, arguments["q_length"], keys)
+    where = arguments["q_offset"]
+    if isinstance(where, torch.Tensor):  # a copy, because a static cache adds to it before attention reads it
+        where = where.clone()
+    return TracedMask(shape, said.causal, said.left, said.right, said.packed, arguments["attention_mask"], where, kv_offset)
+
+
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Any = None, **options: Any,
-) -> RuleMask:  # fmt: skip
+) -> Any:  # fmt: skip
     """The mask function that is registered with transformers: arguments as `masking_utils.sdpa_mask` has them."""
-    q_offset = int(q_offset)  # static caches have a tensor
     arguments = options | {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
         "mask_function": mask_function, "attention_mask": attention_mask,
     }  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _trace_mask(arguments)
+    arguments["q_offset"] = q_offset = int(q_offset)  # static caches have a tensor
     rules, reason = None, ""
     try:
         said = _said_by(mask_function, kv_offset + kv_length - 1)

@@ -1,0 +1,241 @@
+"""Models of transformers under torch.compile: attention stands in the graph, and results are those without a graph."""
+
+import functools
+import logging
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from blitz_attn import select  # noqa: E402
+from blitz_attn.integrations.transformers import SparseConfig, _config_of_text, configure, paged_cache, register  # noqa: E402
+from test_integrations_transformers import make_cache, padded, small_model  # noqa: E402
+
+register()
+
+from blitz_attn.integrations._transformers import attention  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+SPARSE = SparseConfig(density=0.5, block_shape=(8, 8), chooser=select.Pooled(pool=4), min_tokens=1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    attention._TOLD.clear()
+    configure(SPARSE)
+    yield
+    configure(SparseConfig())
+    torch._dynamo.reset()
+
+
+def tokens_of(batch=2, tokens=40, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).integers(3, 97, (batch, tokens)))
+
+
+def both(model, implementation, ids, **options):
+    """Logits without a graph, and with one graph of the whole model."""
+    model.set_attn_implementation(implementation)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        found = compiled(ids, **options).logits
+        return model(ids, **options).logits, found
+
+
+@pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "no cache"])
+def test_a_model_is_one_graph(implementation, padding):
+    ids = tokens_of()
+    mask = padded(random.Random(3), padding, *ids.shape) if padding in ("left", "right") else None
+    expected, found = both(small_model("llama"), implementation, ids, attention_mask=mask, use_cache=padding == "none")
+    assert torch.equal(found, expected)
+    assert not attention._TOLD
+    dense = small_model("llama")
+    dense.set_attn_implementation("blitz_attn")
+    with torch.no_grad():
+        all_keys = dense(ids, attention_mask=mask).logits
+    assert torch.equal(found, all_keys) == (implementation == "blitz_attn")  # blocks are really left out
+
+
+@pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_windows_softcaps_and_sinks_stand_in_the_graph(name, implementation):
+    model, ids = small_model(name), tokens_of(seed=1)
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=torch.ones_like(ids)).logits
+        explained = torch._dynamo.explain(model)(ids, attention_mask=torch.ones_like(ids))
+        torch._dynamo.reset()
+        found = torch.compile(model, backend="eager")(ids, attention_mask=torch.ones_like(ids)).logits
+    ours = [x for x in explained.break_reasons if any("blitz_attn" in frame.filename for frame in x.user_stack)]
+    assert not ours
+    assert torch.equal(found, expected)
+
+
+def test_packed_sequences_are_found_when_the_graph_runs():
+    """One graph for sequences of any lengths: their borders are elements of a tensor."""
+    model, ids = small_model("llama"), tokens_of(1)
+    model.set_attn_implementation("blitz_attn_sparse")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for lengths in ((40,), (13, 27), (1, 30, 9)):
+            where = torch.cat([torch.arange(n) for n in lengths])[None]
+            found = compiled(ids, position_ids=where, use_cache=False).logits
+            assert torch.equal(found, model(ids, position_ids=where, use_cache=False).logits)
+
+
+def test_steps_over_a_static_cache_are_one_graph():
+    model, ids = small_model("llama"), tokens_of(2, 20)
+    model.set_attn_implementation("blitz_attn_sparse")
+    logits = []
+    for compiles in (False, True):
+        cache, got = make_cache("static", model, 20), []
+        run = torch.compile(model, backend="eager", fullgraph=True) if compiles else model
+        with torch.no_grad():
+            for begin, end in ((0, 17), (17, 18), (18, 19), (19, 20)):
+                got.append(run(ids[:, begin:end], past_key_values=cache).logits)
+        logits.append(torch.cat(got, 1))
+    assert torch.equal(*logits)
+
+
+def test_layers_may_be_compiled_by_themselves():
+    """The model makes the mask outside of the graphs then."""
+    model, ids = small_model("llama"), tokens_of()
+    model.set_attn_implementation("blitz_attn_sparse")
+    mask = padded(random.Random(3), "left", *ids.shape)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        layers = list(model.model.layers)
+        try:
+            for layer in layers:
+                layer.compile(backend="eager")
+            found = model(ids, attention_mask=mask).logits
+        finally:
+            for layer in layers:
+                layer._compiled_call_impl = None
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
+def test_inductor_gives_the_same_numbers(implementation):
+    model, ids = small_model("llama"), tokens_of()
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(ids).logits
+    assert (found - expected).abs().max() < 1e-5
+
+
+# ---- What stands in no graph --------------------------------------------------------------------------------------------
+
+
+def reasons(model, *args, **options):
+    return [x.reason for x in torch._dynamo.explain(model)(*args, **options).break_reasons]
+
+
+def test_attention_that_is_differentiated_says_so_and_is_right():
+    model, ids = small_model("llama"), tokens_of()
+    model.set_attn_implementation("blitz_attn")
+    grads = []
+    for run in (model, torch.compile(model, backend="eager")):
+        model.zero_grad()
+        run(ids).logits.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+    torch._dynamo.reset()
+    assert any("blitz_attn: attention that is differentiated stands in no graph" in text for text in reasons(model, ids))
+
+
+def test_quest_over_a_paged_cache_says_so_and_is_right():
+    model, ids = small_model("llama"), tokens_of(1, 30)
+    configure(SparseConfig(density=0.5, block_shape=(8, 8), min_tokens=1, decode_budget=8))
+    model.set_attn_implementation("blitz_attn_sparse")
+    logits = []
+    for run in (model, torch.compile(model, backend="eager")):
+        cache = paged_cache(model, page_size=4)
+        with torch.no_grad():
+            run(ids[:, :29], past_key_values=cache)
+            logits.append(run(ids[:, 29:], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = reasons(model, ids[:, 29:], past_key_values=paged_cache(model, page_size=4))
+    assert any("blitz_attn: the pages of a paged cache are no tensors of a graph" in text for text in found)
+
+
+def test_what_falls_back_is_traced_and_said_once(caplog):
+    """Padding inside a sequence is seen when the graph runs; a mask that is a matrix when it is made."""
+    model, ids = small_model("llama"), tokens_of()
+    holes = torch.ones_like(ids)
+    holes[:, 5] = 0
+    matrix = torch.ones(40, 40, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
+    with caplog.at_level(logging.WARNING, logger="blitz_attn.integrations.transformers"):
+        for mask, reason in ((holes, "padding between the tokens of a sequence"), (matrix, "a mask that was made as a matrix")):
+            expected, found = both(model, "blitz_attn", ids, attention_mask=mask)
+            assert (found - expected).abs().max() < 1e-5
+            assert sum(reason in x.getMessage() for x in caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_softcaps_and_sinks_beside_holes_are_computed_by_the_models_own_function(name):
+    model, ids = small_model(name), tokens_of()
+    holes = torch.ones_like(ids)
+    holes[:, 5] = 0
+    model.set_attn_implementation("blitz_attn")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=holes).logits
+        found = torch.compile(model, backend="eager")(ids, attention_mask=holes).logits
+    keep = holes[..., None]
+    assert ((found - expected) * keep).abs().max() < 1e-5
+
+
+def test_unsupported_calls_may_be_errors_in_a_graph_too():
+    model, ids = small_model("llama"), tokens_of()
+    configure(SparseConfig(on_unsupported="error"))
+    model.set_attn_implementation("blitz_attn")
+    holes = torch.ones_like(ids)
+    holes[:, 5] = 0
+    with torch.no_grad(), pytest.raises(ValueError, match="expected attention that blitz_attn computes, got padding between"):
+        torch.compile(model, backend="eager")(ids, attention_mask=holes)
+
+
+# ---- Configurations as text -----------------------------------------------------------------------------------------------
+
+
+def test_a_new_configuration_holds_in_graphs_that_were_made_before():
+    model, ids = small_model("llama"), tokens_of()
+    model.set_attn_implementation("blitz_attn_sparse")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        first = compiled(ids).logits
+        configure(SparseConfig(density=1.0, block_shape=(8, 8), min_tokens=1))
+        second = compiled(ids).logits
+        model.set_attn_implementation("blitz_attn")
+        assert torch.equal(second, model(ids).logits)
+    assert not torch.equal(first, second)
+
+
+PROFILE = select.Profile(4, 2, 16, (select.Pooled(4), select.SampledRows(2)), (8, 8), "top_p", ((0.5,) * 4, (1.0,) * 4), "mass", 0.9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SparseConfig,
+        functools.partial(SparseConfig, density=np.float32(0.5), chooser="sampled_rows", block_shape=[16, 8], dense_layers=range(2)),
+        functools.partial(SparseConfig, top_k=[3, 4], chooser=select.Pooled((4, 8), "bound", "mean"), decode_budget=7, num_threads=2),
+        functools.partial(SparseConfig, profile=PROFILE, last_rows=1, on_unsupported="error"),
+    ],
+)
+def test_a_configuration_is_its_text(make):
+    config = make()
+    again = _config_of_text(config._text)
+    assert again._text == config._text
+    for layer in (0, 1):
+        ours, theirs = (x._options(layer, 4, 2, 16) for x in (config, again))
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[name], theirs[name]) if name != "chooser" else ours[name] == theirs[name] for name in ours)
