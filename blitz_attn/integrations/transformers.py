@@ -236,9 +236,9 @@ def register() -> None:
 
     Notes
     -----
-    Sinks are exact. A softcap is computed where the mask is causal. Packed sequences are taken from ``position_ids`` that begin again,
-    as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model chooses itself (``block_indices`` of
-    MiniMax-M3) are attended as they are, whatever the configuration.
+    Sinks are exact. A softcap is computed where the mask is causal; blocks are chosen by scores without it. Packed sequences are taken
+    from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
+    chooses itself (``block_indices`` of MiniMax-M3) are attended as they are, whatever the configuration.
 
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.

@@ -7,11 +7,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ... import _arrays, _core, block_sparse_attention, paged_attention, select_blocks_prefill
+from ... import _arrays, _core, block_sparse_attention, paged_attention, paged_select_attention, select_blocks_prefill
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of, _config_of_text
 from .cache import pages_of
@@ -240,18 +241,36 @@ def _attend_packed(layer: _Layer, rules: Rules, cu: tuple[list[int], list[int]])
 
 
 def _attend_capped(layer: _Layer, q: Any, k: Any, v: Any, rules: Rules, q_lens: list[int], kv_lens: list[int]) -> Any:
-    """Attention with a softcap: each batch entry is a request of one page, which holds all of its keys."""
+    """Attention with a softcap, by the paged operation: each batch entry is a request of one page, which holds all of its keys; or,
+    where blocks are chosen, each block of queries is a request, and the blocks of keys are pages. Choosing knows no softcap."""
     batch, queries = q.shape[:2]
     out = torch.zeros((batch, queries, q.shape[2], v.shape[3]), dtype=q.dtype)
-    tables = torch.arange(batch, dtype=torch.int32)[:, None].numpy()
-    options = {"scale": layer.scaling, "softcap": layer.softcap, "sinks": layer.sinks, "window": rules.left, "kv_layout": "HND"}
-    seen = [range(max(0, n - m), n) for n, m in zip(q_lens, kv_lens, strict=True)]  # queries before the first key are padding
-    rows = torch.cat([q[b, x.start : x.stop] for b, x in enumerate(seen)])
-    lengths = [len(x) for x in seen]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    found = paged_attention(rows, k, v, tables, kv_lens, q_lens=lengths, num_threads=layer.config.num_threads, **options)
-    for b, part in enumerate(found.split(lengths)):
-        out[b, seen[b].start : seen[b].stop] = part
+    given = {"layout": "BSND", "causal": True, "window": rules.window, "scale": layer.scaling, "q_lens": q_lens, "kv_lens": kv_lens}
+    lists, (block_q, block_kv) = _choose(layer, q, k, k.shape[1], given)
+    if lists is None:
+        block_q, block_kv = queries, k.shape[1]
+    pages = -(-k.shape[1] // block_kv)
+    rows, tables, lengths, selected = [], [], [], []
+    for b, (n, m) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        for first in range(0, n, block_q):
+            begin, end = max(first, n - m), min(first + block_q, n)  # queries before the first key are padding
+            if begin < end:
+                rows.append((b, begin, end))
+                tables.append(range(b * pages, (b + 1) * pages))
+                lengths.append(end + m - n)
+                if lists is not None:
+                    selected.append(lists[b, :, first // block_q])
+    if not rows:
+        return out
+    caches = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * block_kv - x.shape[1])) if x.shape[1] % block_kv else x for x in (k, v)]
+    k, v = (x.reshape(batch * pages, block_kv, *x.shape[2:]) for x in caches)
+    q_rows = torch.cat([q[b, begin:end] for b, begin, end in rows])
+    options = {"scale": layer.scaling, "softcap": layer.softcap, "sinks": layer.sinks, "window": rules.left}
+    options |= {"q_lens": [end - begin for _, begin, end in rows], "num_threads": layer.config.num_threads}
+    where = (q_rows, k, v, np.array(tables, np.int32), lengths)
+    found = paged_attention(*where, **options) if lists is None else paged_select_attention(*where, torch.stack(selected), **options)
+    for (b, begin, end), part in zip(rows, found.split(options["q_lens"]), strict=True):
+        out[b, begin:end] = part
     return out
 
 
@@ -301,8 +320,6 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
     chosen = _attend_pages(layer, rules)
     if chosen is not None:
         return chosen, None
-    if layer.softcap is not None and layer.sparse and layer.query.shape[2] > 1 and layer.config._sparse_in(layer.number):
-        _tell(f"{layer.kind}: dense prompts, because of a softcap")
     parts = []
     for call in rules.calls():
         longest = max(call.kv_lens)
