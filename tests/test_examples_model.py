@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import kept_blocks  # noqa: E402
 import make_profile  # noqa: E402
 import needle  # noqa: E402
 import perplexity as example  # noqa: E402
@@ -213,3 +214,27 @@ def test_a_needle_where_it_cannot_be(capsys):
     assert needle.main(["--text", __file__, "--depths", "0"]) == 1
     err = capsys.readouterr().err.splitlines()
     assert err == ["needle.py: --text: no such file: nowhere.txt", "needle.py: --depths: expected at least 1, got 0"]
+
+
+# ---- kept_blocks.py -------------------------------------------------------------------------------------------------------
+
+
+def test_the_masses_of_a_head_are_those_of_its_softmax():
+    q, k = (np.random.default_rng(n).standard_normal((50, 8)) for n in (0, 1))
+    masses = kept_blocks.masses_of(q, k, 0.5, 16)
+    weights = np.exp(0.5 * q @ k.T) * np.tril(np.ones((50, 50)))
+    weights /= weights.sum(axis=1, keepdims=True)
+    for row in range(4):
+        for column in range(4):
+            expected = weights[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].sum(axis=1).mean()
+            assert np.isclose(masses[row, column], expected, rtol=1e-12, atol=0)
+
+
+def test_a_picture_of_real_heads_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    capture = Path(__file__).resolve().parent / "data" / "smollm2_qkv.npz"
+    output = tmp_path / "kept.png"
+    assert kept_blocks.main([str(capture), "--block", "32", "--density", "0.4", "--heads", "0", "2", "-o", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert kept_blocks.main([str(capture), "--heads", "7"]) == 1
+    assert "kept_blocks.py: --heads: expected heads from 0 to 2, got 7" in capsys.readouterr().err

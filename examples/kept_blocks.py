@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""A picture of real attention heads: where their softmax mass lies, and which blocks a chooser keeps of it.
+
+    python benchmark/capture.py --layers 14 -o smollm2.npz      # queries and keys of a real model over a real text
+    python examples/kept_blocks.py smollm2.npz --layer 14 --heads 0 3 7 -o kept_blocks.png
+
+Above, the mean softmax mass of each block of keys for the queries of each block, on a logarithmic scale. Below, the blocks that
+`select_blocks_prefill` keeps at one density for the layer: heads whose mass is spread keep more than heads whose mass lies in few blocks.
+The number is the share of the softmax mass that the kept blocks hold (`select.recall`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
+
+import _bench  # noqa: F401  (finds the library of this checkout)
+import blitz_attn
+from blitz_attn import sabi, select
+from qkv_file import load_capture
+
+SMALLEST = 1e-5  # masses below are drawn like this one
+
+
+def masses_of(q: np.ndarray, k: np.ndarray, scale: float, block: int) -> np.ndarray:
+    """The mean softmax mass of each block, (rows, columns), of causal attention of one head: q and k (S, D)."""
+    count = -(-len(q) // block)
+    masses = np.zeros((count, count))
+    for row in range(count):
+        first, end = row * block, min(len(q), (row + 1) * block)
+        scores = scale * (q[first:end].astype(np.float64) @ k[:end].astype(np.float64).T)
+        scores[np.arange(end) > np.arange(first, end)[:, None]] = -np.inf
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        shares = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+        masses[row, : row + 1] = np.add.reduceat(shares, np.arange(0, end, block))
+    return masses
+
+
+def draw(q: np.ndarray, k: np.ndarray, scale: float, heads: Sequence[int], density: float, block: int, title: str) -> Any:
+    """The figure: q (1, H, S, D) and k (1, Hkv, S, D) of one layer."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    rules = {"block_shape": (block, block), "causal": True, "scale": scale}
+    lists = blitz_attn.select_blocks_prefill(q, k, density=density, **rules)
+    kept = sabi.to_block_mask(lists, -(-k.shape[2] // block))[0]
+    held = np.nanmean(select.recall(q, k, lists, **rules)[0], axis=1)
+    figure = Figure(figsize=(1 + 3.1 * len(heads), 6.6), layout="constrained")
+    axes = figure.subplots(2, len(heads), squeeze=False, sharex=True, sharey=True)
+    places = (0, k.shape[2], q.shape[2], 0)
+    lower = np.tril(np.ones(kept.shape[1:], bool))
+    for (above, below), head in zip(axes.T, heads, strict=True):
+        masses = masses_of(q[0, head], k[0, head // (q.shape[1] // k.shape[1])], scale, block)
+        shown = np.where(lower, np.maximum(masses, SMALLEST), np.nan)
+        image = above.imshow(shown, norm=LogNorm(SMALLEST, 1), cmap="magma", extent=places, interpolation="nearest")
+        below.imshow(np.where(lower, kept[head], np.nan), vmin=0, vmax=1.4, cmap="Blues", extent=places, interpolation="nearest")
+        above.set_title(f"head {head}", fontsize=10)
+        share = kept[head].sum() / lower.sum()
+        below.set_title(f"{100 * share:.0f} % of the blocks, {100 * held[head]:.1f} % of the mass", fontsize=9)
+        below.set_xlabel("key")
+    axes[0, 0].set_ylabel("query\nsoftmax mass of each block")
+    axes[1, 0].set_ylabel("query\nblocks that are kept")
+    figure.colorbar(image, ax=axes[0, :], shrink=0.8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capture", type=Path, help="file that benchmark/capture.py wrote")
+    parser.add_argument("--layer", type=int, help="the layer (the first in the file)")
+    parser.add_argument("--heads", type=int, nargs="+", default=[0, 1, 2], help="query heads to draw (%(default)s)")
+    parser.add_argument("--density", type=float, default=0.25, help="share of the layer's blocks to keep (%(default)s)")
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block (%(default)s)")
+    parser.add_argument("-o", "--output", type=Path, default=Path("kept_blocks.png"), help="picture to write (%(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        capture = load_capture(args.capture)
+        layer = min(capture.layers) if args.layer is None else args.layer
+        if layer not in capture.layers:
+            raise ValueError(f"--layer: expected one of {sorted(capture.layers)}, got {layer}")
+        q, k, _ = capture.layers[layer]
+        wrong = [x for x in args.heads if not 0 <= x < q.shape[1]]
+        if wrong:
+            raise ValueError(f"--heads: expected heads from 0 to {q.shape[1] - 1}, got {wrong[0]}")
+        title = f"{capture.model}, layer {layer}, {q.shape[2]} tokens: blocks of {args.block} x {args.block}, density {args.density:g}"
+        draw(q, k, capture.scale, args.heads, args.density, args.block, title).savefig(args.output, dpi=110)
+    except (OSError, ValueError) as error:
+        print(f"kept_blocks.py: {error}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        print(f"kept_blocks.py: needs matplotlib ({error})", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
