@@ -83,14 +83,17 @@ def _by_head(lse: np.ndarray, branch: Branch) -> np.ndarray:
 
 
 def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, common: Common, branch: Branch, begin: int = 0
-) -> None:
-    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. `begin` is the token number of the first query."""
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, common: Common, branch: Branch, begin: int = 0,
+    tokens: int = 0,
+) -> None:  # fmt: skip
+    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. `begin` is the token number of the first query, `tokens`
+    the number of queries of the whole sequence, 0 where all are given: a few queries have the bits that they have among many."""
     lse_out = None if lse is None else _by_head(lse, branch)
     try:
         _core.block_sparse_attention(
-            np.empty, q, k, v, **_arguments(common, branch), return_lse=lse is not None, out=out, lse_out=lse_out, q_begin=begin
-        )
+            np.empty, q, k, v, **_arguments(common, branch), return_lse=lse is not None, out=out, lse_out=lse_out, q_begin=begin,
+            q_total=tokens or None,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, branch.names) from error
 

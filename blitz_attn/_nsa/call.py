@@ -235,7 +235,7 @@ def run(call: Call, results: Results, out: np.ndarray) -> None:
     for c, (keys, values, branch) in enumerate(call.branches(lists, results.groups)):
         if BRANCHES[c] == "selected" and call.selects and call.rules.by_query:  # by the compressed branch's probabilities
             _select(call, results.lse[0], results)
-        attend(call.q, keys, values, results.outs[c], results.lse[c], call.common, branch, call.begin)
+        attend(call.q, keys, values, results.outs[c], results.lse[c], call.common, branch, call.begin, call.tokens)
     weight = call.w_gate.array
     gates = call.gates.array if weight is None else results.gates
     _core.gate(

@@ -11,11 +11,16 @@ _HOMES: dict[str, str] = {  # public name -> the module of this package that has
     "ContextParallelPlan": "plan",
     "DecodePlan": "decode",
     "Prediction": "plan",
+    "context_parallel_attention": "attention",
+    "context_parallel_attention_backward": "attention",
     "decode_context_parallel_attention": "decode",
+    "dispatch": "attention",
     "finish": "faults",
     "is_failure": "faults",
+    "nsa": "_nsa",
     "run_with_survivors": "faults",
     "select_blocks_distributed": "selection",
+    "undispatch": "attention",
 }
 
 __all__ = sorted(_HOMES)

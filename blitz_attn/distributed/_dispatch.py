@@ -22,6 +22,19 @@ class Cut(NamedTuple):
         """The stretches of one rank, as pairs (begin, end)."""
         return [(int(self.at[i]), int(self.at[i + 1])) for i in np.flatnonzero(self.rank == rank)]
 
+    def overlap(self, rank: int, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """The parts of a stretch that a rank has: (begin, end, place of begin in that rank's shard)."""
+        found = []
+        for i in np.flatnonzero((self.rank == rank) & (self.at[:-1] < end) & (self.at[1:] > begin)):
+            first, after = max(begin, int(self.at[i])), min(end, int(self.at[i + 1]))
+            found.append((first, after, int(self.local[i]) + first - int(self.at[i])))
+        return found
+
+    def places(self, entries: ndarray) -> ndarray:
+        """The place of each entry of the chain in the shard of its rank."""
+        stretch = np.searchsorted(self.at, entries, side="right") - 1
+        return self.local[stretch] + entries - self.at[stretch]
+
     @property
     def local(self) -> ndarray:
         """Where each stretch begins in its rank's shard, in which that rank's stretches follow one another."""

@@ -141,6 +141,14 @@ class Problem:
             "cu_seqlens_q": self.cu_q if packed else None, "cu_seqlens_kv": self.cu_kv if packed else None, "sabi": self.sabi,
         }  # fmt: skip
 
+    def call(self) -> dict[str, Any]:
+        """The arguments of one call over the whole sequence, besides arrays."""
+        packed = self.layout == "TND"
+        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads} if self.layout == "BSH" else {}
+        lengths = {"cu_seqlens_q": self.cu_q, "cu_seqlens_kv": self.cu_kv} if packed else {"q_lens": self.q_lens, "kv_lens": self.kv_lens}
+        rules = {"layout": self.layout, "block_shape": self.block_shape, "causal": self.causal, "window": self.window}
+        return {"sabi": self.sabi, **rules, **lengths, **heads}
+
     @property
     def self_attention(self) -> bool:
         """Whether queries and keys are of the same tokens, as far as lengths say."""

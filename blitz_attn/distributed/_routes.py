@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from ._dispatch import DISPATCHES, balance, cut_of, even, loads
+from ._dispatch import DISPATCHES, Cut, Dispatch, balance, cut_of, even, loads
 from ._problem import Problem
 
 TIE = 1.02  # a later dispatch is taken where it is quicker by this factor
@@ -52,6 +52,14 @@ class Rows(NamedTuple):
 class Routes:
     """A problem under one dispatch for a number of ranks.
 
+    Parameters
+    ----------
+    problem : Problem
+    dispatch : Dispatch
+    size : int
+    held : Cut, optional
+        Tokens that ranks hold, of queries and of keys, where that is not for the dispatch to say.
+
     Attributes
     ----------
     loads : (size,)
@@ -62,12 +70,13 @@ class Routes:
         For each KV head, the rows that ranks compute.
     """
 
-    def __init__(self, problem: Problem, dispatch: str, size: int) -> None:
+    def __init__(self, problem: Problem, dispatch: Dispatch, size: int, held: Cut | None = None) -> None:
         self.problem, self.size = problem, size
-        self.dispatch, held, self.computed = DISPATCHES[dispatch](problem.work, problem.kv_heads, size)
+        self._runs: dict[tuple[int, int, int], Runs] = {}
+        self.dispatch, self.computed = dispatch.name, dispatch.computed
         self.loads = loads(problem.work, self.computed, size)
         self.balance = balance(self.loads)
-        self.q_held = held.mapped(problem.row_at)
+        self.q_held = dispatch.held.mapped(problem.row_at) if held is None else held
         if problem.self_attention:
             self.kv_held = self.q_held
         else:
@@ -106,6 +115,12 @@ class Routes:
 
     def kv_runs(self, holder: int, worker: int, head: int) -> Runs:
         """Keys and values of a KV head that a rank holds and another, or itself, needs."""
+        key = holder, worker, next(h for h in range(head + 1) if self.needs[h] is self.needs[head])
+        if key not in self._runs:
+            self._runs[key] = self._find_runs(*key)
+        return self._runs[key]
+
+    def _find_runs(self, holder: int, worker: int, head: int) -> Runs:
         segments = self.segments
         part = slice(*segments.bounds[holder : holder + 2])
         listed = self.needs[head][worker, segments.column[part]]
@@ -163,6 +178,14 @@ class Routes:
         results = p.group * (p.head_dim_v * p.itemsize + p.lse_itemsize)
         return self.kv_tokens * (p.head_dim + p.head_dim_v) * p.itemsize + self.q_tokens * queries + self.q_tokens.T * results
 
+    def backward_bytes(self) -> ndarray:
+        """The same of a backward call without a gradient of the log-sum-exp."""
+        p = self.problem
+        queries = p.group * ((p.head_dim + 2 * p.head_dim_v) * p.itemsize + p.lse_itemsize)
+        results = p.group * p.head_dim * p.itemsize
+        keys = (p.head_dim + p.head_dim_v) * (self.kv_tokens * p.itemsize + self.kv_tokens.T * p.lse_itemsize)  # there, and sums back
+        return keys + self.q_tokens * queries + self.q_tokens.T * results
+
     def all_gather_bytes(self) -> ndarray:
         """(size,): bytes of all keys and values that a rank does not hold."""
         p = self.problem
@@ -183,12 +206,17 @@ class Routes:
         return compute, transfer, np.maximum(compute, transfer) + np.minimum(compute, transfer) / np.maximum(stages, 1)
 
 
+def made(problem: Problem, name: str, size: int) -> Routes:
+    """The routes of a dispatch by name."""
+    return Routes(problem, DISPATCHES[name](problem.work, problem.kv_heads, size), size)
+
+
 def best_of(problem: Problem, size: int, link: float, rate: float) -> Routes:
     """The routes whose slowest rank is the quickest. A later dispatch must be so by more than `TIE`."""
     best: Routes | None = None
     least = np.inf
     for name in DISPATCHES:
-        routes = Routes(problem, name, size)
+        routes = made(problem, name, size)
         total = float(routes.times(link, rate)[2].max())
         if best is None or total * TIE < least:
             best, least = routes, total

@@ -9,10 +9,11 @@ import numpy as np
 from numpy import ndarray
 
 from .._arrays import choice, integer, number
-from ._comm import Agreement, communicator
+from ._comm import Agreement, communicator, digest, spans_hosts
 from ._dispatch import DISPATCHES
 from ._problem import Problem
-from ._routes import Routes, best_of
+from ._routes import Routes, best_of, made
+from ._rows import RowCall
 
 __all__ = ["ContextParallelPlan", "Prediction"]
 
@@ -85,6 +86,8 @@ class ContextParallelPlan:
         Load of the busiest rank over the mean.
     bytes : numpy.ndarray
         (size, size) of int64: bytes that the first rank sends to the second in one forward call, exactly.
+    backward_bytes : numpy.ndarray
+        The same of a backward call, without `dlse`: sums for keys come back in float32 (float64 for float64).
     all_gather_bytes : numpy.ndarray
         (size,) of int64: bytes of all keys and values that each rank does not hold, which is what an all-gather would bring.
 
@@ -163,7 +166,7 @@ class ContextParallelPlan:
             wanted, *speeds = options()
             if wanted == "auto" and self.size > 1:
                 return best_of(whole, self.size, *speeds)
-            return Routes(whole, "cut" if wanted == "auto" else wanted, self.size)
+            return made(whole, "cut" if wanted == "auto" else wanted, self.size)
 
         if size is not None:
             self.comm = None
@@ -183,6 +186,7 @@ class ContextParallelPlan:
                 self._routes = routes(whole)
                 agreement.same("plan", self._routes.cuts())
         self._problem = self._routes.problem
+        self._calls: dict[tuple[int, int, int], RowCall] = {}  # of pieces of this rank, which all layers share
         self.dispatch = self._routes.dispatch
         self.loads, self.balance = self._routes.loads, self._routes.balance
         self.q_ranges = self._routes.q_held.of(self.rank)
@@ -193,8 +197,21 @@ class ContextParallelPlan:
         return self._routes.bytes()
 
     @cached_property
+    def backward_bytes(self) -> ndarray:
+        return self._routes.backward_bytes()
+
+    @cached_property
     def all_gather_bytes(self) -> ndarray:
         return self._routes.all_gather_bytes()
+
+    @cached_property
+    def _key(self) -> int:
+        """What ranks compare in each call."""
+        return digest(list(self._problem.description().values()), self._routes.cuts())
+
+    @cached_property
+    def _spans_hosts(self) -> bool:
+        return spans_hosts(self.comm)
 
     def predict(self, link: float, rate: float) -> Prediction:
         """Times of one forward call by a simple model.

@@ -1,0 +1,429 @@
+"""What ranks send each other for stages of a call: from shards and into address space of the whole sequence, without packing."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from . import _comm
+from ._comm import Transfer, Waiter
+from ._routes import Routes, Runs
+
+MOST_MESSAGES = 64  # ranks up to which each stage has messages of their own; from there on one collective carries them
+COMM_TYPES = ("auto", "p2p", "all_gather", "a2a")
+RETURN = (1 << 15) - 1  # tag of what goes back to holders of keys; the least number that MPI promises as the largest tag is this one
+
+
+# ---- Memory and datatypes -----------------------------------------------------------------------------------------
+
+
+def window(shape: tuple[int, ...], dtype: str) -> ndarray:
+    """Zeros in address space that takes memory only where it is written."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if not count:
+        return np.zeros(shape, dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if sys.platform == "linux":
+        flags |= 0x4000  # MAP_NORESERVE, which the module names from Python 3.12 on
+    return np.frombuffer(mmap.mmap(-1, count, flags=flags), dtype).reshape(shape)
+
+
+class Part(NamedTuple):
+    """Stretches of tokens of some heads of an array (entries, heads, tokens, dims)."""
+
+    array: ndarray
+    heads: range
+    entry: ndarray | None
+    """The entry of the batch that each stretch is of; None: each is of all."""
+    begin: ndarray
+    length: ndarray
+
+    def stretch(self, n: int) -> ndarray:
+        """A view of one stretch."""
+        entry = slice(None) if self.entry is None else slice(int(self.entry[n]), int(self.entry[n]) + 1)
+        begin = int(self.begin[n])
+        return self.array[entry, self.heads.start : self.heads.stop, begin : begin + int(self.length[n])]
+
+    def addresses(self) -> tuple[ndarray, ndarray]:
+        """Bytes from address 0 where each stretch of each head begins, and numbers of tokens."""
+        base, (per_entry, per_head, per_token, _) = self.array.__array_interface__["data"][0], self.array.strides
+        begin, length = base + self.begin * per_token, self.length
+        if self.entry is None:
+            begin = (np.arange(len(self.array))[:, None] * per_entry + begin).reshape(-1)
+            length = np.tile(length, len(self.array))
+        else:
+            begin = begin + self.entry * per_entry
+        heads = np.array(self.heads, np.int64)
+        return (heads[:, None] * per_head + begin).reshape(-1), np.tile(length, len(heads))
+
+
+def message(parts: Iterable[Part]) -> Any:
+    """A committed datatype over absolute addresses: all parts, in their order, as one message of any number of bytes."""
+    kinds: list[Any] = []
+    runs: list[tuple[ndarray, ndarray]] = []  # of parts whose tokens touch, since the last part whose tokens do not
+
+    def end_runs() -> None:
+        if runs:
+            kinds.append(_comm.block_type(np.concatenate([a for a, _ in runs]).tolist(), np.concatenate([n for _, n in runs]).tolist()))
+            runs.clear()
+
+    for part in parts:
+        begin, count = part.addresses()
+        row, step = part.array.shape[-1] * part.array.itemsize, part.array.strides[2]
+        if step == row:
+            runs.append((begin, count * row))
+        elif len(begin):
+            end_runs()
+            token = _comm.import_mpi().BYTE.Create_contiguous(row)
+            spaced = token.Create_resized(0, step)
+            kinds.append(spaced.Create_hindexed(count.tolist(), begin.tolist()))
+            token.Free()
+            spaced.Free()
+    end_runs()
+    if len(kinds) == 1:
+        return kinds[0].Commit()
+    whole = _comm.import_mpi().Datatype.Create_struct([1] * len(kinds), [0] * len(kinds), kinds).Commit()
+    for kind in kinds:
+        kind.Free()
+    return whole
+
+
+def copy(source: Iterable[Part], target: Iterable[Part]) -> None:
+    """What a message would do between two places in this process."""
+    for a, b in zip(source, target, strict=True):
+        for n in range(len(a.length)):
+            b.stretch(n)[...] = a.stretch(n)
+
+
+# ---- Stages -------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Rows that this rank computes for a KV head, and their arrays (entries, heads of the group, tokens, dims)."""
+
+    head: int
+    first: int
+    end: int
+    """Rows of the chain."""
+    begin: int
+    """First token."""
+    inputs: list[ndarray]
+    outputs: list[ndarray]
+    held: bool
+    """Whether the arrays are parts of this rank's shards; else they are copies."""
+
+
+class Stages:
+    """The stages of one call on one rank: one KV head each.
+
+    Keys, values and, for rows that other ranks hold, queries of a stage travel while the stage before is computed; results of such rows
+    travel back. A rank's stages are in the order of its KV heads; where it has fewer than others it only sends at the end.
+
+    Parameters
+    ----------
+    routes : Routes
+    comm : communicator
+    keys : list of ndarray
+        This rank's shards of what is looked up by key, as (entries, KV heads, tokens, dims).
+    inputs, outputs : list of ndarray
+        What rows are computed from and into: shards as (entries, query heads, tokens, dims).
+    comm_type : {"p2p", "all_gather", "a2a"}
+    thread : bool
+        Whether a thread waits for transfers.
+    ahead : bool
+        Whether the transfers of a stage start before the stage before it is computed.
+    """
+
+    def __init__(
+        self, routes: Routes, comm: Any, keys: list[ndarray], inputs: list[ndarray], outputs: list[ndarray], *, comm_type: str,
+        thread: bool, ahead: bool,
+    ) -> None:  # fmt: skip
+        self.routes, self.comm, self.keys, self.inputs, self.outputs = routes, comm, keys, inputs, outputs
+        self.problem, self.size, self.rank = routes.problem, routes.size, int(comm.Get_rank())
+        self.comm_type, self.thread, self.ahead = comm_type, thread, ahead
+        self.windows = [[self._window(x) for x in keys] for _ in range(2)]  # of this stage and of the next
+        stages = [routes.stages(rank) for rank in range(self.size)]
+        if comm_type == "all_gather":
+            self.order: list[list[int | None]] = [[h if h in s else None for h in range(self.problem.kv_heads)] for s in stages]
+        else:
+            self.order = [[*s, *[None] * (max(map(len, stages)) - len(s))] for s in stages]
+        self.steps = len(self.order[self.rank])
+        self.pieces: dict[int, list[Piece]] = {}
+        self.gathered: dict[int, list[ndarray]] = {}
+        self.alive: list[Any] = []  # datatypes of collectives, which must outlive them
+        self.kept: list[Piece] = []  # whose results are on their way
+
+    def _window(self, array: ndarray) -> ndarray:
+        return window((len(array), 1, self.problem.tokens[1], array.shape[-1]), array.dtype.str)
+
+    def run(self, compute: Callable[[Piece, list[ndarray]], None], sums: Sums | None = None) -> None:
+        """Run all stages: ``compute(piece, keys)`` fills the outputs of a piece and, with `sums`, the parts of sums for its keys."""
+        with Waiter(self.thread) as waiter:
+            returned = self._receive_results()
+            sent: list[Transfer] = []
+            coming = self._start(0, waiter, sent)
+            for step in range(self.steps):
+                following = self._start(step + 1, waiter, sent) if self.ahead else None
+                coming.wait()
+                head = self.order[self.rank][step]
+                if self.comm_type == "all_gather":
+                    self._unpack(step)
+                if head is not None:
+                    if sums is not None:
+                        sums.open()
+                    for piece in self.pieces.pop(head):
+                        compute(piece, self.windows[step % 2])
+                        sent.append(self._send_results(piece, waiter))
+                if sums is not None:
+                    sums.send([order[step] for order in self.order], waiter)
+                coming = self._start(step + 1, waiter, sent) if following is None else following
+            if sums is not None:
+                sums.finish()
+            for transfer in [*sent, waiter.submit(returned)]:
+                transfer.wait()
+        for kind in self.alive:
+            kind.Free()
+
+    # ---- What travels -------------------------------------------------------------------------------------------------
+
+    def _held_keys(self, worker: int, head: int) -> list[Part]:
+        runs = self.routes.kv_runs(self.rank, worker, head)
+        return [Part(x, range(head, head + 1), self._entry(runs), runs.local, runs.length) for x in self.keys]
+
+    def _window_keys(self, holder: int, head: int, windows: list[ndarray]) -> list[Part]:
+        runs = self.routes.kv_runs(holder, self.rank, head)
+        return [Part(x, range(1), self._entry(runs), runs.begin, runs.length) for x in windows]
+
+    def _entry(self, runs: Runs) -> ndarray | None:
+        return None if self.problem.layout == "TND" or self.problem.entries == 1 else runs.entry
+
+    def _rows(self, holder: int, worker: int, head: int) -> tuple[ndarray, ndarray]:
+        """First tokens and lengths of the queries that travel between two ranks."""
+        rows = self.routes.rows
+        if not len(rows.head):
+            return rows.begin, rows.begin
+        which = (rows.head == head) & (rows.holder == holder) & (rows.worker == worker)
+        return rows.begin[which], (rows.end - rows.begin)[which]
+
+    def _held_rows(self, worker: int, head: int, arrays: list[ndarray]) -> list[Part]:
+        begin, length = self._rows(self.rank, worker, head)
+        heads = range(head * self.problem.group, (head + 1) * self.problem.group)
+        return [Part(x, heads, None, self.routes.q_held.places(begin), length) for x in arrays]
+
+    def _piece_rows(self, holder: int, piece: Piece, arrays: list[ndarray]) -> list[Part]:
+        begin, length = self._rows(holder, self.rank, piece.head)
+        inside = (begin >= piece.begin) & (begin < piece.begin + arrays[0].shape[2])
+        return [Part(x, range(self.problem.group), None, begin[inside] - piece.begin, length[inside]) for x in arrays]
+
+    # ---- Inputs of a stage ----------------------------------------------------------------------------------------------
+
+    def _start(self, step: int, waiter: Waiter, sent: list[Transfer]) -> Transfer:
+        """Start the transfers of a step; what is returned completes those that this rank's stage waits for."""
+        if step >= self.steps:
+            return waiter.submit([])
+        head, windows = self.order[self.rank][step], self.windows[step % 2]
+        if head is not None:
+            self._make_pieces(head)
+        into, out = {}, {}
+        for other in range(self.size):
+            if other != self.rank and head is not None:
+                into[other] = self._inputs(other, head, windows)
+            if other != self.rank and (wanted := self.order[other][step]) is not None:
+                out[other] = self._outputs(other, wanted)
+        into, out = ({p: parts for p, parts in side.items() if parts} for side in (into, out))
+        receives, sends = self._collective(into, out) if self.comm_type == "a2a" else self._messages(into, out, 2 * step)
+        if self.comm_type == "all_gather":
+            receives += self._gather(step)
+        elif head is not None:
+            copy(self._held_keys(self.rank, head), self._window_keys(self.rank, head, windows))
+        coming = waiter.submit(receives)
+        sent.append(waiter.submit(sends))
+        return coming
+
+    def _inputs(self, holder: int, head: int, windows: list[ndarray]) -> list[Part]:
+        parts = [] if self.comm_type == "all_gather" else self._window_keys(holder, head, windows)
+        parts += [part for piece in self.pieces[head] if not piece.held for part in self._piece_rows(holder, piece, piece.inputs)]
+        return [part for part in parts if len(part.length)]
+
+    def _outputs(self, worker: int, head: int) -> list[Part]:
+        parts = [] if self.comm_type == "all_gather" else self._held_keys(worker, head)
+        return [part for part in [*parts, *self._held_rows(worker, head, self.inputs)] if len(part.length)]
+
+    def _messages(self, into: dict[int, list[Part]], out: dict[int, list[Part]], tag: int) -> tuple[list[Any], list[Any]]:
+        return [self._receive(p, parts, tag) for p, parts in into.items()], [self._send(p, parts, tag) for p, parts in out.items()]
+
+    def _send(self, rank: int, parts: list[Part], tag: int) -> Any:
+        kind = message(parts)
+        request = self.comm.Isend([_comm.import_mpi().BOTTOM, 1, kind], rank, tag)
+        kind.Free()
+        return request
+
+    def _receive(self, rank: int, parts: list[Part], tag: int) -> Any:
+        kind = message(parts)
+        request = self.comm.Irecv([_comm.import_mpi().BOTTOM, 1, kind], rank, tag)
+        kind.Free()
+        return request
+
+    def _collective(self, into: dict[int, list[Part]], out: dict[int, list[Part]]) -> tuple[list[Any], list[Any]]:
+        mpi = _comm.import_mpi()
+        sides = []
+        for messages in (out, into):
+            kinds = [message(messages[p]) if p in messages else mpi.BYTE for p in range(self.size)]
+            self.alive += [kinds[p] for p in messages]
+            sides.append((mpi.BOTTOM, [int(p in messages) for p in range(self.size)], [0] * self.size, kinds))
+        return [self.comm.Ialltoallw(*sides)], []
+
+    def _make_pieces(self, head: int) -> None:
+        """The pieces of a stage: parts of shards where this rank holds all of their rows, else copies, with its own rows in place."""
+        group = self.problem.group
+        heads = slice(head * group, (head + 1) * group)
+        made = self.pieces[head] = []
+        for first, end in self.routes.computed[head].of(self.rank):
+            begin, after = int(self.problem.row_at[first]), int(self.problem.row_at[end])
+            own = self.routes.q_held.overlap(self.rank, begin, after)
+            held = len(own) == 1 and own[0][:2] == (begin, after)
+            if held:
+                local = slice(own[0][2], own[0][2] + after - begin)
+                ins, outs = ([x[:, heads, local] for x in side] for side in (self.inputs, self.outputs))
+            else:
+                ins, outs = ([self._buffer(x, after - begin) for x in side] for side in (self.inputs, self.outputs))
+                for a, b, place in own:
+                    for buffer, shard in zip(ins, self.inputs, strict=True):
+                        buffer[:, :, a - begin : b - begin] = shard[:, heads, place : place + b - a]
+            made.append(Piece(head, first, end, begin, ins, outs, held))
+
+    def _buffer(self, shard: ndarray, tokens: int) -> ndarray:
+        """Room for rows of one KV head's query heads, in the order of axes that the layout has."""
+        entries, _, _, dims = shard.shape
+        group = self.problem.group
+        if self.problem.layout == "TND":
+            return np.empty((entries, tokens, group, dims), shard.dtype).swapaxes(1, 2)
+        return np.empty((entries, group, tokens, dims), shard.dtype)
+
+    # ---- All keys to all ranks ----------------------------------------------------------------------------------------
+
+    def _gather(self, head: int) -> list[Any]:
+        """Start to bring all keys of a KV head to every rank, which are packed for that."""
+        held = self.routes.kv_held
+        counts = [sum(b - a for a, b in held.of(p)) for p in range(self.size)]
+        starts = np.concatenate([[0], np.cumsum(counts)[:-1]]).tolist()
+        requests, kept = [], []
+        for shard in self.keys:
+            mine = np.ascontiguousarray(shard[:, head].swapaxes(0, 1))  # tokens first: the ranks' follow one another
+            every = np.empty((self.problem.tokens[1], *mine.shape[1:]), mine.dtype)
+            token = _comm.import_mpi().BYTE.Create_contiguous(mine[:1].nbytes or mine.itemsize * int(np.prod(mine.shape[1:]))).Commit()
+            requests.append(self.comm.Iallgatherv([mine, counts[self.rank], token], [every, counts, starts, token]))
+            self.alive.append(token)
+            kept += [mine, every]
+        self.gathered[head] = kept
+        return requests
+
+    def _unpack(self, head: int) -> None:
+        held, kept = self.routes.kv_held, self.gathered.pop(head)
+        if self.order[self.rank][head] is None:
+            return
+        for into, every in zip(self.windows[head % 2], kept[1::2], strict=True):
+            at = 0
+            for rank in range(self.size):
+                for begin, end in held.of(rank):
+                    into[:, 0, begin:end] = every[at : at + end - begin].swapaxes(0, 1)
+                    at += end - begin
+
+    # ---- Results of rows that other ranks hold ------------------------------------------------------------------------
+
+    def _receive_results(self) -> list[Any]:
+        """Start to receive the results of this rank's rows that others compute."""
+        rows = self.routes.rows
+        mine = rows.holder == self.rank
+        pairs = sorted(set(zip(rows.head[mine].tolist(), rows.worker[mine].tolist(), strict=True)))
+        return [self._receive(worker, self._held_rows(worker, head, self.outputs), 2 * head + 1) for head, worker in pairs]
+
+    def _send_results(self, piece: Piece, waiter: Waiter) -> Transfer:
+        if piece.held:
+            return waiter.submit([])
+        self._store_own(piece)
+        requests = []
+        for holder in range(self.size):
+            parts = [part for part in self._piece_rows(holder, piece, piece.outputs) if len(part.length)]
+            if parts and holder != self.rank:
+                requests.append(self._send(holder, parts, 2 * piece.head + 1))
+        self.kept.append(piece)
+        return waiter.submit(requests)
+
+    def _store_own(self, piece: Piece) -> None:
+        """Copy what this rank computed of its own rows into its shards."""
+        heads = slice(piece.head * self.problem.group, (piece.head + 1) * self.problem.group)
+        for a, b, local in self.routes.q_held.overlap(self.rank, piece.begin, piece.begin + piece.outputs[0].shape[2]):
+            for buffer, shard in zip(piece.outputs, self.outputs, strict=True):
+                shard[:, heads, local : local + b - a] = buffer[:, :, a - piece.begin : b - piece.begin]
+
+
+class Sums:
+    """Sums per key, such as gradients: a rank's part of each goes back to the rank that holds the key, which adds in the order of ranks.
+
+    Parameters
+    ----------
+    stages : Stages
+    totals : list of ndarray
+        Where the sums are made: this rank's shards (entries, KV heads, tokens, dims), zeros at first, in the dtype of sums.
+    """
+
+    def __init__(self, stages: Stages, totals: list[ndarray]) -> None:
+        self.stages, self.totals = stages, totals
+        self.parts: list[ndarray] = []
+        self.pending: tuple[Transfer, list[tuple[int, int, list[ndarray]]], Any] | None = None
+
+    def open(self) -> None:
+        """Zeros for the parts of one stage, in `parts`."""
+        self.parts = [self.stages._window(x) for x in self.totals]
+
+    def send(self, heads: list[int | None], waiter: Waiter) -> None:
+        """Start to send the parts of this step, in which rank p computed KV head ``heads[p]``, and add those of the step before."""
+        stages, requests = self.stages, []
+        arriving: list[tuple[int, int, list[ndarray]]] = []
+        own = heads[stages.rank]
+        for worker, head in enumerate(heads):
+            if head is None:
+                continue
+            runs = stages.routes.kv_runs(stages.rank, worker, head)
+            if not len(runs.length):
+                continue
+            total = int(runs.length.sum())
+            buffers = [np.empty((len(x) if stages._entry(runs) is None else 1, 1, total, x.shape[-1]), x.dtype) for x in self.totals]
+            packed = np.cumsum(runs.length) - runs.length
+            into = [Part(x, range(1), None if stages._entry(runs) is None else np.zeros_like(packed), packed, runs.length) for x in buffers]
+            if worker == stages.rank:
+                copy(stages._window_keys(worker, head, self.parts), into)
+            else:
+                requests.append(stages._receive(worker, into, RETURN))
+            arriving.append((worker, head, buffers))
+        for holder in range(stages.size):
+            if own is not None and holder != stages.rank:
+                parts = [part for part in stages._window_keys(holder, own, self.parts) if len(part.length)]
+                if parts:
+                    requests.append(stages._send(holder, parts, RETURN))
+        self.finish()
+        self.pending = waiter.submit(requests), arriving, self.parts
+        self.parts = []
+
+    def finish(self) -> None:
+        """Add the parts that have been sent."""
+        if self.pending is None:
+            return
+        transfer, arriving, _ = self.pending
+        transfer.wait()
+        for worker, head, buffers in arriving:
+            runs = self.stages.routes.kv_runs(self.stages.rank, worker, head)
+            at = 0
+            for n, length in enumerate(runs.length.tolist()):
+                entry = slice(None) if self.stages._entry(runs) is None else slice(int(runs.entry[n]), int(runs.entry[n]) + 1)
+                local = int(runs.local[n])
+                for total, buffer in zip(self.totals, buffers, strict=True):
+                    total[entry, head, local : local + length] += buffer[:, 0, at : at + length]
+                at += length
+        self.pending = None
