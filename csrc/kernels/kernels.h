@@ -35,7 +35,7 @@
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
  *                    kernels where it has so few queries (ba_plan_few_queries in ops/plan.h). Routed list rows of so few queries go to the row
- *                    kernels (ba_attends_by_block). Few kernels have dims as vector lanes and read K and V in place
+ *                    kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and read K and V in place
  *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
  *     unit           the rows of K that a few kernel scores together, for one head and one set
  *     row kernel     attends any number of queries that have just this one chunk in common: each query stays a row, and no panel is packed

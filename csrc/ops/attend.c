@@ -81,7 +81,7 @@ static bool gathers(const ba_attend_call *c) {
 
 static void attend_item(void *context, int64_t index, int worker) {
     const ba_attend_call *c = context;
-    if (ba_plan_few(&c->plan, c->plan.item[index].batch)) ba_attend_few(c, index, worker);
+    if (ba_plan_few_queries(&c->plan, c->plan.item[index].batch)) ba_attend_few(c, index, worker);
     else ba_attend_panels(c, index, worker);
 }
 
@@ -94,7 +94,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     tuning.few = c.own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
     c.tuning = &tuning;
     const ba_attend_family *rows = c.family->rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
-    if (ba_attends_by_block(problem, rows)) return ba_attend_by_block(problem, rows, threads);
+    if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, rows, threads);
 
     c.plan = ba_plan_forward(problem, c.tuning, c.family->lanes[BA_PANEL_WIDE], threads);
     choose_chunks(&c);

@@ -221,10 +221,6 @@ static void attend_item(void *context, int64_t index, int worker) {
 
 /* ---- The call ------------------------------------------------------------------------------------------------------------ */
 
-bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *family) {
-    return family->rows && problem->kv_dtype == problem->dtype && !problem->page_size && !problem->sinks && ba_plan_few_rows(problem);
-}
-
 /* Bytes of all K and V in packed form. 0 where each item packs its own chunks, because that is less work, or because the memory would exceed the
  * tuning's limit. */
 static int64_t shared_bytes(const call *c, const ba_tuning *tuning) {

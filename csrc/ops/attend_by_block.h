@@ -5,10 +5,8 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-/* Whether this driver can serve the problem with the kernels of this family. */
-bool ba_attends_by_block(const ba_problem *problem, const ba_attend_family *family);
-
-/* Computes out and lse of the problem's valid queries. Keeps the promises of ba_attend(). */
+/* Computes out and lse of the problem's valid queries, where ba_plan_few_rows(). The family has row kernels. (Routed lists come from block-sparse
+ * calls alone: K and V have the dtype of Q, and there are neither pages nor sinks.) Keeps the promises of ba_attend(). */
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads);
 
 #endif

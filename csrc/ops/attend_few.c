@@ -28,7 +28,7 @@ static int64_t most_rows_ahead(const ba_few_tuning *few, int64_t bytes) {
 static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_rows *chunk) {
     const ba_problem *p = c->problem;
     const int64_t next = index + c->threads;
-    if (p->listed || next >= c->plan.items || !ba_plan_few(&c->plan, c->plan.item[next].batch)) return false;
+    if (p->listed || next >= c->plan.items || !ba_plan_few_queries(&c->plan, c->plan.item[next].batch)) return false;
     const ba_item *item = &c->plan.item[next];
     ba_walk walk = ba_new_walk(&c->plan, item, NULL, c->tuning->few.keys);
     walk.range = (ba_range){ba_visible_keys(p, item->batch, 0).lo, ba_visible_keys(p, item->batch, ba_q_span(p, item->batch).valid - 1).hi};

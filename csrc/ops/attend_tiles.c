@@ -36,7 +36,7 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
 void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t index) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    const bool few = ba_plan_few(&c->plan, item->batch);
+    const bool few = ba_plan_few_queries(&c->plan, item->batch);
     ba_tile_state *t = &w->tiles[index];
     t->head = index / item->tiles;
     t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head + t->head, item->first_tile + index % item->tiles);

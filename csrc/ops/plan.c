@@ -191,7 +191,7 @@ static void survey_item(void *context, int64_t index, int worker) {
         const ba_range range = ba_visible_keys(p, item->batch, first + queries / 2);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
         /* a few queries take the time that reading their keys takes, whatever their number */
-        item->cost += (double)keys * (double)(ba_plan_few(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
+        item->cost += (double)keys * (double)(ba_plan_few_queries(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
     }
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
 }
@@ -244,7 +244,7 @@ static void spread_heads(ba_plan *plan) {
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
 
 /* The number of KV heads per item of this batch entry, and the number of its items. */
-static int64_t heads_of_item(const ba_plan *plan, int64_t batch) { return ba_plan_few(plan, batch) ? plan->grouping.few_heads : 1; }
+static int64_t heads_of_item(const ba_plan *plan, int64_t batch) { return ba_plan_few_queries(plan, batch) ? plan->grouping.few_heads : 1; }
 static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
     return ba_ceil_div(plan->problem->kv_heads, heads_of_item(plan, batch)) *
            ba_ceil_div(tiles_of_batch(plan->problem, &plan->tiling, batch), plan->grouping.tiles) * ba_plan_parts(plan, batch);
@@ -274,19 +274,15 @@ static double most_flops(const ba_problem *p, const ba_tiling *t) {
     double pairs = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const int64_t lanes = p->heads * queries_of_batch(p, t, b);
-        const int64_t few = ba_plan_few(&plan, b) ? p->kv_heads * tiles_of_batch(p, t, b) * BA_FEW_QUERIES : 0;
+        const int64_t few = ba_plan_few_queries(&plan, b) ? p->kv_heads * tiles_of_batch(p, t, b) * BA_FEW_QUERIES : 0;
         pairs += (double)ba_max(lanes, few) * (double)keys_of_query(p, b);
     }
     return pairs * 2 * (double)(p->head_dim + p->v_dim);
 }
 
-/* The tiling with the largest tiles. A row of few queries is one tile, which needs room for the queries that the kernel for few queries takes. */
+/* The tiling with the largest tiles. */
 static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
-    const bool few_rows = ba_plan_few_rows(p);
-    return (ba_tiling){.tile_queries = few_rows ? BA_FEW_QUERIES : tuning->tile_queries,
-                       .row_queries = p->listed ? p->block_q : INT32_MAX,
-                       .shared_heads = heads_of_list(p),
-                       .few_rows = few_rows};
+    return (ba_tiling){.tile_queries = tuning->tile_queries, .row_queries = p->listed ? p->block_q : INT32_MAX, .shared_heads = heads_of_list(p)};
 }
 
 /* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
@@ -314,7 +310,7 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
-    const bool shared = !plan->tiling.few_rows && (!p->listed || p->blocks.dims[1] == 1);
+    const bool shared = !p->listed || p->blocks.dims[1] == 1;
     int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / bytes))) : 1;
     for (;; heads = ba_ceil_div(heads, 2)) {
         heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
@@ -330,9 +326,8 @@ static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, in
 /* Where there are few tiles, items have fewer, so that every thread gets several items. */
 static ba_grouping forward_grouping(const ba_problem *p, ba_tiling t, ba_splitting splitting, const ba_tuning *tuning, int threads) {
     const int64_t lanes = ba_min(t.tile_queries, t.row_queries * t.shared_heads);
-    const int64_t side_by_side =
-        t.few_rows ? tuning->item_tiles : ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * t.tile_queries / lanes));
-    const bool even = !t.few_rows && t.tile_queries < tuning->tile_queries; /* even_tiling() has made the shares even, for items of one tile */
+    const int64_t side_by_side = ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * t.tile_queries / lanes));
+    const bool even = t.tile_queries < tuning->tile_queries; /* even_tiling() has made the shares even, for items of one tile */
     ba_plan plan = {.problem = p, .tiling = t, .splitting = splitting};
     plan.grouping.tiles = even ? 1 : ba_max(1, ba_min(side_by_side, all_tiles(p, &t) / (ba_work.items * threads)));
     plan.grouping.few_heads = choose_few_heads(&plan, tuning, threads);
@@ -343,7 +338,7 @@ ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t pa
     const ba_splitting splitting = {tuning->few.part_keys, tuning->few.least_part_keys};
     ba_tiling tiling = forward_tiling(p, tuning);
     if (ba_is_small(most_flops(p, &tiling), tuning->inline_flops)) threads = 1; /* the caller will run a call of so little work on one thread */
-    if (!tiling.few_rows) tiling = even_tiling(p, tiling, panel_lanes, threads);
+    tiling = even_tiling(p, tiling, panel_lanes, threads);
     return plan_of(p, tiling, splitting, forward_grouping(p, tiling, splitting, tuning, threads));
 }
 
@@ -353,7 +348,7 @@ static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes)
 }
 
 ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int threads) {
-    const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_queries = p->block_q, .shared_heads = heads_of_list(p), .few_rows = true};
+    const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_queries = p->block_q, .shared_heads = heads_of_list(p)};
     const int64_t aim = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
     const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes)));
     const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.row_items * threads))), .few_heads = 1};

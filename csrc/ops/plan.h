@@ -39,7 +39,6 @@ typedef struct ba_tiling {
     int64_t tile_queries; /* the largest number of (query, head) pairs of a tile */
     int64_t row_queries;  /* queries per block row: block_q; without lists, the whole sequence is one row */
     int64_t shared_heads; /* query heads per tile: the group where its heads share lists, else 1 */
-    bool few_rows;        /* the kernel for few queries attends every row */
     bool gradients;       /* padding has tiles, too, and the tiles of a row are ordered by queries first and by heads second */
 } ba_tiling;
 
@@ -99,7 +98,7 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
  * from its first and in rising order, that list the column. `begin` has room for columns + 1 numbers, `rows` for all entries of all the lists. */
 void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows);
 
-/* Whether lists are routed, and each of their rows has so few queries, counted in the same way, that the kernel for few queries attends them. */
+/* Whether lists are routed, and each of their rows has so few queries, counted as below, that row kernels attend them block by block. */
 bool ba_plan_few_rows(const ba_problem *problem);
 
 /* Whether a batch entry has no more queries than the kernel for few queries takes. A token counts once for each query head that shares a KV head. */
@@ -107,9 +106,6 @@ static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
     const int64_t queries = ba_deciding_queries(plan->problem, batch) * plan->problem->group;
     return queries > 0 && queries <= BA_FEW_QUERIES;
 }
-
-/* Whether that kernel attends this batch entry, with all of its queries together or one row of the lists at a time. */
-static inline bool ba_plan_few(const ba_plan *plan, int64_t batch) { return plan->tiling.few_rows || ba_plan_few_queries(plan, batch); }
 
 /* The number of parts that the lists of a batch entry are cut into. */
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);

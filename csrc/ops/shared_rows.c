@@ -34,7 +34,7 @@ static int64_t lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t d
             rows->offset[i] = at - range.lo * rows->row_bytes;
             rows->in_place[i] = !rows->pack;
         }
-        if (ba_plan_few(s->plan, i / p->kv_heads) || !rows->pack) continue;
+        if (ba_plan_few_queries(s->plan, i / p->kv_heads) || !rows->pack) continue;
         /* room for whole chunks, but not for keys beyond the last group of the sequence */
         const int64_t there = ba_max(0, ba_kv_span(p, i / p->kv_heads).valid - range.lo);
         at += ba_min(ba_round_up(ba_max(0, range.hi - range.lo), s->chunk_keys), ba_round_up(there, s->family->key_pad)) * rows->row_bytes;
@@ -47,7 +47,7 @@ int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
     const ba_problem *p = s->plan->problem;
     int64_t used = 0;
     s->shared = (bool *)ba_take(memory, &used, p->batch * (int64_t)sizeof *s->shared);
-    for (int64_t b = 0; memory && b < p->batch; b++) s->shared[b] = !ba_plan_few(s->plan, b);
+    for (int64_t b = 0; memory && b < p->batch; b++) s->shared[b] = !ba_plan_few_queries(s->plan, b);
     used += lay_out_rows(s, &s->k, p->head_dim, memory ? memory + used : NULL);
     used += lay_out_rows(s, &s->v, p->v_dim, memory ? memory + used : NULL);
     return used;
