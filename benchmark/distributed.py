@@ -196,7 +196,7 @@ def work_prefill(comm: Any, tokens: int, heads: int, kv_heads: int, density: flo
         for overlap in overlaps:
             slowest(comm, 0)  # all begin together
             kernels.seconds, started = 0.0, time.perf_counter()
-            out = context_parallel_attention(*shards, plan, overlap=overlap, return_lse=False)
+            out = context_parallel_attention(*shards, plan=plan, overlap=overlap, return_lse=False)
             total = time.perf_counter() - started
             same &= np.asarray(out).tobytes() == np.ascontiguousarray(own).tobytes()
             samples.setdefault(str(overlap), []).append((slowest(comm, total), slowest(comm, kernels.seconds)))

@@ -18,6 +18,7 @@ _HOMES: dict[str, str] = {  # public name -> the module of this package that has
     "finish": "faults",
     "is_failure": "faults",
     "nsa": "_nsa",
+    "redistribute": "faults",
     "run_with_survivors": "faults",
     "select_blocks_distributed": "selection",
     "undispatch": "attention",

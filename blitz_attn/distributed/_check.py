@@ -11,6 +11,8 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _core
+from .._sabi import build
+from ..block_sparse import block_sparse_attention
 from ..paged import paged_attention, paged_select_attention
 from ..quest import select_blocks
 from ._comm import Agreement, Alone, Place, everyone, has_threads, import_mpi, places, shared_cpus, spans_hosts
@@ -115,6 +117,51 @@ class _Cache:
         self.own_tables = self.own_rows if interleave else np.where(mine, number[self.tables], -1).astype(np.int32)
 
 
+class Counting:
+    """A communicator that counts the bytes of the messages that it sends."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.sent = comm, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Isend(self, message: Any, *arguments: Any) -> Any:  # noqa: N802 - MPI's name
+        """Send, and count."""
+        _, count, kind = message
+        self.sent += count * kind.Get_size()
+        return self._comm.Isend(message, *arguments)
+
+
+def check_prefill(comm: Any) -> None:
+    """Attention of a whole sequence has the bits of one process, and sends the bytes that its plan says."""
+    from .attention import context_parallel_attention, dispatch
+    from .plan import ContextParallelPlan
+
+    tokens, rng = 1100, np.random.default_rng(28)
+    lists = build.sliding_window(tokens, block_shape=(64, 64), window=(300, 0))
+    q, k, v = (rng.standard_normal((1, heads, tokens, 64), dtype=np.float32) for heads in (4, 2, 2))
+    for kind in ("float32", "bfloat16"):
+        given = kind if kind == "bfloat16" else None
+        queries, keys, values = ((x.view(np.uint32) >> 16).astype(np.uint16) if given else x for x in (q, k, v))
+        shape: dict[str, Any] = {"block_shape": (64, 64), "causal": True}
+        whole = block_sparse_attention(queries, keys, values, lists, return_lse=True, dtype=given, **shape)
+        for name in ("cut", "items"):
+            counting = Counting(comm)
+            plan = ContextParallelPlan(
+                lists, tokens, comm=counting, num_heads=4, num_kv_heads=2, head_dim=64, dispatch=name, dtype=kind, **shape
+            )  # fmt: skip
+            before = counting.sent
+            shards = dispatch(queries, plan), dispatch(keys, plan, keys=True), dispatch(values, plan, keys=True)
+            result = context_parallel_attention(shards[0], shards[1], shards[2], plan, comm_type="p2p", dtype=given)
+            for part, a, b in zip(("out", "lse"), result, whole, strict=True):
+                if not same_bits(np.asarray(a), np.ascontiguousarray(dispatch(b, plan, axis=2))):
+                    raise AssertionError(f"{part} of {kind} with dispatch={name!r} differs from one process")
+            expected, sent = int(plan.bytes[comm.Get_rank()].sum()), counting.sent - before
+            if sent != expected:
+                raise AssertionError(f"expected {expected} bytes to be sent with dispatch={name!r}, as the plan says, got {sent}")
+
+
 def check_decode(comm: Any) -> None:
     """Decoding has the bits of one process for any owner."""
     from .decode import decode_context_parallel_attention
@@ -151,6 +198,7 @@ def check_selection(comm: Any) -> None:
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
+    "prefill, bits and bytes": check_prefill,
     "decoding, bits": check_decode,
     "selection, choice and bits": check_selection,
 }

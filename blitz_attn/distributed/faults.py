@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ._comm import communicator, import_mpi
+import numpy as np
+from numpy import ndarray
 
-__all__ = ["finish", "is_failure", "run_with_survivors"]
+from ._comm import Agreement, communicator, import_mpi
+
+__all__ = ["finish", "is_failure", "redistribute", "run_with_survivors"]
+
+Ranges = Sequence[tuple[int, int]]
 
 T = TypeVar("T")
 
@@ -107,6 +112,83 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
         if _agree(comm, well):
             return result, comm
         comm = _shrink(comm, mpi)
+
+
+def redistribute(x: Any, before: Sequence[Ranges], after: Sequence[Ranges], *, axis: int = 2, comm: Any = None) -> ndarray:
+    """Bring tokens from the ranks that hold them, or copies of them, to those that a new plan gives them to. All ranks call this together.
+
+    Parameters
+    ----------
+    x : ndarray
+        The tokens of ``before[rank]``, one stretch after the other along `axis`; of any dtype, the same on all ranks, as the other axes.
+    before : sequence of sequence of (int, int)
+        For each rank of `comm` the stretches of tokens ``(begin, end)`` that it has. What several ranks have comes from the lowest.
+    after : sequence of sequence of (int, int)
+        For each rank the stretches that it is to have.
+    axis : int
+        The axis of tokens.
+    comm : communicator, optional
+        Default: ``MPI.COMM_WORLD``.
+
+    Returns
+    -------
+    ndarray
+        The tokens of ``after[rank]``, one stretch after the other.
+
+    Raises
+    ------
+    ValueError
+        `x` does not have as many tokens as ``before[rank]``, or nobody has a token that some rank is to have: on all ranks.
+
+    See Also
+    --------
+    run_with_survivors : after which ranks make new plans.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn.distributed import Alone, redistribute
+    >>> redistribute(np.arange(6), [[(0, 6)]], [[(4, 6), (0, 1)]], axis=0, comm=Alone()).tolist()
+    [4, 5, 0]
+    """
+    comm = communicator(comm)
+    with Agreement(comm, "redistribute") as agreement:
+        rank, size = agreement.rank, agreement.size
+        had, wanted = ([_tokens(ranges) for ranges in side] for side in (before, after))
+        if len(had) != size or len(wanted) != size:
+            raise ValueError(f"before: expected stretches of {size} ranks, as after, got {len(had)} and {len(wanted)}")
+        array = np.moveaxis(np.asarray(x), axis, 0)
+        agreement.same("before and after", (*had, *wanted))
+        agreement.same("x", (array.dtype.str, array.shape[1:]))
+        if len(array) != len(had[rank]):
+            raise ValueError(f"x: expected the {len(had[rank])} tokens of before, got shape {np.shape(x)}")
+        last = max((int(tokens.max(initial=-1)) for tokens in (*had, *wanted)), default=-1)
+        holder, place = np.full(last + 1, -1), np.zeros(last + 1, np.int64)
+        for other in reversed(range(size)):
+            holder[had[other]] = other
+        place[had[rank]] = np.arange(len(had[rank]))
+        for tokens in wanted:
+            for token in tokens[holder[tokens] < 0]:
+                raise ValueError(f"before: expected every token of after, got none that has token {token}")
+    row = int(np.prod(array.shape[1:]))
+    sends = [place[tokens[holder[tokens] == rank]] for tokens in wanted]
+    comes = [np.flatnonzero(holder[wanted[rank]] == other) for other in range(size)]
+    sides = []
+    for parts in (sends, comes):
+        counts = np.array([len(part) * row for part in parts])
+        sides.append((counts.tolist(), (np.cumsum(counts) - counts).tolist()))
+    received = np.empty((len(wanted[rank]), *array.shape[1:]), array.dtype)
+    if row:
+        bits = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize]
+        sent = np.ascontiguousarray(array[np.concatenate(sends)])
+        buffer = np.empty_like(received)
+        comm.Alltoallv([sent.view(bits), sides[0]], [buffer.view(bits), sides[1]])
+        received[np.concatenate(comes)] = buffer
+    return np.ascontiguousarray(np.moveaxis(received, 0, axis))
+
+
+def _tokens(ranges: Ranges) -> ndarray:
+    return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in ranges)])
 
 
 def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:

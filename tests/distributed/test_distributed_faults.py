@@ -2,9 +2,12 @@
 
 import re
 
+import numpy as np
 import pytest
 
 import launcher
+from blitz_attn.distributed import redistribute
+from ranks import run, sentences
 
 SHARED_MEMORY, TCP = (), ("--mca", "btl", "tcp,self", "--mca", "pml", "ob1")
 
@@ -28,22 +31,47 @@ def test_a_rank_that_dies_ends_the_job(library, how):
     assert re.search(named, job.output), job.output
 
 
-def survivors(options, ranks, deaths, seed):
+def survivors(what, options, ranks, deaths, seed):
     need("openmpi")
     job = launcher.run(
-        launcher.HERE / "ulfm.py", deaths, seed, ranks=ranks, options=("--with-ft", "ulfm", *options), seconds=60, python=()
+        launcher.HERE / "ulfm.py", what, deaths, seed, ranks=ranks, options=("--with-ft", "ulfm", *options), seconds=120, python=()
     )  # fmt: skip
     said = re.findall(rf"survivor \d+: {ranks - deaths} of {ranks} ranks, same bits", job.output)
     assert len(said) == ranks - deaths, job
     assert job.status == 0, job
 
 
-def test_survivors_have_the_same_bits():
-    survivors(SHARED_MEMORY, 3, 1, 0)
+@pytest.mark.parametrize("what", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
+def test_survivors_have_the_same_bits(what):
+    survivors(what, SHARED_MEMORY, 3, 1, 0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("options", [SHARED_MEMORY, TCP], ids=["shared memory", "tcp"])
-def test_survivors_have_the_same_bits_20_times(options, seed):
-    survivors(options, 4 + seed % 3, 1 + seed % 2, seed)
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_survivors_have_the_same_bits_20_times(what, options, seed):
+    survivors(what, options, 4 + seed % 3, 1 + seed % 2, seed)
+
+
+# ---- Tokens on the way to a new plan ------------------------------------------------------------------------------
+
+
+def test_tokens_go_where_a_new_plan_wants_them():
+    whole = np.random.default_rng(0).standard_normal((2, 3, 100, 4)).astype(np.float16)
+    before = [[(0, 30), (70, 80)], [(30, 50), (0, 30)], [(50, 70), (80, 100)]]  # rank 1 has a copy of what rank 0 has
+    after = [[(90, 100), (0, 5)], [(5, 90)], []]
+
+    def shard(ranges):
+        return np.concatenate([whole[:, :, :0], *(whole[:, :, a:b] for a, b in ranges)], axis=2)
+
+    results = run(3, lambda comm: redistribute(shard(before[comm.Get_rank()]), before, after, comm=comm))
+    for rank, result in enumerate(results):
+        assert np.array_equal(result, shard(after[rank]))
+
+
+def test_tokens_that_nobody_has_are_named():
+    texts = sentences(2, lambda comm: redistribute(np.zeros(5), [[(0, 5)], [(5, 10)]], [[(0, 11)], []], axis=0, comm=comm))
+    assert texts == ["ValueError: before: expected every token of after, got none that has token 10"] * 2
+    texts = sentences(2, lambda comm: redistribute(np.zeros(4 + comm.Get_rank()), [[(0, 5)], [(5, 10)]], [[], []], axis=0, comm=comm))
+    assert texts == ["ValueError: x: expected the 5 tokens of before, got shape (4,) (on rank 0)"] * 2
