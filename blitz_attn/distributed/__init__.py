@@ -5,6 +5,23 @@ methods of ``mpi4py.MPI.Comm``.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._comm import Alone as Alone
+    from ._nsa import nsa as nsa
+    from .attention import context_parallel_attention as context_parallel_attention
+    from .attention import context_parallel_attention_backward as context_parallel_attention_backward
+    from .attention import dispatch as dispatch
+    from .attention import undispatch as undispatch
+    from .decode import DecodePlan as DecodePlan
+    from .decode import decode_context_parallel_attention as decode_context_parallel_attention
+    from .faults import finish as finish
+    from .faults import is_failure as is_failure
+    from .faults import run_with_survivors as run_with_survivors
+    from .plan import ContextParallelPlan as ContextParallelPlan
+    from .plan import Prediction as Prediction
+    from .selection import select_blocks_distributed as select_blocks_distributed
 
 _HOMES: dict[str, str] = {  # public name -> the module of this package that has it
     "Alone": "_comm",

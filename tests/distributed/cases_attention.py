@@ -87,6 +87,7 @@ def case_few_rows(comm):
 def case_heads(comm):
     check(comm, Problem(16, 400, heads=8, kv_heads=1, dim=40, dim_v=72, causal=True, density=0.5))
     check(comm, Problem(17, 400, heads=5, kv_heads=5, causal=True))
+    check(comm, Problem(28, 200, heads=3, kv_heads=1, density=0.4, list_heads=3), ("cut", "items"))
 
 
 def case_large_blocks(comm):
