@@ -1,5 +1,6 @@
 """Cases of blitz_attn.distributed._comm, which ranks run under mpirun."""
 
+import mmap
 import threading
 import time
 
@@ -103,6 +104,22 @@ def case_block_types(comm):
     assert (received == expected).all()
     for kind in (out, into):
         kind.Free()
+
+
+def case_block_types_beyond_2_gib(comm):
+    """One message of runs whose places are gigabytes apart, into address space that takes no memory; and types of long runs."""
+    place = np.frombuffer(mmap.mmap(-1, 9 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000), np.uint8)  # MAP_NORESERVE
+    rank, size = comm.Get_rank(), comm.Get_size()
+    sent = np.arange(256, dtype=np.uint8) + rank
+    into = _comm.block_type([8 << 30, 5 << 30, 17], [100, 100, 56])
+    requests = [comm.Irecv([place, 1, into], (rank - 1) % size, 6), comm.Isend(sent, (rank + 1) % size, 6)]
+    type(requests[0]).Waitall(requests)
+    came = np.concatenate([place[8 << 30 : (8 << 30) + 100], place[5 << 30 : (5 << 30) + 100], place[17:73]])
+    assert (came == np.arange(256, dtype=np.uint8) + (rank - 1) % size).all()
+    into.Free()
+    long = _comm.block_type([0, 6 << 30], [5 << 30, 1])
+    assert long.Get_size() == (5 << 30) + 1
+    long.Free()
 
 
 def case_waiter(comm):

@@ -51,7 +51,7 @@ def starter(library):
     if given is not None:
         folders = [str(Path(given) / "bin")]
     else:
-        folders = [str(Path(sys.executable).resolve().parent), str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", "").split(os.pathsep)]
+        folders = [str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     for folder in folders:
         for name in (f"mpirun.{library}", f"mpiexec.{library}", "mpirun", "mpiexec"):
             program = shutil.which(name, path=folder)
