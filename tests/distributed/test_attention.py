@@ -24,6 +24,12 @@ def test_backward(library, ranks, case):
     launcher.passes(case, "cases_backward", ranks, library)
 
 
+@pytest.mark.parametrize("case", launcher.names_of("cases_random"))
+@pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
+def test_random_problems(library, ranks, case):
+    launcher.passes(case, "cases_random", ranks, library)
+
+
 @pytest.mark.parametrize("case", launcher.names_of("cases_nsa_ranks"))
 @pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
 def test_nsa(library, ranks, case):
