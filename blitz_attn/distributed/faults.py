@@ -80,7 +80,7 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     -----
     A rank that ends well cannot know that others saw a failure. So after each run all agree whether it ended well everywhere. Revoke makes
     the ranks that still wait for messages of the run give up; Agree and Shrink work on revoked communicators and in spite of further
-    deaths, and are repeated until they end on all ranks.
+    deaths, and a shrunk communicator on which another rank has died is shrunk again.
 
     Examples
     --------
@@ -223,14 +223,19 @@ def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:
 
 
 def _agree(comm: Any, flag: bool) -> bool:
-    """Whether `flag` is true on all ranks that are alive."""
-    while True:
-        try:
-            comm.Ack_failed()
-            return bool(comm.Agree(int(flag)))
-        except Exception as error:
-            if not is_failure(error):
-                raise
+    """Whether `flag` is true on all ranks that are alive: the same answer on all of them.
+
+    The operation may raise on some ranks alone, those that had not noticed a death before. The value is the same nevertheless. It is read
+    from the buffer of the nonblocking form, because the blocking one has no result where it raises.
+    """
+    value = np.array([flag], np.intc)
+    comm.Ack_failed()
+    try:
+        comm.Iagree(value).Wait()
+    except Exception as error:
+        if not is_failure(error):
+            raise
+    return bool(value[0])
 
 
 def _shrink(comm: Any, mpi: Any) -> Any:
