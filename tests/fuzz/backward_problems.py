@@ -10,12 +10,12 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, checks
-from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of
+from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of, slice_of
 from .attention_oracle import Forward, backward, forward
 from .draw import Draw
 from .problems import Finding, problem
 
-CHECKS = ("oracle", "threads", "permute", "alone", "dense")
+CHECKS = ("oracle", "threads", "permute", "alone", "dense", "slice", "sums")
 LARGEST = {"float16": 65504.0}
 
 
@@ -116,6 +116,10 @@ def block_sparse_attention_backward(draw: Draw) -> None:
         rng = draw.rng("again")
         if check == "alone":
             check_alone(draw, case, given, got)
+        elif check == "slice":
+            check_slice(draw, case, given, got["dq"])
+        elif check == "sums":
+            check_sums(draw, case, given, found)
         elif check == "threads":
             checks.same_bits("another number of threads", found, gradients(case, given, rng, draw.pick("other_threads", checks.THREADS)))
         elif check == "permute" and p.blocks is not None:
@@ -124,6 +128,54 @@ def block_sparse_attention_backward(draw: Draw) -> None:
             dense = gradients(dataclasses.replace(case, problem=dataclasses.replace(p, blocks=None)), given, rng)
             same = 3 if p.block_shape[0] % 128 == 0 else 1
             checks.same_bits("all blocks listed and no list", found[:same], dense[:same])
+
+
+def check_slice(draw: Draw, case: Case, given: Given, dq: Any) -> None:
+    """Compares some rows of dq with a call on these rows alone."""
+    p, rng = case.problem, draw.rng("slice")
+    block_q, s_q = p.block_shape[0], p.q.shape[2]
+    if s_q == 0:
+        return
+    first = int(rng.integers(-(-s_q // block_q))) * block_q
+    rows = slice(first, min(s_q, first + int(rng.choice([1, block_q, 3 * block_q, s_q]))))
+    part = slice_of(case, rows)
+    again = gradients(part, Given(*(None if x is None else x[:, :, rows] for x in given)), draw.rng("again"))[0]
+    ours = arrays.stored(arrays.values_of(dq, p.dtype), p.dtype)
+    for b in range(len(p.q_lens)):
+        end = max(first, min(int(p.q_lens[b]), rows.stop))
+        one = rows_of(ours, case.layout, p.q.shape[1], p.q_lens, b)[:, first:end]
+        checks.same_bits("dq of a slice", one, rows_of(again, case.layout, p.q.shape[1], part.problem.q_lens, b))
+
+
+def check_sums(draw: Draw, case: Case, given: Given, found: tuple[Any, Any, Any]) -> None:
+    """Adding to zeros, and rounding, gives the usual dk and dv. Rows of blocks that no list names keep what they hold."""
+    p = case.problem
+    qkv, options = plain_arguments(case, draw.rng("again"))
+    others = given.laid_out(case)
+    dlse = others.pop("dlse", None)
+    listed = np.ones(p.k.shape[:3], np.bool_)
+    if p.blocks is not None:
+        by_head = np.broadcast_to(p.blocks.any(axis=2), (p.q.shape[0], p.q.shape[1], p.blocks.shape[3]))
+        listed = (p.ungrouped(by_head) > 0)[:, :, np.arange(p.k.shape[2]) // p.block_shape[1]]
+    sums = []
+    for name, x in (("dk", p.k), ("dv", p.v)):
+        placed = arrays.poisoned(draw, f"{name} sums", laid_out(x, case.layout, p.kv_lens).shape, p.real)
+        held = np.broadcast_to(listed[..., None], x.shape)
+        placed.array[...] = np.where(laid_out(held, case.layout, p.kv_lens), 0, np.nan)
+        sums.append(placed)
+    blitz_attn.block_sparse_attention_backward(
+        others["dout"], *qkv.values(), others["out"], others["lse"], **options, dlse=dlse, grads=(None, *(x.array for x in sums)),
+        accumulate=True, num_threads=draw.pick("other_threads", checks.THREADS),
+    )  # fmt: skip
+    for name, placed, usual, x in zip(("dk", "dv"), sums, found[1:], (p.k, p.v), strict=True):
+        placed.check_around()
+        held = laid_out(np.broadcast_to(listed[..., None], x.shape), case.layout, p.kv_lens)
+        got, theirs = arrays.values_of(placed.array, p.real), arrays.stored(arrays.values_of(usual, p.dtype), p.dtype)
+        if not np.isnan(got[~held]).all():
+            raise Finding(f"{name}: rows of blocks that no list names were written")
+        with np.errstate(over="ignore"):
+            rounded = arrays.stored(arrays.rounded(got[held], p.dtype), p.dtype)
+        checks.same_bits(f"{name} rounded by NumPy", rounded, theirs[held])
 
 
 def check_alone(draw: Draw, case: Case, given: Given, got: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ class Paged:
     sinks: np.ndarray | None
     softcap: float | None
     selected: list[list[np.ndarray]] | None  # [request][KV head or query head] logical blocks
+    begin: np.ndarray | None = None  # token numbers of the first queries; None: the queries are the last tokens
 
     @property
     def real(self) -> str:
@@ -39,7 +40,7 @@ class Paged:
     def seen(self, b: int, head: int) -> np.ndarray:
         """Boolean (queries, tokens)."""
         n, size = int(self.q_lens[b]), self.k.shape[1]
-        j, last = np.arange(self.seq_lens[b]), np.arange(n)[:, None] + self.seq_lens[b] - n
+        j, last = np.arange(self.seq_lens[b]), np.arange(n)[:, None] + (self.seq_lens[b] - n if self.begin is None else self.begin[b])
         mask = j <= last
         if self.window is not None:
             mask = mask & (j >= last - self.window)

@@ -10,7 +10,7 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, checks
-from .draw import Draw
+from .draw import Discard, Draw
 from .paged_oracle import Paged, attend
 from .problems import Finding, problem
 
@@ -63,7 +63,10 @@ class Case:
         lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=(1, longest, 256, 257, 2048, 2049)) for b in range(batch)], np.int64)
         self.ragged = not newest and draw.flag("ragged")
         most = {"small": 10, "long": 3, "chunk": 70}[regime]
-        q_lens = np.array([min(draw.integer(f"q_lens[{b}]", 0, most, likely=(1,)), lens[b]) for b in range(batch)], np.int64)
+        begins = not newest and draw.flag("q_begin", 0.25)
+        begin = np.array([draw.integer(f"q_begin[{b}]", -5, longest + 5, likely=(0, longest)) for b in range(batch)], np.int64) if begins else None
+        drawn = [draw.integer(f"q_lens[{b}]", 0, most, likely=(1,)) for b in range(batch)]
+        q_lens = np.array([n if begins else min(n, lens[b]) for b, n in enumerate(drawn)], np.int64)
         q_lens = q_lens if self.ragged else np.ones(batch, np.int64)
         rng = draw.rng("tables")
         counts = -(-lens // size)
@@ -99,9 +102,11 @@ class Case:
             chosen = [[np.flatnonzero(make.random(n) < kept) for _ in range(rows)] for n in counts]
         self.problem = Paged(
             dtype, q, q_lens, self.k.values, self.v.values, own, lens, dim**-0.5 if self.scale is None else self.scale, window,
-            None if sinks is None else sinks.astype(np.float64), softcap, chosen,
+            None if sinks is None else sinks.astype(np.float64), softcap, chosen, begin,
         )  # fmt: skip
         self.sinks = sinks
+        self.kv_split = size * draw.integer("kv_split", 1, 12, likely=(1, 2, 4)) if not newest and draw.flag("split", 0.25) else None
+        self.out_dtype = self.problem.real if not newest and draw.flag("out_dtype", 0.25) else dtype
         self.q = arrays.place(draw, "q", arrays.stored(q, dtype))
 
     def options(self) -> dict[str, Any]:
@@ -116,6 +121,12 @@ class Case:
             "scale": self.scale, "kv_layout": "HND" if self.hnd else "NHD", "window": p.window, "sinks": self.sinks, "softcap": p.softcap,
             "k_scale": self.k.scales, "v_scale": self.v.scales, "q_lens": p.q_lens if self.ragged else None, **bits,
         }  # fmt: skip
+
+    def new_options(self) -> dict[str, Any]:
+        """The options that a plan does not have."""
+        p = self.problem
+        begin = None if p.begin is None else p.begin.tolist()
+        return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
 
     def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """The selected blocks in any order, with -1 behind them, or with counts and arbitrary numbers behind them."""
@@ -132,7 +143,7 @@ class Case:
 
     def call(self, rng: np.random.Generator, counts: bool, num_threads: int, **options: Any) -> tuple[Any, Any]:
         tables, lens = self.tables
-        given = {**self.options(), **options, "return_lse": True, "num_threads": num_threads}
+        given = {**self.options(), **self.new_options(), **options, "return_lse": True, "num_threads": num_threads}
         if self.problem.selected is None:
             return blitz_attn.paged_attention(self.q.array, self.k.given(), self.v.given(), tables, lens, **given)
         selected, numbers = self.lists(rng, counts)
@@ -144,17 +155,21 @@ class Case:
 
 
 def run(draw: Draw, listed: bool) -> None:
-    check = draw.pick("check", ("oracle", "threads", "order", "alone", "plan", "all"))
+    check = draw.pick("check", ("oracle", "threads", "order", "alone", "plan", "all", "chunks", "rounded"))
     case = Case(draw, listed)
     p = case.problem
     with_counts = draw.flag("counts")
     with checks.at_level(draw):
         written = {}
         if draw.flag("out", 0.3):
-            written = {"out": arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype)}
+            written = {"out": arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), case.out_dtype)}
         out, lse = case.call(draw.rng("order"), with_counts, checks.threads(draw), out=written["out"].array if written else None)
         expected, expected_lse, allowed, allowed_lse = attend(p)
-        got = arrays.values_of(out, p.dtype)
+        got = arrays.values_of(out, case.out_dtype)
+        if case.kv_split:  # each merge rounds what it merges
+            merges = 64 * checks.EPSILON[p.real]
+            allowed = allowed + merges * (np.abs(expected) + np.abs(p.v[np.isfinite(p.v)]).max(initial=0))
+            allowed_lse = allowed_lse + merges * (1 + np.abs(np.where(np.isneginf(expected_lse), 0, expected_lse)))
         checks.near("out", got, expected, allowed)
         checks.near("lse", arrays.values_of(lse, p.real), expected_lse, allowed_lse)
         if got[np.isneginf(expected_lse)].any():
@@ -169,7 +184,11 @@ def run(draw: Draw, listed: bool) -> None:
             checks.same_bits("another order of blocks", (out, lse), case.call(draw.rng("other order"), not with_counts, 1))
         elif check == "alone" and len(p.q_lens):
             check_alone(draw, case, out, lse)
-        elif check == "plan" and not listed:
+        elif check == "rounded":
+            check_rounded(draw, case, with_counts)
+        elif check == "chunks" and not listed:
+            check_chunks(draw, case)
+        elif check == "plan" and not listed and p.begin is None and case.kv_split is None and case.out_dtype == p.dtype:
             check_plan(case, out, lse)
         elif check == "all" and listed:
             every = [[np.arange(-(-n // p.k.shape[1])) for _ in row] for n, row in zip(p.seq_lens, p.selected or [], strict=True)]
@@ -186,9 +205,11 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
     end = int(np.cumsum(p.q_lens)[b])
     rows = slice(end - int(p.q_lens[b]), end)
     tables = np.asarray(p.pages[b], np.int32)[None]
-    options = case.options()
+    options = {**case.options(), **case.new_options()}
     if case.ragged:
         options["q_lens"] = p.q_lens[b : b + 1]
+    if p.begin is not None:
+        options["q_begin"] = p.begin[b : b + 1]
     arguments: list[Any] = [case.q.array[rows], case.k.given(), case.v.given(), tables, p.seq_lens[b : b + 1]]
     if p.selected is None:
         again = blitz_attn.paged_attention(*arguments, **options, return_lse=True, num_threads=1)
@@ -196,6 +217,40 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
         selected, _ = case.lists(draw.rng("other order"), False)
         again = blitz_attn.paged_select_attention(*arguments, selected[b : b + 1], **options, return_lse=True, num_threads=1)
     checks.same_bits("a request alone", (np.asarray(out)[rows], np.asarray(lse)[rows]), again)
+
+
+def check_rounded(draw: Draw, case: Case, counts: bool) -> None:
+    """The result before it is rounded, rounded by NumPy, is the usual result."""
+    p = case.problem
+    usual, wide = (
+        arrays.values_of(case.call(draw.rng("order"), counts, 1, out_dtype=given)[0], dtype)
+        for given, dtype in ((None, p.dtype), (p.real, p.real))
+    )
+    checks.same_bits("rounded by NumPy", arrays.stored(arrays.rounded(wide, p.dtype), p.dtype), arrays.stored(usual, p.dtype))
+
+
+def check_chunks(draw: Draw, case: Case) -> None:
+    """A call with kv_split has the bits of its chunks, each attended as a request of its own, merged node by node."""
+    p, size = case.problem, case.problem.k.shape[1]
+    split = case.kv_split or size * 3
+    options = {**case.options(), "return_lse": True, "num_threads": 1, "sinks": None, "out_dtype": p.real}
+    whole = case.call(draw.rng("order"), False, 1, kv_split=split, out_dtype=p.real, sinks=None)
+    ends = np.cumsum(p.q_lens)
+    for b, end in enumerate(ends):
+        n, tokens = int(p.q_lens[b]), int(p.seq_lens[b])
+        begin = tokens - n if p.begin is None else int(p.begin[b])
+        nodes = []
+        for at in range(0, max(1, tokens), split):
+            here = min(split, tokens - at)
+            pages = np.asarray(p.pages[b][at // size : -(-(at + here) // size)], np.int32)[None]
+            mine = options | {"q_lens": [n], "q_begin": [begin - at]}
+            out, lse = blitz_attn.paged_attention(case.q.array[end - n : end], case.k.given(), case.v.given(), pages, [here], **mine)
+            nodes.append((out[:, :, None], lse[:, :, None]))
+        while len(nodes) > 1:
+            pairs = [blitz_attn.merge_states(*nodes[i], *nodes[i + 1]) for i in range(0, len(nodes) - 1, 2)]
+            nodes = pairs + nodes[len(nodes) & ~1 :]
+        rows = slice(end - n, end)
+        checks.same_bits("chunks by hand", (whole[0][rows], whole[1][rows]), (nodes[0][0][:, :, 0], nodes[0][1][:, :, 0]))
 
 
 def check_plan(case: Case, out: Any, lse: Any) -> None:
@@ -226,6 +281,8 @@ def refused_tables(draw: Draw) -> None:
     """A length beyond the table, or a page that the cache does not have, is refused, and nothing is written."""
     case = Case(draw, listed=False)
     p, rng = case.problem, draw.rng("mistake")
+    if p.begin is not None:
+        raise Discard("more queries than tokens may be refused first")
     long = [b for b in range(len(p.seq_lens)) if p.seq_lens[b] > 0]
     if not long:
         return

@@ -208,6 +208,21 @@ class Selection:
                 if mistake:
                     raise Finding(f"{what}: request {b}, row {r}: {mistake}")
 
+    def check_scores(self, selected: np.ndarray, scores: np.ndarray) -> None:
+        """The score of each selected block is near the oracle's; the same numbers give the same score."""
+        if scores.shape != selected.shape or not np.isneginf(scores[selected < 0]).all():
+            raise Finding(f"scores of shape {scores.shape}, or not -inf in unused places")
+        for b in range(len(self.batch.lens)):
+            exact = oracle.score(self.method, self.q[b], self.per_query_head, self.sides[b], self.batch.size)
+            for r in range(self.rows_a_request):
+                used = selected[b, r] >= 0
+                blocks, got = selected[b, r][used], scores[b, r][used].astype(np.float64)
+                closed = ~exact.open[r][blocks] & np.isfinite(exact.value[r][blocks])
+                with np.errstate(invalid="ignore"):
+                    off = np.abs(got - exact.value[r][blocks]) > exact.error[r][blocks] + 2.0**-24 * np.abs(exact.value[r][blocks])
+                if (off & closed).any():
+                    raise Finding(f"scores: request {b}, row {r}: {got.tolist()} of {blocks.tolist()}, expected {exact.value[r][blocks].tolist()}")
+
     def check_unchanged(self) -> None:
         for x in (self.placed_q, self.tables, *(x.placed for x in self.held)):
             x.check_unchanged()
@@ -286,17 +301,22 @@ def check_again(draw: Draw, check: str, case: Selection, selected: np.ndarray, c
 @problem("select_blocks", weight=2)
 def select_blocks(draw: Draw) -> None:
     check = draw.pick("check", ("oracle", "threads", "alone", "pages", "order"))
+    with_scores = draw.flag("return_scores")
     case = Selection(draw, draw.pick("method", ("quest", "mean", "max")))
     batch, choice, ascending = case.batch, None, draw.flag("ascending")
     choice = Choice(draw, batch.lens, batch.size)
 
     def call(name: str, rows: slice, tables: Any, held: list[Held], lens: Any, num_threads: int, ascending: bool = ascending) -> np.ndarray:
         source = tuple(x.given() for x in held)
-        selected, counts = blitz_attn.select_blocks(
+        selected, counts, *scores = blitz_attn.select_blocks(
             case.query(rows), source if case.method == "quest" else source[0], tables, lens, method=case.method, **choice.given(rows),
             per_query_head=case.per_query_head, ascending=ascending, block_size=None if case.rows == batch.size else batch.size,
-            kv_layout="HND" if case.hnd else "NHD", dtype=case.bits, num_threads=num_threads,
+            kv_layout="HND" if case.hnd else "NHD", return_scores=with_scores, dtype=case.bits, num_threads=num_threads,
         )  # fmt: skip
+        if with_scores:
+            kind_of("scores", scores[0], "float32", case.kind)
+            if rows == slice(None):
+                case.check_scores(np.asarray(selected), np.asarray(scores[0]))
         kind_of("selected", selected, "int32", case.kind)
         kind_of("counts", counts, "int32", case.kind)
         selected = np.asarray(selected)
