@@ -97,7 +97,8 @@ typedef ba_status (*fz_fn)(const void *args);
 /* Runs the call and checks its promises. num_threads is NULL or points to the number of threads in args. Returns true where the call was accepted;
  * its outputs then hold its results. */
 bool fz_run(fz_op op, fz_fn fn, const void *args, int *num_threads);
-void fz_expect_any_order(void); /* for the next call: two outputs share a place, so the result may depend on the order of work */
+void fz_expect_any_order(void); /* for the next call: its results are not compared with those of another run, as where two outputs share
+                                 * a place, or where outputs are added to */
 void fz_count_skipped(fz_op op);
 void fz_count_compared(fz_op op);
 void fz_print_counts(void);

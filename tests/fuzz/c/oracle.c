@@ -153,8 +153,8 @@ void fz_compare_paged(const ba_paged_args *a) {
             for (int64_t i = 0; i < q_len; i++) {
                 s = (sums){.top = -INFINITY};
                 if (a->sinks) s.top = (double)a->sinks[h], s.sum = 1;
-                const int64_t token = i + a->seq_lens[b] - q_len;
-                for (int64_t j = 0; j <= token; j++) {
+                const int64_t token = i + (a->q_begin ? a->q_begin[b] : a->seq_lens[b] - q_len);
+                for (int64_t j = 0; j <= token && j < a->seq_lens[b]; j++) {
                     if (a->window >= 0 && j < token - a->window) continue;
                     if (!is_selected(a, heads, kv_heads, b, h, j / page_size)) continue;
                     const int64_t in_table[] = {b, j / page_size}, in_run[] = {a->indptr ? a->indptr[b] + j / page_size : 0};

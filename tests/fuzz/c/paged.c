@@ -140,14 +140,22 @@ void fz_paged(void) {
         if (sinks && a.q.dims[1] > 0 && fz_unusual()) sinks[fz_below(a.q.dims[1])] = (float)fz_unusual_real();
         a.sinks = sinks;
     }
+    if (fz_once_in(5)) {
+        int64_t *begin = fz_numbers(a.batch);
+        for (int64_t b = 0; begin && b < a.batch; b++) begin[b] = fz_range(-10, 60);
+        if (begin && a.batch > 0 && fz_unusual()) begin[fz_below(a.batch)] = fz_unusual_number();
+        a.q_begin = begin;
+    }
+    a.unrounded = fz_once_in(6);
     a.num_threads = fz_threads();
     if (is_heavy(&a)) {
         fz_count_skipped(FZ_PAGED);
         return;
     }
     const bool good = fz_run(FZ_PAGED_CHECK, check, &a, &a.num_threads);
-    a.out = fz_tensor(FZ_OUTPUT, s.dtype, 3, out, 0);
-    if (!fz_once_in(3)) a.lse = fz_tensor(FZ_OUTPUT, s.dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, 2, out, FZ_FREE_LAST);
+    const ba_dtype real = s.dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32;
+    a.out = fz_tensor(FZ_OUTPUT, a.unrounded ? real : s.dtype, 3, out, 0);
+    if (!fz_once_in(3)) a.lse = fz_tensor(FZ_OUTPUT, real, 2, out, FZ_FREE_LAST);
     const bool accepted = fz_run(FZ_PAGED, attend, &a, &a.num_threads);
     if (accepted && !good) fz_fail("expected what the check refuses to be refused, got a result");
     if (accepted && fz_once_in(2)) fz_compare_paged(&a);

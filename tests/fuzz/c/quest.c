@@ -99,6 +99,7 @@ void fz_select(void) {
     const int64_t dims[] = {s.batch, a.per_query_head ? s.heads : s.kv_heads, fz_once_in(2) ? fz_range(1, 12) : s.width + 1};
     a.selected = fz_tensor(FZ_OUTPUT, BA_INT32, 3, dims, FZ_FREE_LAST);
     if (fz_once_in(2)) a.counts = fz_tensor(FZ_OUTPUT, BA_INT32, 2, dims, FZ_FREE_LAST);
+    if (fz_once_in(3)) a.scores = fz_tensor(FZ_OUTPUT, BA_FLOAT32, 3, dims, FZ_FREE_LAST);
     a.num_threads = fz_threads();
     if (fz_unusual()) {
         a.method = (ba_select_method)fz_unusual_number();
