@@ -97,24 +97,24 @@ typedef struct ba_block_sparse_args {
     ba_tensor lse;     /* not given, or written: the natural log-sum-exp, (B, H, Sq), for BA_TND (T, H); float32, with float64 q float64 */
     ba_layout layout;
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: as many as in q) */
-    ba_tensor blocks;                /* not given: every block is attended. Else the lists, (B or 1, H or 1, ceil(Sq / block_q), W), one row per
+    ba_tensor blocks;                /* not given: every block is attended. Else the lists, (B or 1, H, H_kv or 1, ceil(Sq / block_q), W), one row per
                                       * block of queries: the columns of its key blocks in any order, no column twice. A row ends at its first pad */
     const int64_t *cu_rows;          /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows. `blocks` is then (H or 1, rows, W) and
                                       * holds the rows of the sequences one after the other */
     int64_t block_q, block_kv;       /* tokens per block of queries, and per block of keys */
-    int routed;        /* the lists route single queries, or small tiles of queries, as in native sparse attention. The head axis of the lists may
-                        * then be H_kv long, too, and rows of few queries are attended by the row kernels, which sum in another order, so that a
-                        * list of all blocks then equals no list only up to rounding */
-    double scale;      /* multiplies q k^T; finite. ba_default_scale(D) is the usual one */
-    int causal;        /* 0 or 1 */
-    int64_t window[2]; /* tokens that a query sees before and after the diagonal; -1: no bound */
-    const int64_t *q_begin;          /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0,
-                                      * which may be negative: the queries are then a slice of a longer sequence */
-    const int64_t *q_total;          /* NULL, or the number of valid queries of the call that each sequence's queries are a slice of, at least their
-                                      * own: kernels are chosen as for so many queries, so that a slice of whole block rows has the bits of the whole */
-    int64_t key_stride, key_last;    /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
-                                      * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
-    int unrounded;                   /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
+    int routed;                   /* the lists route single queries, or small tiles of queries, as in native sparse attention. Rows of few queries are
+                                   * then attended by the row kernels, which sum in another order, so that a list of all blocks then equals no list only up
+                                   * to rounding */
+    double scale;                 /* multiplies q k^T; finite. ba_default_scale(D) is the usual one */
+    int causal;                   /* 0 or 1 */
+    int64_t window[2];            /* tokens that a query sees before and after the diagonal; -1: no bound */
+    const int64_t *q_begin;       /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0,
+                                   * which may be negative: the queries are then a slice of a longer sequence */
+    const int64_t *q_total;       /* NULL, or the number of valid queries of the call that each sequence's queries are a slice of, at least their
+                                   * own: kernels are chosen as for so many queries, so that a slice of whole block rows has the bits of the whole */
+    int64_t key_stride, key_last; /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
+                                   * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
+    int unrounded;                /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
     const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
     int64_t batch;                   /* BA_TND only: number of sequences */

@@ -144,9 +144,9 @@ CASES = [
     ("dlpack_rank", ValueError, r"^q: expected at most 4 dimensions, got 6", lambda a: {"q": dlpack(a["q"], ndim=6)}),
     ("dlpack_version", ValueError, r"^q: expected DLPack version 1, got version 2", lambda a: {"q": dlpack(a["q"], version=(2, 0))}),
     # ---- block lists
-    ("sabi_rank", ValueError, r"^sabi: expected shape \(2 or 1, 4 or 1, 3, W\)", lambda a: {"sabi": a["sabi"][0]}),
+    ("sabi_rank", ValueError, r"^sabi: expected shape \(2 or 1, 4, 2 or 1, 3, W\)", lambda a: {"sabi": a["sabi"][0]}),
     ("sabi_batch", ValueError, r"^sabi: expected shape", lambda a: {"sabi": np.zeros((3, H, ROWS, 1), np.int32)}),
-    ("sabi_heads", ValueError, r"^sabi: expected shape", lambda a: {"sabi": a["sabi"][:, :HKV]}),
+    ("sabi_heads", ValueError, r"^sabi: expected shape", lambda a: {"sabi": a["sabi"][:, :3]}),
     ("sabi_rows", ValueError, r"^sabi: expected .* 3 rows being ceil\(96 / 32\), got \(2, 4, 2, 5\)",
      lambda a: {"sabi": a["sabi"][:, :, :2]}),
     ("sabi_float", TypeError, r"^sabi: expected uint16, int16, int32 or int64, got float32",

@@ -29,7 +29,7 @@ class Whole:
         self.rows = -(-q_len // block_q)
         self.lists = None
         if rng.random() < 0.7:
-            shared = [(1, 1), (self.batch, 1), (self.batch, self.heads)][int(rng.integers(3))]
+            shared = [(1, 1), (self.batch, 1), (self.batch, kv_heads), (self.batch, self.heads)][int(rng.integers(4))]
             columns = -(-kv_len // self.options["block_shape"][1])
             self.lists = random_lists(rng, *shared, self.rows, columns, share=0.6, empty=0.1)
         self.q, self.k, self.v = testing.make_qkv(self.batch, self.heads, kv_heads, q_len, kv_len, *dims, dtype=dtype, seed=seed)

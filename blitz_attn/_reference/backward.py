@@ -116,14 +116,15 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
     kept = None
     longest_q, longest_kv = (max((x.shape[1] for x in xs), default=0) for xs in ([s.q for s in sequences], [s.k for s in sequences]))
     if sabi is not None and longest_q and longest_kv:
-        kept = lists.check(sabi, longest_q, longest_kv, (block_q, block_kv), batch=len(sequences), heads=heads)
+        sizes = {"batch": len(sequences), "heads": heads, "kv_heads": sequences[0].k.shape[0]}
+        kept = lists.check(sabi, longest_q, longest_kv, (block_q, block_kv), **sizes)
     results = ([], [], [])
     with np.errstate(all="ignore"):
         for b, seq in enumerate(sequences):
             group = heads // seq.k.shape[0]
             dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (seq.q, seq.k, seq.v))
             for h in range(heads):
-                rows = None if kept is None else kept[b % kept.shape[0], h % kept.shape[1]]
+                rows = None if kept is None else kept[b % kept.shape[0], h * kept.shape[1] // heads]
                 delta = (douts[b][h] * outs[b][h]).sum(axis=1)
                 if numbers[1] is not None:
                     delta = delta - dlses[b][h]

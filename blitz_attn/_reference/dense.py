@@ -347,14 +347,15 @@ def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, ret
     kept = None
     longest_q, longest_kv = (max((x.shape[1] for x in xs), default=0) for xs in ([s.q for s in sequences], [s.k for s in sequences]))
     if sabi is not None and longest_q and longest_kv:
-        kept = lists.check(sabi, longest_q, longest_kv, (block_q, block_kv), batch=len(sequences), heads=heads)
+        sizes = {"batch": len(sequences), "heads": heads, "kv_heads": sequences[0].k.shape[0]}
+        kept = lists.check(sabi, longest_q, longest_kv, (block_q, block_kv), **sizes)
     outs, lses = [], []
     with np.errstate(all="ignore"):
         for b, seq in enumerate(sequences):
             group = heads // seq.k.shape[0]
             out_b, lse_b = np.zeros((heads, seq.q.shape[1], seq.v.shape[2])), np.zeros((heads, seq.q.shape[1]))
             for h in range(heads):
-                rows = None if kept is None else kept[b % kept.shape[0], h % kept.shape[1]]
+                rows = None if kept is None else kept[b % kept.shape[0], h * kept.shape[1] // heads]
                 head = (seq.q[h], seq.k[h // group], seq.v[h // group])
                 out_b[h], lse_b[h] = attend_head(*head, seq, rows, (block_q, block_kv), rules, scale, name)
             outs.append(out_b)

@@ -154,24 +154,27 @@ def check(
     *,
     batch: int | None = None,
     heads: int | None = None,
+    kv_heads: int | None = None,
 ) -> np.ndarray:
     """Check a block list against a problem, as the attention operations do.
 
     Parameters
     ----------
     sabi : array_like of int
-        Block list (B or 1, H or 1, R, W).
+        Block list (B or 1, H, Hkv or 1, R, W).
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int)
         Number of tokens per block of queries and of keys, at least 1 each.
     batch, heads : int, optional
         Sizes that the leading axes must have, where they are not 1. Not checked when left out.
+    kv_heads : int, optional
+        Another size that the axis of heads may have: a list for each key/value head.
 
     Returns
     -------
     numpy.ndarray
-        int64 (B or 1, H or 1, R, W): the list with -1 from each row's first pad on.
+        int64, of the shape of `sabi`: the list with -1 from each row's first pad on.
 
     Raises
     ------
@@ -197,7 +200,8 @@ def check(
     if rows.ndim != 4:
         raise ValueError(f"sabi: expected shape (B or 1, H or 1, rows, width), got {rows.shape}")
     for axis, (name, size) in enumerate((("batch", batch), ("heads", heads))):
-        if size is not None and rows.shape[axis] not in (1, integer(size, name)):
+        others = (integer(kv_heads, "kv_heads"),) if axis == 1 and kv_heads is not None else ()
+        if size is not None and rows.shape[axis] not in (1, integer(size, name), *others):
             raise ValueError(f"sabi: expected {name} {size} or 1 on axis {axis}, got shape {rows.shape}")
     if rows.shape[2] != count:
         queries = integer(s_q, "s_q")

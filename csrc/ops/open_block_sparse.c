@@ -69,7 +69,15 @@ static ba_status check_lengths(const char *name, const int64_t *lens, int64_t ba
     return BA_OK;
 }
 
-static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads == 1 || heads == p->heads || (p->routed && heads == p->kv_heads); }
+static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads == 1 || heads == p->heads || heads == p->kv_heads; }
+
+/* The numbers that fit, for a sentence. */
+static ba_text list_heads_text(const ba_problem *p) {
+    ba_text out;
+    if (p->heads == p->kv_heads) snprintf(out.chars, sizeof out.chars, "%" PRId64 " or 1", p->heads);
+    else snprintf(out.chars, sizeof out.chars, "%" PRId64 ", %" PRId64 " or 1", p->heads, p->kv_heads);
+    return out;
+}
 
 /* Checks lists of BA_TND that have the rows of all sequences one after the other (cu_rows). */
 static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem *p) {
@@ -87,7 +95,7 @@ static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem 
         if (b < p->batch) rows += ba_ceil_div(ba_q_span(p, b).rows, p->block_q);
     }
     if (t->ndim != 3 || !list_heads_fit(p, t->dims[0]) || t->dims[1] != rows)
-        return ba_fail(BA_ERROR_VALUE, "sabi: expected shape (%" PRId64 " or 1, %" PRId64 ", W), got %s", p->heads, rows, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected shape (%s, %" PRId64 ", W), got %s", list_heads_text(p).chars, rows, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = (ba_tensor){.data = t->data,
                             .dtype = t->dtype,
@@ -117,9 +125,9 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     if (args->cu_rows) return check_packed_rows(args, p);
     if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || !list_heads_fit(p, t->dims[1]) || t->dims[2] != p->block_rows)
         return ba_fail(BA_ERROR_VALUE,
-                       "sabi: expected shape (%" PRId64 " or 1, %" PRId64 " or 1, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64
-                       " / %" PRId64 "), got %s",
-                       p->batch, p->heads, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
+                       "sabi: expected shape (%" PRId64 " or 1, %s, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64 " / %" PRId64
+                       "), got %s",
+                       p->batch, list_heads_text(p).chars, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
     ba_drop_unused_strides(&p->blocks);

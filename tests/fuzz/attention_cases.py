@@ -68,10 +68,11 @@ def _window(draw: Draw, s_kv: int) -> tuple[int, int] | None:
     return pair if draw.flag("window", 0.4) else None
 
 
-def _blocks(draw: Draw, batch: int, heads: int, rows: int, columns: int) -> np.ndarray:
+def _blocks(draw: Draw, batch: int, heads: int, kv_heads: int, rows: int, columns: int) -> np.ndarray:
     """The blocks that are kept: random ones, and in some rows none or all."""
     rng = draw.rng("blocks")
-    lead = (1 if draw.flag("lists.one_batch", 0.3) else batch, 1 if draw.flag("lists.one_head", 0.3) else heads)
+    list_heads = 1 if draw.flag("lists.one_head", 0.3) else kv_heads if draw.flag("lists.kv_heads", 0.2) else heads
+    lead = (1 if draw.flag("lists.one_batch", 0.3) else batch, list_heads)
     density = draw.pick("lists.density", (0.5, 1.0, 0.1, 0.9, 0.0))
     mask = rng.random((*lead, rows, columns)) < density
     if draw.flag("lists.empty_rows", 0.3):
@@ -92,7 +93,7 @@ def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12)) -> t
     likely = (16, 32, 64, 128)
     block_shape = draw.integer("block_q", 1, 2048, likely=likely), draw.integer("block_kv", 1, 2048, likely=likely)
     rows, columns = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
-    blocks = _blocks(draw, batch, kv_heads * group, rows, columns) if draw.flag("lists", 0.7) else None
+    blocks = _blocks(draw, batch, kv_heads * group, kv_heads, rows, columns) if draw.flag("lists", 0.7) else None
     rng = draw.rng("values")
     spread = draw.pick("spread", spreads)
     q = rng.standard_normal((batch, kv_heads * group, s_q, dim)) * spread

@@ -72,7 +72,7 @@ class Attention:
         if self.blocks is None:
             return mask
         block_q, block_kv = self.block_shape
-        return mask & self.blocks[:, :, np.arange(s_q) // block_q][..., np.arange(s_kv) // block_kv]
+        return mask & self.grouped(self.blocks)[:, :, np.arange(s_q) // block_q][..., np.arange(s_kv) // block_kv]
 
 
 class Forward(NamedTuple):

@@ -155,7 +155,7 @@ def check_sums(draw: Draw, case: Case, given: Given, found: tuple[Any, Any, Any]
     dlse = others.pop("dlse", None)
     listed = np.ones(p.k.shape[:3], np.bool_)
     if p.blocks is not None:
-        by_head = np.broadcast_to(p.blocks.any(axis=2), (p.q.shape[0], p.q.shape[1], p.blocks.shape[3]))
+        by_head = np.broadcast_to(p.grouped(p.blocks.any(axis=2)), (p.q.shape[0], p.q.shape[1], p.blocks.shape[3]))
         listed = (p.ungrouped(by_head) > 0)[:, :, np.arange(p.k.shape[2]) // p.block_shape[1]]
     sums = []
     for name, x in (("dk", p.k), ("dv", p.v)):
