@@ -39,7 +39,7 @@ from capture import DEFAULT_TEXT, find_model, perplexity
 
 ATTENTION = "blitz_perplexity"  # transformers reads a meaning into some names: see capture.py
 CHOOSERS = ("pooled", "antidiagonal", "sampled_rows", "vertical_slash")
-EVERY = 16  # one block of queries in so many is looked at for the kept mass
+EVERY = 16  # one block of queries in so many is looked at for the kept mass, or more where there are few
 MOST_DIFFERENCE = 5e-4  # of dense perplexity from torch's
 COLUMNS = (
     ("text", "14"), ("chooser", "14"), ("budget", "8"), ("block", "7"), ("asked", "6.3f"), ("reached", "7.3f"), ("perplexity", "10.3f"),
@@ -121,7 +121,8 @@ class Hook:
 
     def look(self, q: Any, k: Any, sabi: Any, rules: dict[str, Any]) -> None:
         self.blocks.append((int((sabi >= 0).sum()), q.shape[1] * int(visible(q.shape[2], self.row.block).sum())))
-        self.masses.append(float(np.nanmean(select.recall(q, k, sabi, every=EVERY, **rules))))
+        every = max(1, min(EVERY, sabi.shape[2] // 8))
+        self.masses.append(float(np.nanmean(select.recall(q, k, sabi, every=every, **rules))))
 
 
 def visible(tokens: int, block: tuple[int, int]) -> np.ndarray:
