@@ -139,13 +139,17 @@ docs: build
 
 # A build of its own, away from the one in place; every report of a sanitizer ends the run. Multiply-adds as the release build has them
 # (-fexpensive-optimizations): with two roundings for one the error rule fails at some short lengths. Scratch memory is guarded
-# (core/guard.h), and memory and threads fail on request (core/faults.h): faults runs the tests of that alone.
+# (core/guard.h), and memory and threads fail on request (core/faults.h): faults runs the tests of that alone, in a build where the kernels, which
+# take most of the time to compile and allocate nothing, have no sanitizer.
 asan faults: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -fno-wrapv -g -fno-omit-frame-pointer -UNDEBUG -DBA_FAULTS -fsanitize=address,undefined -fno-sanitize-recover=all
 asan faults: export CC = gcc
 # Python itself leaves much behind when it ends, so that tests look for lost memory while it runs.
 asan faults: export ASAN_OPTIONS = detect_leaks=1:leak_check_at_exit=0
-build_asan = "$$python" setup.py -q build --build-base build/asan --build-lib build/asan/lib --build-temp build/asan/temp
-pytest_asan = cd build/asan && PYTHONPATH="$(CURDIR)/build/asan/lib" PYTHONMALLOC=malloc \
+faults: export BLITZ_ATTN_KERNEL_CFLAGS = -fno-sanitize=all
+asan: FOLDER = build/asan
+faults: FOLDER = build/faults
+build_asan = "$$python" setup.py -q build --build-base $(FOLDER) --build-lib $(FOLDER)/lib --build-temp $(FOLDER)/temp
+pytest_asan = cd $(FOLDER) && PYTHONPATH="$(CURDIR)/$(FOLDER)/lib" PYTHONMALLOC=malloc \
   LD_PRELOAD="$(call sanitizer,asan) $(call sanitizer,ubsan)" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. $(1) $(ARGS)
 asan:
 	@$(call find_python) $(build_asan) && \
@@ -162,7 +166,7 @@ growth: build
 
 # Several callers of several operations at once, under ThreadSanitizer. One level is enough: what may race is no kernel.
 tsan: export BLITZ_ATTN_CFLAGS = -O1 -g -Wno-maybe-uninitialized -fno-omit-frame-pointer -UNDEBUG -DBA_NO_SMALL_CALLS -fsanitize=thread
-tsan: export BLITZ_ATTN_LEVELS = avx2
+tsan: export BLITZ_ATTN_LEVELS = portable
 tsan: export CC = gcc
 tsan:
 	@$(call find_python) "$$python" setup.py -q build_races --build-temp build/tsan/temp && TSAN_OPTIONS=halt_on_error=1 build/tsan/temp/races $(ARGS)
@@ -174,13 +178,17 @@ fuzz-c:
 	@$(call find_python) "$$python" setup.py -q build_fuzz --build-temp build/fuzz/temp && \
 	  "$$python" tests/fuzz/c/run.py build/fuzz/temp/fuzz --seconds $(SECONDS) --seed $(or $(SEED),1) --jobs $(JOBS) $(ARGS)
 
+# Which lines of C and Python the suite runs (docs/notes/coverage.rst). Levels up to avx2: higher ones are the same templates and take most of the time
+# to compile. Kernel checks and benchmarks run other builds and programs, whose lines would not count.
 coverage: export BLITZ_ATTN_CFLAGS = -O1 -UNDEBUG --coverage -fprofile-update=atomic
+coverage: export BLITZ_ATTN_LEVELS = avx2
 coverage: export CC = gcc
 coverage:
 	@find build/coverage -name '*.gcda' -delete 2>/dev/null || true
 	@$(call find_python,$(COVERAGE_TOOLS)) "$$python" setup.py -q build --build-base build/coverage --build-lib build/coverage/lib && \
 	  (cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage/lib" "$$python" -m coverage run --rcfile ../../pyproject.toml --source lib/blitz_attn \
-	    -m pytest -c ../../pyproject.toml --rootdir ../.. ../../tests $(ARGS) && \
+	    -m pytest -c ../../pyproject.toml --rootdir ../.. ../../tests --ignore=../../tests/test_kernels.py \
+	    --ignore-glob='*/test_benchmark*' $(ARGS) && \
 	   "$$python" -m coverage report --rcfile ../../pyproject.toml --show-missing) && \
 	  "$$python" -m gcovr --root . --filter csrc/ --object-directory build/coverage --txt --print-summary build/coverage
 

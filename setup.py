@@ -7,7 +7,8 @@ Besides the usual commands there are ``python setup.py build_checkkernels``, whi
 (tests/*.c) over the same sources with the same flags, ``build_fuzz``, which builds the fuzzer of the C API
 (tests/fuzz/c/*.c; it needs clang: make fuzz-c), and ``build_races`` (tests/threads/*.c: make tsan). Environment
 variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come
-last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
+last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the
+kernels' own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
 ``BLITZ_ATTN_LEVELS``, which names the instruction sets to build beside the portable kernels (``avx2``, or
 ``avx2,avx512``), where a quick build is wanted.
 """
@@ -57,7 +58,9 @@ CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
+SLOW_EMULATED = ("avx512", "amx_caches")  # and more than a minute each at -O1 for these, which have -O0
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
+KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))
 LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all
 
 LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/kernels/levels/*.c") + glob("csrc/ops/*.c"))
@@ -86,7 +89,12 @@ class BuildExt(build_ext):
         contraction = CONTRACTION["clang" if "__clang__" in predefined_macros(self.compiler, []) else "gcc"]
 
         def compile_one(source):
-            flags = [*COMMON_FLAGS, contraction, *left_out, *isas.get(isa_of(Path(source)), ()), *self.more_flags(source), *EXTRA_FLAGS]
+            path = Path(source)
+            flags = [*COMMON_FLAGS, contraction, *left_out, *isas.get(isa_of(path), ()), *self.more_flags(source), *EXTRA_FLAGS]
+            if EMULATED and path.stem in SLOW_EMULATED:
+                flags += ["-O0"]
+            if path.parent.name == "levels":
+                flags += KERNEL_FLAGS
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])

@@ -5,6 +5,7 @@ number, ``sampled(3)``, what runs is that many such samples together. The enviro
 ``SAMPLE_SEED=all`` runs everything. A test that the command line names with its options runs in any case.
 """
 
+import heapq
 import itertools
 import os
 import random
@@ -25,12 +26,18 @@ def covering(cells, rng):
     A cell is a tuple of options, one per axis. The cell that has the most pairs that are still missing is taken next.
     """
     order = rng.sample(range(len(cells)), len(cells))
-    pairs = {n: set(itertools.combinations_with_replacement(enumerate(cells[n]), 2)) for n in order}
-    missing, taken = set().union(*pairs.values()), []
+    pairs = [set(itertools.combinations_with_replacement(enumerate(cells[n]), 2)) for n in order]
+    missing, taken = set().union(*pairs), []
+    best = [(-len(of_cell), place) for place, of_cell in enumerate(pairs)]
+    heapq.heapify(best)
     while missing:
-        best = max(order, key=lambda n: len(pairs[n] & missing))
-        taken.append(best)
-        missing -= pairs[best]
+        count, place = heapq.heappop(best)
+        now = -len(pairs[place] & missing)
+        if now == count:  # a cell's count only falls, so that no other has more
+            taken.append(order[place])
+            missing -= pairs[place]
+        elif now:
+            heapq.heappush(best, (now, place))
     return taken
 
 

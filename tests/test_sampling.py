@@ -54,7 +54,7 @@ def run_suite(folder, names, *arguments):
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     for name in names:
         (folder / f"test_{name}.py").write_text(FILES[name], encoding="utf-8")
-    environment = {**os.environ, "BLITZ_ATTN_TEST_PROCESSES": "2", "SAMPLE_SEED": "7"}
+    environment = {**os.environ, "BLITZ_ATTN_TEST_PROCESSES": "2", "SAMPLE_SEED": "7", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take long to import
     command = [sys.executable, str(HERE / "run.py"), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False)
     return done.returncode, done.stdout.splitlines()

@@ -498,7 +498,7 @@ static int add_window(select_call *call) {
     }
     return 0;
 }
-/* Reads all inputs of a call. */
+
 /* Everything that is read before outputs exist. */
 static int read_select(module_state *state, PyObject *const *values, select_call *call) {
     ba_select_args *a = &call->args;

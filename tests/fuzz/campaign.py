@@ -233,7 +233,7 @@ def _work(seed: int, first: int, step: int, only: list[str], cell: str, pipe: An
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     memory = shared_memory.SharedMemory(cell, track=False) if sys.version_info >= (3, 13) else shared_memory.SharedMemory(cell)
     names, weights = _names_and_weights(only)
-    tally, reported = Tally(), time.monotonic()
+    tally, reported = Tally(), -REPORT_SECONDS  # the first problem is reported at once
     for index in itertools.count(first, step):
         name = names[int(np.random.default_rng([seed, index]).choice(len(names), p=weights))]
         problem_seed = seed * 10**9 + index
@@ -279,13 +279,16 @@ class Worker:
 
 
 def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool = False) -> int:
-    """Runs problems for `seconds`, with `stop` until the first failure, which is not shrunk. Returns the number of different failures."""
+    """Runs problems for `seconds`, however few until at least one has ended; with `stop` until the first failure, which is not shrunk.
+
+    Returns the number of different failures.
+    """
     names, _ = _names_and_weights(only)
     print(f"fuzz: {len(names)} operations, {jobs} processes, {seconds:.0f} s, SEED={seed}", file=sys.stderr)
     workers = [Worker(seed, i, jobs, only) for i in range(jobs)]
     tally, failures, started, shown = Tally(), {}, time.monotonic(), time.monotonic()
     try:
-        while time.monotonic() - started < seconds and not (stop and failures):
+        while time.monotonic() - started < (seconds if tally.passed or failures else max(seconds, HANG_SECONDS)) and not (stop and failures):
             multiprocessing.connection.wait([w.pipe for w in workers], timeout=0.5)
             for worker in workers:
                 _listen(worker, names, tally, failures)
@@ -310,7 +313,7 @@ def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool =
         best, last = ({}, outcome) if stop else shrink(name, problem_seed, {}, outcome)
         print(f"{last.text if best else ''}make fuzz REPLAY='{reproducer(name, problem_seed, best)}'")
     if not total:
-        print("no problem was run", file=sys.stderr)
+        print(f"fuzz: no problem passed in {took:.0f} s", file=sys.stderr)
         return 1
     return len(failures)
 
