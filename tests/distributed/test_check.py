@@ -12,7 +12,7 @@ def job(library, **options):
     how = launcher.starter(library)
     if isinstance(how, str):
         pytest.skip(how)
-    return launcher.run(launcher.HERE / "check.py", "--check", library=library, **options)
+    return launcher.run(launcher.HERE / "run_check.py", "--check", library=library, **options)
 
 
 @pytest.mark.parametrize(
