@@ -56,11 +56,13 @@ class Share:
         items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item):
+    def pytest_runtest_protocol(self, item, nextitem):
         if self.file and item.path != self.file:
             self.tell()
             self.file = None
         if not self.takes(item.path):
+            # pytest keeps the folders and files of the test before, and expects them to be torn down for the next one.
+            item.session._setupstate.teardown_exact(nextitem)
             return True
         if not self.file:
             self.file = item.path

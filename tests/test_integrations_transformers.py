@@ -642,6 +642,7 @@ REFUSED = {
     "budget of steps": (lambda: SparseConfig(decode_budget=0), "decode_budget: expected at least 1, got 0"),
     "unsupported": (lambda: SparseConfig(on_unsupported="x"), "on_unsupported: expected 'fallback' or 'error', got 'x'"),
     "config": (lambda: configure({}), "config: expected a SparseConfig, got dict"),
+    "no config": (lambda: configure(None), "config: expected a SparseConfig, got NoneType"),
     "model": (lambda: configure(SparseConfig(), 3), "model: expected a module of torch, got int"),
     "layer": (
         lambda: configure(SparseConfig(dense_layers=(2,)), small_model("llama")), "dense_layers: expected layers from 0 to 1, got 2"
@@ -684,7 +685,10 @@ def test_a_profile_gives_each_layer_its_own_budget(monkeypatch):
         forward(model, "blitz_attn_sparse", torch.arange(3, 20)[None])
         assert seen == [list(row) for row in profile.numbers]
     finally:
-        configure(SparseConfig(), model)
+        configure(None, model)
+    configure(SparseConfig(top_p=0.9, min_tokens=1))
+    forward(model, "blitz_attn_sparse", torch.arange(3, 20)[None])
+    assert seen[len(profile.numbers) :] == [0.9, 0.9]  # what holds for all models holds for this one again
 
 
 def test_a_paged_cache_keeps_no_gradients():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -174,20 +174,20 @@ def _config_of(module: Any) -> SparseConfig:
     return config
 
 
-def configure(config: SparseConfig, model: Any = None) -> None:
+def configure(config: SparseConfig | None, model: Any = None) -> None:
     """Set how models attend: one model, or all that have no configuration of their own.
 
     Parameters
     ----------
-    config : SparseConfig
-        What holds from now on.
+    config : SparseConfig or None
+        What holds from now on. None takes the model's own configuration away, so that the one of all models holds.
     model : torch.nn.Module, optional
         The model, or a part of it. Default: all models.
 
     Raises
     ------
     TypeError
-        `config` is no SparseConfig, or `model` is no module of torch.
+        `config` is no SparseConfig, or is None without a model; or `model` is no module of torch.
     ValueError
         The profile in `config` was found with a model of another shape, or `dense_layers` names a layer that the model does not have.
 
@@ -197,13 +197,17 @@ def configure(config: SparseConfig, model: Any = None) -> None:
     >>> configure(SparseConfig(top_p=0.9, min_tokens=2048))
     """
     global _global
-    if not isinstance(config, SparseConfig):
+    if not isinstance(config, SparseConfig) and (config is not None or model is None):
         raise TypeError(f"config: expected a SparseConfig, got {type(config).__name__}")
     if model is None:
-        _global = config
+        _global = cast(SparseConfig, config)
         return
     if not hasattr(model, "modules"):
         raise TypeError(f"model: expected a module of torch, got {type(model).__name__}")
+    if config is None:
+        for module in model.modules():
+            vars(module).pop(_ATTRIBUTE, None)
+        return
     own: Any = getattr(model, "config", None)
     text = own.get_text_config() if hasattr(own, "get_text_config") else own
     layers = getattr(text, "num_hidden_layers", None)
