@@ -62,6 +62,11 @@ SLOW_EMULATED = ("avx512", "amx_caches")  # and more than a minute each at -O1 f
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))
 LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all
+for level in LEVELS:
+    if level not in ("portable", *ISA_FLAGS):
+        sys.exit(f"BLITZ_ATTN_LEVELS: expected some of {', '.join(('portable', *ISA_FLAGS))}, got {level}")
+if "amx" in LEVELS and "avx512" not in LEVELS:
+    sys.exit("BLITZ_ATTN_LEVELS: expected avx512 beside amx, which leaves to it what tiles cannot do")
 
 LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/kernels/levels/*.c") + glob("csrc/ops/*.c"))
 PYTHON_SOURCES = sorted(glob("csrc/python/*.c"))

@@ -343,11 +343,13 @@ class Transfer:
 
     def complete(self) -> None:
         """Wait for the requests, and keep what that raises."""
+        if not self.requests:
+            return
+        statuses: list[Any] = []
         try:
-            if self.requests:
-                type(self.requests[0]).Waitall(self.requests)
+            type(self.requests[0]).Waitall(self.requests, statuses)
         except BaseException as error:  # raised again where somebody waits
-            self._error = error
+            self._error = _first_error(statuses) or error
 
     def wait(self) -> None:
         """Return once the transfers are complete; an error of MPI is raised here."""
@@ -358,6 +360,17 @@ class Transfer:
             self.done.wait()
         if self._error is not None:
             raise self._error
+
+
+def _first_error(statuses: Sequence[Any]) -> Exception | None:
+    """What went wrong with the first request that failed. `Waitall` itself says ERR_IN_STATUS, whatever the reason.
+
+    Requests that were neither complete nor failed by then are pending.
+    """
+    mpi = import_mpi()
+    codes = [code for status in statuses if (code := status.Get_error()) not in (mpi.SUCCESS, mpi.ERR_PENDING)]
+    error: Exception | None = mpi.Exception(codes[0]) if codes else None
+    return error
 
 
 # ---- Where the ranks run ------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def case_waiter(comm):
 def case_waiter_raises_where_somebody_waits(comm):
     class Broken:
         @staticmethod
-        def Waitall(requests):  # noqa: N802 - MPI's name
+        def Waitall(requests, statuses):  # noqa: N802 - MPI's name
             raise ConnectionError("gone")
 
     for thread in (False, True):
@@ -150,6 +150,27 @@ def case_waiter_raises_where_somebody_waits(comm):
             transfer = waiter.submit([Broken()])
             time.sleep(0.001)
             assert raised(transfer.wait) == "ConnectionError: gone"
+
+
+def case_waiter_raises_the_error_of_the_request_that_failed(comm):
+    """Waitall itself says only that there is one: run_with_survivors must know whether it is that of a dead rank."""
+
+    class Broken:
+        @staticmethod
+        def Waitall(requests, statuses):  # noqa: N802 - MPI's name
+            for code in (MPI.SUCCESS, MPI.ERR_PENDING, MPI.ERR_TRUNCATE):
+                statuses.append(MPI.Status())
+                statuses[-1].Set_error(code)
+            raise MPI.Exception(MPI.ERR_IN_STATUS)
+
+    with _comm.Waiter(False) as waiter:
+        transfer = waiter.submit([Broken()])
+        try:
+            transfer.wait()
+        except MPI.Exception as error:
+            assert error.Get_error_class() == MPI.ERR_TRUNCATE, error
+        else:
+            raise AssertionError("nothing was raised")
 
 
 def case_places(comm):
