@@ -70,7 +70,7 @@ def problem_of(seed):
             given |= {"q_lens": rng.integers(0, longest[0] + 1, batch), "kv_lens": rng.integers(0, longest[1] + 1, batch)}
     if rng.integers(4):
         rows, columns = -(-longest[0] // block[0]), -(-longest[1] // block[1])
-        given["sabi"] = lists_of(rng, batch if rng.integers(2) else 1, group * kv_heads if rng.integers(2) else 1, rows, columns)
+        given["sabi"] = lists_of(rng, batch if rng.integers(2) else 1, int(rng.choice([group * kv_heads, kv_heads, 1])), rows, columns)
     return given
 
 
@@ -96,7 +96,7 @@ def seen(given, sequence, head, queries, keys):
         mask &= (right < 0) | (j <= i + right)
     lists = given.get("sabi")
     if lists is not None:
-        one = lists[sequence % len(lists), head % lists.shape[1]]
+        one = lists[sequence % len(lists), head * lists.shape[1] // given["num_heads"]]
         listed = np.zeros((len(one), max(1, keys, *(one.max(initial=0) + 1,)) + 1), bool)
         for row, columns in enumerate(one):
             listed[row, columns[columns >= 0]] = True

@@ -120,10 +120,11 @@ class Problem:
         if lists.dtype.kind not in "iu":
             raise TypeError(f"sabi: expected an integer array, got {lists.dtype}")
         if lists.ndim != 4:
-            raise ValueError(f"sabi: expected shape (B or 1, H or 1, rows, width), got {lists.shape}")
-        for axis, (name, size) in enumerate((("batch", self.batch), ("heads", self.heads))):
-            if lists.shape[axis] not in (1, size):
-                raise ValueError(f"sabi: expected {name} {size} or 1 on axis {axis}, got shape {lists.shape}")
+            raise ValueError(f"sabi: expected shape (B or 1, H, Hkv or 1, rows, width), got {lists.shape}")
+        for axis, (name, sizes) in enumerate((("batch", [self.batch]), ("heads", sorted({self.heads, self.kv_heads}, reverse=True)))):
+            if lists.shape[axis] not in (1, *sizes):
+                allowed = ", ".join(map(str, sizes))
+                raise ValueError(f"sabi: expected {name} {allowed} or 1 on axis {axis}, got shape {lists.shape}")
         for at in np.ndindex(lists.shape[:2]):  # one by one: the check makes 64-bit copies
             try:
                 check_lists(lists[at][None, None], max(1, self.longest[0]), max(1, self.longest[1]), self.block_shape)
@@ -160,6 +161,13 @@ class Problem:
     def classes(self) -> int:
         """Number of KV heads whose lists differ: all, or 1 where heads share their lists."""
         return self.kv_heads if self.sabi is not None and self.sabi.shape[1] > 1 else 1
+
+    def lists_of(self, head: int) -> slice:
+        """The lists of the query heads that share a KV head: one for each, or one for all of them."""
+        assert self.sabi is not None
+        count = self.sabi.shape[1]
+        each = count // self.kv_heads
+        return slice(head * each, (head + 1) * each) if count > 1 else slice(0, 1)
 
     def offset(self, entry: int) -> int:
         """Place of the diagonal in query 0 of a sequence."""
@@ -198,13 +206,13 @@ class Problem:
             return np.packbits(mask, axis=1), self.group * (mask @ sizes.astype(np.float64))
         mask, tokens = np.zeros((rows, columns + 1), bool), np.zeros(rows)
         lists = self.sabi[entry if len(self.sabi) > 1 else 0]
-        shared = len(lists) == 1
-        for one in lists if shared else lists[group * self.group : (group + 1) * self.group]:
+        own = lists[self.lists_of(group)]
+        for one in own:
             listed = one[:rows].astype(np.int64)
             pad = listed == PAD_UINT16 if one.dtype == np.uint16 else listed < 0
             kept = ~np.logical_or.accumulate(pad, axis=1) & (listed >= first[:, None]) & (listed < end[:, None])
             listed = np.where(kept, listed, columns)  # one column more, for what is not seen
-            tokens += np.append(sizes, 0)[listed].sum(axis=1) * (self.group if shared else 1)
+            tokens += np.append(sizes, 0)[listed].sum(axis=1) * (self.group // len(own))
             mask[np.arange(rows)[:, None], listed] = True
         return np.packbits(mask[:, :columns], axis=1), tokens
 

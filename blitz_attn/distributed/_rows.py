@@ -28,9 +28,7 @@ class RowCall:
 
     def __init__(self, problem: Problem, head: int, first: int, end: int) -> None:
         self.problem = problem
-        heads = slice(0, 1)  # of lists that all heads share
-        if problem.sabi is not None and problem.sabi.shape[1] > 1:
-            heads = slice(head * problem.group, (head + 1) * problem.group)
+        heads = slice(0, 1) if problem.sabi is None else problem.lists_of(head)
         common: dict[str, Any] = {"block_shape": problem.block_shape, "causal": problem.causal, "window": problem.window}
         if problem.layout == "TND":
             self.arguments = common | self._packed(heads, first, end)

@@ -52,6 +52,7 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), **options):
 def case_lists_of_heads(comm):
     check(comm, Problem(1, 515, density=0.3, list_heads=4, causal=True))
     check(comm, Problem(2, 515, density=0.3, list_heads=4, list_batch=2, batch=2), ("cut", "items"))
+    check(comm, Problem(3, 515, density=0.3, list_heads=2, causal=True), ("cut", "items"))  # one per KV head
 
 
 def case_half_precision(comm):

@@ -54,6 +54,7 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), with_dlse=F
 
 def case_lists_of_heads(comm):
     check(comm, Problem(1, 515, density=0.3, list_heads=4, causal=True), with_dlse=True)
+    check(comm, Problem(3, 515, density=0.3, list_heads=2, causal=True), ("items",))  # one per KV head
 
 
 def case_dtypes_and_layouts(comm):
