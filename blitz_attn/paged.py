@@ -329,7 +329,7 @@ class PagedPlan:
         See `paged_attention`.
     num_pages : int, optional
         Number of pages of the caches that calls pass, to check page numbers here. Each call checks that its own cache has all pages.
-    scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads
+    scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads
         See `paged_attention`. They hold for all calls of the plan.
 
     Attributes
@@ -376,6 +376,7 @@ class PagedPlan:
         kv_layout: str = "NHD",
         window: int | None = None,
         softcap: float | None = None,
+        out_dtype: Any = None,
         dtype: Any = None,
         kv_dtype: Any = None,
         num_threads: int | None = None,
@@ -387,7 +388,7 @@ class PagedPlan:
             pages, seq_lens=seq_lens, indptr=indptr, last_page_len=last_page_len, q_lens=q_lens, page_size=page_size, num_pages=num_pages
         )
         self._requests = (opened, None, None, None)
-        kinds = _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
+        kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
 
     def attention(
@@ -408,7 +409,7 @@ class PagedPlan:
         Returns
         -------
         out : array
-            ``(num_queries, H, Dv)``, dtype and kind of `q`.
+            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
         lse : array
             With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
 
@@ -426,10 +427,11 @@ class PagedPlan:
         >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
         True
         """
-        scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads = self._options
+        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
         return _attend(
             q, k_cache, v_cache, self._requests, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap,
-            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
+            num_threads=num_threads,
         )  # fmt: skip
 
     def select_attention(
@@ -454,7 +456,7 @@ class PagedPlan:
         Returns
         -------
         out : array
-            ``(num_queries, H, Dv)``, dtype and kind of `q`.
+            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
         lse : array
             With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
 
@@ -477,11 +479,11 @@ class PagedPlan:
         """
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
-        scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads = self._options
+        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
         return _attend(
             q, k_cache, v_cache, self._requests, selected=selected, counts=counts, scale=scale, kv_layout=kv_layout, window=window,
-            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype, kv_dtype=kv_dtype,
-            num_threads=num_threads,
+            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out,
+            dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
 
 

@@ -269,6 +269,16 @@ def test_plan_equals_direct_calls(kv_dtype, q_lens):
             assert_same(got, attend_paged(case, selected, **rules))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_plan_gives_unrounded_results(dtype):
+    case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24, dtype=dtype)
+    bits = bits_option(case.q)
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16, out_dtype="float32", **bits)
+    expected = blitz_attn.paged_attention(*case.arrays, out_dtype="float32", **bits)
+    assert expected.dtype == np.float32
+    assert same_bits(plan.attention(*case.arrays[:3]), expected)
+
+
 def test_plan_keeps_its_own_tables():
     """What becomes of the arrays that it was made from does not matter."""
     case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24)
