@@ -86,12 +86,12 @@ def run(script, *arguments, ranks, library="openmpi", options=(), environment=No
     `options` are mpirun's. The script runs under mpi4py's runner, by which an exception on one rank ends all of them.
     """
     command, own = starter(library)
-    paths = [str(ROOT), str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [package_folder(), str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     whole = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
     line = [*command, *options, "-n", str(ranks), sys.executable, *python, str(script), *map(str, arguments)]
     started = time.monotonic()
     with subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=whole, cwd=ROOT,
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=whole, cwd=HERE,
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
@@ -102,6 +102,11 @@ def run(script, *arguments, ranks, library="openmpi", options=(), environment=No
             output, _ = process.communicate()
             status = None
     return Job(status, output, time.monotonic() - started)
+
+
+def package_folder():
+    """Where this process has the library from, which is not this checkout where another build is tested."""
+    return str(Path(importlib.util.find_spec("blitz_attn").origin).parent.parent)
 
 
 def end(process):

@@ -36,13 +36,13 @@ def test_the_sentence_without_mpi4py():
         "try: _comm.communicator()\n"
         "except ModuleNotFoundError as error: print(error)"
     )
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=launcher.ROOT).stdout
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=launcher.package_folder()).stdout
     assert text == "blitz_attn.distributed needs mpi4py: pip install blitz-attn[mpi]\n"
 
 
 def test_the_package_imports_without_mpi4py():
     code = "import sys; sys.modules['mpi4py'] = None; import blitz_attn.distributed"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=launcher.ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=launcher.package_folder())
 
 
 def test_digests_tell_values_apart():

@@ -41,7 +41,7 @@ def test_a_job_is_started_again_after_a_death():
     command, environment = how
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "context_parallel_ray.py"), "--no-ray", "--kill", "--mpirun", " ".join(command)],
-        env={**launcher.os.environ, **environment, "PYTHONPATH": str(launcher.ROOT)}, capture_output=True, text=True, timeout=120,
+        env={**launcher.os.environ, **environment, "PYTHONPATH": launcher.package_folder()}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done
     assert done.stdout.count("the bits of one process") == 2
