@@ -121,14 +121,21 @@ def end(process):
     process.kill()
 
 
+def state_of(pid):
+    """(state, parent) of a process: a letter, "Z" where it has ended and its parent has not noticed. None where there is no such process."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return state, int(parent)
+
+
 def descendants(pid):
     children = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    for folder in Path("/proc").glob("[0-9]*"):
+        state = state_of(folder.name)
+        if state is not None:
+            children.setdefault(state[1], []).append(int(folder.name))
     found, left = [], [pid]
     while left:
         left = [child for parent in left for child in children.get(parent, ())]
