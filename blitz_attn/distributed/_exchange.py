@@ -166,10 +166,14 @@ class Stages:
         with Waiter(self.thread) as waiter:
             returned = self._receive_results()
             sent: list[Transfer] = []
-            coming = self._start(0, waiter, sent)
+            coming, going = self._start(0, waiter)
             for step in range(self.steps):
-                following = self._start(step + 1, waiter, sent) if self.ahead else None
+                following = self._start(step + 1, waiter) if self.ahead else None
                 coming.wait()
+                if self.thread:
+                    sent.append(going)
+                else:  # nobody would go on with it while kernels run, and the rank that waits for it would wait as long
+                    going.wait()
                 head = self.order[self.rank][step]
                 if self.comm_type == "all_gather":
                     self._unpack(step)
@@ -181,7 +185,7 @@ class Stages:
                         sent.append(self._send_results(piece, waiter))
                 if sums is not None:
                     sums.send([order[step] for order in self.order], waiter)
-                coming = self._start(step + 1, waiter, sent) if following is None else following
+                coming, going = self._start(step + 1, waiter) if following is None else following
             if sums is not None:
                 sums.finish()
             for transfer in [*sent, waiter.submit(returned)]:
@@ -222,10 +226,10 @@ class Stages:
 
     # ---- Inputs of a stage ----------------------------------------------------------------------------------------------
 
-    def _start(self, step: int, waiter: Waiter, sent: list[Transfer]) -> Transfer:
-        """Start the transfers of a step; what is returned completes those that this rank's stage waits for."""
+    def _start(self, step: int, waiter: Waiter) -> tuple[Transfer, Transfer]:
+        """Start the transfers of a step: those that this rank's stage waits for, and those that others wait for."""
         if step >= self.steps:
-            return waiter.submit([])
+            return waiter.submit([]), waiter.submit([])
         head, windows = self.order[self.rank][step], self.windows[step % 2]
         if head is not None:
             self._make_pieces(head)
@@ -241,9 +245,7 @@ class Stages:
             receives += self._gather(step)
         elif head is not None:
             copy(self._held_keys(self.rank, head), self._window_keys(self.rank, head, windows))
-        coming = waiter.submit(receives)
-        sent.append(waiter.submit(sends))
-        return coming
+        return waiter.submit(receives), waiter.submit(sends)
 
     def _inputs(self, holder: int, head: int, windows: list[ndarray]) -> list[Part]:
         parts = [] if self.comm_type == "all_gather" else self._window_keys(holder, head, windows)
