@@ -349,7 +349,7 @@ class Transfer:
         try:
             type(self.requests[0]).Waitall(self.requests, statuses)
         except BaseException as error:  # raised again where somebody waits
-            self._error = _first_error(statuses) or error
+            self._error = _cause(error, statuses)
 
     def wait(self) -> None:
         """Return once the transfers are complete; an error of MPI is raised here."""
@@ -362,15 +362,19 @@ class Transfer:
             raise self._error
 
 
-def _first_error(statuses: Sequence[Any]) -> Exception | None:
-    """What went wrong with the first request that failed. `Waitall` itself says ERR_IN_STATUS, whatever the reason.
+def _cause(error: BaseException, statuses: Sequence[Any]) -> BaseException:
+    """The error of the first request that failed, where `Waitall` only says that there is one (ERR_IN_STATUS); else `error` itself.
 
-    Requests that were neither complete nor failed by then are pending.
+    The statuses have errors in that case alone. Requests that were neither complete nor failed by then are pending.
     """
+    if not hasattr(error, "Get_error_class"):  # not MPI's
+        return error
     mpi = import_mpi()
+    if error.Get_error_class() != mpi.ERR_IN_STATUS:
+        return error
     codes = [code for status in statuses if (code := status.Get_error()) not in (mpi.SUCCESS, mpi.ERR_PENDING)]
-    error: Exception | None = mpi.Exception(codes[0]) if codes else None
-    return error
+    cause: BaseException = mpi.Exception(codes[0]) if codes else error
+    return cause
 
 
 # ---- Where the ranks run ------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class Stages:
                 coming.wait()
                 if self.thread:
                     sent.append(going)
-                else:  # nobody would go on with it while kernels run, and the rank that waits for it would wait as long
+                else:  # long messages move only inside MPI's calls: the receivers would wait until this rank's kernels end
                     going.wait()
                 head = self.order[self.rank][step]
                 if self.comm_type == "all_gather":
@@ -227,7 +227,7 @@ class Stages:
     # ---- Inputs of a stage ----------------------------------------------------------------------------------------------
 
     def _start(self, step: int, waiter: Waiter) -> tuple[Transfer, Transfer]:
-        """Start the transfers of a step: those that this rank's stage waits for, and those that others wait for."""
+        """Start the transfers of a step. Returns what this rank receives, and what it sends."""
         if step >= self.steps:
             return waiter.submit([]), waiter.submit([])
         head, windows = self.order[self.rank][step], self.windows[step % 2]

@@ -205,8 +205,7 @@ class Problem:
             mask = (column >= first[:, None]) & (column < end[:, None])
             return np.packbits(mask, axis=1), self.group * (mask @ sizes.astype(np.float64))
         mask, tokens = np.zeros((rows, columns + 1), bool), np.zeros(rows)
-        lists = self.sabi[entry if len(self.sabi) > 1 else 0]
-        own = lists[self.lists_of(group)]
+        own = self.sabi[entry if len(self.sabi) > 1 else 0, self.lists_of(group)]
         for one in own:
             listed = one[:rows].astype(np.int64)
             pad = listed == PAD_UINT16 if one.dtype == np.uint16 else listed < 0
