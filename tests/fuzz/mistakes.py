@@ -111,8 +111,8 @@ MISTAKES = [
         "diagonal",
         "gradients place the causal diagonal one key too far",
         "csrc/ops/backward_tiles.c",
-        "ba_range seen = ba_visible_keys(p, query, q.valid, kv.valid);",
-        "ba_range seen = ba_visible_keys(p, query + (q.valid > 1), q.valid + (q.valid > 1), kv.valid);\n        if (query >= q.valid) seen = (ba_range){0, 0};",
+        "ba_range seen = ba_visible_keys(p, item->batch, query);",
+        "ba_range seen = ba_visible_keys(p, item->batch, query);\n        seen.hi += seen.hi > 0 && seen.hi < ba_kv_span(p, item->batch).valid;",
     ),
     Mistake(
         "stretches",
