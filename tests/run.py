@@ -92,7 +92,7 @@ class Share:
 
 
 def runs_alone(arguments):
-    return any(a.partition("=")[0] in ALONE or (not a.startswith("-") and Path(a.partition("::")[0]).exists()) for a in arguments)
+    return any(a.partition("=")[0] in ALONE or (not a.startswith("-") and a.partition("::")[0].endswith(".py")) for a in arguments)
 
 
 def summary(counts, seconds):

@@ -55,6 +55,16 @@ def assert_rows_kept(got, clean, rows):
         assert same_bits(np.ascontiguousarray(one[rows]), np.ascontiguousarray(other[rows]))
 
 
+def assert_only_hit(got, clean, hit, bad, dtype):
+    """Elements (B, H, Sq, D) that are hit by a bad value hold it, and all else is as without it."""
+    assert same_bits(got[1], clean[1])
+    assert_rows_kept(got, clean, ~hit.any(axis=-1))
+    values, before = (testing.to_float64(x[0], "bfloat16") for x in (got, clean))
+    limit = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
+    np.testing.assert_allclose(values[~hit], before[~hit], rtol=limit, atol=limit)
+    assert (np.isnan(values[hit]) if np.isnan(bad) else values[hit] == bad).all()
+
+
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,12 +108,19 @@ def test_in_values(dtype, rule_name, bad, isa_level):
     for b, h, j, d in places:
         hit[b, 2 * h : 2 * h + 2, :, d] |= mask[b, 2 * h : 2 * h + 2, :, j]
     assert hit.any()
-    assert same_bits(got[1], clean[1])
-    assert_rows_kept(got, clean, ~hit.any(axis=-1))
-    values, before = (testing.to_float64(x[0], "bfloat16") for x in (got, clean))
-    limit = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
-    np.testing.assert_allclose(values[~hit], before[~hit], rtol=limit, atol=limit)
-    assert (np.isnan(values[hit]) if np.isnan(bad) else values[hit] == bad).all()
+    assert_only_hit(got, clean, hit, bad, dtype)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_values_of_few_queries(dtype, bad, isa_level):
+    """A decode step of three tokens: the first does not attend the last two keys, the second not the last one."""
+    q, k, v = testing.make_qkv(2, 4, 2, 3, 100, 20, dtype=dtype)
+    clean = attend(q, k, v, causal=True)
+    got = attend(q, k, spoilt(v, [(0, 0, 98, 7), (1, 1, 99, 19)], bad), causal=True)
+    hit = np.zeros((2, 4, 3, 20), bool)
+    hit[0, :2, 1:, 7] = hit[1, 2:, 2:, 19] = True
+    assert_only_hit(got, clean, hit, bad, dtype)
 
 
 @pytest.mark.parametrize("bad", BAD)
