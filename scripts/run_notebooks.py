@@ -79,7 +79,7 @@ def run(path: Path) -> str:
 
 def run_all(paths: list[Path], check: bool) -> int:
     """Runs each notebook in a process of its own. Returns the exit code."""
-    environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))}
     failed = False
     for path in paths:
         begin = time.monotonic()
