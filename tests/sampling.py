@@ -3,6 +3,9 @@
 A test marked ``sampled`` is parametrised with a full product of options. All of them are collected, and most are deselected again. With a
 number, ``sampled(3)``, what runs is that many such samples together. The environment variable ``SAMPLE_SEED`` draws another sample, and
 ``SAMPLE_SEED=all`` runs everything. A test that the command line names with its options runs in any case.
+
+``SAMPLE_ONE_IN=3`` leaves one test in three of every parametrised function, sampled or not, and one at least. It is for a second run of the suite,
+over the same kernels with another Python.
 """
 
 import heapq
@@ -12,12 +15,14 @@ import random
 
 SEED = os.environ.get("SAMPLE_SEED") or "0"
 ALL = SEED == "all"
+ONE_IN = int(os.environ.get("SAMPLE_ONE_IN") or 1)
 
 
 def description():
     if ALL:
         return "grids of options: all"
-    return f"grids of options: every pair, SAMPLE_SEED={SEED} (another number draws others, SAMPLE_SEED=all runs all)"
+    part = f", of which one test in {ONE_IN} runs" if ONE_IN > 1 else ""
+    return f"grids of options: every pair{part}, SAMPLE_SEED={SEED} (another number draws others, SAMPLE_SEED=all runs all)"
 
 
 def covering(cells, rng):
@@ -52,10 +57,21 @@ def sample(items):
     return [items[n] for n in sorted(positions)]
 
 
+def one_in(items):
+    """One test in ONE_IN of a function's, and one at least."""
+    rng = random.Random(f"{SEED} one in {ONE_IN} of {items[0].nodeid.partition('[')[0]}")
+    return rng.sample(items, -(-len(items) // ONE_IN))
+
+
 def left_out(items):
     """The tests that the sample leaves out."""
-    grids = {}
+    functions = {}
     for item in items:
-        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {item for grid in grids.values() for item in {*grid}.difference(sample(grid))}
+        if hasattr(item, "callspec"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    out = set()
+    for tests in functions.values():
+        kept = sample(tests) if tests[0].get_closest_marker("sampled") else tests
+        out.update(tests)
+        out.difference_update(one_in(kept) if ONE_IN > 1 else kept)
+    return out

@@ -113,7 +113,7 @@ def listed(kind):
 
 def sample(one_in):
     """Arguments of checkkernels: one case in so many, which SAMPLE_SEED draws, or all where it says so."""
-    return [] if sampling.ALL else ["--sample", str(one_in), sampling.SEED]
+    return [] if sampling.ALL else ["--sample", str(one_in * sampling.ONE_IN), sampling.SEED]
 
 
 def names_of(level):

@@ -37,6 +37,26 @@ def test_seeds_draw_other_samples():
     assert first != other
 
 
+class Item:
+    """What sampling.py asks of a test of pytest's. Not sampled."""
+
+    def __init__(self, function, n):
+        self.nodeid, self.callspec = f"{function}[{n}]", True
+
+    def get_closest_marker(self, name):
+        return None
+
+
+def test_one_test_in_three_of_every_function(monkeypatch):
+    items = [Item(function, n) for function, count in (("one", 1), ("two", 2), ("ten", 10)) for n in range(count)]
+    assert sampling.left_out(items) == set()
+    monkeypatch.setattr(sampling, "ONE_IN", 3)
+    left_out = sampling.left_out(items)
+    assert [sum(item.nodeid.startswith(name) for item in {*items} - left_out) for name in ("one", "two", "ten")] == [1, 1, 4]
+    assert sampling.left_out(items) == left_out
+    assert "one test in 3" in sampling.description() or sampling.ALL
+
+
 # ---- Several processes ----------------------------------------------------------------------------------------------
 
 FILES = {
