@@ -127,6 +127,28 @@ def test_summaries_follow(kv_dtype, kv_layout):
         assert same_bits(low, exact_low), new
 
 
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bits of bfloat16"])
+def test_summaries_of_the_twin(dtype, kv_layout):
+    """The operation and its twin fill caches and summaries alike, whether or not q_lens say how many tokens each request has."""
+    rng = np.random.default_rng(5)
+    kind, named = ("uint16", {"kv_dtype": "bfloat16"}) if dtype == "bits of bfloat16" else (dtype, {})
+    axes = (8, 4, KV_HEADS) if kv_layout == "NHD" else (8, KV_HEADS, 4)
+    block_tables, tables = np.array([[5, 1, 2], [0, 7, 3], [4, 0, 0]], np.int32), np.array([[3], [1], [0]], np.int32)
+    got, expected = ([np.zeros((*axes, dim), kind) for dim in (DIM, V_DIM)] for _ in range(2))
+    got_pages, expected_pages = ([np.zeros((4, 3, KV_HEADS, DIM), kind) for _ in range(2)] for _ in range(2))
+    for seq_lens, q_lens in (([9, 5, 0], [9, 5, 0]), ([10, 6, 1], None), ([10, 8, 3], [0, 2, 2])):
+        tokens = [
+            testing.round_to(rng.standard_normal((sum(q_lens or [1] * 3), KV_HEADS, dim)), "bfloat16" if named else dtype).view(kind)
+            for dim in (DIM, V_DIM)
+        ]
+        where = {"block_tables": block_tables, "seq_lens": seq_lens, "q_lens": q_lens, "metadata_block_tables": tables, "kv_layout": kv_layout}
+        blitz_attn.append_paged_kv(*tokens, *got, maxblocks=got_pages[0], minblocks=got_pages[1], **where, **named)
+        reference.append_paged_kv(*tokens, *expected, maxblocks=expected_pages[0], minblocks=expected_pages[1], **where, **named)
+        assert_same(got + got_pages, expected + expected_pages)
+    assert all(x[[0, 1, 3]].any() for x in got_pages)
+
+
 def test_torch_caches():
     torch = pytest.importorskip("torch")
     case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM)

@@ -1,5 +1,6 @@
 """Every kind of array goes in without a copy, and results come back as the kind that came in."""
 
+import sys
 import tracemalloc
 from array import array
 
@@ -379,6 +380,42 @@ def test_jax_out_is_refused():
     q, k, v, options = problem()
     with pytest.raises(TypeError, match=r"^out: expected an array that can be written, got a JAX array"):
         attend(q, k, v, out=jax.numpy.zeros((2, 4, 40, 16)), **options)
+
+
+class StandIn:
+    """A module in place of JAX: arrays that NumPy reads, and that nobody may write."""
+
+    class Array:
+        def __init__(self, array):
+            self.array = np.array(array)
+            self.dtype, self.shape = self.array.dtype, self.array.shape
+
+        def __array__(self, dtype=None, copy=None):
+            return self.array
+
+        def __dlpack__(self, **options):
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    class numpy:  # noqa: N801 - JAX's name
+        @staticmethod
+        def asarray(array):
+            return StandIn.Array(array)
+
+
+def test_results_for_jax(monkeypatch):
+    """What this library asks of JAX, without it."""
+    monkeypatch.setitem(sys.modules, "jax", StandIn)
+    q, k, v, options = problem()
+    expected = attend(q, k, v, **options)
+    arrays = [StandIn.Array(x) for x in (q, k, v)]
+    for result, exact in zip(attend(*arrays, **options), expected, strict=True):
+        assert type(result) is StandIn.Array
+        assert same_bits(result.array, exact)
+    with pytest.raises(TypeError, match=r"^out: expected an array that can be written, got a JAX array, which cannot$"):
+        attend(*arrays, out=arrays[0], **options)
 
 
 # ---- Integers -----------------------------------------------------------------------------------------------------

@@ -396,6 +396,26 @@ def test_nonfinite_keys_reach_who_sees_them():
         assert np.isnan(results[0][0, 0, 60:]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_nonfinite_values_go_where_those_of_the_twin_go(which, bad):
+    """One element is bad: the same elements of the gradients are no numbers, and all others are close."""
+    arrays = dict(zip("qkv", testing.make_qkv(1, 4, 2, 40, 50, 8, 6), strict=True))
+    arrays["dout"], _ = rest_of(arrays["q"], arrays["v"])
+    arrays[which][0, 1, 30, 3] = bad
+    lists = random_lists(np.random.default_rng(2), 1, 4, 5, 7)
+    options = {"causal": True, "block_shape": (8, 8)}
+    out, lse = attend(arrays["q"], arrays["k"], arrays["v"], lists, **options)
+    given = arrays["dout"], arrays["q"], arrays["k"], arrays["v"], out, lse, lists
+    results, exact = gradients(*given, **options), reference.block_sparse_attention_backward(*given, **options)
+    assert not all(np.isfinite(x).all() for x in exact)
+    for name, got, want in zip(NAMES, results, exact, strict=True):
+        assert (np.isfinite(got) == np.isfinite(want)).all(), name
+        finite = np.isfinite(want)
+        assert finite.any(), name
+        np.testing.assert_allclose(got[finite], want[finite], atol=2e-5, err_msg=name)
+
+
 def test_nothing_attended_gives_0():
     q, k, v = testing.make_qkv(2, 2, 1, 40, 40, 16)
     for options in ({"kv_lens": [0, 0]}, {"q_lens": [0, 0]}, {"lists": np.full((1, 1, 2, 1), -1, np.int32), "block_shape": (32, 32)}):

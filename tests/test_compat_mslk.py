@@ -80,6 +80,25 @@ def test_references():
         np.testing.assert_array_equal(ours, expected)
 
 
+class WithoutShape:
+    """An array that says its shape to NumPy alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_reference_of_a_gradient_without_a_shape():
+    q, k, v, _ = problem(40, 4, 2, 8, dtype="float64")
+    dout = tensors(q.shape, dtype="float64", seed=2)
+    expected = mslk.nsa_backward_reference(q, k, v, dout, *SIZES)
+    grads = mslk.nsa_backward_reference(q, k, v, WithoutShape(dout), *SIZES)
+    for name in ("dQ", "dK", "dV"):
+        np.testing.assert_array_equal(grads[name], expected[name])
+
+
 def test_compression_pads_as_upstream_does():
     _, k, v, options = problem([33, 0, 150, 7], 4, 2, 16, packed=True, weights=WEIGHTS[:2])
     cu, weights = options["cu_seqlens"], (options["w_k_compress"], options["w_v_compress"])

@@ -1,5 +1,6 @@
 """What the library says about the machine, and the caps on instruction sets."""
 
+import io
 import json
 import sys
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import _core, testing
+from blitz_attn import _core, config, testing
 from interpreters import python
 
 SECTIONS = ["blitz_attn", "python", "cpu", "isa", "threads", "environment", "packages", "kernels"]
@@ -57,6 +58,20 @@ def test_the_text_has_what_the_dict_has(capsys):
     report = blitz_attn.show_config("dict")
     for expected in (report["cpu"]["model"], report["isa"]["why"], report["threads"]["why"], *report["kernels"]):
         assert any(expected in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("50000 100000\n", 0.5), ("150000\n", None), ("a b\n", None), (None, None)]
+)
+def test_the_quota_of_the_control_group(text, quota, monkeypatch):
+    def stand_in(path, **_options):
+        assert path == "/sys/fs/cgroup/cpu.max"
+        if text is None:
+            raise FileNotFoundError(path)
+        return io.StringIO(text)
+
+    monkeypatch.setattr(config, "open", stand_in, raising=False)
+    assert blitz_attn.show_config("dict")["cpu"]["cgroup_quota"] == quota
 
 
 def test_an_unknown_mode_is_refused():

@@ -50,10 +50,13 @@ def slow_nsa(q, k, v, *, mode, compress_block_size, num_selected_blocks, window_
     stride = size if mode == "mslk" else compress_stride or max(1, size // 2)
     wide = size if mode == "mslk" else select_block_size or size
     starts = [a for a in range(0, tokens, stride) if a + size <= tokens]
-    k_cmp, v_cmp = [], []
-    for h in range(kv_heads):
-        k_cmp.append([k[a : a + size, h].mean(0) @ (np.eye(dim) if w_k_compress is None else w_k_compress[h]) for a in starts])
-        v_cmp.append([v[a : a + size, h].mean(0) @ (np.eye(v.shape[2]) if w_v_compress is None else w_v_compress[h]) for a in starts])
+
+    def compressed(x, w, h):
+        means = [x[a : a + size, h].mean(0) for a in starts]
+        return means if w is None else [mean @ w[h] for mean in means]
+
+    k_cmp = [compressed(k, w_k_compress, h) for h in range(kv_heads)]
+    v_cmp = [compressed(v, w_v_compress, h) for h in range(kv_heads)]
 
     def visible(t):
         return [i for i, a in enumerate(starts) if not causal or (a + size - 1 if mode == "paper" else a) <= t]
@@ -143,6 +146,30 @@ def test_against_single_tokens(mode, weights, tokens):
         for t in range(tokens):
             row = context.block_indices[0, h * heads // 4, t // tile]
             assert row[row >= 0].tolist() == chosen[h][t]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("mode", list(MODES))
+def test_bad_values_against_single_tokens(mode, bad):
+    """A value that is no finite number reaches the queries that see it, by whichever branch, and no others."""
+    q, k, v, _ = problem(26, 4, 2, 5, 3, batch=1, dtype="float64")
+    v[0, 9, 1, 2] = bad
+    out = reference.nsa(q, k, v, **MODES[mode])
+    expected, _ = slow_nsa(q[0], k[0], v[0], **MODES[mode])
+    np.testing.assert_allclose(out[0], expected, rtol=1e-12, atol=1e-13)
+    assert not np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_groups_of_compressed_keys_where_there_are_none(causal):
+    """A sequence that is shorter than a block has no compressed keys: their branch gives 0, and the window is all."""
+    q, k, v, _ = problem(3, 4, 2, 5, 3, batch=1, dtype="float64")
+    mode = {**MODES["mslk"], "causal": causal, "num_cmp_selected_blocks": 1}
+    out = reference.nsa(q, k, v, **mode)
+    expected, _ = slow_nsa(q[0], k[0], v[0], **mode)
+    np.testing.assert_allclose(out[0], expected, rtol=1e-12, atol=1e-13)
+    window = reference.window_attention(q, k, v, mode["window_size"], causal=causal)
+    np.testing.assert_allclose(out, window / 3, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("causal", [True, False])

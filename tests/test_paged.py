@@ -193,6 +193,18 @@ def test_ml_dtypes_caches():
     assert_same(attend_paged(typed, kv_dtype=None), expected)
 
 
+def test_torch_caches_of_eight_bits():
+    """torch's own dtype says what the bits of a cache are, in whole calls and in chunks."""
+    torch = pytest.importorskip("torch")
+    case = testing.make_paged(2, 4, 2, [20, 33], 16, 24, kv_dtype="float8_e4m3")
+    caches = [torch.from_numpy(x).view(torch.float8_e4m3fn) for x in (case.k_cache, case.v_cache)]
+    typed = case._replace(q=torch.from_numpy(case.q), k_cache=caches[0], v_cache=caches[1])
+    options = {name: x for name, x in case.options.items() if name != "kv_dtype"}
+    for split in ({}, {"kv_split": 16}):
+        expected = blitz_attn.paged_attention(*case.arrays, **case.options, **split)
+        assert same_bits(blitz_attn.paged_attention(*typed.arrays, **options, **split).numpy(), expected)
+
+
 # ---- The same bits ------------------------------------------------------------------------------------------------
 
 

@@ -349,6 +349,19 @@ def test_writing_forms_equal_the_returning_one(isa_level):
         np.testing.assert_array_equal(into(problem, k, rows=8), select(problem, k, per_query_head=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_writing_forms_of_the_twin(dtype):
+    """Numbers of new tokens for all requests or for each, and rows per head of the queries or of the keys."""
+    problem = drawn(4, 8, 2, [900, 77, 0, 1], 16, 64, dtype)
+    plain = np.full((4, 2, 5), 77, np.int32)
+    reference.quest_block_select_paged_in_out(*problem, plain)
+    np.testing.assert_array_equal(plain, into(problem, 5))
+    for rows, since in itertools.product((2, 8), (-1, 0, 40, [33, 0, 5, -1])):
+        selected = np.full((4, rows, 5), 77, np.int32)
+        reference.quest_block_select_paged_in_out_w(*problem, since, selected)
+        np.testing.assert_array_equal(selected, into(problem, 5, since, rows))
+
+
 def test_strided_result(isa_level):
     """A result inside a larger array; its surroundings stay."""
     problem = drawn(4, 8, 2, [900, 77, 0, 1], 16, 64)

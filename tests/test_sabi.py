@@ -1,6 +1,7 @@
 """Block lists: builders against token-level definitions, conversions and set operations against boolean masks."""
 
 import itertools
+import mmap
 import random
 import time
 
@@ -289,7 +290,20 @@ def test_picture_limits_its_size():
     assert sabi.picture(sabi.dense(256)[0, 0]) == "2 x 2 blocks, 100.0% kept\n████\n████"
 
 
+def test_picture_of_no_blocks():
+    """A head without rows, or without columns, has its line and nothing below it."""
+    assert sabi.picture(np.zeros((2, 0, 3), np.int32)) == "head (0,): 0 x 0 blocks, 0.0% kept\nhead (1,): 0 x 0 blocks, 0.0% kept"
+    assert sabi.picture(np.full((2, 1), -1), columns=0) == "2 x 0 blocks, 0.0% kept"
+
+
 # ---- Refusals ------------------------------------------------------------------------------------------------------
+
+
+def closed_mmap():
+    """A buffer that cannot be read any more, and no sequence."""
+    memory = mmap.mmap(-1, 16)
+    memory.close()
+    return memory
 
 
 @pytest.mark.parametrize(
@@ -380,6 +394,9 @@ def test_masks_must_be_boolean():
         (TypeError, "factors: expected two positive numbers, got int", lambda: sabi.coarsen([[0]], 2, 1)),
         (ValueError, "factors: expected two positive numbers, got \\(0, 2\\)", lambda: sabi.refine([[0]], (0, 2), 1, 1)),
         (TypeError, "indptr: expected integers, got dict", lambda: sabi.from_csr({}, [0])),
+        (TypeError, "indptr: expected integers, got mmap", lambda: sabi.from_csr(closed_mmap(), [0])),
+        (ValueError, "indices: expected columns below 268435456, got 9223372036854775807", lambda: sabi.from_csr([0, 1], np.array([2**64 - 1], np.uint64))),
+        (ValueError, r"indices: expected one axis, got shape \(1, 1\)", lambda: sabi.from_csr([0, 1], [[0]])),
         (ValueError, "lead: expected axes that divide 1 rows, got \\[-1\\]", lambda: sabi.from_csr([0, 1], [0], lead=[-1])),
         (TypeError, "num: expected integers, got float64", lambda: sabi.from_num_idx([1.0], [[0]])),
         (TypeError, "max_rows: expected an integer, got str", lambda: sabi.picture([[0]], max_rows="1")),

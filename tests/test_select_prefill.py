@@ -178,6 +178,39 @@ def test_select_and_attend(dtype):
     assert same_bits(given, out)
 
 
+@pytest.mark.parametrize("budget", BUDGETS, ids=lambda x: next(iter(x)))
+@pytest.mark.parametrize("name", ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"])
+def test_reference_of_select_and_attend(name, budget):
+    """Choosers by their names, rows that nothing forces, rows of all blocks, and a batch entry without tokens."""
+    q, k, v = testing.make_qkv(2, 4, 2, 150, 170, 24, 16, seed=3)
+    options = {"chooser": name, "causal": True, "q_lens": [150, 0], "kv_lens": [170, 0], "block_shape": (32, 32), "sink": 0, "recent": 0}
+    options |= budget | {"first_rows": 1, "last_rows": 1}
+    out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options)
+    exact, exact_lse, exact_sabi = reference.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options)
+    assert same_bits(sabi, exact_sabi)
+    np.testing.assert_allclose(out, exact, atol=2e-6)
+    np.testing.assert_allclose(lse, exact_lse, atol=2e-6)
+    kept = (sabi[0] >= 0).sum(axis=-1)
+    assert (kept[:, 0] == 2).all()  # the first 32 queries see 52 keys
+    assert (kept[:, -1] == 6).all()
+    assert (kept >= 1).all()
+    assert (sabi[1] == -1).all()
+    assert same_bits(reference.select_and_attend_prefill(q, k, v, **options), exact)
+    given = np.full_like(exact, np.nan)
+    assert reference.select_and_attend_prefill(q, k, v, out=given, **options) is given
+    assert same_bits(given, exact)
+
+
+@pytest.mark.parametrize("operation", [blitz_attn.select_blocks_prefill, reference.select_blocks_prefill])
+def test_a_row_keeps_its_best_block(operation):
+    """Where nothing is forced and no score reaches the threshold."""
+    q, k = make(1, 2, 1, 128, 160, 16, seed=8)
+    options = {"threshold": 0.999, "block_shape": (32, 32), "sink": 0, "recent": 0, "return_scores": True}
+    sabi, scores = operation(q, k, **options)
+    assert sabi.shape == (1, 2, 4, 1)
+    assert (sabi[..., 0] == scores.argmax(axis=-1)).all()
+
+
 BAD = [
     ({"chooser": "best"}, ValueError, "chooser: expected one of pooled, antidiagonal, sampled_rows, vertical_slash, got 'best'"),
     ({"chooser": 3}, TypeError, "chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got int"),
