@@ -9,7 +9,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _state_tree
-from ._paged_tables import Tables, query_lengths
+from ._paged_tables import Listed, Tables, listed_blocks, query_lengths
 
 
 class _Chunks:
@@ -20,6 +20,7 @@ class _Chunks:
         if len(shape) != 4:
             raise ValueError(f"k_cache: expected four axes, got shape {shape}")
         self.page_size = size = max(1, shape[1 if layout == "NHD" else 2])
+        self.kv_heads = shape[2 if layout == "NHD" else 1]
         self.tokens = split = _arrays.integer(kv_split, "kv_split")
         if split < 1 or split % size:
             raise ValueError(f"kv_split: expected a positive multiple of the {size} tokens of a page, got {split}")
@@ -35,34 +36,15 @@ class _Chunks:
         tables.refuse_missing(pages, shape[0], requests, blocks)
         self.tables = (pages, None, np.concatenate([[0], np.cumsum(used)]), lengths - np.maximum(used - 1, 0) * size)
 
-    def lists(self, selected: Any, counts: Any) -> tuple[ndarray, ndarray]:
-        """(selected, counts) of each chunk, from those of the requests."""
-        listed, kind = _arrays.host(selected, "selected")
-        if kind not in ("int16", "int32", "int64"):
-            raise TypeError(f"selected: expected int16, int32 or int64, got {kind}")
-        batch, pages = len(self.counts), -(-self.of_request.seq_lens // self.page_size)
-        if listed.ndim != 3 or len(listed) != batch:
-            raise ValueError(f"selected: expected shape ({batch}, heads, K), got {listed.shape}")
-        if counts is None:
-            inside = np.logical_and.accumulate(listed != -1, axis=2)
-        else:
-            numbers = _arrays.integers(counts, "counts")
-            if numbers.shape != listed.shape[:2] or (numbers < 0).any() or (numbers > listed.shape[2]).any():
-                raise ValueError(f"counts: expected {listed.shape[:2]} numbers from 0 to {listed.shape[2]}, got shape {numbers.shape}")
-            inside = np.arange(listed.shape[2]) < numbers[:, :, None]
-        request, head, place = inside.nonzero()
-        block = listed[request, head, place].astype(np.int64)
-        for i in ((block < 0) | (block >= pages[request])).nonzero()[0]:
-            raise ValueError(
-                f"selected: expected block columns from 0 to {pages[request[i]] - 1}, or a pad, got {block[i]} at "
-                f"[{request[i]}, {head[i]}, 0, {place[i]}]"
-            )
+    def lists(self, listed: Listed) -> tuple[ndarray, ndarray]:
+        """(selected, counts) of each chunk, from the lists of the requests."""
+        rows, request, head, _, block = listed
         per_chunk = self.tokens // self.page_size
-        row = (self.first[request] + block // per_chunk) * listed.shape[1] + head
-        used = np.bincount(row, minlength=len(self.request) * listed.shape[1])
+        row = (self.first[request] + block // per_chunk) * rows + head
+        used = np.bincount(row, minlength=len(self.request) * rows)
         split = np.full((len(used), max(1, int(used.max(initial=0)))), -1, np.int32)
         split[np.sort(row), _state_tree.ranges(np.zeros_like(used), used)] = (block % per_chunk)[np.argsort(row, kind="stable")]
-        shape = len(self.request), listed.shape[1]
+        shape = len(self.request), rows
         return split.reshape(*shape, split.shape[1]), used.reshape(shape)
 
 
@@ -120,14 +102,24 @@ def attend(
     results = _results(q, _arrays.split_out(out, return_lse), wanted, _arrays.dtype_name(dtype), inputs)
 
     own = rows[request]  # queries of each chunk: those of its request
-    lists = (None, None) if selected is None else chunks.lists(selected, counts)
+    listed: Listed | None = None
+    lists: tuple[Any, Any] = (None, None)
+    if selected is not None:
+        pages = -(-lengths // chunks.page_size)
+        listed = listed_blocks(selected, counts, pages, (chunks.kv_heads, queries.shape[1]))
+        lists = chunks.lists(listed)
     first = np.cumsum(rows) - rows
-    state, lse = run(
-        queries[_state_tree.ranges(first[request], own)], k_cache, v_cache, chunks.tables, q_lens=None if q_lens is None else own,
-        q_begin=(lengths - rows if begin is None else begin)[request] - chunks.index * chunks.tokens, selected=lists[0], counts=lists[1],
-        kv_layout=kv_layout, sinks=None, return_lse=True, out=None, out_dtype="float32" if narrow else None,
-        dtype="bfloat16" if kind == "bfloat16" else dtype, **options,
-    )  # fmt: skip
+    try:
+        state, lse = run(
+            queries[_state_tree.ranges(first[request], own)], k_cache, v_cache, chunks.tables, q_lens=None if q_lens is None else own,
+            q_begin=(lengths - rows if begin is None else begin)[request] - chunks.index * chunks.tokens, selected=lists[0],
+            counts=lists[1], kv_layout=kv_layout, sinks=None, return_lse=True, out=None, out_dtype="float32" if narrow else None,
+            dtype="bfloat16" if kind == "bfloat16" else dtype, **options,
+        )  # fmt: skip
+    except ValueError:
+        if listed is not None:
+            listed.refuse_repeated()  # by the caller's numbers: the call has those of chunks
+        raise
     own_first = np.cumsum(own) - own
     _state_tree.Merges(_state_tree.pairs(chunks.counts), own_first, own).run(state, lse)
     kept = _state_tree.ranges(own_first[chunks.first], rows)

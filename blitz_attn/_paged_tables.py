@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -35,6 +35,59 @@ def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
     for b in ((lengths < 0) | (lengths > seq_lens)).nonzero()[0]:
         raise ValueError(f"q_lens: expected 0 to seq_lens[{b}] = {seq_lens[b]}, got {lengths[b]} at [{b}]")
     return lengths
+
+
+class Listed(NamedTuple):
+    """The blocks that the lists of a call name: one entry for each, one list after the other."""
+
+    rows: int  # lists per request
+    request: ndarray
+    head: ndarray  # the list's number within its request
+    place: ndarray  # within the list
+    block: ndarray
+
+    def refuse_repeated(self) -> None:
+        """Refuses a block that a list names twice."""
+        row = self.request * self.rows + self.head
+        order = np.lexsort((self.block, row))
+        again = (np.diff(row[order]) == 0) & (np.diff(self.block[order]) == 0)
+        for i in np.sort(order[1:][again]):
+            raise ValueError(f"selected: expected each block once per row, got {self.block[i]} again at {self._at(i)}") from None
+
+    def refuse_missing(self, pages: ndarray) -> None:
+        """Refuses blocks that a request of so many pages does not have."""
+        for i in ((self.block < 0) | (self.block >= pages[self.request])).nonzero()[0]:
+            last = pages[self.request[i]] - 1
+            expected = "no block" if last < 0 else f"blocks from 0 to {last}"
+            raise ValueError(f"selected: expected {expected} of request {self.request[i]}, got {self.block[i]} at {self._at(i)}")
+
+    def _at(self, i: int) -> list[int]:
+        return [int(x[i]) for x in (self.request, self.head, self.place)]
+
+
+def listed_blocks(selected: Any, counts: Any, pages: ndarray, heads: tuple[int, ...]) -> Listed:
+    """The blocks of `selected` and `counts`, see `paged_select_attention`. `pages`: of each request; `heads`: of keys, and of queries."""
+    lists, kind = _arrays.host(selected, "selected")
+    if kind not in ("int16", "int32", "int64"):
+        raise TypeError(f"selected: expected int16, int32 or int64, got {kind}")
+    if lists.ndim != 3 or len(lists) != len(pages) or lists.shape[1] not in heads:
+        raise ValueError(
+            f"selected: expected shape ({len(pages)}, {' or '.join(map(str, heads))}, K), one row per request and KV head or query head, "
+            f"got {lists.shape}"
+        )
+    if counts is None:
+        used = np.logical_and.accumulate(lists != -1, axis=2)
+    else:
+        numbers = _arrays.integers(counts, "counts")
+        if numbers.shape != lists.shape[:2]:
+            raise ValueError(f"counts: expected shape {lists.shape[:2]} like the rows of selected, got {numbers.shape}")
+        for b, h in np.argwhere((numbers < 0) | (numbers > lists.shape[2])):
+            raise ValueError(f"counts: expected 0 to {lists.shape[2]}, got {numbers[b, h]} at [{b}, {h}]")
+        used = np.arange(lists.shape[2]) < numbers[:, :, None]
+    request, head, place = used.nonzero()
+    listed = Listed(lists.shape[1], request, head, place, lists[request, head, place].astype(np.int64))
+    listed.refuse_missing(pages)
+    return listed
 
 
 class Tables:

@@ -143,6 +143,10 @@ BAD = [
     ({"window": -2, "kv_split": 16}, ValueError, "window: expected a token count"),
     ({"out": np.zeros((2, 4, 31), np.float32), "kv_split": 16}, ValueError, "out: expected shape \\(2, 4, 32\\), got \\(2, 4, 31\\)"),
     ({"out": np.zeros((2, 4, 32), np.float16), "kv_split": 16}, TypeError, "out: expected dtype float32, got float16"),
+    ({"out": np.broadcast_to(np.float32(0), (2, 4, 32)), "kv_split": 16}, ValueError, "out: expected a writable array, got a read-only one"),
+    ({"q_begin": [1], "kv_split": 16}, ValueError, r"q_begin: expected 2 entries, one per request, got shape \(1,\)"),
+    ({"q_lens": [2], "kv_split": 16}, ValueError, r"q_lens: expected 2 entries, one per request, got shape \(1,\)"),
+    ({"q_lens": [1, 2], "kv_split": 16}, ValueError, r"q: expected shape \(3, H, D\), got \(2, 4, 32\)"),
 ]
 
 
@@ -169,3 +173,53 @@ def test_torch_tensors():
     wide = blitz_attn.paged_attention(q, k_cache, v_cache, case.block_tables, case.seq_lens, kv_split=32, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
     assert torch.equal(wide.bfloat16(), out)
+
+
+TRIPLES = [
+    ({"indptr": [0, 3, 2]}, r"indptr: expected rising numbers from 0 to 5, got \[0, 3, 2\]"),
+    ({"indptr": [0, 2, 6]}, r"indptr: expected rising numbers from 0 to 5, got \[0, 2, 6\]"),
+    ({"indptr": np.zeros(0, int)}, r"indptr: expected B \+ 1 entries, got shape \(0,\)"),
+    ({"indptr": np.zeros((1, 3), int)}, r"indptr: expected B \+ 1 entries, got shape \(1, 3\)"),
+    ({"indices": np.zeros((5, 1), int)}, r"block_tables: expected indices of shape \(N,\), got \(5, 1\)"),
+    ({"last": [14]}, r"last_page_len: expected 2 entries, one per request, got shape \(1,\)"),
+    ({"last": [14, 17]}, r"last_page_len: expected 1 to the 16 tokens of a page, got 17 at \[1\]"),
+    ({"last": [0, 8]}, r"last_page_len: expected 1 to the 16 tokens of a page, got 0 at \[0\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), TRIPLES, ids=lambda x: str(x)[:50])
+def test_refused_triples(changes, sentence):
+    case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
+    triple = {"indptr": [0, 2, 5], "indices": np.concatenate([case.block_tables[0, :2], case.block_tables[1, :3]]), "last": [14, 8]} | changes
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        blitz_attn.paged_attention(case.q, case.k_cache, case.v_cache, tuple(map(np.asarray, triple.values())), None, kv_split=16)
+
+
+LISTS = [
+    ({"selected": np.zeros((2, 2, 1))}, TypeError, "selected: expected int16, int32 or int64, got float64"),
+    ({"selected": np.zeros((2, 2), int)}, ValueError, r"selected: expected shape \(2, 2 or 4, K\), one row per .*, got \(2, 2\)"),
+    ({"selected": np.zeros((2, 3, 1), int)}, ValueError, r"selected: expected shape \(2, 2 or 4, K\), one row per .*, got \(2, 3, 1\)"),
+    ({"selected": np.zeros((1, 2, 1), int)}, ValueError, r"selected: expected shape \(2, 2 or 4, K\), one row per .*, got \(1, 2, 1\)"),
+    ({"selected": np.array([[[1, 0], [0, 2]], [[0, 1], [1, 2]]])}, ValueError,
+     r"selected: expected blocks from 0 to 1 of request 0, got 2 at \[0, 1, 1\]"),
+    ({"selected": np.array([[[1, 0], [0, 1]], [[0, -2], [1, 2]]])}, ValueError,
+     r"selected: expected blocks from 0 to 2 of request 1, got -2 at \[1, 0, 1\]"),
+    ({"selected": np.array([[[1, 0], [0, 1]], [[0, 1], [2, 2]]])}, ValueError,
+     r"selected: expected each block once per row, got 2 again at \[1, 1, 1\]"),
+    ({"seq_lens": [30, 0]}, ValueError, r"selected: expected no block of request 1, got 0 at \[1, 0, 0\]"),
+    ({"counts": np.ones((2, 4), int)}, ValueError, r"counts: expected shape \(2, 2\) like the rows of selected, got \(2, 4\)"),
+    ({"counts": np.array([[1, 1], [3, 1]])}, ValueError, r"counts: expected 0 to 2, got 3 at \[1, 0\]"),
+    ({"counts": np.array([[1, -1], [2, 1]])}, ValueError, r"counts: expected 0 to 2, got -1 at \[0, 1\]"),
+    ({"k_cache": np.zeros((5, 16, 32), np.float32)}, ValueError, r"k_cache: expected four axes, got shape \(5, 16, 32\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "kind", "sentence"), LISTS, ids=lambda x: str(x)[:50])
+def test_refused_lists(changes, kind, sentence):
+    """By the numbers that the caller gave, not by those of chunks."""
+    case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
+    call = dict(zip(("q", "k_cache", "v_cache", "block_tables", "seq_lens"), case.arrays, strict=True))
+    call |= {"selected": np.array([[[1, 0], [0, 1]], [[0, 1], [2, 1]]]), "kv_split": 16}
+    blitz_attn.paged_select_attention(**call)
+    with pytest.raises(kind, match=f"^{sentence}$"):
+        blitz_attn.paged_select_attention(**(call | changes))

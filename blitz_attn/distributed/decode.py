@@ -8,7 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _arrays
-from .._paged_tables import query_lengths
+from .._paged_tables import Listed, listed_blocks, query_lengths
 from .._state_tree import Merges, ranges, rounded, with_sinks
 from ..paged import paged_attention, paged_select_attention
 from . import _tree
@@ -151,15 +151,6 @@ class _Units(NamedTuple):
     queries: ndarray
     q_begin: ndarray
     tables: tuple[ndarray, ndarray, ndarray]
-
-
-class _Lists(NamedTuple):
-    """Listed pages, an entry each."""
-
-    heads: int  # of the lists: Hkv or H
-    request: ndarray
-    head: ndarray
-    page: ndarray
 
 
 class DecodePlan:
@@ -380,7 +371,7 @@ class DecodePlan:
             return_lse = _arrays.flag(return_lse, "return_lse")
             results = self._outputs(q, kind, v_dim, heads, out, return_lse)
             sinks = None if sinks is None else _sinks(sinks, heads)
-            lists = None if selected is None else self._lists(selected, counts)
+            lists = None if selected is None else self._lists(selected, counts, heads, k_cache)
             for name, value in (("q", queries), ("v_cache", v_dim), ("sinks", sinks), ("return_lse", return_lse)):
                 agreement.same(name, value)
             agreement.same("selected", None if lists is None else tuple(lists))
@@ -411,30 +402,14 @@ class DecodePlan:
             results.append((_arrays.finished(result, array, family), memory))
         return results
 
-    def _lists(self, selected: Any, counts: Any) -> _Lists:
-        pages, kind = _arrays.host(selected, "selected")
-        if kind not in ("int16", "int32", "int64"):
-            raise TypeError(f"selected: expected int16, int32 or int64, got {kind}")
-        if pages.ndim != 3 or len(pages) != self.batch:
-            raise ValueError(f"selected: expected shape ({self.batch}, heads, K), got {pages.shape}")
-        if counts is None:
-            used = np.logical_and.accumulate(pages != -1, axis=2)
-        else:
-            numbers = _arrays.integers(counts, "counts")
-            if numbers.shape != pages.shape[:2] or (numbers < 0).any() or (numbers > pages.shape[2]).any():
-                raise ValueError(f"counts: expected {pages.shape[:2]} numbers from 0 to {pages.shape[2]}, got shape {numbers.shape}")
-            used = np.arange(pages.shape[2]) < numbers[:, :, None]
-        request, head, column = used.nonzero()
-        listed = pages[request, head, column].astype(np.int64)
-        for i in ((listed < 0) | (listed >= self._shards.used[request])).nonzero()[0]:
-            raise ValueError(
-                f"selected: expected blocks from 0 to {self._shards.used[request[i]] - 1} of request {request[i]}, "
-                f"got {listed[i]} at {[int(request[i]), int(head[i]), int(column[i])]}"
-            )
-        return _Lists(pages.shape[1], request, head, listed)
+    def _lists(self, selected: Any, counts: Any, heads: int, k_cache: Any) -> Listed:
+        shape = _arrays.shape_of(k_cache)
+        if len(shape) != 4:
+            raise ValueError(f"k_cache: expected four axes, got shape {shape}")
+        return listed_blocks(selected, counts, self._shards.used, (shape[1 if self._options["kv_layout"] == "HND" else 2], heads))
 
     def _attend(
-        self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: _Lists | None, scales: dict[str, Any], out: ndarray, lse: ndarray
+        self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: Listed | None, scales: dict[str, Any], out: ndarray, lse: ndarray
     ) -> None:
         """The states of this rank's chunks. Without any, the call is made too, for its checks."""
         units = self._units
@@ -448,21 +423,25 @@ class DecodePlan:
         if lists is None:
             state = paged_attention(*arrays, **options)
         else:
-            state = paged_select_attention(*arrays, self._lists_of_units(lists), **options)
+            try:
+                state = paged_select_attention(*arrays, self._lists_of_units(lists), **options)
+            except ValueError:
+                lists.refuse_repeated()  # by the caller's numbers: the call has those of chunks
+                raise
         out[self._state_rows], lse[self._state_rows] = state
 
-    def _lists_of_units(self, lists: _Lists) -> ndarray:
+    def _lists_of_units(self, lists: Listed) -> ndarray:
         units, shards = self._units, self._shards
         unit_of = np.full(len(shards.owner), -1, np.int64)
         unit_of[units.place] = np.arange(len(units.place))
-        unit = unit_of[shards.first[lists.request] + lists.page // shards.split_pages]
-        head, page, unit = (x[unit >= 0] for x in (lists.head, lists.page, unit))
-        row = unit * lists.heads + head
+        unit = unit_of[shards.first[lists.request] + lists.block // shards.split_pages]
+        head, block, unit = (x[unit >= 0] for x in (lists.head, lists.block, unit))
+        row = unit * lists.rows + head
         order = np.argsort(row, kind="stable")
-        numbers = np.bincount(row, minlength=len(units.place) * lists.heads)
+        numbers = np.bincount(row, minlength=len(units.place) * lists.rows)
         selected = np.full((len(numbers), max(1, int(numbers.max(initial=0)))), -1, np.int32)
-        selected[row[order], ranges(np.zeros_like(numbers), numbers)] = (page - units.begin[unit])[order]
-        return selected.reshape(len(units.place), lists.heads, selected.shape[1])
+        selected[row[order], ranges(np.zeros_like(numbers), numbers)] = (block - units.begin[unit])[order]
+        return selected.reshape(len(units.place), lists.rows, selected.shape[1])
 
     def _exchange(self, out: ndarray, lse: ndarray) -> tuple[ndarray, ndarray]:
         """The states that all ranks send, in the order of ranks."""

@@ -115,6 +115,21 @@ def test_bytes_are_those_of_the_plan():
         assert actual == expected
 
 
+@pytest.mark.parametrize("owner", ["turns", "runs", "random"])
+def test_counts_and_no_window(owner):
+    """counts say what -1 in a list says, and a window of -1 is none."""
+    p = testing.make_paged(3, 4, 2, [700, 33, 0], 16, 32)
+    rng = np.random.default_rng(4)
+    selected = np.stack([np.stack([rng.permutation(n) % 44 for n in (44, 44)]) for _ in range(3)])[:, :, :6]
+    selected[1] = [[0, 2, 1, 9, 9, 9], [1, 9, 9, 9, 9, 9]]
+    counts = np.array([[6, 2], [3, 1], [0, 0]])
+    padded = np.where(np.arange(6) < counts[:, :, None], selected, -1)
+    expected = blitz_attn.paged_select_attention(*p.arrays, padded, kv_split=32, return_lse=True, **p.options)
+    for out, lse in run(3, lambda comm: attend(comm, p, owner, selected=selected, counts=counts, window=-1, return_lse=True)):
+        assert np.array_equal(out, expected[0])
+        assert np.array_equal(lse, expected[1])
+
+
 BAD = {
     "dtype of q": (lambda r: {"q": np.ones((2, 4, 32), np.int32)} if r == 1 else {}, "TypeError: q: expected float32"),
     "shape of q": (lambda r: {"q": np.ones((3, 4, 32), np.float32)} if r == 1 else {}, "ValueError: q: expected shape (2, H, D), got (3, 4, 32) (on rank 1)"),
@@ -128,7 +143,19 @@ BAD = {
     "sinks": (lambda r: {"sinks": np.ones(5)} if r == 0 else {"sinks": np.ones(4)}, "ValueError: sinks: expected shape (4,), one per query head, got (5,) (on rank 0)"),
     "axes of the cache": (lambda r: {"k_cache": np.ones((2, 16, 32), np.float32)} if r == 1 else {}, "ValueError: k_cache: expected four axes, got shape (2, 16, 32) (on rank 1)"),
     "selected": (lambda r: {"selected": np.full((2, 2, 1), 9, np.int32)}, "ValueError: selected: expected blocks from 0 to 4 of request 0, got 9 at [0, 0, 0]"),
-    "selected twice": (lambda r: {"selected": np.zeros((2, 2, 2), np.int32)}, "ValueError: "),
+    "selected twice": (lambda r: {"selected": np.array([[[0, 4, 1, 4]] * 2, [[2, 1, -1, -1]] * 2])}, "ValueError: selected: expected each block once per row, got 4 again at [0, 0, 3]"),
+    "selected dtype": (lambda r: {"selected": np.zeros((2, 2, 1))}, "TypeError: selected: expected int16, int32 or int64, got float64"),
+    "selected axes": (lambda r: {"selected": np.zeros((2, 2), np.int32)}, "ValueError: selected: expected shape (2, 2 or 4, K), one row per request and KV head or query head, got (2, 2)"),
+    "selected heads": (lambda r: {"selected": np.zeros((2, 3, 1), np.int32)}, "ValueError: selected: expected shape (2, 2 or 4, K), one row per request and KV head or query head, got (2, 3, 1)"),
+    "counts": (lambda r: {"selected": np.zeros((2, 2, 1), np.int32), "counts": np.full((2, 2), 2)}, "ValueError: counts: expected 0 to 1, got 2 at [0, 0]"),
+    "shape of counts": (lambda r: {"selected": np.zeros((2, 2, 1), np.int32), "counts": [1, 1]}, "ValueError: counts: expected shape (2, 2) like the rows of selected, got (2,)"),
+    "axes of the table": (lambda r: {"block_tables": np.zeros(5, np.int32)}, "ValueError: block_tables: expected shape (B, W) with one row per entry of seq_lens, got (5,)"),
+    "negative length": (lambda r: {"seq_lens": [70, -1]}, "ValueError: seq_lens: expected at least 0, got -1 at [1]"),
+    "kv_split of no tokens": (lambda r: {"kv_split": 0}, "ValueError: kv_split: expected "),
+    "few columns": (lambda r: {"block_tables": np.zeros((2, 2), np.int32)}, "ValueError: seq_lens: expected lengths from 0 to what the table's 2 pages of 16 tokens hold, got 70 at [0]"),
+    "pages of no tokens": (lambda r: {"k_cache": np.zeros((8, 0, 2, 32), np.float32)}, "ValueError: page_size: expected at least 1 token, got 0"),
+    "few columns by turns": (lambda r: {"block_tables": np.zeros((2, 1), np.int32), "interleave": 64}, "ValueError: block_tables: expected the 4 pages that this rank holds of request 0, got rows of 1"),
+    "out that is read-only": (lambda r: {"out": np.broadcast_to(np.float32(0), (2, 4, 32))}, "ValueError: out: expected an array that can be written, got one that is read-only"),
     "table's dtype": (lambda r: {"block_tables": np.zeros((2, 5))}, "TypeError: block_tables: expected int32 or int64, got float64"),
     "pages on no rank": (lambda r: {"block_tables": np.full((2, 5), -1)}, "ValueError: block_tables: expected every page on some rank, got tokens 0 to 31 of request 0 on none"),
     "half a chunk": (lambda r: {"block_tables": np.array([[0, -1, -1, -1, -1]] * 2)}, "ValueError: block_tables: expected all pages or none of each chunk of kv_split = 32 tokens on a rank, got 1 of pages 0 to 1 of request 0"),
