@@ -6,18 +6,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_LIKE = re.compile(r"(?:(?<=\blike )|(?<=\bwith ))[\w\[\]]+")
+_OTHERS = re.compile(r"(?:(?<=\blike )|(?<=\bwith )|(?<=\bof ))[\w\[\]]+|\b\w+(?='s )")
 LONGEST = 200  # characters of a value that a sentence quotes
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """The same error with the caller's names of arguments, at the start of the sentence and after "like" and "with".
+    """The same error with the caller's names of arguments: at the start of the sentence, after "like", "with" and "of", and
+    before "'s".
 
     Sentences have the form ``name: expected ..., got ...``; `names` maps the core's names to the caller's.
     """
     name, colon, rest = str(error).partition(":")
     kind = TypeError if isinstance(error, TypeError) else ValueError  # subclasses may take other arguments than a sentence
-    rest = _LIKE.sub(lambda match: names.get(match[0], match[0]), rest)
+    rest = _OTHERS.sub(lambda match: names.get(match[0], match[0]), rest)
     return kind(names.get(name, name) + colon + rest)
 
 

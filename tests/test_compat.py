@@ -304,7 +304,8 @@ MASK = np.zeros((300, 300), bool)
         ({"sabi": np.zeros((1, 2, 3, 1), np.float32)}, TypeError, r"^sabi: expected uint16, .*, got float32"),
         ({"query": np.zeros((2, 300, 32), np.float32)}, ValueError, r"^query: expected shape \(B, H, Sq, D\)"),
         ({"query": np.zeros((1, 2, 300, 31), np.float32)}, ValueError, r"^key: expected shape .* with D = 31 like query"),
-        ({"value": np.zeros((1, 2, 299, 32), np.float32)}, ValueError, r"^value: expected"),
+        ({"value": np.zeros((1, 2, 299, 32), np.float32)}, ValueError, r"^value: expected .* the batch, heads and tokens of key \(1, 2, 300, 32\)"),
+        ({"key": np.zeros((1, 3, 300, 32), np.float32)}, ValueError, r"^key: expected a number of heads that divides query's 2, got 3"),
     ],
 )
 def test_a_bad_argument_is_named_as_upstream_names_it(options, error, pattern):
@@ -318,6 +319,8 @@ def test_tnd_needs_lengths():
     q, k, v = (x[0].swapaxes(0, 1) for x in qkv())
     with pytest.raises(ValueError, match=r"^actual_seq_lengths_kv: expected cumulative sums of lengths with layout TND, got None"):
         torch_bsa.blitz_sparse_attention(q, k, v, input_layout="TND", actual_seq_lengths=[300])
+    with pytest.raises(ValueError, match=r"^sparse_mode: expected 0, 3 or 4 with layout TND, got 2"):
+        torch_bsa.blitz_sparse_attention(q, k, v, input_layout="TND", actual_seq_lengths=[300], actual_seq_lengths_kv=[300], sparse_mode=2)
 
 
 def test_left_up_refuses_what_it_cannot_say():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
+from exporters import StoppedDlpack
 
 B, H, HKV, D, DV = 2, 4, 2, 32, 16
 PAGES, SIZE, WIDTH = 8, 16, 3
@@ -175,6 +176,14 @@ CASES = {
         ("kv_dtype_number", TypeError, r"^kv_dtype: expected a dtype or its name, got float", lambda a: {"kv_dtype": 1.5}),
         ("sinks_text", TypeError, r"^sinks: expected numbers, got str", lambda a: {"sinks": "zero"}),
         ("threads", ValueError, r"^num_threads: expected a positive number", lambda a: {"num_threads": 0}),
+        ("many_threads", ValueError, r"^num_threads: expected 1 to 1024, got 9999", lambda a: {"num_threads": 9999}),
+        ("v_dim", ValueError, r"^v_cache: expected a head dim from 1 to 576, got \(8, 16, 2, 577\)", lambda a: {"v_cache": floats(PAGES, SIZE, HKV, 577)}),
+        ("no_heads", ValueError, r"^q: expected at least one head and a head dim D from 1 to 576, got \(2, 0, 32\)", lambda a: {"q": a["q"][:, :0]}),
+        ("no_tokens_per_page", ValueError, r"^k_cache: expected pages of at least 1 token, got \(8, 0, 2, 32\)",
+         lambda a: {"k_cache": a["k_cache"][:, :0], "v_cache": a["v_cache"][:, :0]}),
+        ("triple_none", ValueError, r"^indptr: expected B \+ 1 entries, got 0", lambda a: triple(indptr=np.zeros(0, int))),
+        ("triple_far", ValueError, r"^indptr: expected rising numbers from 0 to 5, got 0 and 4611686018427387904",
+         lambda a: triple(indptr=(0, 2**62, 2**62), last_page_len=(8, 0))),
         ("q_lens_sum", ValueError, r"^q_lens: expected lengths that add up to q's 2 tokens, got 3", lambda a: {"q_lens": [1, 2]}),
         ("q_lens_count", ValueError, r"^q_lens: expected 2 entries, one per request, got 1", lambda a: {"q_lens": [2]}),
         ("q_lens_long", ValueError, r"^q_lens: expected 0 to seq_lens\[0\] = 1, got 2 at \[0\]", lambda a: {"q_lens": [2, 0], "seq_lens": [1, 18]}),
@@ -203,6 +212,7 @@ CASES = {
         ("rows", ValueError, r"^selected: expected shape", lambda a: {"selected": np.zeros((B, 3, 1), np.int32)}),
         ("batch", ValueError, r"^selected: expected shape", lambda a: {"selected": a["selected"][:1]}),
         ("dtype", TypeError, r"^selected: expected", lambda a: {"selected": a["selected"].astype(float)}),
+        ("dtype_uint16", TypeError, r"^selected: expected int16, int32 or int64, got uint16", lambda a: {"selected": np.zeros((B, HKV, 1), np.uint16)}),
         ("counts_big", ValueError, r"^counts: expected 0 to 2, got 3 at \[0, 1\]", lambda a: {"counts": np.array([[1, 3], [1, 1]])}),
         ("counts_shape", ValueError, r"^counts: expected shape \(2, 2\) like the rows of selected, got \(2, 4\)",
          lambda a: {"counts": np.ones((B, H), int)}),
@@ -231,6 +241,13 @@ CASES = {
         ("read_only", ValueError, r"^k_cache: expected a writable array, got a read-only one", lambda a: {"k_cache": np.broadcast_to(
             np.float32(0), (PAGES, SIZE, HKV, D))}),
         ("q_lens_sum", ValueError, r"^q_lens: expected lengths that add up to k's 2 tokens, got 3", lambda a: {"q_lens": [1, 2]}),
+        ("q_lens_count", ValueError, r"^q_lens: expected 2 entries, one per request, got shape \(1,\)", lambda a: {"q_lens": [2]}),
+        ("no_tokens_per_page", ValueError, r"^page_size: expected at least 1 token, got 0",
+         lambda a: {"k_cache": a["k_cache"][:, :0], "v_cache": a["v_cache"][:, :0]}),
+        ("scale_read_only", ValueError, r"^k_scale: expected a writable array, got a read-only one",
+         lambda a: eight_bits(a, k_scale=np.broadcast_to(np.float32(1), (PAGES, SIZE, HKV)))),
+        ("summaries_of_eight_bits", TypeError, r"^k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got int8",
+         lambda a: eight_bits(a) | append_summaries(k_cache=eight_bits(a)["k_cache"])),
         ("nothing_new", ValueError, r"^q_lens: expected 0 to seq_lens\[1\] = 0, got 1 at \[1\]", lambda a: {"seq_lens": [40, 0]}),
         ("summaries_without_tables", ValueError, r"^metadata_block_tables: expected the tables",
          lambda a: append_summaries(metadata_block_tables=None)),
@@ -269,6 +286,14 @@ CASES = {
         ("query_batch", ValueError, r"^query: expected shape \(2, H, D\), got \(1, 4, 32\)", lambda a: {"query": a["query"][:1]}),
         ("query_dim", ValueError, r"^maxblocks: expected D = 31", lambda a: {"query": a["query"][..., :31].copy()}),
         ("heads", ValueError, r"^maxblocks: expected .* a number of heads that divides 3", lambda a: {"query": a["query"][:, :3]}),
+        ("query_int", TypeError, r"^query: expected float32, .*, got int32", lambda a: {"query": a["query"].astype(np.int32)}),
+        ("query_last_axis", ValueError, r"^query: expected a contiguous last axis", lambda a: {"query": a["query"][..., ::-1]}),
+        ("max_float64", TypeError, r"^maxblocks: expected float32, float16 or bfloat16 with query of float32, got float64",
+         lambda a: {"maxblocks": a["maxblocks"].astype(float)}),
+        ("query_float64", TypeError, r"^maxblocks: expected float64 with query of float64, got float32", lambda a: {"query": a["query"].astype(float)}),
+        ("table_int16", TypeError, r"^metadata_block_tables: expected int32 or int64, got int16",
+         lambda a: {"metadata_block_tables": a["metadata_block_tables"].astype(np.int16)}),
+        ("many_threads", ValueError, r"^num_threads: expected 1 to 1024, got 9999", lambda a: {"num_threads": 9999}),
         ("min_missing", TypeError, r"^minblocks: expected an array, got NoneType", lambda a: {"minblocks": None}),
         ("min_shape", ValueError, r"^minblocks: expected shape", lambda a: {"minblocks": a["minblocks"][:2]}),
         ("page", ValueError, r"^metadata_block_tables: expected pages from 0 to 2", lambda a: {"metadata_block_tables": np.array([[2], [-1]])}),
@@ -288,6 +313,7 @@ CASES = {
          lambda a: {"selected_indices": np.broadcast_to(np.int32(0), (B, HKV, 2))}),
     ],
     "quest_block_select_paged_in_out_w": [
+        ("none", TypeError, r"^selected_indices: expected an array, got NoneType", lambda a: {"selected_indices": None}),
         ("since", ValueError, r"^tokens_since_metadata_update: expected at least 0, or -1 .*, got -2", lambda a: {"tokens_since_metadata_update": -2}),
         ("since_count", ValueError, r"^tokens_since_metadata_update: expected 2 entries", lambda a: {"tokens_since_metadata_update": [1]}),
         ("since_float", TypeError, r"^tokens_since_metadata_update: expected", lambda a: {"tokens_since_metadata_update": 1.5}),
@@ -305,6 +331,10 @@ CASES = {
         ("sink", ValueError, r"^sink: expected at least 0 pages, got -1", lambda a: {"sink": -1}),
         ("recent", ValueError, r"^recent: expected at least 0 pages, got -1 at \[1\]", lambda a: {"recent": [1, -1]}),
         ("q", ValueError, r"^q: expected shape", lambda a: {"q": a["q"][0]}),
+        ("block_size", ValueError, r"^block_size: expected at least 1 token, got 0", lambda a: {"block_size": 0}),
+        ("other_block_size", ValueError, r"^block_size: expected the 16 tokens per page of source, got 8", lambda a: {"block_size": 8}),
+        ("unreadable", TypeError, r"^source: expected an array with a shape, or one that NumPy can read by DLPack, got StoppedDlpack",
+         lambda a: {"k": None, "budget": 32, "source": StoppedDlpack(BufferError("gone"))}),
     ],
     "PagedPlan": [
         *TABLE_CASES,
@@ -355,6 +385,10 @@ def test_quantise_what():
         blitz_attn.quantize_kv(np.arange(8), "int8")
     with pytest.raises(ValueError, match="^x: expected finite numbers"):
         blitz_attn.quantize_kv(np.array([1.0, np.nan]), "float8_e4m3")
+    with pytest.raises(ValueError, match=r"^x: expected shape \(..., D\), got \(\)"):
+        blitz_attn.quantize_kv(np.float32(1), "int8")
+    with pytest.raises(TypeError, match="^x: expected native byte order, got >f4"):
+        blitz_attn.quantize_kv(np.ones((2, 8), ">f4"), "int8")
     with pytest.raises(TypeError, match="^values: expected int8"):
         blitz_attn.dequantize_kv(floats(2, 8), np.ones(2))
     with pytest.raises(ValueError, match=r"^scale: expected shape \(2,\)"):
@@ -368,6 +402,15 @@ def test_select_and_attend_knows_its_source():
         blitz_attn.select_and_attend(*arrays, budget=32)
     with pytest.raises(ValueError, match="^source: expected None for method 'max'"):
         blitz_attn.select_and_attend(*arrays, call["k_cache"], budget=32, method="max")
+
+
+def test_a_plan_refuses_a_call_that_does_not_fit():
+    opened = blitz_attn.PagedPlan(tables(), SEQ_LENS, page_size=SIZE, num_pages=PAGES, q_lens=[1, 2])
+    call = attend()
+    with pytest.raises(ValueError, match="^q_lens: expected lengths that add up to q's 2 tokens, got 3"):
+        opened.attention(call["q"], call["k_cache"], call["v_cache"])
+    with pytest.raises(TypeError, match="^selected: expected an array, got NoneType"):
+        opened.select_attention(floats(3, H, D), call["k_cache"], call["v_cache"], None)
 
 
 ODDITIES = [object(), "x", b"xy", 1.5, -1, 2**70, [], [None], {}, 1j, np.float32(1), np.array("text"), np.array(None), np.zeros((0,))]

@@ -348,11 +348,27 @@ def test_check_refuses(lists, error, sentence):
         (lambda: sabi.refine(np.array([[0]]), (2, 2), 3, 2), r"rows: expected 1..2, got 3"),
         (lambda: sabi.coarsen(np.array([[0]]), (0, 2), 2), r"factors: expected two positive numbers, got \(0, 2\)"),
         (lambda: sabi.density(np.array([[0]]), 0), "columns: expected at least 1, got 0"),
+        (lambda: sabi.density(np.zeros((0, 1), int), 4), r"sabi: expected at least one row, got shape \(0, W\)"),
+        (lambda: sabi.density(np.zeros((2, 0, 1), int), 4, per_head=True), r"sabi: expected at least one row, got shape \(2, 0, W\)"),
+        (lambda: sabi.to_token_mask(np.array([[0]]), 300, 300), "sabi: expected 3 rows for 300 queries in blocks of 128, got 1"),
+        (lambda: sabi.random_with_frame(512, width=1), "width: expected at least 2, the blocks of the fullest row, got 1"),
     ],
 )
 def test_builders_refuse(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+class Silent:
+    """Raises when it is asked for its text."""
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+def test_a_sentence_about_what_has_no_text():
+    with pytest.raises(TypeError, match="^dtype: expected uint16, int16, int32 or int64, got Silent$"):
+        sabi.dense(8, 8, dtype=Silent())
 
 
 def test_masks_must_be_boolean():
@@ -404,6 +420,16 @@ def test_masks_must_be_boolean():
         (ValueError, "columns: expected 0 to 268435456, got 4611686018427387904", lambda: sabi.to_block_mask([[0]], 2**62)),
         (ValueError, "s_q: expected tokens whose mask has at most", lambda: sabi.to_token_mask([[0]], 2**40, 2**40, (2**40, 2**40))),
         (ValueError, "block_shape: expected blocks so large that a grid has at most", lambda: sabi.dense(54000, 54000, (1, 1))),
+        (ValueError, r"mask: expected shape \(..., rows, columns\), got \(3,\)", lambda: sabi.from_block_mask(np.zeros(3, bool))),
+        (ValueError, "columns: expected so few that the mask has at most 268435456 blocks, got 32768", lambda: sabi.to_block_mask(np.zeros((2**16, 1), int), 2**15)),
+        (ValueError, "rows: expected a grid of at most 268435456 blocks, got 1048576 x 1048576", lambda: sabi.refine([[0]], (2**20, 2**20), 2**20, 2**20)),
+        (ValueError, r"vertical, slash: expected at most three axes, got \(1, 1, 1, 1\) and \(1,\)", lambda: sabi.vertical_slash(8, vertical=np.zeros((1, 1, 1, 1), int), slash=[0])),
+        (ValueError, "slash: expected distances of at most 281474976710656 tokens, got -4611686018427387904..0", lambda: sabi.vertical_slash(8, vertical=[0], slash=[0, -(2**62)])),
+        (ValueError, r"vertical, slash: expected at most 1048576 heads in all, got \(1025, 1025\)",
+         lambda: sabi.vertical_slash(8, vertical=np.zeros((1025, 1, 1), np.int8), slash=np.zeros((1, 1025, 1), np.int8))),
+        (ValueError, "rows, columns: expected a grid of at most 1048576 blocks each, got 2097152 x 4", lambda: sabi.frame_plan(2**21, 4, 0.5)),
+        (ValueError, "batch, heads: expected at most 1048576 heads in all, got 2048 x 2048", lambda: sabi.random_with_frame(8, batch=2**11, heads=2**11)),
+        (ValueError, "sabi: expected columns below 268435456, got 1099511627776", lambda: sabi.to_block_mask([[2**40]])),
     ],
 )
 def test_sizes_of_a_wrong_kind(error, sentence, call):

@@ -142,7 +142,7 @@ def compress_gradients(
             num_threads=threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, {"dout": names[0]}) from error
+        raise renamed(error, {"dout": names[0], "dx": names[1]}) from error
     return dweight
 
 

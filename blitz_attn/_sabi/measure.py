@@ -81,7 +81,7 @@ def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
         raise ValueError(f"columns: expected at least 1, got {columns}")
     share = counts(sabi) / columns
     if share.size == 0 and not (per_head and share.shape[-1]):
-        raise ValueError(f"sabi: expected at least one row, got shape {(*share.shape, 'W')}")
+        raise ValueError(f"sabi: expected at least one row, got shape ({', '.join(map(str, share.shape))}, W)")
     return share.mean(axis=-1) if per_head else float(share.mean())
 
 
