@@ -130,6 +130,10 @@ CASES = [
     ("reach_overflow_below", ValueError, r"^k: expected .* fewer than 2\^63 bytes",
      lambda a: {"k": dlpack(a["k"], strides=(-(1 << 60), 0, D, 1), shape=(5, HKV, SKV, D))}),
     ("negative_dim", ValueError, r"^q: expected dimensions .*, got -1 on axis 2", lambda a: {"q": dlpack(a["q"], shape=(B, H, -1, D))}),
+    ("q_too_long", ValueError, r"^q: expected at most 1073741823 tokens per sequence, got 2147483648",
+     lambda a: {"q": huge(1, 1, 1 << 31, 1), "k": huge(1, 1, 1, 1), "v": huge(1, 1, 1, 1), "sabi": None}),
+    ("k_too_long", ValueError, r"^k: expected at most 1073741823 tokens per sequence, got 2147483648",
+     lambda a: {"q": huge(1, 1, 1, 1), "k": huge(1, 1, 1 << 31, 1), "v": huge(1, 1, 1 << 31, 1), "sabi": None}),
     # ---- exporters
     ("released", ValueError, r"^q: .* memory can be read, got memoryview that raises: .*released", lambda a: {"q": released_view()}),
     ("stopped", ValueError, r"^k: .* memory can be read, got StoppedDlpack that raises: gone",

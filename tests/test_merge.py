@@ -1,5 +1,7 @@
 """Merging partial attention against the reference, and against attention over all the keys."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -127,6 +129,7 @@ def test_a_nan_stays_in_its_row():
         (lambda o, m: ([], []), "outs: expected"),
         (lambda o, m: ([o[0], o[1][..., :2]], m), r"outs\[1\]: expected"),
         (lambda o, m: (o, [m[0], m[1][..., :2]]), r"lses\[1\]: expected"),
+        (lambda o, m: (itertools.repeat(o[0]), m), "outs: expected at most 65536 arrays, got more"),
     ],
 )
 def test_refusals(change, sentence):

@@ -124,6 +124,11 @@ def test_each_layer_gets_the_chooser_that_serves_it(tmp_path):
         ({"layers": [[]]}, ValueError, "layers: expected captures (q, k, v, dout) of layer 0, got 0 others"),
         ({"layers": 5}, TypeError, "layers: expected a sequence or a generator of the layers' captures, got int"),
         (
+            {"layers": [captures([1.0], 64)[0], [[x[:, :, :, :8] for x in captures([1.0], 64)[0][0]]]]},
+            ValueError,
+            "layers: expected (heads, kv_heads, head_dim) = (4, 2, 16) like the first capture, got (4, 2, 8)",
+        ),
+        (
             {"sink": 3},
             TypeError,
             "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, dtype, num_threads, got sink",

@@ -149,6 +149,13 @@ def test_calibrate_attends_all_keys_once_per_capture(monkeypatch, measure):
         ({"layers": []}, ValueError, "layers: expected at least one layer, got none"),
         ({"layers": [[]]}, ValueError, "layers: expected captures (q, k, v) of layer 0, got 0 others"),
         ({"layers": 5}, TypeError, "layers: expected a sequence or a generator of the layers' captures, got int"),
+        ({"layers": [5]}, TypeError, "layers: expected sequences of captures, got int for layer 0"),
+        ({"layers": [captures([1.0], 64)[0], [[x[:, :, :, :8] for x in captures([1.0], 64)[0][0]]]]}, ValueError,
+         "layers: expected (heads, kv_heads, head_dim) = (4, 2, 16) like the first capture, got (4, 2, 8)"),
+        ({"layers": [[[np.zeros((2, 64, 8), np.float32)] * 3]]}, ValueError,
+         "layers: expected captures in layout BNSD, BSND or BSH, got shapes (2, 64, 8) and (2, 64, 8) with BNSD"),
+        ({"layout": "TND"}, ValueError,
+         "layers: expected captures in layout BNSD, BSND or BSH, got shapes (1, 4, 64, 16) and (1, 2, 64, 16) with TND"),
         ({"sink": 3}, TypeError, "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, dtype, num_threads, got sink"),
         ({"every": 0}, ValueError, "every: expected at least 1 row of blocks, got 0"),
     ],
@@ -159,3 +166,32 @@ def test_bad_calls(changes, kind, sentence):
     with pytest.raises(kind) as caught:
         select.calibrate(**call)
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("measure", [select.recall, lambda q, k, sabi, **options: select.output_error(q, k, k, sabi, **options)])
+def test_bad_lists(measure):
+    q, k, _ = captures([1.0], 64)[0][0]
+    with pytest.raises(ValueError, match=r"^sabi: expected shape \(B or 1, H or 1, R, W\), got \(4, 1\)$"):
+        measure(q, k, np.zeros((4, 1), np.int32), block_shape=(16, 16))
+    with pytest.raises(TypeError, match="^sabi: expected uint16, int16, int32 or int64, got float64$"):
+        measure(q, k, np.zeros((1, 1, 4, 1)), block_shape=(16, 16), every=2)
+
+
+class WithoutViews:
+    """An array for NumPy alone."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_recall_of_keys_without_views():
+    q, k, _ = captures([1.0], 64)[0][0]
+    sabi = np.array([[[[0, -1], [1, 0], [2, -1], [0, 3]]]], np.int32)
+    expected = select.recall(q, k, sabi, block_shape=(16, 16), causal=True)
+    np.testing.assert_array_equal(select.recall(q, WithoutViews(k), sabi, block_shape=(16, 16), causal=True), expected)

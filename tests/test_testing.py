@@ -83,6 +83,10 @@ def test_make_qkv_values_do_not_depend_on_the_layout():
         assert other_q.flags.c_contiguous
         assert (back(other_q, 4) == q).all()
         assert (back(other_v, 2) == v).all()
+    with pytest.raises(ValueError, match="kv_layout: expected NHD or HND, got 'NDH'"):
+        testing.make_paged(1, 2, 2, [3], 4, 8, kv_layout="NDH")
+    with pytest.raises(ValueError, match=r"block_shape, tokens: expected positive numbers, got \(0, 4\) and 256"):
+        testing.small_frame((0, 4))
     with pytest.raises(ValueError, match="layout: expected BNSD, BSND, BSH or TND, got 'NSD'"):
         testing.make_qkv(*sizes, layout="NSD")
 
