@@ -26,7 +26,7 @@ integration.register()
 from transformers import masking_utils as masks  # noqa: E402
 
 from blitz_attn.integrations._transformers import attention  # noqa: E402
-from blitz_attn.integrations._transformers.masks import RuleMask, make_mask  # noqa: E402
+from blitz_attn.integrations._transformers.masks import RuleMask, TracedMask, make_mask  # noqa: E402
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -537,6 +537,18 @@ def own():
     return make_mask(1, 9, 9, mask_function=masks.and_masks(masks.causal_mask_function, function), use_vmap=True)
 
 
+def ones(keys, valid=7):
+    return (torch.arange(keys) < valid)[None]
+
+
+def with_padding(valid=8):
+    return masks.and_masks(masks.causal_mask_function, masks.padding_mask_function(ones(9, valid)))
+
+
+def with_sequences():
+    return masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])))
+
+
 FALLS_BACK = {
     "holes": (holes, {}, "because of padding between the tokens of a sequence"),
     "matrix": (matrix, {}, "because of a mask that was made as a matrix"),
@@ -544,6 +556,12 @@ FALLS_BACK = {
     "union": (union, {}, "because of a mask of a union of masks"),
     "own": (own, {}, r"because of a mask function of the model's own \(own"),
     "unknown": (lambda: make_mask(1, 9, 9), {"strange_bias": 3}, "because of the model's argument strange_bias"),
+    "two paddings": (lambda: make_mask(1, 9, 9, mask_function=with_padding(), attention_mask=ones(9)), {}, "because of two masks of padding"),
+    "packed and padded": (
+        lambda: make_mask(1, 9, 9, mask_function=with_sequences(), attention_mask=ones(9)),
+        {},
+        "because of packed sequences beside padding or a cache",
+    ),
 }
 
 
@@ -562,6 +580,133 @@ def test_what_is_not_supported_is_computed_by_torch_and_said_once(name, caplog):
     configure(SparseConfig(on_unsupported="error"))
     with pytest.raises(ValueError, match="expected attention that blitz_attn computes, got .*" + reason.removeprefix("because of ")):
         call(q, k, v, mask, **options)
+
+
+def test_masks_of_padding_and_of_one_chunk_have_rules():
+    """As the padding of the batch, and as no rule."""
+    for function, options in ((with_padding(7), {}), (masks.chunked_causal_mask_function(9, torch.zeros(1, dtype=torch.long)), {})):
+        mask = make_mask(1, 9, 9, mask_function=function, **options)
+        assert mask.rules is not None, mask.reason
+        expected = masks.sdpa_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False)
+        assert (seen_by_calls(mask)[0, :7] == expected[0, 0, :7].numpy()).all()
+        q, k, v = tensors(1, 4, 9, 8), tensors(1, 2, 9, 8, seed=1), tensors(1, 2, 9, 8, seed=2)
+        assert (call(q, k, v, mask) - eager(q, k, v, expected))[:, :7].abs().max() < 1e-5
+    assert not attention._TOLD
+
+
+def test_padding_of_another_batch_has_no_rule():
+    mask = make_mask(2, 9, 9, attention_mask=torch.ones(3, 9, dtype=torch.bool))
+    assert (mask.rules, mask.reason) == (None, "padding of 3 sequences for a batch of 2")
+
+
+def test_a_mask_may_be_detached():
+    mask = make_mask(1, 9, 9)
+    assert mask.detach() is mask
+
+
+@pytest.mark.parametrize("rules", [{"causal": True, "left": 3}, {"causal": False, "left": 3, "right": 3}, {"causal": True}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("packed", [None, [0] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 2]], ids=["plain", "one", "packed"])
+def test_a_traced_mask_says_what_it_was_made_of(rules, packed):
+    said = {"left": None, "right": None} | rules
+    numbers = None if packed is None else torch.tensor([packed])
+    mask = TracedMask((1, 1, 9, 9), said["causal"], said["left"], said["right"], numbers, None, 0, 0).as_rules()
+    away = np.arange(9) - np.arange(9)[:, None]
+    expected = (away >= -(9 if said["left"] is None else said["left"])) & (away <= (9 if said["right"] is None else said["right"]))
+    if said["causal"]:
+        expected &= away <= 0
+    if packed is not None:
+        expected &= np.equal.outer(packed, packed)
+    assert mask.rules is not None, mask.reason
+    assert (mask.elements()[0, 0].numpy() == expected).all()
+    q, k, v = (tensors(1, 2, 9, 8, seed=n) for n in range(3))
+    assert (call(q, k, v, mask) - eager(q, k, v, torch.from_numpy(expected))).abs().max() < 1e-5
+
+
+UNSUPPORTED = {
+    "elsewhere": (lambda q, k, v: {"q": q.to("meta"), "k": k.to("meta"), "v": v.to("meta")}, "tensors on meta"),
+    "dtypes": (lambda q, k, v: {"k": k.double()}, "tensors of torch.float32, torch.float64, torch.float32"),
+    "other sizes": (lambda q, k, v: {"mask": make_mask(1, 9, 10, 1)}, r"a mask for \(9, 10\) queries and keys where the layer has \(9, 9\)"),
+    "packed and padded": (
+        lambda q, k, v: {
+            "mask": make_mask(1, 9, 9, attention_mask=ones(9)), "cu_seq_lens_q": torch.tensor([0, 3, 9]), "cu_seq_lens_k": torch.tensor([0, 3, 9])
+        },
+        "packed sequences beside padding or a cache",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(UNSUPPORTED))
+def test_what_is_not_supported_is_refused_where_that_is_asked(name):
+    change, reason = UNSUPPORTED[name]
+    arguments = {"q": tensors(1, 4, 9, 8), "k": tensors(1, 2, 9, 8, seed=1), "v": tensors(1, 2, 9, 8, seed=2), "mask": make_mask(1, 9, 9)}
+    arguments |= change(arguments["q"], arguments["k"], arguments["v"])
+    configure(SparseConfig(on_unsupported="error"))
+    with pytest.raises(ValueError, match=f"expected attention that blitz_attn computes, got {reason}$"):
+        call(**arguments)
+
+
+def test_gradients_beside_a_softcap_need_an_eager_function():
+    q, k, v = (tensors(1, 2, 9, 8, seed=n).requires_grad_() for n in range(3))
+    module = SimpleNamespace(layer_idx=0, is_causal=True, training=False)
+    sentence = "expected a model with an eager attention function to fall back to because of gradients of attention with a softcap, got none$"
+    with pytest.raises(ValueError, match=sentence):
+        attention.attend_dense(module, q, k, v, make_mask(1, 9, 9), softcap=2.0)
+
+
+def test_gradients_beside_a_softcap_are_those_of_the_model():
+    """Computed by the eager function of the model, which is given the causal mask that no mask stands for."""
+    layer = small_model("gemma2").model.layers[0].self_attn
+    q, k, v = tensors(1, 4, 9, 16).requires_grad_(), tensors(1, 2, 9, 16, seed=1), tensors(1, 2, 9, 16, seed=2)
+    out = attention.attend_dense(layer, q, k, v, None, softcap=2.0, scaling=0.3)[0]
+    wide = q.detach().double().requires_grad_()
+    scores = 2 * torch.tanh(wide @ k.double().repeat_interleave(2, dim=1).transpose(2, 3) * 0.3 / 2)
+    weights = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    expected = (weights @ v.double().repeat_interleave(2, dim=1)).transpose(1, 2)
+    assert (out - expected).abs().max() < 1e-5
+    rest = tensors(*out.shape, seed=3)
+    out.backward(rest)
+    expected.backward(rest.double())
+    assert (q.grad - wide.grad).abs().max() < 1e-5
+    assert len(attention._TOLD) == 1
+
+
+def test_blocks_of_the_model_beside_left_padding_without_positions():
+    layer = small_model("minimax_m3").layers[0].self_attn
+    q, k, v = tensors(1, 4, 12, 16), tensors(1, 2, 14, 16, seed=1), tensors(1, 2, 14, 16, seed=2)
+    rng = np.random.default_rng(0)
+    chosen = torch.from_numpy(np.stack([[np.sort(rng.permutation(4)[:3]) for _ in range(12)] for _ in range(2)]))[None]
+    mask = make_mask(1, 12, 14, 2, attention_mask=(torch.arange(14) >= 3)[None])
+    with torch.no_grad():
+        found = attention.attend_dense(layer, q, k, v, mask, scaling=0.25, block_indices=chosen)[0]
+    listed = (chosen[..., None] == torch.arange(14) // 4).any(-2).repeat_interleave(2, dim=1)
+    seen = mask.elements() & listed
+    some = seen.any(-1).transpose(1, 2)[..., None]
+    assert ((found - eager(q, k, v, seen)).abs() * some).max() < 1e-5
+    assert len(attention._TOLD) == 1
+
+
+@pytest.mark.parametrize("starts", [(9, 9), (9, 4), (4, 9)])
+@pytest.mark.parametrize("implementation", ["dense", "sparse"])
+def test_a_softcap_where_all_keys_of_a_sequence_are_padding(starts, implementation):
+    configure(SparseConfig(min_tokens=1, block_shape=(4, 4), chooser=select.Pooled(2), density=1))
+    q, k, v = (tensors(2, 2, 9, 8, seed=n) for n in range(3))
+    mask = make_mask(2, 9, 9, attention_mask=torch.arange(9) >= torch.tensor(starts)[:, None])
+    out = call(q, k, v, mask, implementation, softcap=2.0)
+    for b, start in enumerate(starts):
+        assert (out[b, :start] == 0).all()
+        if start < 9:
+            alone = call(*(x[b : b + 1, :, start:] for x in (q, k, v)), make_mask(1, 9 - start, 9 - start), softcap=2.0)
+            assert (out[b : b + 1, start:] - alone).abs().max() < 1e-6
+    assert not attention._TOLD
+
+
+@pytest.mark.parametrize("tokens", [(9, 0), (0, 5)])
+def test_gemma2_and_a_sequence_of_padding_alone(tokens):
+    model, ids = small_model("gemma2"), torch.arange(3, 21).reshape(2, 9)
+    mask = (torch.arange(9) >= 9 - torch.tensor(tokens)[:, None]).long()
+    where = positions(mask, 2, 9)
+    expected, found = (forward(model, name, ids, attention_mask=mask, position_ids=where) for name in ("eager", "blitz_attn"))
+    assert ((found - expected).abs() * mask[..., None]).max() < 1e-3
 
 
 def test_weights_and_dropout_are_those_of_the_model():
@@ -626,6 +771,16 @@ def test_left_padding_beside_blocks_of_the_model():
     assert len(attention._TOLD) == 1
 
 
+def cached_layer():
+    return paged_cache(small_model("llama")).layers[0]
+
+
+def layer_without_number():
+    configure(SparseConfig(profile=PROFILE, min_tokens=1))
+    module = SimpleNamespace(is_causal=True, training=False, num_key_value_groups=2)
+    return attention.attend_sparse(module, tensors(1, 4, 9, 16), tensors(1, 2, 9, 16), tensors(1, 2, 9, 16), make_mask(1, 9, 9))
+
+
 PROFILE = select.Profile(4, 2, 16, select.Pooled(), (64, 64), "top_p", ((0.9,) * 4,) * 2, "mass", 0.9)
 REFUSED = {
     "density": (lambda: SparseConfig(density=0), "density: expected a number above 0 and at most 1, got 0"),
@@ -655,6 +810,9 @@ REFUSED = {
         lambda: configure(SparseConfig(profile=PROFILE._replace(numbers=PROFILE.numbers[:1])), small_model("llama")),
         "profile: expected one of a model with 2 layers, got one with 1",
     ),
+    "few tokens": (lambda: SparseConfig(min_tokens=-1), "min_tokens: expected at least 0, got -1"),
+    "layer without a number": (layer_without_number, "profile: expected a model whose attention layers have a layer_idx, got one without"),
+    "cropped to more": (lambda: cached_layer().crop(3), "tokens_to_remove: expected a number of at most 0, got 3"),
     "pages": (lambda: paged_cache(small_model("llama"), page_size=0), "page_size: expected 1 to 1024, got 0"),
     "cache of what": (lambda: paged_cache(3), "model: expected a model of transformers or its configuration, got 3"),
 }
@@ -689,6 +847,10 @@ def test_a_profile_gives_each_layer_its_own_budget(monkeypatch):
     configure(SparseConfig(top_p=0.9, min_tokens=1))
     forward(model, "blitz_attn_sparse", torch.arange(3, 20)[None])
     assert seen[len(profile.numbers) :] == [0.9, 0.9]  # what holds for all models holds for this one again
+
+
+def test_a_paged_cache_has_no_greatest_length():
+    assert cached_layer().get_max_length() == -1
 
 
 def test_a_paged_cache_keeps_no_gradients():

@@ -248,7 +248,7 @@ def _attend_capped(layer: _Layer, q: Any, k: Any, v: Any, rules: Rules, q_lens: 
     given = {"layout": "BSND", "causal": True, "window": rules.window, "scale": layer.scaling, "q_lens": q_lens, "kv_lens": kv_lens}
     lists, (block_q, block_kv) = _choose(layer, q, k, k.shape[1], given)
     if lists is None:
-        block_q, block_kv = queries, k.shape[1]
+        block_q, block_kv = queries, max(1, k.shape[1])  # without keys there are no rows
     pages = -(-k.shape[1] // block_kv)
     rows, tables, lengths, selected = [], [], [], []
     for b, (n, m) in enumerate(zip(q_lens, kv_lens, strict=True)):
