@@ -163,6 +163,33 @@ def test_masks_without_a_rule(name):
         from_flex_block_mask(mask)
 
 
+def test_a_mask_that_lets_nothing_be_seen():
+    mask = flex.create_block_mask(lambda b, h, i, j: i < 0, 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
+    options = from_flex_block_mask(mask)
+    assert (options["causal"], options["window"]) == (False, None)
+    q, k, v = problem(batch=1)
+    assert (attended(options, q, k, v) == 0).all()
+
+
+def test_a_mask_that_begins_beyond_the_diagonal():
+    """The last queries see nothing, so that fewer queries than keys say where the diagonal is; with all of them, no window does."""
+    mask = flex.create_block_mask(lambda b, h, i, j: j >= i + 3, 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
+    options = from_flex_block_mask(mask)
+    q, k, v = problem(batch=1)
+    ours = attended(options, q, k, v)
+    torch.testing.assert_close(ours.double(), expected(q, k, v, seen_by(mask, 1, 2, 90, 90)), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="^block_mask: expected partial blocks"):
+        from_flex_block_mask(mask, q_lens=[90], kv_lens=[90])
+
+
+def test_whole_blocks_beyond_the_lengths():
+    """All keys are seen, those of the padding too, which the given lengths would leave out."""
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= 0, 2, 1, 96, 96, device="cpu", BLOCK_SIZE=16)
+    assert mask.kv_num_blocks.sum() == 0
+    with pytest.raises(ValueError, match="^block_mask: expected "):
+        from_flex_block_mask(mask, q_lens=[96, 96], kv_lens=[60, 96])
+
+
 def test_padded_keys_of_a_mask_with_lengths():
     """Queries beyond the padding that attend are no padding."""
     mask = flex.create_block_mask(lambda b, h, i, j: j < LENGTHS[b], 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
@@ -179,6 +206,7 @@ def test_padded_keys_of_a_mask_with_lengths():
         ({"kv_lens": [91, 0]}, ValueError, "kv_lens: expected lengths from 0 to 90, got 0 to 91"),
         ({"cu_seqlens_q": [0, 90]}, ValueError, "cu_seqlens_kv: expected the documents of both queries and keys, got None"),
         ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 80]}, ValueError, r"cu_seqlens_kv: expected numbers rising from 0 to 90, got \[0, 80\]"),
+        ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 40, 90]}, ValueError, "cu_seqlens_kv: expected 2 numbers like cu_seqlens_q, got 3"),
         ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 90]}, ValueError, "block_mask: expected a mask of one packed sequence with documents, got one of a batch of 2"),
     ],
 )

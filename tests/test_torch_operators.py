@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import blitz_attn  # noqa: E402
@@ -158,6 +159,18 @@ def test_choosers_reach_the_library(chooser):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("budget", [{"top_k": [1, 2, 3, 4]}, {"density": [0.3, 0.5, 0.7, 0.9]}, {"top_k": [2]}], ids=str)
+def test_budgets_in_arrays(budget):
+    """A number a head, or one: a list, an array and a tensor say the same."""
+    ((name, numbers),) = budget.items()
+    q, k, v = tensors()
+    options = {"block_shape": (8, 8), "causal": True}
+    expected = blitz_attn.select_and_attend_prefill(*(x.numpy() for x in (q, k, v)), **{name: numbers}, **options)
+    for given in (numbers, np.array(numbers), torch.tensor(numbers, dtype=torch.float64 if name == "density" else torch.int64)):
+        out = functions.select_and_attend_prefill(q, k, v, **{name: given}, **options)
+        assert np.array_equal(out.numpy(), expected)
+
+
 def test_paged_tables_as_a_triple():
     q, k_cache, v_cache, tables, lengths = paged()
     triple = (torch.tensor([0, 3, 5]), torch.tensor([4, 1, 0, 2, 5]), torch.tensor([4, 1]))
@@ -205,8 +218,6 @@ def test_any_number_of_axes(shape):
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @pytest.mark.parametrize("sizes", [(31, 31), (20, 37), (37, 20)])
 def test_causal_biases(sizes):
-    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-
     q, k, v = tensors(queries=sizes[0], keys=sizes[1])
     ones = torch.ones(sizes, dtype=torch.bool)
     for bias, allowed in ((causal_upper_left(*sizes), ones.tril()), (causal_lower_right(*sizes), ones.tril(sizes[1] - sizes[0]))):
@@ -257,6 +268,7 @@ def test_gradients_as_torchs():
     [
         ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0, got 0.1: this attention has no dropout"),
         ({"attn_mask": torch.ones(31, 37, dtype=torch.bool)}, TypeError, "attn_mask: expected None or a CausalBias, got a mask of all queries and keys: say it by"),
+        ({"attn_mask": causal_lower_right(31, 37), "is_causal": True}, ValueError, "is_causal: expected False beside a CausalBias, got True"),
         ({"attn_mask": 3}, TypeError, "attn_mask: expected None or a CausalBias, got int"),
         ({"enable_gqa": False}, ValueError, "key: expected 4 heads like query, or enable_gqa=True, got 2"),
         ({"value": torch.ones(2, 37, 8)}, ValueError, r"value: expected shape \(..., H, S, D\) with the leading axes of query, got \(2, 37, 8\)"),
@@ -265,6 +277,7 @@ def test_gradients_as_torchs():
         ({"query": np.ones((2, 4, 31, 16))}, TypeError, "query: expected a torch tensor, got ndarray"),
         ({"sabi": torch.ones(1, 1, 1, 1)}, TypeError, "sabi: expected integers, got torch.float32"),
         ({"sabi": torch.full((1, 1, 4, 1), 9, dtype=torch.int32), "block_shape": (8, 8)}, ValueError, "sabi: expected .*, got 9"),
+        ({"sabi": np.ones((1, 1, 1, 1))}, TypeError, "sabi: expected uint16, int16, int32 or int64, got float64"),
         ({"sabi": [[1]]}, TypeError, "sabi: expected an array, got list"),
         ({"kv_lens": torch.tensor([1, 2], device="meta")}, TypeError, "kv_lens: expected a dense tensor in CPU memory"),
         ({"kv_lens": [1.5, 2]}, TypeError, "kv_lens: expected integers, got float64"),
@@ -313,6 +326,8 @@ def test_no_gradient(name):
 
 def test_bad_paged_calls():
     q, k_cache, v_cache, tables, lengths = paged()
+    with pytest.raises(TypeError, match="^block_tables: expected an array, got NoneType$"):
+        functions.paged_attention(q, k_cache, v_cache, None, lengths)
     with pytest.raises(ValueError, match="^seq_lens: expected one length per request with an array of block_tables, got None$"):
         functions.paged_attention(q, k_cache, v_cache, tables)
     with pytest.raises(TypeError, match="^selected: expected an array, got NoneType$"):
