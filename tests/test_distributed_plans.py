@@ -6,9 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
-from blitz_attn import sabi
-from blitz_attn.distributed import ContextParallelPlan
+from blitz_attn import distributed, sabi
+from blitz_attn.distributed import Alone, ContextParallelPlan
 from blitz_attn.distributed._dispatch import chain_cut
+from blitz_attn.distributed._exchange import window
 
 DISPATCHES = ("cut", "zigzag", "contiguous", "items")
 
@@ -280,6 +281,15 @@ BAD = [
     ({"q_lens": [257]}, ValueError, "q_lens: expected lengths from 0 to 256, got [257]"),
     ({"layout": "TND"}, ValueError, "s_q: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv, got some"),
     ({"layout": "TND", "s_q": None}, TypeError, "cu_seqlens_q: expected cumulative lengths with layout TND, got None"),
+    ({"layout": "TND", "s_q": None, "cu_seqlens_q": [0, 9], "cu_seqlens_kv": [0, 4, 9]}, ValueError,
+     "cu_seqlens_kv: expected 2 numbers like cu_seqlens_q, got 3"),
+    ({"layout": "TND", "s_q": None, "cu_seqlens_q": [0, 9], "batch": 2}, ValueError, "batch: expected 1 as cu_seqlens_q says, got 2"),
+    ({"layout": "TND", "s_q": None, "cu_seqlens_q": [0, 9, 5]}, ValueError,
+     "cu_seqlens_q: expected at least two cumulative lengths that rise from 0, got [0, 9, 5]"),
+    ({"sabi": np.zeros((1, 1, 2, 1))}, TypeError, "sabi: expected an integer array, got float64"),
+    ({"sabi": np.zeros((2, 1), int)}, ValueError, "sabi: expected shape (B or 1, H, Hkv or 1, rows, width), got (2, 1)"),
+    ({"dtype": 3}, TypeError, "dtype: expected a dtype or its name, got int"),
+    ({"dtype": "two words"}, TypeError, "dtype: expected float32, float16, bfloat16 or float64, got 'two words'"),
     ({"cu_seqlens_q": [0, 2]}, ValueError, "cu_seqlens_q: expected none with layout BNSD, whose lengths are q_lens and kv_lens, got some"),
     ({"window": (-2, 0)}, ValueError, "window: expected two numbers of tokens (before, after), -1 for no bound, got (-2, 0)"),
     ({"link": 0.0}, ValueError, "link: expected a positive number, got 0.0"),
@@ -294,3 +304,54 @@ def test_bad_plans(changed, kind, text):
     with pytest.raises(kind) as caught:
         ContextParallelPlan(given.pop("sabi"), given.pop("s_q"), **given)
     assert str(caught.value) == text
+
+
+# ---- Calls on one rank --------------------------------------------------------------------------------------------
+
+
+def alone(**options):
+    return ContextParallelPlan(None, 256, comm=Alone(), **options)
+
+
+def test_names_of_the_package():
+    assert set(distributed.__all__) <= set(dir(distributed))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_tensors_come_back_as_tensors(dtype):
+    torch = pytest.importorskip("torch")
+    x = torch.arange(2 * 256 * 3).reshape(2, 256, 3).to(getattr(torch, dtype))
+    shard = distributed.dispatch(x, alone(), axis=1)
+    assert (type(shard), shard.dtype) == (torch.Tensor, x.dtype)
+    assert torch.equal(shard, x)
+    assert torch.equal(distributed.undispatch(shard, alone(), axis=1), x)
+
+
+X, LSE = np.zeros((1, 1, 256, 128), np.float32), np.zeros((1, 1, 256), np.float32)
+BAD_CALLS = [
+    (TypeError, "plan: expected a ContextParallelPlan, got int", lambda: distributed.context_parallel_attention(X, X, X, 3)),
+    (TypeError, "plan: expected a ContextParallelPlan, got NoneType", lambda: distributed.dispatch(X, None)),
+    (ValueError, "plan: expected one that was made with a communicator, got one that was made with size",
+     lambda: distributed.context_parallel_attention(X, X, X, ContextParallelPlan(None, 256, size=1))),
+    (ValueError, "axis: expected one of the 4 axes of x, got 4", lambda: distributed.dispatch(X, alone(), axis=4)),
+    (ValueError, r"x: expected 256 tokens on axis 3, got shape \(1, 1, 256, 128\)", lambda: distributed.dispatch(X, alone(), axis=3)),
+    (TypeError, "lse: expected float32, got float64",
+     lambda: distributed.context_parallel_attention_backward(X, X, X, X, X, LSE.astype(float), alone())),
+    (ValueError, r"lse: expected shape \(1, 1, 256\), this rank's shard, got \(1, 256\)",
+     lambda: distributed.context_parallel_attention_backward(X, X, X, X, X, LSE[0], alone())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "sentence", "call"), BAD_CALLS, ids=lambda x: x[:40] if isinstance(x, str) else None)
+def test_bad_calls_on_one_rank(error, sentence, call):
+    with pytest.raises(error, match=f"^{sentence}$"):
+        call()
+
+
+def test_a_window_of_no_bytes_is_an_array():
+    """What a rank exchanges may be nothing, and no memory can be mapped for that."""
+    assert window((0, 3), "float32").shape == (0, 3)
+    some = window((2, 3), "float32")
+    assert (some.shape, some.dtype, some.any()) == ((2, 3), np.float32, False)
+    some[1, 2] = 1
+    assert some.sum() == 1

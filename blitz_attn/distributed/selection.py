@@ -8,6 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _arrays
+from .._sentences import shown
 from ..quest import _block_size, _budgets, select_blocks
 from ._comm import Agreement, communicator
 from .decode import DecodePlan
@@ -182,8 +183,10 @@ def _own_blocks(
     if plan is not None:
         if interleave is not None:
             raise ValueError("interleave: expected None with plan, which says who holds what, got a number")
-        if plan.page_size != size or not np.array_equal(plan.seq_lens, lengths):
-            raise ValueError(f"plan: expected a plan of these seq_lens and pages of {size} tokens, got one of {plan.page_size} tokens")
+        if plan.page_size != size:
+            raise ValueError(f"plan: expected one of pages of {size} tokens, got one of pages of {plan.page_size}")
+        if not np.array_equal(plan.seq_lens, lengths):
+            raise ValueError(f"plan: expected one of seq_lens {shown(lengths.tolist())}, got one of {shown(plan.seq_lens.tolist())}")
         return plan.own_pages()
     if interleave is None:
         if agreement.size > 1:

@@ -249,6 +249,9 @@ BAD_SELECTION = {
     "recent": (lambda r: {"recent": [1, 2, 3]}, "ValueError: recent: expected a number, or 2 of them, one per request, got shape (3,)"),
     "method": (lambda r: {"method": "best"}, "ValueError: method: "),
     "lengths": (lambda r: {"seq_lens": [-1, 5]}, "ValueError: seq_lens: expected lengths of at least 0, got [-1, 5]"),
+    "block size": (lambda r: {"block_size": 0}, "ValueError: block_size: expected at least 1 token, got 0"),
+    "few recent": (lambda r: {"recent": [1, -1]}, "ValueError: recent: expected at least 0 pages, got -1"),
+    "tokens since": (lambda r: {"tokens_since_metadata_update": -2}, "ValueError: tokens_since_metadata_update: expected at least 0, or -1 for no window, got -2"),
     "source of one rank": (lambda r: {"source": np.zeros(3)} if r else {}, "ValueError: source: expected four axes, got shape (3,) (on rank 1)"),
     "q of one rank": (lambda r: {"q": np.zeros((2, 4, 32), np.int32)} if r else {}, "TypeError: q: expected float32"),
 }  # fmt: skip
@@ -268,3 +271,24 @@ def test_bad_selection_raises_the_same_on_all_ranks(name):
     assert texts[0] == texts[1]
     assert texts[0] is not None
     assert texts[0].startswith(sentence), texts[0]
+
+
+def test_a_plan_of_something_else_is_refused():
+    p = testing.make_paged(2, 4, 2, [500, 77], 16, 32, poison=False)
+    tables = np.maximum(p.block_tables, 0)
+    given = {"q": p.q, "source": p.k_cache, "tables": tables, "k": 5, "method": "max"}
+    plan = DecodePlan(tables, p.seq_lens, page_size=16, comm=Alone(), kv_split=32)
+    with pytest.raises(ValueError, match="^interleave: expected None with plan, which says who holds what, got a number$"):
+        select_blocks_distributed(**given, seq_lens=p.seq_lens, plan=plan, interleave=32)
+    with pytest.raises(ValueError, match=r"^plan: expected one of seq_lens \[499, 77\], got one of \[500, 77\]$"):
+        select_blocks_distributed(**given, seq_lens=[499, 77], plan=plan)
+    with pytest.raises(ValueError, match="^plan: expected one of pages of 8 tokens, got one of pages of 16$"):
+        select_blocks_distributed(**given, seq_lens=p.seq_lens, plan=plan, block_size=8)
+
+
+def test_one_rank_needs_no_turns():
+    p = testing.make_paged(3, 4, 2, [500, 77, 0], 16, 32, poison=False)
+    tables = np.maximum(p.block_tables, 0)
+    expected = blitz_attn.select_blocks(p.q, p.k_cache, tables, p.seq_lens, 5, method="max")
+    got = select_blocks_distributed(p.q, p.k_cache, tables, p.seq_lens, 5, method="max", comm=Alone())
+    assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
