@@ -61,7 +61,8 @@ def test_the_text_has_what_the_dict_has(capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("50000 100000\n", 0.5), ("150000\n", None), ("a b\n", None), (None, None)]
+    ("text", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("50000 100000\n", 0.5), ("150000\n", None), ("a b\n", None),
+     (None, None)]
 )
 def test_the_quota_of_the_control_group(text, quota, monkeypatch):
     def stand_in(path, **_options):
@@ -213,6 +214,8 @@ def test_kernels_are_no_higher_than_the_level():
 def test_probes_measure_rates_above_zero():
     for level in blitz_attn.isa_levels(available=True):
         assert _core.probe_flops(level, 0.01, 1) > 0.1  # GFLOP/s
+        if level != "amx":  # the one level that has tiles
+            assert _core.probe_tile_flops(level, 0.001, 1) == 0
         assert _core.probe_read(level, 1 << 16, 0.01, 1) > 0.1  # GB/s
         assert _core.probe_read(level, np.ones(1 << 15, np.uint8), 0.01, 2) > 0.1
         assert _core.probe_read(level, np.ones(1 << 15, np.uint8), None, 2) > 0.1  # once

@@ -211,6 +211,11 @@ def test_a_row_keeps_its_best_block(operation):
     assert (sabi[..., 0] == scores.argmax(axis=-1)).all()
 
 
+def huge(*shape):
+    """A view of a shape that no memory could hold, of head dimension 1."""
+    return np.broadcast_to(np.zeros((), np.float32), shape)[..., None]
+
+
 BAD = [
     ({"chooser": "best"}, ValueError, "chooser: expected one of pooled, antidiagonal, sampled_rows, vertical_slash, got 'best'"),
     ({"chooser": 3}, TypeError, "chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got int"),
@@ -241,6 +246,8 @@ BAD = [
     ({"recent": -3}, ValueError, "recent: expected at least 0 blocks, got -3"),
     ({"last_rows": -1}, ValueError, "last_rows: expected at least 0 blocks, got -1"),
     ({"index_dtype": "float32"}, ValueError, "index_dtype: expected one of int32, uint16, int16, int64, got 'float32'"),
+    ({"block_shape": (1, 1), "chooser": select.Pooled(1), "q": huge(2**12, 2**10, 2**20), "k": huge(2**12, 2**10, 2**20)}, ValueError,
+     "q: expected scores below 2^63 bytes, got shape (4096, 1024, 1048576, 1048576)"),
     ({"block_shape": (1, 1), "chooser": select.Pooled(1), "index_dtype": "int16", "k": np.zeros((1, 2, 40000, 8), np.float32)}, ValueError,
      "index_dtype: expected one that holds 40000 columns, got int16"),
     ({"k": np.zeros((1, 2, 128, 9), np.float32)}, ValueError, "k: expected shape (B, Hkv, Skv, D) with D = 8 like q, got (1, 2, 128, 9)"),

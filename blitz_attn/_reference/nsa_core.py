@@ -269,8 +269,6 @@ class Selector(NamedTuple):
     @property
     def overlaps(self) -> list[tuple[int, int]]:
         """(offset, times): how often compressed block ``(l'/d) j + offset`` counts for selection block j."""
-        if self.mode == "mslk":
-            return [(0, 1)]
         wide, narrow = self.select_block_size // self.stride, self.block_size // self.stride
         counts: dict[int, int] = {}
         for m in range(wide):
