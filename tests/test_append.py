@@ -142,7 +142,8 @@ def test_summaries_of_the_twin(dtype, kv_layout):
             testing.round_to(rng.standard_normal((sum(q_lens or [1] * 3), KV_HEADS, dim)), "bfloat16" if named else dtype).view(kind)
             for dim in (DIM, V_DIM)
         ]
-        where = {"block_tables": block_tables, "seq_lens": seq_lens, "q_lens": q_lens, "metadata_block_tables": tables, "kv_layout": kv_layout}
+        where = {"block_tables": block_tables, "seq_lens": seq_lens, "q_lens": q_lens, "kv_layout": kv_layout}
+        where["metadata_block_tables"] = tables
         blitz_attn.append_paged_kv(*tokens, *got, maxblocks=got_pages[0], minblocks=got_pages[1], **where, **named)
         reference.append_paged_kv(*tokens, *expected, maxblocks=expected_pages[0], minblocks=expected_pages[1], **where, **named)
         assert_same(got + got_pages, expected + expected_pages)

@@ -304,7 +304,8 @@ MASK = np.zeros((300, 300), bool)
         ({"sabi": np.zeros((1, 2, 3, 1), np.float32)}, TypeError, r"^sabi: expected uint16, .*, got float32"),
         ({"query": np.zeros((2, 300, 32), np.float32)}, ValueError, r"^query: expected shape \(B, H, Sq, D\)"),
         ({"query": np.zeros((1, 2, 300, 31), np.float32)}, ValueError, r"^key: expected shape .* with D = 31 like query"),
-        ({"value": np.zeros((1, 2, 299, 32), np.float32)}, ValueError, r"^value: expected .* the batch, heads and tokens of key \(1, 2, 300, 32\)"),
+        ({"value": np.zeros((1, 2, 299, 32), np.float32)}, ValueError,
+         r"^value: expected .* the batch, heads and tokens of key \(1, 2, 300, 32\)"),
         ({"key": np.zeros((1, 3, 300, 32), np.float32)}, ValueError, r"^key: expected a number of heads that divides query's 2, got 3"),
     ],
 )

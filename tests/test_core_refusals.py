@@ -95,7 +95,8 @@ CASES = [
     ("block_means", ValueError, "block_size: expected at least 1 token, got 0", {"block_size": 0}),
     ("block_means", ValueError, "stride: expected at least 1 token, got 0", {"stride": 0}),
     ("block_means", ValueError, r"out: expected 3 blocks, got \(1, 2, 2, 4\)", {"out": unwritten(1, 2, 2, 4)}),
-    ("block_means", TypeError, "out: expected dtype float32 like x, or float32, got float16", {"out": unwritten(1, 3, 2, 4, dtype=np.float16)}),
+    ("block_means", TypeError, "out: expected dtype float32 like x, or float32, got float16",
+     {"out": unwritten(1, 3, 2, 4, dtype=np.float16)}),
     ("block_means", ValueError, r"out: expected batch, heads and last axis of x \(1, 12, 2, 4\), got \(1, 3, 1, 4\)",
      {"out": unwritten(1, 3, 1, 4)}),
     ("block_means", TypeError, "weight: expected dtype float32, got float64", {"weight": zeros(2, 4, 4, dtype=np.float64)}),
@@ -103,7 +104,8 @@ CASES = [
      {"weight": zeros(2, 4, 5)}),
     ("block_means", ValueError, r"cu_blocks: expected 3, the number of blocks in the sequences before this one, got 2 at \[1\]",
      packed_means(cu_blocks=[0, 2])),
-    ("block_means", ValueError, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none", packed_means(cu_blocks=None)),
+    ("block_means", ValueError, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none",
+     packed_means(cu_blocks=None)),
     ("block_means", ValueError, "cu_blocks: expected 2 entries like cu_seqlens, got 1", packed_means(cu_blocks=[0])),
     ("block_means", ValueError, "cu_seqlens: expected at least one number, got none", packed_means(cu_seqlens=[])),
     ("block_means_backward", ValueError, r"dout: expected batch, heads, last axis and dtype of dx \(1, 12, 2, 4\), got \(1, 3, 2, 3\)",
@@ -120,7 +122,8 @@ CASES = [
     ("gate", TypeError, "o_slc: expected dtype float32 like the other arrays, got float16", {"branches": (X, X.astype(np.float16), X)}),
     ("gate", ValueError, "o_win: expected 1 x 12 tokens and 2 heads like the other arrays, .*, got 1 x 12 tokens, 1 heads",
      {"branches": (X, X, X[:, :, :1])}),
-    ("gate", TypeError, "out: expected dtype float32 like the other arrays, got float64", {"out": unwritten(1, 12, 2, 4, dtype=np.float64)}),
+    ("gate", TypeError, "out: expected dtype float32 like the other arrays, got float64",
+     {"out": unwritten(1, 12, 2, 4, dtype=np.float64)}),
     ("gate_backward", TypeError, "gate_proj_weight: expected float32, got float64",
      {"gate_proj_weight": zeros(2, 3, 4, dtype=np.float64)}),
     ("gate_backward", ValueError, "dq: expected .* a last axis of 4, got .* a last axis of 3", {"dq": unwritten(1, 12, 2, 3)}),
@@ -133,12 +136,14 @@ CASES = [
     ("nsa_select", ValueError, "init_blocks: expected a number from 0 to 1073741823, got -1", {"init_blocks": -1}),
     ("nsa_select", ValueError, "compress_stride: expected a divisor of compress_block_size = 4 and of select_block_size = 4, got 3",
      {"compress_stride": 3}),
-    ("nsa_select", ValueError, "compress_stride: expected compress_block_size = 4 with tiles, got 2", {"q_tile_size": 4, "compress_stride": 2}),
+    ("nsa_select", ValueError, "compress_stride: expected compress_block_size = 4 with tiles, got 2",
+     {"q_tile_size": 4, "compress_stride": 2}),
     ("nsa_select", ValueError, "scale: expected a finite number, got nan", {"scale": np.nan}),
     ("nsa_select", ValueError, "q: expected at most 1073741823 tokens per sequence, got 2147483648", {"tokens": 2**31}),
     ("nsa_select", ValueError, "q: expected at most 5 tokens from token 0 on, got 12", {"tokens": 5}),
     ("nsa_select", ValueError, r"k_cmp: expected \(1, 5, Hkv, D\), got \(1, 3, 2, 4\)", {"tokens": 20}),
-    ("nsa_select", ValueError, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none", packed_select(cu_blocks=None)),
+    ("nsa_select", ValueError, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none",
+     packed_select(cu_blocks=None)),
     ("nsa_select", ValueError, "cu_blocks: expected 3 blocks of sequence 0, got 2",
      packed_select(cu_blocks=[0, 2], k_cmp=zeros(2, 2, 4))),
     ("nsa_select", ValueError, r"num_selected_blocks: expected at least 1, and at least init_blocks \+ local_blocks = 3, got 2",
@@ -149,7 +154,8 @@ CASES = [
      {"cmp_block_indices": unwritten(1, 2, 12, 1, dtype=np.int32)}),
     ("block_sparse_attention", ValueError, "cu_rows: expected none with layout BNSD, whose lists have a batch axis, got some",
      {"sabi": LISTS, "cu_rows": [0, 2]}),
-    ("block_sparse_attention", ValueError, r"cu_rows: expected 2, the number of block rows in the sequences before this one, got 3 at \[1\]",
+    ("block_sparse_attention", ValueError,
+     r"cu_rows: expected 2, the number of block rows in the sequences before this one, got 3 at \[1\]",
      packed_attention(cu_rows=[0, 3])),
     ("block_sparse_attention", ValueError, r"sabi: expected shape \(2 or 1, 2, W\), got \(2, 3, 1\)",
      packed_attention(sabi=zeros(2, 3, 1, dtype=np.int32))),
@@ -182,7 +188,9 @@ def test_the_packed_call_without_changes_is_right(function, changes):
     getattr(_core, function)(**(CALLS[function]() | changes))
 
 
-@pytest.mark.parametrize(("function", "error", "pattern", "changes"), [pytest.param(*case, id=f"{case[0]}-{case[2][:50]}") for case in CASES])
+@pytest.mark.parametrize(
+    ("function", "error", "pattern", "changes"), [pytest.param(*case, id=f"{case[0]}-{case[2][:50]}") for case in CASES]
+)
 def test_the_core_refuses(function, error, pattern, changes):
     arguments = CALLS[function]() | changes
     before = outputs_of(arguments)

@@ -451,7 +451,8 @@ def zeros(*shape, dtype=np.float32):
 X, PACKED, BLOCKS, LSE, GATES = zeros(1, 12, 2, 4), zeros(12, 2, 4), zeros(1, 3, 2, 4), zeros(1, 12, 2), zeros(1, 12, 2, 3)
 WIDE, WIDE_BLOCKS = zeros(1, 12, 2, 577), zeros(1, 3, 2, 577)
 PARTS = [
-    (ValueError, r"v: expected the tokens and heads of k \(1, 12, 2, 4\), got \(1, 11, 2, 4\)", lambda: library.compress_kv(X, X[:, 1:], 4)),
+    (ValueError, r"v: expected the tokens and heads of k \(1, 12, 2, 4\), got \(1, 11, 2, 4\)",
+     lambda: library.compress_kv(X, X[:, 1:], 4)),
     (ValueError, "k: expected shape .* a last axis from 1 to 576, got .1, 12, 2, 577", lambda: library.compress_kv(WIDE, X, 4)),
     (ValueError, "v: expected shape .* at least one head .*, got .1, 12, 2, 577", lambda: library.compress_kv(X, WIDE, 4)),
     (ValueError, "k: expected shape .* a last axis from 1 to 576, got .1, 12, 2, 577",
@@ -464,15 +465,19 @@ PARTS = [
      lambda: library.score_and_select_blocks(PACKED, PACKED[:2], 4, 4, compress_stride=4, cu_seqlens=[0, 12])),
     (ValueError, r"k_cmp: expected a number of heads that divides q's 2, got 3",
      lambda: library.compressed_attention_backward(X, X, zeros(1, 3, 3, 4), zeros(1, 3, 3, 4), X, LSE, 4)),
-    (ValueError, r"k: expected the tokens of q \(1, 12, 2, 4\), got \(1, 11, 2, 4\)", lambda: library.window_attention(X, X[:, 1:], X[:, 1:], 4)),
-    (ValueError, "q: expected a head dim D from 1 to 576, got 577", lambda: library.window_attention_backward(WIDE, WIDE, WIDE, WIDE, WIDE, LSE, 4)),
+    (ValueError, r"k: expected the tokens of q \(1, 12, 2, 4\), got \(1, 11, 2, 4\)",
+     lambda: library.window_attention(X, X[:, 1:], X[:, 1:], 4)),
+    (ValueError, "q: expected a head dim D from 1 to 576, got 577",
+     lambda: library.window_attention_backward(WIDE, WIDE, WIDE, WIDE, WIDE, LSE, 4)),
     (ValueError, r"q: expected the tokens and heads of o_cmp \(1, 12, 2, 4\), got \(1, 12, 1, 4\)",
      lambda: library.gating_backward(X[:, :, :1], X, X, X, X, GATES)),
     (ValueError, "v: expected at least one head and a head dim from 1 to 576, got .1, 12, 2, 0", lambda: library.nsa(X, X, X[..., :0])),
-    (ValueError, "out: expected a writable array, got a read-only one", lambda: library.nsa(X, X, X, out=np.broadcast_to(X[:, :1], X.shape))),
+    (ValueError, "out: expected a writable array, got a read-only one",
+     lambda: library.nsa(X, X, X, out=np.broadcast_to(X[:, :1], X.shape))),
     (ValueError, "out: expected memory of its own, got an array that overlaps k", lambda: library.nsa(X.copy(), X, X.copy(), out=X)),
     (TypeError, "q: expected float64 as dtype says, got float32", lambda: library.nsa(X, X, X, dtype="float64")),
-    (ValueError, "compress_block_size: expected at most 1073741824, got 2147483648", lambda: library.nsa(X, X, X, compress_block_size=2**31)),
+    (ValueError, "compress_block_size: expected at most 1073741824, got 2147483648",
+     lambda: library.nsa(X, X, X, compress_block_size=2**31)),
 ]  # fmt: skip
 
 

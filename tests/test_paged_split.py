@@ -143,7 +143,8 @@ BAD = [
     ({"window": -2, "kv_split": 16}, ValueError, "window: expected a token count"),
     ({"out": np.zeros((2, 4, 31), np.float32), "kv_split": 16}, ValueError, "out: expected shape \\(2, 4, 32\\), got \\(2, 4, 31\\)"),
     ({"out": np.zeros((2, 4, 32), np.float16), "kv_split": 16}, TypeError, "out: expected dtype float32, got float16"),
-    ({"out": np.broadcast_to(np.float32(0), (2, 4, 32)), "kv_split": 16}, ValueError, "out: expected a writable array, got a read-only one"),
+    ({"out": np.broadcast_to(np.float32(0), (2, 4, 32)), "kv_split": 16}, ValueError,
+     "out: expected a writable array, got a read-only one"),
     ({"q_begin": [1], "kv_split": 16}, ValueError, r"q_begin: expected 2 entries, one per request, got shape \(1,\)"),
     ({"q_lens": [2], "kv_split": 16}, ValueError, r"q_lens: expected 2 entries, one per request, got shape \(1,\)"),
     ({"q_lens": [1, 2], "kv_split": 16}, ValueError, r"q: expected shape \(3, H, D\), got \(2, 4, 32\)"),
@@ -190,7 +191,8 @@ TRIPLES = [
 @pytest.mark.parametrize(("changes", "sentence"), TRIPLES, ids=lambda x: str(x)[:50])
 def test_refused_triples(changes, sentence):
     case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
-    triple = {"indptr": [0, 2, 5], "indices": np.concatenate([case.block_tables[0, :2], case.block_tables[1, :3]]), "last": [14, 8]} | changes
+    pages = np.concatenate([case.block_tables[0, :2], case.block_tables[1, :3]])
+    triple = {"indptr": [0, 2, 5], "indices": pages, "last": [14, 8]} | changes
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         blitz_attn.paged_attention(case.q, case.k_cache, case.v_cache, tuple(map(np.asarray, triple.values())), None, kv_split=16)
 
