@@ -355,3 +355,14 @@ def test_a_window_of_no_bytes_is_an_array():
     assert (some.shape, some.dtype, some.any()) == ((2, 3), np.float32, False)
     some[1, 2] = 1
     assert some.sum() == 1
+
+
+def test_a_waiting_thread_needs_mpi_that_allows_one(monkeypatch):
+    monkeypatch.setattr("blitz_attn.distributed.attention.has_threads", lambda: False)
+    with pytest.raises(ValueError, match='^overlap: expected MPI initialised with MPI_THREAD_MULTIPLE for "thread", got a lower level$'):
+        distributed.context_parallel_attention(X, X, X, alone(), overlap="thread")
+
+
+def test_one_rank_sends_nothing():
+    with pytest.raises(RuntimeError, match="^comm: expected no message, because there is one rank, got one$"):
+        Alone().Isend(X)

@@ -854,6 +854,12 @@ def test_a_profile_gives_each_layer_its_own_budget(monkeypatch):
     assert seen[len(profile.numbers) :] == [0.9, 0.9]  # what holds for all models holds for this one again
 
 
+def test_a_version_whose_masks_have_no_offset_is_refused(monkeypatch):
+    monkeypatch.setattr(masks, "sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match=r"^transformers: expected a version whose masks have a q_offset, such as 5\.24, got \d"):
+        integration.register()
+
+
 def test_a_paged_cache_has_no_greatest_length():
     assert cached_layer().get_max_length() == -1
 

@@ -8,7 +8,8 @@ import pytest
 
 import blitz_attn
 import launcher
-from blitz_attn.distributed import _comm
+from blitz_attn.distributed import Alone, _comm
+from ranks import sentences
 
 
 @pytest.mark.parametrize("case", launcher.names_of("cases_comm"))
@@ -61,3 +62,42 @@ def test_ranks_that_share_cpus_are_named():
     ranks = [place("a", 0, 1), place("a", 2), place("b", 0, 1), place("a", 1, 2)]
     assert _comm.shared_cpus(ranks) == [(0, 3, (1,))]
     assert _comm.shared_cpus(ranks[:3]) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "sentence"),
+    [
+        (RuntimeError("no library\nanywhere"), ImportError,
+         r"^blitz_attn.distributed: mpi4py found no MPI library: .* \(no library anywhere\)$"),
+        (ImportError("libmpi.so"), ImportError, r"^blitz_attn.distributed: mpi4py found no MPI library: .* \(libmpi.so\)$"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), ModuleNotFoundError, "^No module named 'x'$"),
+    ],
+)
+def test_the_sentence_where_mpi4py_cannot_be_imported(error, kind, sentence, monkeypatch):
+    def import_module(name):
+        raise error
+
+    monkeypatch.setattr(_comm.importlib, "import_module", import_module)
+    with pytest.raises(kind, match=sentence):
+        _comm.import_mpi()
+
+
+def test_ranks_that_note_more_than_others_disagree():
+    def work(comm):
+        with _comm.Agreement(comm, "call") as agreement:
+            agreement.same("k", 3)
+            if comm.Get_rank() == 1:
+                agreement.same("more", 5)
+
+    sentence = "ValueError: call: expected the same arguments on all ranks, got more of them on some"
+    assert sentences(2, work) == [sentence] * 2
+
+
+class NoComm(Alone):
+    def Allgather(self, *arguments):  # noqa: N802 - MPI's name
+        raise AssertionError("no rank was to be asked")
+
+
+def test_an_interrupt_goes_on_without_the_other_ranks():
+    with pytest.raises(KeyboardInterrupt), _comm.Agreement(NoComm(), "call"):
+        raise KeyboardInterrupt
