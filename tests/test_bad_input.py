@@ -156,6 +156,7 @@ CASES = [
     ("sabi_float", TypeError, r"^sabi: expected uint16, int16, int32 or int64, got float32",
      lambda a: {"sabi": a["sabi"].astype(np.float32)}),
     ("sabi_uint8", TypeError, r"^sabi: expected uint16, .*, got uint8", lambda a: {"sabi": a["sabi"].astype(np.uint8)}),
+    ("sabi_int8", TypeError, r"^sabi: expected uint16, .*, got int8", lambda a: {"sabi": a["sabi"].astype(np.int8)}),
     ("sabi_bool", TypeError, r"^sabi: expected uint16, .*, got bool", lambda a: {"sabi": a["sabi"] > 0}),
     ("sabi_list", TypeError, r"^sabi: expected an array, got list", lambda a: {"sabi": a["sabi"].tolist()}),
     ("entry_beyond", ValueError, r"^sabi: expected .*, got 5 ", lambda a: {"sabi": set_entries(a["sabi"], 0, 5)}),

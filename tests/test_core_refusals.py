@@ -77,6 +77,23 @@ def merge():
     return {"empty": np.empty, "outs": (X,), "lses": (zeros(1, 12, 2),)}
 
 
+def choose():
+    q = zeros(1, 2, 64, 8)
+    given = {"empty": np.empty, "q": q, "k": q, "v": q, "sabi": None, "block_shape": (32, 32), "layout": "BNSD", "causal": False}
+    given |= dict.fromkeys(("scale", "window", "q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv"))
+    given |= dict.fromkeys(("num_heads", "num_kv_heads", "dtype", "num_threads"))
+    given |= {"chooser": "pooled", "pool_q": 8, "pool_k": 8, "term": "both", "largest": True, "budget": "density"}
+    given |= {"budgets": np.array([0.5]), "sink": 1, "recent": 1, "last_columns": 0, "first_rows": 0, "last_rows": 0, "per_kv_head": False}
+    return given | {"index_dtype": "int32", "return_scores": False}
+
+
+def select_pages():
+    given = {"empty": np.empty, "method": "max", "query": zeros(1, 2, 8), "a": zeros(4, 16, 2, 8), "b": None, "tables": np.array([[0, 1]])}
+    given |= {"seq_lens": [20], "k": 2, "block_size": 16, "per_query_head": False, "sink": 0, "recent": [0], "budget": [1]}
+    given |= {"tokens_since_metadata_update": -1, "ascending": True, "kv_layout": "NHD", "selected_indices": None, "return_counts": False}
+    return given | {"return_scores": False, "dtype": None, "num_threads": None}
+
+
 CALLS = {
     "block_means": means,
     "block_means_backward": means_backward,
@@ -85,6 +102,8 @@ CALLS = {
     "nsa_select": select,
     "block_sparse_attention": attention,
     "merge_states": merge,
+    "select_prefill": choose,
+    "select_blocks": select_pages,
 }
 
 CASES = [
@@ -165,6 +184,12 @@ CASES = [
     ("block_sparse_attention", ValueError, r"window: expected no bound where key_stride is given, got \(3, 4\)",
      {"key_stride": 2, "q_begin": [0], "window": (3, 4)}),
     ("merge_states", ValueError, "lses: expected 2 arrays, one for each of outs, got 1", {"outs": (X, X)}),
+    ("select_prefill", ValueError, "chooser: expected pooled or another of that kind, got 'best'", {"chooser": "best"}),
+    ("select_prefill", ValueError, "term: expected mean or another of that kind, got 'most'", {"term": "most"}),
+    ("select_prefill", ValueError, "budget: expected density or another of that kind, got 'all'", {"budget": "all"}),
+    ("select_prefill", ValueError, "index_dtype: expected uint16 or another of that kind, got 'int8'", {"index_dtype": "int8"}),
+    ("select_prefill", ValueError, r"density: expected one number, or one for each of 2 lists, got \(3,\)", {"budgets": np.full(3, 0.5)}),
+    ("select_blocks", ValueError, r"budget: expected at least 0 pages, got -1 at \[0\]", {"budget": [-1]}),
     ("merge_states", ValueError, "outs: expected at least 1 array, got 0", {"outs": (), "lses": ()}),
 ]  # fmt: skip
 
