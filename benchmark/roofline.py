@@ -14,6 +14,7 @@ it (F or P for its arithmetic, R for reading), measured in the same turns. Colum
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from blitz_attn import _core
 from saved import add_save, main_with_save
 
 READ_LEVELS = ("L1", "L2", "L3", "DRAM")
+DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # tests read little: what comes out is no limit then
 DEFAULT_CACHES = {"L1": 32 << 10, "L2": 512 << 10, "L3": 16 << 20}  # where the system does not tell
 
 
@@ -63,7 +65,7 @@ def read_sizes(threads: int) -> dict[str, int]:
         below = caches[level]
     largest = max(caches.values())
     # what L3 keeps of memory that is read again and again makes it look quicker than it is (of four times L3: by a quarter)
-    sizes["DRAM"] = max(8 * largest, 1 << 30) // threads
+    sizes["DRAM"] = (DRAM_BYTES or max(8 * largest, 1 << 30)) // threads
     return sizes
 
 

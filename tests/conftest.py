@@ -5,6 +5,8 @@ import sys
 
 # The reference multiplies many small matrices: BLAS threads would cost more than they bring, above all on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Benchmark scripts would take two seconds each to measure how fast memory is read.
+os.environ.setdefault("BENCHMARK_DRAM_BYTES", str(1 << 24))
 
 import pytest
 

@@ -46,7 +46,7 @@ def run(program, **names):
     return result.stdout
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_ends_a_call(name, threads):
     """Within a few looks for signals, and what an item does between two of them. The process's own time counts: a busy machine adds none."""

@@ -376,10 +376,10 @@ STEP = 1e-5
 BRANCHES = {"all": None, "compressed": 0, "selected": 1, "window": 2}
 
 
-def central_differences(f, x):
-    """Gradient of the scalar function `f` of the array `x`, an element at a time."""
+def central_differences(f, x, places):
+    """Gradient of the scalar function `f` of the array `x` at some of its elements, one at a time; 0 elsewhere."""
     grad = np.zeros_like(x)
-    for at in np.ndindex(*x.shape):
+    for at in places:
         value = x[at]
         x[at] = value + STEP
         high = f()
@@ -390,7 +390,9 @@ def central_differences(f, x):
 
 
 def largest_errors(mode, branch, tokens=22, packed=False, groups=None):
-    """Largest error of each gradient against central differences with frozen routing, over the gradient's largest magnitude."""
+    """Largest error of each gradient against central differences with frozen routing, over the gradient's largest magnitude: of a quarter of
+    the elements. test_torch_agrees compares all."""
+    rng = np.random.default_rng(9)
     names = ["w_k_compress", "w_v_compress", "gate_proj_weight" if branch == "all" else "gates"]
     batch = {"packed": True} if packed else {"batch": 1}
     q, k, v, options = problem([5, 9] if packed else tokens, 4, 2, 3, 2, dtype="float64", seed=7, weights=names, **batch)
@@ -407,9 +409,11 @@ def largest_errors(mode, branch, tokens=22, packed=False, groups=None):
     arrays = {"dq": q, "dk": k, "dv": v, **{"d" + name: options[name] for name in names}}
     found = {}
     for name, x in arrays.items():
-        numeric = central_differences(lambda: float((reference.nsa(q, k, v, **options) * dout).sum()), x)
+        places = [*np.ndindex(*x.shape)]
+        places = [places[n] for n in rng.permutation(len(places))[: max(20, len(places) // 4)]]
+        numeric = central_differences(lambda: float((reference.nsa(q, k, v, **options) * dout).sum()), x, places)
         exact = getattr(grads, name)
-        found[name] = abs(exact - numeric).max() / max(abs(exact).max(), 1e-3)
+        found[name] = max(abs(exact[at] - numeric[at]) for at in places) / max(abs(exact).max(), 1e-3)
     assert {name for name in GRADIENTS if getattr(grads, name) is not None} == set(arrays)
     return found
 
