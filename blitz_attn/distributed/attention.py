@@ -126,7 +126,7 @@ def context_parallel_attention(
     """Block-sparse attention over a sequence that is spread over the ranks of a communicator. Collective.
 
     The results are, bit for bit, those of one call of `blitz_attn.block_sparse_attention` over the whole sequence, for any number of ranks:
-    a row of blocks is computed by one rank, in one call, from all of its keys, so nothing is merged.
+    for each KV head, one rank computes a row of blocks, in one call, once it has all listed keys, so nothing is merged.
 
     Parameters
     ----------
@@ -173,8 +173,8 @@ def context_parallel_attention(
 
     Notes
     -----
-    Keys go from their shard to their place in address space of the whole sequence, of which only what arrives takes memory: room for two
-    KV heads at a time.
+    A rank reserves addresses for the keys of the whole sequence, and each block that it receives goes to its own place there. Only blocks
+    that arrive use memory, those of two KV heads at a time.
 
     Examples
     --------

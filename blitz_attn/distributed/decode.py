@@ -555,7 +555,8 @@ def decode_context_parallel_attention(
     Notes
     -----
     Rank r sends ``plan.states[r]`` rows of ``H * (Dv + 1)`` float32 numbers to all others. Where each rank holds one run of chunks of a
-    request, these are at most two nodes per level of the tree; where ranks take turns, one per turn.
+    request, these are at most two nodes per level of the tree. Where ranks take turns of 1, 2, 4 or another power of two chunks, they are
+    at most one per turn; other turns send more.
 
     Examples
     --------
