@@ -41,7 +41,7 @@ static ba_status check_scale(const char *name, const ba_tensor *t, const char *c
     }
     const ba_tensor expected = {.ndim = 3, .dims = {cache->dims[0], cache->dims[1], cache->dims[2]}};
     if (!ba_given(t))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected scales of shape %s for an %s %s, got none", name, ba_shape_text(&expected).chars,
+        return ba_fail(BA_ERROR_VALUE, "%s: expected scales of shape %s for %s %s, got none", name, ba_shape_text(&expected).chars,
                        ba_dtype_name(cache->dtype), cache_name);
     if (t->dtype != BA_FLOAT32) return ba_fail(BA_ERROR_TYPE, "%s: expected float32, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 3 || t->dims[0] != cache->dims[0] || t->dims[1] != cache->dims[1] || t->dims[2] != cache->dims[2])
