@@ -8,8 +8,9 @@
  *     P^T             = exp2(S^T - m)   m: the number that is subtracted from a lane's scores
  *     O^T[d][lane]    = O^T * exp2(m_old - m) + V^T P^T
  *
- * For panels, all of it is vertical: nothing is reduced across lanes. On vectors, m is the running maximum of each lane. On tiles, m is a whole
- * number near the largest score of the first group that the lane sees. It is raised only where it must be, and is whole so that rescaling is exact.
+ * For panels, all of it is vertical: nothing is reduced across lanes. On vectors, m is the running maximum of each lane. On tiles it is not: there m
+ * is the largest score of the first group that the lane sees, rounded up to a whole number, so that rescaling is exact. Later scores may be larger; m
+ * is raised only where the weights of a group would sum to too much.
  *
  * Glossary of csrc/kernels and csrc/ops. Where a word is used in a second sense, "also" says which.
  *
@@ -58,9 +59,15 @@
  *     cut            to divide a chunk among kernel calls
  *     group          key_pad consecutive keys that are packed and multiplied together. Also the query heads that share a KV head (ba_problem.group),
  *                    and, in the files that choose blocks for prefill, the keys that are pooled to one
- *     key stretch    consecutive keys whose weights are summed before the sum is added to l. In csrc/ops a stretch is any run of tokens or pages
+ *     key stretch    consecutive keys whose weights are summed before the sum is added to l. In csrc/ops a stretch is any run of tokens, pages,
+ *                    blocks or rows
  *
  * Work:
+ *     opened         of a call or of page tables: its arguments are checked, and what must not change is copied (ops/open.h, ops/page_tables.h)
+ *     ragged         of a paged call: requests have different numbers of queries, and q is (T, H, D), all queries one after the other
+ *     plan           of a call: its items, and how they are cut and sorted (ba_plan). Also, in paged operations, page tables that were opened for all
+ *                    calls of a decode step (ba_page_tables, PagedPlan in Python)
+ *     worker         one of the threads that run the items of a call, the caller included, by its number, which is that of its scratch memory
  *     part           in decode, a run of the keys of one sequence that is attended as an item of its own. Parts are merged by their states. Also a
  *                    share of a block of scratch memory (ba_take)
  *     item           what one thread takes from the plan: one or several query tiles, or a part

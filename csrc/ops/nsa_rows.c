@@ -1,4 +1,5 @@
-/* Rows of token-major arrays, and the two operations that only sum rows: the means of blocks, and their gradient. */
+/* Rows of token-major arrays, and the two operations that only sum rows. One makes the means of blocks. The other adds the gradient of such means and
+ * some whole arrays, any of which may be missing. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -55,16 +56,16 @@ void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *r
     const ba_dtype real = ba_real_of(dtype);
     const ba_attend_family *family = kernels->vector[real];
     const ba_pack_rows_fn widen = kernels->cache[dtype]->pack;
-    const void *parts[BA_ROWS_AT_ONCE + 1];
-    double part_weights[BA_ROWS_AT_ONCE + 1]; /* reals: room for doubles is also room for floats */
-    parts[0] = out;                           /* with weight 1, so that each round adds to the sum so far */
-    ba_set_real(part_weights, 0, 1, family->real_size);
+    const void *summands[BA_ROWS_AT_ONCE + 1];
+    double factors[BA_ROWS_AT_ONCE + 1]; /* reals: room for doubles is also room for floats */
+    summands[0] = out;                   /* with factor 1, so that each round adds to the sum so far */
+    ba_set_real(factors, 0, 1, family->real_size);
     for (int64_t at = 0; at < n; at += BA_ROWS_AT_ONCE) {
         const int64_t some = ba_min(BA_ROWS_AT_ONCE, n - at);
-        if (widen) widen(wide, parts + 1, rows + at, NULL, some, dim);
-        else memcpy(parts + 1, rows + at, (size_t)some * sizeof *rows);
-        memcpy((char *)part_weights + family->real_size, (const char *)weights + at * family->real_size, (size_t)(some * family->real_size));
-        family->pack->merge_row(out, parts, part_weights, some + 1, dim);
+        if (widen) widen(wide, summands + 1, rows + at, NULL, some, dim);
+        else memcpy(summands + 1, rows + at, (size_t)some * sizeof *rows);
+        memcpy((char *)factors + family->real_size, (const char *)weights + at * family->real_size, (size_t)(some * family->real_size));
+        family->pack->merge_row(out, summands, factors, some + 1, dim);
     }
 }
 
@@ -74,7 +75,7 @@ void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *r
 typedef struct sequences {
     int64_t count;                 /* number of sequences */
     const int64_t *cu, *cu_blocks; /* NULL: each batch entry is a sequence. Else cumulative numbers of tokens and of blocks */
-    int64_t tokens, blocks;        /* of every sequence, where cu is NULL */
+    int64_t tokens, blocks;        /* of every sequence, where cu is NULL; else not read */
     int64_t block, stride;         /* tokens per block, and from one block to the next */
 } sequences;
 
@@ -266,8 +267,8 @@ static int64_t lay_out_means_backward(const means_backward_call *c, char *base, 
     return used;
 }
 
-/* Each token sums the rows of the blocks that it lies in, from the lowest block on. Blocks do not add to tokens, so no sum depends on the order
- * in which threads run. */
+/* Each token sums its rows of `more`, in their order, and then the rows of the blocks that it lies in, from the lowest block on. Blocks do not add to
+ * tokens, so no sum depends on the order in which threads run. */
 static void means_backward_item(void *context, int64_t index, int worker) {
     const means_backward_call *c = context;
     const int64_t real_size = ba_dtype_size(ba_real_of(c->dx.dtype));
@@ -304,7 +305,8 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     } else {
         c.s = (sequences){.count = c.dx.batch, .tokens = c.dx.tokens, .block = 1, .stride = 1};
     }
-    if (c.dout.tokens == 0) { /* there are no blocks, so any block size will do */
+    /* Where there are no blocks, block_size may be any number, and scratch memory for ceil(block / stride) rows could be too much. */
+    if (c.dout.tokens == 0) {
         c.dout.data = NULL;
         c.s.block = c.s.stride = 1;
     }

@@ -52,6 +52,8 @@ static ba_status check_scale(const char *name, const ba_tensor *t, const char *c
     return BA_OK;
 }
 
+/* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists: blocks of one page, and one block row, which
+ * holds all queries of a request. Without selected pages the problem has no lists. The page numbers are checked when the call runs. */
 static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     const ba_tensor *t = &args->selected;
     p->list_name = "selected";
@@ -85,7 +87,8 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     return BA_OK;
 }
 
-/* Checks everything but the page tables and the selected pages, and fills the problem. `ragged`: q is (T, H, D). */
+/* Checks q, the caches and their scales, and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page
+ * tables, lengths, the places of queries, selected pages and outputs are left to other functions. `ragged`: q is (T, H, D). */
 static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q, *k = &args->k_cache, *v = &args->v_cache;
     if ((unsigned)args->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)args->kv_layout);
@@ -153,7 +156,7 @@ static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool rag
     return BA_OK;
 }
 
-/* Checks that a plan's tables, which were opened before this call, fit the call. */
+/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. Callers know such tables as their plan. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,
