@@ -1,3 +1,5 @@
+#include <assert.h>
+
 #include "kernels/kernels.h"
 #include "kernels/work_tuning.h"
 
@@ -225,7 +227,10 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
 #endif
 };
 
-const ba_tuning *ba_tuning_at(ba_isa level) { return &levels[level]; }
+const ba_tuning *ba_tuning_at(ba_isa level) {
+    assert(levels[level].chunk_keys > 0); /* or the level has no block above, and its numbers are all 0 */
+    return &levels[level];
+}
 
 const ba_work_tuning ba_work = {
     .parts = 8,
