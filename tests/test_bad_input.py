@@ -52,11 +52,11 @@ def dlpack(x, **options):
 
 
 class Odd:
-    """Of no use as any argument."""
+    """An object that is right for no argument: no array, number, sequence or text."""
 
 
 class Raising:
-    """Stops whoever asks what it is, in more than one line."""
+    """Raises an error of two lines when it is asked for a number or a truth value. A refusal quotes the first line alone."""
 
     def __index__(self):
         raise RuntimeError("no index\nat all")
@@ -313,16 +313,16 @@ def test_a_bad_argument_is_named_and_out_is_not_touched(error, pattern, changes)
     before = bytes_of(arguments["out"])
     with pytest.raises(error, match=pattern) as caught:
         blitz_attn.block_sparse_attention(**arguments)
-    assert type(caught.value) is error
+    assert type(caught.value) is error  # pytest.raises lets subclasses pass, too
     assert SENTENCE.match(str(caught.value))
     assert bytes_of(arguments["out"]) == before
     for x in arguments.values():
-        if isinstance(x, Dlpack):
+        if isinstance(x, Dlpack):  # its memory was asked for once, and given back
             assert x.deleted == len(x.capsules) == 1
 
 
 class Endless:
-    """More items than memory has room for."""
+    """A sequence of so many items that no memory has room for a copy."""
 
     def __len__(self):
         return 2**62
@@ -333,7 +333,7 @@ class Endless:
 
 @pytest.mark.parametrize("lens", [Endless(), as_strided(np.ones(1, np.int8), (2**62,), (0,))], ids=["items", "view"])
 def test_lengths_without_end(lens):
-    """8 * 2**62 bytes are not 0 bytes."""
+    """A copy of 2**62 lengths takes 8 * 2**62 bytes, which is 0 in 64 bits. The size must not be computed like that."""
     with pytest.raises(MemoryError):
         blitz_attn.block_sparse_attention(**(good_call() | {"kv_lens": lens}))
 
@@ -359,6 +359,7 @@ def test_interrupts_pass_through(interrupt):
         blitz_attn.block_sparse_attention(**(good_call() | {"k": StoppedDlpack(interrupt())}))
 
 
+# Objects of many kinds. For any argument most of them are wrong.
 ODDITIES = [
     Odd(), Odd, "x", b"xy", 1.5, -1, 2**70, [], [None], {}, {1}, lambda: 0, 1j, NotACapsule(), np.float32(1), np.array("text"), np.array(None),
     np.zeros((0,)),
@@ -371,7 +372,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_any_object_as_an_argument_is_refused_or_accepted(name):
-    """Whatever is passed as whatever: an error of the two kinds, or a result; nothing else and no crash."""
+    """Any object as any argument gives a result, or a TypeError or a ValueError that names the argument; no other error, and no crash."""
     refused = 0
     for oddity in ODDITIES:
         arguments = good_call() | {name: oddity}
@@ -380,6 +381,7 @@ def test_any_object_as_an_argument_is_refused_or_accepted(name):
         except (TypeError, ValueError) as error:
             refused += 1
             assert str(error).startswith(name)
+    # Were few refused, the loop would have tested little. A flag takes most objects that have a truth value, and refuses strings and arrays.
     assert refused >= (2 if name in ("causal", "return_lse") else 10)
 
 

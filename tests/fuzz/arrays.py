@@ -49,7 +49,10 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def float8_values(bits: np.ndarray) -> np.ndarray:
-    """e4m3: a sign bit, 4 bits of exponent with bias 7, 3 of mantissa. The largest exponent, too, holds numbers, except for one NaN."""
+    """The numbers that bits of e4m3 stand for: a sign, 4 bits of exponent with bias 7, and 3 of mantissa.
+
+    There is no infinity. The largest exponent has numbers, too; only where all bits but the sign are 1 is it NaN.
+    """
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
     return np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits >> 7, -size, size))
@@ -78,11 +81,14 @@ def bits_of(array: Any) -> bytes:
 
 # ---- Views --------------------------------------------------------------------------------------------------------
 
+# How an array lies in its buffer. offset: it begins some elements later; gaps: each axis has unused entries before and behind it;
+# steps: it has only every second or third entry of some axes; turned: its axes lie in another order in memory; reversed: some axes have
+# negative strides.
 VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")
 
 
 def views_for(kind: str) -> tuple[str, ...]:
-    """The kinds of view that an array of this kind can have."""
+    """The names of `VIEWS` that an array of this kind can have."""
     return VIEWS[:-1] if kind == "torch" else VIEWS  # torch has no negative strides
 
 
@@ -149,7 +155,7 @@ def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any
 
 
 def repeated(placed: Placed, axis: int, size: int) -> Placed:
-    """Repeats the one entry of an axis `size` times: a view with a stride of 0."""
+    """`placed`, whose array now has the only entry of an axis `size` times, by a stride of 0."""
     array = placed.array
     shape, strides = list(array.shape), list(array.strides)
     shape[axis], strides[axis] = size, 0
@@ -191,7 +197,7 @@ def kinds_for(dtype: str) -> list[str]:
 
 
 def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
-    """The NumPy array (for dtypes that NumPy lacks: the array of their bits) as an array of the given kind. Memory is shared."""
+    """An array of the given kind over the memory of `array`, which holds numbers of `dtype`, or their bits where NumPy lacks the dtype."""
     if kind == "ml_dtypes":
         import ml_dtypes
 

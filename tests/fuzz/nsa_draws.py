@@ -32,7 +32,7 @@ def as_lists(draw: Draw, name: str, lists: np.ndarray) -> Any:
     dtype = draw.pick(f"{name}.dtype", ("int32", "int64", "int16"))
     view = draw.pick(f"{name}.view", ("plain", "turned", "steps"))
     lists = lists.astype(dtype)
-    if view == "turned":
+    if view == "turned":  # the first axis is the one whose entries touch in memory
         return lists.T.copy().T
     return np.repeat(lists, 2, axis=-1)[..., ::2] if view == "steps" else lists
 
@@ -59,7 +59,10 @@ def kind_of(what: str, got: Any, dtype: str, kind: str) -> None:
 
 
 class Setting:
-    """One dtype, one kind of array, and the shapes of q, k and v. At the end, `arrays` are checked for stray writes."""
+    """What one problem draws first: the dtype and the kind of its arrays, and the shapes of q, k and v.
+
+    `arrays` lists all arguments that it has made since then; `check_inputs` finds out at the end whether one was written.
+    """
 
     def __init__(
         self, draw: Draw, kinds: tuple[str, ...] | None = None, dtypes: tuple[str, ...] = arrays.FLOATS, packed: bool | None = None
@@ -69,6 +72,7 @@ class Setting:
         kinds_here = tuple(x for x in arrays.kinds_for(self.dtype) if kinds is None or x in kinds)
         self.kind = draw.pick("kind", kinds_here)
         self.real = "float64" if self.dtype == "float64" else "float32"
+        # What the call gets as dtype=. Bits need it; for other kinds it may be left out.
         self.named = "bfloat16" if self.kind == "bits" else draw.pick("named", (None, self.dtype))
         size = draw.pick("size", ("small", "middle", "long", "wide"), (8, 3, 0.4, 0.4))
         self.packed = draw.flag("packed") if packed is None else packed
@@ -127,12 +131,13 @@ class Setting:
         own = ("float64",) if self.dtype == "float64" else (self.dtype, "float32", "float16", "bfloat16")
         dtype = self.draw.pick(f"{name}.dtype", tuple(dict.fromkeys(own)))
         kind = self.kind
+        # A torch tensor can have any dtype; the other kinds cannot.
         if dtype != self.dtype and kind in ("bits", "ml_dtypes", "numpy", "dlpack"):
             kind = "numpy" if dtype != "bfloat16" else ("ml_dtypes" if arrays.HAS_ML_DTYPES else "bits")
-            if kind == "bits":
+            if kind == "bits":  # these would need dtype="bfloat16", although q is no bfloat16
                 dtype, kind = "float32", "numpy"
         values = self.normal(name, *shape, amplitude=shape[-1] ** -0.5 if amplitude is None else amplitude)
-        if self.named not in (None, dtype):
+        if self.named not in (None, dtype):  # dtype= would name another dtype than the weight's, so only bits keep it
             self.named = "bfloat16" if self.kind == "bits" else None
         return self.tensor(name, values, dtype, kind)
 
