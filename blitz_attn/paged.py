@@ -628,10 +628,10 @@ class _Cache:
         name, expected = f"{self.name[0]}_scale", self.values.shape[:3]
         if self.kind not in _QUANTISED:
             if self.scale is not None:
-                raise ValueError(f"{name}: expected None with a {self.kind} {self.name}, got shape {self.scale.shape}")
+                raise ValueError(f"{name}: expected None with {self.kind} {self.name}, got shape {self.scale.shape}")
             return
         if self.scale is None:
-            raise ValueError(f"{name}: expected scales of shape {expected} for a {self.kind} {self.name}, got None")
+            raise ValueError(f"{name}: expected scales of shape {expected} for {self.kind} {self.name}, got None")
         if self.scale.dtype != np.float32:
             raise TypeError(f"{name}: expected float32, got {self.scale.dtype}")
         if self.scale.shape != expected:

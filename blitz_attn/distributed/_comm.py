@@ -41,7 +41,7 @@ def import_mpi() -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("mpi4py", "mpi4py.MPI"):
             raise
-        raise ModuleNotFoundError("blitz_attn.distributed needs mpi4py: pip install blitz-attn[mpi]", name="mpi4py") from error
+        raise ModuleNotFoundError("blitz_attn.distributed needs mpi4py: pip install mpi4py", name="mpi4py") from error
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ImportError(
