@@ -138,7 +138,7 @@ SCALE_CASES = [
      lambda a: eight_bits(a, k_scale=np.ones((PAGES, HKV, SIZE), np.float32))),
     ("scale_rank", ValueError, r"^v_scale: expected shape", lambda a: eight_bits(a, v_scale=np.ones(PAGES, np.float32))),
     ("scale_dtype", TypeError, r"^k_scale: expected float32, got float64", lambda a: eight_bits(a, k_scale=np.ones((PAGES, SIZE, HKV)))),
-    ("scale_unasked", ValueError, r"^k_scale: expected [nN]one with a float32 k_cache, got shape",
+    ("scale_unasked", ValueError, r"^k_scale: expected [nN]one with float32 k_cache, got shape",
      lambda a: {"k_scale": np.ones((PAGES, SIZE, HKV), np.float32)}),
     ("bits_without_name", TypeError, r'^k_cache: expected .*, got uint8 \(kv_dtype="float8_e4m3"',
      lambda a: eight_bits(a, k_cache=np.zeros((PAGES, SIZE, HKV, D), np.uint8))),

@@ -35,7 +35,7 @@ static ba_status check_scale(const char *name, const ba_tensor *t, const char *c
                              ba_view *view) {
     if (!is_quantised(cache->dtype)) {
         if (ba_given(t))
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with a %s %s, got shape %s", name, ba_dtype_name(cache->dtype), cache_name,
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with %s %s, got shape %s", name, ba_dtype_name(cache->dtype), cache_name,
                            ba_shape_text(t).chars);
         return BA_OK;
     }
