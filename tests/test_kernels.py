@@ -324,7 +324,7 @@ def emulate(cpu, *command, **options):
 @pytest.mark.long
 def test_every_aarch64_kernel(cross_objects):
     with ThreadPoolExecutor() as pool:
-        reports = list(pool.map(lambda level: emulate(CROSS_LEVELS[level], ROOT / CROSS_BUILD / "checkkernels", *sample(8), level), CROSS_LEVELS))
+        reports = list(pool.map(lambda level: emulate(CROSS_LEVELS[level], ROOT / CROSS_BUILD / "checkkernels", *sample(16), level), CROSS_LEVELS))
     for level, output in zip(CROSS_LEVELS, reports, strict=True):
         passed(output)
         assert not re.search(rf"_{level} .*skipped", output)
