@@ -37,6 +37,7 @@ import blitz_attn
 from _bench import Column, Table, parameters
 from blitz_attn import sabi
 from blitz_attn.distributed import ContextParallelPlan
+from saved import add_save, main_with_save
 
 BLOCK = 128
 DISPATCHES = ("cut", "zigzag", "contiguous", "items")
@@ -346,10 +347,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="most cores of scaling (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls, of which the median counts (%(default)s)")
     parser.set_defaults(**defaults[what])
-    options = parser.parse_args(argv)
+    options = add_save(parser).parse_args(argv)
     {"bytes": run_bytes, "exposed": run_exposed, "scaling": run_scaling, "decode": run_decode}[what](options)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_with_save(main))
