@@ -146,7 +146,7 @@ class Stages:
         self.routes, self.comm, self.keys, self.inputs, self.outputs = routes, comm, keys, inputs, outputs
         self.problem, self.size, self.rank = routes.problem, routes.size, int(comm.Get_rank())
         self.comm_type, self.thread, self.ahead = comm_type, thread, ahead
-        self.windows = [[self._window(x) for x in keys] for _ in range(2)]  # of this stage and of the next
+        self.windows = [[self._used_window(x) for x in keys] for _ in range(2)]  # of this stage and of the next
         stages = [routes.stages(rank) for rank in range(self.size)]
         if comm_type == "all_gather":
             self.order: list[list[int | None]] = [[h if h in s else None for h in range(self.problem.kv_heads)] for s in stages]
@@ -160,6 +160,20 @@ class Stages:
 
     def _window(self, array: ndarray) -> ndarray:
         return window((len(array), 1, self.problem.tokens[1], array.shape[-1]), array.dtype.str)
+
+    def _used_window(self, array: ndarray) -> ndarray:
+        """A window that an earlier call is done with, where there is one: new memory costs more than what travels through it."""
+        fresh = (len(array), 1, self.problem.tokens[1], array.shape[-1]), array.dtype.str
+        try:
+            return self.routes.windows[fresh].pop()
+        except (KeyError, IndexError):
+            return window(*fresh)
+
+    def _keep_windows(self) -> None:
+        """Leave the windows to the next call. They hold old keys, which no row of it lists before new ones have come."""
+        for each in (x for pair in self.windows for x in pair):
+            self.routes.windows.setdefault((each.shape, each.dtype.str), []).append(each)
+        self.windows = []
 
     def run(self, compute: Callable[[Piece, list[ndarray]], None], sums: Sums | None = None) -> None:
         """Run all stages: ``compute(piece, keys)`` fills the outputs of a piece and, with `sums`, the parts of sums for its keys."""
@@ -192,6 +206,7 @@ class Stages:
                 transfer.wait()
         for kind in self.alive:
             kind.Free()
+        self._keep_windows()
 
     # ---- What travels -------------------------------------------------------------------------------------------------
 

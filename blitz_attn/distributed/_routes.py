@@ -68,11 +68,14 @@ class Routes:
         Query and key tokens that ranks hold.
     computed : tuple of Cut
         For each KV head, the rows that ranks compute.
+    windows : dict
+        Shape and dtype -> memory for keys that calls are done with (`_exchange.Stages`).
     """
 
     def __init__(self, problem: Problem, dispatch: Dispatch, size: int, held: Cut | None = None) -> None:
         self.problem, self.size = problem, size
         self._runs: dict[tuple[int, int, int], Runs] = {}
+        self.windows: dict[tuple[tuple[int, ...], str], list[ndarray]] = {}
         self.dispatch, self.computed = dispatch.name, dispatch.computed
         self.loads = loads(problem.work, self.computed, size)
         self.balance = balance(self.loads)

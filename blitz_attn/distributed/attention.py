@@ -174,7 +174,7 @@ def context_parallel_attention(
     Notes
     -----
     A rank reserves addresses for the keys of the whole sequence, and each block that it receives goes to its own place there. Only blocks
-    that arrive use memory, those of two KV heads at a time.
+    that arrive use memory, those of two KV heads at a time. The plan keeps this memory for its next call.
 
     Examples
     --------

@@ -112,10 +112,12 @@ def case_overlap(comm):
 def case_layers_share_a_plan(comm):
     problem = Problem(24, 515, density=0.3, list_heads=4, causal=True)
     plan = ContextParallelPlan(problem.sabi, comm=comm, **problem.plan)
-    for scale in (0.1, 0.5, None):
-        out = blitz_attn.block_sparse_attention(*problem.arrays, problem.sabi, scale=scale, **problem.call)
+    for layer, scale in enumerate((0.1, 0.5, None)):
+        q, k, v = problem.arrays
+        k = k * layer if layer else np.full_like(k, np.nan)  # what a layer leaves behind, no other layer sees
+        out = blitz_attn.block_sparse_attention(q, k, v, problem.sabi, scale=scale, **problem.call)
         mine = context_parallel_attention(
-            *(dispatch(x, plan) for x in problem.arrays), plan, comm=comm, scale=scale, return_lse=False, num_threads=2
+            *(dispatch(x, plan) for x in (q, k, v)), plan, comm=comm, scale=scale, return_lse=False, num_threads=2
         )
         assert same_bits(mine, dispatch(out, plan))
 
