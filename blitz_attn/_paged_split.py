@@ -9,18 +9,15 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _state_tree
-from ._paged_tables import Listed, Tables, listed_blocks, query_lengths
+from ._paged_tables import Listed, Tables, cache_sizes, listed_blocks, query_lengths
 
 
 class _Chunks:
     """The chunks of all requests, one request after the other, each as a request of its own."""
 
     def __init__(self, block_tables: Any, seq_lens: Any, k_cache: Any, kv_layout: Any, kv_split: Any) -> None:
-        shape, layout = _arrays.shape_of(k_cache), _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND"))
-        if len(shape) != 4:
-            raise ValueError(f"k_cache: expected four axes, got shape {shape}")
-        self.page_size = size = max(1, shape[1 if layout == "NHD" else 2])
-        self.kv_heads = shape[2 if layout == "NHD" else 1]
+        page_count, tokens, self.kv_heads = cache_sizes(k_cache, kv_layout)
+        self.page_size = size = max(1, tokens)
         self.tokens = split = _arrays.integer(kv_split, "kv_split")
         if split < 1 or split % size:
             raise ValueError(f"kv_split: expected a positive multiple of the {size} tokens of a page, got {split}")
@@ -33,7 +30,7 @@ class _Chunks:
         used = -(-lengths // size)
         requests, blocks = self.request.repeat(used), _state_tree.ranges(self.index * (split // size), used)
         pages = tables.at(requests, blocks)
-        tables.refuse_missing(pages, shape[0], requests, blocks)
+        tables.refuse_missing(pages, page_count, requests, blocks)
         self.tables = (pages, None, np.concatenate([[0], np.cumsum(used)]), lengths - np.maximum(used - 1, 0) * size)
 
     def lists(self, listed: Listed) -> tuple[ndarray, ndarray]:

@@ -27,6 +27,14 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
     return block_tables, seq_lens, None, None
 
 
+def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
+    """Pages, tokens per page and KV heads of a cache."""
+    layout, shape = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND")), _arrays.shape_of(k_cache)
+    if len(shape) != 4:
+        raise ValueError(f"k_cache: expected four axes, got shape {shape}")
+    return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])
+
+
 def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
     """int64 numbers of queries, each from 0 to its request's length."""
     lengths = _arrays.integers(q_lens, "q_lens")

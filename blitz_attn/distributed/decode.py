@@ -8,7 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _arrays
-from .._paged_tables import Listed, listed_blocks, query_lengths
+from .._paged_tables import Listed, cache_sizes, listed_blocks, query_lengths
 from .._state_tree import Merges, ranges, rounded, with_sinks
 from ..paged import paged_attention, paged_select_attention
 from . import _tree
@@ -128,15 +128,6 @@ def _multiple(x: Any, name: str, of: int, whose: str) -> int:
     if value % of:
         raise ValueError(f"{name}: expected a multiple of {whose} = {of}, got {value}")
     return value
-
-
-def page_size_of(k_cache: Any, kv_layout: Any) -> int:
-    """Number of tokens per page of a cache."""
-    _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND"))
-    shape = _arrays.shape_of(k_cache)
-    if len(shape) != 4:
-        raise ValueError(f"k_cache: expected four axes, got shape {shape}")
-    return shape[1 if kv_layout == "NHD" else 2]
 
 
 # ---- The plan -----------------------------------------------------------------------------------------------------
@@ -371,7 +362,10 @@ class DecodePlan:
             return_lse = _arrays.flag(return_lse, "return_lse")
             results = self._outputs(q, kind, v_dim, heads, out, return_lse)
             sinks = None if sinks is None else _sinks(sinks, heads)
-            lists = None if selected is None else self._lists(selected, counts, heads, k_cache)
+            lists = None
+            if selected is not None:
+                kv_heads = cache_sizes(k_cache, self._options["kv_layout"])[2]
+                lists = listed_blocks(selected, counts, self._shards.used, (kv_heads, heads))
             for name, value in (("q", queries), ("v_cache", v_dim), ("sinks", sinks), ("return_lse", return_lse)):
                 agreement.same(name, value)
             agreement.same("selected", None if lists is None else tuple(lists))
@@ -401,12 +395,6 @@ class DecodePlan:
                 raise ValueError(f"{name}: expected an array that can be written, got one that is read-only")
             results.append((_arrays.finished(result, array, family), memory))
         return results
-
-    def _lists(self, selected: Any, counts: Any, heads: int, k_cache: Any) -> Listed:
-        shape = _arrays.shape_of(k_cache)
-        if len(shape) != 4:
-            raise ValueError(f"k_cache: expected four axes, got shape {shape}")
-        return listed_blocks(selected, counts, self._shards.used, (shape[1 if self._options["kv_layout"] == "HND" else 2], heads))
 
     def _attend(
         self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: Listed | None, scales: dict[str, Any], out: ndarray, lse: ndarray
@@ -574,7 +562,7 @@ def decode_context_parallel_attention(
     True
     """
     plan = DecodePlan(
-        block_tables, seq_lens, page_size=lambda: page_size_of(k_cache, kv_layout), comm=comm, interleave=interleave, kv_split=kv_split,
+        block_tables, seq_lens, page_size=lambda: cache_sizes(k_cache, kv_layout)[1], comm=comm, interleave=interleave, kv_split=kv_split,
         q_lens=q_lens, scale=scale, kv_layout=kv_layout, window=window, softcap=softcap, dtype=dtype, kv_dtype=kv_dtype,
         num_threads=num_threads,
     )  # fmt: skip
