@@ -146,7 +146,7 @@ class Stages:
         self.routes, self.comm, self.keys, self.inputs, self.outputs = routes, comm, keys, inputs, outputs
         self.problem, self.size, self.rank = routes.problem, routes.size, int(comm.Get_rank())
         self.comm_type, self.thread, self.ahead = comm_type, thread, ahead
-        self.windows = [[self._used_window(x) for x in keys] for _ in range(2)]  # of this stage and of the next
+        self.windows = [[self._kept_window(x) for x in keys] for _ in range(2)]  # of this stage and of the next
         stages = [routes.stages(rank) for rank in range(self.size)]
         if comm_type == "all_gather":
             self.order: list[list[int | None]] = [[h if h in s else None for h in range(self.problem.kv_heads)] for s in stages]
@@ -158,20 +158,20 @@ class Stages:
         self.alive: list[Any] = []  # datatypes of collectives, which must outlive them
         self.kept: list[Piece] = []  # whose results are on their way
 
-    def _window(self, array: ndarray) -> ndarray:
-        return window((len(array), 1, self.problem.tokens[1], array.shape[-1]), array.dtype.str)
+    def window_of(self, shard: ndarray) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a window: one head of a shard's array, over all tokens of the sequence."""
+        return (len(shard), 1, self.problem.tokens[1], shard.shape[-1]), shard.dtype.str
 
-    def _used_window(self, array: ndarray) -> ndarray:
-        """A window that an earlier call is done with, where there is one: new memory costs more than what travels through it."""
-        fresh = (len(array), 1, self.problem.tokens[1], array.shape[-1]), array.dtype.str
+    def _kept_window(self, shard: ndarray) -> ndarray:
+        """A window that an earlier call has left, or else a new one. The first use of each page of new memory is slow."""
         try:
-            return self.routes.windows[fresh].pop()
+            return self.routes.windows[self.window_of(shard)].pop()
         except (KeyError, IndexError):
-            return window(*fresh)
+            return window(*self.window_of(shard))
 
     def _keep_windows(self) -> None:
-        """Leave the windows to the next call. They hold old keys, which no row of it lists before new ones have come."""
-        for each in (x for pair in self.windows for x in pair):
+        """Leave the windows to the next call. Old keys in them do no harm: a row is computed after all blocks that it lists have come."""
+        for each in (x for windows in self.windows for x in windows):
             self.routes.windows.setdefault((each.shape, each.dtype.str), []).append(each)
         self.windows = []
 
@@ -397,7 +397,7 @@ class Sums:
 
     def open(self) -> None:
         """Zeros for the parts of one stage, in `parts`."""
-        self.parts = [self.stages._window(x) for x in self.totals]
+        self.parts = [window(*self.stages.window_of(x)) for x in self.totals]
 
     def send(self, heads: list[int | None], waiter: Waiter) -> None:
         """Start to send the parts of this step, in which rank p computed KV head ``heads[p]``, and add those of the step before."""

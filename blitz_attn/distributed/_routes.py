@@ -69,7 +69,7 @@ class Routes:
     computed : tuple of Cut
         For each KV head, the rows that ranks compute.
     windows : dict
-        Shape and dtype -> memory for keys that calls are done with (`_exchange.Stages`).
+        Shape and dtype -> windows that earlier calls have left to later ones (`_exchange.Stages`).
     """
 
     def __init__(self, problem: Problem, dispatch: Dispatch, size: int, held: Cut | None = None) -> None:

@@ -112,6 +112,7 @@ def case_overlap(comm):
 def case_layers_share_a_plan(comm):
     problem = Problem(24, 515, density=0.3, list_heads=4, causal=True)
     plan = ContextParallelPlan(problem.sabi, comm=comm, **problem.plan)
+    before = None
     for layer, scale in enumerate((0.1, 0.5, None)):
         q, k, v = problem.arrays
         k = k * layer if layer else np.full_like(k, np.nan)  # what a layer leaves behind, no other layer sees
@@ -120,6 +121,9 @@ def case_layers_share_a_plan(comm):
             *(dispatch(x, plan) for x in (q, k, v)), plan, comm=comm, scale=scale, return_lse=False, num_threads=2
         )
         assert same_bits(mine, dispatch(out, plan))
+        kept = sorted(id(x) for windows in plan._routes.windows.values() for x in windows)
+        assert before in (None, kept)  # each layer uses the memory of the one before
+        before = kept
 
 
 def case_levels(comm):
