@@ -14,7 +14,7 @@ export PYTHON
 RUFF = ruff==0.17.5
 MYPY = mypy==2.4.1
 CLANG_FORMAT = clang-format==18.1.8
-COVERAGE_TOOLS = coverage gcovr
+COVERAGE_TOOLS = 'coverage>=7.10' 'gcovr>=8.8'
 
 # Starts a recipe: sets $python.
 find_python = python=$$(./scripts/setup-env.sh $(1)) &&

@@ -28,7 +28,7 @@ from blitz_attn import _core
 from saved import add_save, main_with_save
 
 READ_LEVELS = ("L1", "L2", "L3", "DRAM")
-DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # tests read little: what comes out is no limit then
+DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # tests set it, to save time; what is measured then is no limit
 DEFAULT_CACHES = {"L1": 32 << 10, "L2": 512 << 10, "L3": 16 << 20}  # where the system does not tell
 
 
