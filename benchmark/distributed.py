@@ -214,6 +214,20 @@ def work_prefill(comm: Any, tokens: int, heads: int, kv_heads: int, density: flo
         )  # fmt: skip
 
 
+def work_threads(comm: Any, tokens: int, heads: int, kv_heads: int, density: float, repeats: int, threads: int) -> None:
+    """The same call by one process. Its results are kept and compared as those of ranks: where memory is new, its first use takes time."""
+    q, k, v = arrays(tokens, heads, kv_heads, 128)
+    lists = lists_of(tokens, density)
+    whole = blitz_attn.block_sparse_attention(q, k, v, lists, causal=True, num_threads=threads)
+    times, same = [], True
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        out = blitz_attn.block_sparse_attention(q, k, v, lists, causal=True, num_threads=threads)
+        times.append(time.perf_counter() - started)
+        same &= out.tobytes() == whole.tobytes()
+    report(comm, total=statistics.median(times[1:]), same=same)
+
+
 def run_exposed(options: argparse.Namespace) -> None:
     for tool in ("unshare", "tc", "ip"):
         if shutil.which(tool) is None or os.geteuid() != 0:
@@ -240,16 +254,9 @@ def run_scaling(options: argparse.Namespace) -> None:
     table = Table(SCALING_COLUMNS, sys.stdout)
     sizes = {name: getattr(options, name) for name in ("tokens", "heads", "kv_heads", "density")}
     table.head("One process of n threads beside n ranks of one thread", parameters(**sizes, head_dim=128, dtype="float32"))
-    q, k, v = arrays(options.tokens, options.heads, options.kv_heads, 128)
-    lists = lists_of(options.tokens, options.density)
     single = None
     for cores in range(1, options.cores + 1):
-        times = []
-        for _ in range(options.repeats + 1):
-            started = time.perf_counter()
-            blitz_attn.block_sparse_attention(q, k, v, lists, causal=True, num_threads=cores)
-            times.append(time.perf_counter() - started)
-        threads = statistics.median(times[1:])
+        threads = job(1, "threads", **sizes, repeats=options.repeats, threads=cores)[0]["total"]
         row = job(cores, "prefill", **sizes, repeats=options.repeats, overlaps=[True], rate=1e10)[0]
         single = single or row["total"]
         put(
@@ -315,7 +322,7 @@ def worker(text: str) -> None:
     from mpi4py import MPI
 
     arguments = json.loads(text)
-    {"prefill": work_prefill, "decode": work_decode}[arguments.pop("what")](MPI.COMM_WORLD, **arguments)
+    {"prefill": work_prefill, "threads": work_threads, "decode": work_decode}[arguments.pop("what")](MPI.COMM_WORLD, **arguments)
 
 
 # ---- The command --------------------------------------------------------------------------------------------------
