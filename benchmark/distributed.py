@@ -19,6 +19,7 @@ rest of its call; `Wire` is the plan's bytes over the rate; `Hidden` is the shar
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -214,18 +215,34 @@ def work_prefill(comm: Any, tokens: int, heads: int, kv_heads: int, density: flo
         )  # fmt: skip
 
 
-def work_threads(comm: Any, tokens: int, heads: int, kv_heads: int, density: float, repeats: int, threads: int) -> None:
-    """The same call by one process. Its results are kept and compared as those of ranks: where memory is new, its first use takes time."""
+def work_scaling(comm: Any, tokens: int, heads: int, kv_heads: int, density: float, repeats: int, backward: bool, threads: int) -> None:
+    """A call by ranks of one thread, or by one process of `threads`. What is compared of gradients is dq."""
+    from blitz_attn.distributed import ContextParallelPlan, context_parallel_attention, context_parallel_attention_backward, dispatch
+
     q, k, v = arrays(tokens, heads, kv_heads, 128)
     lists = lists_of(tokens, density)
-    whole = blitz_attn.block_sparse_attention(q, k, v, lists, causal=True, num_threads=threads)
-    times, same = [], True
+    whole, lse = blitz_attn.block_sparse_attention(q, k, v, lists, causal=True, return_lse=True)
+    given = [q, q, k, v, whole, lse] if backward else [q, k, v]  # q is as good a gradient as any
+    if backward:
+        whole = blitz_attn.block_sparse_attention_backward(*given, lists, causal=True)[0]
+    if threads:
+        own, options = whole, {"sabi": lists, "causal": True, "num_threads": threads}
+        run = blitz_attn.block_sparse_attention_backward if backward else blitz_attn.block_sparse_attention
+    else:
+        plan = ContextParallelPlan(
+            lists, tokens, comm=comm, num_heads=heads, num_kv_heads=kv_heads, head_dim=128, causal=True, dispatch="cut"
+        )  # fmt: skip
+        own, options = dispatch(whole, plan), {"plan": plan}
+        given = [dispatch(x, plan, keys=x is k or x is v, axis=2) for x in given]
+        run = context_parallel_attention_backward if backward else functools.partial(context_parallel_attention, return_lse=False)
+    own, times, same = own.tobytes(), [], True
     for _ in range(repeats + 1):
+        slowest(comm, 0)  # all begin together
         started = time.perf_counter()
-        out = blitz_attn.block_sparse_attention(q, k, v, lists, causal=True, num_threads=threads)
-        times.append(time.perf_counter() - started)
-        same &= out.tobytes() == whole.tobytes()
-    report(comm, total=statistics.median(times[1:]), same=same)
+        result = run(*given, **options)
+        times.append(slowest(comm, time.perf_counter() - started))
+        same &= (result[0] if backward else result).tobytes() == own  # results last until the next call's: their memory is new
+    report(comm, total=statistics.median(times[1:]), same=not slowest(comm, not same))
 
 
 def run_exposed(options: argparse.Namespace) -> None:
@@ -252,12 +269,12 @@ def run_exposed(options: argparse.Namespace) -> None:
 
 def run_scaling(options: argparse.Namespace) -> None:
     table = Table(SCALING_COLUMNS, sys.stdout)
-    sizes = {name: getattr(options, name) for name in ("tokens", "heads", "kv_heads", "density")}
+    sizes = {name: getattr(options, name) for name in ("tokens", "heads", "kv_heads", "density", "backward", "repeats")}
     table.head("One process of n threads beside n ranks of one thread", parameters(**sizes, head_dim=128, dtype="float32"))
     single = None
     for cores in range(1, options.cores + 1):
-        threads = job(1, "threads", **sizes, repeats=options.repeats, threads=cores)[0]["total"]
-        row = job(cores, "prefill", **sizes, repeats=options.repeats, overlaps=[True], rate=1e10)[0]
+        threads = job(1, "scaling", **sizes, threads=cores)[0]["total"]
+        row = job(cores, "scaling", **sizes, threads=0)[0]
         single = single or row["total"]
         put(
             table, cores, 1e3 * threads, 1e3 * row["total"], row["total"] / threads, single / row["total"] / cores,
@@ -322,7 +339,7 @@ def worker(text: str) -> None:
     from mpi4py import MPI
 
     arguments = json.loads(text)
-    {"prefill": work_prefill, "threads": work_threads, "decode": work_decode}[arguments.pop("what")](MPI.COMM_WORLD, **arguments)
+    {"prefill": work_prefill, "scaling": work_scaling, "decode": work_decode}[arguments.pop("what")](MPI.COMM_WORLD, **arguments)
 
 
 # ---- The command --------------------------------------------------------------------------------------------------
@@ -352,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=int, default=600, help="Mbit/s of exposed (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="requests of decode (%(default)s)")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="most cores of scaling (%(default)s)")
+    parser.add_argument("--backward", action="store_true", help="gradients, in scaling")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls, of which the median counts (%(default)s)")
     parser.set_defaults(**defaults[what])
     options = add_save(parser).parse_args(argv)

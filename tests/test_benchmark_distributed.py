@@ -48,7 +48,7 @@ def test_an_unknown_table_is_refused():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", [["decode", "--ranks", "2"], ["scaling", "--cores", "2"]])
+@pytest.mark.parametrize("what", [["decode", "--ranks", "2"], ["scaling", "--cores", "2"], ["scaling", "--cores", "2", "--backward"]])
 def test_measured_rows_have_the_bits_of_one_process(what):
     how = launcher.starter("openmpi")
     if isinstance(how, str):
