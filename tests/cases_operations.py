@@ -227,7 +227,7 @@ def native(threads):
     result, context = nsa.nsa(q, k, v, return_context=True, **sizes, **weights)
     packed = [x[0] for x in (q, k, v)]
     k_cmp, v_cmp = nsa.compress_kv(k, v, block, w_k, w_v, stride=stride)
-    o_cmp, lse_cmp = nsa.compressed_attention(q, k_cmp, v_cmp, block, return_lse=True)
+    o_cmp, lse_cmp = nsa.compressed_attention(q, k_cmp, v_cmp, block, stride=stride, return_lse=True)
     chosen = nsa.score_and_select_blocks(q, k_cmp, 3, block)
     o_slc, lse_slc = nsa.selected_attention(q, k, v, chosen, block, return_lse=True)
     o_win, lse_win = nsa.window_attention(q, k, v, 6, return_lse=True)
@@ -245,12 +245,12 @@ def native(threads):
             refused=lambda: nsa.compress_kv_backward(k_cmp[:, 1:], v_cmp, k, v, block, w_k, w_v),
         ),
         "compressed_attention": Operation(
-            lambda: nsa.compressed_attention(q, k_cmp, v_cmp, block, return_lse=True, **options),
-            refused=lambda: nsa.compressed_attention(q, k_cmp[:, 1:], v_cmp, block),
+            lambda: nsa.compressed_attention(q, k_cmp, v_cmp, block, stride=stride, return_lse=True, **options),
+            refused=lambda: nsa.compressed_attention(q, k_cmp, v_cmp[:, 1:], block, stride=stride),
         ),
         "compressed_attention_backward": Operation(
-            lambda: nsa.compressed_attention_backward(o_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, block, **options),
-            refused=lambda: nsa.compressed_attention_backward(short, q, k_cmp, v_cmp, o_cmp, lse_cmp, block),
+            lambda: nsa.compressed_attention_backward(o_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, block, stride=stride, **options),
+            refused=lambda: nsa.compressed_attention_backward(short, q, k_cmp, v_cmp, o_cmp, lse_cmp, block, stride=stride),
         ),
         "score_and_select_blocks": Operation(
             lambda: nsa.score_and_select_blocks(q, k_cmp, 3, block, **options), refused=lambda: nsa.score_and_select_blocks(q, k_cmp, 0, block)

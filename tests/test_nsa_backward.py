@@ -463,6 +463,8 @@ PARTS = [
      lambda: library.compressed_attention(PACKED, PACKED[:2], PACKED[:2], 4, cu_seqlens=[0, 12])),
     (ValueError, r"k_cmp: expected 3 blocks of compress_block_size = 4, got \(2, 2, 4\)",
      lambda: library.score_and_select_blocks(PACKED, PACKED[:2], 4, 4, compress_stride=4, cu_seqlens=[0, 12])),
+    (ValueError, r"v_cmp: expected shape .* tokens of k_cmp \(1, 3, 2, 4\), got \(1, 2, 2, 4\)",
+     lambda: library.compressed_attention(X, BLOCKS, BLOCKS[:, 1:], 4)),
     (ValueError, r"k_cmp: expected a number of heads that divides q's 2, got 3",
      lambda: library.compressed_attention_backward(X, X, zeros(1, 3, 3, 4), zeros(1, 3, 3, 4), X, LSE, 4)),
     (ValueError, r"k: expected the tokens of q \(1, 12, 2, 4\), got \(1, 11, 2, 4\)",
@@ -479,6 +481,43 @@ PARTS = [
     (ValueError, "compress_block_size: expected at most 1073741824, got 2147483648",
      lambda: library.nsa(X, X, X, compress_block_size=2**31)),
 ]  # fmt: skip
+
+
+# Twelve tokens have three blocks of four tokens, and five where blocks begin every two tokens. With `causal`, the last queries see all of them.
+NUMBERS_OF_BLOCKS = {
+    "attention": lambda x, **more: library.compressed_attention(X, x, x, 4, **more),
+    "gradient": lambda x, **more: library.compressed_attention_backward(X, X, x, x, X, LSE, 4, **more),
+    "selection": lambda x, mode, stride, **more: library.score_and_select_blocks(
+        X, x, 4, 4, mode=mode, compress_stride=stride, **({"lse": LSE} if mode == "paper" else {}), **more
+    ),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("mode", "stride", "blocks"), [("paper", 4, 3), ("paper", 2, 5), ("mslk", 4, 3)])
+@pytest.mark.parametrize("part", NUMBERS_OF_BLOCKS)
+def test_compressed_keys_are_those_of_all_tokens(part, mode, stride, blocks, causal):
+    """Any other number is refused, with the sentence that packed sequences have."""
+    call, how = NUMBERS_OF_BLOCKS[part], {"mode": mode, "stride": stride, "causal": causal}
+    call(zeros(1, blocks, 2, 4), **how)
+    for wrong in (0, blocks - 1, blocks + 1):
+        sentence = rf"^k_cmp: expected {blocks} blocks of compress_block_size = 4, got \(1, {wrong}, 2, 4\)$"
+        with pytest.raises(ValueError, match=sentence):
+            call(zeros(1, wrong, 2, 4), **how)
+
+
+def test_tokens_of_no_block_need_no_compressed_keys():
+    """A sequence that is shorter than a block has none, with a batch axis or without."""
+    for x, cu in ((X[:, :3], {}), (PACKED[:3], {"cu_seqlens": [0, 3]})):
+        none = x[..., :0, :, :]
+        out, lse = library.compressed_attention(x, none, none, 4, return_lse=True, **cu)
+        assert not out.any()
+        assert np.isneginf(lse).all()
+        grads = library.compressed_attention_backward(x, x, none, none, out, lse, 4, **cu)
+        assert [g.shape for g in grads] == [x.shape, none.shape, none.shape]
+        assert not grads[0].any()
+        chosen = library.score_and_select_blocks(x, none, 1, 4, init_blocks=0, local_blocks=1, **cu)
+        assert not chosen.any()  # the block that the queries lie in
 
 
 @pytest.mark.skipif(IS_REFERENCE, reason="the reference takes any array")

@@ -506,7 +506,7 @@ def test_shapes_of_no_sequences():
     x = np.ones((0, 5, 2, 4))
     k_cmp, _ = reference.compress_kv(x, x, 2)
     assert k_cmp.shape == (0, 2, 2, 4)
-    assert reference.score_and_select_blocks(x, k_cmp, 3, 2, init_blocks=0).shape == (0, 2, 5, 3)
+    assert reference.score_and_select_blocks(x, k_cmp, 3, 2, compress_stride=2, init_blocks=0).shape == (0, 2, 5, 3)
     assert reference.score_and_select_blocks(x, k_cmp, 3, 2, mode="mslk", q_tile_size=4).shape == (0, 2, 2, 3)
     for empty, packed in ((x, {}), (np.ones((0, 2, 4)), {"cu_seqlens": [0]})):
         out, lse = reference.window_attention(empty, empty, empty, 3, return_lse=True, **packed)

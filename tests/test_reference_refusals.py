@@ -123,6 +123,16 @@ CASES = {
     "mode": (nsa(mode="both"), ValueError, 'mode: expected "paper" or "mslk", got \'both\''),
     "mode of a branch": (lambda: reference.compressed_attention(X, X[:, :3], X[:, :3], 4, mode="both"), ValueError,
         'mode: expected "paper" or "mslk", got \'both\''),
+    "compressed keys": (lambda: reference.compressed_attention(X, X[:, :2], X[:, :2], 4), ValueError,
+        r"k_cmp: expected 3 blocks of compress_block_size = 4, got \(1, 2, 2, 4\)"),
+    "compressed keys of a gradient": (
+        lambda: reference.compressed_attention_backward(X, X, X[:, :3], X[:, :3], X, LSE, 4, stride=2), ValueError,
+        r"k_cmp: expected 5 blocks of compress_block_size = 4, got \(1, 3, 2, 4\)",
+    ),
+    "compressed keys of a selection": (
+        lambda: reference.score_and_select_blocks(PACKED, PACKED[:3], 3, 4, compress_stride=4, cu_seqlens=[0, 6, 12]), ValueError,
+        r"k_cmp: expected 2 blocks of compress_block_size = 4, got \(3, 2, 4\)",
+    ),
     "size": (nsa(compress_block_size=0), ValueError, "compress_block_size: expected a positive number, got 0"),
     "number of first blocks": (nsa(init_blocks=-1), ValueError, "init_blocks: expected 0 or more, got -1"),
     "stride in mslk": (nsa(mode="mslk", compress_stride=2), ValueError,

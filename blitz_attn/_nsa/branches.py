@@ -9,6 +9,7 @@ import numpy as np
 from .._arrays import flag
 from .arrays import Result, check_rank, dtype_of, expect_shape, floats, real_of, reals, same_kind
 from .attend import Branch, Common, attend, attend_backward, compressed_branch, selected_branch, window_branch
+from .compression import check_compressed
 from .rules import Rules, mode_of, number, scale_of, threads_of
 from .selection import lists_of
 from .sequences import Sequences, cuts, sums_of
@@ -61,8 +62,7 @@ def _compressed(
     causal, mode = flag(causal, "causal"), mode_of(mode)
     queries, keys, values, common, cu = _arrays_of(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), scale, cu_seqlens, dtype, num_threads)
     sequences = Sequences.of(cu, size, step)
-    if sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
-        raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {size}, got {keys.shape}")
+    check_compressed(keys, queries, size, step, sequences)
     rules = Rules(mode, size, step, size, 1, 1, 0, 0, causal)
     return Checked(queries, keys, values, common, compressed_branch(rules, sequences))
 
@@ -121,7 +121,7 @@ def compressed_attention(
     q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
     k_cmp, v_cmp : array
-        The results of `compress_kv`, same dtype.
+        The results of `compress_kv` for the tokens of `q`, same dtype: all complete blocks of a sequence, no fewer and no more.
     compress_block_size, stride : int
         The sizes that `compress_kv` was called with, in tokens. Default of `stride`: `compress_block_size`.
     causal : bool

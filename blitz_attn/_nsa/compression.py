@@ -22,6 +22,14 @@ def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences
     return (x.shape[0], int(block_count(x.shape[1], size, stride)), *x.shape[2:])
 
 
+def check_compressed(k_cmp: np.ndarray, q: np.ndarray, size: int, stride: int, sequences: Sequences) -> None:
+    """Refuses other numbers of compressed keys than `compress_kv` makes of the tokens of `q`. Too few of them could belong to a shorter
+    sequence or to another stride, and the result would be wrong without a word."""
+    expected = compressed_shape(q, size, stride, sequences)[-3]
+    if k_cmp.shape[-3] != expected:
+        raise ValueError(f"k_cmp: expected {expected} blocks of compress_block_size = {size}, got {k_cmp.shape}")
+
+
 def compress_into(
     x: np.ndarray, weight: np.ndarray | None, out: np.ndarray, kind: str, size: int, stride: int, sequences: Sequences,
     threads: int | None, names: tuple[str, str],

@@ -11,6 +11,7 @@ import numpy as np
 from .. import _arrays, _core
 from .arrays import check_rank, dtype_of, expect_shape, floats, real_of, reals, same_kind, storage
 from .attend import Common, attend, compressed_branch
+from .compression import check_compressed
 from .rules import CMP_GROUP, Rules, rules_of, scale_of, threads_of
 from .sequences import Sequences, cuts, sums_of
 
@@ -120,8 +121,7 @@ def score_and_select_blocks(
     check_rank(queries, "q", packed)
     check_rank(keys, "k_cmp", packed)
     sequences = Sequences.of(cuts(cu_seqlens, queries.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
-    if sequences.blocks is not None and keys.shape[0] != sequences.blocks[-1]:
-        raise ValueError(f"k_cmp: expected {sequences.blocks[-1]} blocks of compress_block_size = {rules.size}, got {keys.shape}")
+    check_compressed(keys, queries, rules.size, rules.stride, sequences)
     common = Common(kind, scale_of(scale, queries.shape[-1]), threads)
     known = None
     if rules.by_query and lse is not None:

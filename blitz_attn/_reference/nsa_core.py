@@ -50,6 +50,17 @@ def compressed_cuts(offsets: list[int], block_size: int, stride: int) -> list[in
     return [0, *np.cumsum(counts, dtype=np.int64).tolist()]
 
 
+def check_compressed(k_cmp: Any, q: Any, cu_seqlens: Any, block_size: int, stride: int) -> None:
+    """Refuses other numbers of compressed keys than `compress` makes of the tokens of `q`."""
+    shape, tokens = tuple(np.shape(k_cmp)), np.shape(q)[-3]
+    if cu_seqlens is None:
+        expected = block_count(tokens, block_size, stride)
+    else:
+        expected = compressed_cuts(cuts(cu_seqlens, tokens), block_size, stride)[-1]
+    if shape[-3] != expected:
+        raise ValueError(f"k_cmp: expected {expected} blocks of compress_block_size = {block_size}, got {shape}")
+
+
 def split(x: np.ndarray, offsets: list[int] | None) -> list[np.ndarray]:
     """(heads, tokens, dim) of every sequence of a (B, N, heads, dim) or packed (T, heads, dim) array."""
     return list(x.swapaxes(1, 2)) if offsets is None else [x[a:b].swapaxes(0, 1) for a, b in pairwise(offsets)]

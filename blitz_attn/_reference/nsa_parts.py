@@ -13,6 +13,7 @@ from .nsa_core import (
     attend_backward,
     block_count,
     check_block_sizes,
+    check_compressed,
     check_weight,
     combine,
     compress,
@@ -127,6 +128,7 @@ def score_blocks(
         mode, compress_block_size, causal, q_tile_size, compress_stride, select_block_size, init_blocks, local_blocks, num_selected_blocks
     )
     q, k_cmp = to_float64(q, dtype), to_float64(k_cmp, dtype)
+    check_compressed(k_cmp, q, cu_seqlens, how.block_size, how.stride)
     offsets = None if cu_seqlens is None else cuts(cu_seqlens, q.shape[0])
     inner = None if offsets is None else compressed_cuts(offsets, how.block_size, how.stride)
     scale = default_scale(scale, q)
@@ -187,8 +189,9 @@ def _backward(dout, q, k, v, out, lse, key_cuts, cu_seqlens, scale, strips, dtyp
     return tuple(join([one[n] for one in parts], offsets is not None, like.shape) for n, like in enumerate((q, k, v)))
 
 
-def _compressed_rule(block_size, stride, causal, mode):
+def _compressed_rule(q, k_cmp, cu_seqlens, block_size, stride, causal, mode):
     size, step = check_block_sizes(block_size, stride)
+    check_compressed(k_cmp, q, cu_seqlens, size, step)
     if mode not in ("paper", "mslk"):
         raise ValueError(f'mode: expected "paper" or "mslk", got {mode!r}')
     return (
@@ -202,7 +205,7 @@ def compressed_attention(
     dtype=None,
 ):  # fmt: skip
     """See `blitz_attn.nsa.compressed_attention`."""
-    key_cuts, strips = _compressed_rule(compress_block_size, stride, causal, mode)
+    key_cuts, strips = _compressed_rule(q, k_cmp, cu_seqlens, compress_block_size, stride, causal, mode)
     return _forward(q, k_cmp, v_cmp, key_cuts, cu_seqlens, scale, strips, return_lse, dtype)
 
 
@@ -210,7 +213,7 @@ def compressed_attention_backward(
     dout, q, k_cmp, v_cmp, out, lse, compress_block_size, *, stride=None, causal=True, scale=None, cu_seqlens=None, mode="paper", dtype=None
 ):
     """See `blitz_attn.nsa.compressed_attention_backward`."""
-    key_cuts, strips = _compressed_rule(compress_block_size, stride, causal, mode)
+    key_cuts, strips = _compressed_rule(q, k_cmp, cu_seqlens, compress_block_size, stride, causal, mode)
     return _backward(dout, q, k_cmp, v_cmp, out, lse, key_cuts, cu_seqlens, scale, strips, dtype)
 
 
