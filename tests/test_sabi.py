@@ -323,6 +323,64 @@ def test_check_refuses(lists, error, sentence):
         sabi.check(lists, 200, 300, batch=2, heads=4)
 
 
+INTEGERS = [np.dtype(order + kind) for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8") for order in "<>"]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: dtype.str)
+def test_rows_of_integers_of_any_kind(dtype):
+    """Compressed rows, counts and lists of any integers mean the same. 255 and 65535 are columns where no pad has these bits."""
+    columns = [0, min(np.iinfo(dtype).max, 2**16 - 1), 7]
+    indptr, indices = np.array([0, 0, 2, 3], dtype), np.array(columns, dtype)
+    lists = np.array([[-1, -1], columns[:2], [7, -1]])
+    for one, other in ((indptr, indices), (indptr, columns), ([0, 0, 2, 3], indices)):
+        np.testing.assert_array_equal(sabi.from_csr(one, other, (), dtype="int32"), lists)
+    counts, entries = np.diff([0, 0, 2, 3]).astype(dtype), np.array([[0, 0], columns[:2], [7, 0]], dtype)
+    np.testing.assert_array_equal(sabi.from_num_idx(counts, entries, dtype="int32"), lists)
+    if dtype.kind == "u" and dtype.itemsize == 2:
+        columns[1] = 65534  # 65535 is the pad of this dtype
+    whole = np.array([columns], dtype)  # a row without a pad, which other unsigned dtypes do not have
+    np.testing.assert_array_equal(sabi.to_csr(whole)[1], np.sort(columns))
+    assert sabi.counts(whole).tolist() == [3]
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64 - 1])
+def test_numbers_that_int64_cannot_hold_are_neither_small_nor_pads(number):
+    """Sentences about compressed rows say 2**63 - 1 for all of these."""
+    rows, most = np.array([0, number, 1], np.uint64), 2**63 - 1
+    with pytest.raises(ValueError, match=f"^indices: expected columns below 268435456, got {most}$"):
+        sabi.from_csr([0, 3], rows)
+    with pytest.raises(ValueError, match=f"^indices: expected columns below 9, got {most}$"):
+        sabi.from_csr([0, 3], rows, columns=9)
+    with pytest.raises(ValueError, match=rf"^indptr: expected numbers rising from 0 to 1, the length of indices, got \[0, {most}, 1\]$"):
+        sabi.from_csr(rows, [0])
+    calls = [
+        sabi.counts,
+        sabi.to_csr,
+        lambda x: sabi.check(x[None, None], 1, 9, (1, 1)),
+        lambda x: sabi.to_block_mask(x, 9),
+        lambda x: sabi.density(x, 9),
+    ]
+    if number < 2**63:  # a column like any other, where no number of columns is known
+        assert calls.pop(0)(rows[None]).tolist() == [3]
+        assert calls.pop()(rows[None]) == 3 / 9
+    for call in calls:
+        with pytest.raises(ValueError, match=f"^sabi: expected columns .*, got {number}\\b"):
+            call(rows[None])
+
+
+def test_differences_of_indptr_do_not_wrap():
+    """Each of these is larger than the one before it, if the differences are taken in 64 bits."""
+    with pytest.raises(ValueError, match="^indptr: expected numbers rising from 0 to 3, the length of indices, got .0, 9223372036854775807, "):
+        sabi.from_csr([0, 2**63 - 1, -(2**63), -1, 3], [0, 2, 1])
+
+
+@pytest.mark.parametrize("column", [2**31, 2**32, 2**63 - 1])
+def test_columns_of_compressed_rows_fit_into_int32(column):
+    with pytest.raises(ValueError, match=rf"^sabi: expected columns below 2\*\*31, got {column}$"):
+        sabi.to_csr(np.array([[0, column]]))
+    assert sabi.to_csr(np.array([[0, 2**31 - 1]]))[1].tolist() == [0, 2**31 - 1]
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [

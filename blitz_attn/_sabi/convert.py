@@ -216,6 +216,8 @@ def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
     ------
     TypeError
         Not integers.
+    ValueError
+        A column of 2**31 or more.
 
     Examples
     --------
@@ -225,6 +227,8 @@ def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
     [[0, 2, 2, 3], [0, 2, 1]]
     """
     rows = signed(sabi)
+    if rows.max(initial=-1) >= 2**31:
+        raise ValueError(f"sabi: expected columns below 2**31, got {rows.max()}")
     rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     kept = rows >= 0
     indptr = np.concatenate([[0], np.cumsum(kept.sum(axis=-1))]).astype(np.int64)
@@ -240,9 +244,9 @@ def from_csr(
     Parameters
     ----------
     indptr : array_like of int
-        Rising from 0 to the number of indices; one more entry than there are rows.
+        Rising from 0 to the number of indices; one more entry than there are rows. Integers of any size, signed or not.
     indices : array_like of int
-        Columns, row after row.
+        Columns, row after row. Likewise.
     lead : sequence of int
         Leading axes (batch, heads) that the rows are split over, in C order.
     columns : int, optional
@@ -257,6 +261,8 @@ def from_csr(
 
     Raises
     ------
+    TypeError
+        Not integers.
     ValueError
         `indptr` does not fit `indices`, the rows do not split over `lead`, or an index is out of range.
 
@@ -269,7 +275,7 @@ def from_csr(
     starts, flat = integers(indptr, "indptr"), integers(indices, "indices")
     if flat.ndim != 1:
         raise ValueError(f"indices: expected one axis, got shape {flat.shape}")
-    if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or (np.diff(starts) < 0).any():
+    if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or (starts[1:] < starts[:-1]).any():
         raise ValueError(f"indptr: expected numbers rising from 0 to {flat.size}, the length of indices, got {shown(starts.tolist())}")
     if flat.min(initial=0) < 0:
         raise ValueError(f"indices: expected columns from 0 on, got {flat.min()}")

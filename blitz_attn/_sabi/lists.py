@@ -35,6 +35,8 @@ def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
         raise TypeError(f"{name}: expected an integer array, got {array.dtype}")
     if array.ndim < 2:
         raise ValueError(f"{name}: expected shape (..., rows, width), got {array.shape}")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # as int64 it would be negative: a pad
+        raise ValueError(f"{name}: expected columns below 2**63 (uint64 has no pad), got {array.max()}")
     rows = array.astype(np.int64)
     pad = rows == PAD_UINT16 if array.dtype == np.uint16 else rows < 0
     return np.where(np.logical_or.accumulate(pad, axis=-1), -1, rows)
