@@ -198,6 +198,8 @@ X, ONE = np.ones((1, 12, 2, 8), np.float32), np.ones((1, 3, 2, 8), np.float32)
         (TypeError, "block_size: expected an integer, got str", lambda: mslk.fused_compress_kv_backward(ONE, ONE, X[0], X[0], "4", cu_seqlens=[0, 12])),
         (ValueError, r"dV_cmp: expected shape \(1 sequences, 3 or more", lambda: mslk.fused_compress_kv_backward(ONE, ONE[:, 1:], X[0], X[0], 4, cu_seqlens=[0, 12])),
         (ValueError, "cu_seqlens: expected numbers rising from 0, got 12", lambda: mslk.fused_compress_kv_backward(ONE, ONE, X[0], X[0], 4, cu_seqlens=12)),
+        (ValueError, "cu_seqlens: expected numbers rising from 0, got .0, 9223372036854775807, ",
+         lambda: mslk.fused_compress_kv_backward(ONE, ONE, X[0], X[0], 4, cu_seqlens=[0, 2**63 - 1, -(2**63), -1, 12])),
         (TypeError, "K_cmp: expected an array, got int", lambda: mslk.score_and_select_blocks(X, 7, 2, 4)),
         (TypeError, "num_selected_blocks: expected an integer, got float", lambda: mslk.score_and_select_blocks(X, ONE, 2.0, 4)),
         (TypeError, "O_slc: expected dtype float32 like O_cmp, got float64", lambda: mslk.gate_and_combine(X, X.astype(float), X, X[..., :3])),

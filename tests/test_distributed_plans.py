@@ -286,6 +286,8 @@ BAD = [
     ({"layout": "TND", "s_q": None, "cu_seqlens_q": [0, 9], "batch": 2}, ValueError, "batch: expected 1 as cu_seqlens_q says, got 2"),
     ({"layout": "TND", "s_q": None, "cu_seqlens_q": [0, 9, 5]}, ValueError,
      "cu_seqlens_q: expected at least two cumulative lengths that rise from 0, got [0, 9, 5]"),
+    ({"layout": "TND", "s_q": None, "cu_seqlens_q": [0, 2**63 - 1, -(2**63), -1]}, ValueError,
+     f"cu_seqlens_q: expected at least two cumulative lengths that rise from 0, got {[0, 2**63 - 1, -(2**63), -1]}"),
     ({"sabi": np.zeros((1, 1, 2, 1))}, TypeError, "sabi: expected an integer array, got float64"),
     ({"sabi": np.zeros((2, 1), int)}, ValueError, "sabi: expected shape (B or 1, H, Hkv or 1, rows, width), got (2, 1)"),
     ({"dtype": 3}, TypeError, "dtype: expected a dtype or its name, got int"),

@@ -477,6 +477,8 @@ PARTS = [
     (ValueError, "out: expected a writable array, got a read-only one",
      lambda: library.nsa(X, X, X, out=np.broadcast_to(X[:, :1], X.shape))),
     (ValueError, "out: expected memory of its own, got an array that overlaps k", lambda: library.nsa(X.copy(), X, X.copy(), out=X)),
+    (ValueError, "cu_seqlens: expected numbers rising from 0 to 12, got -9223372036854775808 after a larger one",
+     lambda: library.nsa(PACKED, PACKED, PACKED, cu_seqlens=[0, 2**63 - 1, -(2**63), -1, 12])),
     (TypeError, "q: expected float64 as dtype says, got float32", lambda: library.nsa(X, X, X, dtype="float64")),
     (ValueError, "compress_block_size: expected at most 1073741824, got 2147483648",
      lambda: library.nsa(X, X, X, compress_block_size=2**31)),

@@ -178,6 +178,7 @@ def test_torch_tensors():
 
 TRIPLES = [
     ({"indptr": [0, 3, 2]}, r"indptr: expected rising numbers from 0 to 5, got \[0, 3, 2\]"),
+    ({"indptr": [2**63 - 1, -(2**63), -1]}, r"indptr: expected rising numbers from 0 to 5, got \[9223372036854775807, .*\]"),
     ({"indptr": [0, 2, 6]}, r"indptr: expected rising numbers from 0 to 5, got \[0, 2, 6\]"),
     ({"indptr": np.zeros(0, int)}, r"indptr: expected B \+ 1 entries, got shape \(0,\)"),
     ({"indptr": np.zeros((1, 3), int)}, r"indptr: expected B \+ 1 entries, got shape \(1, 3\)"),

@@ -206,6 +206,7 @@ def test_padded_keys_of_a_mask_with_lengths():
         ({"kv_lens": [91, 0]}, ValueError, "kv_lens: expected lengths from 0 to 90, got 0 to 91"),
         ({"cu_seqlens_q": [0, 90]}, ValueError, "cu_seqlens_kv: expected the documents of both queries and keys, got None"),
         ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 80]}, ValueError, r"cu_seqlens_kv: expected numbers rising from 0 to 90, got \[0, 80\]"),
+        ({"cu_seqlens_q": [0, 2**63 - 1, -(2**63), -1, 90], "cu_seqlens_kv": [0, 90]}, ValueError, r"cu_seqlens_q: expected numbers rising from 0 to 90, got \[0, 9"),
         ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 40, 90]}, ValueError, "cu_seqlens_kv: expected 2 numbers like cu_seqlens_q, got 3"),
         ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 90]}, ValueError, "block_mask: expected a mask of one packed sequence with documents, got one of a batch of 2"),
     ],

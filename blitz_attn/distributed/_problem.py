@@ -291,7 +291,7 @@ def _cumulative(given: Any, name: str) -> ndarray:
     if given is None:
         raise TypeError(f"{name}: expected cumulative lengths with layout TND, got None")
     numbers = integers(given, name)
-    if numbers.ndim != 1 or len(numbers) < 2 or numbers[0] != 0 or (np.diff(numbers) < 0).any():
+    if numbers.ndim != 1 or len(numbers) < 2 or numbers[0] != 0 or (numbers[1:] < numbers[:-1]).any():
         raise ValueError(f"{name}: expected at least two cumulative lengths that rise from 0, got {numbers.tolist()[:8]}")
     return numbers
 

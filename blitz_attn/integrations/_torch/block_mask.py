@@ -143,7 +143,7 @@ def _ends(x: Any, name: str, tokens: int) -> np.ndarray | None:
     if x is None:
         return None
     ends = integers(x, name)
-    if ends.ndim != 1 or ends.size < 2 or ends[0] != 0 or ends[-1] != tokens or (np.diff(ends) < 0).any():
+    if ends.ndim != 1 or ends.size < 2 or ends[0] != 0 or ends[-1] != tokens or (ends[1:] < ends[:-1]).any():
         raise ValueError(f"{name}: expected numbers rising from 0 to {tokens}, got {ends.tolist()[:10]}")
     return ends
 
