@@ -124,10 +124,11 @@ def open_page_tables(
     indptr: Any,
     last_page_len: Any,
     q_lens: Any,
+    q_begin: Any,
     page_size: Any,
     num_pages: Any,
 ) -> tuple[Any, int, int]:
-    """Checks and copies tables and lengths. Returns (opened tables, number of requests, number of queries)."""
+    """Checks and copies tables, lengths and the places of queries. Returns (opened tables, number of requests, number of queries)."""
 
 def paged_attention(
     empty: Callable[[tuple[int, ...], str], Any],
@@ -139,6 +140,7 @@ def paged_attention(
     indptr: Any = ...,
     last_page_len: Any = ...,
     q_lens: Any = ...,
+    q_begin: Any = ...,
     selected: Any = ...,
     counts: Any = ...,
     scale: Any = ...,
@@ -154,11 +156,10 @@ def paged_attention(
     dtype: Any = ...,
     kv_dtype: Any = ...,
     num_threads: Any = ...,
-    q_begin: Any = ...,
     out_dtype: Any = ...,
 ) -> Any:
     """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens. In
-    place of block_tables, seq_lens, indptr, last_page_len and q_lens, block_tables may be opened tables."""
+    place of block_tables, seq_lens, indptr, last_page_len, q_lens and q_begin, block_tables may be opened tables."""
 
 def quest_metadata(
     k_cache: Any,

@@ -45,6 +45,19 @@ def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
     return lengths
 
 
+_FARTHEST = 2**30 - 1  # token number
+
+
+def query_begins(q_begin: Any, batch: int) -> ndarray:
+    """int64 token number of each request's query 0."""
+    begins = _arrays.integers(q_begin, "q_begin")
+    if begins.shape != (batch,):
+        raise ValueError(f"q_begin: expected {batch} entries, one per request, got shape {begins.shape}")
+    for b in ((begins < -_FARTHEST) | (begins > _FARTHEST)).nonzero()[0]:
+        raise ValueError(f"q_begin: expected token numbers from {-_FARTHEST} to {_FARTHEST}, got {begins[b]} at [{b}]")
+    return begins
+
+
 class Listed(NamedTuple):
     """The blocks that the lists of a call name: one entry for each, one list after the other."""
 
@@ -151,7 +164,8 @@ class Tables:
         """Page of each (request, block)."""
         return self.pages[requests, blocks] if self.indptr is None else self.pages[self.indptr[requests] + blocks]
 
-    def refuse_missing(self, pages: ndarray, num_pages: int, requests: ndarray, blocks: ndarray) -> None:
+    @staticmethod
+    def refuse_missing(pages: ndarray, num_pages: int, requests: ndarray, blocks: ndarray) -> None:
         """Refuses pages that a cache does not have. `requests` and `blocks` say which table entries they are, for the error sentence."""
         for i in ((pages < 0) | (pages >= num_pages)).nonzero()[0]:
             raise ValueError(

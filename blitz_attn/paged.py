@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy import empty, ndarray
 
 from . import _arrays, _core, _formats, _paged_split
-from ._paged_tables import Tables, last_numbers, query_lengths, tables_for_core
+from ._paged_tables import Tables, cache_sizes, last_numbers, query_lengths, tables_for_core
 from ._sentences import renamed, shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
@@ -22,12 +23,13 @@ _QUANTISED = ("int8", "float8_e4m3")
 
 
 def _attend(
-    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], *, q_lens: Any = None, selected: Any = None, counts: Any = None,
-    scale: Any, kv_layout: Any, window: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out: Any, dtype: Any,
-    kv_dtype: Any, num_threads: Any, q_begin: Any = None, out_dtype: Any = None,
+    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, *, window: Any,
+    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any,
+    num_threads: Any,
 ) -> Any:  # fmt: skip
-    """The core's call, with arrays of any kind. `requests`: as `tables_for_core` gives them, or a plan's opened tables and None."""
-    tables, seq_lens, indptr, last_page_len = requests
+    """The core's call, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and `q_begin`; or opened tables, which
+    have all of these, and None for each of the others."""
+    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
     try:
@@ -38,17 +40,17 @@ def _attend(
             # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
-                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, selected, counts, scale,
+                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
                 kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
-                return_lse=return_lse, num_threads=num_threads, q_begin=q_begin,
+                return_lse=return_lse, num_threads=num_threads,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), tables,
-            seq_lens, indptr, last_page_len, q_lens, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
+            seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
             return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
-            kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads, q_begin=q_begin,
+            kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
             out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -58,6 +60,19 @@ def _attend(
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+_attend_in_chunks = partial(_paged_split.attend, _attend)  # takes chunks in place of `requests`
+
+
+def _whole_or_in_chunks(
+    k_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: Any, q_lens: Any, q_begin: Any, kv_split: Any
+) -> tuple[Callable[..., Any], Any]:
+    """The function that attends, and what it takes as `requests`."""
+    if kv_split is None:
+        return _attend, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
+    page_size = max(1, cache_sizes(k_cache, kv_layout)[1])  # the core refuses pages without tokens
+    return _attend_in_chunks, _paged_split.Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
 
 
 def paged_attention(
@@ -209,16 +224,10 @@ def paged_attention(
     >>> bool(np.abs(joined - blitz_attn.paged_attention(q, k_cache, v_cache, tables, [40, 48])).max() < 1e-5)
     True
     """
-    if kv_split is not None:
-        return _paged_split.attend(
-            _attend, q, k_cache, v_cache, block_tables, seq_lens, kv_split, q_lens=q_lens, scale=scale, kv_layout=kv_layout, window=window,
-            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin, return_lse=return_lse, out_dtype=out_dtype,
-            out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
-        )  # fmt: skip
-    return _attend(
-        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens=q_lens, scale=scale, kv_layout=kv_layout,
-        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin, return_lse=return_lse,
-        out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+    attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
+    return attend(
+        q, k_cache, v_cache, requests, None, None, scale, kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale,
+        v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -303,16 +312,10 @@ def paged_select_attention(
     """
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
-    if kv_split is not None:
-        return _paged_split.attend(
-            _attend, q, k_cache, v_cache, block_tables, seq_lens, kv_split, q_lens=q_lens, selected=selected, counts=counts, scale=scale,
-            kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin,
-            return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
-        )  # fmt: skip
-    return _attend(
-        q, k_cache, v_cache, tables_for_core(block_tables, seq_lens), q_lens=q_lens, selected=selected, counts=counts, scale=scale,
-        kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, q_begin=q_begin,
-        return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+    attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
+    return attend(
+        q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale,
+        v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -325,10 +328,12 @@ class PagedPlan:
         See `paged_attention`. They are copied: later changes of the arrays do not reach the plan.
     page_size : int
         Number of tokens per page of the caches that calls pass.
-    q_lens : sequence of int, optional
-        See `paged_attention`.
+    q_lens, q_begin : sequence of int, optional
+        See `paged_attention`. They are copied, too.
     num_pages : int, optional
         Number of pages of the caches that calls pass, to check page numbers here. Each call checks that its own cache has all pages.
+    kv_split : int, optional
+        See `paged_attention`; a multiple of `page_size`. Requests are cut into chunks here, once for all calls.
     scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads
         See `paged_attention`. They hold for all calls of the plan.
 
@@ -343,6 +348,8 @@ class PagedPlan:
     ------
     TypeError, ValueError
         As `paged_attention`.
+    MemoryError
+        The copies could not be allocated.
 
     Examples
     --------
@@ -360,9 +367,17 @@ class PagedPlan:
     >>> exact = blitz_attn.paged_attention(q, *layers[0], tables, seq_lens)
     >>> bool((plan.attention(q, *layers[0]) == exact).all())
     True
+
+    A plan with the options of the call has its bits:
+
+    >>> options = {"q_begin": [35, 60], "kv_split": 32}
+    >>> plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, **options)
+    >>> exact = blitz_attn.paged_attention(q, *layers[0], tables, seq_lens, **options)
+    >>> bool((plan.attention(q, *layers[0]) == exact).all())
+    True
     """
 
-    __slots__ = ("_options", "_requests", "batch", "num_queries")
+    __slots__ = ("_attend", "_options", "_requests", "batch", "num_queries")
 
     def __init__(
         self,
@@ -371,7 +386,9 @@ class PagedPlan:
         *,
         page_size: int,
         q_lens: Any = None,
+        q_begin: Any = None,
         num_pages: int | None = None,
+        kv_split: int | None = None,
         scale: float | None = None,
         kv_layout: str = "NHD",
         window: int | None = None,
@@ -381,13 +398,24 @@ class PagedPlan:
         kv_dtype: Any = None,
         num_threads: int | None = None,
     ) -> None:
+        self._attend: Callable[..., Any]
+        self._requests: Any
         self.batch: int
         self.num_queries: int
-        pages, seq_lens, indptr, last_page_len = tables_for_core(block_tables, seq_lens)
-        opened, self.batch, self.num_queries = _core.open_page_tables(
-            pages, seq_lens=seq_lens, indptr=indptr, last_page_len=last_page_len, q_lens=q_lens, page_size=page_size, num_pages=num_pages
-        )
-        self._requests = (opened, None, None, None)
+        if kv_split is None:
+            opened, self.batch, self.num_queries = _core.open_page_tables(
+                *tables_for_core(block_tables, seq_lens), q_lens, q_begin, page_size, num_pages
+            )
+            self._attend, self._requests = _attend, (opened, None, None, None, None, None)
+        else:
+            chunks = _paged_split.Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
+            if num_pages is not None:
+                pages = _arrays.integer(num_pages, "num_pages")
+                if pages < 0:
+                    raise ValueError(f"num_pages: expected at least 0 pages, got {pages}")
+                chunks.refuse_missing(pages)
+            self.batch, self.num_queries = chunks.batch, chunks.num_queries
+            self._attend, self._requests = _attend_in_chunks, chunks
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
 
@@ -428,8 +456,8 @@ class PagedPlan:
         True
         """
         scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
-        return _attend(
-            q, k_cache, v_cache, self._requests, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap,
+        return self._attend(
+            q, k_cache, v_cache, self._requests, None, None, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
             k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
             num_threads=num_threads,
         )  # fmt: skip
@@ -480,10 +508,10 @@ class PagedPlan:
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
         scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
-        return _attend(
-            q, k_cache, v_cache, self._requests, selected=selected, counts=counts, scale=scale, kv_layout=kv_layout, window=window,
-            sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out,
-            dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        return self._attend(
+            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
+            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
+            num_threads=num_threads,
         )  # fmt: skip
 
 

@@ -101,6 +101,7 @@ def paged(threads):
     out, lse = op(*case.arrays, return_lse=True)
     given, csr = blank(out, lse), (*case.csr(),)
     plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=4, num_threads=threads)
+    chunked = blitz_attn.PagedPlan(csr, page_size=4, q_begin=[2, 0, 30], kv_split=8, num_threads=threads)
     chosen, counts = np.array([[[0, 2]] * 2, [[0, 0]] * 2, [[1, 3]] * 2], np.int32), np.array([[2, 1], [0, 0], [2, 2]])
     written = [x.copy() for x in case.arrays[1:3]]
     new = [np.random.default_rng(6).standard_normal((3, 2, 8)).astype(np.float32) for _ in range(2)]
@@ -118,6 +119,11 @@ def paged(threads):
         "PagedPlan.attention": Operation(
             lambda: plan.attention(*case.arrays[:3], return_lse=True, out=given), given, lambda: plan.attention(out[1:], *case.arrays[1:3])
         ),
+        "PagedPlan.attention, in chunks": Operation(
+            lambda: chunked.attention(*case.arrays[:3], return_lse=True, out=given),
+            given,
+            lambda: chunked.attention(*case.arrays[:3], out=case.arrays[0]),
+        ),
         "PagedPlan.select_attention": Operation(
             lambda: plan.select_attention(*case.arrays[:3], chosen, counts=counts, return_lse=True, out=given),
             given,
@@ -125,6 +131,10 @@ def paged(threads):
         ),
         "PagedPlan": Operation(
             lambda: blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 1]).batch, refused=lambda: blitz_attn.PagedPlan(csr, page_size=0)
+        ),
+        "PagedPlan, in chunks": Operation(
+            lambda: blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 30], q_begin=[2, 0, 30], kv_split=8).batch,
+            refused=lambda: blitz_attn.PagedPlan(csr, page_size=4, kv_split=6),
         ),
         "paged_select_attention": Operation(
             lambda: select(*case.arrays, chosen, counts=counts, return_lse=True, out=given, **options),

@@ -1,19 +1,24 @@
 """What the suites of the paged operations share: calls over poisoned outputs, comparison with the reference."""
 
+from functools import partial
+
 import numpy as np
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import ISA_LEVELS, LSE_TOLERANCE, poisoned
+from cases import ISA_LEVELS, LSE_TOLERANCE, poisoned, same_bits
 
 CACHE_DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3"]
 
 
+def _poisoned_results(case):
+    shape = (*case.q.shape[:2], case.v_cache.shape[-1])
+    return poisoned(shape, case.q), np.full(shape[:2], np.nan, np.float64 if case.dtype == "float64" else np.float32)
+
+
 def attend_paged(case, selected=None, tables=None, **options):
     """(out, lse) of the operation, both written over NaN. `tables` replaces the case's tables and lengths."""
-    q = case.q
-    out = poisoned((*q.shape[:2], case.v_cache.shape[-1]), q)
-    lse = np.full(q.shape[:2], np.nan, np.float64 if case.dtype == "float64" else np.float32)
+    out, lse = _poisoned_results(case)
     arrays = case.arrays if tables is None else (*case.arrays[:3], *tables)
     options = {**case.options, **options}
     if selected is None:
@@ -23,6 +28,31 @@ def attend_paged(case, selected=None, tables=None, **options):
     assert results[0] is out
     assert results[1] is lse
     return out, lse
+
+
+PER_CALL = ("sinks", "k_scale", "v_scale", "counts")  # the options that a plan's calls take; its constructor takes all others
+
+
+def plan_paged(case, tables=None, **options):
+    """A plan of the case's requests, and the options that are left for its calls. `tables` as in `attend_paged`."""
+    options = {**case.options, **options}
+    per_call = {name: options.pop(name) for name in PER_CALL if name in options}
+    return blitz_attn.PagedPlan(*(tables or case.arrays[3:]), page_size=case.page_size, **options), per_call
+
+
+def attend_by_plan(case, selected=None, tables=None, **options):
+    """`attend_paged` by a plan, whose second call gives the results of the first one."""
+    plan, per_call = plan_paged(case, tables, **options)
+    assert plan.batch == len(case.seq_lens)
+    assert plan.num_queries == len(case.q)
+    first, again = _poisoned_results(case), _poisoned_results(case)
+    for given in (first, again):
+        call = plan.attention if selected is None else partial(plan.select_attention, selected=selected)
+        results = call(*case.arrays[:3], out=given, return_lse=True, **per_call)
+        assert results[0] is given[0]
+        assert results[1] is given[1]
+    assert all(map(same_bits, again, first))
+    return first
 
 
 def check_paged(case, selected=None, **options):

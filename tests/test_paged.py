@@ -8,7 +8,7 @@ import pytest
 import blitz_attn
 from blitz_attn import _core, reference, testing
 from cases import DTYPES, ISA_LEVELS, bits_option, same_bits
-from cases_paged import CACHE_DTYPES, attend_paged, check_paged
+from cases_paged import CACHE_DTYPES, attend_by_plan, attend_paged, check_paged
 
 LENS = [1, 0, 37, 130]
 RULES = {
@@ -281,6 +281,22 @@ def test_plan_equals_direct_calls(kv_dtype, q_lens):
             assert_same(got, attend_paged(case, selected, **rules))
 
 
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("q_lens", [None, [4, 7, 0, 33]], ids=["one", "ragged"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(d, d) for d in DTYPES] + [("float32", "int8"), ("bfloat16", "float8_e4m3")])
+def test_plan_of_stretches(dtype, kv_dtype, q_lens, kv_layout):
+    """q_begin: queries before, inside and behind the tokens of the cache, more of them than tokens."""
+    case = testing.make_paged(4, 4, 2, LENS, 16, 24, 8, dtype, kv_dtype, kv_layout, q_lens=q_lens)
+    selected, counts = np.array([[[0]] * 2, [[9]] * 2, [[2], [0]], [[8], [3]]]), np.array([[1, 0], [0, 0], [1, 1], [1, 1]])
+    for rules in ({}, {"window": 30, "softcap": 1.5, "scale": 0.3, "sinks": np.linspace(-2, 3, 4).astype(np.float32)}):
+        begins = [0, 5, -3, 120]
+        expected = attend_paged(case, q_begin=begins, **rules)
+        assert_same(attend_by_plan(case, q_begin=begins, **rules), expected)
+        assert_same(attend_by_plan(case, tables=(case.csr(), None), q_begin=np.array(begins, np.int32), **rules), expected)
+        options = {"q_begin": begins, "counts": counts, **rules}
+        assert_same(attend_by_plan(case, selected, **options), attend_paged(case, selected, **options))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_plan_gives_unrounded_results(dtype):
     case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24, dtype=dtype)
@@ -297,6 +313,15 @@ def test_plan_keeps_its_own_tables():
     expected = attend_paged(case)[0]
     plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16, num_pages=len(case.k_cache))
     case.block_tables[...], case.seq_lens[...] = 0, 1
+    assert same_bits(plan.attention(*case.arrays[:3]), expected)
+
+
+def test_plan_keeps_its_own_places_of_queries():
+    case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24, q_lens=[1, 40, 3])
+    q_begin, q_lens = np.array([30, -1, 61]), case.options["q_lens"]
+    expected = attend_paged(case, q_begin=q_begin)[0]
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16, q_lens=q_lens, q_begin=q_begin)
+    q_begin[...], q_lens[...] = 0, 0
     assert same_bits(plan.attention(*case.arrays[:3]), expected)
 
 

@@ -343,8 +343,20 @@ CASES = {
     ],
     "PagedPlan": [
         *TABLE_CASES,
+        *[(f"{name}_in_chunks", error, pattern, lambda a, make=make: {"kv_split": 32} | make(a)) for name, error, pattern, make in TABLE_CASES],
         ("page_size", ValueError, r"^page_size: expected at least 1 token, got 0", lambda a: {"page_size": 0}),
         ("q_lens", ValueError, r"^q_lens: expected 0 to seq_lens\[1\] = 18, got 19 at \[1\]", lambda a: {"q_lens": [1, 19]}),
+        ("q_lens_of_stretches", ValueError, r"^q_lens: expected 0 to .*, got -1 at \[1\]", lambda a: {"q_lens": [1, -1], "q_begin": [0, 0]}),
+        ("q_begin_count", ValueError, r"^q_begin: expected 2 entries, one per request, got 3", lambda a: {"q_begin": [1, 2, 3]}),
+        ("q_begin_far", ValueError, r"^q_begin: expected token numbers from -1073741823 to 1073741823, got 1073741824 at \[1\]",
+         lambda a: {"q_begin": [1, 2**30]}),
+        ("q_begin_float", TypeError, r"^q_begin: expected integers, got float64", lambda a: {"q_begin": np.zeros(2)}),
+        ("kv_split", ValueError, r"^kv_split: expected a positive multiple of the 16 tokens of a page, got 24", lambda a: {"kv_split": 24}),
+        ("kv_split_text", TypeError, r"^kv_split: expected an integer, got str", lambda a: {"kv_split": "16"}),
+        ("page_size_in_chunks", ValueError, r"^page_size: expected at least 1 token, got 0", lambda a: {"page_size": 0, "kv_split": 16}),
+        ("num_pages", ValueError, r"^num_pages: expected at least 0 pages, got -1", lambda a: {"num_pages": -1}),
+        ("num_pages_in_chunks", ValueError, r"^num_pages: expected at least 0 pages, got -1", lambda a: {"num_pages": -1, "kv_split": 16}),
+        ("num_pages_text_in_chunks", TypeError, r"^num_pages: expected an integer, got str", lambda a: {"num_pages": "8", "kv_split": 16}),
     ],
 }  # fmt: skip
 
@@ -421,7 +433,10 @@ def test_a_plan_refuses_a_call_that_does_not_fit():
 ODDITIES = [object(), "x", b"xy", 1.5, -1, 2**70, [], [None], {}, 1j, np.float32(1), np.array("text"), np.array(None), np.zeros((0,))]
 
 
-@pytest.mark.parametrize(("function", "name"), [(function, name) for function, make in CALLS.items() for name in make()])
+STRETCHES = [(function, name) for function in ("paged_attention", "paged_select_attention", "PagedPlan") for name in ("q_begin", "kv_split")]
+
+
+@pytest.mark.parametrize(("function", "name"), [*((function, name) for function, make in CALLS.items() for name in make()), *STRETCHES])
 def test_any_object_as_an_argument_is_refused_or_accepted(function, name):
     """Whatever is passed as whatever: an error of the two kinds, or a result; nothing else and no crash."""
     refused = 0

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import _formats, testing
-from cases import same_bits
-from cases_paged import attend_paged, check_paged
+from blitz_attn import _formats, _paged_split, testing
+from cases import bits_option, same_bits
+from cases_paged import attend_by_plan, attend_paged, check_paged, plan_paged
 
 LENS = [1, 0, 37, 130, 16, 257]
 KINDS = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float64", "float64")]
@@ -132,12 +132,108 @@ def test_tables_of_both_forms():
     assert all(map(same_bits, whole, attend_paged(case, tables=((indptr, indices, last),), kv_split=32)))
 
 
+# ---- Plans --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("q_lens", [None, [1, 0, 4, 20, 16, 33]], ids=["one", "ragged"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [*KINDS, ("float32", "float8_e4m3")])
+def test_plans_give_the_same_bits(dtype, kv_dtype, q_lens, rules):
+    for n, begins in enumerate((None, [3, 0, -2, 100, 5, 300])):
+        case = testing.make_paged(6, 6, 2, LENS, 16, 40, 24, dtype, kv_dtype, ("NHD", "HND")[n], q_lens=q_lens)
+        options = {"kv_split": (32, 48)[n], "sinks": np.linspace(-1, 2, 6).astype(np.float32) if n else None, **rules}
+        if begins:
+            options["q_begin"] = begins
+        expected = attend_paged(case, **options)
+        assert all(map(same_bits, attend_by_plan(case, **options), expected))
+        assert all(map(same_bits, attend_by_plan(case, tables=(case.csr(),), **options), expected))
+        some = everything(case, 2 + 4 * n)[:, :, ::2].copy()
+        options["counts"] = (some >= 0).sum(axis=2)
+        assert all(map(same_bits, attend_by_plan(case, some, **options), attend_paged(case, some, **options)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_plans_give_unrounded_results(dtype):
+    case = testing.make_paged(6, 6, 2, LENS, 16, 40, 24, dtype)
+    options = {"kv_split": 32, "q_begin": np.arange(6) * 20, "out_dtype": "float32", **bits_option(case.q)}
+    expected = blitz_attn.paged_attention(*case.arrays, **options)
+    assert expected.dtype == np.float32
+    assert same_bits(blitz_attn.PagedPlan(*case.arrays[3:], page_size=16, **options).attention(*case.arrays[:3]), expected)
+
+
+def test_plans_of_nothing():
+    for case in (
+        testing.make_paged(0, 4, 2, [], 16, 24, 8),
+        testing.make_paged(3, 4, 2, [0, 0, 0], 16, 24, 8),
+        testing.make_paged(3, 4, 2, [5, 0, 7], 16, 24, 8, q_lens=[0, 0, 0]),
+    ):
+        for begin in ({}, {"q_begin": np.full(len(case.seq_lens), 4)}):
+            assert all(map(same_bits, attend_by_plan(case, kv_split=32, **begin), attend_paged(case, kv_split=32, **begin)))
+
+
+def test_a_plan_reads_what_it_was_made_from_once(monkeypatch):
+    """Its calls look at no tables, and what becomes of the arrays that it was made from does not matter."""
+    case = testing.make_paged(6, 6, 2, LENS, 16, 40, 24, q_lens=[1, 0, 4, 20, 16, 33])
+    begins = np.array([3, 0, -2, 100, 5, 300])
+    expected = attend_paged(case, q_begin=begins, kv_split=32)
+    indptr, indices, last = case.csr()
+    plans = [plan_paged(case, tables, q_begin=begins, kv_split=32)[0] for tables in (None, ((indptr, indices, last), None))]
+    for x in (case.block_tables, case.seq_lens, case.options["q_lens"], begins, indptr, indices, last):
+        x[...] = 1
+    monkeypatch.setattr(_paged_split, "Tables", None)
+    for plan in plans:
+        assert all(map(same_bits, plan.attention(*case.arrays[:3], return_lse=True), expected))
+
+
+def test_a_plan_names_pages_that_a_cache_lacks():
+    """By the numbers of the caller's requests, not by those of chunks: in the constructor where the number of pages is known, else in the call."""
+    case = testing.make_paged(3, 4, 2, [100, 33, 64], 16, 24)
+    for page in (-1, len(case.k_cache)):
+        wrong = case.block_tables.copy()
+        wrong[0, 5] = page
+        sentence = rf"^block_tables: expected pages from 0 to {len(case.k_cache) - 1} within .*, got {page} for page 5 of request 0$"
+        with pytest.raises(ValueError, match=sentence):
+            blitz_attn.paged_attention(*case.arrays[:3], wrong, case.seq_lens, kv_split=32)
+        plan = blitz_attn.PagedPlan(wrong, case.seq_lens, page_size=16, kv_split=32)
+        out = np.zeros_like(case.q)
+        with pytest.raises(ValueError, match=sentence):
+            plan.attention(*case.arrays[:3], out=out)
+        assert not out.any()
+        with pytest.raises(ValueError, match=sentence):
+            blitz_attn.PagedPlan(wrong, case.seq_lens, page_size=16, num_pages=len(case.k_cache), kv_split=32)
+
+
+def test_a_plan_has_pages_of_one_size():
+    case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24)
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8 * 16, kv_split=8 * 16)
+    with pytest.raises(ValueError, match=r"^k_cache: expected pages of 128 tokens as the plan has them, got \("):
+        plan.attention(*case.arrays[:3])
+
+
+def test_a_plan_allocates_nothing_for_queries_that_no_call_brings():
+    case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32)
+    plan = blitz_attn.PagedPlan(*case.arrays[3:], page_size=16, q_lens=[1 << 30, 1 << 30], q_begin=[0, 0], kv_split=16)
+    assert plan.num_queries == 1 << 31
+    with pytest.raises(ValueError, match=r"^q: expected shape \(2147483648, H, D\), got \(2, 4, 32\)$"):
+        plan.attention(*case.arrays[:3])
+
+
+# ---- Refused ------------------------------------------------------------------------------------------------------
+
+
 BAD = [
     ({"kv_split": 24}, ValueError, "kv_split: expected a positive multiple of the 16 tokens of a page, got 24"),
     ({"kv_split": 0}, ValueError, "kv_split: expected a positive multiple"),
     ({"kv_split": "16"}, TypeError, "kv_split: expected an integer, got str"),
     ({"q_begin": [1]}, ValueError, "q_begin: expected 2 entries, one per request, got"),
     ({"q_begin": [1, 2**40]}, ValueError, "q_begin: expected token numbers from"),
+    ({"q_begin": [1, 2**30], "kv_split": 16}, ValueError,
+     r"q_begin: expected token numbers from -1073741823 to 1073741823, got 1073741824 at \[1\]"),
+    ({"q_begin": [1, -(2**30)]}, ValueError, r"q_begin: expected token numbers from -1073741823 to 1073741823, got -1073741824 at \[1\]"),
+    ({"q_begin": [1.5, 2.0]}, TypeError, "q_begin: expected "),
+    ({"q_begin": np.zeros(2), "kv_split": 16}, TypeError, "q_begin: expected integers, got float64"),
+    ({"q_begin": "12", "kv_split": 16}, TypeError, "q_begin: expected integers, got"),
+    ({"q_begin": 3}, TypeError, "q_begin: expected a sequence of integers, got int"),
     ({"q_lens": [1, 60], "kv_split": 16}, ValueError, "q_lens: expected 0 to seq_lens\\[1\\] = 40, got 60 at \\[1\\]"),
     ({"sinks": [1.0], "kv_split": 16}, ValueError, "sinks: expected "),
     ({"window": -2, "kv_split": 16}, ValueError, "window: expected a token count"),
@@ -151,11 +247,21 @@ BAD = [
 ]
 
 
+def call_by_plan(case, wrong, out=None, **options):
+    """A plan is made only where what is wrong needs the arrays of a call to be found."""
+    plan, per_call = plan_paged(case, **options)
+    assert wrong not in ("kv_split", "q_begin", "q_lens")
+    plan.attention(*case.arrays[:3], out=out, **per_call)
+
+
 @pytest.mark.parametrize(("options", "kind", "sentence"), BAD, ids=lambda x: str(x)[:50])
 def test_refused(options, kind, sentence):
     case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
-    with pytest.raises(kind, match=sentence):
+    with pytest.raises(kind, match=f"^{sentence}") as refused:
         blitz_attn.paged_attention(*case.arrays, **options)
+    with pytest.raises(kind) as refused_by_plan:
+        call_by_plan(case, sentence.partition(":")[0], **options)
+    assert str(refused_by_plan.value) == str(refused.value)
 
 
 def test_outputs_have_memory_of_their_own():
@@ -169,6 +275,8 @@ def test_torch_tensors():
     case = testing.make_paged(3, 4, 2, [100, 33, 7], 16, 32, 32, "float32", "float32")
     q, k_cache, v_cache = (torch.from_numpy(x).bfloat16() for x in case.arrays[:3])
     out, lse = blitz_attn.paged_attention(q, k_cache, v_cache, case.block_tables, case.seq_lens, kv_split=32, return_lse=True)
+    plan = blitz_attn.PagedPlan(case.block_tables, torch.from_numpy(case.seq_lens), page_size=16, kv_split=32)
+    assert torch.equal(plan.attention(q, k_cache, v_cache), out)
     assert out.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
     wide = blitz_attn.paged_attention(q, k_cache, v_cache, case.block_tables, case.seq_lens, kv_split=32, out_dtype=torch.float32)
@@ -193,9 +301,11 @@ TRIPLES = [
 def test_refused_triples(changes, sentence):
     case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
     pages = np.concatenate([case.block_tables[0, :2], case.block_tables[1, :3]])
-    triple = {"indptr": [0, 2, 5], "indices": pages, "last": [14, 8]} | changes
+    triple = tuple(map(np.asarray, ({"indptr": [0, 2, 5], "indices": pages, "last": [14, 8]} | changes).values()))
     with pytest.raises(ValueError, match=f"^{sentence}$"):
-        blitz_attn.paged_attention(case.q, case.k_cache, case.v_cache, tuple(map(np.asarray, triple.values())), None, kv_split=16)
+        blitz_attn.paged_attention(case.q, case.k_cache, case.v_cache, triple, None, kv_split=16)
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        blitz_attn.PagedPlan(triple, page_size=16, kv_split=16)
 
 
 LISTS = [
@@ -224,5 +334,9 @@ def test_refused_lists(changes, kind, sentence):
     call = dict(zip(("q", "k_cache", "v_cache", "block_tables", "seq_lens"), case.arrays, strict=True))
     call |= {"selected": np.array([[[1, 0], [0, 1]], [[0, 1], [2, 1]]]), "kv_split": 16}
     blitz_attn.paged_select_attention(**call)
+    call |= changes
     with pytest.raises(kind, match=f"^{sentence}$"):
-        blitz_attn.paged_select_attention(**(call | changes))
+        blitz_attn.paged_select_attention(**call)
+    plan = blitz_attn.PagedPlan(*(call.pop(name) for name in ("block_tables", "seq_lens")), page_size=16, kv_split=call.pop("kv_split"))
+    with pytest.raises(kind, match=f"^{sentence}$"):
+        plan.select_attention(**call)

@@ -23,8 +23,8 @@ typedef struct ba_attention {
 /* Each checks its arguments and fills `attention`. Where it fails, there is nothing to close. */
 ba_status ba_open_block_sparse(const ba_block_sparse_args *args, ba_attention *attention);
 ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *args, ba_attention *attention, ba_gradients *gradients);
-/* plan: NULL, or opened tables that replace block_tables, indptr, seq_lens, cu_q and batch of `args`. They must stay open until the call is closed.
- */
+/* plan: NULL, or opened tables that replace block_tables, indptr, seq_lens, cu_q, q_begin and batch of `args`. They must stay open until the call is
+ * closed. */
 ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, ba_attention *attention);
 
 /* Checks the outputs in `args` and adds them to the opened call. */

@@ -172,7 +172,6 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     ba_problem *p = &a->problem;
     *a = (ba_attention){.num_threads = args->num_threads};
     BA_TRY(check_inputs(args, plan ? plan->batch : args->batch, ragged, p));
-    BA_TRY(ba_check_begins(args->q_begin, p->batch));
     if (plan) BA_TRY(check_tables(args, p, plan));
     else BA_TRY(ba_open_page_tables(args, p->page_size, args->k_cache.dims[0], q->dims[0], &a->own_tables));
     const ba_page_tables *t = plan ? plan : &a->own_tables;
@@ -181,7 +180,7 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     p->kv_lens = t->seq_lens;
     p->kv_len = t->longest;
     p->cu_q = t->cu_q;
-    p->q_begin = args->q_begin;
+    p->q_begin = t->q_begin;
     p->q_len = t->most_queries;
     a->out_shape = *q;
     a->out_shape.data = NULL;

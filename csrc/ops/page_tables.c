@@ -82,6 +82,7 @@ static void copy_requests(const ba_paged_args *args, ba_page_tables *t) {
         else largest = copy_pages_int64_t(t->page + t->first[b], (const int64_t *)tables->data + at, step, pages, largest);
     }
     if (t->first[t->batch]) t->page_limit = largest < UINT64_MAX ? largest + 1 : largest;
+    for (int64_t b = 0; t->q_begin && b < t->batch; b++) t->q_begin[b] = args->q_begin[b];
     t->queries = t->batch;
     t->most_queries = 1;
     if (!args->cu_q) return;
@@ -107,9 +108,10 @@ ba_status ba_check_page_numbers(const ba_page_tables *t, int64_t pages) {
 
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *t) {
     int64_t used = 0;
+    BA_TRY(ba_check_begins(args->q_begin, args->batch));
     BA_TRY(check_requests(args, page_size, &used));
     BA_TRY(check_queries(args, queries));
-    const int64_t numbers = args->batch + (args->batch + 1) + (args->cu_q ? args->batch + 1 : 0) + used;
+    const int64_t numbers = args->batch + (args->batch + 1) + (args->cu_q ? args->batch + 1 : 0) + (args->q_begin ? args->batch : 0) + used;
     int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)numbers * sizeof *memory);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "block_tables: expected %lld bytes of memory for a copy, got none", (long long)numbers * 8);
     ba_page_tables copied = {.batch = args->batch, .page_size = page_size, .seq_lens = memory, .first = memory + args->batch};
@@ -117,6 +119,10 @@ ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int6
     if (args->cu_q) {
         copied.cu_q = copied.page;
         copied.page += args->batch + 1;
+    }
+    if (args->q_begin) {
+        copied.q_begin = copied.page;
+        copied.page += args->batch;
     }
     copy_requests(args, &copied);
     ba_status status = pages >= 0 ? ba_check_page_numbers(&copied, pages) : BA_OK;

@@ -1,5 +1,5 @@
-/* Page tables: which pages hold the tokens of each request. They are checked and copied once, for one call or for all calls of a decode step. Calls
- * use the copy, so it does not matter what happens to the caller's arrays after the check. Internal. */
+/* Page tables: which pages hold the tokens of each request, and which of its tokens the queries are. They are checked and copied once, for one call
+ * or for all calls of a decode step. Calls use the copy, so it does not matter what happens to the caller's arrays after the check. Internal. */
 #ifndef BA_OPS_PAGE_TABLES_H
 #define BA_OPS_PAGE_TABLES_H
 
@@ -16,11 +16,12 @@ typedef struct ba_page_tables {
     int64_t *seq_lens;    /* [batch] */
     int64_t *first;       /* [batch + 1]: request b's page numbers are page[first[b]] .. page[first[b + 1] - 1] */
     int64_t *cu_q;        /* [batch + 1], or NULL: one query per request */
+    int64_t *q_begin;     /* [batch]: token number of each request's query 0, or NULL: the queries are the last tokens */
     int64_t *page;        /* the page numbers in use: ceil(seq_lens[b] / page_size) of each request */
 } ba_page_tables;
 
-/* Checks block_tables, indptr, seq_lens, cu_q and batch of `args` for pages of page_size >= 1 tokens, and copies them. `pages` is the number of pages
- * of the cache, and `queries` the number of all queries; -1 where these are not known yet. On failure there is nothing to close. */
+/* Checks block_tables, indptr, seq_lens, cu_q, q_begin and batch of `args` for pages of page_size >= 1 tokens, and copies them. `pages` is the number
+ * of pages of the cache, and `queries` the number of all queries; -1 where these are not known yet. On failure there is nothing to close. */
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *tables);
 
 /* Fails where a page number is beyond a cache of `pages` pages. */

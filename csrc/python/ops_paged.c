@@ -11,12 +11,12 @@
 
 typedef struct requests {
     arg_array block_tables;
-    arg_list seq_lens, indptr, last_page_len, q_lens;
+    arg_list seq_lens, indptr, last_page_len, q_lens, q_begin;
     int64_t *cu_q;
 } requests;
 
 static void release_requests(requests *r) {
-    arg_list *const lists[] = {&r->seq_lens, &r->indptr, &r->last_page_len, &r->q_lens};
+    arg_list *const lists[] = {&r->seq_lens, &r->indptr, &r->last_page_len, &r->q_lens, &r->q_begin};
     arg_release(&r->block_tables);
     for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
     PyMem_Free(r->cu_q);
@@ -61,6 +61,8 @@ static int set_requests(requests *r, int64_t page_size, ba_paged_args *a) {
     }
     a->indptr = r->indptr.values;
     a->seq_lens = r->seq_lens.values;
+    a->q_begin = r->q_begin.values;
+    if (arg_expect_count(&r->q_begin, "q_begin", a->batch, "one per request") < 0) return -1;
     if (r->q_lens.values == NULL) return 0;
     if (arg_expect_count(&r->q_lens, "q_lens", a->batch, "one per request") < 0) return -1;
     a->cu_q = r->cu_q = PyMem_Malloc((size_t)(a->batch + 1) * sizeof *r->cu_q);
@@ -74,11 +76,12 @@ static int set_requests(requests *r, int64_t page_size, ba_paged_args *a) {
     return 0;
 }
 
-/* Reads tables and lengths. `values` are block_tables, seq_lens, indptr, last_page_len, q_lens, in this order. With indptr, block_tables lists the
- * pages of all requests one after the other, and last_page_len replaces seq_lens. */
+/* Reads tables, lengths and the places of queries. `values` are block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, in this order. With
+ * indptr, block_tables lists the pages of all requests one after the other, and last_page_len replaces seq_lens. */
 static int read_requests(module_state *state, PyObject *const *values, int64_t page_size, requests *r, ba_paged_args *a) {
     if (arg_lengths(state, values[1], "seq_lens", &r->seq_lens) < 0 || arg_lengths(state, values[2], "indptr", &r->indptr) < 0 ||
-        arg_lengths(state, values[3], "last_page_len", &r->last_page_len) < 0 || arg_lengths(state, values[4], "q_lens", &r->q_lens) < 0)
+        arg_lengths(state, values[3], "last_page_len", &r->last_page_len) < 0 || arg_lengths(state, values[4], "q_lens", &r->q_lens) < 0 ||
+        arg_lengths(state, values[5], "q_begin", &r->q_begin) < 0)
         return -1;
     return set_requests(r, page_size, a);
 }
@@ -103,9 +106,9 @@ static const ba_page_tables *tables_of_plan(PyObject *object) {
     return PyCapsule_IsValid(object, plan_name) ? PyCapsule_GetPointer(object, plan_name) : NULL;
 }
 
-TAKES(open_page_tables, 7, "block_tables", "seq_lens", "indptr", "last_page_len", "q_lens", "page_size", "num_pages");
+TAKES(open_page_tables, 8, "block_tables", "seq_lens", "indptr", "last_page_len", "q_lens", "q_begin", "page_size", "num_pages");
 PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    SORT_ARGUMENTS(open_page_tables, 7);
+    SORT_ARGUMENTS(open_page_tables, 8);
     module_state *state = PyModule_GetState(module);
     requests r = {0};
     ba_paged_args a = BA_PAGED_ARGS_INIT;
@@ -113,10 +116,10 @@ PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_
     ba_page_tables *tables = NULL;
     PyObject *plan = NULL, *result = NULL;
     ba_status status;
-    if (arg_int64(values[5], "page_size", &page_size) < 0) return NULL;
+    if (arg_int64(values[6], "page_size", &page_size) < 0) return NULL;
     if (page_size < 1) return PyErr_Format(PyExc_ValueError, "page_size: expected at least 1 token, got %lld", (long long)page_size);
-    if (values[6] != Py_None && arg_int64(values[6], "num_pages", &num_pages) < 0) return NULL;
-    if (values[6] != Py_None && num_pages < 0)
+    if (values[7] != Py_None && arg_int64(values[7], "num_pages", &num_pages) < 0) return NULL;
+    if (values[7] != Py_None && num_pages < 0)
         return PyErr_Format(PyExc_ValueError, "num_pages: expected at least 0 pages, got %lld", (long long)num_pages);
     if (hold_tables(state, values[0], &r, &a) < 0 || read_requests(state, values, page_size, &r, &a) < 0) goto done;
     tables = PyMem_Calloc(1, sizeof *tables);
@@ -140,11 +143,11 @@ done:
 
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */
 
-/* The arguments, in order; each gets an index and a name. block_tables may be opened tables, which replace the four arguments after it, too. */
+/* The arguments, in order; each gets an index and a name. block_tables may be opened tables, which replace the five arguments after it, too. */
 /* clang-format off */
 #define PAGED_ARGUMENTS(X) \
-    X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(selected) X(counts) X(scale) \
-    X(kv_layout) X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads) X(q_begin) \
+    X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(selected) X(counts) \
+    X(scale) X(kv_layout) X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads) \
     X(out_dtype)
 /* clang-format on */
 #define AS_INDEX(name) PAGED_##name,
@@ -153,7 +156,7 @@ enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
 
 typedef struct paged_call {
     arg_array q, k_cache, v_cache, k_scale, v_scale, selected, sinks, out, lse;
-    arg_list counts, q_begin;
+    arg_list counts;
     requests requests;
     const ba_page_tables *plan; /* opened tables; NULL: `requests` holds the call's own */
     ba_paged_args args;
@@ -164,7 +167,6 @@ static void release_paged(paged_call *call) {
                                  &call->selected, &call->sinks,   &call->out,     &call->lse};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     PyMem_Free(call->counts.values);
-    PyMem_Free(call->q_begin.values);
     release_requests(&call->requests);
 }
 
@@ -231,10 +233,7 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     call->plan = tables_of_plan(values[PAGED_block_tables]);
     if (call->plan == NULL && hold_tables(state, values[PAGED_block_tables], &call->requests, a) < 0) return -1;
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
-    if (arg_lengths(state, values[PAGED_q_begin], "q_begin", &call->q_begin) < 0) return -1;
-    a->q_begin = call->q_begin.values;
     if (call->plan == NULL && read_requests(state, values + PAGED_block_tables, page_tokens(a), &call->requests, a) < 0) return -1;
-    if (arg_expect_count(&call->q_begin, "q_begin", call->plan ? call->plan->batch : a->batch, "one per request") < 0) return -1;
     if (arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (read_selected(state, values, call) < 0 || read_sinks(state, values[PAGED_sinks], call) < 0) return -1;
     if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;

@@ -227,6 +227,10 @@ def _plan(a: Arena, v: int) -> dict[str, Any]:
     call = _tables(a, v) | {"page_size": _PAGE}
     if v & 1:
         call |= {"q_lens": a.integers([1, 2], "int64"), "num_pages": _PAGES, "window": 3}
+    if v & 4:
+        call |= {"q_begin": a.integers([-1, 9], "int64") if v & 1 else [5, 3]}
+    if v & 16:
+        call |= {"kv_split": _PAGE}
     return call | ({"scale": 0.5, "kv_layout": "HND", "softcap": 2.0, "num_threads": 2} if v & 2 else {})
 
 

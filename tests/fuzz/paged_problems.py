@@ -123,7 +123,7 @@ class Case:
         }  # fmt: skip
 
     def new_options(self) -> dict[str, Any]:
-        """The options that a plan does not have."""
+        """The options that `select_and_attend` does not have."""
         p = self.problem
         begin = None if p.begin is None else p.begin.tolist()
         return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
@@ -188,8 +188,8 @@ def run(draw: Draw, listed: bool) -> None:
             check_rounded(draw, case, with_counts)
         elif check == "chunks" and not listed:
             check_chunks(draw, case)
-        elif check == "plan" and not listed and p.begin is None and case.kv_split is None and case.out_dtype == p.dtype:
-            check_plan(case, out, lse)
+        elif check == "plan":
+            check_plan(draw, case, with_counts, out, lse)
         elif check == "all" and listed:
             every = [[np.arange(-(-n // p.k.shape[1])) for _ in row] for n, row in zip(p.seq_lens, p.selected or [], strict=True)]
             case.problem = dataclasses.replace(p, selected=every)
@@ -253,16 +253,19 @@ def check_chunks(draw: Draw, case: Case) -> None:
         checks.same_bits("chunks by hand", (whole[0][rows], whole[1][rows]), (nodes[0][0][:, :, 0], nodes[0][1][:, :, 0]))
 
 
-def check_plan(case: Case, out: Any, lse: Any) -> None:
+def check_plan(draw: Draw, case: Case, counts: bool, out: Any, lse: Any) -> None:
     """A plan gives the same bits, in its first and in its second call."""
-    options = case.options()
-    fixed = {name: options[name] for name in ("scale", "kv_layout", "window", "softcap", "q_lens")}
-    fixed |= {name: options[name] for name in ("dtype", "kv_dtype") if name in options}
+    options = {**case.options(), **case.new_options()}
+    rest = {name: options.pop(name) for name in ("sinks", "k_scale", "v_scale")}
     tables, lens = case.tables
-    plan = blitz_attn.PagedPlan(tables, lens, page_size=case.problem.k.shape[1], num_pages=case.problem.k.shape[0], **fixed)
-    rest = {name: options[name] for name in ("sinks", "k_scale", "v_scale")}
+    plan = blitz_attn.PagedPlan(tables, lens, page_size=case.problem.k.shape[1], num_pages=case.problem.k.shape[0], **options)
+    arguments = [case.q.array, case.k.given(), case.v.given()]
     for _ in range(2):
-        again = plan.attention(case.q.array, case.k.given(), case.v.given(), **rest, return_lse=True)
+        if case.problem.selected is None:
+            again = plan.attention(*arguments, **rest, return_lse=True)
+        else:
+            selected, numbers = case.lists(draw.rng("order"), counts)
+            again = plan.select_attention(*arguments, selected, counts=numbers, **rest, return_lse=True)
         checks.same_bits("a plan", (out, lse), again)
 
 
