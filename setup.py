@@ -10,7 +10,7 @@ variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``
 last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the
 kernels' own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
 ``BLITZ_ATTN_LEVELS``, which names the instruction sets to build beside the portable kernels (``avx2``, or
-``avx2,avx512``), where a quick build is wanted.
+``avx2,avx512``; ``native``: those of this CPU), where a quick build is wanted.
 """
 
 import os
@@ -62,9 +62,10 @@ SLOW_EMULATED = ("avx512", "amx_caches")  # and more than a minute each at -O1 f
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))
 LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all
-for level in LEVELS:
+NATIVE = LEVELS == ["native"]
+for level in [] if NATIVE else LEVELS:
     if level not in ("portable", *ISA_FLAGS):
-        sys.exit(f"BLITZ_ATTN_LEVELS: expected some of {', '.join(('portable', *ISA_FLAGS))}, got {level}")
+        sys.exit(f"BLITZ_ATTN_LEVELS: expected native, or some of {', '.join(('portable', *ISA_FLAGS))}, got {level}")
 if "amx" in LEVELS and "avx512" not in LEVELS:
     sys.exit("BLITZ_ATTN_LEVELS: expected avx512 beside amx, which leaves to it what tiles cannot do")
 
@@ -181,9 +182,12 @@ def isa_of(source):
 def usable_isas(compiler):
     """The flags of each kernel file that this compiler, for the architecture that it builds for, can use."""
     macros = predefined_macros(compiler, [])
+    native = predefined_macros(compiler, ["-march=native"]) if NATIVE and not EMULATED else None  # empty: a cross compiler, which knows none
     usable = {}
     for name, (architecture, flags) in ISA_FLAGS.items():
-        if architecture not in macros or (LEVELS and name not in LEVELS):
+        if architecture not in macros or (LEVELS and not NATIVE and name not in LEVELS):
+            continue
+        if native and not predefined_macros(compiler, shlex.split(flags)) - macros <= native:
             continue
         if EMULATED:
             usable[name] = []

@@ -23,7 +23,10 @@ import sampling
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-LONG = ("test_kernels", "test_nsa_backward", "test_nsa", "test_backward", "test_nsa_reference", "test_benchmark_peers")  # begin with these
+LONG = (  # begin with these
+    "test_transformers_compile", "test_attention", "test_matrix", "test_nsa_backward", "test_lse", "test_kernels", "test_benchmark_peers", "test_benchmark",
+    "test_nsa", "test_memory",
+)  # fmt: skip
 ALONE = ("-h", "--help", "--version", "--collect-only", "--co", "--fixtures", "--markers", "--pdb", "-s", "--lf", "--ff", "--sw")
 ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "error")  # pytest's
 NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)

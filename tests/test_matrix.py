@@ -145,6 +145,7 @@ def test_empty_axes_give_zero_and_minus_infinity(dtype, sizes):
     assert (lse == -np.inf).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", [{}, {"causal": True}, {"window": (100, 20)}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("size", [64, 32])

@@ -20,6 +20,7 @@ def attend(q, k, v, lists=None, **options):
     return blitz_attn.block_sparse_attention(q, k, v, lists, return_lse=True, out=(out, lse), **bits_option(q), **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("valid", [0, 1, 3, 4, 5, 9, 40])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -52,6 +52,7 @@ def test_page_sizes(page_size):
     check_paged(case, random_selection(case, 2, 20))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("q_lens", [None, [1, 3, 2, 40]])
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def assert_same_as_by_hand(case, split, **options):
         assert same_bits(wide, np.ascontiguousarray(exact))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("q_lens", [None, [1, 0, 4, 20, 16, 33]], ids=["one", "ragged"])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS)

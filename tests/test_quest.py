@@ -282,6 +282,7 @@ def test_negative_scores_lose_to_no_padding(isa_level):
         check_selection(select(problem, k), problem, 16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kv_heads", "dim"), [(1, 576), (5, 576), (20, 128), (3, 129), (67, 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_heads_than_meet_a_row_together(dtype, kv_heads, dim, isa_level):

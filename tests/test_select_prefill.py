@@ -34,6 +34,7 @@ def test_brute_force(seed):
         pytest.skip("no problem")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CHOOSERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference(isa_level, name, dtype):

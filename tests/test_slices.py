@@ -101,6 +101,7 @@ class Whole:
         return firsts, np.minimum(firsts + lengths[0], q_len)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_slice_has_the_bits_of_the_whole(seed, dtype, isa_level):
