@@ -182,7 +182,7 @@ def isa_of(source):
 def usable_isas(compiler):
     """The flags of each kernel file that this compiler, for the architecture that it builds for, can use."""
     macros = predefined_macros(compiler, [])
-    native = predefined_macros(compiler, ["-march=native"]) if NATIVE and not EMULATED else None  # empty: a cross compiler, which knows none
+    native = predefined_macros(compiler, ["-march=native"]) if NATIVE and not EMULATED else set()  # none of a cross compiler: all levels
     usable = {}
     for name, (architecture, flags) in ISA_FLAGS.items():
         if architecture not in macros or (LEVELS and not NATIVE and name not in LEVELS):

@@ -43,8 +43,10 @@ def attention_inputs(name, layout="BNSD"):
 
 @pytest.mark.parametrize("name", list(ATTENTION))
 def test_gradcheck_of_attention(name):
+    """One by every element, the others along random directions."""
     arrays, lists, options = attention_inputs(name)
-    assert torch.autograd.gradcheck(lambda q, k, v: functions.block_sparse_attention(q, k, v, lists, **options), arrays)
+    fast = name != next(iter(ATTENTION))
+    assert torch.autograd.gradcheck(lambda q, k, v: functions.block_sparse_attention(q, k, v, lists, **options), arrays, fast_mode=fast)
 
 
 @pytest.mark.parametrize("name", ["dense", "causal"])

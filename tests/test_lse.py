@@ -64,6 +64,7 @@ def test_lse_sparse(shape, sparsity, block_shape):
     check_sparse(shape, sparsity, block_shape, NO_FRAME)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "sparsity", "block_shape"), FRAMED_CELLS)
 def test_lse_sparse_framed(shape, sparsity, block_shape):
     check_sparse(shape, sparsity, block_shape, testing.small_frame(block_shape))

@@ -97,6 +97,7 @@ def test_steps_over_a_static_cache_are_one_graph():
     assert torch.equal(*logits)
 
 
+@pytest.mark.long
 def test_layers_may_be_compiled_by_themselves():
     """The model makes the mask outside of the graphs then."""
     model, ids = small_model("llama"), tokens_of()
@@ -133,6 +134,7 @@ def reasons():
     return list(torch._dynamo.utils.counters["graph_break"])
 
 
+@pytest.mark.long
 def test_attention_that_is_differentiated_says_so_and_is_right():
     model, ids = small_model("llama"), tokens_of()
     model.set_attn_implementation("blitz_attn")
@@ -145,6 +147,7 @@ def test_attention_that_is_differentiated_says_so_and_is_right():
     assert any("blitz_attn: attention that is differentiated stands in no graph" in text for text in reasons())
 
 
+@pytest.mark.long
 def test_quest_over_a_paged_cache_says_so_and_is_right():
     model, ids = small_model("llama"), tokens_of(1, 30)
     configure(SparseConfig(density=0.5, block_shape=(8, 8), min_tokens=1, decode_budget=8))
@@ -159,6 +162,7 @@ def test_quest_over_a_paged_cache_says_so_and_is_right():
     assert any("blitz_attn: the pages of a paged cache are no tensors of a graph" in text for text in reasons())
 
 
+@pytest.mark.long
 def test_what_falls_back_is_traced_and_said_once(caplog):
     """Padding inside a sequence is seen when the graph runs; a mask that is a matrix when it is made."""
     model, ids = small_model("llama"), tokens_of()
