@@ -109,8 +109,8 @@ check-emulated-suite:
 	  cd build/emulated && PYTHONPATH="$(CURDIR)/build/emulated/lib" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
 	  $(addprefix ../../,$(EMULATED_TESTS)) $(ARGS)
 
-# aarch64, cross-built and run by qemu: the kernel checks at each level, and a C program over the public header. Where the cross
-# compiler or qemu is missing, make test leaves these out and this fails.
+# aarch64, cross-built and run by qemu: the kernel checks at each level, and a C program over the public header. make test
+# leaves these out; where the cross compiler or qemu is missing, make test-all skips them and this fails.
 check-neon: export BLITZ_ATTN_NEED_AARCH64 = 1
 check-neon: build
 	@$(call find_python) "$$python" -m pytest tests/test_kernels.py -k aarch64 -m long $(ARGS)

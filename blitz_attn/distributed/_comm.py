@@ -139,6 +139,8 @@ class Alone:
 
 # ---- Agreement ----------------------------------------------------------------------------------------------------
 
+# Ranks of other releases or processor architectures would make other bits, at levels of other names.
+_LIBRARY = f"blitz_attn {_core.__version__} for the levels {', '.join(_core.isa_levels())}"
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, MemoryError, RuntimeError)
 _RECORD = 4  # numbers per rank: what failed (0: nothing), digest of what must be the same, ISA level, length of the pickled words
 
@@ -166,9 +168,9 @@ def digest(*values: Any) -> int:
 class Agreement:
     """A ``with`` block of checks after which all ranks go on, or all of them raise the same error.
 
-    What raises in the block on one rank, raises on all ranks at its end; so does a value that was given to `same` and differs
-    between ranks, and a difference of instruction set levels, whose bits differ. It costs one Allgather of 32 bytes where all is well. The
-    block itself must not communicate. A rank that never comes to the block makes the others wait.
+    What raises in the block on one rank, raises on all ranks at its end. So does a value that was given to `same` and differs between them,
+    and a difference of release, processor architecture or instruction set level, whose bits differ. It costs one Allgather of 32 bytes
+    where all is well. The block itself must not communicate. A rank that never comes to the block makes the others wait.
 
     Parameters
     ----------
@@ -186,6 +188,7 @@ class Agreement:
         self.size: int = comm.Get_size()
         self._one_level = one_level
         self._values: list[tuple[str, int, str]] = []
+        self.same("library", _LIBRARY)
         self.same("call", call)
 
     def same(self, name: str, value: Any) -> None:
@@ -209,10 +212,10 @@ class Agreement:
         failed = records[:, 0].nonzero()[0]
         if len(failed):
             self._raise_first(records, failed, words, error)
-        if self._one_level and (records[:, 2] != level).any():
-            raise ValueError(_of_levels([levels[i] for i in records[:, 2]]))
         if (records[:, 1] != record[1]).any():
             self._raise_difference()
+        if self._one_level and (records[:, 2] != level).any():  # numbers of one list, since the libraries are alike
+            raise ValueError(_of_levels([levels[i] for i in records[:, 2]]))
         return False
 
     def _raise_first(self, records: ndarray, failed: ndarray, words: bytes, own: BaseException | None) -> None:
@@ -224,7 +227,8 @@ class Agreement:
         raise _KINDS[records[first, 0] - 1](text) from own
 
     def _raise_difference(self) -> None:
-        """Find the first value that differs. The names may differ too, where ranks called different functions: `call` comes first."""
+        """Find the first value that differs. The names may differ too, where ranks called different functions: `library` and `call` come
+        first."""
         mine = pickle.dumps(self._values)
         lengths = np.empty(self.size, np.int64)
         self.comm.Allgather(np.array([len(mine)], np.int64), lengths)

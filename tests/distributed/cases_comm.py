@@ -79,6 +79,22 @@ def case_levels_that_differ(comm):
     agreement(comm)
 
 
+def case_libraries_that_differ(comm):
+    """Of two architectures, say, which may have as many levels, with other names and other bits."""
+    last = comm.Get_size() - 1
+    if last == 0:
+        return
+    library = _comm._LIBRARY
+    try:
+        if comm.Get_rank() == last:
+            _comm._LIBRARY = "blitz_attn 9.9 for the levels portable, neon"
+        text = same_everywhere(comm, raised(lambda: agreement(comm)))
+    finally:
+        _comm._LIBRARY = library
+    assert text.startswith(f"ValueError: library: expected the same on all ranks, got '{library}' on rank 0 and 'blitz_attn 9.9 "), text
+    assert text.endswith(f"neon' on rank {last}"), text
+
+
 def case_bytes_of_all(comm):
     mine = bytes([comm.Get_rank()]) * (comm.Get_rank() * 1000)
     assert _comm.gather_bytes(comm, mine, [1000 * r for r in range(comm.Get_size())]) == [
