@@ -182,19 +182,18 @@ def isa_of(source):
 def usable_isas(compiler):
     """The flags of each kernel file that this compiler, for the architecture that it builds for, can use."""
     macros = predefined_macros(compiler, [])
-    native = predefined_macros(compiler, ["-march=native"]) if NATIVE and not EMULATED else set()  # none of a cross compiler: all levels
+    native = predefined_macros(compiler, ["-march=native"]) if NATIVE else set()  # empty with a cross compiler, which builds all levels
     usable = {}
     for name, (architecture, flags) in ISA_FLAGS.items():
         if architecture not in macros or (LEVELS and not NATIVE and name not in LEVELS):
             continue
-        if native and not predefined_macros(compiler, shlex.split(flags)) - macros <= native:
-            continue
         if EMULATED:
             usable[name] = []
             continue
-        if predefined_macros(compiler, shlex.split(flags)):
+        with_flags = predefined_macros(compiler, shlex.split(flags))
+        if with_flags and (not native or with_flags - macros <= native):
             usable[name] = shlex.split(flags)
-        else:
+        elif not with_flags:
             print(f"blitz_attn: built without {name}: {compiler.compiler_so[0]} refuses {flags}", file=sys.stderr)
     return usable
 
