@@ -40,8 +40,8 @@ def pytest_report_header():
     return sampling.description()
 
 
-# The tests themselves are millions of objects that last. Python's garbage collector would go through them again and again, for half of the time
-# that collecting them takes and a third of the time that they run.
+# The tests themselves are millions of objects that last. Python's garbage collector would go through them again and again: without it, collecting
+# takes half as long, and the whole suite about 7 % less (182 instead of 197 seconds).
 def pytest_collection():
     gc.disable()
 
