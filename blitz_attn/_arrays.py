@@ -277,6 +277,11 @@ def integers(x: Any, name: str) -> np.ndarray:
     return given.astype(np.int64, copy=False)
 
 
+def falls(numbers: np.ndarray) -> np.ndarray:
+    """Where an entry of one axis is smaller than the one before it. They are compared, because differences of int64 may wrap around."""
+    return numbers[1:] < numbers[:-1]
+
+
 def float32_numbers(x: Any, name: str) -> np.ndarray:
     """Contiguous float32 array of the numbers of a sequence or an array."""
     if _is_torch(x):

@@ -157,7 +157,7 @@ class Tables:
             raise ValueError(f"block_tables: expected indices of shape (N,), got {self.pages.shape}")
         if self.indptr.ndim != 1 or not len(self.indptr):
             raise ValueError(f"indptr: expected B + 1 entries, got shape {self.indptr.shape}")
-        if self.indptr[0] < 0 or self.indptr[-1] > len(self.pages) or np.any(self.indptr[1:] < self.indptr[:-1]):
+        if self.indptr[0] < 0 or self.indptr[-1] > len(self.pages) or _arrays.falls(self.indptr).any():
             raise ValueError(f"indptr: expected rising numbers from 0 to {len(self.pages)}, got {self.indptr.tolist()}")
 
     def at(self, requests: ndarray, blocks: ndarray) -> ndarray:

@@ -22,9 +22,9 @@ def cuts(cu_seqlens: Any, total: int) -> np.ndarray:
         raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got shape {cu.shape}")
     if cu[0] != 0 or cu[-1] != total:
         raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got {cu[0]} to {cu[-1]}")
-    falls = cu[1:] < cu[:-1]  # differences could wrap around
-    if falls.any():
-        raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got {cu[1:][falls][0]} after a larger one")
+    smaller = _arrays.falls(cu)
+    if smaller.any():
+        raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got {cu[1:][smaller][0]} after a larger one")
     return np.ascontiguousarray(cu)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import array as array_of
-from .._arrays import integers
+from .._arrays import falls, integers
 from .._sentences import shown
 from .lists import MOST_BLOCKS, checked_shape, columns_of, grid_of, padded, signed, tokens_of, width_of
 
@@ -275,7 +275,7 @@ def from_csr(
     starts, flat = integers(indptr, "indptr"), integers(indices, "indices")
     if flat.ndim != 1:
         raise ValueError(f"indices: expected one axis, got shape {flat.shape}")
-    if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or (starts[1:] < starts[:-1]).any():
+    if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or falls(starts).any():
         raise ValueError(f"indptr: expected numbers rising from 0 to {flat.size}, the length of indices, got {shown(starts.tolist())}")
     if flat.min(initial=0) < 0:
         raise ValueError(f"indices: expected columns from 0 on, got {flat.min()}")

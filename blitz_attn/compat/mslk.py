@@ -225,7 +225,7 @@ def compute_block_indices_reference(
 def _cuts(cu_seqlens: Any, step: Callable[[int], int]) -> np.ndarray:
     """Where each sequence's rows begin, when a sequence of n tokens has step(n) of them."""
     sums = _arrays.integers(cu_seqlens, "cu_seqlens")
-    if sums.ndim != 1 or sums.size == 0 or sums[0] != 0 or (sums[1:] < sums[:-1]).any():
+    if sums.ndim != 1 or sums.size == 0 or sums[0] != 0 or _arrays.falls(sums).any():
         raise ValueError(f"cu_seqlens: expected numbers rising from 0, got {shown(sums.tolist())}")
     lengths = [int(b) - int(a) for a, b in pairwise(sums)]
     return np.cumsum([0, *map(step, lengths)])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from .._arrays import array as array_of
-from .._arrays import choice, dtype_name, flag, integer, integers
+from .._arrays import choice, dtype_name, falls, flag, integer, integers
 from .._sabi.lists import MOST_BLOCKS, PAD_UINT16, blocks_of, checked_shape, two_integers
 from .._sabi.lists import check as check_lists
 from ._dispatch import Cut
@@ -291,7 +291,7 @@ def _cumulative(given: Any, name: str) -> ndarray:
     if given is None:
         raise TypeError(f"{name}: expected cumulative lengths with layout TND, got None")
     numbers = integers(given, name)
-    if numbers.ndim != 1 or len(numbers) < 2 or numbers[0] != 0 or (numbers[1:] < numbers[:-1]).any():
+    if numbers.ndim != 1 or len(numbers) < 2 or numbers[0] != 0 or falls(numbers).any():
         raise ValueError(f"{name}: expected at least two cumulative lengths that rise from 0, got {numbers.tolist()[:8]}")
     return numbers
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._arrays import integers
+from ..._arrays import falls, integers
 from ..._sabi.convert import from_block_mask, from_num_idx, to_block_mask, to_num_idx
 from ..._sabi.lists import check, checked_shape, grid_of, tokens_of
 from .tensors import flag_of, pair_of
@@ -143,7 +143,7 @@ def _ends(x: Any, name: str, tokens: int) -> np.ndarray | None:
     if x is None:
         return None
     ends = integers(x, name)
-    if ends.ndim != 1 or ends.size < 2 or ends[0] != 0 or ends[-1] != tokens or (ends[1:] < ends[:-1]).any():
+    if ends.ndim != 1 or ends.size < 2 or ends[0] != 0 or ends[-1] != tokens or falls(ends).any():
         raise ValueError(f"{name}: expected numbers rising from 0 to {tokens}, got {ends.tolist()[:10]}")
     return ends
 
