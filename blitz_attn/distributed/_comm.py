@@ -139,8 +139,6 @@ class Alone:
 
 # ---- Agreement ----------------------------------------------------------------------------------------------------
 
-# Ranks of other releases or processor architectures would make other bits, at levels of other names.
-_LIBRARY = f"blitz_attn {_core.__version__} for the levels {', '.join(_core.isa_levels())}"
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, MemoryError, RuntimeError)
 _RECORD = 4  # numbers per rank: what failed (0: nothing), digest of what must be the same, ISA level, length of the pickled words
 
@@ -165,6 +163,16 @@ def digest(*values: Any) -> int:
     return int.from_bytes(state.digest(), "little") >> 1
 
 
+def _noted(name: str, value: Any) -> tuple[str, int, str]:
+    """Name, digest and words of a value that must be the same on all ranks."""
+    words = f"{value.dtype.name} of shape {value.shape}" if isinstance(value, ndarray) else shown(value)
+    return name, digest(value), words
+
+
+# Another release, or another processor architecture, whose levels have other names, may compute other bits.
+_LIBRARY = _noted("library", f"blitz_attn {_core.__version__} for the levels {', '.join(_core.isa_levels())}")
+
+
 class Agreement:
     """A ``with`` block of checks after which all ranks go on, or all of them raise the same error.
 
@@ -187,14 +195,12 @@ class Agreement:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._one_level = one_level
-        self._values: list[tuple[str, int, str]] = []
-        self.same("library", _LIBRARY)
+        self._values = [_LIBRARY]
         self.same("call", call)
 
     def same(self, name: str, value: Any) -> None:
         """Note that `value`, an array or a plain value, must be the same on all ranks. `name` begins the sentence where it is not."""
-        words = f"{value.dtype.name} of shape {value.shape}" if isinstance(value, ndarray) else shown(value)
-        self._values.append((name, digest(value), words))
+        self._values.append(_noted(name, value))
 
     def __enter__(self) -> Agreement:
         return self
@@ -214,7 +220,7 @@ class Agreement:
             self._raise_first(records, failed, words, error)
         if (records[:, 1] != record[1]).any():
             self._raise_difference()
-        if self._one_level and (records[:, 2] != level).any():  # numbers of one list, since the libraries are alike
+        if self._one_level and (records[:, 2] != level).any():  # indices into one list, since the libraries are the same
             raise ValueError(_of_levels([levels[i] for i in records[:, 2]]))
         return False
 
@@ -227,8 +233,10 @@ class Agreement:
         raise _KINDS[records[first, 0] - 1](text) from own
 
     def _raise_difference(self) -> None:
-        """Find the first value that differs. The names may differ too, where ranks called different functions: `library` and `call` come
-        first."""
+        """Find the first value that differs.
+
+        `library` and `call` come first: ranks that differ in one of these may have noted other names after it.
+        """
         mine = pickle.dumps(self._values)
         lengths = np.empty(self.size, np.int64)
         self.comm.Allgather(np.array([len(mine)], np.int64), lengths)
