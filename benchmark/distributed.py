@@ -149,6 +149,11 @@ def lists_of(tokens: int, density: float) -> np.ndarray:
     return sabi.from_block_mask((mask & np.tri(rows, dtype=bool))[None, None])
 
 
+def cut_plan(comm: Any, lists: np.ndarray, tokens: int, heads: int, kv_heads: int) -> ContextParallelPlan:
+    """The plan of what is measured."""
+    return ContextParallelPlan(lists, tokens, comm=comm, num_heads=heads, num_kv_heads=kv_heads, head_dim=128, causal=True, dispatch="cut")
+
+
 class Kernels:
     """The time that a rank spends in the kernels that a module of `blitz_attn.distributed` calls."""
 
@@ -185,9 +190,7 @@ def work_prefill(comm: Any, tokens: int, heads: int, kv_heads: int, density: flo
 
     q, k, v = arrays(tokens, heads, kv_heads, 128)
     lists = lists_of(tokens, density)
-    plan = ContextParallelPlan(
-        lists, tokens, comm=comm, num_heads=heads, num_kv_heads=kv_heads, head_dim=128, causal=True, dispatch="cut"
-    )  # fmt: skip
+    plan = cut_plan(comm, lists, tokens, heads, kv_heads)
     whole = blitz_attn.block_sparse_attention(q, k, v, lists, causal=True)
     shards = [dispatch(q, plan), dispatch(k, plan, keys=True), dispatch(v, plan, keys=True)]
     own = dispatch(whole, plan)
@@ -217,7 +220,7 @@ def work_prefill(comm: Any, tokens: int, heads: int, kv_heads: int, density: flo
 
 def work_scaling(comm: Any, tokens: int, heads: int, kv_heads: int, density: float, repeats: int, backward: bool, threads: int) -> None:
     """A call by ranks of one thread, or by one process of `threads`. What is compared of gradients is dq."""
-    from blitz_attn.distributed import ContextParallelPlan, context_parallel_attention, context_parallel_attention_backward, dispatch
+    from blitz_attn.distributed import context_parallel_attention, context_parallel_attention_backward, dispatch
 
     q, k, v = arrays(tokens, heads, kv_heads, 128)
     lists = lists_of(tokens, density)
@@ -229,9 +232,7 @@ def work_scaling(comm: Any, tokens: int, heads: int, kv_heads: int, density: flo
         own, options = whole, {"sabi": lists, "causal": True, "num_threads": threads}
         run = blitz_attn.block_sparse_attention_backward if backward else blitz_attn.block_sparse_attention
     else:
-        plan = ContextParallelPlan(
-            lists, tokens, comm=comm, num_heads=heads, num_kv_heads=kv_heads, head_dim=128, causal=True, dispatch="cut"
-        )  # fmt: skip
+        plan = cut_plan(comm, lists, tokens, heads, kv_heads)
         own, options = dispatch(whole, plan), {"plan": plan}
         given = [dispatch(x, plan, keys=x is k or x is v, axis=2) for x in given]
         run = context_parallel_attention_backward if backward else functools.partial(context_parallel_attention, return_lse=False)
