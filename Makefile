@@ -85,8 +85,8 @@ fuzz:
 fuzz-mistakes: build
 	@$(call find_python) "$$python" tests/fuzz/mistakes.py $(ARGS)
 
-# What is built in place runs on this machine: instruction sets that its CPU lacks would take half of the time. Packages have all of them, and so has
-# BLITZ_ATTN_LEVELS= make build.
+# What is built in place runs on this machine, so instruction sets that its CPU lacks are left out: they could take half of the time. Packages have
+# all of them, and so has BLITZ_ATTN_LEVELS= make build.
 build checkkernels test test-all: export BLITZ_ATTN_LEVELS ?= native
 build:
 	@$(call find_python) "$$python" setup.py -q build_ext --inplace --build-temp build/temp

@@ -22,9 +22,10 @@ class _Rows(NamedTuple):
 
 
 class Chunks:
-    """The chunks of all requests, one request after the other, each as a request of its own: what calls know before they have arrays.
+    """The chunks of all requests, in the order of the requests. The core attends to each chunk as to a request of its own.
 
-    `requests` is what `paged._attend` takes.
+    They depend on tables and lengths alone, so that a plan makes them once for all of its calls. `requests` is the argument of that name of
+    `paged._attend`.
     """
 
     def __init__(self, block_tables: Any, seq_lens: Any, page_size: Any, kv_split: Any, q_lens: Any, q_begin: Any) -> None:
@@ -109,8 +110,8 @@ def attend(
     run: Callable[..., Any], q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, selected: Any, counts: Any, scale: Any, kv_layout: Any, *,
     sinks: Any, return_lse: Any, out: Any, out_dtype: Any, dtype: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """`paged_attention`, or with `selected` `paged_select_attention`, in chunks. `run` attends to all chunks, each as a request of its own,
-    and takes the same arguments."""
+    """Attention in chunks: `paged_attention`, or with `selected` `paged_select_attention`. ``run``, which has the signature of
+    `paged._attend`, computes the states of all chunks, and this function merges them."""
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
     chunks.refuse_missing(num_pages)
     return_lse = _arrays.flag(return_lse, "return_lse")

@@ -85,7 +85,7 @@ def main():
     print(f"{'operation':42} {'kind':8} {'calls':>8} {'RSS':>8} {'at the end':>10} {'blocks':>8} {'bytes':>8}")
     every = operations()
     gc.collect()
-    gc.freeze()  # a collection would look through all modules' objects, 250 times
+    gc.freeze()  # or each of 250 collections would go through the objects of all modules
     for name, operation in every.items():
         if args.only not in name:
             continue
