@@ -162,8 +162,13 @@ const rounding *rounding_of(const ba_attend_family *family) {
                  {"_pairs", {.weight_unit = 0x1p-8, .flushes = true}},
                  {"_neon_bf16_", {.flushes = true}},
                  {"", {.flushes = false}}};
-    int i = 0;
-    while (!strstr(family->name, table[i].in_name)) i++;
+    static const ba_attend_family *last; /* remembered, because this is called for every element of a reference */
+    static int i;
+    if (family != last) {
+        last = family;
+        i = 0;
+        while (!strstr(family->name, table[i].in_name)) i++;
+    }
     return &table[i].rounding;
 }
 
