@@ -8,6 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays
+from ._state_tree import ranges
 
 
 def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, Any]:
@@ -35,17 +36,29 @@ def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])
 
 
-def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
-    """int64 numbers of queries, each from 0 to its request's length."""
+_FARTHEST = 2**30 - 1  # token number
+_MOST_QUERIES = 2**30  # of a request that has q_begin
+
+
+def query_lengths(q_lens: Any, seq_lens: ndarray, within: bool = True) -> ndarray:
+    """int64 numbers of queries. `within`: they are among the tokens of their request, as they are without `q_begin`."""
     lengths = _arrays.integers(q_lens, "q_lens")
     if lengths.shape != seq_lens.shape:
         raise ValueError(f"q_lens: expected {len(seq_lens)} entries, one per request, got shape {lengths.shape}")
-    for b in ((lengths < 0) | (lengths > seq_lens)).nonzero()[0]:
-        raise ValueError(f"q_lens: expected 0 to seq_lens[{b}] = {seq_lens[b]}, got {lengths[b]} at [{b}]")
+    for b in ((lengths < 0) | (lengths > (seq_lens if within else _MOST_QUERIES))).nonzero()[0]:
+        expected = f"0 to seq_lens[{b}] = {seq_lens[b]}" if within else "at least 0" if lengths[b] < 0 else f"at most {_MOST_QUERIES}"
+        raise ValueError(f"q_lens: expected {expected}, got {lengths[b]} at [{b}]")
     return lengths
 
 
-_FARTHEST = 2**30 - 1  # token number
+def sinks_of(sinks: Any, heads: int) -> ndarray | None:
+    """float32 sinks, one per query head."""
+    if sinks is None:
+        return None
+    numbers = _arrays.float32_numbers(sinks, "sinks")
+    if numbers.shape != (heads,):
+        raise ValueError(f"sinks: expected shape ({heads},), one number per query head, got {numbers.shape}")
+    return numbers
 
 
 def query_begins(q_begin: Any, batch: int) -> ndarray:
@@ -109,6 +122,17 @@ def listed_blocks(selected: Any, counts: Any, pages: ndarray, heads: tuple[int, 
     listed = Listed(lists.shape[1], request, head, place, lists[request, head, place].astype(np.int64))
     listed.refuse_missing(pages)
     return listed
+
+
+def lists_by_unit(unit: ndarray, head: ndarray, block: ndarray, shape: tuple[int, int]) -> tuple[ndarray, ndarray]:
+    """(selected, counts) for the core. `shape`: the number of units, and of lists per unit. The arrays have an entry per listed block: its
+    unit, its list within the unit, and its number within the unit."""
+    row = unit * shape[1] + head
+    counts = np.bincount(row, minlength=shape[0] * shape[1])
+    order = np.argsort(row, kind="stable")
+    selected = np.full((len(counts), max(1, int(counts.max(initial=0)))), -1, np.int32)
+    selected[row[order], ranges(np.zeros_like(counts), counts)] = block[order]
+    return selected.reshape(*shape, selected.shape[1]), counts.reshape(shape)
 
 
 class Tables:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _arrays, _core
-from ._nsa.arrays import Result, dtype_of, expect_shape, real_of, rounded, same_kind, storage
+from ._floats import Result, real_of
+from ._nsa.arrays import dtype_of, expect_shape, rounded, same_kind, storage
 from ._nsa.attend import attend_backward
 from ._nsa.branches import (
     compressed_attention,

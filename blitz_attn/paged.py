@@ -7,62 +7,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy import empty, ndarray
+from numpy import ndarray
 
-from . import _arrays, _core, _formats, _paged_split
+from . import _arrays, _core, _formats
+from ._paged_call import attend_requests, open_requests
+from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import Tables, cache_sizes, last_numbers, query_lengths, tables_for_core
-from ._sentences import renamed, shown
+from ._sentences import shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
 
-_CORE_NAMES = {"selected_counts": "counts"}
 _QUANTISED = ("int8", "float8_e4m3")
 
 
 # ---- Attention ----------------------------------------------------------------------------------------------------
-
-
-def _attend(
-    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, *, window: Any,
-    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any,
-    num_threads: Any,
-) -> Any:  # fmt: skip
-    """The core's call, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and `q_begin`; or opened tables, which
-    have all of these, and None for each of the others."""
-    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
-    if sinks is not None:
-        sinks = _arrays.float32_numbers(sinks, "sinks")
-    try:
-        if (  # plain NumPy arrays: nothing to translate
-            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
-            and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
-        ):  # fmt: skip
-            # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
-            # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
-            return _core.paged_attention(
-                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
-                kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
-                return_lse=return_lse, num_threads=num_threads,
-            )  # fmt: skip
-        family = _arrays.family_of(q)
-        out, lse_out = _arrays.split_out(out, return_lse)
-        result = _core.paged_attention(
-            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), tables,
-            seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
-            return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
-            kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
-            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        if str(error).startswith("selected_counts"):
-            raise renamed(error, _CORE_NAMES) from error
-        raise
-    if not return_lse:
-        return _arrays.finished(result, out, family)
-    return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
-
-
-_attend_in_chunks = partial(_paged_split.attend, _attend)  # takes chunks in place of `requests`
 
 
 def _whole_or_in_chunks(
@@ -70,9 +28,9 @@ def _whole_or_in_chunks(
 ) -> tuple[Callable[..., Any], Any]:
     """The function that attends, and what it takes as `requests`."""
     if kv_split is None:
-        return _attend, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
+        return attend_requests, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
     page_size = max(1, cache_sizes(k_cache, kv_layout)[1])  # the core refuses pages without tokens
-    return _attend_in_chunks, _paged_split.Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
+    return attend_in_chunks, Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
 
 
 def paged_attention(
@@ -403,19 +361,18 @@ class PagedPlan:
         self.batch: int
         self.num_queries: int
         if kv_split is None:
-            opened, self.batch, self.num_queries = _core.open_page_tables(
-                *tables_for_core(block_tables, seq_lens), q_lens, q_begin, page_size, num_pages
-            )
-            self._attend, self._requests = _attend, (opened, None, None, None, None, None)
+            tables = tables_for_core(block_tables, seq_lens)
+            self._requests, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages)
+            self._attend = attend_requests
         else:
-            chunks = _paged_split.Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
+            chunks = Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
             if num_pages is not None:
                 pages = _arrays.integer(num_pages, "num_pages")
                 if pages < 0:
                     raise ValueError(f"num_pages: expected at least 0 pages, got {pages}")
                 chunks.refuse_missing(pages)
             self.batch, self.num_queries = chunks.batch, chunks.num_queries
-            self._attend, self._requests = _attend_in_chunks, chunks
+            self._attend, self._requests = attend_in_chunks, chunks
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
 

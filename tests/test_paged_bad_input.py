@@ -346,7 +346,7 @@ CASES = {
         *[(f"{name}_in_chunks", error, pattern, lambda a, make=make: {"kv_split": 32} | make(a)) for name, error, pattern, make in TABLE_CASES],
         ("page_size", ValueError, r"^page_size: expected at least 1 token, got 0", lambda a: {"page_size": 0}),
         ("q_lens", ValueError, r"^q_lens: expected 0 to seq_lens\[1\] = 18, got 19 at \[1\]", lambda a: {"q_lens": [1, 19]}),
-        ("q_lens_of_stretches", ValueError, r"^q_lens: expected 0 to .*, got -1 at \[1\]", lambda a: {"q_lens": [1, -1], "q_begin": [0, 0]}),
+        ("q_lens_of_stretches", ValueError, r"^q_lens: expected at least 0, got -1 at \[1\]", lambda a: {"q_lens": [1, -1], "q_begin": [0, 0]}),
         ("q_begin_count", ValueError, r"^q_begin: expected 2 entries, one per request, got 3", lambda a: {"q_begin": [1, 2, 3]}),
         ("q_begin_far", ValueError, r"^q_begin: expected token numbers from -1073741823 to 1073741823, got 1073741824 at \[1\]",
          lambda a: {"q_begin": [1, 2**30]}),

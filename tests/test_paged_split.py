@@ -222,6 +222,12 @@ def test_a_plan_allocates_nothing_for_queries_that_no_call_brings():
 # ---- Refused ------------------------------------------------------------------------------------------------------
 
 
+def read_only(*shape):
+    x = np.zeros(shape, np.float32)
+    x.setflags(write=False)
+    return x
+
+
 BAD = [
     ({"kv_split": 24}, ValueError, "kv_split: expected a positive multiple of the 16 tokens of a page, got 24"),
     ({"kv_split": 0}, ValueError, "kv_split: expected a positive multiple"),
@@ -236,12 +242,13 @@ BAD = [
     ({"q_begin": "12", "kv_split": 16}, TypeError, "q_begin: expected integers, got"),
     ({"q_begin": 3}, TypeError, "q_begin: expected a sequence of integers, got int"),
     ({"q_lens": [1, 60], "kv_split": 16}, ValueError, "q_lens: expected 0 to seq_lens\\[1\\] = 40, got 60 at \\[1\\]"),
+    ({"q_lens": [1, -1], "q_begin": [0, 0], "kv_split": 16}, ValueError, "q_lens: expected at least 0, got -1 at \\[1\\]"),
     ({"sinks": [1.0], "kv_split": 16}, ValueError, "sinks: expected "),
     ({"window": -2, "kv_split": 16}, ValueError, "window: expected a token count"),
     ({"out": np.zeros((2, 4, 31), np.float32), "kv_split": 16}, ValueError, "out: expected shape \\(2, 4, 32\\), got \\(2, 4, 31\\)"),
     ({"out": np.zeros((2, 4, 32), np.float16), "kv_split": 16}, TypeError, "out: expected dtype float32, got float16"),
-    ({"out": np.broadcast_to(np.float32(0), (2, 4, 32)), "kv_split": 16}, ValueError,
-     "out: expected a writable array, got a read-only one"),
+    ({"out": read_only(2, 4, 32), "kv_split": 16}, ValueError, "out: expected a writable array, got a read-only one"),
+    ({"out": np.zeros((2, 4, 64), np.float32)[..., ::2], "kv_split": 16}, ValueError, "out: expected a contiguous last axis"),
     ({"q_begin": [1], "kv_split": 16}, ValueError, r"q_begin: expected 2 entries, one per request, got shape \(1,\)"),
     ({"q_lens": [2], "kv_split": 16}, ValueError, r"q_lens: expected 2 entries, one per request, got shape \(1,\)"),
     ({"q_lens": [1, 2], "kv_split": 16}, ValueError, r"q: expected shape \(3, H, D\), got \(2, 4, 32\)"),
@@ -269,6 +276,9 @@ def test_outputs_have_memory_of_their_own():
     case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "float32")
     with pytest.raises(ValueError, match="out: expected memory of its own"):
         blitz_attn.paged_attention(*case.arrays, kv_split=16, out=case.q)
+    memory = np.zeros((2, 4, 33), np.float32)
+    with pytest.raises(ValueError, match="lse: expected memory of its own, got an array that overlaps out"):
+        blitz_attn.paged_attention(*case.arrays, kv_split=16, return_lse=True, out=(memory[..., :32], memory[..., 31]))
 
 
 def test_torch_tensors():

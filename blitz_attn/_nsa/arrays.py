@@ -10,24 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _arrays
+from .._floats import FLOATS, Result, floats, real_of
 from .._formats import converted
 from .._sentences import shown
-
-FLOATS = ("float32", "float16", "bfloat16", "float64")
-
-
-def floats(x: Any, name: str, dtype: Any, written: bool = False, strided: bool = False) -> tuple[np.ndarray, str]:
-    """View of a floating-point array whose last axis is contiguous (or, with `strided`, is not), and the name of its dtype."""
-    array, kind = _arrays.host(x, name, dtype, written)
-    if kind not in FLOATS:
-        hint = ' (dtype="bfloat16" reads uint16 as bfloat16 bits)' if kind == "uint16" else ""
-        raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}{hint}")
-    if not strided and array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        step = array.strides[-1] / array.itemsize
-        raise ValueError(
-            f"{name}: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of {step:g} elements"
-        )
-    return array, kind
 
 
 def dtype_of(dtype: Any) -> str | None:
@@ -44,11 +29,6 @@ def same_kind(x: Any, name: str, dtype: Any, kind: str, like: str, written: bool
     if own != kind:
         raise TypeError(f"{name}: expected dtype {kind} like {like}, got {own}")
     return array
-
-
-def real_of(kind: str) -> str:
-    """The dtype in which sums are made."""
-    return "float64" if kind == "float64" else "float32"
 
 
 def storage(kind: str) -> str:
@@ -79,35 +59,6 @@ def expect_shape(x: np.ndarray, name: str, shape: tuple[int, ...], text: str) ->
 def check_rank(x: np.ndarray, name: str, packed: bool) -> None:
     if x.ndim != (3 if packed else 4):
         raise ValueError(f"{name}: expected shape {'(T, H, D)' if packed else '(B, N, H, D)'}, got {x.shape}")
-
-
-class Result:
-    """One output of a call: the caller's array, or a new one as the kind of array that the call's leading array is."""
-
-    def __init__(self, shape: tuple[int, ...], kind: str, like: Any, given: Any = None, name: str = "out", dtype: Any = None) -> None:
-        self.given, self.family = given, _arrays.family_of(like)
-        self.made = self.family.empty(shape, kind) if given is None else given
-        self.array = _arrays.host(self.made, name, kind, written=True)[0] if given is None else self._checked(shape, kind, name, dtype)
-
-    def _checked(self, shape: tuple[int, ...], kind: str, name: str, dtype: Any) -> np.ndarray:
-        array, own = floats(self.given, name, dtype, written=True)
-        if own != kind:
-            raise TypeError(f"{name}: expected dtype {kind}, got {own}")
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-        if not array.flags.writeable:
-            raise ValueError(f"{name}: expected a writable array, got a read-only one")
-        return array
-
-    def refuse_overlap(self, **others: np.ndarray | None) -> None:
-        for name, other in others.items():
-            if other is not None and np.may_share_memory(self.array, other):
-                raise ValueError(f"out: expected memory of its own, got an array that overlaps {name}")
-
-    @property
-    def value(self) -> Any:
-        """What the caller gets."""
-        return _arrays.finished(self.made, self.given, self.family)
 
 
 def rounded(x: np.ndarray, kind: str, to: str, like: Any) -> Any:

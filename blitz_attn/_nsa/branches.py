@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import flag
-from .arrays import Result, check_rank, dtype_of, expect_shape, floats, real_of, reals, same_kind
+from .._floats import Result, floats, real_of
+from .arrays import check_rank, dtype_of, expect_shape, reals, same_kind
 from .attend import Branch, Common, attend, attend_backward, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed
 from .rules import Rules, mode_of, number, scale_of, threads_of

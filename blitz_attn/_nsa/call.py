@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .arrays import Reals, dtype_of, floats, real_of, same_kind, storage
+from .._floats import floats, real_of
+from .arrays import Reals, dtype_of, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
 from .compression import check_weight, compressed_shape
 from .gates import gates_as_reals, weight_of

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from .._floats import Result, floats, real_of
 from .._formats import widened
 from .._sentences import renamed
-from .arrays import Reals, Result, check_rank, dtype_of, expect_shape, floats, real_of, reals, rounded, same_kind, storage
+from .arrays import Reals, check_rank, dtype_of, expect_shape, reals, rounded, same_kind, storage
 from .rules import number, threads_of
 from .sequences import Sequences, block_count, cuts, sums_of
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from .._floats import Result, floats, real_of
 from .._formats import converted
-from .arrays import Reals, Result, dtype_of, expect_shape, floats, real_of, reals, rounded, same_kind
+from .arrays import Reals, dtype_of, expect_shape, reals, rounded, same_kind
 from .rules import threads_of
 
 __all__ = ["compute_gates", "gate_and_combine", "gating_backward"]

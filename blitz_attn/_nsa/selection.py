@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays, _core
-from .arrays import check_rank, dtype_of, expect_shape, floats, real_of, reals, same_kind, storage
+from .._floats import floats, real_of
+from .arrays import check_rank, dtype_of, expect_shape, reals, same_kind, storage
 from .attend import Common, attend, compressed_branch
 from .compression import check_compressed
 from .rules import CMP_GROUP, Rules, rules_of, scale_of, threads_of

@@ -70,8 +70,8 @@ def checked(sabi: Any, every: Any, layout: Any) -> int:
 def _columns_of(k: Any, layout: str, block_kv: int, cu_seqlens_kv: Any) -> int:
     """Blocks of keys that a list may name."""
     tokens = _arrays.shape_of(k)[2 if layout == "BNSD" else 1 if layout != "TND" else 0]
-    if layout == "TND":
-        tokens = int(np.diff(_arrays.integers(cu_seqlens_kv, "cu_seqlens_kv")).max(initial=0))
+    if layout == "TND":  # the call refuses lengths that do not fit k: here they must not become memory
+        tokens = min(tokens, int(np.diff(_arrays.integers(cu_seqlens_kv, "cu_seqlens_kv")).max(initial=0)))
     return -(-tokens // block_kv)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from .. import _arrays, reference
 from .. import nsa as _library
-from .._nsa.arrays import floats
+from .._floats import floats
 from .._nsa.call import Options, checked
 from .._nsa.rules import number
 from .._sentences import renamed, shown

@@ -10,7 +10,8 @@ from numpy import ndarray
 
 from .. import _arrays
 from .._arrays import choice, flag
-from .._nsa.arrays import Reals, floats, storage
+from .._floats import floats
+from .._nsa.arrays import Reals, storage
 from .._nsa.call import Call, Options, Room, checked, run
 from .._nsa.compression import compress_into
 from .._nsa.rules import Rules

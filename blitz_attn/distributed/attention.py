@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from .. import _arrays
 from .._arrays import choice, flag, number
+from .._floats import floats, real_of
 from .._formats import converted
-from .._nsa.arrays import floats, real_of
 from ..block_sparse import block_sparse_attention, block_sparse_attention_backward
 from ._comm import Agreement, has_threads, import_mpi
 from ._exchange import COMM_TYPES, MOST_MESSAGES, Piece, Stages, Sums

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from .. import _arrays
-from .._paged_tables import Listed, cache_sizes, listed_blocks, query_lengths
+from .._floats import Result, attention_results, written
+from .._paged_call import attend_requests, open_requests
+from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, query_lengths, sinks_of
 from .._state_tree import Merges, ranges, rounded, with_sinks
-from ..paged import paged_attention, paged_select_attention
 from . import _tree
 from ._comm import Agreement, communicator
 
@@ -138,10 +140,9 @@ class _Units(NamedTuple):
 
     place: ndarray  # number of the chunk, through all requests
     request: ndarray
-    begin: ndarray  # number of its first page in its request
     queries: ndarray
     q_begin: ndarray
-    tables: tuple[ndarray, ndarray, ndarray]
+    tables: tuple[ndarray, ndarray, ndarray]  # indptr, indices and last_page_len
 
 
 class DecodePlan:
@@ -248,8 +249,8 @@ class DecodePlan:
         self.num_queries: int = int(self._queries.sum())
         self._first_query = np.cumsum(self._queries) - self._queries
         self._options = {
-            "scale": scale, "kv_layout": kv_layout, "softcap": softcap, "dtype": self._dtype, "kv_dtype": self._kv_dtype,
-            "num_threads": num_threads,
+            "scale": scale, "kv_layout": kv_layout, "window": self._window, "softcap": softcap, "dtype": self._dtype,
+            "kv_dtype": self._kv_dtype, "num_threads": num_threads,
         }  # fmt: skip
         self._lay_out()
 
@@ -290,7 +291,7 @@ class DecodePlan:
         indices = shards.numbers(request.repeat(pages), ranges(begin, pages))
         indptr = np.concatenate([[0], np.cumsum(pages)])
         last = after - (begin + pages - 1) * size
-        return _Units(place, request, begin, queries, ends - queries - begin * size, (indptr, indices, last))
+        return _Units(place, request, queries, ends - queries - begin * size, (indptr, indices, last))
 
     def own_pages(self) -> tuple[ndarray, ndarray]:
         """The pages that this rank holds and attends.
@@ -360,8 +361,9 @@ class DecodePlan:
                 raise ValueError(f"q: expected shape ({self.num_queries}, H, D), got {queries.shape}")
             heads, v_dim = queries.shape[1], (_arrays.shape_of(v_cache) or (0,))[-1]
             return_lse = _arrays.flag(return_lse, "return_lse")
-            results = self._outputs(q, kind, v_dim, heads, out, return_lse)
-            sinks = None if sinks is None else _sinks(sinks, heads)
+            inputs = {name: _arrays.host(x, name, "bfloat16")[0] for x, name in ((k_cache, "k_cache"), (v_cache, "v_cache"))}
+            results = attention_results(q, (self.num_queries, heads, v_dim), kind, out, return_lse, self._dtype, q=queries, **inputs)
+            sinks = sinks_of(sinks, heads)
             lists = None
             if selected is not None:
                 kv_heads = cache_sizes(k_cache, self._options["kv_layout"])[2]
@@ -375,61 +377,38 @@ class DecodePlan:
             self._own_merges.run(*state)
         return self._finish(self._exchange(*state), kind, sinks, results)
 
-    def _outputs(self, q: Any, kind: str, v_dim: int, heads: int, out: Any, return_lse: bool) -> list[tuple[Any, ndarray]]:
-        """The caller's arrays or new ones, and the memory to write."""
-        given = _arrays.split_out(out, return_lse)
-        family = _arrays.family_of(q)
-        shape = (self.num_queries, heads, v_dim)
-        wanted: list[tuple[str, Any, tuple[int, ...], str]] = [
-            ("out", given[0], shape, kind), ("lse", given[1], shape[:2], "float64" if kind == "float64" else "float32")
-        ]  # fmt: skip
-        results = []
-        for name, array, size, dtype in wanted[: 1 + return_lse]:
-            result = family.empty(size, dtype) if array is None else array
-            memory, found = _arrays.host(result, name, bits_as=dtype if array is None else self._dtype, written=True)
-            if found != dtype:
-                raise TypeError(f"{name}: expected {dtype}, got {found}")
-            if memory.shape != size:
-                raise ValueError(f"{name}: expected shape {size}, got {memory.shape}")
-            if not memory.flags.writeable:
-                raise ValueError(f"{name}: expected an array that can be written, got one that is read-only")
-            results.append((_arrays.finished(result, array, family), memory))
-        return results
+    @cached_property
+    def _requests(self) -> tuple[Any, ...]:
+        """The units, opened by the first call: all ranks hear of a refusal then, by its agreement."""
+        units, queries = self._units, None if self._one_query else self._units.queries
+        indptr, indices, last_page_len = units.tables
+        return open_requests(indices, None, indptr, last_page_len, queries, units.q_begin, self.page_size)[0]
 
     def _attend(
         self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: Listed | None, scales: dict[str, Any], out: ndarray, lse: ndarray
     ) -> None:
         """The states of this rank's chunks. Without any, the call is made too, for its checks."""
-        units = self._units
-        options = {
-            **self._options, **scales, "q_lens": None if self._one_query else units.queries, "q_begin": units.q_begin,
-            "window": self._window, "return_lse": True, "out_dtype": "float32" if kind in ("float16", "bfloat16") else None,
-        }  # fmt: skip
+        options = self._options | scales | {"out_dtype": "float32" if kind in ("float16", "bfloat16") else None}
         if kind == "bfloat16":
             options["dtype"] = kind
-        arrays = q[self._query_rows], k_cache, v_cache, units.tables, None
-        if lists is None:
-            state = paged_attention(*arrays, **options)
-        else:
-            try:
-                state = paged_select_attention(*arrays, self._lists_of_units(lists), **options)
-            except ValueError:
+        chosen = (None, None) if lists is None else self._lists_of_units(lists)
+        try:
+            state = attend_requests(
+                q[self._query_rows], k_cache, v_cache, self._requests, *chosen, sinks=None, return_lse=True, out=None, **options
+            )  # fmt: skip
+        except ValueError:
+            if lists is not None:
                 lists.refuse_repeated()  # by the caller's numbers: the call has those of chunks
-                raise
+            raise
         out[self._state_rows], lse[self._state_rows] = state
 
-    def _lists_of_units(self, lists: Listed) -> ndarray:
+    def _lists_of_units(self, lists: Listed) -> tuple[ndarray, ndarray]:
         units, shards = self._units, self._shards
         unit_of = np.full(len(shards.owner), -1, np.int64)
         unit_of[units.place] = np.arange(len(units.place))
         unit = unit_of[shards.first[lists.request] + lists.block // shards.split_pages]
-        head, block, unit = (x[unit >= 0] for x in (lists.head, lists.block, unit))
-        row = unit * lists.rows + head
-        order = np.argsort(row, kind="stable")
-        numbers = np.bincount(row, minlength=len(units.place) * lists.rows)
-        selected = np.full((len(numbers), max(1, int(numbers.max(initial=0)))), -1, np.int32)
-        selected[row[order], ranges(np.zeros_like(numbers), numbers)] = (block - units.begin[unit])[order]
-        return selected.reshape(len(units.place), lists.rows, selected.shape[1])
+        own = unit >= 0
+        return lists_by_unit(unit[own], lists.head[own], lists.block[own] % shards.split_pages, (len(units.place), lists.rows))
 
     def _exchange(self, out: ndarray, lse: ndarray) -> tuple[ndarray, ndarray]:
         """The states that all ranks send, in the order of ranks."""
@@ -441,7 +420,7 @@ class DecodePlan:
         self.comm.Allgatherv(mine, [everyone, (numbers.tolist(), (np.cumsum(numbers) - numbers).tolist())])
         return np.ascontiguousarray(everyone[..., :v_dim]), np.ascontiguousarray(everyone[..., v_dim])
 
-    def _finish(self, states: tuple[ndarray, ndarray], kind: str, sinks: ndarray | None, results: list[tuple[Any, ndarray]]) -> Any:
+    def _finish(self, states: tuple[ndarray, ndarray], kind: str, sinks: ndarray | None, results: list[Result]) -> Any:
         """Merge what all ranks sent, and write the results."""
         self._all_merges.run(*states)
         heads, v_dim = states[0].shape[1:]
@@ -450,16 +429,7 @@ class DecodePlan:
         out[to], lse[to] = states[0][source], states[1][source]
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
-        for (_, memory), values in zip(results, (rounded(out, kind), lse), strict=False):
-            memory[...] = values
-        return results[0][0] if len(results) == 1 else (results[0][0], results[1][0])
-
-
-def _sinks(sinks: Any, heads: int) -> ndarray:
-    numbers = _arrays.float32_numbers(sinks, "sinks")
-    if numbers.shape != (heads,):
-        raise ValueError(f"sinks: expected shape ({heads},), one per query head, got {numbers.shape}")
-    return numbers
+        return written(results, rounded(out, kind), lse)
 
 
 def decode_context_parallel_attention(

@@ -130,6 +130,12 @@ def test_counts_and_no_window(owner):
         assert np.array_equal(lse, expected[1])
 
 
+def read_only(*shape):
+    x = np.zeros(shape, np.float32)
+    x.setflags(write=False)
+    return x
+
+
 BAD = {
     "dtype of q": (lambda r: {"q": np.ones((2, 4, 32), np.int32)} if r == 1 else {}, "TypeError: q: expected float32"),
     "shape of q": (lambda r: {"q": np.ones((3, 4, 32), np.float32)} if r == 1 else {}, "ValueError: q: expected shape (2, H, D), got (3, 4, 32) (on rank 1)"),
@@ -140,7 +146,7 @@ BAD = {
     "window": (lambda r: {"window": -2}, "ValueError: window: "),
     "window of one rank": (lambda r: {"window": 5 + r}, "ValueError: window: expected the same on all ranks, got 5 on rank 0 and 6 on rank 1"),
     "layout": (lambda r: {"kv_layout": "HNS"}, "ValueError: kv_layout: expected 'NHD' or 'HND', got 'HNS'"),
-    "sinks": (lambda r: {"sinks": np.ones(5)} if r == 0 else {"sinks": np.ones(4)}, "ValueError: sinks: expected shape (4,), one per query head, got (5,) (on rank 0)"),
+    "sinks": (lambda r: {"sinks": np.ones(5)} if r == 0 else {"sinks": np.ones(4)}, "ValueError: sinks: expected shape (4,), one number per query head, got (5,) (on rank 0)"),
     "axes of the cache": (lambda r: {"k_cache": np.ones((2, 16, 32), np.float32)} if r == 1 else {}, "ValueError: k_cache: expected four axes, got shape (2, 16, 32) (on rank 1)"),
     "selected": (lambda r: {"selected": np.full((2, 2, 1), 9, np.int32)}, "ValueError: selected: expected blocks from 0 to 4 of request 0, got 9 at [0, 0, 0]"),
     "selected twice": (lambda r: {"selected": np.array([[[0, 4, 1, 4]] * 2, [[2, 1, -1, -1]] * 2])},
@@ -164,14 +170,16 @@ BAD = {
         "ValueError: page_size: expected at least 1 token, got 0"),
     "few columns by turns": (lambda r: {"block_tables": np.zeros((2, 1), np.int32), "interleave": 64},
         "ValueError: block_tables: expected the 4 pages that this rank holds of request 0, got rows of 1"),
-    "out that is read-only": (lambda r: {"out": np.broadcast_to(np.float32(0), (2, 4, 32))},
-        "ValueError: out: expected an array that can be written, got one that is read-only"),
+    "out that is read-only": (lambda r: {"out": read_only(2, 4, 32)},
+        "ValueError: out: expected a writable array, got a read-only one"),
+    "out in v_cache": (lambda r: (lambda cache: {"v_cache": cache, "out": cache[0, :4, :, :].reshape(2, 4, 32)})(np.ones((8, 16, 2, 32), np.float32)),
+        "ValueError: out: expected memory of its own, got an array that overlaps v_cache"),
     "table's dtype": (lambda r: {"block_tables": np.zeros((2, 5))}, "TypeError: block_tables: expected int32 or int64, got float64"),
     "pages on no rank": (lambda r: {"block_tables": np.full((2, 5), -1)}, "ValueError: block_tables: expected every page on some rank, got tokens 0 to 31 of request 0 on none"),
     "half a chunk": (lambda r: {"block_tables": np.array([[0, -1, -1, -1, -1]] * 2)}, "ValueError: block_tables: expected all pages or none of each chunk of kv_split = 32 tokens on a rank, got 1 of pages 0 to 1 of request 0"),
     "page number": (lambda r: {"block_tables": np.full((2, 5), 99)}, "ValueError: block_tables: "),
     "shape of out": (lambda r: {"out": np.zeros((2, 4, 31), np.float32)}, "ValueError: out: expected shape (2, 4, 32), got (2, 4, 31)"),
-    "dtype of out": (lambda r: {"out": np.zeros((2, 4, 32))}, "TypeError: out: expected float32, got float64"),
+    "dtype of out": (lambda r: {"out": np.zeros((2, 4, 32))}, "TypeError: out: expected dtype float32, got float64"),
 }  # fmt: skip
 
 

@@ -1,0 +1,92 @@
+"""Floating-point arrays that callers give and get, in calls that are put together in Python.
+
+Inside, every array is a NumPy view of the caller's memory, bfloat16 as its bits, beside the name of the dtype that the call has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _arrays
+
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+def floats(x: Any, name: str, dtype: Any, written: bool = False, strided: bool = False) -> tuple[np.ndarray, str]:
+    """View of a floating-point array whose last axis is contiguous (or, with `strided`, is not), and the name of its dtype."""
+    array, kind = _arrays.host(x, name, dtype, written)
+    if kind not in FLOATS:
+        hint = ' (dtype="bfloat16" reads uint16 as bfloat16 bits)' if kind == "uint16" else ""
+        raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}{hint}")
+    if not strided and array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        step = array.strides[-1] / array.itemsize
+        raise ValueError(
+            f"{name}: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of {step:g} elements"
+        )
+    return array, kind
+
+
+def real_of(kind: str) -> str:
+    """The dtype in which sums are made."""
+    return "float64" if kind == "float64" else "float32"
+
+
+class Result:
+    """One output of a call: the caller's array, or a new one as the kind of array that the call's leading array is."""
+
+    def __init__(
+        self, shape: tuple[int, ...], kind: str, like: Any, given: Any = None, name: str = "out", dtype: Any = None, strided: bool = False
+    ) -> None:  # fmt: skip
+        self.name, self.given, self.family = name, given, _arrays.family_of(like)
+        self.made = self.family.empty(shape, kind) if given is None else given
+        if given is None:
+            self.array = _arrays.host(self.made, name, kind, written=True)[0]
+        else:
+            self.array = self._checked(shape, kind, dtype, strided)
+
+    def _checked(self, shape: tuple[int, ...], kind: str, dtype: Any, strided: bool) -> np.ndarray:
+        name = self.name
+        array, own = floats(self.given, name, dtype, True, strided)
+        if own != kind:
+            raise TypeError(f"{name}: expected dtype {kind}, got {own}")
+        if array.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+        if not array.flags.writeable:
+            raise ValueError(f"{name}: expected a writable array, got a read-only one")
+        return array
+
+    def refuse_overlap(self, **others: np.ndarray | None) -> None:
+        """Refuses a caller's array that may share memory with one of `others`."""
+        for name, other in others.items():
+            if self.given is not None and other is not None and np.may_share_memory(self.array, other):
+                raise ValueError(f"{self.name}: expected memory of its own, got an array that overlaps {name}")
+
+    @property
+    def value(self) -> Any:
+        """What the caller gets."""
+        return _arrays.finished(self.made, self.given, self.family)
+
+
+def attention_results(
+    q: Any, /, shape: tuple[int, ...], kind: str, out: Any, return_lse: bool, dtype: Any, **inputs: np.ndarray
+) -> list[Result]:  # fmt: skip
+    """Where attention's output of this shape and dtype goes, and with `return_lse` its log-sum-exp.
+
+    Both go into the caller's `out`, which must not overlap `inputs`, or into new arrays of the kind that `q` is.
+    """
+    out, lse = _arrays.split_out(out, return_lse)
+    results = [Result(shape, kind, q, out, "out", dtype)]
+    results[0].refuse_overlap(**inputs)
+    if return_lse:
+        results.append(Result(shape[:-1], real_of(kind), q, lse, "lse", dtype, strided=True))
+        results[1].refuse_overlap(out=results[0].array, **inputs)
+    return results
+
+
+def written(results: list[Result], *values: np.ndarray) -> Any:
+    """What the caller gets, after `values` have been written: one array, or a pair."""
+    for result, numbers in zip(results, values, strict=False):
+        result.array[...] = numbers
+    return results[0].value if len(results) == 1 else tuple(result.value for result in results)

@@ -1,0 +1,62 @@
+"""The core's call for attention over a paged cache, with arrays of any kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy import empty, ndarray
+
+from . import _arrays, _core
+from ._sentences import renamed
+
+_CORE_NAMES = {"selected_counts": "counts"}
+
+
+def open_requests(
+    block_tables: Any, seq_lens: Any, indptr: Any, last_page_len: Any, q_lens: Any, q_begin: Any, page_size: Any, num_pages: Any = None
+) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
+    """What `attend_requests` takes as `requests`, checked and copied once for many calls; the number of requests, and of their queries."""
+    opened, batch, num_queries = _core.open_page_tables(
+        block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, page_size, num_pages
+    )
+    return (opened, None, None, None, None, None), batch, num_queries
+
+
+def attend_requests(
+    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, *, window: Any,
+    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any,
+    num_threads: Any,
+) -> Any:  # fmt: skip
+    """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
+    `q_begin`, or what `open_requests` gives."""
+    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
+    if sinks is not None:
+        sinks = _arrays.float32_numbers(sinks, "sinks")
+    try:
+        if (  # plain NumPy arrays: nothing to translate
+            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
+            and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
+        ):  # fmt: skip
+            # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
+            # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
+            return _core.paged_attention(
+                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
+                kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
+                return_lse=return_lse, num_threads=num_threads,
+            )  # fmt: skip
+        family = _arrays.family_of(q)
+        out, lse_out = _arrays.split_out(out, return_lse)
+        result = _core.paged_attention(
+            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), tables,
+            seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
+            return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
+            kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
+            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        if str(error).startswith("selected_counts"):
+            raise renamed(error, _CORE_NAMES) from error
+        raise
+    if not return_lse:
+        return _arrays.finished(result, out, family)
+    return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
