@@ -58,7 +58,7 @@ CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
-SLOW_EMULATED = ("avx512", "amx_caches")  # and more than a minute each at -O1 for these, which have -O0
+SLOW_EMULATED = ("avx512", "avx512_l2")  # and more than a minute each at -O1 for these, which have -O0
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))
 LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all

@@ -15,6 +15,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "core/cpu.h"
+
 /* ---- The kernels -------------------------------------------------------------------------------------------------- */
 
 enum { float32 = BA_FLOAT32, float16 = BA_FLOAT16, bfloat16 = BA_BFLOAT16, float64 = BA_FLOAT64, int8 = BA_INT8, float8_e4m3 = BA_FLOAT8_E4M3 };
@@ -24,17 +26,51 @@ typedef struct listed {
     const ba_attend_family *family; /* for a cache: the family of its queries' dtype, float or double */
     const ba_cache_kernels *cache;
     ba_dtype dtype;
+    /* where these kernels prefetch into L2: those whose place they take */
+    const ba_attend_family *family_into_l1;
+    const ba_cache_kernels *cache_into_l1;
 } listed;
 
+/* The families whose few kernels prefetch into L2, as dispatch.c makes them. */
+#define BA_FAMILY(level, dtype)
+#define BA_CACHE(level, dtype)
+#define BA_FEW_L2(level, dtype) static ba_attend_family family_##level##_l2_##dtype;
+#define BA_CACHE_L2(level, dtype)
+#define BA_PROBE(level)
+#include "kernels/kernels.inc"
+#undef BA_FEW_L2
+#define BA_FEW_L2(level, dtype)                                                                                                                      \
+    family_##level##_l2_##dtype = ba_attend_##level##_##dtype;                                                                                       \
+    family_##level##_l2_##dtype.few = &ba_few_##level##_l2_##dtype;
+static void make_families(void) {
+#include "kernels/kernels.inc"
+}
+#undef BA_FAMILY
+#undef BA_CACHE
+#undef BA_FEW_L2
+#undef BA_CACHE_L2
+#undef BA_PROBE
+
 static const listed list[] = {
-#define BA_FAMILY(level, dtype) {"attend_" #dtype "_" #level, &ba_attend_##level##_##dtype, NULL, (ba_dtype)dtype},
-#define BA_CACHE(level, dtype)                                                                                                                       \
-    {"cache_" #dtype "_" #level, dtype == float64 ? &ba_attend_portable_float64 : &ba_attend_##level##_float32, &ba_cache_##level##_##dtype,         \
-     (ba_dtype)dtype},
+#define BA_FAMILY(level, dtype) {"attend_" #dtype "_" #level, &ba_attend_##level##_##dtype, NULL, (ba_dtype)dtype, NULL, NULL},
+#define BA_CACHE_OF(level, family, dtype, into_l1)                                                                                                   \
+    {"cache_" #dtype "_" #level,                                                                                                                     \
+     dtype == float64 ? &ba_attend_portable_float64 : &ba_attend_##family##_float32,                                                                 \
+     &ba_cache_##level##_##dtype,                                                                                                                    \
+     (ba_dtype)dtype,                                                                                                                                \
+     NULL,                                                                                                                                           \
+     into_l1},
+#define BA_CACHE(level, dtype) BA_CACHE_OF(level, level, dtype, NULL)
+#define BA_FEW_L2(level, dtype)                                                                                                                      \
+    {"attend_" #dtype "_" #level "_l2", &family_##level##_l2_##dtype, NULL, (ba_dtype)dtype, &ba_attend_##level##_##dtype, NULL},
+#define BA_CACHE_L2(level, dtype) BA_CACHE_OF(level##_l2, level, dtype, &ba_cache_##level##_##dtype)
 #define BA_PROBE(level)
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
+#undef BA_CACHE_OF
 #undef BA_CACHE
+#undef BA_FEW_L2
+#undef BA_CACHE_L2
 #undef BA_PROBE
 };
 static const struct {
@@ -43,10 +79,14 @@ static const struct {
 } probe_list[] = {
 #define BA_FAMILY(level, dtype)
 #define BA_CACHE(level, dtype)
+#define BA_FEW_L2(level, dtype)
+#define BA_CACHE_L2(level, dtype)
 #define BA_PROBE(level) {"probe_" #level, &ba_probes_##level},
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
 #undef BA_CACHE
+#undef BA_FEW_L2
+#undef BA_CACHE_L2
 #undef BA_PROBE
 };
 enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof *probe_list };
@@ -61,8 +101,11 @@ _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kerne
 static subject subject_of(const listed *l) {
     const ba_attend_family *f = l->family;
     if (l->cache && !is_vector(f)) f = ba_kernels_at(f->isa)->vector[BA_FLOAT32]; /* the vector family reads caches, also at a level that has tiles */
-    if (!l->cache) return (subject){l->name, f, NULL, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend};
-    return (subject){l->name, f, l->cache, real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size, l->cache->few};
+    subject s = {l->name, f, l->cache, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend, NULL};
+    if (l->cache) s = (subject){l->name, f, l->cache, real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size, l->cache->few, NULL};
+    if (l->family_into_l1) s.few_into_l1 = l->family_into_l1->few->attend;
+    if (l->cache_into_l1) s.few_into_l1 = l->cache_into_l1->few;
+    return s;
 }
 
 static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "rows"};
@@ -729,13 +772,14 @@ static void check_subject(const subject *s) {
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
+        if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* only the few kernels are not those of a family that is checked by itself */
         if (variant == ROWS && (s->cache || !s->f->rows)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_variant, &c, &records[ATTEND]);
         report(s->name, variant_names[variant], records, KERNELS);
     }
-    if (s->cache) return;
+    if (s->cache || s->few_into_l1) return;
     clear_records();
     records[0] = (record){.name = "merge_row"};
     c = (test_case){.s = *s};
@@ -769,7 +813,13 @@ static void check_probe(void *context) {
     }
 }
 
-/* Each level's table holds, for each dtype, the highest kernel of the list that the level and the CPU allow. */
+/* Whether two families have the same kernels. */
+static bool same_family(const ba_attend_family *a, const ba_attend_family *b) {
+    return a && b ? a->pack == b->pack && a->panel == b->panel && a->few == b->few && a->rows == b->rows && a->gradient == b->gradient : a == b;
+}
+
+/* Each level's table holds, for each dtype, the highest kernel of the list that the level and the CPU allow, and of two that differ in prefetches the
+ * one whose prefetches the CPU carries out. */
 static void check_dispatch(void) {
     clear_records();
     record *r = &records[0];
@@ -782,6 +832,7 @@ static void check_dispatch(void) {
             const listed *l = &list[i];
             const ba_isa isa = l->cache ? l->cache->isa : l->family->isa;
             if ((int)isa > level || isa > ba_isa_detected()) continue;
+            if ((l->family_into_l1 || l->cache_into_l1) && !ba_prefetches_reach_l2((ba_isa)level)) continue;
             if (l->cache) caches[l->dtype] = l->cache;
             else families[l->dtype] = l->family;
             if (!l->cache && is_vector(l->family)) vectors[l->dtype] = l->family;
@@ -790,7 +841,7 @@ static void check_dispatch(void) {
             require(r, ba_kernels_at((ba_isa)level)->cache[dtype] == caches[dtype], "cache kernel [dtype][level]", dtype, level);
             if (dtype < BA_FLOAT_DTYPES)
                 require(r,
-                        ba_kernels_at((ba_isa)level)->attend[dtype] == families[dtype] &&
+                        same_family(ba_kernels_at((ba_isa)level)->attend[dtype], families[dtype]) &&
                             ba_kernels_at((ba_isa)level)->vector[dtype] == vectors[dtype],
                         "family [dtype][level]", dtype, level);
         }
@@ -815,6 +866,7 @@ static void bench(const subject *s) {
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
             if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */
             if (variant == FEW && !s->few) continue;
+            if (variant != FEW && s->few_into_l1) continue;
             if (variant == ROWS && !s->f->rows) continue;
             c = (test_case){.s = *s, .variant = variant};
             make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
@@ -845,6 +897,7 @@ int main(int argc, char **argv) {
     const bool sampled = argc > 3 && strcmp(argv[1], "--sample") == 0;
     const int first_name = timing ? 2 : sampled ? 4 : 1;
     if (sampled) sample_cases(ba_max(1, atoll(argv[2])), argv[3]);
+    make_families();
     int named = 0;
     for (int a = first_name; a < argc; a++) named += argv[a][0] != '-';
     for (int i = 0; i < LISTED + PROBES; i++) {

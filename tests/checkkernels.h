@@ -125,6 +125,7 @@ typedef struct subject {
     ba_pack_rows_fn pack_k, pack_v;
     int64_t pack_bytes;
     ba_attend_few_fn few;
+    ba_attend_few_fn few_into_l1; /* where `few` prefetches into L2: the kernel whose place it takes, and whose bits it returns */
 } subject;
 
 /* The variants of attention: WIDE and NARROW are panels of the two widths in kernels.h, FEW is the kernel for few queries, ROWS the kernel for

@@ -210,16 +210,18 @@ void check_together(test_case *c) {
 }
 
 /* Promise of the kernel for few queries: heads that attend a chunk together get the bits that each gets alone, whatever lies between their rows,
- * whether or not rows are prefetched, and wherever rows are gathered first. */
+ * whether or not rows are prefetched, into whichever cache, and wherever rows are gathered first. */
 void check_heads(test_case *c) {
     enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
-    static double states[2][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
+    static double states[3][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
     static double scratch[HEADS][BA_FEW_QUERIES * (BA_MAX_CHUNK + BA_MAX_HEAD_DIM)] __attribute__((aligned(BA_ALIGN)));
     const int64_t real = c->s.f->real_size;
     for (int n = 0; n < 60; n++) {
         if (!is_drawn()) continue;
-        const int64_t heads = 2 + pick(HEADS - 1), keys = n % 3 ? 1 + pick(70) : 1 + pick(BA_MAX_CHUNK);
-        make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * (1 + pick(SHORT_DIMS)), heads * (1 + pick(SHORT_DIMS)));
+        const bool common = n % 4 == 0; /* dims that have code of their own */
+        const int64_t heads = 2 + pick(common ? 2 : HEADS - 1), keys = n % 3 ? 1 + pick(70) : 1 + pick(BA_MAX_CHUNK);
+        const int64_t k_dim = common ? 128 + pick(2) : 1 + pick(SHORT_DIMS), v_dim = common ? 128 + pick(2) : 1 + pick(SHORT_DIMS);
+        make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * k_dim, heads * v_dim);
         const int64_t k_step = c->head_dim / heads,
                       v_step = c->v_dim / heads; /* a row holds all heads, and in most cases further bytes behind them */
         c->head_dim = k_step - (k_step > 1 ? pick(2) : 0);
@@ -227,14 +229,14 @@ void check_heads(test_case *c) {
         const ba_panel empty = open_panel(c);
         const ba_chunk all = open_chunk_of(c, 0, c->keys, heads * k_step, heads * v_step);
         const int64_t o_size = BA_FEW_QUERIES * BA_FEW_PAD(c->v_dim) * real, ml_size = BA_FEW_QUERIES * real;
-        ba_panel panels[2][HEADS];
+        ba_panel panels[3][HEADS];
         ba_chunk chunks[HEADS];
         for (int i = 0; i < heads; i++) {
             chunks[i] = all;
             chunks[i].k_offset = i * k_step * ba_dtype_size(c->s.kv_dtype);
             chunks[i].v_offset = i * v_step * ba_dtype_size(c->s.kv_dtype);
             chunks[i].scratch = scratch[i];
-            for (int way = 0; way < 2; way++) {
+            for (int way = 0; way < 3; way++) {
                 char *state = (char *)states[way][i];
                 panels[way][i] =
                     (ba_panel){.q = empty.q, .lo = empty.lo, .hi = empty.hi, .o = state, .m = state + o_size, .l = state + o_size + ml_size};
@@ -250,6 +252,7 @@ void check_heads(test_case *c) {
                     all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
             }
             c->s.few(panels[0], c->queries, chunks, heads);
+            if (c->s.few_into_l1) c->s.few_into_l1(panels[2], c->queries, chunks, heads);
             for (int i = 0; i < heads; i++) {
                 ba_chunk alone = chunks[i];
                 if (pick(2)) alone.gathered = place(PACKED_K, c->keys * (c->head_dim + c->v_dim) * ba_dtype_size(c->s.kv_dtype));
@@ -260,6 +263,9 @@ void check_heads(test_case *c) {
         for (int i = 0; i < heads; i++)
             require(&records[TOGETHER], same_state(c, states[0][i], states[1][i], (o_size + 2 * ml_size) / real),
                     "not what a head alone gives, of head", -1, i);
+        for (int i = 0; i < heads && c->s.few_into_l1; i++)
+            require(&records[TOGETHER], same_state(c, states[0][i], states[2][i], (o_size + 2 * ml_size) / real),
+                    "not what the kernel gives that prefetches into L1, of head", -1, i);
     }
 }
 

@@ -20,6 +20,7 @@
 
 #include "blitz_attn.h"
 #include "core/common.h"
+#include "core/cpu.h"
 #include "core/status.h"
 
 #ifdef __aarch64__
@@ -32,6 +33,7 @@ static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx51
 
 static pthread_once_t detection = PTHREAD_ONCE_INIT;
 static ba_isa detected_level = BA_ISA_PORTABLE;
+static bool reaches_l2 = false; /* see ba_prefetches_reach_l2 */
 static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
@@ -88,6 +90,19 @@ static bool cpu_has_bf16(void) {
 }
 #endif
 
+#if defined(__x86_64__) && !defined(BA_EMULATED)
+/* Of AMD's cores, those of family 0x19 (Zen 3 and Zen 4) carry out prefetches into L2, and those of family 0x1A (Zen 5) do not: there a line that no
+ * cache holds must be prefetched into L1. Intel's cores with tiles (CPUID leaf 7) carry them out. Other CPUs with AVX-512 have not been measured, and
+ * prefetch into L1. The vendor and the family decide and not a measurement, so that the same machine always takes the same path. */
+static bool carries_out_l2_prefetches(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & 1u << 24) return true;
+    if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+    const unsigned family = eax >> 8 & 0xf, extended = eax >> 20 & 0xff;
+    return family + extended == 0x19;
+}
+#endif
+
 /* The highest level that the CPU, the system and this build have. __builtin_cpu_supports reads CPUID and XGETBV, so it says no to registers
  * that the system does not save. F16C is not tested: some compilers' builtins do not know its name, and every CPU with AVX2 has it. */
 static ba_isa detect(void) {
@@ -141,6 +156,9 @@ static void read_cpu_model(void) {
 
 static void detect_once(void) {
     detected_level = detect();
+#if defined(__x86_64__) && !defined(BA_EMULATED)
+    reaches_l2 = carries_out_l2_prefetches();
+#endif
     read_cpu_model();
     const char *cap = getenv("BLITZ_ATTN_ISA");
     if (!cap || !*cap) return;
@@ -160,6 +178,18 @@ int ba_isa_parse(const char *name) {
 ba_isa ba_isa_detected(void) {
     pthread_once(&detection, detect_once);
     return detected_level;
+}
+
+/* Where levels are emulated, amx has the kernels that prefetch into L2, and the levels below it have those that prefetch into L1, so that both are
+ * checked. The levels of aarch64 have kernels that prefetch into L2 alone. */
+bool ba_prefetches_reach_l2(ba_isa level) {
+    pthread_once(&detection, detect_once);
+#ifdef __aarch64__
+    (void)level;
+    return true;
+#else
+    return level == BA_ISA_AMX || reaches_l2;
+#endif
 }
 
 ba_isa ba_isa_active(void) {

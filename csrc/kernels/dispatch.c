@@ -4,6 +4,8 @@
 
 #include <pthread.h>
 
+#include "core/cpu.h"
+
 static ba_kernels tables[BA_ISA_COUNT];
 static pthread_once_t built = PTHREAD_ONCE_INIT;
 
@@ -11,6 +13,7 @@ static void build(void) {
     const ba_isa detected = ba_isa_detected();
     for (int level = 0; level < BA_ISA_COUNT; level++) {
         ba_kernels *table = &tables[level];
+        const bool into_l2 = ba_prefetches_reach_l2((ba_isa)level);
 
         enum {
             float32 = BA_FLOAT32,
@@ -28,11 +31,22 @@ static void build(void) {
     }
 #define BA_CACHE(from, dtype)                                                                                                                        \
     if ((int)ba_cache_##from##_##dtype.isa <= level && ba_cache_##from##_##dtype.isa <= detected) table->cache[dtype] = &ba_cache_##from##_##dtype;
+#define BA_FEW_L2(from, dtype)                                                                                                                       \
+    if (into_l2 && table->attend[dtype] == &ba_attend_##from##_##dtype) {                                                                            \
+        static ba_attend_family family;                                                                                                              \
+        family = ba_attend_##from##_##dtype;                                                                                                         \
+        family.few = &ba_few_##from##_l2_##dtype;                                                                                                    \
+        table->attend[dtype] = &family;                                                                                                              \
+    }
+#define BA_CACHE_L2(from, dtype)                                                                                                                     \
+    if (into_l2 && table->cache[dtype] == &ba_cache_##from##_##dtype) table->cache[dtype] = &ba_cache_##from##_l2_##dtype;
 #define BA_PROBE(from)                                                                                                                               \
     if ((int)ba_probes_##from.isa <= level && ba_probes_##from.isa <= detected) table->probes = &ba_probes_##from;
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
 #undef BA_CACHE
+#undef BA_FEW_L2
+#undef BA_CACHE_L2
 #undef BA_PROBE
     }
 }

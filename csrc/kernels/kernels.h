@@ -436,7 +436,7 @@ typedef BA_SUMMARISE((*ba_summarise_fn));
  * calls use a level's float families, whose attend reads floats: `pack` makes them. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
-    int prefetch_level;   /* BA_PREFETCH_LEVEL of traits.h, for drivers that prefetch for this level */
+    int prefetch_level;   /* BA_PREFETCH_LEVEL of traits.h */
     ba_pack_rows_fn pack; /* NULL: K and V are read in place */
     ba_attend_few_fn few;
     ba_order_few_fn order_few; /* NULL: packed queries are in order */
@@ -475,17 +475,23 @@ const ba_kernels *ba_kernels_active(void);
 
 /* ---- Numbers that tune speed (tuning.c has a block for each level) ------------------------------------------------------ */
 
+/* How a few kernel requests the rows that it reads later. It changes no bit of a result. */
+typedef struct ba_request_tuning {
+    int64_t followed_queries;            /* for up to so many queries per head, rows are left to the hardware's prefetcher: see followed_bytes */
+    int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising, `keys` keys at most; 0: no such request */
+} ba_request_tuning;
+
 /* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
-    int64_t part_keys;        /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
-    int64_t least_part_keys;  /* the fewest keys of a part: a multiple of `keys` */
-    int64_t keys;             /* keys of a chunk, where several heads are attended side by side */
-    int64_t bytes;            /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */
-    int64_t followed_bytes;   /* where all heads of a token lie side by side, and tokens at least so far apart, no requests are made: the hardware's
-                                 prefetcher follows such rows */
-    int64_t followed_queries; /* the same only for up to so many queries per head */
-    int64_t gathered_bytes;   /* rows of up to so many bytes, of one head among others, are copied side by side first; 0: never */
-    int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising, `keys` keys at most; 0: no such request */
+    int64_t part_keys;       /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
+    int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
+    int64_t keys;            /* keys of a chunk, where several heads are attended side by side */
+    int64_t bytes;           /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */
+    int64_t followed_bytes;  /* where all heads of a token lie side by side, and tokens at least so far apart, no requests are made: the hardware's
+                                prefetcher follows such rows */
+    int64_t gathered_bytes;  /* rows of up to so many bytes, of one head among others, are copied side by side first; 0: never */
+    ba_request_tuning into_l1, into_l2; /* of cores for which the level's kernels prefetch into L1, and of those for which they do into L2
+                                           (ba_prefetch_level). A level whose kernels are the same for all cores has one of them */
 } ba_few_tuning;
 
 typedef struct ba_tuning {

@@ -7,8 +7,10 @@
     for (int64_t i = 0; i < n; i++)                                                                                                                  \
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)rows[i] + offset + at, to_write, into)
 
+int ba_prefetch_level(ba_isa level) { return ba_kernels_at(level)->cache[BA_FLOAT32]->prefetch_level; }
+
 void ba_prefetch_to_keep(ba_isa level, const void *const *rows, int64_t n, int64_t offset, int64_t bytes, bool to_write) {
-    if (ba_kernels_at(level)->cache[BA_FLOAT32]->prefetch_level == 3) {
+    if (ba_prefetch_level(level) == 3) {
         if (to_write) PREFETCH_ALL(1, 3);
         else PREFETCH_ALL(0, 3);
     } else if (to_write) PREFETCH_ALL(1, 2);

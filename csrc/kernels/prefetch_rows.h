@@ -5,6 +5,9 @@
 #include "blitz_attn.h"
 #include "core/common.h"
 
+/* Where kernels of a level prefetch to, as __builtin_prefetch counts: 2 is L2, 3 is L1. At one level cores differ in it (ba_prefetches_reach_l2). */
+int ba_prefetch_level(ba_isa level);
+
 /* A row that is read, or written, within the next few hundred instructions. */
 static inline void ba_prefetch_to_read(const void *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 0, 3);

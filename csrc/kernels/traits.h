@@ -1,8 +1,8 @@
 /* Constants of a level that its kernels are compiled with. The file of a level defines one of BA_TRAITS_PORTABLE, BA_TRAITS_AVX2, BA_TRAITS_AVX512,
- * BA_TRAITS_AMX and BA_TRAITS_NEON, and BA_REAL_DOUBLE where real is double, and includes this. What is chosen at run time is in tuning.c.
+ * BA_TRAITS_AVX512_L2 and BA_TRAITS_NEON, and BA_REAL_DOUBLE where real is double, and includes this. What is chosen at run time is in tuning.c.
  *
  *     BA_PREFETCH_LEVEL  where prefetches go, as __builtin_prefetch counts: 2 is L2, 3 is L1. 3 is right where cores ignore a prefetch into L2 of
- *                        a line that no cache holds; 2 where they can wait for few misses into L1 at a time, as cores with tiles do
+ *                        a line that no cache holds; 2 elsewhere, since cores can wait for few misses into L1 at a time
  *     BA_ROW_SET         queries that a row kernel takes together
  *     BA_ROW_SLICE       vectors of keys, or of dims, that it takes together: the sums of a set, these and a query's fit the registers
  *     BA_FEW_MOST_SET    queries that a few kernel takes together at most
@@ -77,7 +77,7 @@ static const ba_few_traits ba_few_traits_avx2[BA_FEW_SIZES][BA_FEW_SETS] __attri
   },
 };
 #elif defined(BA_TRAITS_AVX512)
-/* 32 registers of 16 floats, on cores without tiles. */
+/* 32 registers of 16 floats, where prefetches go into L1. */
 #define BA_PREFETCH_LEVEL 3
 #define BA_ROW_SET 6
 #define BA_ROW_SLICE 4
@@ -104,15 +104,16 @@ static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __att
     [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {2, 1}, .near = {1, 1}},
   },
 };
-#elif defined(BA_TRAITS_AMX)
-/* The same registers, on cores with tiles. */
+#elif defined(BA_TRAITS_AVX512_L2)
+/* The same registers, where prefetches go into L2. Kernels return the same bits with these numbers as with those above, since no number changes the
+ * order in which products are summed. */
 #define BA_PREFETCH_LEVEL 2
 #define BA_ROW_SET 6
 #define BA_ROW_SLICE 4
 #define BA_FEW_MOST_SET 8
 #define BA_FEW_V_LOADS 8
-#define BA_FEW_TRAITS ba_few_traits_amx
-static const ba_few_traits ba_few_traits_amx[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
+#define BA_FEW_TRAITS ba_few_traits_avx512_l2
+static const ba_few_traits ba_few_traits_avx512_l2[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
     [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
     [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},

@@ -15,8 +15,8 @@
  *     few.part_keys              an item of so many keys loses little to its beginning and its end
  *     few.least_part_keys        a short request still gives several threads work
  *     few.keys, few.bytes        where requests run one chunk ahead, L2 holds both chunks
- *     few.distances              as many bytes as a core has outstanding, and some more
- *     few.followed_*             heads side by side in memory of their own are one stream, which hardware prefetchers follow; requests only pay where
+ *     distances                  as many bytes as a core has outstanding, and some more
+ *     followed_*                 heads side by side in memory of their own are one stream, which hardware prefetchers follow; requests only pay where
  *                                arithmetic takes as long as reading */
 static const ba_tuning levels[BA_ISA_COUNT] = {
     [BA_ISA_PORTABLE] =
@@ -41,9 +41,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 64,
                     .bytes = 128 << 10,
                     .followed_bytes = INT64_MAX,
-                    .followed_queries = 8,
                     .gathered_bytes = 0,
-                    .distances = {128 << 10},
+                    .into_l2 = {.followed_queries = 8, .distances = {128 << 10}},
                 },
         },
 #ifdef __aarch64__ /* not timed yet */
@@ -69,9 +68,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 64,
                     .bytes = 128 << 10,
                     .followed_bytes = INT64_MAX,
-                    .followed_queries = 8,
                     .gathered_bytes = 0,
-                    .distances = {128 << 10},
+                    .into_l2 = {.followed_queries = 8, .distances = {128 << 10}},
                 },
         },
     [BA_ISA_NEON_BF16] =
@@ -96,9 +94,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 64,
                     .bytes = 128 << 10,
                     .followed_bytes = INT64_MAX,
-                    .followed_queries = 8,
                     .gathered_bytes = 0,
-                    .distances = {128 << 10},
+                    .into_l2 = {.followed_queries = 8, .distances = {128 << 10}},
                 },
         },
 #else
@@ -124,9 +121,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 128,
                     .bytes = 2 << 20,
                     .followed_bytes = 4096,
-                    .followed_queries = 2,
                     .gathered_bytes = 0,
-                    .distances = {24 << 10},
+                    .into_l2 = {.followed_queries = 2, .distances = {24 << 10}},
                 },
         },
     [BA_ISA_AVX512] =
@@ -151,9 +147,9 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 32,
                     .bytes = 256 << 10,
                     .followed_bytes = 4096,
-                    .followed_queries = 8,
                     .gathered_bytes = 0,
-                    .distances = {8 << 10, 128 << 10},
+                    .into_l2 = {.followed_queries = 0, .distances = {16 << 10}},
+                    .into_l1 = {.followed_queries = 8, .distances = {8 << 10, 128 << 10}},
                 },
         },
     [BA_ISA_AVX512_BF16] =
@@ -179,9 +175,9 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 256,
                     .bytes = 4 << 20,
                     .followed_bytes = 4096,
-                    .followed_queries = 0,
                     .gathered_bytes = 256,
-                    .distances = {8 << 10, 12 << 10, 16 << 10},
+                    .into_l2 = {.followed_queries = 0, .distances = {16 << 10}},
+                    .into_l1 = {.followed_queries = 0, .distances = {8 << 10, 12 << 10, 16 << 10}},
                 },
         },
     [BA_ISA_AMX] =
@@ -208,9 +204,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 256,
                     .bytes = 4 << 20,
                     .followed_bytes = 4096,
-                    .followed_queries = 8,
                     .gathered_bytes = 0,
-                    .distances = {16 << 10},
+                    .into_l2 = {.followed_queries = 8, .distances = {16 << 10}},
                 },
             .tile_few =
                 {
@@ -219,9 +214,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .keys = 32,
                     .bytes = 256 << 10,
                     .followed_bytes = 4096,
-                    .followed_queries = 8,
                     .gathered_bytes = 0,
-                    .distances = {64 << 10},
+                    .into_l2 = {.followed_queries = 8, .distances = {64 << 10}},
                 },
         },
 #endif

@@ -2,6 +2,7 @@
  * use and by dtype, but branches on neither. attend_batch.c decides which batch entries it is called for. */
 #include "core/arena.h"
 #include "core/status.h"
+#include "kernels/prefetch_rows.h"
 #include "ops/attend_by_block.h"
 #include "ops/attend_call.h"
 
@@ -92,6 +93,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     ba_tuning tuning = *ba_tuning_at(c.family->isa);
     const ba_tuning *of_level = ba_tuning_at(level);
     tuning.few = c.own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
+    c.few_requests = ba_prefetch_level(level) == 2 ? &tuning.few.into_l2 : &tuning.few.into_l1;
     c.tuning = &tuning;
     const ba_attend_family *rows = c.family->rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
     if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, rows, threads);

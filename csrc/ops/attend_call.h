@@ -46,6 +46,7 @@ typedef struct ba_attend_call {
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
     const ba_tuning *tuning;
+    const ba_request_tuning *few_requests; /* of tuning->few, those of the cache that this level prefetches into */
     int64_t chunk_keys;
     int chunks;   /* places of the ring in use; 2 where a kernel call takes panels of one chunk only */
     bool gathers; /* rows are copied side by side before few queries attend them */

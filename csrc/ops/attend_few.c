@@ -14,12 +14,14 @@ static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim,
     return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
 }
 
-/* How many rows of `bytes` bytes each lie within distance number `which` (ba_few_tuning); below, within the largest distance. */
-static int64_t rows_ahead(const ba_few_tuning *few, int which, int64_t bytes) { return ba_min(few->keys, ba_ceil_div(few->distances[which], bytes)); }
+/* How many rows of `bytes` bytes each lie within distance number `which` (ba_request_tuning); below, within the largest distance. */
+static int64_t rows_ahead(const ba_attend_call *c, int which, int64_t bytes) {
+    return ba_min(c->tuning->few.keys, ba_ceil_div(c->few_requests->distances[which], bytes));
+}
 
-static int64_t most_rows_ahead(const ba_few_tuning *few, int64_t bytes) {
+static int64_t most_rows_ahead(const ba_attend_call *c, int64_t bytes) {
     int64_t most = 0;
-    for (int i = 0; i < BA_MOST_REQUESTS; i++) most = ba_max(most, rows_ahead(few, i, bytes));
+    for (int i = 0; i < BA_MOST_REQUESTS; i++) most = ba_max(most, rows_ahead(c, i, bytes));
     return most;
 }
 
@@ -35,7 +37,7 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
     ba_walk_begin(&walk, ba_first_place(&c->plan, item));
     if (walk.key == BA_WALK_END) return false;
     const int64_t bytes = rows_bytes(p, &p->k, p->head_dim, heads_are_beside(p) ? item->kv_heads : 1);
-    walk.chunk_keys = ba_min(walk.chunk_keys, most_rows_ahead(&c->tuning->few, bytes));
+    walk.chunk_keys = ba_min(walk.chunk_keys, most_rows_ahead(c, bytes));
     chunk->keys = ba_walk_take(&walk, chunk->key_index);
     chunk->whole = 0;
     ba_find_k_rows(c, item, chunk);
@@ -50,12 +52,12 @@ typedef struct stretch {
 
 /* What to prefetch while `now` is read: its own rows from the nearest distance on, and behind these the first rows of `then`, which is read next.
  * Writes the latter behind now->rows. */
-static ba_prefetch_rows find_ahead(const ba_few_tuning *few, const stretch *now, const stretch *then, int64_t bytes) {
-    const int64_t more = ba_min(then->keys, most_rows_ahead(few, bytes)), all = now->keys + more, nearest = rows_ahead(few, 0, bytes);
+static ba_prefetch_rows find_ahead(const ba_attend_call *c, const stretch *now, const stretch *then, int64_t bytes) {
+    const int64_t more = ba_min(then->keys, most_rows_ahead(c, bytes)), all = now->keys + more, nearest = rows_ahead(c, 0, bytes);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
     ba_prefetch_rows ahead = {now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes, {0, -1, -1}};
     for (int i = 1; i < BA_MOST_REQUESTS; i++)
-        if (few->distances[i]) ahead.skip[i] = rows_ahead(few, i, bytes) - nearest;
+        if (c->few_requests->distances[i]) ahead.skip[i] = rows_ahead(c, i, bytes) - nearest;
     return ahead;
 }
 
@@ -64,15 +66,14 @@ static ba_prefetch_rows find_ahead(const ba_few_tuning *few, const stretch *now,
 static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t first, int64_t heads,
                            const ba_chunk_rows *here, const ba_chunk_rows *next) {
     const ba_problem *p = c->problem;
-    const ba_few_tuning *few = &c->tuning->few;
     const int64_t size = p->kv_element_size, k_step = p->k.head_stride * size;
     const bool more = first + heads < item->kv_heads;
     const stretch k = {here->k_rows, here->keys, first * k_step}, v = {here->v_rows, here->keys, first * p->v.head_stride * size};
     stretch then = {0};
     if (more) then = (stretch){here->k_rows, here->keys, (first + heads) * k_step};
     else if (next) then = (stretch){next->k_rows, next->keys, 0};
-    w->chunks->k_prefetch = find_ahead(few, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
-    w->chunks->v_prefetch = find_ahead(few, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
+    w->chunks->k_prefetch = find_ahead(c, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
+    w->chunks->v_prefetch = find_ahead(c, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
 }
 
 /* The tiles that walk the chunk's list attend it, one panel per tile and head; heads whose rows lie side by side do so in one kernel call. `next` is
@@ -98,7 +99,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
             if (!n) continue;
             /* Gathering prefetches by itself; where the hardware's prefetcher follows the rows, no prefetch is needed. */
             if (c->gathers) w->chunks->gathered = w->gathered;
-            else if (!(apart && lanes <= c->tuning->few.followed_queries)) prefetch_ahead(c, w, item, first, together, here, next);
+            else if (!(apart && lanes <= c->few_requests->followed_queries)) prefetch_ahead(c, w, item, first, together, here, next);
             c->few(w->panels, lanes, w->chunks, n);
         }
     }

@@ -5,7 +5,7 @@
 #ifdef BA_EMULATED
 #define BA_TILE_EMULATED
 #endif
-#define BA_TRAITS_AMX
+#define BA_TRAITS_AVX512_L2
 #include "kernels/traits.h"
 #define BA_LEVEL amx
 #define BA_LEVEL_ENUM BA_ISA_AMX

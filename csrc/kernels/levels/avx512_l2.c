@@ -1,0 +1,18 @@
+/* The kernels for caches of levels/avx512.c, with prefetches into L2 instead of L1. The level amx uses them, and the levels below it do where cores
+ * carry such prefetches out (ba_prefetches_reach_l2). Prefetches are all that differs: these kernels return the bits of those of levels/avx512.c. */
+#include "kernels/tables.h"
+#ifdef BA_HAVE_avx512
+
+#define BA_TRAITS_AVX512_L2
+#include "kernels/traits.h"
+#define BA_LEVEL avx512_l2
+#define BA_LEVEL_ENUM BA_ISA_AVX512
+#define BA_LANES 16
+#define BA_SUFFIX BA_CAT(f32, BA_LEVEL)
+#include "kernels/vec/vec.h"
+#define BA_WIDE (2 * BA_LANES)
+#define BA_NARROW BA_LANES
+#include "kernels/float_elements_tmpl.inc"
+#include "kernels/levels/caches_tmpl.inc"
+
+#endif
