@@ -300,6 +300,7 @@ EMULATOR = "qemu-aarch64"
 # cortex-a57 has no extension: what the first levels may use is what every CPU of the architecture has.
 CROSS_LEVELS = {"portable": "cortex-a57", "neon": "cortex-a57", "neon_bf16": "max"}
 CROSS_BUILD = "build/aarch64"
+CROSS_BUILD_ENVIRONMENT = {"CC": CROSS_COMPILER, "BLITZ_ATTN_CFLAGS": "", "BLITZ_ATTN_LEVELS": ""}  # all levels, whichever the build in place has
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +314,7 @@ def cross_objects():
             f"no {' and no '.join(missing)} (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)"
         )
     pytest.importorskip("setuptools")
-    run(sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", CROSS_BUILD, cwd=ROOT, environment={"CC": CROSS_COMPILER, "BLITZ_ATTN_CFLAGS": ""})
+    run(sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", CROSS_BUILD, cwd=ROOT, environment=CROSS_BUILD_ENVIRONMENT)
     return objects_in(CROSS_BUILD)
 
 
