@@ -165,6 +165,15 @@ def test_kinds_of_arrays():
     assert (small.numpy().astype(np.int16) == expected).all()
 
 
+@pytest.mark.parametrize("flag", ["return_lse", "return_sabi"])
+def test_flags_are_checked_before_out_is_written(flag):
+    q, k, v = testing.make_qkv(1, 2, 2, 64, 64, 16, 16)
+    out = np.full(q.shape, np.nan, np.float32)
+    with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got NoneType"):
+        blitz_attn.select_and_attend_prefill(q, k, v, density=0.5, out=out, **{flag: None})
+    assert np.isnan(out).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_select_and_attend(dtype):
     q, k, v = testing.make_qkv(2, 4, 2, 130, 150, 32, 16, dtype=dtype)

@@ -273,11 +273,12 @@ def select_and_attend_prefill(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
         num_threads=num_threads,
     )  # fmt: skip
+    with_lse, with_sabi = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_sabi, "return_sabi")  # before out is written
     sabi = select_blocks_prefill(
         q, k, chooser=chooser, density=density, top_p=top_p, threshold=threshold, top_k=top_k, sink=sink, recent=recent,
         last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, **vars(options),
     )  # fmt: skip
-    result = block_sparse_attention(q, k, v, sabi, return_lse=return_lse, out=out, **vars(options))
-    parts = result if _arrays.flag(return_lse, "return_lse") else (result,)
-    parts = (*parts, sabi) if _arrays.flag(return_sabi, "return_sabi") else parts
+    result = block_sparse_attention(q, k, v, sabi, return_lse=with_lse, out=out, **vars(options))
+    parts = result if with_lse else (result,)
+    parts = (*parts, sabi) if with_sabi else parts
     return parts if len(parts) > 1 else parts[0]
