@@ -26,7 +26,7 @@ typedef struct listed {
     const ba_attend_family *family; /* for a cache: the family of its queries' dtype, float or double */
     const ba_cache_kernels *cache;
     ba_dtype dtype;
-    /* where these kernels prefetch into L2: those whose place they take */
+    /* for kernels that prefetch into L2: the ones that they replace */
     const ba_attend_family *family_into_l1;
     const ba_cache_kernels *cache_into_l1;
 } listed;
@@ -100,9 +100,10 @@ _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kerne
 
 static subject subject_of(const listed *l) {
     const ba_attend_family *f = l->family;
-    if (l->cache && !is_vector(f)) f = ba_kernels_at(f->isa)->vector[BA_FLOAT32]; /* the vector family reads caches, also at a level that has tiles */
-    subject s = {l->name, f, l->cache, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend, NULL};
-    if (l->cache) s = (subject){l->name, f, l->cache, real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size, l->cache->few, NULL};
+    subject s = {l->name, f, l->cache, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend, NULL, NULL};
+    if (l->cache)
+        s = (subject){l->name,       f,    l->cache,        real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size,
+                      l->cache->few, NULL, l->cache_into_l1};
     if (l->family_into_l1) s.few_into_l1 = l->family_into_l1->few->attend;
     if (l->cache_into_l1) s.few_into_l1 = l->cache_into_l1->few;
     return s;
@@ -516,7 +517,14 @@ static void check_merge(test_case *c, record *r) {
 
 /* ---- Kernels that only caches have -------------------------------------------------------------------------------- */
 
+/* Compares element `at` of what a kernel gave with what the kernel that it replaces gives. */
+static void compare_with_replaced(record *r, ba_dtype dtype, const void *got, const void *replaced, int64_t at) {
+    const double a = get_element(dtype, got, at), b = get_element(dtype, replaced, at);
+    require(r, (isnan(a) && isnan(b)) || (a == b && !signbit(a) == !signbit(b)), "not what the kernel gives that prefetches into L1, at", -1, at);
+}
+
 static void check_few_scores(test_case *c) {
+    static double replaced[BA_FEW_QUERIES * 128];
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
         if (!is_drawn()) continue;
         make_case(c, n % FILLS, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(40), dim_at(n / FILLS % DIMS), 1);
@@ -528,8 +536,10 @@ static void check_few_scores(test_case *c) {
         const void *got = place(SCRATCH, ((c->queries - 1) * stride + room) * c->s.f->real_size);
         c->s.cache->scores(panel.q, c->queries, rows, 0, NULL, c->keys, c->head_dim, (void *)(uintptr_t)got, stride);
         require(&records[SCORES], neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        if (c->s.cache_into_l1) c->s.cache_into_l1->scores(panel.q, c->queries, rows, 0, NULL, c->keys, c->head_dim, replaced, stride);
         for (int64_t i = 0; i < c->queries; i++)
             for (int64_t j = 0; j < c->keys; j++) {
+                if (c->s.cache_into_l1) compare_with_replaced(&records[SCORES], real_dtype(c), got, replaced, i * stride + j);
                 const plain_number want = score_of(c, i, j);
                 compare(&records[SCORES], real_at(c, got, i * stride + j), want.value, want.error, "score [key][query]", j, i);
             }
@@ -676,6 +686,7 @@ static void check_choose(test_case *c) {
 /* q and k hold the heads of a row side by side. The first half of k's rows is one side, the second half the other side. With two sides, the larger of
  * the two products counts, and NaN where either product is NaN. */
 static void check_score_heads(test_case *c) {
+    static double replaced[20 * 20 * BA_FEW_QUERIES + 16];
     record *r = &records[SCORE_HEADS];
     for (int64_t n = 0; n < 4 * DIMS * FILLS; n++) {
         if (!is_drawn()) continue;
@@ -692,6 +703,8 @@ static void check_score_heads(test_case *c) {
         const void *got = place(SCRATCH, ba_round_up(rows * heads * queries, 16) * real);
         c->s.cache->score_heads(side, sides, packed, queries, heads, rows, rows, pick(5), dim, (void *)(uintptr_t)got);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        if (c->s.cache_into_l1) c->s.cache_into_l1->score_heads(side, sides, packed, queries, heads, rows, rows, 0, dim, replaced);
+        for (int64_t i = 0; c->s.cache_into_l1 && i < rows * heads * queries; i++) compare_with_replaced(r, real_dtype(c), got, replaced, i);
         for (int64_t i = 0; i < heads * queries; i++)
             for (int64_t j = 0; j < rows; j++) {
                 double sum = 0, size = 0, other_size = 0;
@@ -713,6 +726,7 @@ static void check_score_heads(test_case *c) {
 }
 
 static void check_summarise(test_case *c) {
+    static double replaced[3][BA_MAX_HEAD_DIM];
     record *r = &records[SUMMARISE];
     const ba_dtype dtype = c->s.kv_dtype;
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
@@ -723,6 +737,9 @@ static void check_summarise(test_case *c) {
         for (int i = 0; i < 3; i++) to[i] = pick(8) ? place_row(OUT_ROWS, i, c->v_dim * ba_dtype_size(dtype)) : NULL;
         c->s.cache->summarise(rows, c->keys, c->v_dim, to[0], to[1], to[2]);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        if (c->s.cache_into_l1) c->s.cache_into_l1->summarise(rows, c->keys, c->v_dim, replaced[0], replaced[1], replaced[2]);
+        for (int i = 0; c->s.cache_into_l1 && i < 3; i++)
+            for (int64_t d = 0; to[i] && d < c->v_dim; d++) compare_with_replaced(r, dtype, to[i], replaced[i], d);
         for (int64_t d = 0; d < c->v_dim; d++) {
             double largest = NAN, smallest = NAN, sum = 0, size = 0;
             for (int64_t j = 0; j < c->keys; j++) {
@@ -772,7 +789,7 @@ static void check_subject(const subject *s) {
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
-        if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* only the few kernels are not those of a family that is checked by itself */
+        if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* its other kernels are checked with the family that it copies */
         if (variant == ROWS && (s->cache || !s->f->rows)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};

@@ -125,7 +125,8 @@ typedef struct subject {
     ba_pack_rows_fn pack_k, pack_v;
     int64_t pack_bytes;
     ba_attend_few_fn few;
-    ba_attend_few_fn few_into_l1; /* where `few` prefetches into L2: the kernel whose place it takes, and whose bits it returns */
+    ba_attend_few_fn few_into_l1;          /* where `few` prefetches into L2: the kernel that it replaces, whose bits it returns */
+    const ba_cache_kernels *cache_into_l1; /* the same of all kernels of a cache */
 } subject;
 
 /* The variants of attention: WIDE and NARROW are panels of the two widths in kernels.h, FEW is the kernel for few queries, ROWS the kernel for

@@ -33,7 +33,9 @@ static const char *const level_names[BA_ISA_COUNT] = {"portable", "avx2", "avx51
 
 static pthread_once_t detection = PTHREAD_ONCE_INIT;
 static ba_isa detected_level = BA_ISA_PORTABLE;
+#ifdef __x86_64__
 static bool reaches_l2 = false; /* see ba_prefetches_reach_l2 */
+#endif
 static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
@@ -91,9 +93,9 @@ static bool cpu_has_bf16(void) {
 #endif
 
 #if defined(__x86_64__) && !defined(BA_EMULATED)
-/* Of AMD's cores, those of family 0x19 (Zen 3 and Zen 4) carry out prefetches into L2, and those of family 0x1A (Zen 5) do not: there a line that no
- * cache holds must be prefetched into L1. Intel's cores with tiles (CPUID leaf 7) carry them out. Other CPUs with AVX-512 have not been measured, and
- * prefetch into L1. The vendor and the family decide and not a measurement, so that the same machine always takes the same path. */
+/* Of AMD's cores with AVX-512, those of family 0x19 (Zen 4) carry out prefetches into L2, and those of family 0x1A (Zen 5) do not: there a line that
+ * no cache holds must be prefetched into L1. Intel's cores with tiles (CPUID leaf 7) carry them out. Other CPUs with AVX-512 have not been measured,
+ * and prefetch into L1. What CPUID says decides and not a measurement, so that the same machine always takes the same path. */
 static bool carries_out_l2_prefetches(void) {
     unsigned eax, ebx, ecx, edx;
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & 1u << 24) return true;
@@ -187,8 +189,11 @@ bool ba_prefetches_reach_l2(ba_isa level) {
 #ifdef __aarch64__
     (void)level;
     return true;
-#else
+#elif defined(__x86_64__)
     return level == BA_ISA_AMX || reaches_l2;
+#else
+    (void)level;
+    return false;
 #endif
 }
 

@@ -6,7 +6,7 @@
 
 #include "blitz_attn.h"
 
-/* Whether cores that run this level carry out a prefetch into L2 of a line that no cache holds. */
+/* Whether calls at this level use the kernels that prefetch into L2, where the level has those that prefetch into L1, too. */
 bool ba_prefetches_reach_l2(ba_isa level);
 
 #endif

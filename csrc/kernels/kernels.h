@@ -490,8 +490,8 @@ typedef struct ba_few_tuning {
     int64_t followed_bytes;  /* where all heads of a token lie side by side, and tokens at least so far apart, no requests are made: the hardware's
                                 prefetcher follows such rows */
     int64_t gathered_bytes;  /* rows of up to so many bytes, of one head among others, are copied side by side first; 0: never */
-    ba_request_tuning into_l1, into_l2; /* of cores for which the level's kernels prefetch into L1, and of those for which they do into L2
-                                           (ba_prefetch_level). A level whose kernels are the same for all cores has one of them */
+    ba_request_tuning into_l1, into_l2; /* how rows are requested by kernels that prefetch into L1, and by those that prefetch into L2;
+                                           ba_prefetch_level says which run. A level with one kind fills in one of the two */
 } ba_few_tuning;
 
 typedef struct ba_tuning {

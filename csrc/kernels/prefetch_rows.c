@@ -9,8 +9,8 @@
 
 int ba_prefetch_level(ba_isa level) { return ba_kernels_at(level)->cache[BA_FLOAT32]->prefetch_level; }
 
-void ba_prefetch_to_keep(ba_isa level, const void *const *rows, int64_t n, int64_t offset, int64_t bytes, bool to_write) {
-    if (ba_prefetch_level(level) == 3) {
+void ba_prefetch_to_keep(int prefetch_level, const void *const *rows, int64_t n, int64_t offset, int64_t bytes, bool to_write) {
+    if (prefetch_level == 3) {
         if (to_write) PREFETCH_ALL(1, 3);
         else PREFETCH_ALL(0, 3);
     } else if (to_write) PREFETCH_ALL(1, 2);

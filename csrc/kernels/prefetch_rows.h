@@ -5,7 +5,8 @@
 #include "blitz_attn.h"
 #include "core/common.h"
 
-/* Where kernels of a level prefetch to, as __builtin_prefetch counts: 2 is L2, 3 is L1. At one level cores differ in it (ba_prefetches_reach_l2). */
+/* Where kernels of a level prefetch to, as __builtin_prefetch counts: 2 is L2, 3 is L1. Cores of one level may differ in it (ba_prefetches_reach_l2).
+ */
 int ba_prefetch_level(ba_isa level);
 
 /* A row that is read, or written, within the next few hundred instructions. */
@@ -16,7 +17,7 @@ static inline void ba_prefetch_to_write(const void *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 1, 3);
 }
 
-/* n rows that a kernel of this level reads (and writes, where to_write) after the work at hand: `bytes` of each, from `offset` on. */
-void ba_prefetch_to_keep(ba_isa level, const void *const *rows, int64_t n, int64_t offset, int64_t bytes, bool to_write);
+/* n rows that a kernel of this prefetch level reads (and writes, where to_write) after the work at hand: `bytes` of each, from `offset` on. */
+void ba_prefetch_to_keep(int prefetch_level, const void *const *rows, int64_t n, int64_t offset, int64_t bytes, bool to_write);
 
 #endif

@@ -154,8 +154,9 @@ static void run_panel(const ba_backward_call *c, const ba_panel_state *s, const 
 /* Prefetches the rows of dK and dV of keys [first, end) of the chunk, which the tile is about to add to: some between every two panels. */
 static void prefetch_sums(const ba_backward_call *c, const ba_backward_scratch *w, int64_t first, int64_t end) {
     const int64_t real = c->family->real_size, n = end - first;
-    ba_prefetch_to_keep(c->family->isa, (const void *const *)w->dk_rows + first, n, 0, c->problem->head_dim * real, true);
-    ba_prefetch_to_keep(c->family->isa, (const void *const *)w->dv_rows + first, n, 0, c->problem->v_dim * real, true);
+    const int level = ba_prefetch_level(c->family->isa);
+    ba_prefetch_to_keep(level, (const void *const *)w->dk_rows + first, n, 0, c->problem->head_dim * real, true);
+    ba_prefetch_to_keep(level, (const void *const *)w->dv_rows + first, n, 0, c->problem->v_dim * real, true);
 }
 
 /* Waits until the item may add to all keys of the chunk. */

@@ -45,10 +45,11 @@ static ba_status check_queries(const ba_paged_args *args, int64_t all) {
     if (all >= 0 && args->cu_q[args->batch] != all)
         return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, all, args->cu_q[args->batch]);
     for (int64_t b = 0; b < args->batch; b++) {
-        const bool wraps = __builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries);
-        if (args->q_begin && (wraps || queries < 0))
-            return ba_fail(BA_ERROR_VALUE, "q_lens: expected at least 0, got %" PRId64 " at [%" PRId64 "]", queries, b);
-        if (!args->q_begin && (wraps || queries < 0 || queries > args->seq_lens[b]))
+        if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries))
+            return ba_fail(BA_ERROR_VALUE, "cu_q: expected numbers that rise by at most 2**63 - 1, got %" PRId64 " after %" PRId64, args->cu_q[b + 1],
+                           args->cu_q[b]);
+        if (args->q_begin && queries < 0) return ba_fail(BA_ERROR_VALUE, "q_lens: expected at least 0, got %" PRId64 " at [%" PRId64 "]", queries, b);
+        if (!args->q_begin && (queries < 0 || queries > args->seq_lens[b]))
             return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
                            args->seq_lens[b], queries, b);
     }

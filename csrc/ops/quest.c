@@ -290,7 +290,7 @@ static void score_rows(const select_call *c, const pages *p, const char *q, int6
 static void prefetch_rows(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
         const ba_prefetch_rows ahead = rows_ahead(c, p, head, rows, count);
-        ba_prefetch_to_keep(c->cache->isa, ahead.rows, ahead.count, ahead.offset, ahead.bytes, false);
+        ba_prefetch_to_keep(c->cache->prefetch_level, ahead.rows, ahead.count, ahead.offset, ahead.bytes, false);
     }
 }
 
