@@ -278,7 +278,7 @@ def integers(x: Any, name: str) -> np.ndarray:
 
 
 def falls(numbers: np.ndarray) -> np.ndarray:
-    """Where an entry of one axis is smaller than the one before it. They are compared, because differences of int64 may wrap around."""
+    """Of each entry of a one-dimensional array but the first: whether it is smaller than the one before. Differences might wrap around."""
     return numbers[1:] < numbers[:-1]
 
 

@@ -70,18 +70,21 @@ class Result:
 
 
 def attention_results(
-    q: Any, /, shape: tuple[int, ...], kind: str, out: Any, return_lse: bool, dtype: Any, **inputs: np.ndarray
+    q: Any, shape: tuple[int, ...], kind: str, out: Any, return_lse: bool, dtype: str | None, inputs: dict[str, Any]
 ) -> list[Result]:  # fmt: skip
     """Where attention's output of this shape and dtype goes, and with `return_lse` its log-sum-exp.
 
-    Both go into the caller's `out`, which must not overlap `inputs`, or into new arrays of the kind that `q` is.
+    Both go into the caller's `out`, which must not overlap the arrays `inputs`, or into new arrays of the kind that `q` is.
     """
-    out, lse = _arrays.split_out(out, return_lse)
-    results = [Result(shape, kind, q, out, "out", dtype)]
-    results[0].refuse_overlap(**inputs)
+    given, given_lse = _arrays.split_out(out, return_lse)
+    results = [Result(shape, kind, q, given, "out", dtype)]
     if return_lse:
-        results.append(Result(shape[:-1], real_of(kind), q, lse, "lse", dtype, strided=True))
-        results[1].refuse_overlap(out=results[0].array, **inputs)
+        results.append(Result(shape[:-1], real_of(kind), q, given_lse, "lse", dtype, strided=True))
+        results[1].refuse_overlap(out=results[0].array)
+    if given is not None or given_lse is not None:
+        views = {name: _arrays.host(x, name, "bfloat16")[0] for name, x in inputs.items()}
+        for result in results:
+            result.refuse_overlap(**views)
     return results
 
 

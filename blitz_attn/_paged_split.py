@@ -82,11 +82,11 @@ def attend_in_chunks(
     q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, selected: Any, counts: Any, scale: Any, kv_layout: Any, *,
     sinks: Any, return_lse: Any, out: Any, out_dtype: Any, dtype: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """`attend_requests` in chunks: it computes the states of all of them, and this function merges these."""
+    """Attention in chunks: `attend_requests` computes their states, which are merged here."""
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
     chunks.refuse_missing(num_pages)
-    return_lse = _arrays.flag(return_lse, "return_lse")
-    queries, kind = _arrays.host(q, "q", _arrays.dtype_name(dtype))
+    return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(dtype)
+    queries, kind = _arrays.host(q, "q", dtype)
     if queries.ndim != 3 or len(queries) != chunks.num_queries:
         raise ValueError(f"q: expected shape ({chunks.num_queries}, H, D), got {queries.shape}")
     sinks = sinks_of(sinks, queries.shape[1])
@@ -95,8 +95,8 @@ def attend_in_chunks(
     if wanted_kind != kind and not (narrow and wanted_kind == "float32"):
         raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
     v_dim = (_arrays.shape_of(v_cache) or (0,))[-1]
-    inputs = {name: _arrays.host(x, name, "bfloat16")[0] for x, name in ((q, "q"), (k_cache, "k_cache"), (v_cache, "v_cache"))}
-    results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, **inputs)
+    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, inputs)
 
     listed: Listed | None = None
     lists: tuple[Any, Any] = (None, None)

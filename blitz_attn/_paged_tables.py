@@ -126,7 +126,7 @@ def listed_blocks(selected: Any, counts: Any, pages: ndarray, heads: tuple[int, 
 
 def lists_by_unit(unit: ndarray, head: ndarray, block: ndarray, shape: tuple[int, int]) -> tuple[ndarray, ndarray]:
     """(selected, counts) for the core. `shape`: the number of units, and of lists per unit. The arrays have an entry per listed block: its
-    unit, its list within the unit, and its number within the unit."""
+    unit, its list within the unit, and the block's number within the unit."""
     row = unit * shape[1] + head
     counts = np.bincount(row, minlength=shape[0] * shape[1])
     order = np.argsort(row, kind="stable")

@@ -72,6 +72,12 @@ def check(q, k, v, sabi=None, **options):
     return out, lse
 
 
+def read_only_zeros(*shape):
+    x = np.zeros(shape, np.float32)
+    x.setflags(write=False)
+    return x
+
+
 def same_bits(a, b):
     """True where two arrays hold the same bytes, NaN and signed zero included."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -5,7 +5,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import _formats, _paged_split, testing
-from cases import bits_option, same_bits
+from cases import bits_option, read_only_zeros, same_bits
 from cases_paged import attend_by_plan, attend_paged, check_paged, plan_paged
 
 LENS = [1, 0, 37, 130, 16, 257]
@@ -222,12 +222,6 @@ def test_a_plan_allocates_nothing_for_queries_that_no_call_brings():
 # ---- Refused ------------------------------------------------------------------------------------------------------
 
 
-def read_only(*shape):
-    x = np.zeros(shape, np.float32)
-    x.setflags(write=False)
-    return x
-
-
 BAD = [
     ({"kv_split": 24}, ValueError, "kv_split: expected a positive multiple of the 16 tokens of a page, got 24"),
     ({"kv_split": 0}, ValueError, "kv_split: expected a positive multiple"),
@@ -247,7 +241,7 @@ BAD = [
     ({"window": -2, "kv_split": 16}, ValueError, "window: expected a token count"),
     ({"out": np.zeros((2, 4, 31), np.float32), "kv_split": 16}, ValueError, "out: expected shape \\(2, 4, 32\\), got \\(2, 4, 31\\)"),
     ({"out": np.zeros((2, 4, 32), np.float16), "kv_split": 16}, TypeError, "out: expected dtype float32, got float16"),
-    ({"out": read_only(2, 4, 32), "kv_split": 16}, ValueError, "out: expected a writable array, got a read-only one"),
+    ({"out": read_only_zeros(2, 4, 32), "kv_split": 16}, ValueError, "out: expected a writable array, got a read-only one"),
     ({"out": np.zeros((2, 4, 64), np.float32)[..., ::2], "kv_split": 16}, ValueError, "out: expected a contiguous last axis"),
     ({"q_begin": [1], "kv_split": 16}, ValueError, r"q_begin: expected 2 entries, one per request, got shape \(1,\)"),
     ({"q_lens": [2], "kv_split": 16}, ValueError, r"q_lens: expected 2 entries, one per request, got shape \(1,\)"),
@@ -279,6 +273,15 @@ def test_outputs_have_memory_of_their_own():
     memory = np.zeros((2, 4, 33), np.float32)
     with pytest.raises(ValueError, match="lse: expected memory of its own, got an array that overlaps out"):
         blitz_attn.paged_attention(*case.arrays, kv_split=16, return_lse=True, out=(memory[..., :32], memory[..., 31]))
+
+
+@pytest.mark.parametrize("library", ["ml_dtypes", "torch"])
+def test_dtype_objects_say_what_bits_of_outputs_are(library):
+    bfloat16 = pytest.importorskip(library).bfloat16
+    case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "bfloat16", "bfloat16")
+    expected, out = blitz_attn.paged_attention(*case.arrays, kv_split=16, dtype="bfloat16"), np.zeros((2, 4, 32), np.uint16)
+    blitz_attn.paged_attention(*case.arrays, kv_split=16, dtype=bfloat16, out=out)
+    assert np.array_equal(out, np.asarray(expected).view(np.uint16))
 
 
 def test_torch_tensors():

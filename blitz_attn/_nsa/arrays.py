@@ -1,7 +1,4 @@
-"""Arrays of native sparse attention: what callers give and get.
-
-Inside, every array is a NumPy view of the caller's memory, bfloat16 as its bits, beside the name of the dtype that the call has.
-"""
+"""Arrays of native sparse attention: what callers give and get."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def checked(sabi: Any, every: Any, layout: Any) -> int:
 def _columns_of(k: Any, layout: str, block_kv: int, cu_seqlens_kv: Any) -> int:
     """Blocks of keys that a list may name."""
     tokens = _arrays.shape_of(k)[2 if layout == "BNSD" else 1 if layout != "TND" else 0]
-    if layout == "TND":  # the call refuses lengths that do not fit k: here they must not become memory
+    if layout == "TND":  # lengths that do not fit k are refused by the call; until then they must not decide how much memory is allocated
         tokens = min(tokens, int(np.diff(_arrays.integers(cu_seqlens_kv, "cu_seqlens_kv")).max(initial=0)))
     return -(-tokens // block_kv)
 

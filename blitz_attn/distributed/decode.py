@@ -361,8 +361,8 @@ class DecodePlan:
                 raise ValueError(f"q: expected shape ({self.num_queries}, H, D), got {queries.shape}")
             heads, v_dim = queries.shape[1], (_arrays.shape_of(v_cache) or (0,))[-1]
             return_lse = _arrays.flag(return_lse, "return_lse")
-            inputs = {name: _arrays.host(x, name, "bfloat16")[0] for x, name in ((k_cache, "k_cache"), (v_cache, "v_cache"))}
-            results = attention_results(q, (self.num_queries, heads, v_dim), kind, out, return_lse, self._dtype, q=queries, **inputs)
+            inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+            results = attention_results(q, (self.num_queries, heads, v_dim), kind, out, return_lse, self._dtype, inputs)
             sinks = sinks_of(sinks, heads)
             lists = None
             if selected is not None:
@@ -379,7 +379,7 @@ class DecodePlan:
 
     @cached_property
     def _requests(self) -> tuple[Any, ...]:
-        """The units, opened by the first call: all ranks hear of a refusal then, by its agreement."""
+        """What `attend_requests` takes for this rank's units. It is made within a call's `Agreement`: an error reaches all ranks."""
         units, queries = self._units, None if self._one_query else self._units.queries
         indptr, indices, last_page_len = units.tables
         return open_requests(indices, None, indptr, last_page_len, queries, units.q_begin, self.page_size)[0]

@@ -8,6 +8,7 @@ import launcher
 from blitz_attn import testing
 from blitz_attn.distributed import Alone, _tree, select_blocks_distributed
 from blitz_attn.distributed.decode import DecodePlan, decode_context_parallel_attention
+from cases import read_only_zeros
 from ranks import Shared, check_selection, run, sentences
 
 
@@ -130,12 +131,6 @@ def test_counts_and_no_window(owner):
         assert np.array_equal(lse, expected[1])
 
 
-def read_only(*shape):
-    x = np.zeros(shape, np.float32)
-    x.setflags(write=False)
-    return x
-
-
 BAD = {
     "dtype of q": (lambda r: {"q": np.ones((2, 4, 32), np.int32)} if r == 1 else {}, "TypeError: q: expected float32"),
     "shape of q": (lambda r: {"q": np.ones((3, 4, 32), np.float32)} if r == 1 else {}, "ValueError: q: expected shape (2, H, D), got (3, 4, 32) (on rank 1)"),
@@ -170,10 +165,11 @@ BAD = {
         "ValueError: page_size: expected at least 1 token, got 0"),
     "few columns by turns": (lambda r: {"block_tables": np.zeros((2, 1), np.int32), "interleave": 64},
         "ValueError: block_tables: expected the 4 pages that this rank holds of request 0, got rows of 1"),
-    "out that is read-only": (lambda r: {"out": read_only(2, 4, 32)},
+    "out that is read-only": (lambda r: {"out": read_only_zeros(2, 4, 32)},
         "ValueError: out: expected a writable array, got a read-only one"),
     "out in v_cache": (lambda r: (lambda cache: {"v_cache": cache, "out": cache[0, :4, :, :].reshape(2, 4, 32)})(np.ones((8, 16, 2, 32), np.float32)),
         "ValueError: out: expected memory of its own, got an array that overlaps v_cache"),
+    "out with stretched rows": (lambda r: {"out": np.zeros((2, 4, 64), np.float32)[..., ::2]}, "ValueError: out: expected a contiguous last axis"),
     "table's dtype": (lambda r: {"block_tables": np.zeros((2, 5))}, "TypeError: block_tables: expected int32 or int64, got float64"),
     "pages on no rank": (lambda r: {"block_tables": np.full((2, 5), -1)}, "ValueError: block_tables: expected every page on some rank, got tokens 0 to 31 of request 0 on none"),
     "half a chunk": (lambda r: {"block_tables": np.array([[0, -1, -1, -1, -1]] * 2)}, "ValueError: block_tables: expected all pages or none of each chunk of kv_split = 32 tokens on a rank, got 1 of pages 0 to 1 of request 0"),
