@@ -4,8 +4,8 @@ A test marked ``sampled`` is parametrised with a full product of options. All of
 number, ``sampled(3)``, what runs is that many such samples together. The environment variable ``SAMPLE_SEED`` draws another sample, and
 ``SAMPLE_SEED=all`` runs everything. A test that the command line names with its options runs in any case.
 
-``SAMPLE_ONE_IN=3`` leaves one test in three of every parametrised function, sampled or not, and one at least. It is for a second run of the suite,
-over the same kernels with another Python.
+``SAMPLE_ONE_IN=3`` leaves one test in three of every parametrised function, sampled or not, and of the other tests of a file, and one at least. It
+is for a further run of the suite, over the same kernels with another Python, or over kernels that are checked by themselves.
 """
 
 import heapq
@@ -58,7 +58,7 @@ def sample(items):
 
 
 def one_in(items):
-    """One test in ONE_IN of a function's, and one at least."""
+    """One test in ONE_IN of a function's, or of those of a file that have no options, and one at least."""
     rng = random.Random(f"{SEED} one in {ONE_IN} of {items[0].nodeid.partition('[')[0]}")
     return rng.sample(items, -(-len(items) // ONE_IN))
 
@@ -67,8 +67,9 @@ def left_out(items):
     """The tests that the sample leaves out."""
     functions = {}
     for item in items:
-        if hasattr(item, "callspec"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        has_options = hasattr(item, "callspec")
+        if has_options or ONE_IN > 1:
+            functions.setdefault(item.nodeid.partition("[" if has_options else "::")[0], []).append(item)
     out = set()
     for tests in functions.values():
         kept = sample(tests) if tests[0].get_closest_marker("sampled") else tests

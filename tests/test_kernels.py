@@ -143,13 +143,17 @@ def assert_all_checked(output, level):
         split = level.endswith("amx") and dtype != "bfloat16"  # few queries are left to vectors
         for variant in ("wide", "narrow") if split else ("wide", "narrow", "few"):
             assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
+        if (level, dtype) in listed("FEW_L2"):
+            assert re.search(rf"^attend_{dtype}_{level}_l2 few attend +ok", output, re.MULTILINE), f"few {dtype} {level}_l2 was not checked"
+    for dtype in [dtype for at, dtype in listed("CACHE_L2") if at == level]:
+        assert re.search(rf"^cache_{dtype}_{level}_l2 few attend +ok", output, re.MULTILINE), f"cache {dtype} {level}_l2 was not checked"
     assert "skipped" not in output
 
 
 @pytest.mark.skipif(SANITIZED, reason="make asan runs its own build of it")
 @pytest.mark.parametrize("level", cases.ISA_LEVELS)
 def test_every_kernel_is_right(level, objects, show):
-    assert_all_checked(run_shown(show, ROOT / BUILD / "checkkernels", *sample(4), *names_of(level)), level)
+    assert_all_checked(run_shown(show, ROOT / BUILD / "checkkernels", *sample(8), *names_of(level)), level)
 
 
 # Builds of every level as plain C, whatever the CPU: by itself, and where the compiler may contract multiply-adds and lower 16 lanes to 8.

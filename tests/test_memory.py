@@ -62,6 +62,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_scratch_of_a_long_sequence(dtype, threads):
@@ -81,6 +82,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_scratch_of_a_long_backward_pass(dtype, threads):

@@ -46,6 +46,7 @@ def test_notebook_runs(path, runner, tmp_path):
     assert [kinds(cell) for cell in code_cells(copy)] == [kinds(cell) for cell in code_cells(path)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != "serving"], ids=lambda path: path.stem)
 def test_notebook_runs_without_the_model_s_heads(path, runner, tmp_path):
     """Away from a checkout they are made up."""

@@ -40,8 +40,10 @@ def test_seeds_draw_other_samples():
 class Item:
     """What sampling.py asks of a test of pytest's. Not sampled."""
 
-    def __init__(self, function, n):
-        self.nodeid, self.callspec = f"{function}[{n}]", True
+    def __init__(self, function, n=None):
+        self.nodeid = function if n is None else f"{function}[{n}]"
+        if n is not None:
+            self.callspec = True
 
     def get_closest_marker(self, name):
         return None
@@ -49,11 +51,12 @@ class Item:
 
 def test_one_test_in_three_of_every_function(monkeypatch):
     items = [Item(function, n) for function, count in (("one", 1), ("two", 2), ("ten", 10)) for n in range(count)]
+    items += [Item(f"file.py::{n}") for n in range(7)]
     monkeypatch.setattr(sampling, "ONE_IN", 1)
     assert sampling.left_out(items) == set()
     monkeypatch.setattr(sampling, "ONE_IN", 3)
     left_out = sampling.left_out(items)
-    assert [sum(item.nodeid.startswith(name) for item in {*items} - left_out) for name in ("one", "two", "ten")] == [1, 1, 4]
+    assert [sum(item.nodeid.startswith(name) for item in {*items} - left_out) for name in ("one", "two", "ten", "file.py")] == [1, 1, 4, 3]
     assert sampling.left_out(items) == left_out
     assert "one test in 3" in sampling.description() or sampling.ALL
 

@@ -64,6 +64,7 @@ def test_a_model_is_one_graph(implementation, padding):
     assert torch.equal(found, all_keys) == (implementation == "blitz_attn")  # blocks are really left out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_windows_softcaps_and_sinks_stand_in_the_graph(name):
     model, ids = small_model(name), tokens_of(seed=1)
@@ -176,6 +177,7 @@ def test_what_falls_back_is_traced_and_said_once(caplog):
             assert sum(reason in x.getMessage() for x in caplog.records) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_softcaps_and_sinks_beside_holes_are_computed_by_the_models_own_function(name):
     model, ids = small_model(name), tokens_of()
