@@ -40,10 +40,11 @@ class Result:
         self, shape: tuple[int, ...], kind: str, like: Any, given: Any = None, name: str = "out", dtype: Any = None, strided: bool = False
     ) -> None:  # fmt: skip
         self.name, self.given, self.family = name, given, _arrays.family_of(like)
-        self.made = self.family.empty(shape, kind) if given is None else given
         if given is None:
+            self.made = self.family.empty(shape, kind)
             self.array = _arrays.host(self.made, name, kind, written=True)[0]
         else:
+            self.made = given
             self.array = self._checked(shape, kind, dtype, strided)
 
     def _checked(self, shape: tuple[int, ...], kind: str, dtype: Any, strided: bool) -> np.ndarray:

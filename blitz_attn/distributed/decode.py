@@ -9,7 +9,7 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _arrays
-from .._floats import Result, attention_results, written
+from .._floats import Result, attention_results, real_of, written
 from .._paged_call import attend_requests, open_requests
 from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, query_lengths, sinks_of
 from .._state_tree import Merges, ranges, rounded, with_sinks
@@ -371,7 +371,7 @@ class DecodePlan:
             for name, value in (("q", queries), ("v_cache", v_dim), ("sinks", sinks), ("return_lse", return_lse)):
                 agreement.same(name, value)
             agreement.same("selected", None if lists is None else tuple(lists))
-            shape, state_kind = (self._own_rows, heads), np.float64 if kind == "float64" else np.float32
+            shape, state_kind = (self._own_rows, heads), real_of(kind)
             state = np.zeros((*shape, v_dim), state_kind), np.full(shape, -np.inf, state_kind)
             self._attend(queries, kind, k_cache, v_cache, lists, {"k_scale": k_scale, "v_scale": v_scale}, *state)
             self._own_merges.run(*state)

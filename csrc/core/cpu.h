@@ -6,7 +6,7 @@
 
 #include "blitz_attn.h"
 
-/* Whether calls at this level use the kernels that prefetch into L2, where the level has those that prefetch into L1, too. */
+/* Whether calls at this level use kernels that prefetch into L2. It decides only where the level has kernels that prefetch into L1 as well. */
 bool ba_prefetches_reach_l2(ba_isa level);
 
 #endif

@@ -143,7 +143,8 @@ done:
 
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */
 
-/* The arguments, in order; each gets an index and a name. Opened tables in place of block_tables also replace the next five, seq_lens to q_begin. */
+/* The arguments, in order; each gets an index and a name. block_tables may be opened page tables: then seq_lens, indptr,
+ * last_page_len, q_lens and q_begin are None. */
 /* clang-format off */
 #define PAGED_ARGUMENTS(X) \
     X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(selected) X(counts) \
