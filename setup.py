@@ -36,7 +36,7 @@ ISA_FLAGS = {
     "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
     "avx512": ("__x86_64__", AVX512 + " -fno-wrapv"),
     "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16 -fno-wrapv"),
-    "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16"),
+    "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16 -mprfchw"),
     "neon": ("__aarch64__", ""),
     "neon_bf16": ("__aarch64__", "-march=armv8.2-a+bf16"),
 }

@@ -258,7 +258,8 @@ static void check_tile(const test_case *c) {
     const int64_t bytes = f->lanes[WIDE] * ba_round_up(keys, f->key_pad) * f->pack_bytes;
     ba_tile_panel panel = {.panel = open_gradients(c), .width = c->lanes, .lanes = c->queries, .begin = 0, .end = keys};
     panel.panel.dq = place(PANEL_O, c->lanes * padded * real);
-    for (int64_t i = 0; i < c->lanes * padded; i++) set_element(real_dtype(c), panel.panel.dq, i, (double)(i % 7) - 3);
+    for (int64_t i = 0; i < c->lanes * padded; i++)
+        set_element(real_dtype(c), panel.panel.dq, ba_o_place(f, c->lanes, i / c->lanes, i % c->lanes), (double)(i % 7) - 3);
     const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim);
     ba_gradient_tile tile = {.panel = &panel, .panels = 1, .scale = c->scale, .weights = place(SCRATCH, bytes), .slopes = place(SLOPES, bytes)};
     void *packed = place(TILE_ROWS, f->lanes[WIDE] * ba_round_up(c->head_dim, f->lane_block) * real);
@@ -301,7 +302,7 @@ static void check_tile(const test_case *c) {
                 sum.size += fabs(slope[j][i].value * k.value[j][d]);
                 sum.error += slope[j][i].error * fabs(k.value[j][d]);
             }
-            compare_sum(c, &tile_records[TILE_DQ], real_at(c, panel.panel.dq, d * c->lanes + i), &sum, keys, "dq [dim][lane]", d, i);
+            compare_sum(c, &tile_records[TILE_DQ], real_at(c, panel.panel.dq, ba_o_place(f, c->lanes, d, i)), &sum, keys, "dq [dim][lane]", d, i);
         }
     for (int64_t j = 0; j < keys; j++)
         for (int64_t d = 0; d < ba_max(c->head_dim, c->v_dim); d++) {

@@ -146,7 +146,7 @@ static void *place_copy(buffer which, const void *data, int64_t n, int64_t eleme
 }
 
 int64_t o_stride(const test_case *c) { return in_rows(c) ? BA_FEW_PAD(c->v_dim) : 1; }
-int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return in_rows(c) ? lane * o_stride(c) + d : d * c->lanes + lane; }
+int64_t o_index(const test_case *c, int64_t d, int64_t lane) { return in_rows(c) ? lane * o_stride(c) + d : ba_o_place(c->s.f, c->lanes, d, lane); }
 
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
     const int64_t real = c->s.f->real_size, o_bytes = (in_rows(c) ? BA_FEW_PAD(c->v_dim) : ba_round_up(c->v_dim, c->s.f->dim_pad)) * c->lanes * real;

@@ -109,7 +109,7 @@ enum {
 /* The queries and the state of one panel. All arrays are [..][lanes], where lanes is the width of the kernel that is called. */
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
-    void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0 */
+    void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0; see ba_o_place for the order */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
     const int32_t *lo; /* NULL: every lane sees every key of the chunk. Otherwise a lane sees key j where lo <= key_index[j] < hi */
@@ -154,8 +154,8 @@ typedef struct ba_chunk {
 typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 
 /* Packs rows of K or V into the format that attend reads. Writes to `packed`, of round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes,
- * and sets packed_rows[0 .. keys-1] to the pointers that attend is to be given. Rows that attend can read in place may stay where they are. Row j is
- * multiplied with scales[j] (NULL: with 1); only packing into reals takes scales. */
+ * and sets packed_rows[0 .. keys-1] to the pointers that attend is to be given. Row j is multiplied with scales[j] (NULL: with 1); only packing into
+ * reals takes scales. */
 #define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, const float *scales, int64_t keys, int64_t dim)
 typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 
@@ -299,7 +299,7 @@ typedef struct ba_gradient_panel {
     const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
     const void *lse;        /* real [lanes], in log2 units; +inf where nothing was attended, so that all weights are 0 */
     const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
-    void *dq;               /* real [head_dim][lanes], added to */
+    void *dq;               /* real [round_up(head_dim, o_block)][lanes], in the order of o; added to */
     const int32_t *lo, *hi; /* as in ba_panel */
 } ba_gradient_panel;
 
@@ -352,7 +352,7 @@ typedef struct ba_gradient_tile {
     const ba_tile_panel *panel; /* [panels] */
     int64_t panels;
     double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies with it */
-    const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys, or in place */
+    const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys */
     void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
     const void *q_rows, *dout_rows;        /* add_tile only, as all that follows: of all lanes of all panels, by pack_tile */
     bool finite_q, finite_dout;            /* what pack_tile has returned for them */
@@ -398,11 +398,19 @@ typedef struct ba_attend_family {
     int64_t scratch_per_key;             /* bytes of scratch per key of the chunk, for a wide panel */
     int64_t pack_bytes;                  /* bytes of a packed K or V element; 0: both are read in place */
     int64_t lane_block;                  /* dims that pack_tile keeps together */
+    int64_t o_block;   /* o stands in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
+                          [dim][lane] as a whole */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. The rows of a group follow each other, and attend may be
-                          given pointers to such groups. Of evenly spaced rows, packing leaves all such groups in place, or none */
+                          given pointers to such groups */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
     bool has_cuts;     /* cutting a chunk at multiples of BA_CUT_KEYS changes no lane's bits, except those of weights below real's normal range */
 } ba_attend_family;
+
+/* The place of an element of o: dim d of a lane of a panel with `lanes` lanes. */
+static inline int64_t ba_o_place(const ba_attend_family *f, int64_t lanes, int64_t d, int64_t lane) {
+    const int64_t block = f->o_block;
+    return block ? (d - d % block) * lanes + (lane - lane % block + d % block) * block + lane % block : d * lanes + lane;
+}
 
 /* scores[query * stride + key] = q . row, in real, with room for round_up(keys, 16) keys per query. q is packed and ordered as for few.attend. offset
  * and prefetch are those of ba_chunk; prefetch may be NULL. */

@@ -68,7 +68,8 @@ void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_
 
 /* Adds a sink, which takes part in the softmax as a key whose value is 0, to the state of a lane. */
 static void add_sink(const ba_attend_call *c, const ba_panel_state *s, int64_t lane, double sink) {
-    const int64_t real_size = c->family->real_size, v_dim = c->problem->v_dim;
+    const ba_attend_family *f = c->family;
+    const int64_t real_size = f->real_size, v_dim = c->problem->v_dim;
     const double m = ba_get_real(s->panel.m, lane, real_size), l = ba_get_real(s->panel.l, lane, real_size), above = sink * BA_LOG2_E - m;
     if (!(above > 0)) {
         ba_set_real(s->panel.l, lane, l + exp2(above), real_size);
@@ -76,7 +77,7 @@ static void add_sink(const ba_attend_call *c, const ba_panel_state *s, int64_t l
     }
     const double shrink = exp2(-above);
     for (int64_t d = 0; d < v_dim; d++) {
-        const int64_t at = s->width == BA_PANEL_FEW ? lane * BA_FEW_PAD(v_dim) + d : d * c->family->lanes[s->width] + lane;
+        const int64_t at = s->width == BA_PANEL_FEW ? lane * BA_FEW_PAD(v_dim) + d : ba_o_place(f, f->lanes[s->width], d, lane);
         ba_set_real(s->panel.o, at, ba_get_real(s->panel.o, at, real_size) * shrink, real_size);
     }
     ba_set_real(s->panel.m, lane, sink * BA_LOG2_E, real_size);
@@ -127,9 +128,8 @@ static void take_rows(const ba_attend_call *c, const ba_item *item, const ba_vie
     const ba_problem *p = c->problem;
     const int64_t head = item->batch * p->kv_heads + item->kv_head, group = c->family->key_pad;
     if (chunk->whole) {
-        const bool in_place = s->in_place[head];
-        const char *first = in_place ? ba_key_row(p, view, p->kv_element_size, item->batch, item->kv_head, 0) : s->data + s->offset[head];
-        const int64_t step = in_place ? view->token_stride * p->kv_element_size : s->row_bytes;
+        const char *first = s->pack ? s->data + s->offset[head] : ba_key_row(p, view, p->kv_element_size, item->batch, item->kv_head, 0);
+        const int64_t step = s->pack ? s->row_bytes : view->token_stride * p->kv_element_size;
         for (int64_t at = 0; at < chunk->whole; at += group) { /* the keys of a group have consecutive numbers */
             const char *row = first + chunk->key_index[at] * step;
             for (int64_t j = 0; j < group; j++) rows[at + j] = row + j * step;

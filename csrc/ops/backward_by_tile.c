@@ -29,7 +29,7 @@ static void write_dq(const ba_backward_call *c, const ba_backward_scratch *w, co
     for (int n = 0; n < t->panels; n++) {
         const ba_panel_state *s = &t->panel[n];
         ba_find_lanes(c->problem, &c->gradients->dq, item->batch, &t->tile, s->lane, s->lanes, w->rows);
-        ba_finish_dq(c, w, c->family, s, (void *const *)w->rows);
+        ba_finish_dq(c, w, c->family->pack->finish[s->width], s, (void *const *)w->rows);
     }
 }
 

@@ -62,9 +62,8 @@ void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch 
 /* Clears the dQ of all panels of a tile. */
 void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t);
 
-/* Writes a panel's dQ to `rows`, which are of the dtype of `family`. */
-void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, const ba_attend_family *family, const ba_panel_state *s,
-                  void *const *rows);
+/* Writes a panel's dQ to `rows`, by the family's `finish` or finish_reals for panels of this width: dQ is an output whose weights add up to 1. */
+void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_finish_fn finish, const ba_panel_state *s, void *const *rows);
 
 /* Finds the rows of the `keys` keys in w->key_index and of their gradients, and packs K and V. Returns the chunk as kernels take it. */
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t keys);

@@ -72,21 +72,19 @@ void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch 
 
 void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t) {
     const ba_attend_family *f = c->family;
-    for (int n = 0; n < t->panels; n++)
-        memset(t->panel[n].gradient.dq, 0, (size_t)(f->lanes[t->panel[n].width] * c->problem->head_dim * f->real_size));
+    const int64_t dims = ba_round_up(c->problem->head_dim, ba_max(1, f->o_block));
+    for (int n = 0; n < t->panels; n++) memset(t->panel[n].gradient.dq, 0, (size_t)(f->lanes[t->panel[n].width] * dims * f->real_size));
 }
 
-/* A panel's dQ, to rows in the dtype of `family`: it is finished as an output whose weights add up to 1. */
-void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, const ba_attend_family *family, const ba_panel_state *s,
-                  void *const *rows) {
+void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_finish_fn finish, const ba_panel_state *s, void *const *rows) {
     const int64_t real = c->family->real_size;
     char *const zeros = w->reals, *const ones = zeros + BA_MAX_LANES * real, *const unused = ones + BA_MAX_LANES * real;
-    for (int64_t i = 0; i < family->lanes[BA_PANEL_WIDE]; i++) {
+    for (int64_t i = 0; i < c->family->lanes[BA_PANEL_WIDE]; i++) {
         ba_set_real(zeros, i, 0, real);
         ba_set_real(ones, i, 1, real);
     }
     const ba_panel panel = {.o = s->gradient.dq, .m = zeros, .l = ones};
-    family->pack->finish[s->width](&panel, s->lanes, c->problem->head_dim, rows, unused);
+    finish(&panel, s->lanes, c->problem->head_dim, rows, unused);
 }
 
 /* ---- Chunks ----------------------------------------------------------------------------------------------------------- */

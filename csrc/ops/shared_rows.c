@@ -27,13 +27,9 @@ static int64_t lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t d
     int64_t used = 0, at = 0;
     rows->row_bytes = ba_round_up(dim, s->family->dim_pad) * s->family->pack_bytes;
     rows->offset = (int64_t *)ba_take(memory, &used, heads * (int64_t)sizeof *rows->offset);
-    rows->in_place = (bool *)ba_take(memory, &used, heads * (int64_t)sizeof *rows->in_place);
     for (int64_t i = 0; i < heads; i++) {
         const ba_range range = shared_range(s, i / p->kv_heads);
-        if (memory) {
-            rows->offset[i] = at - range.lo * rows->row_bytes;
-            rows->in_place[i] = !rows->pack;
-        }
+        if (memory) rows->offset[i] = at - range.lo * rows->row_bytes;
         if (ba_plan_few_queries(s->plan, i / p->kv_heads) || !rows->pack) continue;
         /* room for whole chunks, but not for keys beyond the last group of the sequence */
         const int64_t there = ba_max(0, ba_kv_span(p, i / p->kv_heads).valid - range.lo);
@@ -60,7 +56,6 @@ static void pack_stretch(const ba_sharing *s, const ba_shared_rows *to, const ba
     const char *row = ba_key_row(p, view, p->kv_element_size, head / p->kv_heads, head % p->kv_heads, begin);
     for (int64_t j = 0; j < keys; j++, row += view->token_stride * p->kv_element_size) rows[j] = row;
     to->pack(to->data + to->offset[head] + begin * to->row_bytes, packed_rows, rows, NULL, keys, dim);
-    if (begin == shared_range(s, head / p->kv_heads).lo) to->in_place[head] = packed_rows[0] == rows[0];
 }
 
 static void share_item(void *context, int64_t index, int worker) {

@@ -14,7 +14,6 @@ typedef struct ba_shared_rows {
     char *data;           /* [batch][KV head][group of key_pad keys] */
     int64_t row_bytes;    /* bytes per packed key */
     int64_t *offset;      /* [batch][KV head]: bytes from `data` to where key 0 would begin; the first packed key may be a later one */
-    bool *in_place;       /* [batch][KV head]: pack left the keys where they lie, and `data` holds nothing for them */
 } ba_shared_rows;
 
 typedef struct ba_sharing {

@@ -26,10 +26,23 @@ static inline void ba_tile_configure(void) { __asm__ volatile("ldtilecfg %0" : :
 static inline void ba_tile_release(void) { __asm__ volatile("tilerelease"); }
 
 #define BA_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : : : "memory")
+/* The three below take a tile whose rows are `stride` bytes apart; BA_TILE_*_AT takes one whose rows follow each other, `offset` bytes behind p.
+ * BA_TILE_PREFETCH_AT prefetches one of its lines to be written. */
 #define BA_TILE_LOAD(t, p, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
 /* Loads memory that is used once, so that it does not evict other data from the first-level cache. */
 #define BA_TILE_STREAM(t, p, stride) __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
 #define BA_TILE_STORE(t, p, stride) __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((int64_t)(stride)) : "memory")
+#if defined(__OPTIMIZE__) && defined(NDEBUG) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+/* In release builds by gcc the offset is a constant once functions are inlined, so that it becomes a part of the instruction. Elsewhere another
+ * instruction adds it. */
+#define BA_TILE_AT(instruction, p, offset)                                                                                                           \
+    __asm__ volatile(instruction : : "r"(p), "r"((int64_t)BA_TILE_ROW_BYTES), "i"((int64_t)(offset)) : "memory")
+#define BA_TILE_LOAD_AT(t, p, offset) BA_TILE_AT("tileloadd %c2(%0,%1,1), %%tmm" #t, p, offset)
+#define BA_TILE_STREAM_AT(t, p, offset) BA_TILE_AT("tileloaddt1 %c2(%0,%1,1), %%tmm" #t, p, offset)
+#define BA_TILE_STORE_AT(t, p, offset) BA_TILE_AT("tilestored %%tmm" #t ", %c2(%0,%1,1)", p, offset)
+/* As assembly, because gcc computes the addresses of many prefetches long before, and keeps them in the registers of vectors. */
+#define BA_TILE_PREFETCH_AT(p, offset) __asm__ volatile("prefetchw %c1(%0)" : : "r"(p), "i"((int64_t)(offset)))
+#endif
 /* c += a b, where c is float [16][16], a is bfloat16 [16][32], and b holds pairs of rows: bfloat16 [16][16][2]. */
 #define BA_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
 
@@ -85,5 +98,12 @@ static inline void ba_tile_dot(int c, int a, int b) {
 #define BA_TILE_STORE(t, p, stride) ba_tile_store(t, p, stride)
 #define BA_TILE_DOT(c, a, b) ba_tile_dot(c, a, b)
 
+#endif
+
+#ifndef BA_TILE_AT
+#define BA_TILE_LOAD_AT(t, p, offset) BA_TILE_LOAD(t, (p) + (offset), BA_TILE_ROW_BYTES)
+#define BA_TILE_STREAM_AT(t, p, offset) BA_TILE_STREAM(t, (p) + (offset), BA_TILE_ROW_BYTES)
+#define BA_TILE_STORE_AT(t, p, offset) BA_TILE_STORE(t, (p) + (offset), BA_TILE_ROW_BYTES)
+#define BA_TILE_PREFETCH_AT(p, offset) __builtin_prefetch((p) + (offset), 1, 3)
 #endif
 #endif

@@ -97,6 +97,11 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
     return p * f + 0x1.000002p+0f;
 }
 
+/* The bits 0x8000 and 0xffff in each lane: what v_pair_rounded rounds with. */
+typedef struct NAME(rounding) {
+    ivec half, lower;
+} NAME(rounding);
+
 #if BA_LANES == 16 && defined(__AVX512F__)
 #include "kernels/vec/vec_avx512.h"
 #elif BA_LANES == 8 && defined(__AVX2__)
@@ -106,13 +111,26 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
 #endif
 #endif
 
+/* Has *a computed here, and kept in a register: the compiler would move it to where it is used, or further. */
+BA_INLINE void NAME(v_pin)(vec *a) {
+#ifdef BA_HAVE_V_REGISTER
+    __asm__ volatile("" : "+v"(*a));
+#else
+    (void)a;
+#endif
+}
+
+BA_INLINE void NAME(v_pin_bits)(ivec *a) {
+    vec x = (vec)*a;
+    NAME(v_pin)(&x);
+    *a = (ivec)x;
+}
+
 /* Loads a vector into a register, here and once. Without the barrier the compiler would load the same memory again for each product that uses it,
  * and would move the load to another place in the loop. */
 BA_INLINE vec NAME(v_load_once)(const real *p) {
     vec a = NAME(v_load)(p);
-#ifdef BA_HAVE_V_REGISTER
-    __asm__ volatile("" : "+v"(a));
-#endif
+    NAME(v_pin)(&a);
     return a;
 }
 
@@ -176,11 +194,13 @@ BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
 }
 /* 2^x for every x; infinity where the result is too large. */
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
-/* The same with a relative error of up to 2.7e-6, where an instruction set makes that cheaper. */
-BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_exp2_any)(x); }
-/* Rounds the positive numbers of both vectors to bfloat16, half up, and puts them side by side: a lane of the result has `even` in its lower half
- * and `odd` in its upper half. */
-BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) { return ((NAME(v_half_up)(even) >> 16) & 0xffff) | (NAME(v_half_up)(odd) & -0x10000); }
+/* The parts of v_exp2_short. */
+BA_INLINE vec NAME(v_short_fraction)(vec x) { return x; }
+BA_INLINE vec NAME(v_short_power)(vec x) { return NAME(v_exp2_any)(x); }
+BA_INLINE vec NAME(v_short_scale)(vec power, vec x) { return (void)x, power; }
+BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by) {
+    return ((NAME(v_add_bits)((ivec)even, 0x8000) >> 16) & by->lower) | (NAME(v_add_bits)((ivec)odd, 0x8000) & ~by->lower);
+}
 #if BA_LANES == 16
 /* Loads four pieces of 16 bytes into one vector, in this order. */
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
@@ -220,6 +240,18 @@ BA_INLINE bool NAME(v_any)(ivec mask) {
 #endif
 
 #ifndef BA_REAL_DOUBLE
+/* 2^x for every x with a relative error of up to 2.7e-6, where an instruction set makes that cheaper than v_exp2_any. */
+BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_short_scale)(NAME(v_short_power)(NAME(v_short_fraction)(x)), x); }
+
+/* The bits are written as floats, because gcc would build integer constants again for each use. A kernel that rounds all the time pins them. */
+BA_INLINE NAME(rounding) NAME(v_rounding)(void) { return (NAME(rounding)){(ivec)NAME(v_set1)(0x1p-134f), (ivec)NAME(v_set1)(0x1.fffep-134f)}; }
+/* Rounds the positive numbers of both vectors to bfloat16, half up, and puts them side by side: a lane of the result has `even` in its lower half
+ * and `odd` in its upper half. */
+BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
+    const NAME(rounding) by = NAME(v_rounding)();
+    return NAME(v_pair_rounded)(even, odd, &by);
+}
+
 /* Loads n elements of 16 bits, two in each lane. Zeros fill the vector where n is less than 2 * BA_LANES. */
 BA_INLINE vec NAME(v_load_pairs)(const uint16_t *p, int64_t n) {
     vec x = {0};

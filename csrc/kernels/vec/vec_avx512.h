@@ -21,20 +21,19 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
 BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_exp2)(x); }
 /* VSCALEFPS rounds the exponent down by itself, so the fraction is the distance from the whole number below. The polynomial has degree 4. */
-BA_INLINE vec NAME(v_exp2_short)(vec x) {
-    const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+BA_INLINE vec NAME(v_short_fraction)(vec x) { return (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+BA_INLINE vec NAME(v_short_power)(vec f) {
     vec p = f * 0x1.bb7cd8p-7f + 0x1.aa13eep-5f;
     p = p * f + 0x1.ee798ap-3f;
     p = p * f + 0x1.62d166p-1f;
-    p = p * f + 0x1.00002cp+0f;
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+    return p * f + 0x1.00002cp+0f;
 }
-BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
-    /* The bits 0x8000 and 0xffff are written as floats, because gcc would build integer constants again for each use. */
-    const __m512i half = (__m512i)_mm512_set1_ps(0x1p-134f), lower = (__m512i)_mm512_set1_ps(0x1.fffep-134f);
-    const __m512i a = _mm512_add_epi32((__m512i)even, half), b = _mm512_add_epi32((__m512i)odd, half);
-    return (ivec)_mm512_ternarylogic_epi32(lower, _mm512_alignr_epi8(a, a, 2), b,
-                                           0xca); /* A byte alignment and not a shift, since shifts run on the port that multiplies. */
+BA_INLINE vec NAME(v_short_scale)(vec p, vec x) { return (vec)_mm512_scalef_ps((__m512)p, (__m512)x); }
+BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by) {
+    const __m512i a = _mm512_add_epi32((__m512i)even, (__m512i)by->half), b = _mm512_add_epi32((__m512i)odd, (__m512i)by->half);
+    /* A byte alignment and not a shift, since shifts run on the port that multiplies. The operand that is overwritten is one that is not needed
+     * again: 0xe4 takes the bits of the first where those of the third are set, else those of the second. */
+    return (ivec)_mm512_ternarylogic_epi32(_mm512_alignr_epi8(a, a, 2), b, (__m512i)by->lower, 0xe4);
 }
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
     __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a));
