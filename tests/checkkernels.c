@@ -251,7 +251,8 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
         const bool by_parts = way == JOIN && has_parts, joined = way == JOIN && c->variant == FEW;
         record *r = &records[by_parts ? COMPOSED : way];
         if (way == JOIN && !by_parts && !joined) continue;
-        const ba_panel panel = open_panel(c);
+        ba_panel panel = open_panel(c);
+        if (!by_parts) refresh(c, &panel);
         ba_panel other = panel;
         if (joined) {
             other = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
@@ -262,7 +263,7 @@ static void check_case(const test_case *c, int64_t chunk_keys) {
         for (int64_t first = 0; first < c->keys; first += chunk_keys) {
             const ba_chunk chunk = open_chunk(c, first, ba_min(chunk_keys, c->keys - first));
             if (by_parts) run_parts(c, &panel, &chunk, first);
-            else attend(c, first ? &other : &panel, &chunk);
+            else attend(c, first && joined ? &other : &panel, &chunk);
             require(r, neighbours_untouched(), "wrote beside a buffer", first, -1);
         }
         if (joined) f->few->join(&panel, &other, c->queries, c->v_dim);

@@ -179,7 +179,12 @@ ba_panel open_panel(const test_case *c);
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
 /* The same, with rows that are longer than what the kernel reads of them. */
 ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim);
-void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk);
+void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk);
+
+/* Makes a panel of an empty state fresh, with NaN where its sums will be, in most cases where the family takes such panels. */
+void refresh(const test_case *c, ba_panel *panel);
+/* What the driver does with a panel that has attended nothing: its sums become 0. */
+void close_fresh(const test_case *c, ba_panel *panel);
 
 ba_dtype real_dtype(const test_case *c);
 double real_at(const test_case *c, const void *data, int64_t index);

@@ -158,6 +158,19 @@ ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
     return panel;
 }
 
+static int64_t o_bytes_of(const test_case *c) { return ba_round_up(c->v_dim, c->s.f->dim_pad) * c->lanes * c->s.f->real_size; }
+
+void refresh(const test_case *c, ba_panel *panel) {
+    if (in_rows(c) || !c->s.f->begins_o || pick(4) == 0) return;
+    memset(panel->o, 0xff, (size_t)o_bytes_of(c)); /* NaN */
+    panel->fresh = true;
+}
+
+void close_fresh(const test_case *c, ba_panel *panel) {
+    if (panel->fresh) memset(panel->o, 0, (size_t)o_bytes_of(c));
+    panel->fresh = false;
+}
+
 ba_panel open_panel(const test_case *c) {
     const ba_attend_family *f = c->s.f;
     ba_panel panel = empty_state(c, PANEL_O, PANEL_M, PANEL_L);
@@ -212,7 +225,7 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
     return chunk;
 }
 
-void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
+void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk) {
     if (c->variant == FEW) {
         c->s.few(panel, c->queries, chunk, 1);
     } else if (c->variant == ROWS) {
@@ -220,6 +233,7 @@ void attend(const test_case *c, const ba_panel *panel, const ba_chunk *chunk) {
         for (int64_t i = 0; i < c->queries; i++) lanes[i] = (int32_t)(c->queries - 1 - i);
         c->s.f->rows->attend(panel, place_copy(ROW_LANES, lanes, c->queries, sizeof *lanes), c->queries, chunk);
     } else c->s.f->panel->attend[c->variant](panel, chunk);
+    panel->fresh = false;
 }
 
 void **place_out_rows(const test_case *c) { /* one row for each query, and none for unused lanes */

@@ -19,12 +19,14 @@ static int64_t step_of(const test_case *c) {
 
 static void attend_ranges(const test_case *c, const key_range *ranges, int n, lane_state *state) {
     const int64_t real = c->s.f->real_size;
-    const ba_panel panel = open_panel(c);
+    ba_panel panel = open_panel(c);
+    refresh(c, &panel);
     for (int i = 0; i < n; i++) {
         if (ranges[i].begin >= ranges[i].end) continue;
         const ba_chunk chunk = open_chunk(c, ranges[i].begin, ranges[i].end - ranges[i].begin);
         attend(c, &panel, &chunk);
     }
+    close_fresh(c, &panel);
     for (int64_t lane = 0; lane < c->lanes; lane++) {
         unsigned char *to = state[lane].bytes;
         memset(to, 0, sizeof *state);
@@ -189,6 +191,7 @@ void check_together(test_case *c) {
                 memcpy(panels[way][i].o, empty.o, (size_t)o_size * sizeof(float));
                 memcpy(panels[way][i].m, empty.m, (size_t)c->lanes * sizeof(float));
                 memcpy(panels[way][i].l, empty.l, (size_t)c->lanes * sizeof(float));
+                if (way == 0) refresh(c, &panels[way][i]);
             }
         for (int round = 0; round < 3; round++) {
             ba_chunk chunks[PANELS];
@@ -202,10 +205,15 @@ void check_together(test_case *c) {
             }
             const int64_t used = 1 + pick(PANELS);
             f->panel->attend_many[c->variant](panels[0], chunks, used);
-            for (int64_t i = 0; i < used; i++) f->panel->attend[c->variant](&panels[1][i], &chunks[i]);
+            for (int64_t i = 0; i < used; i++) {
+                panels[0][i].fresh = false;
+                f->panel->attend[c->variant](&panels[1][i], &chunks[i]);
+            }
         }
-        for (int i = 0; i < PANELS; i++)
+        for (int i = 0; i < PANELS; i++) {
+            close_fresh(c, &panels[0][i]);
             require(&records[TOGETHER], same_state(c, states[0][i], states[1][i], o_size + 2 * c->lanes), "not what attend gives, of panel", -1, i);
+        }
     }
 }
 
@@ -274,8 +282,9 @@ void check_empty_join(test_case *c) {
     for (int n = 0; n < 20; n++) {
         if (!is_drawn()) continue;
         make_case(c, RANDOM, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(20), 1 + pick(20), 1 + pick(40));
-        const ba_panel full = open_panel(c), empty = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
+        const ba_panel empty = empty_state(c, OTHER_O, OTHER_M, OTHER_L);
         const ba_chunk chunk = open_chunk(c, 0, c->keys);
+        ba_panel full = open_panel(c);
         attend(c, &full, &chunk);
         const size_t bytes = (size_t)(c->queries * o_stride(c) * c->s.f->real_size);
         static unsigned char kept[BA_FEW_QUERIES * BA_MAX_HEAD_DIM * sizeof(double)];

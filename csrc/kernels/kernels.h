@@ -100,6 +100,7 @@ enum {
     BA_CUT_KEYS = 256,      /* a family with has_cuts may be given a chunk cut at a multiple of this many keys: see there for its bits */
     BA_PACK_PAD = 16,       /* packed rows have room up to a multiple of this many elements */
     BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start at a multiple of this */
+    BA_PAGE = 4096,         /* bytes: places that lie a multiple of this apart compete for the same lines of the first-level cache */
     BA_FLOAT_DTYPES = 4,    /* BA_FLOAT32 .. BA_FLOAT64 */
 };
 
@@ -110,6 +111,7 @@ enum {
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
     void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0; see ba_o_place for the order */
+    bool fresh;        /* the panel has attended nothing, and o is undefined instead of 0; only for families with begins_o */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
     const int32_t *lo; /* NULL: every lane sees every key of the chunk. Otherwise a lane sees key j where lo <= key_index[j] < hi */
@@ -400,6 +402,7 @@ typedef struct ba_attend_family {
     int64_t lane_block;                  /* dims that pack_tile keeps together */
     int64_t o_block;   /* o stands in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
                           [dim][lane] as a whole */
+    bool begins_o;     /* attend takes fresh panels */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. The rows of a group follow each other, and attend may be
                           given pointers to such groups */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
@@ -518,6 +521,7 @@ typedef struct ba_tuning {
     int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
     int64_t few_least_heads;      /* the level's own few.attend and few.pack_queries run calls of at least so many query heads per KV head; the vector
                                      family's run all others, and their packed queries fit the room. 0: the vector family's run all calls */
+    int64_t page_offset; /* packed queries begin where a page begins; o and packed K and V begin so many bytes behind such a place. 0: anywhere */
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
                                              use the vector family. 0: it always pays */
     ba_few_tuning few;                    /* few calls */

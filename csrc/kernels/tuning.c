@@ -11,6 +11,7 @@
  *     gradient_*                 a query tile's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
  *     few_least_heads            with fewer query heads, tiles are so empty that the vector kernels are as fast
  *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains
+ *     page_offset                what a step of the kernel reads and stores together fills all of L1, and not some sets of it twice
  *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128
  *     few.part_keys              an item of so many keys loses little to its beginning and its end
  *     few.least_part_keys        a short request still gives several threads work
@@ -196,6 +197,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .inline_flops = 3e7,
             .shared_bytes = 512 << 20,
             .few_least_heads = 5,
+            .page_offset = 2048,
             .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
             .few =
                 {

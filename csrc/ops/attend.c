@@ -8,6 +8,11 @@
 
 /* ---- Scratch -------------------------------------------------------------------------------------------------------- */
 
+/* What kernels use together begins at the places in a page that tuning says. */
+static char *take(const ba_attend_call *c, char *base, int64_t *used, int64_t bytes, int64_t offset) {
+    return c->tuning->page_offset ? ba_take_in_page(base, used, bytes, offset) : ba_take(base, used, bytes);
+}
+
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
@@ -17,13 +22,13 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     /* Bytes of a packed element of K or V: the family's own format, or reals where K and V have another dtype than the queries. */
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
     int64_t used = 0;
-    w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
-    w->o = ba_take(base, &used, lanes * pad_v * f->real_size);
+    w->q = take(c, base, &used, lanes * pad_k * f->q_bytes, 0);
+    w->o = take(c, base, &used, lanes * pad_v * f->real_size, c->tuning->page_offset);
     w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
     w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->packed_k = ba_take(base, &used, c->pack_k ? packed * pad_k * pack : 0);
-    w->packed_v = ba_take(base, &used, c->pack_v ? packed * pad_v * pack : 0);
+    w->packed_k = take(c, base, &used, c->pack_k ? packed * pad_k * pack : 0, c->tuning->page_offset);
+    w->packed_v = take(c, base, &used, c->pack_v ? packed * pad_v * pack : 0, c->tuning->page_offset);
     w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -103,19 +108,19 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     c.gathers = gathers(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     ba_attend_scratch unused;
-    c.scratch_bytes = ba_lay_out_attend_scratch(&c, NULL, &unused);
+    c.scratch_bytes = ba_round_up(ba_lay_out_attend_scratch(&c, NULL, &unused), BA_PAGE);
     int64_t used = 0;
     ba_take(NULL, &used, ba_plan_bytes(&c.plan, threads));
     ba_take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
     ba_take(NULL, &used, ba_lay_out_parts(&c, NULL));
-    ba_take(NULL, &used, threads * c.scratch_bytes);
+    ba_take_in_page(NULL, &used, threads * c.scratch_bytes, 0);
     /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
     c.sharing = (ba_sharing){
-        .plan = &c.plan, .family = c.family, .chunk_keys = c.tuning->chunk_keys, .pack_keys = c.chunk_keys, .k.pack = c.pack_k, .v.pack = c.pack_v};
+        .plan = &c.plan, .family = c.family, .chunk_keys = c.tuning->chunk_keys, .pack_keys = c.chunk_keys, .page_offset = c.tuning->page_offset, .k.pack = c.pack_k, .v.pack = c.pack_v};
     /* Sharing packs with the family's own functions. Those for another dtype of K and V take scales, which sharing does not have. */
     int64_t shared_bytes = c.pack_k == c.family->pack->keys && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
-    ba_take(NULL, &used, shared_bytes);
+    ba_take_in_page(NULL, &used, shared_bytes, 0);
     char *memory = ba_arena_get((size_t)used);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     used = 0;
@@ -123,8 +128,8 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     int64_t *part_offset = (int64_t *)ba_take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
     c.part_offset = part_offset;
     c.parts = ba_take(memory, &used, ba_lay_out_parts(&c, part_offset));
-    c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
-    if (shared_bytes) ba_sharing_lay_out(&c.sharing, ba_take(memory, &used, shared_bytes));
+    c.scratch = ba_take_in_page(memory, &used, threads * c.scratch_bytes, 0);
+    if (shared_bytes) ba_sharing_lay_out(&c.sharing, ba_take_in_page(memory, &used, shared_bytes, 0));
 
     ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {

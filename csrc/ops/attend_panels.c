@@ -41,12 +41,13 @@ static void flush(const ba_attend_call *c, batch *many) {
 }
 
 /* Collects the panels of a tile that see keys of the chunk. */
-static void attend_tile(const ba_attend_call *c, const ba_tile_state *t, const ba_chunk *whole, share *next, batch *many) {
+static void attend_tile(const ba_attend_call *c, ba_tile_state *t, const ba_chunk *whole, share *next, batch *many) {
     for (int n = 0; n < t->panels; n++) {
-        const ba_panel_state *s = &t->panel[n];
+        ba_panel_state *s = &t->panel[n];
         ba_panel panel;
         ba_chunk chunk = *whole;
         if (!ba_cut_to_seen(c, s, &panel, &chunk)) continue;
+        s->panel.fresh = false;
         share_out(next, &chunk);
         if (many->n == BA_MANY_PANELS || many->width != s->width) flush(c, many);
         many->width = s->width;

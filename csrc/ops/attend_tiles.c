@@ -28,7 +28,8 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
     const int64_t o_dim = s->width == BA_PANEL_FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == BA_PANEL_FEW ? c->pack_few : f->pack->queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
     if (s->width == BA_PANEL_FEW && c->order_few) c->order_few(s->panel.q, s->lanes, p->head_dim);
-    memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
+    s->panel.fresh = f->begins_o && s->width != BA_PANEL_FEW;
+    if (!s->panel.fresh) memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
     for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, ba_initial_m(f->real_size), f->real_size);
 }
@@ -87,6 +88,7 @@ static void add_sink(const ba_attend_call *c, const ba_panel_state *s, int64_t l
 void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
+    if (s->panel.fresh) memset(s->panel.o, 0, (size_t)(f->lanes[s->width] * ba_round_up(p->v_dim, f->dim_pad) * f->real_size));
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
         w->rows[i] = ba_query_row(p, &p->out, p->out_element_size, batch, head, query);

@@ -17,6 +17,12 @@ static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
     return part;
 }
 
+/* The same, but the part begins `offset` bytes behind the beginning of a page, if `base` begins a page. */
+static inline char *ba_take_in_page(char *base, int64_t *used, int64_t bytes, int64_t offset) {
+    *used = ba_round_up(ba_max(0, *used - offset), BA_PAGE) + offset;
+    return ba_take(base, used, bytes);
+}
+
 /* The dtype of "reals", in which a dtype's sums are computed: float64 for float64, float32 for all others. */
 static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
 

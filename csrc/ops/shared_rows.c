@@ -21,12 +21,12 @@ static ba_range shared_range(const ba_sharing *s, int64_t batch) {
 }
 
 /* The part of ba_sharing_lay_out() for K or for V. */
-static int64_t lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, char *memory) {
+static void lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, char *memory, int64_t *used) {
     const ba_problem *p = s->plan->problem;
     const int64_t heads = p->batch * p->kv_heads;
-    int64_t used = 0, at = 0;
+    int64_t at = 0;
     rows->row_bytes = ba_round_up(dim, s->family->dim_pad) * s->family->pack_bytes;
-    rows->offset = (int64_t *)ba_take(memory, &used, heads * (int64_t)sizeof *rows->offset);
+    rows->offset = (int64_t *)ba_take(memory, used, heads * (int64_t)sizeof *rows->offset);
     for (int64_t i = 0; i < heads; i++) {
         const ba_range range = shared_range(s, i / p->kv_heads);
         if (memory) rows->offset[i] = at - range.lo * rows->row_bytes;
@@ -35,8 +35,7 @@ static int64_t lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t d
         const int64_t there = ba_max(0, ba_kv_span(p, i / p->kv_heads).valid - range.lo);
         at += ba_min(ba_round_up(ba_max(0, range.hi - range.lo), s->chunk_keys), ba_round_up(there, s->family->key_pad)) * rows->row_bytes;
     }
-    rows->data = ba_take(memory, &used, at);
-    return used;
+    rows->data = s->page_offset ? ba_take_in_page(memory, used, at, s->page_offset) : ba_take(memory, used, at);
 }
 
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
@@ -44,8 +43,8 @@ int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
     int64_t used = 0;
     s->shared = (bool *)ba_take(memory, &used, p->batch * (int64_t)sizeof *s->shared);
     for (int64_t b = 0; memory && b < p->batch; b++) s->shared[b] = !ba_plan_few_queries(s->plan, b);
-    used += lay_out_rows(s, &s->k, p->head_dim, memory ? memory + used : NULL);
-    used += lay_out_rows(s, &s->v, p->v_dim, memory ? memory + used : NULL);
+    lay_out_rows(s, &s->k, p->head_dim, memory, &used);
+    lay_out_rows(s, &s->v, p->v_dim, memory, &used);
     return used;
 }
 

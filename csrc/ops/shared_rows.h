@@ -22,6 +22,7 @@ typedef struct ba_sharing {
     const ba_attend_family *family;
     int64_t chunk_keys; /* of the walks over lists (tuning) */
     int64_t pack_keys;  /* keys per item of the packing job; a multiple of key_pad */
+    int64_t page_offset; /* of tuning */
     /* set by ba_sharing_lay_out() and ba_share_rows() */
     bool *shared;        /* [batch]: whether the keys of the entry are shared. NULL: none are */
     ba_shared_rows k, v; /* `pack` is set by the caller */
