@@ -889,7 +889,7 @@ static void bench(const subject *s) {
             c = (test_case){.s = *s, .variant = variant};
             make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
             c.softcap = 0;
-            const ba_panel panel = open_panel(&c);
+            ba_panel panel = open_panel(&c);
             const ba_chunk chunk = open_chunk(&c, 0, c.keys);
             double rate = 0, limit = 0;
             for (int slice = 0; slice < SLICES; slice++) {
