@@ -333,14 +333,15 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 
 /* Rounds to the nearest bfloat16, ties to even; NaN stays NaN. */
 #ifndef BA_REAL_DOUBLE
+/* The bits of `a`, of which the upper 16 are `a` rounded to bfloat16, to even in a tie. The lower 16 are meaningless. */
+BA_INLINE ivec NAME(v_near_bf16)(vec a) {
+    const ivec bits = (ivec)a, rounded = NAME(v_half_up)(a) - (~(bits >> 16) & 1), is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
+    return (is_nan & (bits | 0x400000)) | (~is_nan & rounded);
+}
 #ifndef BA_HAVE_V_TO_BF16
 BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
     typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
-    const ivec bits = (ivec)a;
-    const ivec rounded = (NAME(v_half_up)(a) - (~(bits >> 16) & 1)) >> 16; /* in a tie, rounds to even */
-    const ivec nan = (bits >> 16) | 0x40;
-    const ivec is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
-    const half_vec h = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), half_vec);
+    const half_vec h = __builtin_convertvector(NAME(v_near_bf16)(a) >> 16, half_vec);
     memcpy(p, &h, sizeof h);
 }
 #endif
