@@ -31,26 +31,6 @@ typedef struct listed {
     const ba_cache_kernels *cache_into_l1;
 } listed;
 
-/* The families whose few kernels prefetch into L2, as dispatch.c makes them. */
-#define BA_FAMILY(level, dtype)
-#define BA_CACHE(level, dtype)
-#define BA_FEW_L2(level, dtype) static ba_attend_family family_##level##_l2_##dtype;
-#define BA_CACHE_L2(level, dtype)
-#define BA_PROBE(level)
-#include "kernels/kernels.inc"
-#undef BA_FEW_L2
-#define BA_FEW_L2(level, dtype)                                                                                                                      \
-    family_##level##_l2_##dtype = ba_attend_##level##_##dtype;                                                                                       \
-    family_##level##_l2_##dtype.few = &ba_few_##level##_l2_##dtype;
-static void make_families(void) {
-#include "kernels/kernels.inc"
-}
-#undef BA_FAMILY
-#undef BA_CACHE
-#undef BA_FEW_L2
-#undef BA_CACHE_L2
-#undef BA_PROBE
-
 static const listed list[] = {
 #define BA_FAMILY(level, dtype) {"attend_" #dtype "_" #level, &ba_attend_##level##_##dtype, NULL, (ba_dtype)dtype, NULL, NULL},
 #define BA_CACHE_OF(level, family, dtype, into_l1)                                                                                                   \
@@ -61,15 +41,15 @@ static const listed list[] = {
      NULL,                                                                                                                                           \
      into_l1},
 #define BA_CACHE(level, dtype) BA_CACHE_OF(level, level, dtype, NULL)
-#define BA_FEW_L2(level, dtype)                                                                                                                      \
-    {"attend_" #dtype "_" #level "_l2", &family_##level##_l2_##dtype, NULL, (ba_dtype)dtype, &ba_attend_##level##_##dtype, NULL},
+#define BA_FAMILY_L2(level, dtype)                                                                                                                   \
+    {"attend_" #dtype "_" #level "_l2", &ba_attend_##level##_l2_##dtype, NULL, (ba_dtype)dtype, &ba_attend_##level##_##dtype, NULL},
 #define BA_CACHE_L2(level, dtype) BA_CACHE_OF(level##_l2, level, dtype, &ba_cache_##level##_##dtype)
 #define BA_PROBE(level)
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
 #undef BA_CACHE_OF
 #undef BA_CACHE
-#undef BA_FEW_L2
+#undef BA_FAMILY_L2
 #undef BA_CACHE_L2
 #undef BA_PROBE
 };
@@ -79,13 +59,13 @@ static const struct {
 } probe_list[] = {
 #define BA_FAMILY(level, dtype)
 #define BA_CACHE(level, dtype)
-#define BA_FEW_L2(level, dtype)
+#define BA_FAMILY_L2(level, dtype)
 #define BA_CACHE_L2(level, dtype)
 #define BA_PROBE(level) {"probe_" #level, &ba_probes_##level},
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
 #undef BA_CACHE
-#undef BA_FEW_L2
+#undef BA_FAMILY_L2
 #undef BA_CACHE_L2
 #undef BA_PROBE
 };
@@ -831,11 +811,6 @@ static void check_probe(void *context) {
     }
 }
 
-/* Whether two families have the same kernels. */
-static bool same_family(const ba_attend_family *a, const ba_attend_family *b) {
-    return a && b ? a->pack == b->pack && a->panel == b->panel && a->few == b->few && a->rows == b->rows && a->gradient == b->gradient : a == b;
-}
-
 /* Each level's table holds, for each dtype, the highest kernel of the list that the level and the CPU allow, and of two that differ in prefetches the
  * one whose prefetches the CPU carries out. */
 static void check_dispatch(void) {
@@ -855,11 +830,13 @@ static void check_dispatch(void) {
             else families[l->dtype] = l->family;
             if (!l->cache && is_vector(l->family)) vectors[l->dtype] = l->family;
         }
+        require(r, ba_tuning_at((ba_isa)level)->chunk_keys > 0 && ba_tuning_at((ba_isa)level)->few.keys > 0, "no block in tuning.c [.][level]", -1,
+                level);
         for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
             require(r, ba_kernels_at((ba_isa)level)->cache[dtype] == caches[dtype], "cache kernel [dtype][level]", dtype, level);
             if (dtype < BA_FLOAT_DTYPES)
                 require(r,
-                        same_family(ba_kernels_at((ba_isa)level)->attend[dtype], families[dtype]) &&
+                        ba_kernels_at((ba_isa)level)->attend[dtype] == families[dtype] &&
                             ba_kernels_at((ba_isa)level)->vector[dtype] == vectors[dtype],
                         "family [dtype][level]", dtype, level);
         }
@@ -915,7 +892,6 @@ int main(int argc, char **argv) {
     const bool sampled = argc > 3 && strcmp(argv[1], "--sample") == 0;
     const int first_name = timing ? 2 : sampled ? 4 : 1;
     if (sampled) sample_cases(ba_max(1, atoll(argv[2])), argv[3]);
-    make_families();
     int named = 0;
     for (int a = first_name; a < argc; a++) named += argv[a][0] != '-';
     for (int i = 0; i < LISTED + PROBES; i++) {

@@ -143,7 +143,7 @@ def assert_all_checked(output, level):
         split = level.endswith("amx") and dtype != "bfloat16"  # few queries are left to vectors
         for variant in ("wide", "narrow") if split else ("wide", "narrow", "few"):
             assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
-        if (level, dtype) in listed("FEW_L2"):
+        if (level, dtype) in listed("FAMILY_L2"):
             assert re.search(rf"^attend_{dtype}_{level}_l2 few attend +ok", output, re.MULTILINE), f"few {dtype} {level}_l2 was not checked"
     for dtype in [dtype for at, dtype in listed("CACHE_L2") if at == level]:
         assert re.search(rf"^cache_{dtype}_{level}_l2 few attend +ok", output, re.MULTILINE), f"cache {dtype} {level}_l2 was not checked"

@@ -32,13 +32,8 @@ static void build(void) {
     }
 #define BA_CACHE(from, dtype)                                                                                                                        \
     if ((int)ba_cache_##from##_##dtype.isa <= level && ba_cache_##from##_##dtype.isa <= detected) table->cache[dtype] = &ba_cache_##from##_##dtype;
-#define BA_FEW_L2(from, dtype)                                                                                                                       \
-    if (into_l2 && table->attend[dtype] == &ba_attend_##from##_##dtype) {                                                                            \
-        static ba_attend_family family;                                                                                                              \
-        family = ba_attend_##from##_##dtype;                                                                                                         \
-        family.few = &ba_few_##from##_l2_##dtype;                                                                                                    \
-        table->attend[dtype] = &family;                                                                                                              \
-    }
+#define BA_FAMILY_L2(from, dtype)                                                                                                                    \
+    if (into_l2 && table->attend[dtype] == &ba_attend_##from##_##dtype) table->attend[dtype] = &ba_attend_##from##_l2_##dtype;
 #define BA_CACHE_L2(from, dtype)                                                                                                                     \
     if (into_l2 && table->cache[dtype] == &ba_cache_##from##_##dtype) table->cache[dtype] = &ba_cache_##from##_l2_##dtype;
 #define BA_PROBE(from)                                                                                                                               \
@@ -46,7 +41,7 @@ static void build(void) {
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
 #undef BA_CACHE
-#undef BA_FEW_L2
+#undef BA_FAMILY_L2
 #undef BA_CACHE_L2
 #undef BA_PROBE
     }

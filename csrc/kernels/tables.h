@@ -27,12 +27,12 @@
 #define BA_FAMILY(level, dtype) extern const ba_attend_family ba_attend_##level##_##dtype;
 #define BA_PROBE(level) extern const ba_probes ba_probes_##level;
 #define BA_CACHE(level, dtype) extern const ba_cache_kernels ba_cache_##level##_##dtype;
-#define BA_FEW_L2(level, dtype) extern const ba_few_kernels ba_few_##level##_l2_##dtype;
+#define BA_FAMILY_L2(level, dtype) BA_FAMILY(level##_l2, dtype) extern const ba_few_kernels ba_few_##level##_l2_##dtype;
 #define BA_CACHE_L2(level, dtype) BA_CACHE(level##_l2, dtype)
 #include "kernels/kernels.inc"
 #undef BA_FAMILY
 #undef BA_CACHE
-#undef BA_FEW_L2
+#undef BA_FAMILY_L2
 #undef BA_CACHE_L2
 #undef BA_PROBE
 

@@ -6,6 +6,7 @@
 #define BA_TRAITS_AVX512
 #include "kernels/traits.h"
 #define BA_LEVEL avx512_bf16
+#define BA_LEVEL_L2 avx512_bf16_l2
 #define BA_LEVEL_ENUM BA_ISA_AVX512_BF16
 #define BA_ACC_ROWS 8
 #define BA_EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
