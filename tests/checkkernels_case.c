@@ -161,7 +161,7 @@ ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l) {
 static int64_t o_bytes_of(const test_case *c) { return ba_round_up(c->v_dim, c->s.f->dim_pad) * c->lanes * c->s.f->real_size; }
 
 void refresh(const test_case *c, ba_panel *panel) {
-    if (in_rows(c) || !c->s.f->begins_o || pick(4) == 0) return;
+    if (in_rows(c) || !c->s.f->takes_fresh || pick(4) == 0) return;
     memset(panel->o, 0xff, (size_t)o_bytes_of(c)); /* NaN */
     panel->fresh = true;
 }

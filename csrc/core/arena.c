@@ -10,7 +10,7 @@
 #include "core/faults.h"
 #include "core/guard.h"
 
-enum { ALIGN = 4096, HUGE_PAGE = 2 << 20 };
+enum { ALIGN = 4096 /* a page: see ba_take_in_page */, HUGE_PAGE = 2 << 20 };
 #ifdef BA_FAULTS
 static const size_t KEEP_BYTES = 0; /* every call allocates, and no call reads what another one left in memory */
 #else

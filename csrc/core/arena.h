@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-/* Returns at least `bytes` bytes, aligned to 64, with unspecified contents; NULL where the system has no memory. Each thread has one arena.
+/* Returns at least `bytes` bytes, aligned to 4096, with unspecified contents; NULL where the system has no memory. Each thread has one arena.
  * The memory is valid until the thread's next ba_arena_get() or ba_arena_release(); the thread may let its workers use parts of it. The
  * arena owns the memory: callers never free it. It is freed by a later get or release, or when the thread ends.
  *

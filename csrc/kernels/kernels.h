@@ -111,7 +111,7 @@ enum {
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
     void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0; see ba_o_place for the order */
-    bool fresh;        /* the panel has attended nothing, and o is undefined instead of 0; only for families with begins_o */
+    bool fresh;        /* o is undefined instead of 0, since the panel has attended nothing: see takes_fresh. The caller clears this after the call */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
     const int32_t *lo; /* NULL: every lane sees every key of the chunk. Otherwise a lane sees key j where lo <= key_index[j] < hi */
@@ -301,7 +301,7 @@ typedef struct ba_gradient_panel {
     const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
     const void *lse;        /* real [lanes], in log2 units; +inf where nothing was attended, so that all weights are 0 */
     const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
-    void *dq;               /* real [round_up(head_dim, o_block)][lanes], in the order of o; added to */
+    void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; added to */
     const int32_t *lo, *hi; /* as in ba_panel */
 } ba_gradient_panel;
 
@@ -400,19 +400,22 @@ typedef struct ba_attend_family {
     int64_t scratch_per_key;             /* bytes of scratch per key of the chunk, for a wide panel */
     int64_t pack_bytes;                  /* bytes of a packed K or V element; 0: both are read in place */
     int64_t lane_block;                  /* dims that pack_tile keeps together */
-    int64_t o_block;   /* o stands in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
+    int64_t o_block;   /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
                           [dim][lane] as a whole */
-    bool begins_o;     /* attend takes fresh panels */
-    bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. The rows of a group follow each other, and attend may be
-                          given pointers to such groups */
+    bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
+    bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. A group takes key_pad packed rows' bytes, groups follow
+                          each other, and attend reads no pointer of a group but that of its first key */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
     bool has_cuts;     /* cutting a chunk at multiples of BA_CUT_KEYS changes no lane's bits, except those of weights below real's normal range */
 } ba_attend_family;
 
-/* The place of an element of o: dim d of a lane of a panel with `lanes` lanes. */
+/* Where element [row][lane] stands among blocks of `block` rows and lanes: [row block][lane block][row][lane]. */
+static inline int64_t ba_place_in_blocks(int64_t block, int64_t lanes, int64_t row, int64_t lane) {
+    return (row - row % block) * lanes + (lane - lane % block + row % block) * block + lane % block;
+}
+/* Where dim d of a lane stands in the o, or dq, of a panel with `lanes` lanes. */
 static inline int64_t ba_o_place(const ba_attend_family *f, int64_t lanes, int64_t d, int64_t lane) {
-    const int64_t block = f->o_block;
-    return block ? (d - d % block) * lanes + (lane - lane % block + d % block) * block + lane % block : d * lanes + lane;
+    return f->o_block ? ba_place_in_blocks(f->o_block, lanes, d, lane) : d * lanes + lane;
 }
 
 /* scores[query * stride + key] = q . row, in real, with room for round_up(keys, 16) keys per query. q is packed and ordered as for few.attend. offset

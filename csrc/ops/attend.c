@@ -8,11 +8,6 @@
 
 /* ---- Scratch -------------------------------------------------------------------------------------------------------- */
 
-/* What kernels use together begins at the places in a page that tuning says. */
-static char *take(const ba_attend_call *c, char *base, int64_t *used, int64_t bytes, int64_t offset) {
-    return c->tuning->page_offset ? ba_take_in_page(base, used, bytes, offset) : ba_take(base, used, bytes);
-}
-
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
@@ -21,14 +16,15 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
     /* Bytes of a packed element of K or V: the family's own format, or reals where K and V have another dtype than the queries. */
     const int64_t pack = ba_max(f->pack_bytes, f->real_size);
+    const int64_t in_page = c->tuning->page_offset;
     int64_t used = 0;
-    w->q = take(c, base, &used, lanes * pad_k * f->q_bytes, 0);
-    w->o = take(c, base, &used, lanes * pad_v * f->real_size, c->tuning->page_offset);
+    w->q = ba_take_in_page(base, &used, lanes * pad_k * f->q_bytes, in_page, 0);
+    w->o = ba_take_in_page(base, &used, lanes * pad_v * f->real_size, in_page, in_page);
     w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
     w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->packed_k = take(c, base, &used, c->pack_k ? packed * pad_k * pack : 0, c->tuning->page_offset);
-    w->packed_v = take(c, base, &used, c->pack_v ? packed * pad_v * pack : 0, c->tuning->page_offset);
+    w->packed_k = ba_take_in_page(base, &used, c->pack_k ? packed * pad_k * pack : 0, in_page, in_page);
+    w->packed_v = ba_take_in_page(base, &used, c->pack_v ? packed * pad_v * pack : 0, in_page, in_page);
     w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -100,6 +96,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     tuning.few = c.own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
     c.few_requests = ba_prefetch_level(level) == 2 ? &tuning.few.into_l2 : &tuning.few.into_l1;
     c.tuning = &tuning;
+    const int64_t in_page = tuning.page_offset;
     const ba_attend_family *rows = c.family->rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
     if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, rows, threads);
 
@@ -108,19 +105,24 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     c.gathers = gathers(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     ba_attend_scratch unused;
-    c.scratch_bytes = ba_round_up(ba_lay_out_attend_scratch(&c, NULL, &unused), BA_PAGE);
+    c.scratch_bytes = ba_round_up(ba_lay_out_attend_scratch(&c, NULL, &unused), in_page ? BA_PAGE : BA_ALIGN);
     int64_t used = 0;
     ba_take(NULL, &used, ba_plan_bytes(&c.plan, threads));
     ba_take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
     ba_take(NULL, &used, ba_lay_out_parts(&c, NULL));
-    ba_take_in_page(NULL, &used, threads * c.scratch_bytes, 0);
+    ba_take_in_page(NULL, &used, threads * c.scratch_bytes, in_page, 0);
     /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
-    c.sharing = (ba_sharing){
-        .plan = &c.plan, .family = c.family, .chunk_keys = c.tuning->chunk_keys, .pack_keys = c.chunk_keys, .page_offset = c.tuning->page_offset, .k.pack = c.pack_k, .v.pack = c.pack_v};
+    c.sharing = (ba_sharing){.plan = &c.plan,
+                             .family = c.family,
+                             .chunk_keys = c.tuning->chunk_keys,
+                             .pack_keys = c.chunk_keys,
+                             .page_offset = in_page,
+                             .k.pack = c.pack_k,
+                             .v.pack = c.pack_v};
     /* Sharing packs with the family's own functions. Those for another dtype of K and V take scales, which sharing does not have. */
     int64_t shared_bytes = c.pack_k == c.family->pack->keys && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
-    ba_take_in_page(NULL, &used, shared_bytes, 0);
+    ba_take_in_page(NULL, &used, shared_bytes, in_page, 0);
     char *memory = ba_arena_get((size_t)used);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     used = 0;
@@ -128,8 +130,8 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     int64_t *part_offset = (int64_t *)ba_take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
     c.part_offset = part_offset;
     c.parts = ba_take(memory, &used, ba_lay_out_parts(&c, part_offset));
-    c.scratch = ba_take_in_page(memory, &used, threads * c.scratch_bytes, 0);
-    if (shared_bytes) ba_sharing_lay_out(&c.sharing, ba_take_in_page(memory, &used, shared_bytes, 0));
+    c.scratch = ba_take_in_page(memory, &used, threads * c.scratch_bytes, in_page, 0);
+    if (shared_bytes) ba_sharing_lay_out(&c.sharing, ba_take_in_page(memory, &used, shared_bytes, in_page, 0));
 
     ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
     if (status == BA_OK) {

@@ -28,7 +28,7 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
     const int64_t o_dim = s->width == BA_PANEL_FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == BA_PANEL_FEW ? c->pack_few : f->pack->queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
     if (s->width == BA_PANEL_FEW && c->order_few) c->order_few(s->panel.q, s->lanes, p->head_dim);
-    s->panel.fresh = f->begins_o && s->width != BA_PANEL_FEW;
+    s->panel.fresh = f->takes_fresh && s->width != BA_PANEL_FEW;
     if (!s->panel.fresh) memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
     for (int64_t i = 0; i < room; i++) ba_set_real(s->panel.m, i, ba_initial_m(f->real_size), f->real_size);
@@ -186,7 +186,9 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      .k_next_bytes = p->head_dim * p->kv_element_size, /* also right for shared rows: families that share do not widen elements */
+                      .k_next_bytes =
+                          p->head_dim *
+                          p->kv_element_size, /* also right for shared rows, but those of tiles in several pieces, whose kernels do not read it */
                       .v_next_bytes = p->v_dim * p->kv_element_size,
                       .k_scale = p->k_scale.data ? w->k_scale + place * here->keys : NULL,
                       .v_scale = p->v_scale.data ? w->v_scale + place * here->keys : NULL,

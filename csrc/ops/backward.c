@@ -150,7 +150,6 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
                           .dv = gradients->dv};
     c.apart = gradients->accumulate ? needs_room(&c) : c.family->real_size != problem->kv_element_size;
     int threads = ba_threads_for(num_threads);
-    c.reals = ba_kernels_at(level)->vector[ba_real_of(problem->dtype)];
     const bool by_block = ba_plan_few_rows(problem);
     c.plan = by_block ? ba_plan_gradient_rows(problem, ba_tuning_at(c.family->isa)) : ba_plan_gradients(problem, c.tuning);
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;

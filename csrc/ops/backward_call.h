@@ -28,11 +28,10 @@ typedef struct ba_backward_call {
     const ba_attend_family *family;
     const ba_tuning *tuning;
     ba_plan plan;
-    ba_turn *turns;                /* [items] */
-    ba_view dk, dv;                /* the sums, as reals */
-    bool apart;                    /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
-    int64_t row_lanes;             /* the largest number of (query, head) pairs in a row of the lists */
-    const ba_attend_family *reals; /* the vector family of real */
+    ba_turn *turns;    /* [items] */
+    ba_view dk, dv;    /* the sums, as reals */
+    bool apart;        /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
+    int64_t row_lanes; /* the largest number of (query, head) pairs in a row of the lists */
     char *scratch;
     int64_t scratch_bytes; /* per worker */
 } ba_backward_call;

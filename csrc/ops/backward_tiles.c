@@ -72,7 +72,7 @@ void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch 
 
 void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t) {
     const ba_attend_family *f = c->family;
-    const int64_t dims = ba_round_up(c->problem->head_dim, ba_max(1, f->o_block));
+    const int64_t dims = ba_round_up(c->problem->head_dim, f->dim_pad);
     for (int n = 0; n < t->panels; n++) memset(t->panel[n].gradient.dq, 0, (size_t)(f->lanes[t->panel[n].width] * dims * f->real_size));
 }
 

@@ -17,9 +17,9 @@ static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
     return part;
 }
 
-/* The same, but the part begins `offset` bytes behind the beginning of a page, if `base` begins a page. */
-static inline char *ba_take_in_page(char *base, int64_t *used, int64_t bytes, int64_t offset) {
-    *used = ba_round_up(ba_max(0, *used - offset), BA_PAGE) + offset;
+/* The same, but where tuning has a page_offset, the part begins `offset` bytes behind the beginning of a page. `base` must begin a page then. */
+static inline char *ba_take_in_page(char *base, int64_t *used, int64_t bytes, int64_t page_offset, int64_t offset) {
+    if (page_offset) *used = ba_round_up(ba_max(0, *used - offset), BA_PAGE) + offset;
     return ba_take(base, used, bytes);
 }
 

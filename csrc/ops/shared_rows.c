@@ -35,7 +35,7 @@ static void lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t dim,
         const int64_t there = ba_max(0, ba_kv_span(p, i / p->kv_heads).valid - range.lo);
         at += ba_min(ba_round_up(ba_max(0, range.hi - range.lo), s->chunk_keys), ba_round_up(there, s->family->key_pad)) * rows->row_bytes;
     }
-    rows->data = s->page_offset ? ba_take_in_page(memory, used, at, s->page_offset) : ba_take(memory, used, at);
+    rows->data = ba_take_in_page(memory, used, at, s->page_offset, s->page_offset);
 }
 
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {

@@ -20,8 +20,8 @@ typedef struct ba_sharing {
     /* set by the caller */
     const ba_plan *plan;
     const ba_attend_family *family;
-    int64_t chunk_keys; /* of the walks over lists (tuning) */
-    int64_t pack_keys;  /* keys per item of the packing job; a multiple of key_pad */
+    int64_t chunk_keys;  /* of the walks over lists (tuning) */
+    int64_t pack_keys;   /* keys per item of the packing job; a multiple of key_pad */
     int64_t page_offset; /* of tuning */
     /* set by ba_sharing_lay_out() and ba_share_rows() */
     bool *shared;        /* [batch]: whether the keys of the entry are shared. NULL: none are */
@@ -31,7 +31,8 @@ typedef struct ba_sharing {
 /* Whether packed keys can be shared: the family packs whole groups of keys, the keys are not paged, and blocks consist of whole groups. */
 bool ba_may_share(const ba_problem *problem, const ba_attend_family *family);
 
-/* Hands out `memory`, which the caller owns, to the arrays of `s`, and returns its size in bytes. With memory NULL, only the size counts. */
+/* Hands out `memory`, which the caller owns and which begins a page where page_offset is set, to the arrays of `s`, and returns its size in bytes.
+ * With memory NULL, only the size counts. */
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory);
 
 /* Packs K and V on up to `threads` threads, if that is less work than to pack the chunks of each tile, as it is where tiles attend most keys

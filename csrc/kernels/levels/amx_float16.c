@@ -11,7 +11,6 @@
 #define BA_LEVEL_ENUM BA_ISA_AMX
 #define BA_LANES 16
 #define BA_PIECES 2
-#define BA_ELEMENT_BYTES 2
 #define BA_SPLIT_ELEMENT uint16_t
 #define BA_SPLIT_FROM(p) NAME(v_from_f16)(p)
 #define BA_SPLIT_TO(p, v) NAME(v_to_f16)(p, v)

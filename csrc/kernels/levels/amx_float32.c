@@ -11,7 +11,6 @@
 #define BA_LEVEL_ENUM BA_ISA_AMX
 #define BA_LANES 16
 #define BA_PIECES 3
-#define BA_ELEMENT_BYTES 4
 #define BA_SPLIT_ELEMENT float
 #define BA_SPLIT_FROM(p) NAME(v_load)(p)
 #define BA_SPLIT_TO(p, v) NAME(v_store)(p, v)

@@ -194,10 +194,12 @@ BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
 }
 /* 2^x for every x; infinity where the result is too large. */
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
-/* The parts of v_exp2_short. */
+/* The three parts of v_exp2_short: what the power is computed of, that power, and 2^x from it. The generic form does all in the second. */
 BA_INLINE vec NAME(v_short_fraction)(vec x) { return x; }
 BA_INLINE vec NAME(v_short_power)(vec x) { return NAME(v_exp2_any)(x); }
 BA_INLINE vec NAME(v_short_scale)(vec power, vec x) { return (void)x, power; }
+/* Rounds the numbers of both vectors to bfloat16, halves away from 0, and puts them side by side: a lane of the result has `even` in its lower half
+ * and `odd` in its upper half. A NaN must be the canonical one. `by` is v_rounding(). */
 BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by) {
     return ((NAME(v_add_bits)((ivec)even, 0x8000) >> 16) & by->lower) | (NAME(v_add_bits)((ivec)odd, 0x8000) & ~by->lower);
 }
@@ -245,8 +247,7 @@ BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_short_scale)(NAME(v_shor
 
 /* The bits are written as floats, because gcc would build integer constants again for each use. A kernel that rounds all the time pins them. */
 BA_INLINE NAME(rounding) NAME(v_rounding)(void) { return (NAME(rounding)){(ivec)NAME(v_set1)(0x1p-134f), (ivec)NAME(v_set1)(0x1.fffep-134f)}; }
-/* Rounds the positive numbers of both vectors to bfloat16, half up, and puts them side by side: a lane of the result has `even` in its lower half
- * and `odd` in its upper half. */
+/* The pairs of v_pair_rounded, without constants of the caller. */
 BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
     const NAME(rounding) by = NAME(v_rounding)();
     return NAME(v_pair_rounded)(even, odd, &by);
@@ -331,13 +332,13 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 }
 #endif
 
-/* Rounds to the nearest bfloat16, ties to even; NaN stays NaN. */
 #ifndef BA_REAL_DOUBLE
-/* The bits of `a`, of which the upper 16 are `a` rounded to bfloat16, to even in a tie. The lower 16 are meaningless. */
+/* The bits of `a`, of which the upper 16 are the nearest bfloat16, even in a tie; NaN stays NaN. The lower 16 are meaningless. */
 BA_INLINE ivec NAME(v_near_bf16)(vec a) {
     const ivec bits = (ivec)a, rounded = NAME(v_half_up)(a) - (~(bits >> 16) & 1), is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
     return (is_nan & (bits | 0x400000)) | (~is_nan & rounded);
 }
+/* Stores these bfloat16. */
 #ifndef BA_HAVE_V_TO_BF16
 BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
     typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
