@@ -624,6 +624,14 @@ class _Cache:
         if not self.scale.flags.writeable:
             raise ValueError(f"{name}: expected a writable array, got a read-only one")
 
+    def refuse_overlap(self, **tokens: Any) -> None:
+        """Refuses new tokens whose memory this cache may share, since writing it would change them."""
+        for name, given in tokens.items():
+            array = _arrays.host(given, name, "bfloat16")[0]
+            for own_name, own in ((self.name, self.values), (f"{self.name[0]}_scale", self.scale)):
+                if own is not None and np.may_share_memory(array, own):
+                    raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {own_name}")
+
     def ready(self, name: str, tokens: Any, dtype: Any) -> tuple[ndarray, ndarray | None]:
         """(values, scales) of the new tokens as this cache holds them."""
         array, kind = _arrays.host(tokens, name, dtype)
@@ -633,8 +641,6 @@ class _Cache:
             raise ValueError(
                 f"{name}: expected shape (T, {self.values.shape[2]}, {self.values.shape[3]}) like {self.name}, got {array.shape}"
             )
-        if np.may_share_memory(array, self.values):
-            raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {self.name}")
         if self.kind in _QUANTISED:
             return _quantized(name, _formats.widened(array, kind), self.kind)
         return _formats.converted(array, kind, self.kind), None
@@ -755,6 +761,8 @@ def append_paged_kv(
     if values.values.shape[:3] != keys.values.shape[:3]:
         raise ValueError(f"v_cache: expected the first three axes of k_cache {keys.values.shape}, got {values.values.shape}")
     new_k, new_v = keys.ready("k", k, bits), values.ready("v", v, bits)
+    for cache in (keys, values):
+        cache.refuse_overlap(k=k, v=v)
     count, (num_pages, page_size) = len(new_k[0]), keys.values.shape[:2]
     if len(new_v[0]) != count:
         raise ValueError(f"v: expected {count} tokens like k, got {len(new_v[0])}")

@@ -241,6 +241,7 @@ CASES = {
         ("k_dtype", TypeError, r"^k: expected float32, .*, got int64", lambda a: {"k": a["k"].astype(int)}),
         ("k_not_finite", ValueError, r"^k: expected finite numbers to quantise", lambda a: eight_bits(a, k=entry(a["k"], np.inf, 0, 0, 0))),
         ("k_in_cache", ValueError, r"^k: expected memory of its own, got an array that overlaps k_cache", lambda a: {"k": a["k_cache"][0, :2]}),
+        ("v_in_k_cache", ValueError, r"^v: expected memory of its own, got an array that overlaps k_cache", lambda a: {"v": a["k_cache"][0, :2, :, :DV]}),
         ("read_only", ValueError, r"^k_cache: expected a writable array, got a read-only one", lambda a: {"k_cache": np.broadcast_to(
             np.float32(0), (PAGES, SIZE, HKV, D))}),
         ("q_lens_sum", ValueError, r"^q_lens: expected lengths that add up to k's 2 tokens, got 3", lambda a: {"q_lens": [1, 2]}),

@@ -275,6 +275,20 @@ def test_outputs_have_memory_of_their_own():
         blitz_attn.paged_attention(*case.arrays, kv_split=16, return_lse=True, out=(memory[..., :32], memory[..., 31]))
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "sinks", "selected"])
+@pytest.mark.parametrize("kv_split", [None, 16])
+def test_no_output_lies_in_an_input(name, kv_split):
+    case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32, "float32", "int8")
+    memory = np.zeros(4096, np.float32)
+    scales = {x: np.ones(case.k_cache.shape[:3], np.float32) for x in ("k_scale", "v_scale")}
+    inputs = {**scales, "sinks": memory[4:8], "selected": memory[16:20].view(np.int32).reshape(2, 2, 1)}
+    place = {"sinks": memory[:8], "selected": memory[14:22]}.get(name, scales.get(name, memory).reshape(-1)[:8])
+    with pytest.raises(ValueError, match=f"^lse: expected memory of its own, got an array that overlaps {name}$"):
+        blitz_attn.paged_select_attention(
+            *case.arrays, **inputs, kv_split=kv_split, return_lse=True, out=(np.zeros((2, 4, 32), np.float32), place.reshape(2, 4))
+        )
+
+
 @pytest.mark.parametrize("library", ["ml_dtypes", "torch"])
 def test_dtype_objects_say_what_bits_of_outputs_are(library):
     bfloat16 = pytest.importorskip(library).bfloat16

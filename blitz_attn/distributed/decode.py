@@ -361,9 +361,10 @@ class DecodePlan:
                 raise ValueError(f"q: expected shape ({self.num_queries}, H, D), got {queries.shape}")
             heads, v_dim = queries.shape[1], (_arrays.shape_of(v_cache) or (0,))[-1]
             return_lse = _arrays.flag(return_lse, "return_lse")
-            inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-            results = attention_results(q, (self.num_queries, heads, v_dim), kind, out, return_lse, self._dtype, inputs)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": sinks}
             sinks = sinks_of(sinks, heads)
+            results = attention_results(q, (self.num_queries, heads, v_dim), kind, out, return_lse, self._dtype, inputs)
             lists = None
             if selected is not None:
                 kv_heads = cache_sizes(k_cache, self._options["kv_layout"])[2]
@@ -373,7 +374,7 @@ class DecodePlan:
             agreement.same("selected", None if lists is None else tuple(lists))
             shape, state_kind = (self._own_rows, heads), real_of(kind)
             state = np.zeros((*shape, v_dim), state_kind), np.full(shape, -np.inf, state_kind)
-            self._attend(queries, kind, k_cache, v_cache, lists, {"k_scale": k_scale, "v_scale": v_scale}, *state)
+            self._attend(queries, kind, k_cache, v_cache, lists, scales, *state)
             self._own_merges.run(*state)
         return self._finish(self._exchange(*state), kind, sinks, results)
 

@@ -169,6 +169,8 @@ BAD = {
         "ValueError: out: expected a writable array, got a read-only one"),
     "out in v_cache": (lambda r: (lambda cache: {"v_cache": cache, "out": cache[0, :4, :, :].reshape(2, 4, 32)})(np.ones((8, 16, 2, 32), np.float32)),
         "ValueError: out: expected memory of its own, got an array that overlaps v_cache"),
+    "out in selected": (lambda r: (lambda memory: {"selected": memory[3:7].reshape(2, 2, 1), "out": memory[:256].view(np.float32).reshape(2, 4, 32)})(np.zeros(256, np.int32)),
+        "ValueError: out: expected memory of its own, got an array that overlaps selected"),
     "out with stretched rows": (lambda r: {"out": np.zeros((2, 4, 64), np.float32)[..., ::2]}, "ValueError: out: expected a contiguous last axis"),
     "table's dtype": (lambda r: {"block_tables": np.zeros((2, 5))}, "TypeError: block_tables: expected int32 or int64, got float64"),
     "pages on no rank": (lambda r: {"block_tables": np.full((2, 5), -1)}, "ValueError: block_tables: expected every page on some rank, got tokens 0 to 31 of request 0 on none"),
