@@ -7,7 +7,7 @@
 # A fourth, make perplexity, shows what choosing blocks costs that model.
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: test-all, bench-record, bench-compare,
-# build, notebooks, checkkernels, check-emulated, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
+# build, notebooks, checkkernels, check-emulated, check-tiles, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON
@@ -21,7 +21,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-emulated-suite check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -108,6 +108,18 @@ check-emulated-suite:
 	@$(call find_python) "$$python" setup.py -q build --build-base build/emulated --build-lib build/emulated/lib --build-temp build/emulated/temp && \
 	  cd build/emulated && PYTHONPATH="$(CURDIR)/build/emulated/lib" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
 	  $(addprefix ../../,$(EMULATED_TESTS)) $(ARGS)
+
+# The level amx as released, on a CPU with AVX-512 but without tiles: it refuses the instructions of tiles, and a signal handler carries them out
+# (csrc/core/tile_traps.c), at a microsecond or two each. The kernel checks, some of the suite, and random problems at all levels.
+check-tiles: export BLITZ_ATTN_CFLAGS += -DBA_TILE_TRAPS -DBA_NO_SMALL_CALLS
+check-tiles: export BLITZ_ATTN_LEVELS =
+check-tiles: SECONDS = 20
+check-tiles:
+	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/tiles/temp && build/tiles/temp/checkkernels $(KERNELS) _amx
+	@$(call find_python) "$$python" setup.py -q build --build-base build/tiles --build-lib build/tiles/lib --build-temp build/tiles/temp && \
+	  cd build/tiles && export PYTHONPATH=lib:../../tests && "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
+	    $(addprefix ../../,$(filter-out tests/test_config.py,$(EMULATED_TESTS))) $(ARGS) && \
+	  "$$python" -m fuzz --seconds $(SECONDS)
 
 # aarch64, cross-built and run by qemu: the kernel checks at each level, and a C program over the public header. make test
 # leaves these out; where the cross compiler or qemu is missing, make test-all skips them and this fails.

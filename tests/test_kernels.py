@@ -156,23 +156,31 @@ def test_every_kernel_is_right(level, objects, show):
     assert_all_checked(run_shown(show, ROOT / BUILD / "checkkernels", *sample(8), *names_of(level)), level)
 
 
-# Builds of every level as plain C, whatever the CPU: by itself, and where the compiler may contract multiply-adds and lower 16 lanes to 8.
-PLAIN_C = {
-    "plain": ("build/emulated/temp", blitz_attn.isa_levels(), {}),
-    "contracted": ("build/contracted/temp", ["avx512"], {"BLITZ_ATTN_LEVELS": "avx512", "BLITZ_ATTN_CFLAGS": "-mavx2 -mfma -mf16c"}),
+# Builds for CPUs that lack a level: every level as plain C, by itself and where the compiler may contract multiply-adds and lower 16 lanes to 8; and
+# the level amx as released, whose instructions of tiles a signal handler carries out.
+BUILDS = {
+    "plain": ("build/emulated/temp", blitz_attn.isa_levels(), {"BLITZ_ATTN_EMULATED": "1"}),
+    "contracted": (
+        "build/contracted/temp",
+        ["avx512"],
+        {"BLITZ_ATTN_EMULATED": "1", "BLITZ_ATTN_LEVELS": "avx512", "BLITZ_ATTN_CFLAGS": "-mavx2 -mfma -mf16c"},
+    ),
+    "trapped": ("build/tiles/temp", ["amx"], {"BLITZ_ATTN_LEVELS": "", "BLITZ_ATTN_CFLAGS": "-DBA_TILE_TRAPS -DBA_NO_SMALL_CALLS"}),
 }
 
 
 @pytest.mark.long
 @pytest.mark.skipif(INSTRUMENTED, reason="a build without sanitizers and the like")
-@pytest.mark.parametrize("build", PLAIN_C)
-def test_every_kernel_as_plain_c(build, show):
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_kernel_of_other_cpus(build, show):
     if build == "contracted" and platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the flags are those of x86-64")
+    if build == "trapped" and (sys.platform != "linux" or "avx512_bf16" not in blitz_attn.isa_levels(available=True)):
+        pytest.skip("needs Linux, and a CPU with avx512_bf16")
     pytest.importorskip("setuptools")
-    folder, levels, environment = PLAIN_C[build]
+    folder, levels, environment = BUILDS[build]
     command = [sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", folder]
-    run(*command, cwd=ROOT, environment={"BLITZ_ATTN_EMULATED": "1", "BLITZ_ATTN_CFLAGS": "", **environment})
+    run(*command, cwd=ROOT, environment={"BLITZ_ATTN_CFLAGS": "", **environment})
     names = [] if build == "plain" else [name for level in levels for name in names_of(level)]
     output = run_shown(show, ROOT / folder / "checkkernels", *sample(8), *names)
     for level in levels:

@@ -22,6 +22,7 @@
 #include "core/common.h"
 #include "core/cpu.h"
 #include "core/status.h"
+#include "core/tile_traps.h"
 
 #ifdef __aarch64__
 #define LEVELS "portable, neon, neon_bf16"
@@ -54,6 +55,10 @@ static bool multiplies_pairs_fast(void) { return __builtin_cpu_is("amd"); }
 #endif
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_amx)
+#ifdef BA_TILE_TRAPS
+static bool cpuid_has_amx(void) { return true; }
+static bool request_tiles(void) { return true; }
+#else
 /* Whether the CPU has tiles and bfloat16 tile products (CPUID leaf 7), and whether the system saves tiles on a context switch (XCR0). */
 static bool cpuid_has_amx(void) {
     unsigned eax, ebx, ecx, edx, low, high;
@@ -75,6 +80,7 @@ static bool request_tiles(void) {
 #endif
     return false;
 }
+#endif
 #endif
 
 #if defined(__aarch64__) && !defined(BA_EMULATED) && !defined(BA_NO_neon) && !defined(BA_NO_neon_bf16)
@@ -179,6 +185,9 @@ int ba_isa_parse(const char *name) {
 
 ba_isa ba_isa_detected(void) {
     pthread_once(&detection, detect_once);
+#ifdef BA_TILE_TRAPS
+    ba_trap_tiles();
+#endif
     return detected_level;
 }
 

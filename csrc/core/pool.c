@@ -192,9 +192,13 @@ static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_in_ch
 /* Starts threads until there are `workers` workers, or until the system refuses one. Called with the lock held. */
 static void grow(int workers) {
     if (pool.workers >= workers) return;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* workers inherit the mask, so signals go to the program's own threads */
+    /* Workers inherit the mask, so signals go to the program's own threads. Only those that a worker's own instruction causes stay with it:
+     * blocked, they would end the program without a word, past handlers that say where (Python's faulthandler). */
+    static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
+    sigset_t others, before;
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&others, own[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
