@@ -166,6 +166,8 @@ asan faults: export ASAN_OPTIONS = detect_leaks=1:leak_check_at_exit=0
 faults: export BLITZ_ATTN_KERNEL_CFLAGS = -fno-sanitize=all
 # The kernels of asan's suite have AddressSanitizer alone: with both sanitizers it takes hours. Its kernel checks, and fuzz-c, have both.
 asan: export BLITZ_ATTN_KERNEL_CFLAGS = -O2 -fno-sanitize=undefined
+# Where the CPU has AVX-512 and no tiles, the sanitizers see what the signal handler of check-tiles reads and writes.
+asan: export BLITZ_ATTN_CFLAGS += $(shell grep -qw avx512_bf16 /proc/cpuinfo 2>/dev/null && echo -DBA_TILE_TRAPS)
 asan: FOLDER = build/asan
 faults: FOLDER = build/faults
 build_asan = "$$python" setup.py -q build --build-base $(FOLDER) --build-lib $(FOLDER)/lib --build-temp $(FOLDER)/temp
