@@ -109,17 +109,18 @@ check-emulated-suite:
 	  cd build/emulated && PYTHONPATH="$(CURDIR)/build/emulated/lib" "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
 	  $(addprefix ../../,$(EMULATED_TESTS)) $(ARGS)
 
-# The level amx as released, on a CPU with AVX-512 but without tiles: it refuses the instructions of tiles, and a signal handler carries them out
-# (csrc/core/tile_traps.c), at a microsecond or two each. The kernel checks, some of the suite, and random problems at all levels.
+# The released code of the level amx, on a CPU with avx512_bf16 but without tiles: each tile instruction raises SIGILL, and a signal handler does its
+# work (csrc/core/tile_traps.c) in a microsecond or two. The kernel checks, some of the suite, and random problems at all levels.
 check-tiles: export BLITZ_ATTN_CFLAGS += -DBA_TILE_TRAPS -DBA_NO_SMALL_CALLS
 check-tiles: export BLITZ_ATTN_LEVELS =
 check-tiles: SECONDS = 20
 check-tiles:
+	@grep -qw avx512_bf16 /proc/cpuinfo || { echo "make check-tiles: expected a CPU with avx512_bf16; make check-emulated needs none" >&2; exit 1; }
 	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/tiles/temp && build/tiles/temp/checkkernels $(KERNELS) _amx
 	@$(call find_python) "$$python" setup.py -q build --build-base build/tiles --build-lib build/tiles/lib --build-temp build/tiles/temp && \
 	  cd build/tiles && export PYTHONPATH=lib:../../tests && "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
 	    $(addprefix ../../,$(filter-out tests/test_config.py,$(EMULATED_TESTS))) $(ARGS) && \
-	  "$$python" -m fuzz --seconds $(SECONDS)
+	  "$$python" -m fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
 
 # aarch64, cross-built and run by qemu: the kernel checks at each level, and a C program over the public header. make test
 # leaves these out; where the cross compiler or qemu is missing, make test-all skips them and this fails.
@@ -166,7 +167,7 @@ asan faults: export ASAN_OPTIONS = detect_leaks=1:leak_check_at_exit=0
 faults: export BLITZ_ATTN_KERNEL_CFLAGS = -fno-sanitize=all
 # The kernels of asan's suite have AddressSanitizer alone: with both sanitizers it takes hours. Its kernel checks, and fuzz-c, have both.
 asan: export BLITZ_ATTN_KERNEL_CFLAGS = -O2 -fno-sanitize=undefined
-# Where the CPU has AVX-512 and no tiles, the sanitizers see what the signal handler of check-tiles reads and writes.
+# Where the CPU has avx512_bf16 but no tiles, the sanitizers see what the signal handler of check-tiles reads and writes.
 asan: export BLITZ_ATTN_CFLAGS += $(shell grep -qw avx512_bf16 /proc/cpuinfo 2>/dev/null && echo -DBA_TILE_TRAPS)
 asan: FOLDER = build/asan
 faults: FOLDER = build/faults

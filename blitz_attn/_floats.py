@@ -75,7 +75,7 @@ def attention_results(
 ) -> list[Result]:  # fmt: skip
     """Where attention's output of this shape and dtype goes, and with `return_lse` its log-sum-exp.
 
-    Both go into the caller's `out`, which must not overlap the arrays among `inputs`, or into new arrays of the kind that `q` is.
+    Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind that `q` is.
     """
     given, given_lse = _arrays.split_out(out, return_lse)
     results = [Result(shape, kind, q, given, "out", dtype)]
@@ -83,7 +83,7 @@ def attention_results(
         results.append(Result(shape[:-1], real_of(kind), q, given_lse, "lse", dtype, strided=True))
         results[1].refuse_overlap(out=results[0].array)
     if given is not None or given_lse is not None:
-        arrays = {name: x for name, x in inputs.items() if x is not None and not isinstance(x, (tuple, list))}
+        arrays = {name: x for name, x in inputs.items() if hasattr(x, "__array__") or hasattr(x, "__dlpack__")}
         views = {name: _arrays.host(x, name, "bfloat16")[0] for name, x in arrays.items()}
         for result in results:
             result.refuse_overlap(**views)

@@ -89,14 +89,14 @@ def attend_in_chunks(
     queries, kind = _arrays.host(q, "q", dtype)
     if queries.ndim != 3 or len(queries) != chunks.num_queries:
         raise ValueError(f"q: expected shape ({chunks.num_queries}, H, D), got {queries.shape}")
-    given_sinks, sinks = sinks, sinks_of(sinks, queries.shape[1])
+    sinks = sinks_of(sinks, queries.shape[1])
     narrow = kind in ("float16", "bfloat16")
     wanted_kind = _arrays.dtype_name(out_dtype, "out_dtype") or kind
     if wanted_kind != kind and not (narrow and wanted_kind == "float32"):
         raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
     v_dim = (_arrays.shape_of(v_cache) or (0,))[-1]
     scales = {name: options[name] for name in ("k_scale", "v_scale")}
-    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": given_sinks}
+    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": sinks}
     results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, inputs)
 
     listed: Listed | None = None

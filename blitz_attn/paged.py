@@ -624,17 +624,14 @@ class _Cache:
         if not self.scale.flags.writeable:
             raise ValueError(f"{name}: expected a writable array, got a read-only one")
 
-    def refuse_overlap(self, **tokens: Any) -> None:
-        """Refuses new tokens whose memory this cache may share, since writing it would change them."""
-        for name, given in tokens.items():
-            array = _arrays.host(given, name, "bfloat16")[0]
-            for own_name, own in ((self.name, self.values), (f"{self.name[0]}_scale", self.scale)):
-                if own is not None and np.may_share_memory(array, own):
-                    raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {own_name}")
+    def refuse_overlap(self, name: str, tokens: ndarray) -> None:
+        """Refuses new tokens that may share memory with this cache: writing the cache would change them."""
+        for own_name, own in ((self.name, self.values), (f"{self.name[0]}_scale", self.scale)):
+            if own is not None and np.may_share_memory(tokens, own):
+                raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {own_name}")
 
-    def ready(self, name: str, tokens: Any, dtype: Any) -> tuple[ndarray, ndarray | None]:
-        """(values, scales) of the new tokens as this cache holds them."""
-        array, kind = _arrays.host(tokens, name, dtype)
+    def ready(self, name: str, array: ndarray, kind: str) -> tuple[ndarray, ndarray | None]:
+        """(values, scales) of the new tokens, of dtype `kind`, as this cache holds them."""
         if kind not in ("float32", "float16", "bfloat16", "float64"):
             raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}")
         if array.ndim != 3 or array.shape[1:] != self.values.shape[2:]:
@@ -710,7 +707,8 @@ def append_paged_kv(
     Parameters
     ----------
     k, v : array
-        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64. They are converted to the dtype of the cache.
+        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64, in memory of their own. They are converted to the
+        dtype of the cache.
     k_cache, v_cache : array
         See `paged_attention`. NumPy arrays or torch tensors, written in place.
     slot_mapping : sequence of int, optional
@@ -760,9 +758,11 @@ def append_paged_kv(
         raise TypeError(f"v_cache: expected dtype {keys.kind} like k_cache, got {values.kind}")
     if values.values.shape[:3] != keys.values.shape[:3]:
         raise ValueError(f"v_cache: expected the first three axes of k_cache {keys.values.shape}, got {values.values.shape}")
-    new_k, new_v = keys.ready("k", k, bits), values.ready("v", v, bits)
+    tokens_k, tokens_v = _arrays.host(k, "k", bits), _arrays.host(v, "v", bits)
+    new_k, new_v = keys.ready("k", *tokens_k), values.ready("v", *tokens_v)
     for cache in (keys, values):
-        cache.refuse_overlap(k=k, v=v)
+        cache.refuse_overlap("k", tokens_k[0])
+        cache.refuse_overlap("v", tokens_v[0])
     count, (num_pages, page_size) = len(new_k[0]), keys.values.shape[:2]
     if len(new_v[0]) != count:
         raise ValueError(f"v: expected {count} tokens like k, got {len(new_v[0])}")

@@ -285,7 +285,7 @@ static void on_fault(int signal_number) { siglongjmp(after_fault, signal_number)
 
 void guarded_run(void (*run)(void *context), void *context, record *r) {
 #ifdef BA_TILE_TRAPS
-    enum { FAULTS = 2 }; /* SIGILL carries out the instructions of tiles */
+    enum { FAULTS = 2 }; /* SIGILL has the handler that carries out tile instructions */
 #else
     enum { FAULTS = 3 };
 #endif

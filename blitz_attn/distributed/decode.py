@@ -362,8 +362,8 @@ class DecodePlan:
             heads, v_dim = queries.shape[1], (_arrays.shape_of(v_cache) or (0,))[-1]
             return_lse = _arrays.flag(return_lse, "return_lse")
             scales = {"k_scale": k_scale, "v_scale": v_scale}
-            inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": sinks}
             sinks = sinks_of(sinks, heads)
+            inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": sinks}
             results = attention_results(q, (self.num_queries, heads, v_dim), kind, out, return_lse, self._dtype, inputs)
             lists = None
             if selected is not None:

@@ -37,6 +37,9 @@ static ba_isa detected_level = BA_ISA_PORTABLE;
 #ifdef __x86_64__
 static bool reaches_l2 = false; /* see ba_prefetches_reach_l2 */
 #endif
+#ifdef BA_TILE_TRAPS
+static bool traps_tiles = false; /* the CPU has no tiles, and core/tile_traps.c stands for them */
+#endif
 static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
@@ -55,10 +58,6 @@ static bool multiplies_pairs_fast(void) { return __builtin_cpu_is("amd"); }
 #endif
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_amx)
-#ifdef BA_TILE_TRAPS
-static bool cpuid_has_amx(void) { return true; }
-static bool request_tiles(void) { return true; }
-#else
 /* Whether the CPU has tiles and bfloat16 tile products (CPUID leaf 7), and whether the system saves tiles on a context switch (XCR0). */
 static bool cpuid_has_amx(void) {
     unsigned eax, ebx, ecx, edx, low, high;
@@ -80,7 +79,6 @@ static bool request_tiles(void) {
 #endif
     return false;
 }
-#endif
 #endif
 
 #if defined(__aarch64__) && !defined(BA_EMULATED) && !defined(BA_NO_neon) && !defined(BA_NO_neon_bf16)
@@ -133,6 +131,10 @@ static ba_isa detect(void) {
     if (!cpuid_has_avx512_bf16()) return level;
 #endif
 #ifndef BA_NO_amx
+#ifdef BA_TILE_TRAPS
+    traps_tiles = !cpuid_has_amx();
+    if (traps_tiles) return BA_ISA_AMX;
+#endif
     if (cpuid_has_amx() && request_tiles()) return BA_ISA_AMX;
 #endif
 #ifndef BA_NO_avx512_bf16
@@ -186,7 +188,7 @@ int ba_isa_parse(const char *name) {
 ba_isa ba_isa_detected(void) {
     pthread_once(&detection, detect_once);
 #ifdef BA_TILE_TRAPS
-    ba_trap_tiles();
+    if (traps_tiles) ba_trap_tiles();
 #endif
     return detected_level;
 }

@@ -192,8 +192,9 @@ static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_in_ch
 /* Starts threads until there are `workers` workers, or until the system refuses one. Called with the lock held. */
 static void grow(int workers) {
     if (pool.workers >= workers) return;
-    /* Workers inherit the mask, so signals go to the program's own threads. Only those that a worker's own instruction causes stay with it:
-     * blocked, they would end the program without a word, past handlers that say where (Python's faulthandler). */
+    /* Workers inherit the mask, so signals go to the program's own threads. Signals that an instruction of the worker itself causes stay
+     * unblocked: if they were blocked, the system would end the program at once, without calling a handler such as Python's faulthandler,
+     * which prints where it happened. */
     static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
     sigset_t others, before;
     sigfillset(&others);
