@@ -110,12 +110,13 @@ check-emulated-suite:
 	  $(addprefix ../../,$(EMULATED_TESTS)) $(ARGS)
 
 # The released code of the level amx, on a CPU with avx512_bf16 but without tiles: each tile instruction raises SIGILL, and a signal handler does its
-# work (csrc/core/tile_traps.c) in a microsecond or two. The kernel checks, some of the suite, and random problems at all levels.
-check-tiles: export BLITZ_ATTN_CFLAGS += -DBA_TILE_TRAPS -DBA_NO_SMALL_CALLS
+# work (csrc/kernels/tile_traps.c) in a microsecond or two. The kernel checks, some of the suite, and random problems at all levels.
+TILE_TRAPS = $(shell grep -qw avx512_bf16 /proc/cpuinfo 2>/dev/null && echo -DBA_TILE_TRAPS)
+check-tiles: export BLITZ_ATTN_CFLAGS += $(TILE_TRAPS) -DBA_NO_SMALL_CALLS
 check-tiles: export BLITZ_ATTN_LEVELS =
 check-tiles: SECONDS = 20
 check-tiles:
-	@grep -qw avx512_bf16 /proc/cpuinfo || { echo "make check-tiles: expected a CPU with avx512_bf16; make check-emulated needs none" >&2; exit 1; }
+	@test -n "$(TILE_TRAPS)" || { echo "make check-tiles: expected a CPU with avx512_bf16; make check-emulated needs none" >&2; exit 1; }
 	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/tiles/temp && build/tiles/temp/checkkernels $(KERNELS) _amx
 	@$(call find_python) "$$python" setup.py -q build --build-base build/tiles --build-lib build/tiles/lib --build-temp build/tiles/temp && \
 	  cd build/tiles && export PYTHONPATH=lib:../../tests && "$$python" -m pytest -c ../../pyproject.toml --rootdir ../.. \
@@ -168,7 +169,7 @@ faults: export BLITZ_ATTN_KERNEL_CFLAGS = -fno-sanitize=all
 # The kernels of asan's suite have AddressSanitizer alone: with both sanitizers it takes hours. Its kernel checks, and fuzz-c, have both.
 asan: export BLITZ_ATTN_KERNEL_CFLAGS = -O2 -fno-sanitize=undefined
 # Where the CPU has avx512_bf16 but no tiles, the sanitizers see what the signal handler of check-tiles reads and writes.
-asan: export BLITZ_ATTN_CFLAGS += $(shell grep -qw avx512_bf16 /proc/cpuinfo 2>/dev/null && echo -DBA_TILE_TRAPS)
+asan: export BLITZ_ATTN_CFLAGS += $(TILE_TRAPS)
 asan: FOLDER = build/asan
 faults: FOLDER = build/faults
 build_asan = "$$python" setup.py -q build --build-base $(FOLDER) --build-lib $(FOLDER)/lib --build-temp $(FOLDER)/temp

@@ -33,6 +33,13 @@ def real_of(kind: str) -> str:
     return "float64" if kind == "float64" else "float32"
 
 
+def refuse_overlap(name: str, array: np.ndarray, **others: np.ndarray | None) -> None:
+    """Refuses an array that may share memory with one of `others`."""
+    for other_name, other in others.items():
+        if other is not None and np.may_share_memory(array, other):
+            raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {other_name}")
+
+
 class Result:
     """One output of a call: the caller's array, or a new one as the kind of array that the call's leading array is."""
 
@@ -60,9 +67,8 @@ class Result:
 
     def refuse_overlap(self, **others: np.ndarray | None) -> None:
         """Refuses a caller's array that may share memory with one of `others`."""
-        for name, other in others.items():
-            if self.given is not None and other is not None and np.may_share_memory(self.array, other):
-                raise ValueError(f"{self.name}: expected memory of its own, got an array that overlaps {name}")
+        if self.given is not None:
+            refuse_overlap(self.name, self.array, **others)
 
     @property
     def value(self) -> Any:

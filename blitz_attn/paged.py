@@ -10,6 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _core, _formats
+from ._floats import refuse_overlap
 from ._paged_call import attend_requests, open_requests
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import Tables, cache_sizes, last_numbers, query_lengths, tables_for_core
@@ -624,12 +625,6 @@ class _Cache:
         if not self.scale.flags.writeable:
             raise ValueError(f"{name}: expected a writable array, got a read-only one")
 
-    def refuse_overlap(self, name: str, tokens: ndarray) -> None:
-        """Refuses new tokens that may share memory with this cache: writing the cache would change them."""
-        for own_name, own in ((self.name, self.values), (f"{self.name[0]}_scale", self.scale)):
-            if own is not None and np.may_share_memory(tokens, own):
-                raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {own_name}")
-
     def ready(self, name: str, array: ndarray, kind: str) -> tuple[ndarray, ndarray | None]:
         """(values, scales) of the new tokens, of dtype `kind`, as this cache holds them."""
         if kind not in ("float32", "float16", "bfloat16", "float64"):
@@ -758,11 +753,13 @@ def append_paged_kv(
         raise TypeError(f"v_cache: expected dtype {keys.kind} like k_cache, got {values.kind}")
     if values.values.shape[:3] != keys.values.shape[:3]:
         raise ValueError(f"v_cache: expected the first three axes of k_cache {keys.values.shape}, got {values.values.shape}")
-    tokens_k, tokens_v = _arrays.host(k, "k", bits), _arrays.host(v, "v", bits)
-    new_k, new_v = keys.ready("k", *tokens_k), values.ready("v", *tokens_v)
-    for cache in (keys, values):
-        cache.refuse_overlap("k", tokens_k[0])
-        cache.refuse_overlap("v", tokens_v[0])
+    tokens_k = _arrays.host(k, "k", bits)
+    new_k = keys.ready("k", *tokens_k)
+    tokens_v = _arrays.host(v, "v", bits)
+    new_v = values.ready("v", *tokens_v)
+    written = {"k_cache": keys.values, "k_scale": keys.scale, "v_cache": values.values, "v_scale": values.scale}
+    refuse_overlap("k", tokens_k[0], **written)
+    refuse_overlap("v", tokens_v[0], **written)
     count, (num_pages, page_size) = len(new_k[0]), keys.values.shape[:2]
     if len(new_v[0]) != count:
         raise ValueError(f"v: expected {count} tokens like k, got {len(new_v[0])}")

@@ -11,6 +11,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "kernels/tile_traps.h"
+
 /* ---- Guarded memory ----------------------------------------------------------------------------------------------- */
 
 enum { BESIDE = 64 }; /* bytes on either side of a buffer that neighbours_untouched() compares */
@@ -284,16 +286,14 @@ static sigjmp_buf after_fault;
 static void on_fault(int signal_number) { siglongjmp(after_fault, signal_number); }
 
 void guarded_run(void (*run)(void *context), void *context, record *r) {
-#ifdef BA_TILE_TRAPS
-    enum { FAULTS = 2 }; /* SIGILL has the handler that carries out tile instructions */
-#else
-    enum { FAULTS = 3 };
-#endif
     const int faults[] = {SIGSEGV, SIGBUS, SIGILL};
-    struct sigaction action = {.sa_handler = on_fault}, before[FAULTS];
-    for (int i = 0; i < FAULTS; i++) sigaction(faults[i], &action, &before[i]);
+    struct sigaction action = {.sa_handler = on_fault}, before[3];
+    for (int i = 0; i < 3; i++) sigaction(faults[i], &action, &before[i]);
+#ifdef BA_TILE_TRAPS
+    ba_trap_tiles(); /* leaves to on_fault what is no tile instruction */
+#endif
     const int fault = sigsetjmp(after_fault, 1);
     if (fault == 0) run(context);
     else require(r, false, fault == SIGILL ? "illegal instruction" : "touched memory outside its buffers", -1, -1);
-    for (int i = 0; i < FAULTS; i++) sigaction(faults[i], &before[i], NULL);
+    for (int i = 0; i < 3; i++) sigaction(faults[i], &before[i], NULL);
 }

@@ -22,7 +22,6 @@
 #include "core/common.h"
 #include "core/cpu.h"
 #include "core/status.h"
-#include "core/tile_traps.h"
 
 #ifdef __aarch64__
 #define LEVELS "portable, neon, neon_bf16"
@@ -36,9 +35,6 @@ static pthread_once_t detection = PTHREAD_ONCE_INIT;
 static ba_isa detected_level = BA_ISA_PORTABLE;
 #ifdef __x86_64__
 static bool reaches_l2 = false; /* see ba_prefetches_reach_l2 */
-#endif
-#ifdef BA_TILE_TRAPS
-static bool traps_tiles = false; /* the CPU has no tiles, and core/tile_traps.c stands for them */
 #endif
 static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
@@ -132,8 +128,7 @@ static ba_isa detect(void) {
 #endif
 #ifndef BA_NO_amx
 #ifdef BA_TILE_TRAPS
-    traps_tiles = !cpuid_has_amx();
-    if (traps_tiles) return BA_ISA_AMX;
+    if (!cpuid_has_amx()) return BA_ISA_AMX; /* a signal handler stands for the tiles (kernels/tile_traps.h) */
 #endif
     if (cpuid_has_amx() && request_tiles()) return BA_ISA_AMX;
 #endif
@@ -187,9 +182,6 @@ int ba_isa_parse(const char *name) {
 
 ba_isa ba_isa_detected(void) {
     pthread_once(&detection, detect_once);
-#ifdef BA_TILE_TRAPS
-    if (traps_tiles) ba_trap_tiles();
-#endif
     return detected_level;
 }
 

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include "core/cpu.h"
+#include "kernels/tile_traps.h"
 
 static ba_kernels tables[BA_ISA_COUNT];
 static pthread_once_t built = PTHREAD_ONCE_INIT;
@@ -49,6 +50,9 @@ static void build(void) {
 
 const ba_kernels *ba_kernels_at(ba_isa level) {
     pthread_once(&built, build);
+#ifdef BA_TILE_TRAPS
+    ba_trap_tiles();
+#endif
     return &tables[level];
 }
 

@@ -186,9 +186,8 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      .k_next_bytes =
-                          p->head_dim *
-                          p->kv_element_size, /* also right for shared rows, but those of tiles in several pieces, whose kernels do not read it */
+                      /* Also right for shared rows, except for tiles in several pieces, whose kernels do not read it. */
+                      .k_next_bytes = p->head_dim * p->kv_element_size,
                       .v_next_bytes = p->v_dim * p->kv_element_size,
                       .k_scale = p->k_scale.data ? w->k_scale + place * here->keys : NULL,
                       .v_scale = p->v_scale.data ? w->v_scale + place * here->keys : NULL,

@@ -338,7 +338,7 @@ BA_INLINE ivec NAME(v_near_bf16)(vec a) {
     const ivec bits = (ivec)a, rounded = NAME(v_half_up)(a) - (~(bits >> 16) & 1), is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
     return (is_nan & (bits | 0x400000)) | (~is_nan & rounded);
 }
-/* Stores these bfloat16. */
+/* Stores `a` rounded to the nearest bfloat16, as v_near_bf16 does. */
 #ifndef BA_HAVE_V_TO_BF16
 BA_INLINE void NAME(v_to_bf16)(uint16_t *p, vec a) {
     typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));

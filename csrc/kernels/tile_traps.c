@@ -1,4 +1,4 @@
-#include "core/tile_traps.h"
+#include "kernels/tile_traps.h"
 #ifdef BA_TILE_TRAPS
 
 #if !defined(__x86_64__) || !defined(__linux__)
@@ -18,7 +18,7 @@
  * instructions of tiles have the VEX prefix of three bytes, and stand in its opcode map 2. */
 enum { VEX3 = 0xc4, MAP_0F38 = 2, CONFIGURE = 0x49, MOVE = 0x4b, DOT = 0x5c };
 enum { NO_PREFIX, PREFIX_66, PREFIX_F3, PREFIX_F2 };
-enum { UNUSED = 15, WITH_SIB = 4 };
+enum { UNUSED = 15 /* VEX.vvvv of an instruction without a third operand */, WITH_SIB = 4 /* ModRM.rm where a SIB byte follows */ };
 
 /* Whether this thread is between ldtilecfg and tilerelease. Outside of that, a CPU with tiles refuses loads, stores, tilezero and products, too. */
 static _Thread_local bool configured;
