@@ -35,11 +35,13 @@ AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf
 ISA_FLAGS = {
     "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
     "avx512": ("__x86_64__", AVX512 + " -fno-wrapv"),
-    "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16 -fno-wrapv"),
-    "amx": ("__x86_64__", AVX512 + " -mamx-tile -mamx-bf16 -mprfchw"),
+    "avx512_bf16": ("__x86_64__", AVX512 + " -mavx512bf16 -mavx512vbmi -fno-wrapv"),
+    "amx": ("__x86_64__", AVX512 + " -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16 -mprfchw"),
     "neon": ("__aarch64__", ""),
     "neon_bf16": ("__aarch64__", "-march=armv8.2-a+bf16"),
 }
+# Further flags of single kernel files, whose CPUs have more than the level demands.
+MORE_FLAGS = {"avx512_l2": "-mavx512vbmi"}
 
 # NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
 # functions only, so it does not matter how a wide one would be passed (-Wno-psabi). What a debugger wants (-g, which Python's own
@@ -101,6 +103,8 @@ class BuildExt(build_ext):
                 flags += ["-O0"]
             if path.parent.name == "levels":
                 flags += KERNEL_FLAGS
+                if isas.get(isa_of(path)):
+                    flags += shlex.split(MORE_FLAGS.get(path.stem, ""))
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])

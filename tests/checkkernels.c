@@ -73,19 +73,32 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 12 && FUNCTIONS(ba_few_kernels, attend) == 6 &&
-                   FUNCTIONS(ba_row_kernels, attend) == 5 && FUNCTIONS(ba_gradient_kernels, gradient) == 8 &&
-                   FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 12 &&
+                   FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_row_kernels, attend) == 5 &&
+                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
     const ba_attend_family *f = l->family;
-    subject s = {l->name, f, l->cache, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend, NULL, NULL};
+    subject s = {l->name, f, l->cache, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend[l->dtype], NULL, NULL};
     if (l->cache)
         s = (subject){l->name,       f,    l->cache,        real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size,
                       l->cache->few, NULL, l->cache_into_l1};
-    if (l->family_into_l1) s.few_into_l1 = l->family_into_l1->few->attend;
+    if (l->family_into_l1) s.few_into_l1 = l->family_into_l1->few->attend[l->dtype];
     if (l->cache_into_l1) s.few_into_l1 = l->cache_into_l1->few;
+    return s;
+}
+
+/* The family's own kernel for few queries over a cache of another dtype, where it has one; otherwise a subject without such a kernel. */
+static subject subject_over(const listed *l, ba_dtype kv_dtype) {
+    static char name[80];
+    subject s = subject_of(l);
+    s.few = l->cache || kv_dtype == l->dtype ? NULL : l->family->few->attend[kv_dtype];
+    if (!s.few) return s;
+    snprintf(name, sizeof name, "%s_over_%s", l->name, kv_dtype == BA_INT8 ? "int8" : kv_dtype == BA_FLOAT8_E4M3 ? "float8_e4m3" : "another");
+    s.name = name;
+    s.kv_dtype = kv_dtype;
+    if (l->family_into_l1) s.few_into_l1 = l->family_into_l1->few->attend[kv_dtype];
     return s;
 }
 
@@ -770,14 +783,15 @@ static void check_subject(const subject *s) {
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
-        if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* its other kernels are checked with the family that it copies */
+        if (variant != FEW && !s->cache && s->kv_dtype != s->dtype) continue; /* the family's own kernels over a cache are for few queries */
+        if (variant != FEW && s->few_into_l1 && !s->cache) continue;          /* its other kernels are checked with the family that it copies */
         if (variant == ROWS && (s->cache || !s->f->rows)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_variant, &c, &records[ATTEND]);
         report(s->name, variant_names[variant], records, KERNELS);
     }
-    if (s->cache || s->few_into_l1) return;
+    if (s->cache || s->few_into_l1 || s->kv_dtype != s->dtype) return;
     clear_records();
     records[0] = (record){.name = "merge_row"};
     c = (test_case){.s = *s};
@@ -861,7 +875,7 @@ static void bench(const subject *s) {
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
             if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */
             if (variant == FEW && !s->few) continue;
-            if (variant != FEW && s->few_into_l1) continue;
+            if (variant != FEW && (s->few_into_l1 || s->kv_dtype != s->dtype)) continue;
             if (variant == ROWS && !s->f->rows) continue;
             c = (test_case){.s = *s, .variant = variant};
             make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
@@ -908,6 +922,12 @@ int main(int argc, char **argv) {
             const subject s = subject_of(&list[i]);
             if (timing) bench(&s);
             else check_subject(&s);
+            for (int kv_dtype = 0; kv_dtype < BA_DTYPE_COUNT; kv_dtype++) {
+                const subject over = subject_over(&list[i], (ba_dtype)kv_dtype);
+                if (!over.few) continue;
+                if (timing) bench(&over);
+                else check_subject(&over);
+            }
         } else if (!timing) {
             clear_records();
             records[0] = (record){.name = "flops and read"};

@@ -116,11 +116,11 @@ void guarded_run(void (*run)(void *context), void *context, record *r);
 
 /* ---- A case (checkkernels_case.c) --------------------------------------------------------------------------------- */
 
-/* What is checked: a family with K and V of its own dtype, or with a cache of another dtype. */
+/* What is checked: a family with K and V of its own dtype, or with a cache of another dtype, by the cache's kernels or by the family's own. */
 typedef struct subject {
     const char *name;
     const ba_attend_family *f;
-    const ba_cache_kernels *cache; /* NULL: K and V are of the family's own dtype */
+    const ba_cache_kernels *cache; /* NULL: the family's kernels */
     ba_dtype dtype, kv_dtype;      /* of queries and output; of K and V */
     ba_pack_rows_fn pack_k, pack_v;
     int64_t pack_bytes;

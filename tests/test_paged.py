@@ -81,17 +81,22 @@ def test_every_head_dim_is_right(dtype, n):
     check_paged(testing.make_paged(2, 4, 2, [45, 70], 16, HEAD_DIMS[n], v_dim, dtype, kv_dtype, seed=n))
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "float32"), ("float32", "float16"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")],
+)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 32, 40])
-def test_group_sizes(group, kv_dtype):
-    check_paged(testing.make_paged(2, 2 * group, 2, [50, 131], 16, 64, 64, "float32", kv_dtype))
+def test_group_sizes(group, dtype, kv_dtype):
+    """Also beside a request of so many queries that other kernels attend them."""
+    check_paged(testing.make_paged(2, 2 * group, 2, [50, 131], 16, 64, 64, dtype, kv_dtype))
+    check_paged(testing.make_paged(2, 2 * group, 2, [50, 131], 16, 80, 48, dtype, kv_dtype, q_lens=[1, 20]))
 
 
 @pytest.mark.parametrize("queries", [2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 64, 100])
 def test_numbers_of_queries(queries):
     """Around the sizes at which other kernels take over; requests with another number share the call."""
     lens = [queries, 140, queries + 1, 3]
-    for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("float32", "float8_e4m3")):
+    for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("float32", "float8_e4m3"), ("bfloat16", "float8_e4m3")):
         check_paged(testing.make_paged(4, 4, 2, lens, 16, 32, 32, dtype, kv_dtype, q_lens=[queries, queries, 1, 0]))
 
 

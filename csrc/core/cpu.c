@@ -41,12 +41,15 @@ static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
 static char refusal_note[160]; /* why the CPU's highest level is not used; empty where it is used */
 
-#if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_avx512_bf16)
+#if defined(__x86_64__) && !defined(BA_EMULATED) && !(defined(BA_NO_avx512_bf16) && defined(BA_NO_amx))
+/* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, Cooper Lake alone lacks it; there avx512 is faster anyway. */
 static bool cpuid_has_avx512_bf16(void) {
     unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5 && __builtin_cpu_supports("avx512vbmi");
 }
+#endif
 
+#if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_avx512_bf16)
 /* Whether avx512_bf16 is faster than avx512. AMD's cores issue VDPBF16PS, which does twice the work, as often as a multiply-add. Intel's
  * cores issue it a quarter as often, so they are slower with it: there the level exists for callers that name it, but is never the detected
  * one. The vendor decides and not a measurement, so that the same machine always gives the same answer. */
@@ -95,9 +98,11 @@ static bool cpu_has_bf16(void) {
 #if defined(__x86_64__) && !defined(BA_EMULATED)
 /* Of AMD's cores with AVX-512, those of family 0x19 (Zen 4) carry out prefetches into L2, and those of family 0x1A (Zen 5) do not: there a line that
  * no cache holds must be prefetched into L1. Intel's cores with tiles (CPUID leaf 7) carry them out. Other CPUs with AVX-512 have not been measured,
- * and prefetch into L1. What CPUID says decides and not a measurement, so that the same machine always takes the same path. */
+ * and prefetch into L1. The kernels that prefetch into L2 use VBMI, which all these cores have. What CPUID says decides and not a measurement, so
+ * that the same machine always takes the same path. */
 static bool carries_out_l2_prefetches(void) {
     unsigned eax, ebx, ecx, edx;
+    if (!__builtin_cpu_supports("avx512vbmi")) return false;
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & 1u << 24) return true;
     if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
     const unsigned family = eax >> 8 & 0xf, extended = eax >> 20 & 0xff;
@@ -123,7 +128,7 @@ static ba_isa detect(void) {
         return level;
     level = BA_ISA_AVX512;
 #endif
-#ifndef BA_NO_avx512_bf16
+#if !defined(BA_NO_avx512_bf16) || !defined(BA_NO_amx)
     if (!cpuid_has_avx512_bf16()) return level;
 #endif
 #ifndef BA_NO_amx

@@ -250,7 +250,9 @@ typedef BA_ORDER_FEW((*ba_order_few_fn));
 typedef BA_JOIN_FEW((*ba_join_few_fn));
 
 typedef struct ba_few_kernels {
-    ba_attend_few_fn attend; /* NULL, like pack_queries: few calls use the vector family's */
+    /* By the dtype of K and V, which may differ from that of the queries. NULL: such calls use the kernels of the cache, and the vector family's
+     * packing */
+    ba_attend_few_fn attend[BA_DTYPE_COUNT];
     ba_pack_queries_fn pack_queries;
     ba_order_few_fn order_queries; /* NULL: pack_queries leaves them in order */
     ba_finish_fn finish, finish_reals;

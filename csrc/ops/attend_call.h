@@ -40,8 +40,9 @@ typedef struct ba_attend_scratch {
 typedef struct ba_attend_call {
     const ba_problem *problem;
     const ba_attend_family *family;
-    ba_pack_rows_fn pack_k, pack_v; /* NULL: kernels read the rows where they lie */
-    bool own_few;                   /* few queries are attended by the family's own kernel, and not by that of the cache's dtype */
+    ba_pack_rows_fn pack_k, pack_v;     /* NULL: kernels read the rows where they lie */
+    bool own_few;                       /* few queries are attended by a kernel of their dtype's family, and not by that of the cache's dtype */
+    const ba_attend_family *few_family; /* that family, or else `family`: writes the results of few queries */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
@@ -72,6 +73,13 @@ static inline int64_t ba_tile_room(const ba_attend_call *c) {
 enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
 
 /* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
+/* Bytes that a packed query has room for, in a panel of either kind. */
+static inline int64_t ba_query_room(const ba_attend_call *c) {
+    const ba_attend_family *f = c->family, *few = c->few_family;
+    const int64_t dim = c->problem->head_dim;
+    return ba_max(ba_round_up(dim, f->dim_pad) * f->q_bytes, ba_round_up(dim, few->dim_pad) * few->q_bytes);
+}
+
 static inline int64_t ba_few_scratch(const ba_attend_call *c) {
     const int64_t apart = BA_FEW_PAD(c->problem->v_dim);
     return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);

@@ -49,7 +49,7 @@ void ba_join_parts(void *context, int64_t index, int worker) {
     ba_panel_state s = {.panel = part_panel(c, batch, kv_head, 0, 0), .width = BA_PANEL_FEW, .lanes = lanes};
     for (int64_t part = 1; part < parts; part++) {
         const ba_panel from = part_panel(c, batch, kv_head, part, 0);
-        c->family->few->join(&s.panel, &from, lanes, p->v_dim);
+        c->few_family->few->join(&s.panel, &from, lanes, p->v_dim);
     }
     const ba_tile tile = {.head = kv_head * p->group, .heads = p->group, .lanes = lanes};
     ba_write_lanes(c, &w, batch, &tile, &s);

@@ -52,7 +52,7 @@ void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_
         const int64_t room = panel_room(c, s->width);
         s->lane = lane;
         s->lanes = ba_min(left, room);
-        s->panel.q = w->q + at * ba_round_up(p->head_dim, f->dim_pad) * f->q_bytes;
+        s->panel.q = w->q + at * ba_query_room(c);
         s->panel.o = w->o + at * ba_round_up(p->v_dim, f->dim_pad) * f->real_size;
         s->panel.m = w->ml + at * 2 * f->real_size;
         s->panel.l = w->ml + (at * 2 + room) * f->real_size;
@@ -96,7 +96,7 @@ void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t
         if (p->sinks) add_sink(c, s, i, (double)p->sinks[head]);
     }
     ba_finish_fn finish;
-    if (s->width == BA_PANEL_FEW) finish = p->unrounded ? f->few->finish_reals : f->few->finish;
+    if (s->width == BA_PANEL_FEW) finish = p->unrounded ? c->few_family->few->finish_reals : c->few_family->few->finish;
     else finish = p->unrounded ? f->pack->finish_reals[s->width] : f->pack->finish[s->width];
     finish(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)

@@ -84,7 +84,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
         },
     .few =
         &(const ba_few_kernels){
-            .attend = BA_CAT(NAME(few), bfloat16),
+            .attend = {[BA_BFLOAT16] = BA_CAT(NAME(few), bfloat16)},
             .pack_queries = BA_CAT(NAME(pack_few), bfloat16),
             .order_queries = BA_CAT(NAME(order_few), bfloat16),
             .finish = BA_CAT(NAME(finish_few), bfloat16),

@@ -32,6 +32,8 @@
 #undef BA_HAVE_V_DOT
 #undef BA_HAVE_V_BYTES
 #undef BA_HAVE_V_E4M3
+#undef BA_HAVE_V_PAIRS_I8
+#undef BA_HAVE_V_PAIRS_E4M3
 #undef BA_HAVE_V_REPEAT
 #undef BA_HAVE_V_SUM_PAIRS
 #undef BA_HAVE_V_AT_LEAST
@@ -376,6 +378,19 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)((ivec)value | ((bits & 0x80) << 24));
 }
 #endif
+/* These load n elements of one byte as bfloat16, two in each lane; zeros fill the vector where n is less than 2 * BA_LANES. Nothing is rounded: all
+ * numbers of int8 and of e4m3 are numbers of bfloat16. */
+#define BA_PAIRS_FROM(type, convert)                                                                                                                 \
+    type half[2][BA_LANES] = {{0}};                                                                                                                  \
+    for (int64_t i = 0; i < ba_min(n, 2 * BA_LANES); i++) half[i % 2][i / 2] = p[i];                                                                 \
+    return (vec)(((ivec)convert(half[0]) >> 16 & 0xffff) | (ivec)convert(half[1]))
+#ifndef BA_HAVE_V_PAIRS_I8
+BA_INLINE vec NAME(v_pairs_from_i8)(const int8_t *p, int64_t n) { BA_PAIRS_FROM(int8_t, NAME(v_from_i8)); }
+#endif
+#ifndef BA_HAVE_V_PAIRS_E4M3
+BA_INLINE vec NAME(v_pairs_from_e4m3)(const uint8_t *p, int64_t n) { BA_PAIRS_FROM(uint8_t, NAME(v_from_e4m3)); }
+#endif
+#undef BA_PAIRS_FROM
 #endif
 
 /* Puts the lanes of two vectors together by constant index lists. BA_INTERLEAVE(BA_LOW, step, a, b) takes the lanes of `a` whose number has the

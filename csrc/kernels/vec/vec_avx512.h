@@ -99,6 +99,67 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)_mm512_cvtph_ps(_mm256_or_si256(bits, nan)) * 256.0f;
 }
 
+BA_INLINE __m256i NAME(v_load_bytes)(const void *p, int64_t n) {
+    return n >= 32 ? _mm256_loadu_si256((const __m256i *)p) : _mm256_maskz_loadu_epi8((1u << n) - 1, p);
+}
+
+#ifdef __AVX512BF16__
+#define BA_HAVE_V_PAIRS_I8 1
+BA_INLINE vec NAME(v_pairs_from_i8)(const int8_t *p, int64_t n) {
+    const __m256i bytes = NAME(v_load_bytes)(p, n);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return (vec)_mm512_cvtne2ps_pbh(high, low);
+}
+#endif
+
+#define BA_HAVE_V_PAIRS_E4M3 1
+#ifdef __AVX512VBMI__
+/* All numbers of e4m3 without their signs, in the order of their bits, as bfloat16: [0] their lower bytes, [1] their upper ones. VPERMI2B looks them
+ * up: it takes an index from the lowest 7 bits of a byte, and does not see the sign. */
+#define BA_BYTE(bits, shift) (uint8_t)((bits) >> (shift))
+#define BA_BUT_LAST(bits, shift)                                                                                                                     \
+    BA_BYTE(bits, shift), BA_BYTE((bits) + 0x10, shift), BA_BYTE((bits) + 0x20, shift), BA_BYTE((bits) + 0x30, shift),                               \
+        BA_BYTE((bits) + 0x40, shift), BA_BYTE((bits) + 0x50, shift), BA_BYTE((bits) + 0x60, shift)
+#define BA_EIGHT(bits, shift) BA_BUT_LAST(bits, shift), BA_BYTE((bits) + 0x70, shift) /* of one exponent */
+#define BA_SUBNORMAL(shift)                                                                                                                          \
+    BA_BYTE(0, shift), BA_BYTE(0x3b00, shift), BA_BYTE(0x3b80, shift), BA_BYTE(0x3bc0, shift), BA_BYTE(0x3c00, shift), BA_BYTE(0x3c20, shift),       \
+        BA_BYTE(0x3c40, shift), BA_BYTE(0x3c60, shift)
+#define BA_NUMBERS(shift)                                                                                                                            \
+    BA_SUBNORMAL(shift), BA_EIGHT(0x3c80, shift), BA_EIGHT(0x3d00, shift), BA_EIGHT(0x3d80, shift), BA_EIGHT(0x3e00, shift),                         \
+        BA_EIGHT(0x3e80, shift), BA_EIGHT(0x3f00, shift), BA_EIGHT(0x3f80, shift), BA_EIGHT(0x4000, shift), BA_EIGHT(0x4080, shift),                 \
+        BA_EIGHT(0x4100, shift), BA_EIGHT(0x4180, shift), BA_EIGHT(0x4200, shift), BA_EIGHT(0x4280, shift), BA_EIGHT(0x4300, shift),                 \
+        BA_BUT_LAST(0x4380, shift), BA_BYTE(0x7fc0, shift) /* NaN */
+static const uint8_t NAME(e4m3_bytes)[2][128] __attribute__((aligned(64), unused)) = {{BA_NUMBERS(0)}, {BA_NUMBERS(8)}};
+#undef BA_BYTE
+#undef BA_BUT_LAST
+#undef BA_EIGHT
+#undef BA_SUBNORMAL
+#undef BA_NUMBERS
+BA_INLINE vec NAME(v_pairs_from_e4m3)(const uint8_t *p, int64_t n) {
+    /* byte 0, byte 0, byte 1, byte 1, ... */
+    const __m512i twice = _mm512_set_epi64(0x1f1f1e1e1d1d1c1c, 0x1b1b1a1a19191818, 0x1717161615151414, 0x1313121211111010, 0x0f0f0e0e0d0d0c0c,
+                                           0x0b0b0a0a09090808, 0x0707060605050404, 0x0303020201010000);
+    const __m512i bytes = _mm512_permutexvar_epi8(twice, _mm512_castsi256_si512(NAME(v_load_bytes)(p, n)));
+    const __m512i *lower = (const __m512i *)NAME(e4m3_bytes)[0], *upper = (const __m512i *)NAME(e4m3_bytes)[1];
+    __m512i x = _mm512_mask2_permutex2var_epi8(lower[0], bytes, 0x5555555555555555, lower[1]);
+    x = _mm512_mask2_permutex2var_epi8(upper[0], x, 0xaaaaaaaaaaaaaaaa, upper[1]);
+    return (vec)_mm512_ternarylogic_epi32(x, bytes, _mm512_set1_epi16((short)0x8000), 0xf8); /* x | (bytes & sign) */
+}
+#else
+/* In 16-bit lanes: the bits of exponent and mantissa move to their places in bfloat16, and the bias of the exponent is corrected. 0, the numbers that
+ * are subnormal in e4m3, and NaN come from a table instead, by the lowest 5 bits. */
+BA_INLINE vec NAME(v_pairs_from_e4m3)(const uint8_t *p, int64_t n) {
+    const __m512i table = _mm512_set_epi32(0x7fc00000, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x3c603c40, 0x3c203c00, 0x3bc03b80, 0x3b000000);
+    const __m512i x = _mm512_cvtepi8_epi16(NAME(v_load_bytes)(p, n)), moved = _mm512_slli_epi16(x, 4);
+    const __m512i magnitude = _mm512_and_si512(moved, _mm512_set1_epi16(0x7f0));
+    const __mmask32 special = _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78)) | _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f0));
+    const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(0x3c00));
+    const __m512i found = _mm512_mask_permutexvar_epi16(normal, special, x, table);
+    return (vec)_mm512_ternarylogic_epi32(found, moved, _mm512_set1_epi16((short)0x8000), 0xf8); /* found | (moved & sign) */
+}
+#endif
+
 /* Lanes are first summed within groups of four, then across the groups that are 4 and 8 lanes apart. */
 #define BA_HAVE_V_SUM_PAIRS 1
 BA_INLINE void NAME(v_sum_pairs)(vec *rows, const int count) {
