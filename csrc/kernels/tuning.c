@@ -213,11 +213,11 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                 {
                     .part_keys = 2048,
                     .least_part_keys = 256,
-                    .keys = 32,
-                    .bytes = 256 << 10,
+                    .keys = 128,
+                    .bytes = 2 << 20,
                     .followed_bytes = 4096,
                     .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 8, .distances = {64 << 10}},
+                    .into_l2 = {.followed_queries = 0, .distances = {128 << 10}},
                 },
         },
 #endif
