@@ -98,13 +98,11 @@ class BuildExt(build_ext):
 
         def compile_one(source):
             path = Path(source)
-            flags = [*COMMON_FLAGS, contraction, *left_out, *isas.get(isa_of(path), ()), *self.more_flags(source), *EXTRA_FLAGS]
+            flags = [*COMMON_FLAGS, contraction, *left_out, *level_flags(path, isas), *self.more_flags(source), *EXTRA_FLAGS]
             if EMULATED and path.stem in SLOW_EMULATED:
                 flags += ["-O0"]
             if path.parent.name == "levels":
                 flags += KERNEL_FLAGS
-                if isas.get(isa_of(path)):
-                    flags += shlex.split(MORE_FLAGS.get(path.stem, ""))
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])
@@ -181,6 +179,12 @@ def isa_of(source):
     if source.parent.name != "levels":
         return None
     return max((name for name in ISA_FLAGS if f"{source.stem}_".startswith(f"{name}_")), key=len, default=None)
+
+
+def level_flags(source, isas):
+    """The flags of a kernel file's instruction set, and where there are such (an emulated build has none), its own ones."""
+    flags = isas.get(isa_of(source), ())
+    return [*flags, *shlex.split(MORE_FLAGS.get(source.stem, ""))] if flags else []
 
 
 def usable_isas(compiler):

@@ -27,7 +27,8 @@ def main(level, name, clang_format):
         known = sorted(p.relative_to("csrc/kernels").as_posix().removesuffix("_tmpl.inc") for p in Path("csrc/kernels").rglob("*_tmpl.inc"))
         sys.exit(f"FILE: expected one of {', '.join(known)}; got {name}")
     with mock.patch("setuptools.setup"):
-        isa_flags = runpy.run_path("setup.py")["ISA_FLAGS"]
+        setup = runpy.run_path("setup.py")
+    isa_flags, more_flags = setup["ISA_FLAGS"], setup["MORE_FLAGS"]
     sources = sorted(p for p in Path("csrc/kernels/levels").glob("*.c") if level_of(p.stem, [*isa_flags, "portable"]) == level)
     if not sources:
         sys.exit(f"LEVEL: expected one of {', '.join(['portable', *isa_flags])}; got {level}")
@@ -35,7 +36,9 @@ def main(level, name, clang_format):
     macro, flags = isa_flags.get(level, ("__STDC__", ""))
     if f"#define {macro} " not in preprocessed(compiler, ["-dM", "-x", "c", os.devnull]):
         sys.exit(f"LEVEL: {compiler} does not compile for the architecture of {level}; name one that does, as by CC=aarch64-linux-gnu-gcc")
-    instances = [text for source in sources for text in instances_in(source, template, compiler, flags)]
+    instances = []
+    for source in sources:
+        instances += instances_in(source, template, compiler, f"{flags} {more_flags.get(source.stem, '')}")
     if not instances:
         sys.exit(f"{template} is not part of {level}")
     target = Path("build/expand") / level / f"{template.relative_to('csrc/kernels').as_posix().removesuffix('_tmpl.inc')}.c"

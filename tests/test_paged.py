@@ -96,7 +96,8 @@ def test_group_sizes(group, dtype, kv_dtype):
 def test_numbers_of_queries(queries):
     """Around the sizes at which other kernels take over; requests with another number share the call."""
     lens = [queries, 140, queries + 1, 3]
-    for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("float32", "float8_e4m3"), ("bfloat16", "float8_e4m3")):
+    dtypes = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("float32", "float8_e4m3"), ("bfloat16", "float8_e4m3"))
+    for dtype, kv_dtype in dtypes:
         check_paged(testing.make_paged(4, 4, 2, lens, 16, 32, 32, dtype, kv_dtype, q_lens=[queries, queries, 1, 0]))
 
 

@@ -235,7 +235,10 @@ typedef struct ba_panel_kernels {
  * [query][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [BA_FEW_QUERIES]; K and V are read in place, in their own dtype. Each head's scratch has
  * BA_FEW_SCRATCH reals. The chunks agree in everything but offsets, scales and scratch, the panels in lo and hi. The first chunk says what to
  * prefetch. Offsets, scratch, q and o are evenly spaced, so that the address of a row follows from the head's number: a load of the address would
- * wait behind the loads of rows from memory, and the row with it. A head's bits do not depend on the heads beside it. */
+ * wait behind the loads of rows from memory, and the row with it. A head's bits do not depend on the heads beside it.
+ *
+ * A kernel may use a head's scratch as it likes: those on vectors keep scores behind each other and then sums of V, those on tiles keep scores of
+ * whole groups of 32 keys, for which the room is just enough. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
@@ -392,7 +395,7 @@ typedef struct ba_attend_family {
     ba_isa isa;
     const ba_pack_kernels *pack;         /* never NULL */
     const ba_panel_kernels *panel;       /* never NULL */
-    const ba_few_kernels *few;           /* never NULL, but its attend may be */
+    const ba_few_kernels *few;           /* never NULL, but entries of its attend may be */
     const ba_row_kernels *rows;          /* NULL: by the vector family */
     const ba_gradient_kernels *gradient; /* NULL: by the vector family */
     int64_t lanes[BA_PANEL_WIDTHS];      /* [0] wide, [1] narrow */
@@ -449,7 +452,8 @@ typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
 /* The kernels for a dtype of K and V that may differ from that of the queries: a quantised cache, or a half-precision one under float32 queries. Such
- * calls use a level's float families, whose attend reads floats: `pack` makes them. */
+ * calls use a level's float families, whose attend reads floats: `pack` makes them. Few calls use `few`, unless the family of the queries' dtype has
+ * a kernel of its own for this dtype. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
     int prefetch_level;   /* BA_PREFETCH_LEVEL of traits.h */

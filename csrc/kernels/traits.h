@@ -7,7 +7,8 @@
  *     BA_ROW_SLICE       vectors of keys, or of dims, that it takes together: the sums of a set, these and a query's fit the registers
  *     BA_FEW_MOST_SET    queries that a few kernel takes together at most
  *     BA_FEW_V_LOADS     vectors of V that it holds in registers at most, beside the sums
- *     BA_FEW_TRAITS      [element size][set size]: ba_few_traits of each combination */
+ *     BA_FEW_TRAITS      [element size][set size]: ba_few_traits of each combination
+ *     BA_E4M3_PAIRS      defined where few kernels load e4m3 as pairs of bfloat16 (v_pairs_from_e4m3), which pays where vectors are wide */
 #ifndef BA_TRAITS_H
 #define BA_TRAITS_H
 
@@ -20,7 +21,7 @@ typedef struct ba_few_traits {
     int head_keys;   /* keys of one head that are scored before those of the next head: as many as pay for fetching its queries */
     int slice[2];    /* keys of one head that are added to O together, as many as pay for fetching and storing its sums; [1]: while rows to come are
                         requested, and the order of memory counts for more */
-    int vectors;     /* vectors of V whose sums are in registers together. bfloat16, whose vectors come in pairs, takes an even number */
+    int vectors;     /* vectors of V whose sums are in registers together. Dtypes that are loaded as pairs of bfloat16 take an even number */
     int requests[2]; /* requests that are made for each line of K [0] and of V [1]: as many as are worth their instructions */
     bool delayed;    /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
     bool near[2];    /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */
@@ -54,6 +55,7 @@ enum {
 #undef BA_FEW_MOST_SET
 #undef BA_FEW_V_LOADS
 #undef BA_FEW_TRAITS
+#undef BA_E4M3_PAIRS
 
 // clang-format off
 #if defined(BA_TRAITS_AVX2)
@@ -84,6 +86,7 @@ static const ba_few_traits ba_few_traits_avx2[BA_FEW_SIZES][BA_FEW_SETS] __attri
 #define BA_FEW_MOST_SET 8
 #define BA_FEW_V_LOADS 8
 #define BA_FEW_TRAITS ba_few_traits_avx512
+#define BA_E4M3_PAIRS
 static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
     [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
@@ -113,6 +116,7 @@ static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __att
 #define BA_FEW_MOST_SET 8
 #define BA_FEW_V_LOADS 8
 #define BA_FEW_TRAITS ba_few_traits_avx512_l2
+#define BA_E4M3_PAIRS
 static const ba_few_traits ba_few_traits_avx512_l2[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
     [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},

@@ -50,18 +50,19 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
 
 static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level) {
     const ba_kernels *kernels = ba_kernels_at(level);
-    const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype], *own_family = kernels->attend[p->dtype];
-    const bool own = p->kv_dtype == p->dtype;
-    c->pack_k = own ? f->pack->keys : kernels->cache[p->kv_dtype]->pack;
-    c->pack_v = own ? f->pack->values : kernels->cache[p->kv_dtype]->pack;
+    const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype], *native = kernels->attend[p->dtype];
+    const ba_cache_kernels *cache = kernels->cache[p->kv_dtype];
+    const bool same_dtype = p->kv_dtype == p->dtype;
+    c->pack_k = same_dtype ? f->pack->keys : cache->pack;
+    c->pack_v = same_dtype ? f->pack->values : cache->pack;
     /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both
      * kinds of lists must give the same bits. */
-    const int64_t least_heads = ba_tuning_at(own_family->isa)->few_least_heads;
-    c->own_few = own_family->few->attend[p->kv_dtype] && least_heads > 0 && p->group >= least_heads;
-    c->few_family = c->own_few ? own_family : f;
-    c->few = c->own_few ? own_family->few->attend[p->kv_dtype] : kernels->cache[p->kv_dtype]->few;
-    c->pack_few = c->own_few ? own_family->few->pack_queries : vectors->few->pack_queries;
-    c->order_few = c->own_few ? own_family->few->order_queries : kernels->cache[p->kv_dtype]->order_few;
+    const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads;
+    c->own_few = native->few->attend[p->kv_dtype] && least_heads > 0 && p->group >= least_heads;
+    c->few_family = c->own_few ? native : f;
+    c->few = c->own_few ? native->few->attend[p->kv_dtype] : cache->few;
+    c->pack_few = c->own_few ? native->few->pack_queries : vectors->few->pack_queries;
+    c->order_few = c->own_few ? native->few->order_queries : cache->order_few;
 }
 
 /* Chooses the size of chunks. Where the rows of the lists are a single panel, chunks are small, so that neighbouring rows attend a key while it is in

@@ -68,11 +68,6 @@ static inline int64_t ba_tile_room(const ba_attend_call *c) {
                        c->family->lanes[BA_PANEL_WIDE]);
 }
 
-/* The number of queries that a panel of the kernel for few queries has room for. It is one more than the kernel takes, so that the panels of several
- * heads do not compete for the same sets of the L1 cache. */
-enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
-
-/* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
 /* Bytes that a packed query has room for, in a panel of either kind. */
 static inline int64_t ba_query_room(const ba_attend_call *c) {
     const ba_attend_family *f = c->family, *few = c->few_family;
@@ -80,6 +75,11 @@ static inline int64_t ba_query_room(const ba_attend_call *c) {
     return ba_max(ba_round_up(dim, f->dim_pad) * f->q_bytes, ba_round_up(dim, few->dim_pad) * few->q_bytes);
 }
 
+/* The number of queries that a panel of the kernel for few queries has room for. It is one more than the kernel takes, so that the panels of several
+ * heads do not compete for the same sets of the L1 cache. */
+enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
+
+/* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
 static inline int64_t ba_few_scratch(const ba_attend_call *c) {
     const int64_t apart = BA_FEW_PAD(c->problem->v_dim);
     return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);

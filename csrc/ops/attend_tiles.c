@@ -209,7 +209,7 @@ void ba_skip_keys(ba_chunk *chunk, int64_t keys) {
 }
 
 bool ba_cut_to_seen(const ba_attend_call *c, const ba_panel_state *s, ba_panel *panel, ba_chunk *chunk) {
-    const int64_t step = s->width == BA_PANEL_FEW ? ba_max(BA_FEW_KEY_ALIGN, c->family->key_align) : c->family->key_align;
+    const int64_t step = s->width == BA_PANEL_FEW ? ba_max(BA_FEW_KEY_ALIGN, c->few_family->key_align) : c->family->key_align;
     int64_t begin = 0, end = chunk->keys;
     if (chunk->key_index[0] < s->any.lo || chunk->key_index[end - 1] >= s->any.hi) {
         begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo);
