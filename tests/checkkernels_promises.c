@@ -48,13 +48,16 @@ static void same_bits(record *r, int64_t lane, const char *what) {
 }
 
 /* Promise: what a key holds does not matter to a lane that does not see the key. */
-static void check_unseen(const test_case *c, const key_range *ranges) {
+static void check_unseen(test_case *c, const key_range *ranges) {
     static const double worst[] = {NAN, INFINITY, -INFINITY, 0x1.fcp127, -0x1.fcp127};
     const int64_t j = pick(c->keys), some = pick(c->head_dim), some_v = pick(c->v_dim);
     static unsigned char k_row[ROW_BYTES], v_row[ROW_BYTES];
     memcpy(k_row, k.raw[j], ROW_BYTES);
     memcpy(v_row, v.raw[j], ROW_BYTES);
     const double value = worst[pick(5)];
+    const float k_scale = c->k_scale[j], v_scale = c->v_scale[j];
+    if (pick(2)) c->k_scale[j] = pick(4) ? (float)value : 0;
+    if (pick(2)) c->v_scale[j] = pick(4) ? (float)value : 0;
     for (int64_t d = some; d < c->head_dim; d++) set_element(c->s.kv_dtype, k.raw[j], d, value);
     for (int64_t d = some_v; d < c->v_dim; d++) set_element(c->s.kv_dtype, v.raw[j], d, value);
     attend_ranges(c, ranges, 2, changed);
@@ -62,6 +65,8 @@ static void check_unseen(const test_case *c, const key_range *ranges) {
         if (!sees(c, i, j)) same_bits(&records[UNSEEN], i, "what an unseen key holds shows in [.][lane]");
     memcpy(k.raw[j], k_row, ROW_BYTES);
     memcpy(v.raw[j], v_row, ROW_BYTES);
+    c->k_scale[j] = k_scale;
+    c->v_scale[j] = v_scale;
 }
 
 /* Promise: keys that no lane sees may be left out at either end of a chunk, and a chunk may be cut in two at a place where no lane has visible keys

@@ -416,6 +416,25 @@ def test_error_of_quantised_caches(kv_dtype):
     assert error.relative < {"int8": 0.01, "float8_e4m3": 0.05}[kv_dtype]
 
 
+@pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 17]])  # few queries, also with bounds of their own, and panels
+def test_scales_of_hidden_tokens_do_not_matter(dtype, kv_dtype, q_lens, isa_level):
+    """What a window has left behind may hold anything, and the newest token is not seen by the queries before it."""
+    window, lens = 20, [90, 77]
+    case = testing.make_paged(2, 8, 2, lens, 16, 64, 48, dtype, kv_dtype, q_lens=q_lens)
+    clean = attend_paged(case, window=window)
+    newest = np.cumsum(q_lens) - 1
+    left_behind = [(b, t) for b in range(2) for t in range(lens[b] - q_lens[b] - window)]
+    for tokens, seeing in ((left_behind, []), ([(b, lens[b] - 1) for b in range(2)], newest)):
+        at = tuple(np.array([(case.block_tables[b, t // 16], t % 16) for b, t in tokens]).T)
+        for name, bad in itertools.product(("k_scale", "v_scale"), (np.nan, np.inf, -1.0, 0.0)):
+            scale = case.options[name].copy()
+            scale[at] = bad
+            got = attend_paged(case, window=window, **{name: scale})
+            assert_same([np.delete(x, seeing, 0) for x in got], [np.delete(x, seeing, 0) for x in clean])
+
+
 # ---- Bad pages ----------------------------------------------------------------------------------------------------
 
 

@@ -74,9 +74,11 @@ class Case:
         order = rng.permutation(pages)
         shared = draw.flag("shared", 0.2)
         own = [order[rng.integers(0, pages, n)] if shared else order[int(counts[:b].sum()) :][:n] for b, n in enumerate(counts)]
+        window = draw.pick("window", (None, 0, 5, 100))
         used = np.zeros((pages, size), np.bool_)
-        for b in range(batch):
-            t = np.arange(lens[b])
+        for b in range(batch):  # tokens that no query of the request sees may hold garbage, as those behind the request may
+            first = int(lens[b] - q_lens[b] if begin is None else begin[b])
+            t = np.arange(0 if window is None else max(0, first - window), max(0, min(lens[b], first + q_lens[b])))
             used[own[b][t // size], t % size] = True
         garbage = draw.pick("garbage", (0, 1, 2))
         self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
@@ -85,7 +87,6 @@ class Case:
         self.v = Cache(draw, "v_cache", (pages, size, kv_heads, v_dim), cache_dtype, all_used, GARBAGE[garbage], self.hnd)
         heads = kv_heads * group
         q = arrays.rounded(draw.rng("q").standard_normal((int(q_lens.sum()), heads, dim)), dtype)
-        window = draw.pick("window", (None, 0, 5, 100))
         sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
         softcap = draw.pick("softcap", (None, 2.0, 30.0))
         self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
