@@ -75,31 +75,43 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
 _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 12 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_row_kernels, attend) == 5 &&
-                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 6 && FUNCTIONS(ba_probes, flops) == 3,
+                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 7 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
     const ba_attend_family *f = l->family;
-    subject s = {l->name, f, l->cache, l->dtype, l->dtype, f->pack->keys, f->pack->values, f->pack_bytes, f->few->attend[l->dtype], NULL, NULL};
-    if (l->cache)
-        s = (subject){l->name,       f,    l->cache,        real_of(f), l->dtype, l->cache->pack, l->cache->pack, f->real_size,
-                      l->cache->few, NULL, l->cache_into_l1};
+    subject s = {.name = l->name,
+                 .f = f,
+                 .cache = l->cache,
+                 .dtype = l->cache ? real_of(f) : l->dtype,
+                 .kv_dtype = l->dtype,
+                 .pack_k = l->cache ? l->cache->pack : f->pack->keys,
+                 .pack_v = l->cache ? l->cache->pack : f->pack->values,
+                 .pack_bytes = l->cache ? f->real_size : f->pack_bytes,
+                 .few = l->cache ? l->cache->few : f->few->attend[l->dtype],
+                 .cache_into_l1 = l->cache_into_l1};
     if (l->family_into_l1) s.few_into_l1 = l->family_into_l1->few->attend[l->dtype];
     if (l->cache_into_l1) s.few_into_l1 = l->cache_into_l1->few;
     return s;
 }
 
-/* The family's own kernel for few queries over a cache of another dtype, where it has one; otherwise a subject without such a kernel. */
-static subject subject_over(const listed *l, ba_dtype kv_dtype) {
+/* The family's own kernels over a cache of another dtype: for few queries, where it has one, and for panels, where these take scales. Returns whether
+ * it has any. */
+static bool subject_over(const listed *l, ba_dtype kv_dtype, subject *over) {
     static char name[80];
     subject s = subject_of(l);
-    s.few = l->cache || kv_dtype == l->dtype ? NULL : l->family->few->attend[kv_dtype];
-    if (!s.few) return s;
+    const ba_cache_kernels *cache = ba_kernels_at(l->family->isa)->cache[kv_dtype];
+    if (l->cache || kv_dtype == l->dtype) return false;
+    s.few = l->family->few->attend[kv_dtype];
+    s.widen = l->family->takes_scales && cache && !l->family_into_l1 ? cache->widen : NULL; /* panels are those of the family that it replaces */
+    if (!s.few && !s.widen) return false;
+    if (!s.pack_k) s.pack_k = s.widen;
     snprintf(name, sizeof name, "%s_over_%s", l->name, kv_dtype == BA_INT8 ? "int8" : kv_dtype == BA_FLOAT8_E4M3 ? "float8_e4m3" : "another");
     s.name = name;
     s.kv_dtype = kv_dtype;
     if (l->family_into_l1) s.few_into_l1 = l->family_into_l1->few->attend[kv_dtype];
-    return s;
+    *over = s;
+    return true;
 }
 
 static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "rows"};
@@ -546,6 +558,7 @@ static void check_probabilities(test_case *c) {
         if (!is_drawn()) continue;
         make_case(c, n % FILLS, n % MASKS, 1 + pick(c->s.f->lanes[WIDE]), 1 + pick(n % 7 ? 100 : BA_MAX_CHUNK), dim_at(n / FILLS % DIMS), 1);
         c->softcap = 0;
+        c->scaled = false;
         const ba_panel panel = open_panel(c);
         const ba_chunk chunk = open_chunk(c, 0, c->keys);
         float *sums = place(ALPHA, c->keys * c->lanes * (int64_t)sizeof *sums);
@@ -760,11 +773,12 @@ static void check_variant(void *context) {
     check_attend(c);
     check_promises(c);
     check_patterns_in(c);
+    const bool over = c->s.kv_dtype != c->s.dtype && !c->s.cache; /* the family's own kernels over a cache */
     if (!c->s.cache && c->variant != ROWS) check_finish(c);
     if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
-    if (c->variant == WIDE && !c->s.cache && c->s.f->panel->add_probabilities) check_probabilities(c);
-    if (c->variant == WIDE && !c->s.cache && c->s.f->panel->sum_blocks) check_block_sums(c);
-    if (c->variant == WIDE && !c->s.cache && c->s.f->rows && c->s.f->rows->choose) check_choose(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->add_probabilities) check_probabilities(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_blocks) check_block_sums(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->rows && c->s.f->rows->choose) check_choose(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW) check_heads(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
@@ -783,9 +797,10 @@ static void check_subject(const subject *s) {
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
-        if (variant != FEW && !s->cache && s->kv_dtype != s->dtype) continue; /* the family's own kernels over a cache are for few queries */
-        if (variant != FEW && s->few_into_l1 && !s->cache) continue;          /* its other kernels are checked with the family that it copies */
-        if (variant == ROWS && (s->cache || !s->f->rows)) continue;
+        const bool over = s->kv_dtype != s->dtype && !s->cache; /* the family's own kernels over a cache */
+        if (over && variant != FEW && !s->widen) continue;
+        if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* its other kernels are checked with the family that it copies */
+        if (variant == ROWS && (s->cache || over || !s->f->rows)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_variant, &c, &records[ATTEND]);
@@ -875,8 +890,8 @@ static void bench(const subject *s) {
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
             if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */
             if (variant == FEW && !s->few) continue;
-            if (variant != FEW && (s->few_into_l1 || s->kv_dtype != s->dtype)) continue;
-            if (variant == ROWS && !s->f->rows) continue;
+            if (variant != FEW && (s->few_into_l1 || (s->kv_dtype != s->dtype && !s->widen))) continue;
+            if (variant == ROWS && (s->widen || !s->f->rows)) continue;
             c = (test_case){.s = *s, .variant = variant};
             make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
             c.softcap = 0;
@@ -923,8 +938,8 @@ int main(int argc, char **argv) {
             if (timing) bench(&s);
             else check_subject(&s);
             for (int kv_dtype = 0; kv_dtype < BA_DTYPE_COUNT; kv_dtype++) {
-                const subject over = subject_over(&list[i], (ba_dtype)kv_dtype);
-                if (!over.few) continue;
+                subject over;
+                if (!subject_over(&list[i], (ba_dtype)kv_dtype, &over)) continue;
                 if (timing) bench(&over);
                 else check_subject(&over);
             }

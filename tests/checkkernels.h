@@ -28,6 +28,7 @@ typedef enum buffer {
     PROBE,
     PACKED_K,
     PACKED_V,
+    WIDE_ROWS,
     K_SCALES,
     V_SCALES,
     K_POINTERS,
@@ -123,6 +124,7 @@ typedef struct subject {
     const ba_cache_kernels *cache; /* NULL: the family's kernels */
     ba_dtype dtype, kv_dtype;      /* of queries and output; of K and V */
     ba_pack_rows_fn pack_k, pack_v;
+    ba_pack_rows_fn widen; /* rows of a quantised cache are widened before they are packed; NULL: they are packed as they are */
     int64_t pack_bytes;
     ba_attend_few_fn few;
     ba_attend_few_fn few_into_l1;          /* where `few` prefetches into L2: the kernel that it replaces, whose bits it returns */

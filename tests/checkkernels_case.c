@@ -102,14 +102,14 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
     const double scales[] = {1, 0.125, 1.4426950408889634 / sqrt((double)head_dim), -0.3, 0, 0.7};
     c->scale = exact ? 0.125 : scales[pick(6)];
     c->softcap = pick(4) ? 0 : pick(2) ? 8 : 50;
+    const bool packs_scaled = c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size && c->s.f->key_pad == 1;
     c->scaled =
-        (c->variant == FEW || (c->variant != ROWS && c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size && c->s.f->key_pad == 1)) &&
-        pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
+        (c->variant == FEW || (c->variant != ROWS && (packs_scaled || c->s.f->takes_scales))) && pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
     int64_t index = pick(4) ? pick(1000) : INT32_MAX - 4 * MAX_KEYS;
     for (int64_t j = 0; j < keys; j++) {
         c->key_index[j] = (int32_t)(index += 1 + (pick(4) == 0 ? pick(3) : 0));
-        c->k_scale[j] = exact ? 0.5f : (float)(0.02 + 0.01 * uniform());
-        c->v_scale[j] = exact ? 0.25f : (float)(0.02 + 0.01 * uniform());
+        c->k_scale[j] = (pick(16) ? 1 : -1) * (exact ? 0.5f : (float)(0.02 + 0.01 * uniform()));
+        c->v_scale[j] = (pick(16) ? 1 : -1) * (exact ? 0.25f : (float)(0.02 + 0.01 * uniform()));
     }
     for (int64_t i = 0; i < c->lanes; i++) draw_range(c, i);
     fill_operand(c, &q, queries, head_dim);
@@ -137,6 +137,11 @@ static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffe
     const void **row = place_tight(pointers, keys * (int64_t)sizeof *row, sizeof *row);
     const bool in_rows = c->variant == ROWS;
     const int64_t room = ba_round_up(keys, in_rows ? BA_ROW_KEYS : c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
+    if (c->s.widen && pack != c->s.widen) {
+        static const void *wide[BA_MAX_CHUNK];
+        c->s.widen(place(WIDE_ROWS, keys * ba_round_up(dim, BA_PACK_PAD) * c->s.pack_bytes), wide, rows, NULL, keys, dim);
+        rows = wide;
+    }
     pack(place(packed, room * (in_rows ? row_element(c) : c->s.pack_bytes)), row, rows, scales, keys, dim);
     return row;
 }
@@ -215,7 +220,7 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
                           pack_v = c->variant == ROWS ? s->f->rows->pack_values : s->pack_v;
     chunk.k_rows = packs && pack_k ? place_packed(c, pack_k, PACKED_K, PACKED_K_POINTERS, k_rows, k_scale, keys, c->head_dim) : k_rows;
     chunk.v_rows = packs && pack_v ? place_packed(c, pack_v, PACKED_V, PACKED_V_POINTERS, v_rows, v_scale, keys, c->v_dim) : v_rows;
-    if (!packs) {
+    if (!packs || s->f->takes_scales) {
         chunk.k_scale = k_scale;
         chunk.v_scale = v_scale;
     }

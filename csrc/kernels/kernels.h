@@ -141,8 +141,8 @@ typedef struct ba_chunk {
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
     int64_t place;                                 /* panel: of its first key in the chunk that this one was cut from */
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
-    const float *k_scale;                          /* few: [keys], factors of K's rows; NULL: 1 */
-    const float *v_scale;                          /* few: the same for V */
+    const float *k_scale;                          /* few, and see takes_scales: [keys], factors of K's rows; NULL: 1 */
+    const float *v_scale;                          /* the same for V */
     double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
     double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
     void *scratch;  /* keys * scratch_per_key bytes, of any content */
@@ -187,7 +187,7 @@ typedef struct ba_pack_kernels {
 typedef BA_ATTEND((*ba_attend_fn));
 
 /* The same for n different panels of one width, panel i with chunk i, with the same bits. A family has this kernel where it can overlap the work of
- * consecutive panels. The chunks agree in everything but keys, rows and the rows that will be used next. */
+ * consecutive panels. The chunks agree in everything but keys, rows, scales (which all have, or none) and the rows that will be used next. */
 #define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
@@ -203,7 +203,7 @@ typedef BA_SOFTMAX((*ba_softmax_fn));
 typedef BA_VALUES((*ba_values_fn));
 
 /* sums[key][lane] += exp2(S^T - m) for the keys that the lane sees. These are the probabilities where m is the log-sum-exp (in log2 units; where it
- * is +infinity they are 0). The panel is wide. Neither o, l nor softcap is read. */
+ * is +infinity they are 0). The panel is wide. Neither o, l, softcap nor scales are read. */
 #define BA_ADD_PROBABILITIES(name) void name(const ba_panel *panel, const ba_chunk *chunk, float *sums)
 typedef BA_ADD_PROBABILITIES((*ba_add_probabilities_fn));
 
@@ -311,7 +311,7 @@ typedef struct ba_gradient_panel {
 } ba_gradient_panel;
 
 /* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what
- * attend promises. softcap and scales are not read. */
+ * attend promises. softcap is not read, and there are no scales. */
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
 typedef BA_GRADIENT((*ba_gradient_fn));
 
@@ -408,6 +408,8 @@ typedef struct ba_attend_family {
     int64_t o_block;   /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
                           [dim][lane] as a whole */
     bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
+    bool takes_scales; /* attend reads the scales of a chunk: it multiplies scores with those of K, and weights with those of V. So such a family,
+                          which is one of bfloat16, may be given rows of a quantised cache that `widen` has made rows of bfloat16 */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. A group takes key_pad packed rows' bytes, groups follow
                           each other, and attend reads no pointer of a group but that of its first key */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
@@ -452,12 +454,14 @@ typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
 /* The kernels for a dtype of K and V that may differ from that of the queries: a quantised cache, or a half-precision one under float32 queries. Such
- * calls use a level's float families, whose attend reads floats: `pack` makes them. Few calls use `few`, unless the family of the queries' dtype has
- * a kernel of its own for this dtype. */
+ * calls use a level's float families, whose attend reads floats: `pack` makes them. Families that take scales attend rows that `widen` has made. Few
+ * calls use `few`, unless the family of the queries' dtype has a kernel of its own for this dtype. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
-    int prefetch_level;   /* BA_PREFETCH_LEVEL of traits.h */
-    ba_pack_rows_fn pack; /* NULL: K and V are read in place */
+    int prefetch_level;    /* BA_PREFETCH_LEVEL of traits.h */
+    ba_pack_rows_fn pack;  /* NULL: K and V are read in place */
+    ba_pack_rows_fn widen; /* makes rows of bfloat16, BA_PACK_PAD dims padded, without scales and without rounding. NULL: float dtypes, and levels
+                              without families that take scales */
     ba_attend_few_fn few;
     ba_order_few_fn order_few; /* NULL: packed queries are in order */
     ba_scores_few_fn scores;

@@ -25,6 +25,7 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
     w->packed_k = ba_take_in_page(base, &used, c->pack_k ? packed * pad_k * pack : 0, in_page, in_page);
     w->packed_v = ba_take_in_page(base, &used, c->pack_v ? packed * pad_v * pack : 0, in_page, in_page);
+    w->wide = ba_take(base, &used, c->widen ? BA_WIDE_KEYS * ba_round_up(ba_max(p->head_dim, p->v_dim), BA_PACK_PAD) * f->pack_bytes : 0);
     w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -48,13 +49,18 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
 
 /* ---- The call ----------------------------------------------------------------------------------------------------- */
 
+bool ba_attends_kv_dtype(const ba_kernels *kernels, const ba_attend_family *family, const ba_problem *problem) {
+    return problem->kv_dtype == problem->dtype || (family->takes_scales && kernels->cache[problem->kv_dtype]->widen);
+}
+
 static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level) {
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype], *native = kernels->attend[p->dtype];
     const ba_cache_kernels *cache = kernels->cache[p->kv_dtype];
-    const bool same_dtype = p->kv_dtype == p->dtype;
-    c->pack_k = same_dtype ? f->pack->keys : cache->pack;
-    c->pack_v = same_dtype ? f->pack->values : cache->pack;
+    const bool own = ba_attends_kv_dtype(kernels, f, p);
+    c->widen = own && p->kv_dtype != p->dtype ? cache->widen : NULL;
+    c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;
+    c->pack_v = !own ? cache->pack : f->pack->values ? f->pack->values : c->widen;
     /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both
      * kinds of lists must give the same bits. */
     const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads;
@@ -122,7 +128,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
                              .k.pack = c.pack_k,
                              .v.pack = c.pack_v};
     /* Sharing packs with the family's own functions. Those for another dtype of K and V take scales, which sharing does not have. */
-    int64_t shared_bytes = c.pack_k == c.family->pack->keys && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
+    int64_t shared_bytes = c.pack_k == c.family->pack->keys && !c.widen && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take_in_page(NULL, &used, shared_bytes, in_page, 0);
     char *memory = ba_arena_get((size_t)used);

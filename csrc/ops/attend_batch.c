@@ -48,7 +48,7 @@ static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_fa
 static ba_status attend_valid(const ba_problem *problem, int threads) {
     const ba_kernels *kernels = ba_kernels_active();
     const ba_attend_family *family = kernels->attend[problem->dtype], *vectors = kernels->vector[problem->dtype];
-    if (problem->kv_dtype != problem->dtype) return ba_attend_with(vectors, problem, threads);
+    if (!ba_attends_kv_dtype(kernels, family, problem)) return ba_attend_with(vectors, problem, threads);
     const int64_t least_pairs = ba_tuning_at(family->isa)->least_pairs[problem->dtype];
     int64_t pay = 0;
     for (int64_t b = 0; least_pairs > 0 && b < problem->batch; b++) pay += pairs_per_key(problem, b) >= least_pairs;

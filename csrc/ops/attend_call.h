@@ -11,7 +11,10 @@
 #include "ops/shared_rows.h"
 #include "ops/tiles.h"
 
-enum { BA_MANY_PANELS = 16 /* the largest number of panels of one kernel call */ };
+enum {
+    BA_MANY_PANELS = 16, /* the largest number of panels of one kernel call */
+    BA_WIDE_KEYS = 32,   /* keys whose rows are widened together, so that they are in cache when they are packed: a multiple of every key_pad */
+};
 
 /* One chunk of a list: its keys, and where their rows lie. */
 typedef struct ba_chunk_rows {
@@ -28,7 +31,7 @@ typedef struct ba_attend_scratch {
     char *q, *o, *ml;  /* packed queries, and the states o, m and l, of one tile after the other */
     int32_t *bounds;   /* lo and hi of all panels */
     uint64_t *bitmaps; /* [walk]: the listed columns */
-    char *packed_k, *packed_v, *scores, *lse, *gathered;
+    char *packed_k, *packed_v, *wide, *scores, *lse, *gathered;
     const void **packed_k_rows, **packed_v_rows, **rows;
     float *k_scale, *v_scale;
     ba_chunk_rows chunk[BA_MANY_PANELS + 2]; /* a ring: chunks whose panels are still collected, the current chunk, and the next one */
@@ -40,8 +43,10 @@ typedef struct ba_attend_scratch {
 typedef struct ba_attend_call {
     const ba_problem *problem;
     const ba_attend_family *family;
-    ba_pack_rows_fn pack_k, pack_v;     /* NULL: kernels read the rows where they lie */
-    bool own_few;                       /* few queries are attended by a kernel of their dtype's family, and not by that of the cache's dtype */
+    ba_pack_rows_fn pack_k, pack_v; /* NULL: kernels read the rows where they lie */
+    ba_pack_rows_fn widen;          /* NULL: rows are packed where they lie. Otherwise they are of a quantised cache, and become rows of the queries'
+                                       dtype first */
+    bool own_few;                   /* few queries are attended by a kernel of their dtype's family, and not by that of the cache's dtype */
     const ba_attend_family *few_family; /* that family, or else `family`: writes the results of few queries */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;

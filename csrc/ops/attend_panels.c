@@ -57,6 +57,36 @@ static void attend_tile(const ba_attend_call *c, ba_tile_state *t, const ba_chun
     }
 }
 
+/* How rows of K, or of V, are packed, and where to. */
+typedef struct pack_job {
+    ba_pack_rows_fn pack; /* NULL: they are not */
+    char *packed;
+    const void **packed_rows;
+    const float *scales;
+    int64_t dim;
+} pack_job;
+
+/* Packs all rows of the chunk but the first `whole`, which are packed already. Returns the pointers that the kernel is given. */
+static const void *const *pack_others(const ba_attend_call *c, const ba_attend_scratch *w, const pack_job *job, const void *const *rows,
+                                      int64_t whole, int64_t others) {
+    if (!job->pack || !others) return rows;
+    const void **packed_rows = job->packed_rows + whole;
+    memcpy(job->packed_rows, rows, (size_t)whole * sizeof *rows);
+    rows += whole;
+    if (!c->widen || job->pack == c->widen) {
+        job->pack(job->packed, packed_rows, rows, job->scales, others, job->dim);
+        return job->packed_rows;
+    }
+    const int64_t row_bytes = ba_round_up(job->dim, c->family->dim_pad) * c->family->pack_bytes;
+    for (int64_t j = 0; j < others; j += BA_WIDE_KEYS) {
+        const void *wide_rows[BA_WIDE_KEYS];
+        const int64_t keys = ba_min(BA_WIDE_KEYS, others - j);
+        c->widen(w->wide, wide_rows, rows + j, NULL, keys, job->dim);
+        job->pack(job->packed + j * row_bytes, packed_rows + j, wide_rows, NULL, keys, job->dim);
+    }
+    return job->packed_rows;
+}
+
 /* The tiles that walk the chunk's list attend it. They see no keys outside `range`. `next` is the chunk that follows, or NULL. */
 static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_range *range, const ba_chunk_rows *here,
                          const ba_chunk_rows *next, batch *many) {
@@ -72,16 +102,10 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
     const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
     const bool alone = c->chunks == 2 || others; /* there is memory for one chunk that is packed here, so its panels cannot wait for the next chunk */
     if (alone || many->walks >> here->walk & 1) flush(c, many);
-    if (c->pack_k && others) {
-        memcpy(w->packed_k_rows, chunk.k_rows, (size_t)whole * sizeof *chunk.k_rows);
-        c->pack_k(w->packed_k, w->packed_k_rows + whole, chunk.k_rows + whole, chunk.k_scale, others, p->head_dim);
-        chunk.k_rows = w->packed_k_rows;
-    }
-    if (c->pack_v && others) {
-        memcpy(w->packed_v_rows, chunk.v_rows, (size_t)whole * sizeof *chunk.v_rows);
-        c->pack_v(w->packed_v, w->packed_v_rows + whole, chunk.v_rows + whole, chunk.v_scale, others, p->v_dim);
-        chunk.v_rows = w->packed_v_rows;
-    }
+    const pack_job k = {c->pack_k, w->packed_k, w->packed_k_rows, chunk.k_scale, p->head_dim},
+                   v = {c->pack_v, w->packed_v, w->packed_v_rows, chunk.v_scale, p->v_dim};
+    chunk.k_rows = pack_others(c, w, &k, chunk.k_rows, whole, others);
+    chunk.v_rows = pack_others(c, w, &v, chunk.v_rows, whole, others);
     share shares = {next, 0, 0};
     for (int64_t i = 0; i < item->tiles; i++)
         if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;

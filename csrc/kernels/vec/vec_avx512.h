@@ -103,15 +103,20 @@ BA_INLINE __m256i NAME(v_load_bytes)(const void *p, int64_t n) {
     return n >= 32 ? _mm256_loadu_si256((const __m256i *)p) : _mm256_maskz_loadu_epi8((1u << n) - 1, p);
 }
 
-#ifdef __AVX512BF16__
 #define BA_HAVE_V_PAIRS_I8 1
 BA_INLINE vec NAME(v_pairs_from_i8)(const int8_t *p, int64_t n) {
     const __m256i bytes = NAME(v_load_bytes)(p, n);
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+#ifdef __AVX512BF16__
     return (vec)_mm512_cvtne2ps_pbh(high, low);
-}
+#else
+    /* the upper halves of all lanes: words 1, 3, 5 .. 63 of both vectors */
+    const __m512i odd = _mm512_set_epi64(0x003f003d003b0039, 0x0037003500330031, 0x002f002d002b0029, 0x0027002500230021, 0x001f001d001b0019,
+                                         0x0017001500130011, 0x000f000d000b0009, 0x0007000500030001);
+    return (vec)_mm512_permutex2var_epi16((__m512i)low, odd, (__m512i)high);
 #endif
+}
 
 #define BA_HAVE_V_PAIRS_E4M3 1
 #ifdef __AVX512VBMI__
