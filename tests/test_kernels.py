@@ -148,6 +148,10 @@ def assert_all_checked(output, level):
     for kv_dtype in {"avx512_bf16": ["float8_e4m3"], "amx": ["int8", "float8_e4m3"]}.get(level, []):
         name = f"attend_bfloat16_{level}_over_{kv_dtype}"
         assert re.search(rf"^{name} few attend +ok", output, re.MULTILINE), f"{name} was not checked"
+    for kv_dtype in ("int8", "float8_e4m3") if level in ("avx512_bf16", "amx") else ():
+        for variant in ("wide", "narrow"):
+            name = f"attend_bfloat16_{level}_over_{kv_dtype} {variant}"
+            assert re.search(rf"^{name} attend +ok", output, re.MULTILINE), f"{name} was not checked"
     for dtype in [dtype for at, dtype in listed("CACHE_L2") if at == level]:
         assert re.search(rf"^cache_{dtype}_{level}_l2 few attend +ok", output, re.MULTILINE), f"cache {dtype} {level}_l2 was not checked"
     assert "skipped" not in output

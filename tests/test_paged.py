@@ -215,14 +215,17 @@ def test_torch_caches_of_eight_bits():
 
 
 @pytest.mark.parametrize("form", ["one query", "ragged", "selected"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
-def test_same_bits(kv_dtype, form, isa_level):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "float32"), ("float32", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")],
+)
+def test_same_bits(dtype, kv_dtype, form, isa_level):
     """Whatever the number of threads, the other requests of the batch, and the pages that hold the tokens."""
     lens = [5000, 31, 2100, 700, 64]
     q_lens = [1, 31, 2, 100, 3] if form == "ragged" else None
 
     def make(table_seed=0):
-        return testing.make_paged(5, 8, 2, lens, 32, 64, 64, "float32", kv_dtype, q_lens=q_lens, table_seed=table_seed)
+        return testing.make_paged(5, 8, 2, lens, 32, 64, 64, dtype, kv_dtype, q_lens=q_lens, table_seed=table_seed)
 
     case, selected = make(), None
     if form == "selected":
@@ -433,6 +436,22 @@ def test_scales_of_hidden_tokens_do_not_matter(dtype, kv_dtype, q_lens, isa_leve
             scale[at] = bad
             got = attend_paged(case, window=window, **{name: scale})
             assert_same([np.delete(x, seeing, 0) for x in got], [np.delete(x, seeing, 0) for x in clean])
+
+
+@pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 17]])
+def test_scales_of_seen_tokens_show(dtype, kv_dtype, q_lens, isa_level):
+    """The newest token has a bad scale, also a NaN whose bits become those of 0 where they are rounded."""
+    case = testing.make_paged(2, 8, 2, [90, 77], 16, 64, 48, dtype, kv_dtype, q_lens=q_lens)
+    at = tuple(np.array([(case.block_tables[b, t // 16], t % 16) for b, t in enumerate([89, 76])]).T)
+    for name, bits in (("k_scale", 0xFFFFFFFF), ("k_scale", 0), *(("v_scale", x) for x in (0xFFFFFFFF, 0x7FFF8000, 0x7FC00000, 0x7F800000, 0))):
+        scale = case.options[name].copy()
+        scale.view(np.uint32)[at] = bits
+        with np.errstate(all="ignore"):
+            exact = reference.paged_attention(*case.arrays, **{**case.options, name: scale}, return_lse=True)
+        for x, y in zip(attend_paged(case, **{name: scale}), exact, strict=True):
+            np.testing.assert_array_equal(np.isfinite(testing.to_float64(x, dtype) if x.dtype == np.uint16 else x), np.isfinite(y), f"{name} {bits:x}")
 
 
 # ---- Bad pages ----------------------------------------------------------------------------------------------------

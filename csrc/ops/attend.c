@@ -6,6 +6,8 @@
 #include "ops/attend_by_block.h"
 #include "ops/attend_call.h"
 
+#include <assert.h>
+
 /* ---- Scratch -------------------------------------------------------------------------------------------------------- */
 
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w) {
@@ -14,8 +16,8 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
     const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * BA_FEW_ROOM);
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
-    /* Bytes of a packed element of K or V: the family's own format, or reals where K and V have another dtype than the queries. */
-    const int64_t pack = ba_max(f->pack_bytes, f->real_size);
+    /* Bytes of a packed element of K or V: the family's own format, or reals where the family does not attend their dtype itself. */
+    const int64_t pack = c->widen ? f->pack_bytes : ba_max(f->pack_bytes, f->real_size);
     const int64_t in_page = c->tuning->page_offset;
     int64_t used = 0;
     w->q = ba_take_in_page(base, &used, lanes * ba_query_room(c), in_page, 0);
@@ -58,6 +60,7 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype], *native = kernels->attend[p->dtype];
     const ba_cache_kernels *cache = kernels->cache[p->kv_dtype];
     const bool own = ba_attends_kv_dtype(kernels, f, p);
+    assert(BA_WIDE_KEYS % f->key_pad == 0);
     c->widen = own && p->kv_dtype != p->dtype ? cache->widen : NULL;
     c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;
     c->pack_v = !own ? cache->pack : f->pack->values ? f->pack->values : c->widen;
@@ -127,7 +130,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
                              .page_offset = in_page,
                              .k.pack = c.pack_k,
                              .v.pack = c.pack_v};
-    /* Sharing packs with the family's own functions. Those for another dtype of K and V take scales, which sharing does not have. */
+    /* Sharing packs with the family's own functions, without scales, and does not widen rows. */
     int64_t shared_bytes = c.pack_k == c.family->pack->keys && !c.widen && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
     ba_take_in_page(NULL, &used, shared_bytes, in_page, 0);

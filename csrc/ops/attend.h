@@ -12,7 +12,7 @@ ba_status ba_attend(const ba_problem *problem, int num_threads);
 /* The same for valid queries only, with the kernels of one family. Does not write the outputs of padding. */
 ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *problem, int threads);
 
-/* Whether a family of these kernels attends K and V of the dtype that they have. Otherwise the vector family does. */
+/* Whether a family of these kernels attends K and V of the problem's dtype itself. Otherwise the level's vector family does. */
 bool ba_attends_kv_dtype(const ba_kernels *kernels, const ba_attend_family *family, const ba_problem *problem);
 
 #endif

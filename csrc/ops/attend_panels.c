@@ -1,4 +1,5 @@
 /* Runs an item of panels: tiles of many queries of one KV head, which walk their lists side by side. */
+#include <assert.h>
 #include <string.h>
 
 #include "core/pool.h"
@@ -91,6 +92,7 @@ static const void *const *pack_others(const ba_attend_call *c, const ba_attend_s
 static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_range *range, const ba_chunk_rows *here,
                          const ba_chunk_rows *next, batch *many) {
     const ba_problem *p = c->problem;
+    assert(!many->n || !c->widen); /* panels that are collected need the scales of their own chunk */
     ba_fetch_scales(c, w, 0, 1, here);
     ba_chunk chunk = ba_head_chunk(c, w, 0, 0, here);
     int64_t skip = 0;
@@ -100,7 +102,8 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
         ba_skip_keys(&chunk, skip);
     }
     const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
-    const bool alone = c->chunks == 2 || others; /* there is memory for one chunk that is packed here, so its panels cannot wait for the next chunk */
+    const bool alone =
+        c->chunks == 2 || others; /* there is memory for the packed rows and the scales of one chunk, so its panels cannot wait for the next one */
     if (alone || many->walks >> here->walk & 1) flush(c, many);
     const pack_job k = {c->pack_k, w->packed_k, w->packed_k_rows, chunk.k_scale, p->head_dim},
                    v = {c->pack_v, w->packed_v, w->packed_v_rows, chunk.v_scale, p->v_dim};

@@ -158,6 +158,9 @@ bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks,
     return true;
 }
 
+/* The same number, and the same NaN for all: kernels may round what they make of a NaN by its bits, and those of some NaN would become 0. */
+static float one_nan(float x) { return isnan(x) ? NAN : x; }
+
 /* Copies the scales of the keys of some neighbouring heads to `scales`, [head][key]. All are prefetched first, because a loop that waits for one
  * scale has only few other loads under way. */
 static void fetch_scales(const ba_view *view, const float *const *at, int64_t first, int64_t heads, int64_t keys, float *scales) {
@@ -165,7 +168,7 @@ static void fetch_scales(const ba_view *view, const float *const *at, int64_t fi
     for (int64_t j = 0; j < keys; j++) ba_prefetch_to_read(at[j] + first * view->head_stride, (int64_t)sizeof(float));
     for (int64_t j = 0; j < keys; j++) {
         const float *from = at[j] + first * view->head_stride;
-        for (int64_t i = 0; i < heads; i++) scales[i * keys + j] = from[i * view->head_stride];
+        for (int64_t i = 0; i < heads; i++) scales[i * keys + j] = one_nan(from[i * view->head_stride]);
     }
 }
 
