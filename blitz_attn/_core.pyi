@@ -161,6 +161,7 @@ def paged_attention(
     """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens. In
     place of block_tables, seq_lens, indptr, last_page_len, q_lens and q_begin, block_tables may be opened tables."""
 
+def quantize_kv(x: Any, values: Any, scale: Any, dtype: Any = ..., kv_dtype: Any = ...) -> None: ...
 def quest_metadata(
     k_cache: Any,
     block_tables: Any,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-INT8_MAX = 127.0
-E4M3_MAX = 448.0
 _E4M3_NAN = np.uint8(0x7F)
 
 
@@ -24,21 +22,6 @@ _E4M3_VALUES = _e4m3_table()
 def e4m3_from_bits(bits: np.ndarray) -> np.ndarray:
     """float32 values of float8 e4m3 bits."""
     return _E4M3_VALUES[bits]
-
-
-def e4m3_to_bits(x: np.ndarray) -> np.ndarray:
-    """Bits of the float8 e4m3 value nearest to each float64, ties to even; too large magnitudes become the largest."""
-    magnitude = np.abs(x)
-    # Normal numbers: 3 of the 52 mantissa bits stay. A carry out of them raises the exponent, as rounding requires.
-    pattern = magnitude.view(np.uint64)
-    dropped = np.uint64(49)
-    kept = (pattern + np.uint64((1 << 48) - 1) + (pattern >> dropped & np.uint64(1))) >> dropped
-    normal = np.minimum(kept.astype(np.int64) - ((1023 - 7) << 3), 0x7E)
-    with np.errstate(invalid="ignore"):  # below 2**-6 values are multiples of 2**-9; the largest rounds up to the first normal number
-        small = np.rint(np.minimum(magnitude, 1.0) * 512).astype(np.int64)
-    bits = np.where(magnitude < 2.0**-6, small, normal)
-    bits = np.where(np.isnan(x), np.int64(_E4M3_NAN), bits).astype(np.uint8)
-    return bits | (np.signbit(x).astype(np.uint8) << np.uint8(7))
 
 
 def _bfloat16_to_bits(x: np.ndarray) -> np.ndarray:
@@ -65,19 +48,3 @@ def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
     values = widened(x, name)
     with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in any conversion; signalling NaN
         return _bfloat16_to_bits(values.astype(np.float32, copy=False)) if to == "bfloat16" else values.astype(to)
-
-
-def quantized(values: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
-    """(int8 values or float8 e4m3 bits, float32 scales): each row of the last axis is divided by a scale that maps its
-    largest magnitude to the format's largest; the scale of a row of zeros is 1, and that of a row with NaN or infinity is not finite."""
-    limit = INT8_MAX if to == "int8" else E4M3_MAX
-    with np.errstate(invalid="ignore"):
-        wide = values.astype(np.float64)
-    scale = (np.abs(wide).max(axis=-1, initial=0.0) / limit).astype(np.float32)
-    scale = np.where(scale == 0, np.float32(1), scale)
-    with np.errstate(invalid="ignore"):
-        wide /= scale[..., None]
-        if to != "int8":
-            return e4m3_to_bits(wide), scale
-        np.clip(np.rint(wide, out=wide), -INT8_MAX, INT8_MAX, out=wide)
-        return wide.astype(np.int8), scale

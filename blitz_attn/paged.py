@@ -521,23 +521,25 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
     to = _arrays.dtype_name(dtype)
     if to not in _QUANTISED:
         raise ValueError(f"dtype: expected 'int8' or 'float8_e4m3', got {shown(to)}")
-    return _quantized("x", _float_values(x, "x", None), to)
-
-
-def _float_values(x: Any, name: str, dtype: Any) -> ndarray:
-    array, kind = _arrays.host(x, name, dtype)
+    array, kind = _arrays.host(x, "x", None)
     if kind not in ("float32", "float16", "bfloat16", "float64"):
-        raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}")
-    return _formats.widened(array, kind)
+        raise TypeError(f"x: expected float32, float16, bfloat16 or float64, got {kind}")
+    return _quantized("x", array, kind, to)
 
 
-def _quantized(name: str, values: ndarray, to: str) -> tuple[ndarray, ndarray]:
-    if values.ndim < 1:
-        raise ValueError(f"{name}: expected shape (..., D), got {values.shape}")
-    bits, scale = _formats.quantized(values, to)
+def _quantized(name: str, array: ndarray, kind: str, to: str) -> tuple[ndarray, ndarray]:
+    """(int8 values or float8 e4m3 bits, scales) of an array whose dtype is called `kind`."""
+    if array.ndim < 1:
+        raise ValueError(f"{name}: expected shape (..., D), got {array.shape}")
+    values, scale = np.empty(array.shape, np.int8 if to == "int8" else np.uint8), np.empty(array.shape[:-1], np.float32)
+    rows = scale.size, array.shape[-1]
+    _core.quantize_kv(
+        np.ascontiguousarray(array).reshape(rows), values.reshape(rows), scale.reshape(-1),
+        dtype="bfloat16" if kind == "bfloat16" else None, kv_dtype="float8_e4m3" if to == "float8_e4m3" else None,
+    )  # fmt: skip
     if not np.isfinite(scale).all():
         raise ValueError(f"{name}: expected finite numbers to quantise, got NaN or infinity")
-    return bits, scale
+    return values, scale
 
 
 def dequantize_kv(values: Any, scale: Any) -> ndarray:
@@ -634,7 +636,7 @@ class _Cache:
                 f"{name}: expected shape (T, {self.values.shape[2]}, {self.values.shape[3]}) like {self.name}, got {array.shape}"
             )
         if self.kind in _QUANTISED:
-            return _quantized(name, _formats.widened(array, kind), self.kind)
+            return _quantized(name, array, kind, self.kind)
         return _formats.converted(array, kind, self.kind), None
 
     def write(self, pages: ndarray, places: ndarray, values: ndarray, scale: ndarray | None) -> None:
@@ -729,7 +731,7 @@ def append_paged_kv(
 
     Notes
     -----
-    The work is a gather and a scatter by NumPy, on one thread.
+    Tokens are written by NumPy, on one thread; numbers of 8 bits are made before by the threads of the library.
 
     Examples
     --------

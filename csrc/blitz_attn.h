@@ -200,6 +200,11 @@ BA_API ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape,
 
 BA_API ba_status ba_paged_attention(const ba_paged_args *args);
 
+/* Quantises the rows of x (N, D), float32, float16, bfloat16 or float64, for an 8-bit cache. scale (N), float32: the largest magnitude of a row over
+ * the largest number of the dtype of `values`, 127 or 448, or 1 where that is 0. values (N, D), int8 or float8_e4m3: the number of the dtype nearest
+ * to x / scale, ties to even. The scale of a row with NaN or infinity is not finite, and its values are 0. */
+BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads);
+
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
 
 /* Summaries of pages, which lie in pages of their own: row r of request b's summary page j, metadata_tables[b][j], describes the

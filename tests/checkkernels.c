@@ -75,7 +75,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
 _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 12 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_row_kernels, attend) == 5 &&
-                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 7 && FUNCTIONS(ba_probes, flops) == 3,
+                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 8 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -135,6 +135,7 @@ static void clear_records(void) {
         [CHOOSE] = "choose",
         [SUMMARISE] = "summarise",
         [SCORE_HEADS] = "score_heads",
+        [QUANTISE] = "quantise",
         [UNSEEN] = "promise: unseen keys",
         [CUT] = "promise: cut chunks",
         [ALONE] = "promise: lanes alone",
@@ -784,6 +785,7 @@ static void check_variant(void *context) {
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
     if (c->variant == FEW && c->s.cache && c->s.cache->score_heads) check_score_heads(c);
     if (c->variant == FEW && c->s.cache && c->s.cache->summarise) check_summarise(c);
+    if (c->variant == FEW && c->s.cache && c->s.cache->quantise) check_quantise(c);
 }
 
 static void check_merge_row(void *context) {

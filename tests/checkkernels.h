@@ -236,6 +236,7 @@ enum {
     CHOOSE,
     SUMMARISE,
     SCORE_HEADS,
+    QUANTISE,
     UNSEEN,
     CUT,
     ALONE,
@@ -243,6 +244,10 @@ enum {
     KERNELS
 };
 extern record records[KERNELS];
+
+/* ---- Quantisation (checkkernels_quantise.c) --------------------------------------------------------------------------- */
+
+void check_quantise(test_case *c);
 
 /* ---- Promises that hold to the bit (checkkernels_promises.c) -------------------------------------------------------- */
 

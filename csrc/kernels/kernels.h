@@ -141,11 +141,11 @@ typedef struct ba_chunk {
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
     int64_t place;                                 /* panel: of its first key in the chunk that this one was cut from */
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
-    const float *k_scale;                          /* few, and see takes_scales: [keys], factors of K's rows; NULL: 1 */
-    const float *v_scale;                          /* the same for V */
-    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
-    double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
-    void *scratch;  /* keys * scratch_per_key bytes, of any content */
+    const float *k_scale; /* few, and see takes_scales: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
+    const float *v_scale; /* the same for V */
+    double scale;         /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
+    double softcap;       /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
+    void *scratch;        /* keys * scratch_per_key bytes, of any content */
 } ba_chunk;
 
 /* ---- Packing ------------------------------------------------------------------------------------------------------------ */
@@ -181,8 +181,8 @@ typedef struct ba_pack_kernels {
 
 /* The fused kernel: adds the scores, softmax and values of one chunk to the state of one panel.
  * A lane's result depends only on its own query, the keys that it sees, and where the chunk begins. Keys that a lane does not see add exactly
- * nothing, even where their rows hold NaN or infinity. Where a family flushes small numbers to zero, the sign of a zero or of a NaN in o is not
- * defined; finish writes such a zero as +0. */
+ * nothing, even where their rows or scales hold NaN or infinity. Where a family flushes small numbers to zero, the sign of a zero or of a NaN in o is
+ * not defined; finish writes such a zero as +0. */
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
@@ -408,8 +408,8 @@ typedef struct ba_attend_family {
     int64_t o_block;   /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
                           [dim][lane] as a whole */
     bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
-    bool takes_scales; /* attend reads the scales of a chunk: it multiplies scores with those of K, and weights with those of V. So such a family,
-                          which is one of bfloat16, may be given rows of a quantised cache that `widen` has made rows of bfloat16 */
+    bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied with those of K, weights with those of V. So such a
+                          family, which is one of bfloat16, may be given rows of a quantised cache that `widen` has made rows of bfloat16 */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. A group takes key_pad packed rows' bytes, groups follow
                           each other, and attend reads no pointer of a group but that of its first key */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
@@ -453,15 +453,22 @@ typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
+/* Quantises a row: *scale = the largest magnitude of the row over the largest number of the dtype, rounded to float, or 1 where that is 0; to[d] =
+ * the number of the dtype nearest to row[d] / *scale, ties to even. Where a number of the row is NaN or infinite, *scale is, too, and all of `to`
+ * is 0. */
+#define BA_QUANTISE(name) void name(void *to, float *scale, const double *row, int64_t dim)
+typedef BA_QUANTISE((*ba_quantise_fn));
+
 /* The kernels for a dtype of K and V that may differ from that of the queries: a quantised cache, or a half-precision one under float32 queries. Such
  * calls use a level's float families, whose attend reads floats: `pack` makes them. Families that take scales attend rows that `widen` has made. Few
  * calls use `few`, unless the family of the queries' dtype has a kernel of its own for this dtype. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
-    int prefetch_level;    /* BA_PREFETCH_LEVEL of traits.h */
-    ba_pack_rows_fn pack;  /* NULL: K and V are read in place */
-    ba_pack_rows_fn widen; /* makes rows of bfloat16, BA_PACK_PAD dims padded, without scales and without rounding. NULL: float dtypes, and levels
-                              without families that take scales */
+    int prefetch_level;      /* BA_PREFETCH_LEVEL of traits.h */
+    ba_pack_rows_fn pack;    /* NULL: K and V are read in place */
+    ba_pack_rows_fn widen;   /* makes rows of bfloat16, BA_PACK_PAD dims padded, without scales and without rounding. NULL: float dtypes, and levels
+                                without families that take scales */
+    ba_quantise_fn quantise; /* NULL in float dtypes */
     ba_attend_few_fn few;
     ba_order_few_fn order_few; /* NULL: packed queries are in order */
     ba_scores_few_fn scores;

@@ -240,9 +240,11 @@ const ba_work_tuning ba_work = {
     .most_entries = 1 << 20,
     .survey_entries = 2e5,
     .small_work = 1e6,
+    .small_quantised = 1e5,
     .small_products = 2e6,
     .small_padding = 1 << 20,
     .merge_rows = 256,
+    .quantise_rows = 256,
     .gradient_keys = 512,
     .quest =
         {

@@ -291,6 +291,31 @@ done:
     return result;
 }
 
+/* ---- 8-bit rows ------------------------------------------------------------------------------------------------------ */
+
+TAKES(quantize_kv, 3, "x", "values", "scale", "dtype", "kv_dtype");
+PyObject *py_quantize_kv(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    SORT_ARGUMENTS(quantize_kv, 5);
+    module_state *state = PyModule_GetState(module);
+    arg_array x = {0}, numbers = {0}, scale = {0};
+    ba_dtype dtype, kv_dtype;
+    ba_status status;
+    PyObject *result = NULL;
+
+    if (arg_dtype(values[3], "dtype", ARG_FLOATS, &dtype) < 0 || arg_dtype(values[4], "kv_dtype", ARG_CACHE, &kv_dtype) < 0) return NULL;
+    if (arg_hold(state, values[0], "x", ARG_FLOATS, arg_bits(dtype), &x) < 0) goto done;
+    if (arg_hold_output(state, values[1], "values", ARG_CACHE, arg_bits(kv_dtype), &numbers) < 0) goto done;
+    if (arg_hold_output(state, values[2], "scale", ARG_SCALES, BA_UINT16, &scale) < 0) goto done;
+    if (arg_disjoint(&numbers, &x) < 0 || arg_disjoint(&scale, &x) < 0 || arg_disjoint(&scale, &numbers) < 0) goto done;
+    INTERRUPTIBLE(status, ba_quantize_kv(&x.tensor, &numbers.tensor, &scale.tensor, 0));
+    if (arg_check(status) == 0) result = Py_NewRef(Py_None);
+done:
+    arg_release(&x);
+    arg_release(&numbers);
+    arg_release(&scale);
+    return result;
+}
+
 /* ---- Summaries of pages -------------------------------------------------------------------------------------------- */
 
 typedef struct metadata_call {

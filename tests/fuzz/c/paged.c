@@ -1,4 +1,4 @@
-/* Calls of attention over a paged cache, and of merging. */
+/* Calls of attention over a paged cache, of merging, and of quantisation. */
 #include <math.h>
 
 #include "fuzz.h"
@@ -190,4 +190,27 @@ void fz_merge(void) {
     if (fz_unusual()) a.parts = fz_range(INT64_MIN, 0);
     if (elements > 1e6 && elements < 1e15) fz_count_skipped(FZ_MERGE);
     else fz_run(FZ_MERGE, merge, &a, NULL);
+}
+
+/* ---- 8-bit rows -------------------------------------------------------------------------------------------------------------- */
+
+typedef struct quantise_args {
+    ba_tensor x, values, scale;
+    int num_threads;
+} quantise_args;
+
+static ba_status quantise(const void *args) {
+    const quantise_args *a = args;
+    return ba_quantize_kv(&a->x, &a->values, &a->scale, a->num_threads);
+}
+
+void fz_quantise(void) {
+    quantise_args a = {.num_threads = fz_threads()};
+    const int64_t dims[] = {fz_once_in(8) ? fz_range(0, 2000) : fz_range(0, 20), fz_once_in(8) ? fz_range(0, 600) : fz_head_dim()};
+    a.x = fz_tensor(FZ_INPUT, fz_float(), 2, dims, 0);
+    a.values = fz_tensor(FZ_OUTPUT, fz_once_in(2) ? BA_INT8 : BA_FLOAT8_E4M3, 2, dims, 0);
+    a.scale = fz_tensor(FZ_OUTPUT, BA_FLOAT32, 1, dims, FZ_FREE_LAST);
+    const double elements = fz_elements(&a.x);
+    if (elements > 1e6 && elements < 1e15) fz_count_skipped(FZ_QUANTISE);
+    else fz_run(FZ_QUANTISE, quantise, &a, &a.num_threads);
 }

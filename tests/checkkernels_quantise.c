@@ -1,0 +1,48 @@
+/* Checks quantisation of rows. (checkkernels.c says how to run the checks.) */
+#include "checkkernels.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { ANY, HALVES, SMALL, LARGE, ZEROS, NOT_FINITE, ROWS_DRAWN };
+
+static double draw(int kind, double limit) {
+    switch (kind) {
+    case HALVES: return (double)(pick(2 * (int64_t)limit + 1) - (int64_t)limit) / 2; /* with the scale 1 or 1/2, every other one is a tie */
+    case SMALL: return uniform() * (pick(2) ? 0x1p-140 : 0x1p-1060);                 /* the scale is subnormal, or would be 0 */
+    case LARGE: return uniform() * (pick(2) ? 0x1p127 : 0x1p1000);
+    case ZEROS: return pick(2) ? 0 : -0.0;
+    default: return uniform() * ldexp(1, (int)pick(24) - 12);
+    }
+}
+
+void check_quantise(test_case *c) {
+    record *r = &records[QUANTISE];
+    const ba_dtype dtype = c->s.kv_dtype;
+    const double limit = dtype == BA_INT8 ? 127 : 448;
+    for (int64_t n = 0; n < ROWS_DRAWN * DIMS * 4; n++) {
+        if (!is_drawn()) continue;
+        const int64_t dim = dim_at(n / ROWS_DRAWN % DIMS);
+        const int kind = (int)(n % ROWS_DRAWN);
+        flip_side();
+        forget_places();
+        double *row = place_tight(PANEL_Q, dim * (int64_t)sizeof *row, sizeof *row), largest = 0;
+        for (int64_t d = 0; d < dim; d++) row[d] = draw(kind, limit);
+        if (kind == HALVES) row[pick(dim)] = pick(2) ? limit : limit / 2;
+        if (kind == NOT_FINITE) row[pick(dim)] = specials[pick(3)];
+        for (int64_t d = 0; d < dim; d++) largest = !(fabs(row[d]) <= largest) && !isnan(largest) ? fabs(row[d]) : largest;
+        unsigned char *to = place_row(OUT_ROWS, 0, dim), want;
+        float *scale = place_tight(LSE, sizeof *scale, sizeof *scale), expected = (float)(largest / limit);
+        memset(to, 0x55, (size_t)dim);
+        c->s.cache->quantise(to, scale, row, dim);
+        require(r, neighbours_untouched(), "wrote beside a buffer", n, -1);
+        if (expected == 0) expected = 1;
+        if (isfinite(expected)) require(r, *scale == expected, "scale [row]", n, -1);
+        else require(r, !isfinite(*scale), "a scale that does not show what is not finite [row]", n, -1);
+        for (int64_t d = 0; d < dim; d++) {
+            const double quotient = isfinite(expected) ? row[d] / (double)expected : 0;
+            set_element(dtype, &want, 0, fmax(-limit, fmin(limit, quotient)));
+            require(r, to[d] == want, "number [row][dim]", n, d);
+        }
+    }
+}
