@@ -499,7 +499,7 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
     TypeError
         `x` is not an array of floats.
     ValueError
-        `dtype` names another format, or `x` has a NaN or an infinity.
+        `dtype` names another format, `x` has a NaN, an infinity or a number too large for a float32 scale, or D is above ``2**24``.
 
     Notes
     -----
@@ -534,11 +534,11 @@ def _quantized(name: str, array: ndarray, kind: str, to: str) -> tuple[ndarray, 
     values, scale = np.empty(array.shape, np.int8 if to == "int8" else np.uint8), np.empty(array.shape[:-1], np.float32)
     rows = scale.size, array.shape[-1]
     _core.quantize_kv(
-        np.ascontiguousarray(array).reshape(rows), values.reshape(rows), scale.reshape(-1),
+        np.require(array, requirements=("C", "A")).reshape(rows), values.reshape(rows), scale.reshape(-1),
         dtype="bfloat16" if kind == "bfloat16" else None, kv_dtype="float8_e4m3" if to == "float8_e4m3" else None,
     )  # fmt: skip
     if not np.isfinite(scale).all():
-        raise ValueError(f"{name}: expected finite numbers to quantise, got NaN or infinity")
+        raise ValueError(f"{name}: expected finite numbers to quantise, within float32's range, got NaN, infinity or a larger one")
     return values, scale
 
 
@@ -731,7 +731,7 @@ def append_paged_kv(
 
     Notes
     -----
-    Tokens are written by NumPy, on one thread; numbers of 8 bits are made before by the threads of the library.
+    8-bit numbers are made first, on the library's threads. Then NumPy writes the tokens, on one thread.
 
     Examples
     --------

@@ -200,9 +200,10 @@ BA_API ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape,
 
 BA_API ba_status ba_paged_attention(const ba_paged_args *args);
 
-/* Quantises the rows of x (N, D), float32, float16, bfloat16 or float64, for an 8-bit cache. scale (N), float32: the largest magnitude of a row over
- * the largest number of the dtype of `values`, 127 or 448, or 1 where that is 0. values (N, D), int8 or float8_e4m3: the number of the dtype nearest
- * to x / scale, ties to even. The scale of a row with NaN or infinity is not finite, and its values are 0. */
+/* Quantises the rows of x (N, D), float32, float16, bfloat16 or float64, for an 8-bit cache; D is at most 2^24. scale (N), float32: the largest
+ * magnitude of a row over the largest number of the dtype of `values`, 127 or 448, or 1 where that is 0, or D is. values (N, D), int8 or float8_e4m3:
+ * the number of the dtype nearest to x / scale, ties to even. Where a number of a row is NaN, infinite or too large for such a scale, the scale is
+ * not finite, and the values of the row are 0. num_threads 0: what ba_get_num_threads() says. */
 BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads);
 
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */

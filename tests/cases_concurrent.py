@@ -34,4 +34,5 @@ def calls(threads):
         "nsa": lambda: nsa.nsa(*tokens, **sizes),
         "nsa_backward": lambda: tuple(nsa.nsa_backward(result, context)),
         "merge": lambda: blitz_attn.merge_states(out, lse, out, lse),
+        "quantize": lambda: blitz_attn.quantize_kv(paged.k_cache, "float8_e4m3"),
     }

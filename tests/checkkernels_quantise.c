@@ -4,12 +4,14 @@
 #include <math.h>
 #include <string.h>
 
-enum { ANY, HALVES, SMALL, LARGE, ZEROS, NOT_FINITE, ROWS_DRAWN };
+enum { ANY, HALVES, STEPS, SMALL, LARGE, ZEROS, NOT_FINITE, ROWS_DRAWN };
 
 static double draw(int kind, double limit) {
     switch (kind) {
-    case HALVES: return (double)(pick(2 * (int64_t)limit + 1) - (int64_t)limit) / 2; /* with the scale 1 or 1/2, every other one is a tie */
-    case SMALL: return uniform() * (pick(2) ? 0x1p-140 : 0x1p-1060);                 /* the scale is subnormal, or would be 0 */
+    /* where the scale is 1, these are or have ties: of int8, and of e4m3's normal numbers; of its subnormal ones, whose step is 2^-9 */
+    case HALVES: return (double)(pick(2 * (int64_t)limit + 1) - (int64_t)limit) / 2;
+    case STEPS: return (double)(pick(64) - 32) * 0x1p-10;
+    case SMALL: return uniform() * (pick(2) ? 0x1p-140 : 0x1p-1060); /* the scale is subnormal, or would be 0 */
     case LARGE: return uniform() * (pick(2) ? 0x1p127 : 0x1p1000);
     case ZEROS: return pick(2) ? 0 : -0.0;
     default: return uniform() * ldexp(1, (int)pick(24) - 12);
@@ -28,7 +30,7 @@ void check_quantise(test_case *c) {
         forget_places();
         double *row = place_tight(PANEL_Q, dim * (int64_t)sizeof *row, sizeof *row), largest = 0;
         for (int64_t d = 0; d < dim; d++) row[d] = draw(kind, limit);
-        if (kind == HALVES) row[pick(dim)] = pick(2) ? limit : limit / 2;
+        if (kind == HALVES || kind == STEPS) row[pick(dim)] = limit; /* the scale is 1 */
         if (kind == NOT_FINITE) row[pick(dim)] = specials[pick(3)];
         for (int64_t d = 0; d < dim; d++) largest = !(fabs(row[d]) <= largest) && !isnan(largest) ? fabs(row[d]) : largest;
         unsigned char *to = place_row(OUT_ROWS, 0, dim), want;

@@ -94,6 +94,10 @@ def select_pages():
     return given | {"return_scores": False, "dtype": None, "num_threads": None}
 
 
+def quantise():
+    return {"x": zeros(3, 8), "values": unwritten(3, 8, dtype=np.int8), "scale": unwritten(3)}
+
+
 CALLS = {
     "block_means": means,
     "block_means_backward": means_backward,
@@ -104,6 +108,7 @@ CALLS = {
     "merge_states": merge,
     "select_prefill": choose,
     "select_blocks": select_pages,
+    "quantize_kv": quantise,
 }
 
 CASES = [
@@ -191,6 +196,13 @@ CASES = [
     ("select_prefill", ValueError, r"density: expected one number, or one for each of 2 lists, got \(3,\)", {"budgets": np.full(3, 0.5)}),
     ("select_blocks", ValueError, r"budget: expected at least 0 pages, got -1 at \[0\]", {"budget": [-1]}),
     ("merge_states", ValueError, "outs: expected at least 1 array, got 0", {"outs": (), "lses": ()}),
+    ("quantize_kv", TypeError, "x: expected float32, .*, got int32", {"x": zeros(3, 8, dtype=np.int32)}),
+    ("quantize_kv", ValueError, r"x: expected shape \(N, D\), got \(3, 2, 4\)", {"x": zeros(3, 2, 4)}),
+    ("quantize_kv", TypeError, "values: expected int8 or float8_e4m3, got float32", {"values": unwritten(3, 8)}),
+    ("quantize_kv", ValueError, r"values: expected shape \(3, 8\), got \(3, 7\)", {"values": unwritten(3, 7, dtype=np.int8)}),
+    ("quantize_kv", ValueError, r"scale: expected shape \(3,\), got \(4,\)", {"scale": unwritten(4)}),
+    ("quantize_kv", ValueError, r"x: expected rows of at most 16777216 numbers, got shape \(0, 16777217\)",
+     {"x": zeros(0, 2**24 + 1), "values": unwritten(0, 2**24 + 1, dtype=np.int8), "scale": unwritten(0)}),
 ]  # fmt: skip
 
 

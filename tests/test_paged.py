@@ -376,8 +376,8 @@ STEP = {"int8": 1 / 254, "float8_e4m3": 1 / 16}
 
 
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_quantize(dtype, kv_dtype):
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_quantize(dtype, kv_dtype, isa_level):
     x = testing.make_qkv(2, 3, 3, 5, 7, 33, dtype=dtype, seed=1)[1]
     x[0, 0, 0] = 0
     if bits_option(x):
@@ -394,6 +394,25 @@ def test_quantize(dtype, kv_dtype):
     assert (np.abs(restored - exact) <= limit * (1 + 1e-6)).all()
     assert (restored[0, 0, 0] == 0).all()
     np.testing.assert_allclose(np.abs(restored).max(axis=-1), largest[..., 0], rtol=1e-6)  # the largest comes back as it was
+
+
+@pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
+def test_quantize_any_shape_on_any_threads(kv_dtype, isa_level):
+    """Many rows and few, long and empty ones, views, memory that is not aligned; the same bits on any number of threads."""
+    rng = np.random.default_rng(3)
+    wide = rng.standard_normal((700, 3, 256), dtype=np.float32) * rng.choice([1e-40, 1e-3, 1, 1e30], (700, 3, 1)).astype(np.float32)
+    misaligned = np.zeros(wide[:50].nbytes + 1, np.uint8)[1:].view(np.float32).reshape(50, 3, 256)
+    misaligned[...] = wide[:50]
+    assert not misaligned.flags.aligned
+    shapes = (wide, wide[:, 1], wide[::-1, :, ::-3], wide[:, :, 0], wide[:0], wide[:, :, :0], wide[0, 0], wide[:2].reshape(2, -1), misaligned)
+    try:
+        for x in shapes:
+            expected = reference.quantize_kv(x, kv_dtype)
+            for threads in (1, 2, 5):
+                blitz_attn.set_num_threads(threads)
+                assert_same(blitz_attn.quantize_kv(x, kv_dtype), expected)
+    finally:
+        blitz_attn.set_num_threads(None)
 
 
 def test_e4m3_values():

@@ -454,8 +454,8 @@ typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
 /* Quantises a row: *scale = the largest magnitude of the row over the largest number of the dtype, rounded to float, or 1 where that is 0; to[d] =
- * the number of the dtype nearest to row[d] / *scale, ties to even. Where a number of the row is NaN or infinite, *scale is, too, and all of `to`
- * is 0. */
+ * the number of the dtype nearest to row[d] / *scale, ties to even. Where a number of the row is NaN, infinite or too large, *scale is not finite,
+ * and all of `to` is 0. */
 #define BA_QUANTISE(name) void name(void *to, float *scale, const double *row, int64_t dim)
 typedef BA_QUANTISE((*ba_quantise_fn));
 

@@ -60,8 +60,8 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype], *native = kernels->attend[p->dtype];
     const ba_cache_kernels *cache = kernels->cache[p->kv_dtype];
     const bool own = ba_attends_kv_dtype(kernels, f, p);
-    assert(BA_WIDE_KEYS % f->key_pad == 0);
     c->widen = own && p->kv_dtype != p->dtype ? cache->widen : NULL;
+    assert(!c->widen || BA_WIDE_KEYS % f->key_pad == 0);
     c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;
     c->pack_v = !own ? cache->pack : f->pack->values ? f->pack->values : c->widen;
     /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both

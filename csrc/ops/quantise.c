@@ -7,12 +7,13 @@
 #include "ops/check.h"
 #include "ops/scratch.h"
 
-enum { MOST_NUMBERS = 1 << 24 }; /* of a row, which bounds the scratch memory */
+enum { MOST_NUMBERS = 1 << 24 }; /* of a row, which bounds the scratch memory of a worker */
 
 typedef struct quantise_call {
     const ba_tensor *x, *values, *scale;
     ba_pack_rows_fn widen; /* to float; NULL: rows are float32 or float64 */
     ba_quantise_fn quantise;
+    int64_t item_rows;
     char *scratch;
     int64_t scratch_bytes; /* per worker */
 } quantise_call;
@@ -39,7 +40,7 @@ static int64_t lay_out_quantise(const quantise_call *c, char *base, float **narr
     const int64_t dim = ba_round_up(c->x->dims[1], BA_PACK_PAD);
     int64_t used = 0;
     *narrow = (float *)ba_take(base, &used, c->widen ? dim * (int64_t)sizeof **narrow : 0);
-    *wide = (double *)ba_take(base, &used, dim * (int64_t)sizeof **wide);
+    *wide = (double *)ba_take(base, &used, c->x->dtype == BA_FLOAT64 ? 0 : dim * (int64_t)sizeof **wide);
     return used;
 }
 
@@ -49,7 +50,7 @@ static void quantise_rows(void *context, int64_t item, int worker) {
     float *narrow;
     double *wide;
     lay_out_quantise(c, c->scratch + worker * c->scratch_bytes, &narrow, &wide);
-    for (int64_t i = item * ba_work.quantise_rows; i < ba_min(rows, (item + 1) * ba_work.quantise_rows); i++) {
+    for (int64_t i = item * c->item_rows; i < ba_min(rows, (item + 1) * c->item_rows) && !ba_stopped(); i++) {
         float *scale = (float *)c->scale->data + i * ba_step(c->scale, 0);
         if (dim == 0) { /* x and values have no memory */
             *scale = 1;
@@ -73,7 +74,8 @@ ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_t
     const ba_kernels *kernels = ba_kernels_active();
     quantise_call c = {
         .x = x, .values = values, .scale = scale, .widen = kernels->cache[x->dtype]->pack, .quantise = kernels->cache[values->dtype]->quantise};
-    const int64_t items = ba_ceil_div(x->dims[0], ba_work.quantise_rows);
+    c.item_rows = ba_max(1, ba_work.quantised_numbers / ba_max(1, x->dims[1]));
+    const int64_t items = ba_ceil_div(x->dims[0], c.item_rows);
     if (items == 0) return BA_OK;
     const bool small = ba_is_small((double)x->dims[0] * (double)x->dims[1], ba_work.small_quantised);
     const int threads = small ? 1 : (int)ba_min(ba_threads_for(num_threads), items);

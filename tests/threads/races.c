@@ -118,11 +118,18 @@ static ba_status merge(room *r, int threads) {
     return ba_merge_states(PARTS, outs, lses, &out, &lse);
 }
 
+static ba_status quantise(room *r, int threads) {
+    const ba_tensor x = REALS(q, B * H * TOKENS, D), scale = REALS(r->result[1], B * H * TOKENS);
+    ba_tensor values = REALS(r->result[0], B * H * TOKENS, D);
+    values.dtype = BA_INT8;
+    return ba_quantize_kv(&x, &values, &scale, threads);
+}
+
 static const struct operation {
     const char *name;
     ba_status (*run)(room *, int threads);
 } operations[] = {{"dense", dense},         {"listed", listed},       {"backward", backward}, {"paged", paged},
-                  {"summaries", summaries}, {"selection", selection}, {"merge", merge}};
+                  {"summaries", summaries}, {"selection", selection}, {"merge", merge},       {"quantise", quantise}};
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
 static room *expected[OPERATIONS];
