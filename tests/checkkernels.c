@@ -114,6 +114,9 @@ static bool subject_over(const listed *l, ba_dtype kv_dtype, subject *over) {
     return true;
 }
 
+/* Whether these are a family's own kernels over a cache of another dtype. */
+static bool is_over(const subject *s) { return s->kv_dtype != s->dtype && !s->cache; }
+
 static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "rows"};
 
 record records[KERNELS];
@@ -774,7 +777,7 @@ static void check_variant(void *context) {
     check_attend(c);
     check_promises(c);
     check_patterns_in(c);
-    const bool over = c->s.kv_dtype != c->s.dtype && !c->s.cache; /* the family's own kernels over a cache */
+    const bool over = is_over(&c->s);
     if (!c->s.cache && c->variant != ROWS) check_finish(c);
     if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->add_probabilities) check_probabilities(c);
@@ -799,7 +802,7 @@ static void check_subject(const subject *s) {
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
-        const bool over = s->kv_dtype != s->dtype && !s->cache; /* the family's own kernels over a cache */
+        const bool over = is_over(s);
         if (over && variant != FEW && !s->widen) continue;
         if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* its other kernels are checked with the family that it copies */
         if (variant == ROWS && (s->cache || over || !s->f->rows)) continue;

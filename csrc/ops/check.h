@@ -13,6 +13,7 @@ static inline void ba_drop_unused_strides(ba_tensor *lists) {
         for (int i = 0; i < BA_MAX_DIMS; i++) lists->strides[i] = 0;
 }
 static inline bool ba_is_float(ba_dtype dtype) { return dtype == BA_FLOAT32 || dtype == BA_FLOAT16 || dtype == BA_BFLOAT16 || dtype == BA_FLOAT64; }
+static inline bool ba_is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
 
 /* A tensor's shape as text, for a sentence: (2, 8, 4096, 64). */
 typedef struct ba_text {

@@ -9,11 +9,9 @@
 #include "ops/open.h"
 #include "ops/scratch.h"
 
-static bool is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
-
 static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_dtype q_dtype) {
     const char *axes = layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)";
-    const bool fits = q_dtype == BA_FLOAT64 ? t->dtype == BA_FLOAT64 : t->dtype != BA_FLOAT64 && (ba_is_float(t->dtype) || is_quantised(t->dtype));
+    const bool fits = q_dtype == BA_FLOAT64 ? t->dtype == BA_FLOAT64 : t->dtype != BA_FLOAT64 && (ba_is_float(t->dtype) || ba_is_quantised(t->dtype));
     if (!fits)
         return ba_fail(BA_ERROR_TYPE, "%s: expected %s with a %s q, got %s", name,
                        q_dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q_dtype),
@@ -33,7 +31,7 @@ static ba_view cache_view(const ba_tensor *t, ba_kv_layout layout) {
 
 static ba_status check_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout,
                              ba_view *view) {
-    if (!is_quantised(cache->dtype)) {
+    if (!ba_is_quantised(cache->dtype)) {
         if (ba_given(t))
             return ba_fail(BA_ERROR_VALUE, "%s: expected none with %s %s, got shape %s", name, ba_dtype_name(cache->dtype), cache_name,
                            ba_shape_text(t).chars);
