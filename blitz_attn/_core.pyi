@@ -162,6 +162,27 @@ def paged_attention(
     place of block_tables, seq_lens, indptr, last_page_len, q_lens and q_begin, block_tables may be opened tables."""
 
 def quantize_kv(x: Any, values: Any, scale: Any, dtype: Any = ..., kv_dtype: Any = ...) -> None: ...
+def append_paged_kv(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slot_mapping: Any,
+    block_tables: Any = ...,
+    seq_lens: Any = ...,
+    indptr: Any = ...,
+    last_page_len: Any = ...,
+    q_lens: Any = ...,
+    q_begin: Any = ...,
+    kv_layout: Any = ...,
+    k_scale: Any = ...,
+    v_scale: Any = ...,
+    dtype: Any = ...,
+    kv_dtype: Any = ...,
+    num_threads: Any = ...,
+) -> None:
+    """Tables and lengths as for paged_attention, read where slot_mapping is None; q_begin must be None."""
+
 def quest_metadata(
     k_cache: Any,
     block_tables: Any,

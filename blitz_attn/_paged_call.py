@@ -1,15 +1,20 @@
-"""The core's call for attention over a paged cache, with arrays of any kind."""
+"""The core's calls for paged caches, with arrays of any kind."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from numpy import empty, ndarray
+from numpy import array, empty, float32, generic, ndarray
 
 from . import _arrays, _core
 from ._sentences import renamed
 
 _CORE_NAMES = {"selected_counts": "counts"}
+
+
+def scales_for_core(scale: Any) -> Any:
+    """k_scale or v_scale: a number as an array, which the core can read; anything else as it is."""
+    return array(scale, float32) if isinstance(scale, (float, int, generic)) else scale
 
 
 def open_requests(
@@ -30,6 +35,7 @@ def attend_requests(
     """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
     `q_begin`, or what `open_requests` gives."""
     tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
+    k_scale, v_scale = scales_for_core(k_scale), scales_for_core(v_scale)
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
     try:
@@ -60,3 +66,17 @@ def attend_requests(
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+def append_tokens(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, requests: tuple[Any, ...], kv_layout: Any, k_scale: Any, v_scale: Any,
+    dtype: Any, kv_dtype: Any, num_threads: Any,
+) -> None:  # fmt: skip
+    """Writes new tokens by one call of the core, with arrays of any kind. `requests`: as for `attend_requests`; they are read where
+    `slot_mapping` is None."""
+    writable = _arrays.writable
+    _core.append_paged_kv(
+        _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache"),
+        writable(v_cache, "v_cache"), slot_mapping, *requests, kv_layout, scales_for_core(writable(k_scale, "k_scale")),
+        scales_for_core(writable(v_scale, "v_scale")), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
+    )  # fmt: skip

@@ -196,9 +196,3 @@ class Tables:
                 f"block_tables: expected pages from 0 to {num_pages - 1} within the request's length, got {pages[i]} for page "
                 f"{blocks[i]} of request {requests[i]}"
             )
-
-
-def last_numbers(counts: ndarray, ends: ndarray) -> tuple[ndarray, ndarray]:
-    """(request, number) of the counts[b] numbers that end below ends[b], request after request."""
-    requests = np.arange(len(counts)).repeat(counts)
-    return requests, np.arange(len(requests)) + (ends - counts.cumsum()).repeat(counts)

@@ -10,10 +10,9 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _core, _formats
-from ._floats import refuse_overlap
-from ._paged_call import attend_requests, open_requests
+from ._paged_call import append_tokens, attend_requests, open_requests
 from ._paged_split import Chunks, attend_in_chunks
-from ._paged_tables import Tables, cache_sizes, last_numbers, query_lengths, tables_for_core
+from ._paged_tables import cache_sizes, tables_for_core
 from ._sentences import shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
@@ -90,8 +89,9 @@ def paged_attention(
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
     softcap : float, optional
         Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default: scores are not capped.
-    k_scale, v_scale : array of float32, optional
-        ``(pages, page_size, Hkv)``: the factor of each token's row; required with int8 and float8 e4m3, refused with other dtypes.
+    k_scale, v_scale : array of float32, or float, optional
+        The factors of int8 and float8 e4m3 caches, which other dtypes refuse: ``(pages, page_size, Hkv)``, one for each token and head,
+        ``(Hkv,)``, one for each head, or one number.
     q_begin : sequence of int, optional
         ``(B,)``: token number of each request's query 0, which may be negative, where the cache holds a stretch of a longer request and its
         first token counts as 0: query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens. Default:
@@ -336,7 +336,7 @@ class PagedPlan:
     True
     """
 
-    __slots__ = ("_attend", "_options", "_requests", "batch", "num_queries")
+    __slots__ = ("_attend", "_options", "_requests", "_tables", "batch", "num_queries")
 
     def __init__(
         self,
@@ -357,25 +357,51 @@ class PagedPlan:
         kv_dtype: Any = None,
         num_threads: int | None = None,
     ) -> None:
-        self._attend: Callable[..., Any]
-        self._requests: Any
         self.batch: int
         self.num_queries: int
-        if kv_split is None:
-            tables = tables_for_core(block_tables, seq_lens)
-            self._requests, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages)
-            self._attend = attend_requests
-        else:
-            chunks = Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
-            if num_pages is not None:
-                pages = _arrays.integer(num_pages, "num_pages")
-                if pages < 0:
-                    raise ValueError(f"num_pages: expected at least 0 pages, got {pages}")
-                chunks.refuse_missing(pages)
-            self.batch, self.num_queries = chunks.batch, chunks.num_queries
-            self._attend, self._requests = attend_in_chunks, chunks
+        chunks = None if kv_split is None else Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
+        tables = tables_for_core(block_tables, seq_lens)
+        self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages)
+        self._attend: Callable[..., Any] = attend_requests if chunks is None else attend_in_chunks
+        self._requests: Any = chunks or self._tables
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
+
+    def append(
+        self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, dtype: Any = None
+    ) -> None:  # fmt: skip
+        """`append_paged_kv` with the tables, the lengths and the options of the plan: the new tokens are those of the queries.
+
+        Parameters
+        ----------
+        k, v : array
+            ``(num_queries, Hkv, D)`` and ``(num_queries, Hkv, Dv)``: the new tokens of all requests one after the other.
+        k_cache, v_cache : array
+            The caches of one layer, with the `page_size` of the plan, written in place.
+        k_scale, v_scale
+            See `append_paged_kv`.
+        dtype : str or dtype, optional
+            Of `k` and `v`, see `append_paged_kv`. Default: the plan's.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `append_paged_kv`; also where the plan has `q_begin`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import blitz_attn
+        >>> k_cache, v_cache = np.zeros((2, 6, 16, 2, 64), np.float32)
+        >>> plan = blitz_attn.PagedPlan(np.array([[4, 1, 0], [2, 5, 3]]), [40, 48], page_size=16)
+        >>> plan.append(np.ones((2, 2, 64)), np.ones((2, 2, 64)), k_cache, v_cache)  # token 39 of the first request, 47 of the second
+        >>> np.argwhere(k_cache[:, :, 0, 0]).tolist()
+        [[0, 7], [3, 15]]
+        """
+        _, kv_layout, _, _, _, own, kv_dtype, num_threads = self._options
+        append_tokens(
+            k, v, k_cache, v_cache, None, self._tables, kv_layout, k_scale, v_scale, own if dtype is None else dtype, kv_dtype, num_threads
+        )
 
     def attention(
         self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
@@ -524,21 +550,14 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
     array, kind = _arrays.host(x, "x", None)
     if kind not in ("float32", "float16", "bfloat16", "float64"):
         raise TypeError(f"x: expected float32, float16, bfloat16 or float64, got {kind}")
-    return _quantized("x", array, kind, to)
-
-
-def _quantized(name: str, array: ndarray, kind: str, to: str) -> tuple[ndarray, ndarray]:
-    """(int8 values or float8 e4m3 bits, scales) of an array whose dtype is called `kind`."""
     if array.ndim < 1:
-        raise ValueError(f"{name}: expected shape (..., D), got {array.shape}")
+        raise ValueError(f"x: expected shape (..., D), got {array.shape}")
     values, scale = np.empty(array.shape, np.int8 if to == "int8" else np.uint8), np.empty(array.shape[:-1], np.float32)
     rows = scale.size, array.shape[-1]
     _core.quantize_kv(
         np.require(array, requirements=("C", "A")).reshape(rows), values.reshape(rows), scale.reshape(-1),
         dtype="bfloat16" if kind == "bfloat16" else None, kv_dtype="float8_e4m3" if to == "float8_e4m3" else None,
     )  # fmt: skip
-    if not np.isfinite(scale).all():
-        raise ValueError(f"{name}: expected finite numbers to quantise, within float32's range, got NaN, infinity or a larger one")
     return values, scale
 
 
@@ -550,7 +569,7 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
     values : array
         ``(..., D)``: int8, or float8 e4m3 as an array of that dtype or as uint8 bits.
     scale : array_like
-        ``(...)``: the factor of each row.
+        ``(...)``: the factor of each row; or fewer numbers, which NumPy's rules repeat: one per head, or one.
 
     Returns
     -------
@@ -581,101 +600,13 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
     if kind not in _QUANTISED:
         raise TypeError(f"values: expected int8, float8_e4m3 or uint8 bits of it, got {kind}")
     factors = _arrays.float32_numbers(scale, "scale")
-    if array.ndim < 1 or factors.shape != array.shape[:-1]:
-        raise ValueError(f"scale: expected shape {array.shape[:-1]}, values' without the last axis, got {factors.shape}")
+    rows = array.shape[:-1]
+    if array.ndim < 1 or factors.ndim > len(rows) or any(n not in (1, m) for n, m in zip(factors.shape[::-1], rows[::-1], strict=False)):
+        raise ValueError(f"scale: expected shape {rows}, values' without the last axis, or its last axes, got {factors.shape}")
     return _formats.widened(array, kind) * factors[..., None]
 
 
 # ---- Filling the cache --------------------------------------------------------------------------------------------
-
-
-class _Cache:
-    """One cache that append_paged_kv writes: views with axes (pages, page_size, heads, ...)."""
-
-    def __init__(self, name: str, cache: Any, scale: Any, kv_layout: str, kv_dtype: Any) -> None:
-        self.name = name
-        self.values, self.kind = _arrays.host(cache, name, kv_dtype, written=True)
-        self._check_kind(kv_layout)
-        self.scale = None if scale is None else _arrays.host(scale, f"{name[0]}_scale", written=True)[0]
-        self._check_scale()
-        if kv_layout == "HND":
-            self.values = self.values.swapaxes(1, 2)
-            self.scale = None if self.scale is None else self.scale.swapaxes(1, 2)
-
-    def _check_kind(self, kv_layout: str) -> None:
-        if self.kind not in ("float32", "float16", "bfloat16", "float64", *_QUANTISED):
-            hint = ' (kv_dtype="float8_e4m3" reads uint8 as float8 bits)' if self.kind == "uint8" else ""
-            raise TypeError(f"{self.name}: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got {self.kind}{hint}")
-        if self.values.ndim != 4:
-            axes = "(pages, page_size, Hkv, D)" if kv_layout == "NHD" else "(pages, Hkv, page_size, D)"
-            raise ValueError(f"{self.name}: expected shape {axes}, got {self.values.shape}")
-        if not self.values.flags.writeable:
-            raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
-
-    def _check_scale(self) -> None:
-        name, expected = f"{self.name[0]}_scale", self.values.shape[:3]
-        if self.kind not in _QUANTISED:
-            if self.scale is not None:
-                raise ValueError(f"{name}: expected None with {self.kind} {self.name}, got shape {self.scale.shape}")
-            return
-        if self.scale is None:
-            raise ValueError(f"{name}: expected scales of shape {expected} for {self.kind} {self.name}, got None")
-        if self.scale.dtype != np.float32:
-            raise TypeError(f"{name}: expected float32, got {self.scale.dtype}")
-        if self.scale.shape != expected:
-            raise ValueError(f"{name}: expected shape {expected} like {self.name}, got {self.scale.shape}")
-        if not self.scale.flags.writeable:
-            raise ValueError(f"{name}: expected a writable array, got a read-only one")
-
-    def ready(self, name: str, array: ndarray, kind: str) -> tuple[ndarray, ndarray | None]:
-        """(values, scales) of the new tokens, of dtype `kind`, as this cache holds them."""
-        if kind not in ("float32", "float16", "bfloat16", "float64"):
-            raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}")
-        if array.ndim != 3 or array.shape[1:] != self.values.shape[2:]:
-            raise ValueError(
-                f"{name}: expected shape (T, {self.values.shape[2]}, {self.values.shape[3]}) like {self.name}, got {array.shape}"
-            )
-        if self.kind in _QUANTISED:
-            return _quantized(name, array, kind, self.kind)
-        return _formats.converted(array, kind, self.kind), None
-
-    def write(self, pages: ndarray, places: ndarray, values: ndarray, scale: ndarray | None) -> None:
-        self.values[pages, places] = values
-        if self.scale is not None:
-            self.scale[pages, places] = scale
-
-
-def _check_distinct(slots: ndarray, name: str) -> None:
-    if len(slots) < 2:
-        return
-    ordered = np.sort(slots)
-    for i in (ordered[1:] == ordered[:-1]).nonzero()[0]:
-        raise ValueError(f"{name}: expected each slot once, got slot {ordered[i]} twice")
-
-
-def _mapped_slots(slot_mapping: Any, count: int, num_slots: int) -> tuple[ndarray, ndarray]:
-    """(token, slot) of each token that has a slot."""
-    slots = _arrays.integers(slot_mapping, "slot_mapping")
-    if slots.shape != (count,):
-        raise ValueError(f"slot_mapping: expected {count} entries, one for each of k's tokens, got shape {slots.shape}")
-    for i in ((slots < -1) | (slots >= num_slots)).nonzero()[0]:
-        raise ValueError(f"slot_mapping: expected slots from 0 to {num_slots - 1}, or -1 for none, got {slots[i]} at [{i}]")
-    tokens = (slots >= 0).nonzero()[0]
-    return tokens, slots[tokens]
-
-
-def _table_slots(tables: Tables, q_lens: Any, count: int, num_pages: int) -> tuple[ndarray, ndarray]:
-    """(slot of each new token, number of new tokens of each request)."""
-    ones = q_lens is None
-    new = query_lengths(np.ones(len(tables.seq_lens), np.int64) if ones else q_lens, tables.seq_lens)
-    if new.sum() != count:
-        given = f"None, which means 1 for each of {len(new)} requests" if ones else int(new.sum())
-        raise ValueError(f"q_lens: expected lengths that add up to k's {count} tokens, got {given}")
-    requests, positions = last_numbers(new, tables.seq_lens)
-    blocks, places = np.divmod(positions, tables.page_size)
-    pages = tables.at(requests, blocks)
-    tables.refuse_missing(pages, num_pages, requests, blocks)
-    return pages.astype(np.int64) * tables.page_size + places, new
 
 
 def append_paged_kv(
@@ -694,20 +625,22 @@ def append_paged_kv(
     maxblocks: Any = None,
     minblocks: Any = None,
     metadata_block_tables: Any = None,
+    dtype: Any = None,
     kv_dtype: Any = None,
+    num_threads: int | None = None,
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, and update its summaries.
 
-    Either `slot_mapping` says where each token goes, or `block_tables` and `seq_lens` do as in `paged_attention`: call this function, then
-    `paged_attention` with the same tables and lengths.
+    Numbers are rounded once, to the nearest of the cache's dtype, ties to even. Either `slot_mapping` says where each token goes, or
+    `block_tables` and `seq_lens` do as in `paged_attention`: call this function, then `paged_attention` with the same tables and lengths.
 
     Parameters
     ----------
     k, v : array
-        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64, in memory of their own. They are converted to the
-        dtype of the cache.
+        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64, in memory of their own.
     k_cache, v_cache : array
-        See `paged_attention`. NumPy arrays or torch tensors, written in place.
+        See `paged_attention`. NumPy arrays or torch tensors, written in place. They may be views of one array, where no element is in both.
+        Where the values are part of the keys, as in MLA, `v` and `v_cache` are None.
     slot_mapping : sequence of int, optional
         ``(T,)``: the slot of each token, ``page * page_size + place``; -1 leaves a token out.
     block_tables, seq_lens : optional
@@ -716,22 +649,23 @@ def append_paged_kv(
         ``(B,)``: number of new tokens of each request. Default: 1 for each.
     kv_layout : {"NHD", "HND"}
         See `paged_attention`.
-    k_scale, v_scale : array of float32, optional
-        Required with int8 and float8 e4m3 caches, written in place: each token and head gets the scale that `quantize_kv` computes.
+    k_scale, v_scale : array of float32, or float, optional
+        Required with int8 and float8 e4m3 caches, see `paged_attention`. An array with one scale per token and head is written in place:
+        each row gets the scale that `quantize_kv` computes. One number, or one per head, is read: ``x / scale`` is rounded, and what lies
+        beyond the dtype's largest number, 127 or 448, becomes that number.
     maxblocks, minblocks, metadata_block_tables : array, optional
         See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again. Only with `block_tables`.
-    kv_dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits, ``"float8_e4m3"`` that uint8 caches hold such bits.
+    dtype, kv_dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
+        Either defaults to the other where that is bfloat16.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`.
 
     Raises
     ------
     TypeError, ValueError
         An argument of the wrong kind, shape or range, two tokens for one slot, or a NaN or an infinity for an 8-bit cache.
         Nothing has been written then.
-
-    Notes
-    -----
-    8-bit numbers are made first, on the library's threads. Then NumPy writes the tokens, on one thread.
 
     Examples
     --------
@@ -748,57 +682,36 @@ def append_paged_kv(
     >>> bool(np.abs(written[[2, 3, 3, 1, 1], [15, 0, 1, 0, 1]] - k).max() < 0.02)
     True
     """
-    kv_layout = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND"))
-    bits = _arrays.dtype_name(kv_dtype, "kv_dtype")
-    keys, values = _Cache("k_cache", k_cache, k_scale, kv_layout, bits), _Cache("v_cache", v_cache, v_scale, kv_layout, bits)
-    if values.kind != keys.kind:
-        raise TypeError(f"v_cache: expected dtype {keys.kind} like k_cache, got {values.kind}")
-    if values.values.shape[:3] != keys.values.shape[:3]:
-        raise ValueError(f"v_cache: expected the first three axes of k_cache {keys.values.shape}, got {values.values.shape}")
-    tokens_k = _arrays.host(k, "k", bits)
-    new_k = keys.ready("k", *tokens_k)
-    tokens_v = _arrays.host(v, "v", bits)
-    new_v = values.ready("v", *tokens_v)
-    written = {"k_cache": keys.values, "k_scale": keys.scale, "v_cache": values.values, "v_scale": values.scale}
-    refuse_overlap("k", tokens_k[0], **written)
-    refuse_overlap("v", tokens_v[0], **written)
-    count, (num_pages, page_size) = len(new_k[0]), keys.values.shape[:2]
-    if len(new_v[0]) != count:
-        raise ValueError(f"v: expected {count} tokens like k, got {len(new_v[0])}")
     if (slot_mapping is None) == (block_tables is None):
         given = "neither" if slot_mapping is None else "both"
         raise ValueError(f"slot_mapping: expected exactly one of slot_mapping and block_tables, got {given}")
-
-    refresh: partial[None] | None = None
-    if slot_mapping is not None:
+    requests: tuple[Any, ...] = (None,) * 6
+    if slot_mapping is None:
+        requests = (*tables_for_core(block_tables, seq_lens), q_lens, None)
+    else:
         for name, given in (("seq_lens", seq_lens), ("q_lens", q_lens), ("metadata_block_tables", metadata_block_tables)):
             if given is not None:
                 raise ValueError(f"{name}: expected None with slot_mapping, got {type(given).__name__}")
-        tokens, slots = _mapped_slots(slot_mapping, count, num_pages * page_size)
-        if len(tokens) != count:
-            new_k, new_v = ((x[tokens], None if s is None else s[tokens]) for x, s in (new_k, new_v))
-        _check_distinct(slots, "slot_mapping")
-    else:
-        tables = Tables(block_tables, seq_lens, page_size)
-        slots, new = _table_slots(tables, q_lens, count, num_pages)
-        _check_distinct(slots, "block_tables")
-        if metadata_block_tables is not None:
-            if tables.indptr is not None:
-                raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
-            if keys.kind in _QUANTISED:
-                raise TypeError(f"k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got {keys.kind}")
-            refresh = partial(
-                _core.quest_metadata, _arrays.readable(k_cache, "k_cache"), tables.pages, tables.seq_lens, metadata_block_tables,
-                maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
-                dtype=bits if bits in (None, "bfloat16") else None,
-            )  # fmt: skip
     if metadata_block_tables is None and not (maxblocks is None and minblocks is None):
         raise ValueError("metadata_block_tables: expected the tables of maxblocks and minblocks, got None")
-    if refresh is not None:  # an empty range: all checks but no work, so that nothing is written where the call below would fail
-        refresh(start_lens=tables.seq_lens)
-
-    pages, places = np.divmod(slots, page_size)
-    keys.write(pages, places, *new_k)
-    values.write(pages, places, *new_v)
-    if refresh is not None:
-        refresh(start_lens=tables.seq_lens - new)
+    append = partial(
+        append_tokens, k, v, k_cache, v_cache, slot_mapping, requests, kv_layout, k_scale, v_scale, dtype, kv_dtype, num_threads
+    )
+    if metadata_block_tables is None:
+        append()
+        return
+    if isinstance(block_tables, tuple):
+        raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
+    bits = _arrays.dtype_name(kv_dtype, "kv_dtype")
+    kind = _arrays.host(k_cache, "k_cache", bits)[1]
+    if kind in _QUANTISED:
+        raise TypeError(f"k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got {kind}")
+    ends = _arrays.integers(seq_lens, "seq_lens").copy()
+    refresh = partial(
+        _core.quest_metadata, _arrays.readable(k_cache, "k_cache"), block_tables, ends, metadata_block_tables,
+        maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
+        dtype=bits if bits in (None, "bfloat16") else None,
+    )  # fmt: skip
+    refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
+    append()
+    refresh(start_lens=ends - (1 if q_lens is None else _arrays.integers(q_lens, "q_lens")))

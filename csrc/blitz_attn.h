@@ -172,7 +172,8 @@ typedef enum ba_kv_layout {
 typedef struct ba_paged_args {
     ba_tensor q;                /* (B, H, D), one query per request; with cu_q (T, H, D). float32, float16, bfloat16 or float64 */
     ba_tensor k_cache, v_cache; /* both of one dtype: float64 with float64 q, else any of float32, float16, bfloat16, int8, float8_e4m3 */
-    ba_tensor k_scale, v_scale; /* float32, one factor per token and head for K and for V; required with int8 and float8_e4m3, else not given */
+    ba_tensor k_scale, v_scale; /* float32, the factors of K and of V: one per token and head, in the cache's axes without the last; one per head
+                                 * (H_kv,); or one (). Required with int8 and float8_e4m3, else not given */
     ba_kv_layout kv_layout;
     ba_tensor block_tables;         /* int32 or int64, (B, W): the pages of each request in the order of its tokens; with indptr (N,) */
     const int64_t *indptr;          /* NULL, or batch + 1: request b's pages are block_tables[indptr[b] .. indptr[b + 1] - 1] */
@@ -202,9 +203,18 @@ BA_API ba_status ba_paged_attention(const ba_paged_args *args);
 
 /* Quantises the rows of x (N, D), float32, float16, bfloat16 or float64, for an 8-bit cache; D is at most 2^24. scale (N), float32: the largest
  * magnitude of a row over the largest number of the dtype of `values`, 127 or 448, or 1 where that is 0, or D is. values (N, D), int8 or float8_e4m3:
- * the number of the dtype nearest to x / scale, ties to even. Where a number of a row is NaN, infinite or too large for such a scale, the scale is
- * not finite, and the values of the row are 0. num_threads 0: what ba_get_num_threads() says. */
+ * the number of the dtype nearest to x / scale, ties to even. Fails, and writes nothing, where a number is NaN, infinite or too large for such a
+ * scale. num_threads 0: what ba_get_num_threads() says. */
 BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads);
+
+/* Writes new tokens, k (T, H_kv, D) and v (T, H_kv, D_v) in float32, float16, bfloat16 or float64, into the caches of `args`, in their dtype. Token t
+ * goes to slot slots[t], which is page * page_size + place; -1 leaves it out. With slots NULL, the new tokens are the last of their requests: cu_q
+ * gives their numbers (NULL: one per request), block_tables, indptr, seq_lens and batch their places, as for ba_paged_attention(). In 8-bit caches, a
+ * scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read: what lies beyond the largest number of the
+ * dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone. Fails, and writes nothing, where two tokens have one slot, or a
+ * number for an 8-bit cache is not finite. Of the other members of `args`, only num_threads is read. k_cache and v_cache may be views of one array.
+ */
+BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args);
 
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
 

@@ -12,6 +12,14 @@ def bits(result):
     return [x.tobytes() for x in arrays_of(result)]
 
 
+def appended(case):
+    """Caches of 8 bits after the tokens of the case's first pages were appended again."""
+    tokens = case.k_cache[:8].reshape(-1, *case.k_cache.shape[2:])
+    caches = [np.zeros(case.k_cache.shape, np.int8) for _ in range(2)]
+    blitz_attn.append_paged_kv(tokens, tokens, *caches, slot_mapping=np.arange(len(tokens)), k_scale=0.03, v_scale=0.02)
+    return tuple(caches)
+
+
 def calls(threads):
     """By name, calls without arguments that return new arrays."""
     options = {"block_shape": (32, 32), "causal": True, "num_threads": threads}
@@ -33,6 +41,7 @@ def calls(threads):
         ),
         "nsa": lambda: nsa.nsa(*tokens, **sizes),
         "nsa_backward": lambda: tuple(nsa.nsa_backward(result, context)),
+        "append": lambda: appended(paged),
         "merge": lambda: blitz_attn.merge_states(out, lse, out, lse),
         "quantize": lambda: blitz_attn.quantize_kv(paged.k_cache, "float8_e4m3"),
     }

@@ -101,6 +101,7 @@ def paged(threads):
     out, lse = op(*case.arrays, return_lse=True)
     given, csr = blank(out, lse), (*case.csr(),)
     plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=4, num_threads=threads)
+    appending = blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 2], num_threads=threads)
     chunked = blitz_attn.PagedPlan(csr, page_size=4, q_begin=[2, 0, 30], kv_split=8, num_threads=threads)
     chosen, counts = np.array([[[0, 2]] * 2, [[0, 0]] * 2, [[1, 3]] * 2], np.int32), np.array([[2, 1], [0, 0], [2, 2]])
     written = [x.copy() for x in case.arrays[1:3]]
@@ -128,6 +129,9 @@ def paged(threads):
             lambda: plan.select_attention(*case.arrays[:3], chosen, counts=counts, return_lse=True, out=given),
             given,
             lambda: plan.select_attention(*case.arrays[:3], chosen + 9, counts=counts),
+        ),
+        "PagedPlan.append": Operation(
+            lambda: appending.append(*new, *written), tuple(written), lambda: appending.append(new[0][1:], new[1][1:], *written)
         ),
         "PagedPlan": Operation(
             lambda: blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 1]).batch, refused=lambda: blitz_attn.PagedPlan(csr, page_size=0)

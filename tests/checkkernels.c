@@ -75,7 +75,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
 _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 12 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_row_kernels, attend) == 5 &&
-                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 8 && FUNCTIONS(ba_probes, flops) == 3,
+                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -138,7 +138,7 @@ static void clear_records(void) {
         [CHOOSE] = "choose",
         [SUMMARISE] = "summarise",
         [SCORE_HEADS] = "score_heads",
-        [QUANTISE] = "quantise",
+        [QUANTISE] = "magnitude, quantise",
         [UNSEEN] = "promise: unseen keys",
         [CUT] = "promise: cut chunks",
         [ALONE] = "promise: lanes alone",

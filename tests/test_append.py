@@ -158,6 +158,103 @@ def test_torch_caches():
     assert_same([x.numpy() for x in caches], append_both(tokens, case, slot_mapping=[3, 9, 12, 0]))
 
 
+FIXED_SCALES = {"one": 0.02, "array of one": np.array(0.02, np.float32), "heads": np.array([0.02, 0.005], np.float32)}
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
+@pytest.mark.parametrize("scale", FIXED_SCALES.values(), ids=FIXED_SCALES)
+def test_given_scales(scale, kv_dtype, kv_layout, isa_level):
+    """One scale, or one per head, is read: what is too large becomes the dtype's largest number. Attention takes such scales, too."""
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype, kv_layout=kv_layout)
+    named = {name: case.options[name] for name in ("kv_layout", "kv_dtype") if name in case.options}
+    where = {"block_tables": case.block_tables, "seq_lens": case.seq_lens, "q_lens": [9, 20]}
+    tokens = [3 * x for x in new_tokens(29)]
+    results = []
+    for op in (blitz_attn.append_paged_kv, reference.append_paged_kv):
+        caches, _ = empty_like(case)
+        op(*tokens, *caches, k_scale=scale, v_scale=scale, **where, **named)
+        results.append(caches)
+    assert_same(*results)
+    largest = {"int8": 127, "float8_e4m3": 448}[kv_dtype]
+    beyond = np.abs(tokens[0]) > largest * np.broadcast_to(scale, KV_HEADS)[:, None]
+    assert beyond.any()
+    whole = np.empty_like(case.options["k_scale"])
+    whole[...] = scale if kv_layout == "NHD" else np.reshape(scale, (-1, 1))
+    call = (case.q, *results[0], case.block_tables, case.seq_lens)
+    for op, kind in ((blitz_attn.paged_attention, "float32"), (reference.paged_attention, "float64")):
+        got = op(*call, k_scale=scale, v_scale=scale, **named)
+        assert got.dtype == kind
+        assert same_bits(got, op(*call, k_scale=whole, v_scale=whole, **named))
+
+
+def test_float64_is_rounded_once():
+    """A float64 that rounds to a tie of 16 bits in float32 is no tie."""
+    case = testing.make_paged(1, 4, KV_HEADS, [8], 8, DIM, V_DIM)
+    for kv_dtype, tie in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        numbers = np.array([1 + tie, 1 + tie + 2.0**-40, 1 + 3 * tie - 2.0**-40, -1 - tie - 2.0**-40, 2.0**-149, -(2.0**-149), 1e300, -1e-300, np.inf])
+        k = np.resize(numbers, (3, KV_HEADS, DIM))
+        cache = np.zeros(case.k_cache.shape, np.uint16 if kv_dtype == "bfloat16" else np.float16)
+        blitz_attn.append_paged_kv(k, k, cache, cache.copy(), slot_mapping=[5, 0, 7], kv_dtype=kv_dtype if kv_dtype == "bfloat16" else None)
+        assert same_bits(cache[0, [5, 0, 7]].view(np.uint16), testing.round_to(k, kv_dtype).view(np.uint16))
+
+
+def test_keys_alone():
+    """MLA: the values are part of the keys."""
+    k, cache = new_tokens(3)[0], np.zeros((4, 8, KV_HEADS, DIM), np.float32)
+    blitz_attn.append_paged_kv(k, None, cache, None, slot_mapping=[3, 9, 12])
+    assert same_bits(cache.reshape(-1, KV_HEADS, DIM)[[3, 9, 12]], k)
+    assert np.count_nonzero(cache) == k.size
+    with pytest.raises(ValueError, match="^v: expected values for v_cache, got none"):
+        blitz_attn.append_paged_kv(k, None, cache, cache.copy(), slot_mapping=[3, 9, 12])
+
+
+# How one array holds K and V: (its shape, the axis that tells them apart)
+IN_ONE_ARRAY = {"before pages": (2, 4, 8, 2, 16), "in pages": (4, 2, 8, 2, 16), "in tokens": (4, 8, 2, 2, 16), "in rows": (4, 8, 2, 2, 16), "behind": (4, 8, 2, 32)}
+
+
+@pytest.mark.parametrize(("how", "shape"), IN_ONE_ARRAY.items(), ids=IN_ONE_ARRAY)
+def test_caches_in_one_array(how, shape):
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((5, 2, 16), dtype=np.float32) for _ in range(2))
+    both, slots = np.zeros(shape, np.float32), np.array([3, 9, 12, 0, 31])
+    axis = {"before pages": 0, "in pages": 1, "in tokens": 2, "in rows": 3}.get(how)
+    index = [(slice(None),) * axis + (i,) for i in range(2)] if axis is not None else [(..., slice(16)), (..., slice(16, None))]
+    k_cache, v_cache = both[index[0]], both[index[1]]
+    for first, second in ((k_cache, v_cache), (v_cache, k_cache)):
+        blitz_attn.append_paged_kv(k, v, first, second, slot_mapping=slots)
+        for cache, tokens in ((first, k), (second, v)):
+            assert same_bits(np.ascontiguousarray(cache)[slots // 8, slots % 8], tokens)
+
+
+def test_a_plan_appends_its_queries_tokens():
+    case = testing.make_paged(3, 4, KV_HEADS, [9, 20, 3], 8, DIM, V_DIM, kv_dtype="int8", kv_layout="HND")
+    for options in ({"q_lens": [4, 0, 3]}, {}, {"kv_split": 16}):
+        plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8, kv_layout="HND", **options)
+        tokens = new_tokens(plan.num_queries)
+        by_call, by_plan = empty_like(case), empty_like(case)
+        where = {"block_tables": case.block_tables, "seq_lens": case.seq_lens, "q_lens": options.get("q_lens"), "kv_layout": "HND"}
+        blitz_attn.append_paged_kv(*tokens, *by_call[0], **by_call[1], **where)
+        plan.append(*tokens, *by_plan[0], **by_plan[1])
+        assert_same([*by_plan[0], *by_plan[1].values()], [*by_call[0], *by_call[1].values()])
+    caches, scales = empty_like(case)
+    begun = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8, kv_layout="HND", q_begin=[0, 0, 0])
+    with pytest.raises(ValueError, match="^q_begin: expected none where tokens are written"):
+        begun.append(*new_tokens(3), *caches, **scales)
+    with pytest.raises(ValueError, match="^k_cache: expected pages of 4 tokens as the plan has them, got pages of 8"):
+        blitz_attn.PagedPlan(np.array([[0]]), [3], page_size=4, kv_layout="HND").append(*new_tokens(1), *caches, **scales)
+
+
+def test_tokens_without_a_slot_are_not_read():
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype="int8")
+    k, v = new_tokens(3)
+    k[1] = np.nan
+    append_both((np.delete(k, 1, 0), np.delete(v, 1, 0)), case, slot_mapping=[4, 1])
+    caches, scales = empty_like(case)
+    blitz_attn.append_paged_kv(k, v, *caches, slot_mapping=[4, -1, 1], **scales)
+    assert caches[0].any()
+
+
 # ---- Refusals -----------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -174,6 +271,20 @@ REFUSED = {
     "more new than there are": ({"block_tables": [[0, 1]], "seq_lens": [2], "q_lens": [3]}, "q_lens: expected "),
     "sum of q_lens": ({"block_tables": [[0, 1]], "seq_lens": [9], "q_lens": [2]}, "q_lens: expected lengths that add up"),
 }
+
+
+def test_refuses_one_array_for_two():
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, DIM, kv_dtype="int8")
+    caches, scales = empty_like(case)
+    k, k_scale, other = new_tokens(2)[0], scales["k_scale"], scales["v_scale"]
+    with pytest.raises(ValueError, match="^v_scale: expected memory of its own, got an array that overlaps k_scale"):
+        blitz_attn.append_paged_kv(k, k, *caches, slot_mapping=[3, 4], k_scale=k_scale, v_scale=k_scale)
+    with pytest.raises(ValueError, match="^v_cache: expected memory of its own, got an array that overlaps k_cache"):
+        blitz_attn.append_paged_kv(k, k, caches[0], caches[0], slot_mapping=[3, 4], k_scale=k_scale, v_scale=other)
+    with pytest.raises(ValueError, match="^v_cache: expected memory of its own, got an array that overlaps k_cache"):
+        blitz_attn.append_paged_kv(k[..., :20], k[..., :20], caches[0][..., :20], caches[0][..., 4:], slot_mapping=[3, 4], k_scale=k_scale, v_scale=other)
+    assert not caches[0].any()
+    assert (k_scale == 7).all()
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])

@@ -25,7 +25,7 @@ from cases_operations import arrays_of, operations
 
 injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build fails on no request: see make faults")
 NAMES = list(operations())
-BY_NUMPY = ("append_paged_kv", "dequantize_kv")  # these allocate by NumPy alone
+BY_NUMPY = ("dequantize_kv",)  # which allocates by NumPy alone
 SMALL_NUMBERS = ("set_num_threads", "get_num_threads")  # which Python has ready
 sanitizer = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "__lsan_do_recoverable_leak_check") else None
 SEVEN = 7  # what outputs are filled with

@@ -40,6 +40,12 @@ def append():
     return call
 
 
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
 def append_slots(**changes):
     return {"block_tables": None, "seq_lens": None, "slot_mapping": [3, 60]} | changes
 
@@ -131,12 +137,16 @@ TABLE_CASES = [
 ]  # fmt: skip
 
 SCALE_CASES = [
-    ("no_k_scale", ValueError, r"^k_scale: expected scales of shape \(8, 16, 2\) for (an? )?int8 k_cache, got [nN]one",
+    ("no_k_scale", ValueError, r"^k_scale: expected scales of shape \(8, 16, 2\), \(2,\) or \(\) for int8 k_cache, got none",
      lambda a: eight_bits(a, k_scale=None)),
     ("no_v_scale", ValueError, r"^v_scale: expected scales of shape", lambda a: eight_bits(a, v_scale=None)),
-    ("scale_shape", ValueError, r"^k_scale: expected shape \(8, 16, 2\) like k_cache, got \(8, 2, 16\)",
+    ("scale_shape", ValueError, r"^k_scale: expected shape \(8, 16, 2\) like k_cache, \(2,\) .*, or \(\) for one number, got \(8, 2, 16\)",
      lambda a: eight_bits(a, k_scale=np.ones((PAGES, HKV, SIZE), np.float32))),
     ("scale_rank", ValueError, r"^v_scale: expected shape", lambda a: eight_bits(a, v_scale=np.ones(PAGES, np.float32))),
+    ("scale_of_heads", ValueError, r"^k_scale: expected shape", lambda a: eight_bits(a, k_scale=np.ones(HKV + 1, np.float32))),
+    ("scale_zero", ValueError, r"^v_scale: expected positive finite numbers, got 0", lambda a: eight_bits(a, v_scale=0)),
+    ("scale_not_finite", ValueError, r"^k_scale: expected positive finite numbers, got inf",
+     lambda a: eight_bits(a, k_scale=np.array([1, np.inf], np.float32))),
     ("scale_dtype", TypeError, r"^k_scale: expected float32, got float64", lambda a: eight_bits(a, k_scale=np.ones((PAGES, SIZE, HKV)))),
     ("scale_unasked", ValueError, r"^k_scale: expected [nN]one with float32 k_cache, got shape",
      lambda a: {"k_scale": np.ones((PAGES, SIZE, HKV), np.float32)}),
@@ -242,11 +252,10 @@ CASES = {
         ("k_not_finite", ValueError, r"^k: expected finite numbers to quantise", lambda a: eight_bits(a, k=entry(a["k"], np.inf, 0, 0, 0))),
         ("k_in_cache", ValueError, r"^k: expected memory of its own, got an array that overlaps k_cache", lambda a: {"k": a["k_cache"][0, :2]}),
         ("v_in_k_cache", ValueError, r"^v: expected memory of its own, got an array that overlaps k_cache", lambda a: {"v": a["k_cache"][0, :2, :, :DV]}),
-        ("read_only", ValueError, r"^k_cache: expected a writable array, got a read-only one", lambda a: {"k_cache": np.broadcast_to(
-            np.float32(0), (PAGES, SIZE, HKV, D))}),
+        ("read_only", ValueError, r"^k_cache: expected a writable array, got a read-only one", lambda a: {"k_cache": read_only(a["k_cache"])}),
         ("q_lens_sum", ValueError, r"^q_lens: expected lengths that add up to k's 2 tokens, got 3", lambda a: {"q_lens": [1, 2]}),
-        ("q_lens_count", ValueError, r"^q_lens: expected 2 entries, one per request, got shape \(1,\)", lambda a: {"q_lens": [2]}),
-        ("no_tokens_per_page", ValueError, r"^page_size: expected at least 1 token, got 0",
+        ("q_lens_count", ValueError, r"^q_lens: expected 2 entries, one per request, got 1", lambda a: {"q_lens": [2]}),
+        ("no_tokens_per_page", ValueError, r"^k_cache: expected pages of at least 1 token, got \(8, 0, 2, 32\)",
          lambda a: {"k_cache": a["k_cache"][:, :0], "v_cache": a["v_cache"][:, :0]}),
         ("scale_read_only", ValueError, r"^k_scale: expected a writable array, got a read-only one",
          lambda a: eight_bits(a, k_scale=np.broadcast_to(np.float32(1), (PAGES, SIZE, HKV)))),

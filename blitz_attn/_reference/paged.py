@@ -55,15 +55,20 @@ def quantize_kv(x, dtype):
     largest = np.abs(wide).max(axis=-1, initial=0.0)
     scale = (largest / (INT8_MAX if name == "int8" else E4M3_MAX)).astype(np.float32)
     scale = np.where(scale == 0, np.float32(1), scale)
+    return quantized(wide, name, scale), scale
+
+
+def quantized(wide: np.ndarray, name: str, scale: np.ndarray) -> np.ndarray:
+    """The numbers of an 8-bit dtype nearest to ``wide / scale``, which are within its range."""
     scaled = wide / scale[..., None].astype(np.float64)
     if name == "int8":
-        return np.clip(np.rint(scaled), -INT8_MAX, INT8_MAX).astype(np.int8), scale
+        return np.clip(np.rint(scaled), -INT8_MAX, INT8_MAX).astype(np.int8)
     magnitude = np.minimum(np.abs(scaled), E4M3_MAX)
     above = np.clip(np.searchsorted(E4M3_VALUES[:127], magnitude), 1, 126)
     low, high = E4M3_VALUES[above - 1], E4M3_VALUES[above]
     up = (high - magnitude < magnitude - low) | ((high - magnitude == magnitude - low) & (above % 2 == 0))
     bits = np.where(up, above, above - 1).astype(np.uint8)
-    return bits | (np.signbit(scaled).astype(np.uint8) << 7), scale
+    return bits | (np.signbit(scaled).astype(np.uint8) << 7)
 
 
 def dequantize_kv(values, scale):
@@ -98,6 +103,11 @@ def by_token(cache: Any, kv_layout: str) -> np.ndarray:
     return array if kv_layout == "NHD" else array.swapaxes(1, 2)
 
 
+def scale_by_token(scale: Any, cache: np.ndarray, kv_layout: str) -> np.ndarray:
+    """Scales with the axes (pages, page_size, heads) of `cache`, from such scales in `kv_layout`, one per head, or one."""
+    return by_token(scale, kv_layout) if np.ndim(scale) == 3 else np.broadcast_to(np.asarray(scale, np.float32), cache.shape[:3])
+
+
 def gather(cache: Any, scale: Any, kv_layout: str, kv_dtype: Any, pages: np.ndarray, tokens: int) -> np.ndarray:
     """(heads, tokens, dim) float64 values of one request's tokens."""
     view = by_token(cache, kv_layout)
@@ -110,7 +120,7 @@ def gather(cache: Any, scale: Any, kv_layout: str, kv_dtype: Any, pages: np.ndar
 
     values = cache_to_float64(rows(view), kv_dtype)
     if scale is not None:
-        values *= rows(by_token(scale, kv_layout)).astype(np.float64)[..., None]
+        values *= rows(scale_by_token(scale, view, kv_layout)).astype(np.float64)[..., None]
     return values.swapaxes(0, 1)
 
 

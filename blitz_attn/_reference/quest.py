@@ -10,7 +10,7 @@ import numpy as np
 
 from .._arrays import dtype_name
 from .dense import round_to, to_float64
-from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, tables_of
+from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, quantized, scale_by_token, tables_of
 
 # ---- Summaries ----------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,9 @@ def append_paged_kv(
     maxblocks=None,
     minblocks=None,
     metadata_block_tables=None,
+    dtype=None,
     kv_dtype=None,
+    num_threads=None,
 ):
     """See `blitz_attn.append_paged_kv`. Writes one token at a time, in the dtypes of the caches."""
     page_size = by_token(k_cache, kv_layout).shape[1]
@@ -88,7 +90,9 @@ def append_paged_kv(
     if len(slots) != len(k) or len(set(used)) != len(used):
         raise ValueError(f"slot_mapping: expected {len(k)} slots, each once, got {list(slots)}")
     for tokens, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        wide, pages = to_float64(tokens, kv_dtype), by_token(cache, kv_layout)
+        if tokens is None:
+            continue
+        wide, pages = to_float64(tokens, kv_dtype if dtype is None else dtype), by_token(cache, kv_layout)
         for token, slot in zip(wide, slots, strict=True):
             if slot < 0:
                 continue
@@ -96,7 +100,11 @@ def append_paged_kv(
             if scale is None:
                 pages[at] = round_to(token, "bfloat16" if pages.dtype == np.uint16 else dtype_name(pages.dtype)).view(pages.dtype)
                 continue
-            values, by_token(scale, kv_layout)[at] = quantize_kv(token, "float8_e4m3" if is_e4m3(pages, kv_dtype) else "int8")
+            name = "float8_e4m3" if is_e4m3(pages, kv_dtype) else "int8"
+            if np.ndim(scale) == 3:
+                values, by_token(scale, kv_layout)[at] = quantize_kv(token, name)
+            else:
+                values = quantized(token, name, scale_by_token(scale, pages, kv_layout)[at])
             pages[at] = values.view(pages.dtype)
     if metadata_block_tables is not None:
         news = [1] * len(seq_lens) if q_lens is None else q_lens

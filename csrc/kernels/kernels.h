@@ -453,10 +453,13 @@ typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
-/* Quantises a row: *scale = the largest magnitude of the row over the largest number of the dtype, rounded to float, or 1 where that is 0; to[d] =
- * the number of the dtype nearest to row[d] / *scale, ties to even. Where a number of the row is NaN, infinite or too large, *scale is not finite,
- * and all of `to` is 0. */
-#define BA_QUANTISE(name) void name(void *to, float *scale, const double *row, int64_t dim)
+/* The largest magnitude of a row; NaN where the row has one. */
+#define BA_MAGNITUDE(name) double name(const double *row, int64_t dim)
+typedef BA_MAGNITUDE((*ba_magnitude_fn));
+
+/* Quantises a row of finite numbers: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Where that is beyond the dtype's
+ * largest number, 127 or 448, or beyond its negative, it is that number. scale is a positive float. */
+#define BA_QUANTISE(name) void name(void *to, double scale, const double *row, int64_t dim)
 typedef BA_QUANTISE((*ba_quantise_fn));
 
 /* The kernels for a dtype of K and V that may differ from that of the queries: a quantised cache, or a half-precision one under float32 queries. Such
@@ -464,11 +467,12 @@ typedef BA_QUANTISE((*ba_quantise_fn));
  * calls use `few`, unless the family of the queries' dtype has a kernel of its own for this dtype. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
-    int prefetch_level;      /* BA_PREFETCH_LEVEL of traits.h */
-    ba_pack_rows_fn pack;    /* NULL: K and V are read in place */
-    ba_pack_rows_fn widen;   /* makes rows of bfloat16, BA_PACK_PAD dims padded, without scales and without rounding. NULL: float dtypes, and levels
-                                without families that take scales */
-    ba_quantise_fn quantise; /* NULL in float dtypes */
+    int prefetch_level;        /* BA_PREFETCH_LEVEL of traits.h */
+    ba_pack_rows_fn pack;      /* NULL: K and V are read in place */
+    ba_pack_rows_fn widen;     /* makes rows of bfloat16, BA_PACK_PAD dims padded, without scales and without rounding. NULL: float dtypes, and levels
+                                  without families that take scales */
+    ba_magnitude_fn magnitude; /* NULL, like quantise, in float dtypes */
+    ba_quantise_fn quantise;
     ba_attend_few_fn few;
     ba_order_few_fn order_few; /* NULL: packed queries are in order */
     ba_scores_few_fn scores;

@@ -244,7 +244,7 @@ const ba_work_tuning ba_work = {
     .small_products = 2e6,
     .small_padding = 1 << 20,
     .merge_rows = 256,
-    .quantised_numbers = 1 << 15,
+    .stored_numbers = 1 << 15,
     .gradient_keys = 512,
     .quest =
         {

@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 
+#include "core/pool.h"
 #include "core/status.h"
 
 ba_text ba_shape_text(const ba_tensor *t) {
@@ -100,6 +101,11 @@ ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch
     if (cu[batch] != tokens)
         return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
     return BA_OK;
+}
+
+ba_status ba_check_threads(int num_threads) {
+    if (num_threads >= 0 && num_threads <= BA_MAX_THREADS) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, num_threads);
 }
 
 ba_status ba_check_begins(const int64_t *q_begin, int64_t batch) {

@@ -46,6 +46,9 @@ ba_status ba_check_places(const char *name, const ba_tensor *t);
 /* Checks cumulative lengths: batch + 1 numbers that never fall, from 0 to `tokens`. Sets *longest to the length of the longest sequence. */
 ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest);
 
+/* Checks the num_threads of a call: 0 stands for the default. */
+ba_status ba_check_threads(int num_threads);
+
 /* Checks the token numbers of the queries of `batch` sequences; NULL: there are none. */
 ba_status ba_check_begins(const int64_t *q_begin, int64_t batch);
 

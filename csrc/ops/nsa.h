@@ -27,8 +27,6 @@ ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, b
  * row. */
 ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, const char *like_name, int64_t dim);
 
-ba_status ba_check_threads(int num_threads);
-
 /* out[d] += the sum over i < n of weights[i] * rows[i][d], computed in reals. `rows` are of `dtype`; `weights` and `out` are reals. BA_ROWS_AT_ONCE
  * rows at a time are widened into `wide`, which has room for BA_ROWS_AT_ONCE * round_up(dim, BA_PACK_PAD) reals. */
 void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,

@@ -46,11 +46,6 @@ ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, 
                    name, like->batch, like->tokens, like->heads, like_name, dim ? dim : r->dim, r->batch, r->tokens, r->heads, r->dim);
 }
 
-ba_status ba_check_threads(int num_threads) {
-    if (num_threads >= 0 && num_threads <= BA_MAX_THREADS) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, num_threads);
-}
-
 void ba_sum_rows(const ba_kernels *kernels, ba_dtype dtype, const void *const *rows, const void *weights, int64_t n, int64_t dim, void *wide,
                  void *out) {
     const ba_dtype real = ba_real_of(dtype);

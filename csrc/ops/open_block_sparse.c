@@ -3,7 +3,6 @@
 #include <math.h>
 #include <stdio.h>
 
-#include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
@@ -190,8 +189,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     if (args->window[0] < -1 || args->window[1] < -1)
         return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
                        args->window[0], args->window[1]);
-    if (args->num_threads < 0 || args->num_threads > BA_MAX_THREADS)
-        return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, args->num_threads);
+    BA_TRY(ba_check_threads(args->num_threads));
 
     *p = (ba_problem){
         .dtype = args->q.dtype,

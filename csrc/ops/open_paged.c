@@ -2,53 +2,12 @@
 #include <inttypes.h>
 #include <math.h>
 
-#include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
+#include "ops/kv_cache.h"
 #include "ops/open.h"
 #include "ops/scratch.h"
-
-static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_dtype q_dtype) {
-    const char *axes = layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)";
-    const bool fits = q_dtype == BA_FLOAT64 ? t->dtype == BA_FLOAT64 : t->dtype != BA_FLOAT64 && (ba_is_float(t->dtype) || ba_is_quantised(t->dtype));
-    if (!fits)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected %s with a %s q, got %s", name,
-                       q_dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q_dtype),
-                       ba_dtype_name(t->dtype));
-    if (t->ndim != 4) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
-    if (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    if (t->dims[3] > 1 && t->strides[3] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[3]);
-    return ba_check_extent(name, t);
-}
-
-static ba_view cache_view(const ba_tensor *t, ba_kv_layout layout) {
-    if (layout == BA_NHD) return (ba_view){t->data, ba_step(t, 0), ba_step(t, 2), ba_step(t, 1)};
-    return (ba_view){t->data, ba_step(t, 0), ba_step(t, 1), ba_step(t, 2)};
-}
-
-static ba_status check_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout,
-                             ba_view *view) {
-    if (!ba_is_quantised(cache->dtype)) {
-        if (ba_given(t))
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with %s %s, got shape %s", name, ba_dtype_name(cache->dtype), cache_name,
-                           ba_shape_text(t).chars);
-        return BA_OK;
-    }
-    const ba_tensor expected = {.ndim = 3, .dims = {cache->dims[0], cache->dims[1], cache->dims[2]}};
-    if (!ba_given(t))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected scales of shape %s for %s %s, got none", name, ba_shape_text(&expected).chars,
-                       ba_dtype_name(cache->dtype), cache_name);
-    if (t->dtype != BA_FLOAT32) return ba_fail(BA_ERROR_TYPE, "%s: expected float32, got %s", name, ba_dtype_name(t->dtype));
-    if (t->ndim != 3 || t->dims[0] != cache->dims[0] || t->dims[1] != cache->dims[1] || t->dims[2] != cache->dims[2])
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(&expected).chars, cache_name,
-                       ba_shape_text(t).chars);
-    BA_TRY(ba_check_extent(name, t));
-    *view = cache_view(t, layout);
-    return BA_OK;
-}
 
 /* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists: blocks of one page, and one block row, which
  * holds all queries of a request. Without selected pages the problem has no lists. The page numbers are checked when the call runs. */
@@ -88,8 +47,8 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
 /* Checks q, the caches and their scales, and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page
  * tables, lengths, the places of queries, selected pages and outputs are left to other functions. `ragged`: q is (T, H, D). */
 static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool ragged, ba_problem *p) {
-    const ba_tensor *q = &args->q, *k = &args->k_cache, *v = &args->v_cache;
-    if ((unsigned)args->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)args->kv_layout);
+    const ba_tensor *q = &args->q;
+    ba_caches c;
     if (!ba_is_float(q->dtype)) return ba_fail(BA_ERROR_TYPE, "q: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
     if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("q", q));
@@ -101,56 +60,51 @@ static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool rag
                        q->strides[2]);
     if (batch < 0 || (!ragged && q->dims[0] != batch))
         return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], batch);
-    BA_TRY(check_cache("k_cache", k, args->kv_layout, q->dtype));
-    if (k->dims[3] != q->dims[2])
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2], ba_shape_text(k).chars);
-    BA_TRY(check_cache("v_cache", v, args->kv_layout, q->dtype));
-    if (v->dtype != k->dtype)
-        return ba_fail(BA_ERROR_TYPE, "v_cache: expected dtype %s like k_cache, got %s", ba_dtype_name(k->dtype), ba_dtype_name(v->dtype));
-    for (int i = 0; i < 3; i++)
-        if (v->dims[i] != k->dims[i])
-            return ba_fail(BA_ERROR_VALUE, "v_cache: expected the first three axes of k_cache %s, got %s", ba_shape_text(k).chars,
-                           ba_shape_text(v).chars);
-    const int64_t page_size = k->dims[args->kv_layout == BA_NHD ? 1 : 2], kv_heads = k->dims[args->kv_layout == BA_NHD ? 2 : 1];
-    if (page_size < 1) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at least 1 token, got %s", ba_shape_text(k).chars);
-    if (kv_heads < 1 || q->dims[1] % kv_heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1],
-                       kv_heads, ba_shape_text(k).chars);
+    BA_TRY(ba_check_caches(args, &c));
+    if ((q->dtype == BA_FLOAT64) != (c.dtype == BA_FLOAT64))
+        return ba_fail(BA_ERROR_TYPE, "k_cache: expected %s with a %s q, got %s",
+                       q->dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q->dtype),
+                       ba_dtype_name(c.dtype));
+    if (c.k_dim != q->dims[2])
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2],
+                       ba_shape_text(&args->k_cache).chars);
+    if (q->dims[1] % c.heads != 0)
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1], c.heads,
+                       ba_shape_text(&args->k_cache).chars);
     if (!isfinite(args->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", args->scale);
     if (!isfinite(args->softcap) || args->softcap < 0)
         return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %g", args->softcap);
     if (args->window < -1)
         return ba_fail(BA_ERROR_VALUE, "window: expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
-    if (args->num_threads < 0 || args->num_threads > BA_MAX_THREADS)
-        return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, args->num_threads);
+    BA_TRY(ba_check_threads(args->num_threads));
 
     *p = (ba_problem){
         .dtype = q->dtype,
-        .kv_dtype = k->dtype,
+        .kv_dtype = c.dtype,
         .element_size = ba_dtype_size(q->dtype),
-        .kv_element_size = ba_dtype_size(k->dtype),
+        .kv_element_size = ba_dtype_size(c.dtype),
         .out_element_size = ba_dtype_size(args->unrounded ? ba_real_of(q->dtype) : q->dtype),
         .unrounded = args->unrounded != 0,
         .batch = batch,
         .heads = q->dims[1],
-        .kv_heads = kv_heads,
-        .group = q->dims[1] / kv_heads,
+        .kv_heads = c.heads,
+        .group = q->dims[1] / c.heads,
         .q_len = 1,
         .head_dim = q->dims[2],
-        .v_dim = v->dims[3],
+        .v_dim = c.v_dim,
         .scale = args->scale,
         .softcap = args->softcap,
         .sinks = args->sinks,
         .q = ragged ? (ba_view){q->data, 0, ba_step(q, 1), ba_step(q, 0)} : (ba_view){q->data, ba_step(q, 0), ba_step(q, 1), 0},
-        .k = cache_view(k, args->kv_layout),
-        .v = cache_view(v, args->kv_layout),
-        .page_size = page_size,
+        .k = c.k,
+        .v = c.v,
+        .k_scale = c.k_scale,
+        .v_scale = c.v_scale,
+        .page_size = c.page_size,
         .causal = true,
         .window_left = ba_min(args->window, INT32_MAX),
         .window_right = -1,
     };
-    BA_TRY(check_scale("k_scale", &args->k_scale, "k_cache", k, args->kv_layout, &p->k_scale));
-    BA_TRY(check_scale("v_scale", &args->v_scale, "v_cache", v, args->kv_layout, &p->v_scale));
     return BA_OK;
 }
 

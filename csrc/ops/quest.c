@@ -538,8 +538,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     expected.dtype = BA_INT32;
     expected.ndim = 2;
     if (ba_given(&a->counts)) BA_TRY(ba_check_output("counts", &a->counts, &expected, false));
-    if (a->num_threads < 0 || a->num_threads > BA_MAX_THREADS)
-        return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, a->num_threads);
+    BA_TRY(ba_check_threads(a->num_threads));
     c->heads = q->dims[1];
     c->kv_heads = c->a.heads;
     c->group = c->heads / c->kv_heads;

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "ops/append.h"
 #include "ops/open.h"
 
 #define COUNT_OF(array) (sizeof(array) / sizeof *(array))
@@ -291,7 +292,7 @@ done:
     return result;
 }
 
-/* ---- 8-bit rows ------------------------------------------------------------------------------------------------------ */
+/* ---- Writing ------------------------------------------------------------------------------------------------------- */
 
 TAKES(quantize_kv, 3, "x", "values", "scale", "dtype", "kv_dtype");
 PyObject *py_quantize_kv(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -313,6 +314,93 @@ done:
     arg_release(&x);
     arg_release(&numbers);
     arg_release(&scale);
+    return result;
+}
+
+/* The arguments, in order; each gets an index and a name. Where slot_mapping is None, block_tables may be opened page tables: then seq_lens, indptr,
+ * last_page_len and q_lens are None. q_begin is always None. */
+#define APPEND_ARGUMENTS(X)                                                                                                                          \
+    X(k)                                                                                                                                             \
+    X(v)                                                                                                                                             \
+    X(k_cache)                                                                                                                                       \
+    X(v_cache) X(slot_mapping) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) X(v_scale)        \
+        X(dtype) X(kv_dtype) X(num_threads)
+#define AS_APPEND_INDEX(name) APPEND_##name,
+enum { APPEND_ARGUMENTS(AS_APPEND_INDEX) APPEND_COUNT };
+
+typedef struct append_call {
+    arg_array k, v, k_cache, v_cache, k_scale, v_scale;
+    arg_list slots;
+    requests requests;
+    const ba_page_tables *plan; /* opened tables, or NULL */
+    ba_paged_args args;
+} append_call;
+
+static void release_append(append_call *call) {
+    arg_array *const arrays[] = {&call->k, &call->v, &call->k_cache, &call->v_cache, &call->k_scale, &call->v_scale};
+    for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
+    PyMem_Free(call->slots.values);
+    release_requests(&call->requests);
+}
+
+/* Holds the scales of a cache. Those per token are written, so they must be writable; others are read. */
+static int hold_scale(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *tensor) {
+    if (hold_optional(state, object, name, ARG_SCALES, BA_UINT16, array, tensor) < 0) return -1;
+    if (tensor->ndim < 2 || !array->read_only) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: expected a writable array, got a read-only one", name);
+    return -1;
+}
+
+static int read_append(module_state *state, PyObject *const *values, append_call *call) {
+    ba_paged_args *a = &call->args;
+    ba_dtype dtype, kv_dtype;
+    if (arg_dtype(values[APPEND_dtype], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    if (arg_dtype(values[APPEND_kv_dtype], "kv_dtype", ARG_CACHE, &kv_dtype) < 0) return -1;
+    const ba_dtype bits_as = arg_bits(dtype == BA_DTYPE_COUNT ? kv_dtype : dtype),
+                   kv_bits_as = arg_bits(kv_dtype == BA_DTYPE_COUNT ? dtype : kv_dtype);
+    if (arg_hold(state, values[APPEND_k], "k", ARG_FLOATS, bits_as, &call->k) < 0) return -1;
+    if (values[APPEND_v] != Py_None && arg_hold(state, values[APPEND_v], "v", ARG_FLOATS, bits_as, &call->v) < 0) return -1;
+    if (arg_hold_output(state, values[APPEND_k_cache], "k_cache", ARG_CACHE, kv_bits_as, &call->k_cache) < 0) return -1;
+    if (values[APPEND_v_cache] != Py_None && arg_hold_output(state, values[APPEND_v_cache], "v_cache", ARG_CACHE, kv_bits_as, &call->v_cache) < 0)
+        return -1;
+    if (hold_scale(state, values[APPEND_k_scale], "k_scale", &call->k_scale, &a->k_scale) < 0) return -1;
+    if (hold_scale(state, values[APPEND_v_scale], "v_scale", &call->v_scale, &a->v_scale) < 0) return -1;
+    a->k_cache = call->k_cache.tensor;
+    a->v_cache = call->v_cache.tensor;
+    if (arg_kv_layout(values[APPEND_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
+    if (arg_threads(values[APPEND_num_threads], "num_threads", &a->num_threads) < 0) return -1;
+    if (arg_lengths(state, values[APPEND_slot_mapping], "slot_mapping", &call->slots) < 0) return -1;
+    if (call->slots.values != NULL)
+        return arg_expect_count(&call->slots, "slot_mapping", call->k.tensor.ndim > 0 ? call->k.tensor.dims[0] : 0, "one for each of k's tokens");
+    call->plan = tables_of_plan(values[APPEND_block_tables]);
+    if (call->plan != NULL) return 0;
+    if (hold_tables(state, values[APPEND_block_tables], &call->requests, a) < 0) return -1;
+    return read_requests(state, values + APPEND_block_tables, page_tokens(a), &call->requests, a);
+}
+
+/* Each array of tokens and each array that is written have memory of their own. k_cache and v_cache may lie in one array, interleaved. */
+static int check_append_disjoint(const append_call *call) {
+    const arg_array *const written[] = {&call->k_cache, &call->v_cache, &call->k_scale, &call->v_scale};
+    for (size_t i = 0; i < COUNT_OF(written); i++)
+        if (arg_disjoint(&call->k, written[i]) < 0 || arg_disjoint(&call->v, written[i]) < 0) return -1;
+    return 0;
+}
+
+TAKES(append_paged_kv, APPEND_block_tables, APPEND_ARGUMENTS(AS_TEXT));
+PyObject *py_append_paged_kv(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    SORT_ARGUMENTS(append_paged_kv, APPEND_COUNT);
+    append_call call = {.args = BA_PAGED_ARGS_INIT};
+    const ba_tensor *v;
+    ba_status status;
+    PyObject *result = NULL;
+
+    if (read_append(PyModule_GetState(module), values, &call) < 0 || check_append_disjoint(&call) < 0) goto done;
+    v = values[APPEND_v] != Py_None ? &call.v.tensor : NULL;
+    if (call.plan != NULL) WITHOUT_GIL(status = ba_append_to(&call.k.tensor, v, NULL, call.plan, &call.args));
+    else WITHOUT_GIL(status = ba_append_kv(&call.k.tensor, v, call.slots.values, &call.args));
+    if (arg_check(status) == 0) result = Py_NewRef(Py_None);
+done:
+    release_append(&call);
     return result;
 }
 

@@ -26,8 +26,12 @@ CANARY = 0xA5
 
 def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
     """The bits of the nearest bfloat16, ties to even; NaN stays NaN."""
-    single = np.asarray(values).astype(np.float32)
+    given = np.asarray(values)
+    single = given.astype(np.float32)
     bits = single.view(np.uint32) if single.ndim else single.reshape(1).view(np.uint32).reshape(())
+    # rounded once: a number between two float32 becomes the one whose last bit is 1, which lies on the same side of every tie
+    inexact = np.isfinite(given) & (single != given)
+    bits = np.where(inexact, (bits - (np.abs(single) > np.abs(given))) | np.uint32(1), bits).astype(np.uint32)
     rounded_bits = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(single), np.uint16(0x7FC0), rounded_bits).astype(np.uint16)
 

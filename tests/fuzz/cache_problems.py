@@ -22,10 +22,12 @@ LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 # ---- Eight bits ---------------------------------------------------------------------------------------------------
 
 
-def quantized(x: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
+def quantized(x: np.ndarray, to: str, scale: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(numbers, scales) of float64 (..., D). A number is the format's nearest to x / scale; of two equally near, the one with even bits."""
-    scale = (np.abs(x).max(axis=-1, initial=0) / LARGEST[to]).astype(np.float32).astype(np.float64)
-    scale = np.where(scale == 0, 1, scale)
+    if scale is None:
+        scale = (np.abs(x).max(axis=-1, initial=0) / LARGEST[to]).astype(np.float32).astype(np.float64)
+        scale = np.where(scale == 0, 1, scale)
+    scale = np.broadcast_to(scale, x.shape[:-1])
     bits = np.arange(-127, 128) if to == "int8" else np.array([*range(0xFE, 0x80, -1), *range(0x7F)])
     numbers = bits.astype(np.float64) if to == "int8" else arrays.float8_values(bits)
     wanted = x / scale[..., None]
@@ -118,7 +120,7 @@ class Side:
         spread = draw.flag(f"{name}.spread", 0.1)
         self.new = np.repeat(self.new[:, :1], shape[2], axis=1) if spread else self.new
         given = arrays.stored(self.new[:, :1] if spread else self.new, dtype)
-        self.tokens = arrays.place(draw, name, given, last_contiguous=False, views=arrays.views_for(kind))
+        self.tokens = arrays.place(draw, name, given, views=arrays.views_for(kind))
         if spread:
             arrays.repeated(self.tokens, 1, shape[2])
         self.named = dtype, kind
@@ -127,21 +129,31 @@ class Side:
         if self.eight:
             before = rng.integers(0, 127, shape).astype(np.int8 if self.dtype == "int8" else np.uint8)  # no NaN among them
         self.cache = Held(draw, f"{name}_cache", before, self.dtype, cache_kind, hnd)
-        self.scale = Held(draw, f"{name}_scale", rng.random(shape[:3]) + 0.01, "float32", "torch" if cache_kind == "torch" else "numpy", hnd) if self.eight else None
+        self.fixed = None  # scales that are given: one, or one per head
+        self.scale = None
+        scales = draw.pick(f"{name}.scales", ("tokens", "heads", "one", "number"), (3, 1, 1, 1)) if self.eight else None
+        if scales == "tokens":
+            self.scale = Held(draw, f"{name}_scale", rng.random(shape[:3]) + 0.01, "float32", "torch" if cache_kind == "torch" else "numpy", hnd)
+        elif scales is not None:
+            numbers = (rng.random(shape[2] if scales == "heads" else ()) + 0.01) * (np.abs(self.new).max(initial=0) + 1e-3) / LARGEST[self.dtype]
+            self.fixed = np.float32(numbers) if scales == "heads" else np.array(numbers, np.float32) if scales == "one" else float(np.float32(numbers))
 
     def given(self, tokens: Any = slice(None)) -> Any:
-        return arrays.dressed(self.tokens.array[tokens], *self.named)
+        given = self.tokens.array[tokens]
+        return arrays.dressed(given if isinstance(tokens, slice) else np.ascontiguousarray(given), *self.named)
 
     def held(self) -> tuple[np.ndarray, np.ndarray]:
         """The cache's numbers, and its scales or ones."""
         numbers = self.cache.values()
-        return numbers, np.ones(numbers.shape[:3]) if self.scale is None else self.scale.values()
+        if self.scale is not None:
+            return numbers, self.scale.values()
+        return numbers, np.array(np.broadcast_to(np.float64(1 if self.fixed is None else self.fixed), numbers.shape[:3]))
 
     def expected(self, tokens: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What the cache must hold after these tokens are written to these slots."""
         numbers, scales = self.held()
         with np.errstate(over="ignore", invalid="ignore"):
-            new, new_scales = quantized(self.new, self.dtype) if self.eight else (arrays.rounded(self.new, self.dtype), np.ones(self.new.shape[:2]))
+            new, new_scales = quantized(self.new, self.dtype, self.fixed) if self.eight else (arrays.rounded(self.new, self.dtype), np.ones(self.new.shape[:2]))
         for token, slot in zip(tokens, slots, strict=True):
             at = divmod(int(slot), numbers.shape[1])
             numbers[at], scales[at] = new[token], new_scales[token]
@@ -164,7 +176,7 @@ class Append:
     """A drawn call. The tokens go to the given slots, or to the last places of their requests."""
 
     def __init__(self, draw: Draw, finite: bool):
-        self.numbers_as = draw.pick("numbers.as", CU_KINDS)
+        self.numbers_as, self.threads = draw.pick("numbers.as", CU_KINDS), checks.threads(draw)
         cache_dtype = draw.pick("cache", (*arrays.FLOATS, *LARGEST))
         cache_kind = draw.pick("cache_kind", tuple(x for x in arrays.kinds_for(cache_dtype) if x != "dlpack"))
         self.cache_dtype, self.hnd = cache_dtype, draw.pick("kv_layout", ("NHD", "HND")) == "HND"
@@ -237,7 +249,7 @@ class Append:
         return found
 
     def options(self) -> dict[str, Any]:
-        scales = {f"{name}_scale": x.scale and x.scale.given() for name, x in zip("kv", self.sides, strict=True)}
+        scales = {f"{name}_scale": x.fixed if x.scale is None else x.scale.given() for name, x in zip("kv", self.sides, strict=True)}
         return {"kv_layout": "HND" if self.hnd else "NHD", "kv_dtype": self.kv_dtype, **scales}
 
     def call(self, tokens: Any = slice(None), lens: Any = None, new: Any = None) -> None:
@@ -250,7 +262,8 @@ class Append:
         if self.summaries:
             where |= {name: x.given(written=True) for name, x in self.summaries.items()} | {"metadata_block_tables": self.summary_tables.array}
         result = blitz_attn.append_paged_kv(
-            *(x.given(tokens) for x in self.sides), *(x.cache.given(written=True) for x in self.sides), **where, **self.options()
+            *(x.given(tokens) for x in self.sides), *(x.cache.given(written=True) for x in self.sides), **where, **self.options(),
+            num_threads=self.threads,
         )
         if result is not None:
             raise Finding(f"returned {type(result).__name__}")
@@ -311,7 +324,7 @@ def attends(draw: Draw, case: Append, expected: list[tuple[np.ndarray, np.ndarra
     tables = case.tables.array if isinstance(case.tables, arrays.Placed) else case.tables
     got = blitz_attn.paged_attention(
         q.astype(dtype), *(x.cache.given(written=True) for x in case.sides), tables, case.lens if isinstance(case.tables, arrays.Placed) else None,
-        q_lens=case.new, scale=1.0, return_lse=True, num_threads=checks.threads(draw),
+        q_lens=case.new, scale=1.0, return_lse=True, num_threads=case.threads,
         **case.options() | {"kv_dtype": case.cache_dtype if case.k.cache.kind == "bits" else None},
     )  # fmt: skip
     checks.near("attention over what was appended", np.asarray(got[0], np.float64), out, allowed)
@@ -342,8 +355,9 @@ def refused_append(draw: Draw) -> None:
             raise Discard("the new tokens lie on one page")
     elif mistake == "length" and case.ragged and not case.by_slots and len(case.lens):
         case.new = case.new + rng.permutation(np.arange(len(case.lens)) == 0)
-    elif mistake == "infinite" and case.v.eight and case.v.tokens.array.size:
-        case.v.tokens.array[tuple(int(rng.integers(n)) for n in case.v.tokens.array.shape)] = np.inf if case.v.named[0] != "bfloat16" else 0x7F80
+    elif mistake == "infinite" and case.v.eight and len(used):  # tokens that go nowhere are not read
+        heads, dim = case.v.tokens.array.shape[1:]
+        case.v.tokens.array[rng.choice(used), rng.integers(heads), rng.integers(dim)] = np.inf if case.v.named[0] != "bfloat16" else 0x7F80
     elif mistake == "tokens" and len(case.slots):
         case.v.tokens.array = case.v.tokens.array[:-1]
     else:

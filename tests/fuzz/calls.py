@@ -12,7 +12,7 @@ from typing import Any
 
 MODULES = ("", ".config", ".nsa", ".sabi", ".testing", ".compat.mslk", ".compat.select_attn_ops", ".compat.torch_bsa")
 SETTINGS = ("isa", "set_num_threads")  # which problems make around their calls: these do not count
-PLAN = ("__init__", "attention", "select_attention")  # calls that a PagedPlan takes
+PLAN = ("__init__", "append", "attention", "select_attention")  # calls that a PagedPlan takes
 
 _inside = threading.local()
 _made = 0

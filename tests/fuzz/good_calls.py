@@ -215,6 +215,11 @@ def _append(a: Arena, v: int) -> dict[str, Any]:
     return call
 
 
+def _append_by_plan(a: Arena, v: int) -> dict[str, Any]:
+    call = {"k": a.floats(2, _KV_HEADS, _DIM), "v": a.floats(2, _KV_HEADS, _DIM)} | _caches(a, v & ~2)
+    return {name: x for name, x in call.items() if name not in ("kv_layout", "kv_dtype")}
+
+
 def _quantize(a: Arena, v: int) -> dict[str, Any]:
     return {"x": a.floats(3, 2, 8, dtype=("float32", "float16")[v % 2]), "dtype": ("int8", "float8_e4m3")[v // 2 % 2]}
 
@@ -247,6 +252,11 @@ def _plan_select_attention(q: Any, k_cache: Any, v_cache: Any, selected: Any, **
     return _made_plan().select_attention(q, k_cache, v_cache, selected, **options)
 
 
+def _plan_append(k: Any, v: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
+    return _made_plan().append(k, v, k_cache, v_cache, **options)
+
+
+_plan_append.__signature__ = inspect.signature(_made_plan().append)  # type: ignore[attr-defined]
 _plan_attention.__signature__ = inspect.signature(_made_plan().attention)  # type: ignore[attr-defined]
 _plan_select_attention.__signature__ = inspect.signature(_made_plan().select_attention)  # type: ignore[attr-defined]
 
@@ -608,6 +618,7 @@ GROUPS: dict[str, dict[str, Good]] = {
         "quantize_kv": Good(blitz_attn.quantize_kv, _quantize),
         "dequantize_kv": Good(blitz_attn.dequantize_kv, _dequantize),
         "PagedPlan": Good(blitz_attn.PagedPlan, _plan, names=("indptr", "indices", "last_page_len")),
+        "PagedPlan.append": Good(_plan_append, _append_by_plan, ("k_cache", "v_cache", "k_scale", "v_scale"), names=_OF_PLAN),
         "PagedPlan.attention": Good(_plan_attention, _of_plan(_paged), ("out",), names=_OF_PLAN),
         "PagedPlan.select_attention": Good(_plan_select_attention, _of_plan(_paged_select), ("out",), names=_OF_PLAN),
     },

@@ -125,11 +125,21 @@ static ba_status quantise(room *r, int threads) {
     return ba_quantize_kv(&x, &values, &scale, threads);
 }
 
+static ba_status append(room *r, int threads) {
+    static const int64_t slots[] = {5, 0, 9, -1, 7};
+    const ba_tensor new = REALS(q, 5, KV_HEADS, D);
+    ba_paged_args a = BA_PAGED_ARGS_INIT;
+    a.k_cache = REALS(r->result[0], 1, 10, KV_HEADS, D);
+    a.v_cache = REALS(r->result[1], 1, 10, KV_HEADS, D);
+    a.num_threads = threads;
+    return ba_append_kv(&new, &new, slots, &a);
+}
+
 static const struct operation {
     const char *name;
     ba_status (*run)(room *, int threads);
-} operations[] = {{"dense", dense},         {"listed", listed},       {"backward", backward}, {"paged", paged},
-                  {"summaries", summaries}, {"selection", selection}, {"merge", merge},       {"quantise", quantise}};
+} operations[] = {{"dense", dense},         {"listed", listed}, {"backward", backward}, {"paged", paged},  {"summaries", summaries},
+                  {"selection", selection}, {"merge", merge},   {"quantise", quantise}, {"append", append}};
 enum { OPERATIONS = sizeof operations / sizeof *operations };
 
 static room *expected[OPERATIONS];

@@ -26,6 +26,7 @@ static const char *const names[FZ_OPS] = {"block_sparse_check",
                                           "select_prefill",
                                           "list_kept",
                                           "merge_states",
+                                          "append_kv",
                                           "quantize_kv",
                                           "settings"};
 static struct {

@@ -88,6 +88,7 @@ typedef enum fz_op {
     FZ_CHOOSE,
     FZ_LIST_KEPT,
     FZ_MERGE,
+    FZ_APPEND,
     FZ_QUANTISE,
     FZ_SETTINGS,
     FZ_OPS
@@ -133,6 +134,7 @@ void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct);
 void fz_attention(void);
 void fz_paged(void);
 void fz_merge(void);
+void fz_append(void);
 void fz_quantise(void);
 void fz_quest_metadata(void);
 void fz_select(void);

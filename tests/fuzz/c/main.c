@@ -22,7 +22,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static void (*const operations[])(void) = {
         fz_attention,      fz_attention,     fz_attention, fz_paged,      fz_paged,       fz_merge,
         fz_select,         fz_quantise,      fz_gate,      fz_nsa_select, fz_block_means, fz_block_means_backward,
-        fz_quest_metadata, fz_gate_backward, fz_settings,  fz_choose,     fz_choose};
+        fz_quest_metadata, fz_gate_backward, fz_settings,  fz_choose,     fz_choose,      fz_append};
     fz_open(data, size);
     ba_isa_set_cap((ba_isa)fz_range(0, ba_isa_detected()));
     ba_set_num_threads((int)fz_range(0, 4));

@@ -1,4 +1,4 @@
-/* Calls of attention over a paged cache, of merging, and of quantisation. */
+/* Calls of attention over a paged cache, of writing into it, of merging, and of quantisation. */
 #include <math.h>
 
 #include "fuzz.h"
@@ -26,14 +26,22 @@ static sizes draw_sizes(void) {
     return s;
 }
 
-static void draw_cache(ba_paged_args *a, const sizes *s) {
+static void draw_cache(ba_paged_args *a, const sizes *s, fz_role role) {
     const bool hnd = a->kv_layout == BA_HND;
     const int64_t k[] = {s->pages, hnd ? s->kv_heads : s->page_size, hnd ? s->page_size : s->kv_heads, s->dim}, v[] = {k[0], k[1], k[2], s->v_dim};
-    a->k_cache = fz_tensor(FZ_INPUT, s->cache, 4, k, 0);
-    a->v_cache = fz_tensor(FZ_INPUT, s->cache, 4, v, 0);
-    if ((s->cache == BA_INT8 || s->cache == BA_FLOAT8_E4M3) != fz_unusual()) {
-        a->k_scale = fz_tensor(FZ_INPUT, BA_FLOAT32, 3, k, FZ_FREE_LAST);
-        a->v_scale = fz_tensor(FZ_INPUT, BA_FLOAT32, 3, k, FZ_FREE_LAST);
+    a->k_cache = fz_tensor(role, s->cache, 4, k, 0);
+    a->v_cache = fz_tensor(role, s->cache, 4, v, 0);
+    if ((s->cache == BA_INT8 || s->cache == BA_FLOAT8_E4M3) == fz_unusual()) return;
+    ba_tensor *const scales[] = {&a->k_scale, &a->v_scale};
+    for (int i = 0; i < 2; i++) {
+        if (!fz_once_in(4)) {
+            *scales[i] = fz_tensor(role, BA_FLOAT32, 3, k, FZ_FREE_LAST);
+            continue;
+        }
+        *scales[i] = fz_tensor(FZ_INPUT, BA_FLOAT32, fz_once_in(2) ? 0 : 1, &s->kv_heads, FZ_FREE_LAST);
+        const int64_t numbers = scales[i]->ndim == 1 ? scales[i]->dims[0] : 1;
+        for (int64_t n = 0; fz_backed(scales[i]) && scales[i]->dtype == BA_FLOAT32 && scales[i]->ndim < 2 && n < numbers && n < 100; n++)
+            ((float *)scales[i]->data)[scales[i]->ndim ? n * scales[i]->strides[0] : 0] = fz_unusual() ? (float)fz_unusual_real() : 0.25f;
     }
 }
 
@@ -126,7 +134,7 @@ void fz_paged(void) {
     ba_paged_args a = BA_PAGED_ARGS_INIT;
     sizes s = draw_sizes();
     a.kv_layout = fz_unusual() ? (ba_kv_layout)fz_unusual_number() : (ba_kv_layout)fz_range(BA_NHD, BA_HND);
-    draw_cache(&a, &s);
+    draw_cache(&a, &s, FZ_INPUT);
     draw_requests(&a, &s, &s.queries);
     draw_selected(&a, &s);
     const int64_t q[] = {s.queries, s.heads, s.dim}, out[] = {s.queries, s.heads, s.v_dim};
@@ -190,6 +198,46 @@ void fz_merge(void) {
     if (fz_unusual()) a.parts = fz_range(INT64_MIN, 0);
     if (elements > 1e6 && elements < 1e15) fz_count_skipped(FZ_MERGE);
     else fz_run(FZ_MERGE, merge, &a, NULL);
+}
+
+/* ---- New tokens -------------------------------------------------------------------------------------------------------------- */
+
+typedef struct append_args {
+    ba_tensor k, v;
+    const int64_t *slots;
+    ba_paged_args paged;
+} append_args;
+
+static ba_status append(const void *args) {
+    const append_args *a = args;
+    return ba_append_kv(&a->k, a->v.ndim ? &a->v : NULL, a->slots, &a->paged);
+}
+
+void fz_append(void) {
+    append_args a = {.paged = BA_PAGED_ARGS_INIT};
+    sizes s = draw_sizes();
+    a.paged.kv_layout = fz_unusual() ? (ba_kv_layout)fz_unusual_number() : (ba_kv_layout)fz_range(BA_NHD, BA_HND);
+    draw_cache(&a.paged, &s, FZ_PARTIAL);
+    const bool alone = fz_once_in(8); /* K alone */
+    if (alone) a.paged.v_cache = a.paged.v_scale = (ba_tensor){0};
+    int64_t tokens = s.batch;
+    if (fz_once_in(2)) {
+        draw_requests(&a.paged, &s, &tokens);
+    } else {
+        tokens = fz_range(0, 40);
+        int64_t *slots = fz_numbers(tokens);
+        fz_seed();
+        for (int64_t i = 0; slots && i < tokens; i++) slots[i] = fz_below(4) ? i * 3 % (s.pages * s.page_size + 1) : -1;
+        if (tokens > 0 && fz_unusual()) slots[fz_below(tokens)] = fz_unusual_number();
+        a.slots = slots;
+    }
+    const int64_t k[] = {tokens, s.kv_heads, s.dim}, v[] = {tokens, s.kv_heads, s.v_dim};
+    a.k = fz_tensor(FZ_INPUT, fz_once_in(2) ? s.dtype : fz_float(), 3, k, 0);
+    if (!alone) a.v = fz_tensor(FZ_INPUT, fz_once_in(2) ? s.dtype : fz_float(), 3, v, 0);
+    a.paged.num_threads = fz_threads();
+    const double elements = fz_elements(&a.k) + fz_elements(&a.v);
+    if ((elements > 1e6 && elements < 1e15) || is_heavy(&a.paged)) fz_count_skipped(FZ_APPEND);
+    else fz_run(FZ_APPEND, append, &a, &a.paged.num_threads);
 }
 
 /* ---- 8-bit rows -------------------------------------------------------------------------------------------------------------- */

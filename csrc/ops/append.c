@@ -1,0 +1,223 @@
+/* Writes new tokens into a paged cache. */
+#include "ops/append.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "core/faults.h"
+#include "core/status.h"
+#include "ops/check.h"
+#include "ops/kv_cache.h"
+#include "ops/store_rows.h"
+
+/* ---- Arrays that are written share no memory ------------------------------------------------------------------------ */
+
+/* Rows of `bytes` bytes of each page, place and head; steps are in bytes. */
+typedef struct places {
+    const char *name, *data;
+    int64_t bytes, steps[3];
+} places;
+
+static places places_of(const char *name, const ba_view *v, int64_t element, int64_t numbers) {
+    return (places){name, v->data, numbers * element, {v->batch_stride * element, v->token_stride * element, v->head_stride * element}};
+}
+
+/* The first byte of the places, and the byte behind the last. */
+static void find_bounds(const places *p, const int64_t lengths[3], const char **low, const char **high) {
+    *low = *high = p->data;
+    for (int i = 0; i < 3; i++) *(p->steps[i] < 0 ? low : high) += p->steps[i] * (lengths[i] - 1);
+    *high += p->bytes;
+}
+
+/* Whether two arrays may share memory. K and V may be views of one array, whose axis for the two is any: then they have the same steps, and the rows
+ * of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
+static bool may_share(const places *a, const places *b, const int64_t lengths[3]) {
+    const places *first = a->data <= b->data ? a : b, *second = a->data <= b->data ? b : a;
+    const char *low[2], *high[2];
+    find_bounds(first, lengths, &low[0], &high[0]);
+    find_bounds(second, lengths, &low[1], &high[1]);
+    if (high[0] <= low[1] || high[1] <= low[0]) return false;
+    /* From the axis of the smallest step to that of the largest: is there one whose gaps the second array's places of all smaller axes fit into? */
+    int64_t inside = 0; /* how far the smaller axes reach, from row to row */
+    bool passed[3] = {false, false, false};
+    for (int n = 0; n < 3; n++) {
+        int next = -1;
+        for (int i = 0; i < 3; i++)
+            if (!passed[i] && lengths[i] > 1 && (next < 0 || first->steps[i] < first->steps[next])) next = i;
+        if (next < 0 || first->steps[next] != second->steps[next] || first->steps[next] < 0) return true;
+        const int64_t distance = second->data - first->data;
+        if (inside + first->bytes <= distance && distance + inside + second->bytes <= first->steps[next]) return false;
+        passed[next] = true;
+        inside += first->steps[next] * (lengths[next] - 1);
+    }
+    return true;
+}
+
+static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
+    const int64_t element = ba_dtype_size(c->dtype), lengths[3] = {c->pages, c->page_size, c->heads};
+    const places all[] = {places_of("k_cache", &c->k, element, c->k_dim), places_of("v_cache", &c->v, element, c->v_dim),
+                          places_of("k_scale", &c->k_scale, (int64_t)sizeof(float), 1), places_of("v_scale", &c->v_scale, (int64_t)sizeof(float), 1)};
+    const bool v = call->arrays == 2, written[] = {true, v, !call->rows[0].scale_is_fixed, v && !call->rows[1].scale_is_fixed};
+    if (c->pages == 0) return BA_OK;
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < i; j++)
+            if (written[i] && written[j] && may_share(&all[i], &all[j], lengths))
+                return ba_fail(BA_ERROR_VALUE, "%s: expected memory of its own, got an array that overlaps %s", all[i].name, all[j].name);
+    return BA_OK;
+}
+
+/* ---- Slots ---------------------------------------------------------------------------------------------------------- */
+
+/* The number of new tokens of a request. */
+static int64_t new_tokens(const ba_page_tables *t, int64_t request) { return t->cu_q ? t->cu_q[request + 1] - t->cu_q[request] : 1; }
+
+/* Writes the slot of each new token. The new tokens are the last of their requests. */
+static ba_status slots_by_tables(const ba_page_tables *t, const ba_caches *c, int64_t tokens, int64_t *slots) {
+    int64_t n = 0;
+    if (t->page_size != c->page_size)
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, t->page_size,
+                       c->page_size);
+    if (t->q_begin) return ba_fail(BA_ERROR_VALUE, "q_begin: expected none where tokens are written, which are the last of their requests, got some");
+    if (t->queries != tokens && t->cu_q)
+        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to k's %" PRId64 " tokens, got %" PRId64, tokens, t->queries);
+    if (t->queries != tokens)
+        return ba_fail(BA_ERROR_VALUE,
+                       "q_lens: expected lengths that add up to k's %" PRId64 " tokens, got none, which means 1 for each of %" PRId64 " requests",
+                       tokens, t->queries);
+    for (int64_t b = 0; b < t->batch; b++) {
+        const int64_t count = new_tokens(t, b), *pages = t->page + t->first[b];
+        if (count > t->seq_lens[b])
+            return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
+                           t->seq_lens[b], count, b);
+        for (int64_t i = t->seq_lens[b] - count; i < t->seq_lens[b]; i++) {
+            const int64_t page = pages[i / c->page_size];
+            if (page < 0 || page >= c->pages)
+                return ba_fail(BA_ERROR_VALUE,
+                               "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64
+                               " of request %" PRId64,
+                               c->pages - 1, page, i / c->page_size, b);
+            slots[n++] = page * c->page_size + i % c->page_size;
+        }
+    }
+    return BA_OK;
+}
+
+static ba_status check_slots(const int64_t *slots, int64_t tokens, int64_t available) {
+    for (int64_t i = 0; i < tokens; i++)
+        if (slots[i] < -1 || slots[i] >= available)
+            return ba_fail(BA_ERROR_VALUE, "slot_mapping: expected slots from 0 to %" PRId64 ", or -1 for none, got %" PRId64 " at [%" PRId64 "]",
+                           available - 1, slots[i], i);
+    return BA_OK;
+}
+
+/* Checks that no two tokens have the same slot, with a hash table of `size` entries, a power of two above `tokens`. */
+static ba_status check_distinct(const char *name, const int64_t *slots, int64_t tokens, int64_t *table, int64_t size) {
+    for (int64_t i = 0; i < size; i++) table[i] = -1;
+    for (int64_t i = 0; i < tokens; i++) {
+        if (slots[i] < 0) continue;
+        int64_t at = (int64_t)((uint64_t)slots[i] * 0x9e3779b97f4a7c15u >> 32) & (size - 1);
+        for (; table[at] >= 0; at = (at + 1) & (size - 1))
+            if (table[at] == slots[i]) return ba_fail(BA_ERROR_VALUE, "%s: expected each slot once, got slot %" PRId64 " twice", name, slots[i]);
+        table[at] = slots[i];
+    }
+    return BA_OK;
+}
+
+/* Finds the slot of each token that a table gives one, and checks that all are distinct. `memory` has room for the slots, and behind them for a hash
+ * table of `hashed` entries. */
+static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_page_tables *tables, const ba_caches *caches, int64_t *memory,
+                              int64_t hashed) {
+    if (slots) BA_TRY(check_slots(slots, c->tokens, caches->pages * caches->page_size));
+    else BA_TRY(slots_by_tables(tables, caches, c->tokens, memory));
+    c->slots = slots ? slots : memory;
+    return check_distinct(slots ? "slot_mapping" : "block_tables", c->slots, c->tokens, memory + c->tokens, hashed);
+}
+
+/* ---- The operation -------------------------------------------------------------------------------------------------- */
+
+/* Checks one of k and v, and fills `rows`, but not the places where the rows go. */
+static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, int64_t dim, ba_stored_rows *rows) {
+    if (!ba_is_float(t->dtype))
+        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != 3 || t->dims[1] != c->heads || t->dims[2] != dim)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (T, %" PRId64 ", %" PRId64 ") like %s_cache, got %s", name, c->heads, dim, name,
+                       ba_shape_text(t).chars);
+    if (dim > 1 && t->strides[2] != 1)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[2]);
+    BA_TRY(ba_check_extent(name, t));
+    *rows = (ba_stored_rows){.name = name,
+                             .from_dtype = t->dtype,
+                             .to_dtype = c->dtype,
+                             .dim = dim,
+                             .from = t->data,
+                             .token_stride = ba_step(t, 0),
+                             .head_stride = ba_step(t, 1)};
+    return BA_OK;
+}
+
+/* Where the rows of one array go. */
+static void set_places(ba_stored_rows *rows, const ba_view *cache, const ba_view *scale, bool scale_is_fixed) {
+    rows->to = *cache;
+    rows->scale = *scale;
+    rows->scale_is_fixed = scale_is_fixed;
+}
+
+/* Checks that no two elements of an array that is written share memory. */
+static ba_status check_own_places(const char *cache_name, const ba_tensor *cache, const char *scale_name, const ba_tensor *scale) {
+    BA_TRY(ba_check_places(cache_name, cache));
+    return ba_is_fixed_scale(scale) ? BA_OK : ba_check_places(scale_name, scale);
+}
+
+static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_paged_args *args, ba_caches *caches, ba_store_call *c) {
+    ba_paged_args a = *args;
+    if (!v && (ba_given(&a.v_cache) || ba_given(&a.v_scale))) return ba_fail(BA_ERROR_VALUE, "v: expected values for v_cache, got none");
+    if (!v) { /* K alone: its places are checked as V's, too */
+        a.v_cache = a.k_cache;
+        a.v_scale = a.k_scale;
+    }
+    BA_TRY(ba_check_threads(a.num_threads));
+    BA_TRY(ba_check_caches(&a, caches));
+    BA_TRY(open_rows("k", k, caches, caches->k_dim, &c->rows[0]));
+    BA_TRY(check_own_places("k_cache", &a.k_cache, "k_scale", &a.k_scale));
+    set_places(&c->rows[0], &caches->k, &caches->k_scale, ba_is_fixed_scale(&a.k_scale));
+    c->arrays = 1;
+    if (v) {
+        BA_TRY(open_rows("v", v, caches, caches->v_dim, &c->rows[1]));
+        BA_TRY(check_own_places("v_cache", &a.v_cache, "v_scale", &a.v_scale));
+        set_places(&c->rows[1], &caches->v, &caches->v_scale, ba_is_fixed_scale(&a.v_scale));
+        c->arrays = 2;
+        if (v->dims[0] != k->dims[0]) return ba_fail(BA_ERROR_VALUE, "v: expected %" PRId64 " tokens like k, got %" PRId64, k->dims[0], v->dims[0]);
+    }
+    c->tokens = k->dims[0];
+    c->heads = caches->heads;
+    c->page_size = caches->page_size;
+    return check_apart(caches, c);
+}
+
+ba_status ba_append_to(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_page_tables *tables, const ba_paged_args *args) {
+    ba_caches caches;
+    ba_store_call c = {.tokens = 0};
+    BA_TRY(open_call(k, v, args, &caches, &c));
+    int64_t hashed = 2;
+    while (hashed <= c.tokens) hashed *= 2;
+    hashed *= 2; /* at most half full, so that a search is short */
+    const size_t bytes = (size_t)(c.tokens + hashed) * sizeof *slots;
+    int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "slot_mapping: expected %lld bytes of memory for a copy, got none", (long long)bytes);
+    ba_status status = choose_slots(&c, slots, tables, &caches, memory, hashed);
+    if (status == BA_OK) status = ba_store_rows(&c, args->num_threads);
+    free(memory);
+    return status;
+}
+
+ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args) {
+    ba_caches caches;
+    ba_store_call unused = {.tokens = 0};
+    ba_page_tables tables = {0};
+    if (slots) return ba_append_to(k, v, slots, NULL, args);
+    BA_TRY(open_call(k, v, args, &caches, &unused)); /* which bounds the page size */
+    BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &tables));
+    const ba_status status = ba_append_to(k, v, NULL, &tables, args);
+    ba_close_page_tables(&tables);
+    return status;
+}

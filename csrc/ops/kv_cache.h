@@ -1,0 +1,20 @@
+/* Paged caches of K and V, as all operations on them check them. Internal. */
+#ifndef BA_OPS_KV_CACHE_H
+#define BA_OPS_KV_CACHE_H
+
+#include "ops/problem.h"
+
+/* Caches that have been checked. The strides of a view's batch are those from one page to the next. */
+typedef struct ba_caches {
+    ba_dtype dtype;
+    int64_t pages, page_size, heads, k_dim, v_dim; /* page_size, heads and dims are at least 1 */
+    ba_view k, v, k_scale, v_scale;                /* data of the scales NULL: none, for float dtypes */
+} ba_caches;
+
+/* Checks kv_layout, k_cache, v_cache, k_scale and v_scale of `args`. */
+ba_status ba_check_caches(const ba_paged_args *args, ba_caches *caches);
+
+/* Whether a scale is a number, or one number per KV head, and not one per token and head. Such scales do not change when tokens are written. */
+static inline bool ba_is_fixed_scale(const ba_tensor *scale) { return scale->ndim < 2; }
+
+#endif
