@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numpy import array, empty, float32, generic, ndarray
+from numpy import empty, floating, integer, ndarray
 
 from . import _arrays, _core
 from ._sentences import renamed
@@ -12,9 +12,9 @@ from ._sentences import renamed
 _CORE_NAMES = {"selected_counts": "counts"}
 
 
-def scales_for_core(scale: Any) -> Any:
+def scales_for_core(scale: Any, name: str) -> Any:
     """k_scale or v_scale: a number as an array, which the core can read; anything else as it is."""
-    return array(scale, float32) if isinstance(scale, (float, int, generic)) else scale
+    return _arrays.float32_numbers(scale, name) if isinstance(scale, (float, int, floating, integer)) else scale
 
 
 def open_requests(
@@ -35,7 +35,7 @@ def attend_requests(
     """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
     `q_begin`, or what `open_requests` gives."""
     tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
-    k_scale, v_scale = scales_for_core(k_scale), scales_for_core(v_scale)
+    k_scale, v_scale = scales_for_core(k_scale, "k_scale"), scales_for_core(v_scale, "v_scale")
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
     try:
@@ -77,6 +77,7 @@ def append_tokens(
     writable = _arrays.writable
     _core.append_paged_kv(
         _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache"),
-        writable(v_cache, "v_cache"), slot_mapping, *requests, kv_layout, scales_for_core(writable(k_scale, "k_scale")),
-        scales_for_core(writable(v_scale, "v_scale")), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
+        writable(v_cache, "v_cache"), slot_mapping, *requests, kv_layout, scales_for_core(writable(k_scale, "k_scale"), "k_scale"),
+        scales_for_core(writable(v_scale, "v_scale"), "v_scale"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"),
+        num_threads,
     )  # fmt: skip

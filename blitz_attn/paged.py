@@ -603,7 +603,8 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
     rows = array.shape[:-1]
     if array.ndim < 1 or factors.ndim > len(rows) or any(n not in (1, m) for n, m in zip(factors.shape[::-1], rows[::-1], strict=False)):
         raise ValueError(f"scale: expected shape {rows}, values' without the last axis, or its last axes, got {factors.shape}")
-    return _formats.widened(array, kind) * factors[..., None]
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, and those that make numbers too large
+        return _formats.widened(array, kind) * factors[..., None]
 
 
 # ---- Filling the cache --------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def quest_prefill_metadata(
     Notes
     -----
     Summaries cover the valid tokens of a block, so the last block of a request is summarised as far as it is filled. Largest and smallest
-    values are bits of the keys and ignore NaN; a mean with NaN is NaN.
+    values are bits of the keys and ignore NaN, unless a channel has nothing else; a mean with NaN is NaN.
 
     Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
     and float32 are additions.

@@ -762,6 +762,8 @@ static void check_summarise(test_case *c) {
             const double mean = sum / (double)c->keys, error = (sum_error(c, c->keys) * size + tiny(c)) / (double)c->keys;
             if (to[0] && !isnan(largest)) compare(r, get_element(dtype, to[0], d), largest, 0, "largest [.][dim]", 0, d);
             if (to[1] && !isnan(smallest)) compare(r, get_element(dtype, to[1], d), smallest, 0, "smallest [.][dim]", 0, d);
+            if (to[0] && isnan(largest)) require(r, isnan(get_element(dtype, to[0], d)), "NaN as the largest [dim]", -1, d);
+            if (to[1] && isnan(smallest)) require(r, isnan(get_element(dtype, to[1], d)), "NaN as the smallest [dim]", -1, d);
             if (to[2])
                 compare(r, get_element(dtype, to[2], d), mean, error + unit_of(dtype) * (fabs(mean) + error) + smallest_of(dtype), "mean [.][dim]", 0,
                         d);

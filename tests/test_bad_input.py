@@ -151,7 +151,7 @@ CASES = [
     ("sabi_rank", ValueError, r"^sabi: expected shape \(2 or 1, 4, 2 or 1, 3, W\)", lambda a: {"sabi": a["sabi"][0]}),
     ("sabi_batch", ValueError, r"^sabi: expected shape", lambda a: {"sabi": np.zeros((3, H, ROWS, 1), np.int32)}),
     ("sabi_heads", ValueError, r"^sabi: expected shape", lambda a: {"sabi": a["sabi"][:, :3]}),
-    ("sabi_rows", ValueError, r"^sabi: expected .* 3 rows being ceil\(96 / 32\), got \(2, 4, 2, 5\)",
+    ("sabi_rows", ValueError, r"^sabi: expected .* 3 rows = ceil\(96 queries / block_shape\[0\] = 32\), got \(2, 4, 2, 5\)",
      lambda a: {"sabi": a["sabi"][:, :, :2]}),
     ("sabi_float", TypeError, r"^sabi: expected uint16, int16, int32 or int64, got float32",
      lambda a: {"sabi": a["sabi"].astype(np.float32)}),
@@ -196,6 +196,8 @@ CASES = [
     ("scale_inf", ValueError, r"^scale: expected a finite number, got inf", lambda a: {"scale": float("inf")}),
     ("scale_string", TypeError, r"^scale: expected a number, got str", lambda a: {"scale": "0.1"}),
     ("scale_complex", TypeError, r"^scale: expected a number, got complex128", lambda a: {"scale": np.complex128(1)}),
+    ("scale_complex64", TypeError, r"^scale: expected a number, got complex64", lambda a: {"scale": np.complex64(1 + 5j)}),
+    ("scale_beyond_float32", ValueError, r"^scale: expected a number from -1e\+37 to 1e\+37 with a float32 q, got 1e\+39", lambda a: {"scale": 1e39}),
     ("scale_stopped", ValueError, r"^scale: expected a number, got Raising that raises: no number$", lambda a: {"scale": Raising()}),
     ("causal_stopped", ValueError, r"^causal: expected True or False, got Raising that raises: no truth$", lambda a: {"causal": Raising()}),
     ("layout_surrogate", ValueError, r"^layout: expected a string, got str that raises: 'utf-8'", lambda a: {"layout": "\ud800"}),
@@ -521,3 +523,13 @@ def test_scalars_of_dates(scalar, name):
     arguments = {"q": x, "k": x, "v": x, name: scalar}
     with pytest.raises(TypeError, match=f"^{name}: expected "):
         blitz_attn.block_sparse_attention(**arguments)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 8, 64])
+def test_the_first_of_two_bad_entries_is_reported(num_threads):
+    """In the order of the lists, whatever the number of threads, and so of tiles per item."""
+    q, k = np.zeros((1, 2, 8192, 8), np.float32), np.zeros((1, 1, 8192, 8), np.float32)
+    lists = np.tile(np.arange(3), (1, 2, 64, 1))
+    lists[0, 0, 1, 2] = lists[0, 1, 0, 2] = 99
+    with pytest.raises(ValueError, match=r"^sabi: .*99.*\[0, 0, 1, 2\]"):
+        blitz_attn.block_sparse_attention(q, k, k, lists, num_threads=num_threads)

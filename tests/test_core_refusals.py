@@ -195,6 +195,8 @@ CASES = [
     ("select_prefill", ValueError, "index_dtype: expected uint16 or another of that kind, got 'int8'", {"index_dtype": "int8"}),
     ("select_prefill", ValueError, r"density: expected one number, or one for each of 2 lists, got \(3,\)", {"budgets": np.full(3, 0.5)}),
     ("select_blocks", ValueError, r"budget: expected at least 0 pages, got -1 at \[0\]", {"budget": [-1]}),
+    ("select_blocks", TypeError, "recent: expected an integer, or one per request, with tokens_since_metadata_update, got NoneType",
+     {"recent": None, "tokens_since_metadata_update": 3}),
     ("merge_states", ValueError, "outs: expected at least 1 array, got 0", {"outs": (), "lses": ()}),
     ("quantize_kv", TypeError, "x: expected float32, .*, got int32", {"x": zeros(3, 8, dtype=np.int32)}),
     ("quantize_kv", ValueError, r"x: expected shape \(N, D\), got \(3, 2, 4\)", {"x": zeros(3, 2, 4)}),

@@ -375,6 +375,20 @@ def test_tables_are_used_as_they_were_checked():
 STEP = {"int8": 1 / 254, "float8_e4m3": 1 / 16}
 
 
+@pytest.mark.parametrize("softcap", [5.0, 50.0, 1e3, 1e6, 1e30])
+def test_a_cap_far_above_the_scores_costs_no_accuracy(softcap, isa_level):
+    """Capped scores have the relative error of plain ones, not an error relative to the cap."""
+    rng = np.random.default_rng(0)
+    q, k_cache, v_cache = 0.1 * rng.standard_normal((8, 1, 128)), *rng.standard_normal((2, 64, 16, 1, 128))
+    call = [x.astype(np.float32) for x in (q, k_cache, v_cache)] + [np.arange(64)[None], [1024]]
+    options = {"q_begin": [1024], "q_lens": [8], "return_lse": True}
+    exact, exact_lse = reference.paged_attention(*call, softcap=softcap, **options)
+    capped, lse = blitz_attn.paged_attention(*call, softcap=softcap, **options)
+    plain = blitz_attn.paged_attention(*call, **options)[0] - reference.paged_attention(*call, **options)[0]
+    assert np.abs(capped - exact).max() < 2 * np.abs(plain).max()
+    assert np.abs(lse - exact_lse).max() < 2e-6
+
+
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_quantize(dtype, kv_dtype, isa_level):

@@ -161,6 +161,10 @@ CASES = {
     "paged_attention": [
         *TABLE_CASES,
         *SCALE_CASES,
+        ("scale_beyond_float32", ValueError, r"^scale: expected a number from -1e\+37 to 1e\+37 with a float32 q, got 1e\+39", lambda a: {"scale": 1e39}),
+        ("softcap_beyond_float32", ValueError, r"^softcap: expected a number from 1e-37 to 1e\+37 with a float32 q, or 0 for none, got 1e\+308",
+         lambda a: {"softcap": 1e308}),
+        ("softcap_tiny", ValueError, r"^softcap: expected a number from 1e-37 to 1e\+37", lambda a: {"softcap": 1e-300}),
         ("q_rank", ValueError, r"^q: expected shape \(B, H, D\), got \(2, 1, 4, 32\)", lambda a: {"q": a["q"][:, None]}),
         ("q_batch", ValueError, r"^seq_lens: expected one length for each of q's 1 requests, got 2", lambda a: {"q": a["q"][:1]}),
         ("q_int", TypeError, r"^q: expected float32", lambda a: {"q": a["q"].astype(np.int8)}),
@@ -289,6 +293,7 @@ CASES = {
         ("summaries_overlap", ValueError, r"^minblocks: expected memory of its own, got an array that overlaps maxblocks",
          lambda a: {"minblocks": a["maxblocks"]}),
         ("no_summary", ValueError, r"^maxblocks: expected a summary to write, got none", lambda a: {"maxblocks": None, "minblocks": None}),
+        ("threads", ValueError, r"^num_threads: expected 1 to 1024, got 100000", lambda a: {"num_threads": 100000}),
         ("start_negative", ValueError, r"^start_lens: expected lengths of at least 0, got -1 at \[1\]", lambda a: {"start_lens": [0, -1]}),
         ("start_count", ValueError, r"^start_lens: expected 2 entries", lambda a: {"start_lens": [0]}),
         ("eight_bits", TypeError, r"^k_cache: expected float32", lambda a: {"k_cache": a["k_cache"].astype(np.int8)}),
@@ -434,7 +439,7 @@ def test_select_and_attend_knows_its_source():
 def test_a_plan_refuses_a_call_that_does_not_fit():
     opened = blitz_attn.PagedPlan(tables(), SEQ_LENS, page_size=SIZE, num_pages=PAGES, q_lens=[1, 2])
     call = attend()
-    with pytest.raises(ValueError, match="^q_lens: expected lengths that add up to q's 2 tokens, got 3"):
+    with pytest.raises(ValueError, match=r"^q: expected 3 queries as the plan has them, got \(2, 4, 32\)"):
         opened.attention(call["q"], call["k_cache"], call["v_cache"])
     with pytest.raises(TypeError, match="^selected: expected an array, got NoneType"):
         opened.select_attention(floats(3, H, D), call["k_cache"], call["v_cache"], None)

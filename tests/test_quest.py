@@ -305,6 +305,23 @@ def test_the_smallest_counts_where_the_query_is_negative(isa_level):
     assert (selected != select((np.abs(query), *problem[1:]), 6)).any()
 
 
+def test_a_channel_of_nan_makes_a_page_the_last(isa_level):
+    """A summary ignores NaN among numbers. A channel of NaN alone is NaN in it, and so is the page's score."""
+    k = np.random.default_rng(0).standard_normal((4, 16, 1, 24), dtype=np.float32)
+    k[1, 3], k[2, :, :, 5] = np.nan, np.nan
+    tables, high, low = np.arange(4)[None], np.zeros((1, 4, 1, 24), np.float32), np.zeros((1, 4, 1, 24), np.float32)
+    blitz_attn.quest_prefill_metadata(k, tables, [64], np.array([[0]]), maxblocks=high, minblocks=low)
+    np.testing.assert_array_equal(high[0], np.fmax.reduce(k, axis=1))
+    np.testing.assert_array_equal(low[0], np.fmin.reduce(k, axis=1))
+    assert np.argwhere(np.isnan(high)).tolist() == np.argwhere(np.isnan(low)).tolist() == [[0, 2, 0, 5]]
+    q = np.ones((1, 1, 24), np.float32)
+    pages, _, scores = blitz_attn.select_blocks(
+        q, (high, low), np.array([[0]]), [64], 4, block_size=16, sink=0, recent=0, ascending=False, return_scores=True
+    )
+    assert pages[0, 0, 3] == 2
+    assert np.argwhere(np.isnan(scores)).tolist() == [[0, 0, 3]]
+
+
 def test_same_bits(isa_level):
     """Whatever the batch, the order of summary pages, and the threads; inputs are not written."""
     problem = drawn(4, 8, 2, [900, 77, 500, 1], 16, 64)

@@ -15,6 +15,9 @@ from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_k
 # ---- Summaries ----------------------------------------------------------------------------------------------------
 
 
+_REDUCTIONS = {"max": np.fmax.reduce, "min": np.fmin.reduce, "mean": np.mean}  # the first two ignore NaN where there is a number
+
+
 def _put(array: np.ndarray, at: tuple, values: np.ndarray) -> None:
     """Writes float64 values into an array of the library's dtypes, uint16 standing for bfloat16 bits."""
     if array.dtype == np.uint16:
@@ -37,7 +40,7 @@ def _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries
             at = (summary_tables[b, page // rows], page % rows)
             k = gather(cache, None, kv_layout, dtype, pages[page : page + 1], min(page_size, tokens - page * page_size))
             for kind, array in summaries.items():
-                _put(array, at, getattr(k, kind)(axis=1) if page < len(pages) else np.zeros(array.shape[2:]))
+                _put(array, at, _REDUCTIONS[kind](k, axis=1) if page < len(pages) else np.zeros(array.shape[2:]))
 
 
 def quest_prefill_metadata(

@@ -41,4 +41,11 @@ static inline bool ba_is_small(double work, double least) {
 #endif
 }
 
+/* The number of threads of a call that hands out so many items: one where it is small. No more than there are items, because each thread has scratch
+ * memory. */
+static inline int ba_threads_of_call(int num_threads, double work, double least, int64_t items) {
+    const int threads = ba_is_small(work, least) ? 1 : ba_threads_for(num_threads);
+    return items < 1 ? 1 : threads < items ? threads : (int)items;
+}
+
 #endif

@@ -449,7 +449,7 @@ typedef struct ba_side {
 typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 
 /* The largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype. Outputs that are NULL are not computed. Largest and
- * smallest are exact elements; they ignore NaN. */
+ * smallest are exact elements; they ignore NaN, but where all elements are NaN, so are they. */
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
 typedef BA_SUMMARISE((*ba_summarise_fn));
 

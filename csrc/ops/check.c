@@ -1,6 +1,7 @@
 #include "ops/check.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 
 #include "core/pool.h"
@@ -101,6 +102,25 @@ ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch
     if (cu[batch] != tokens)
         return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
     return BA_OK;
+}
+
+/* The largest number that a scale or a cap may be. Its reciprocal is the smallest cap. */
+static double most_of(ba_dtype q_dtype) { return q_dtype == BA_FLOAT64 ? 1e300 : 1e37; }
+
+ba_status ba_check_scale(ba_dtype q_dtype, double scale) {
+    if (!isfinite(scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", scale);
+    const double most = most_of(q_dtype);
+    if (fabs(scale) <= most) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "scale: expected a number from %g to %g with a %s q, got %g", -most, most, ba_dtype_name(q_dtype), scale);
+}
+
+ba_status ba_check_softcap(ba_dtype q_dtype, double softcap) {
+    if (!isfinite(softcap) || softcap < 0)
+        return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %g", softcap);
+    const double most = most_of(q_dtype);
+    if (softcap == 0 || (softcap >= 1 / most && softcap <= most)) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "softcap: expected a number from %g to %g with a %s q, or 0 for none, got %g", 1 / most, most,
+                   ba_dtype_name(q_dtype), softcap);
 }
 
 ba_status ba_check_threads(int num_threads) {

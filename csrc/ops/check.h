@@ -46,6 +46,11 @@ ba_status ba_check_places(const char *name, const ba_tensor *t);
 /* Checks cumulative lengths: batch + 1 numbers that never fall, from 0 to `tokens`. Sets *longest to the length of the longest sequence. */
 ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest);
 
+/* Checks the scale and the softcap (0: none) of a call with such queries. Sums are made in float, or for float64 in double, and neither these numbers
+ * nor their reciprocals may overflow there. */
+ba_status ba_check_scale(ba_dtype q_dtype, double scale);
+ba_status ba_check_softcap(ba_dtype q_dtype, double softcap);
+
 /* Checks the num_threads of a call: 0 stands for the default. */
 ba_status ba_check_threads(int num_threads);
 

@@ -116,7 +116,7 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
     c.scratch_bytes = lay_out_merge(&c, NULL, &unused_rows, &unused_weights);
     const int64_t items = ba_ceil_div(c.rows, ba_work.merge_rows);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
-    const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(0);
+    const int threads = ba_threads_of_call(0, work, ba_work.small_work, items);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
     const ba_status status = ba_parallel(threads, items, merge_rows, &c);

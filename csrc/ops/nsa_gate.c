@@ -246,10 +246,11 @@ ba_status ba_gate(const ba_gate_args *a) {
     gate_scratch unused;
     c.scratch_bytes = lay_out_gate(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
-    const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(a->num_threads);
+    const int64_t items = c.batch * c.items_per_batch;
+    const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
     BA_TRY(get_memory(&c, threads, weight_bytes(&c), &c.packed_weight));
     pack_weight(&c);
-    const ba_status status = ba_parallel(threads, c.batch * c.items_per_batch, gate_item, &c);
+    const ba_status status = ba_parallel(threads, items, gate_item, &c);
     ba_arena_release();
     return status;
 }
@@ -301,7 +302,7 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     gate_scratch unused;
     c.scratch_bytes = lay_out_gate(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
-    const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(a->num_threads);
+    const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
     BA_TRY(get_memory(&c, threads, items * c.heads * GATES * c.dim * c.real_size, &c.dweights));
     const ba_status status = ba_parallel(threads, items, backward_item, &c);
     if (c.weighted && status == BA_OK) sum_dweights(&c, &a->dweight);

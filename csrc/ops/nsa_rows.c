@@ -233,10 +233,11 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     means_scratch unused;
     c.scratch_bytes = lay_out_means(&c, NULL, &unused);
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
-    const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(a->num_threads);
+    const int64_t items = count_stretches(&c.s, blocks_of, c.blocks_per_item);
+    const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
-    const ba_status status = ba_parallel(threads, count_stretches(&c.s, blocks_of, c.blocks_per_item), means_item, &c);
+    const ba_status status = ba_parallel(threads, items, means_item, &c);
     ba_arena_release();
     return status;
 }
@@ -319,10 +320,11 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     char *unused_weights;
     c.scratch_bytes = lay_out_means_backward(&c, NULL, &unused_rows, &unused_weights);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
-    const int threads = ba_is_small(work, ba_work.small_work) ? 1 : ba_threads_for(a->num_threads);
+    const int64_t items = count_stretches(&c.s, tokens_of, ba_work.nsa.mean_tokens);
+    const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
     if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
-    const ba_status status = ba_parallel(threads, count_stretches(&c.s, tokens_of, ba_work.nsa.mean_tokens), means_backward_item, &c);
+    const ba_status status = ba_parallel(threads, items, means_backward_item, &c);
     ba_arena_release();
     return status;
 }

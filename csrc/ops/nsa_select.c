@@ -89,6 +89,7 @@ static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scrat
 /* The rows of the result that one item computes: one panel of one head. */
 typedef struct stretch {
     int64_t sequence, head; /* a KV head where by_query, else a query head */
+    int64_t earlier;        /* rows of all sequences before this one, in packed results */
     int64_t first, rows;    /* rows of the sequence's result: the first one, and how many; row first + i is lane i of the panel */
     int64_t queries, keys;  /* of the sequence: queries in this call, and compressed keys */
     int64_t blocks;         /* blocks of the sequence that can be selected */
@@ -266,9 +267,8 @@ static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
 /* Writes a list of blocks, padded with -1, to row `row` of the sequence's result. */
 static void write_row(const select_call *c, const stretch *at, int64_t row, const int32_t *list, int64_t length, const ba_tensor *out) {
     const int64_t *steps = out->strides, width = out->dims[out->ndim - 1];
-    for (int64_t b = 0; c->args->cu_q && b < at->sequence; b++) row += rows_of(c, b);
-    int32_t *to = (int32_t *)out->data +
-                  (c->args->cu_q ? at->head * steps[0] + row * steps[1] : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
+    int32_t *to = (int32_t *)out->data + (c->args->cu_q ? at->head * steps[0] + (at->earlier + row) * steps[1]
+                                                        : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
     for (int64_t i = 0; i < width; i++) to[i * steps[out->ndim - 1]] = i < length ? list[i] : -1;
 }
 
@@ -330,7 +330,10 @@ static void select_item(void *context, int64_t item, int worker) {
     at.head = item % c->list_heads;
     item /= c->list_heads;
     if (c->args->cu_q) {
-        for (int64_t here; item >= (here = panels_of(c, at.sequence)); at.sequence++) item -= here;
+        for (int64_t here; item >= (here = panels_of(c, at.sequence)); at.sequence++) {
+            item -= here;
+            at.earlier += rows_of(c, at.sequence);
+        }
     } else {
         at.sequence = item / panels_of(c, 0);
         item %= panels_of(c, 0);
@@ -371,7 +374,7 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
     if (!c->by_query && (a->compress_stride != a->compress_block || a->select_block != a->compress_block))
         return ba_fail(BA_ERROR_VALUE, "compress_stride: expected compress_block_size = %" PRId64 " with tiles, got %" PRId64, a->compress_block,
                        a->compress_stride);
-    if (!isfinite(a->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", a->scale);
+    BA_TRY(ba_check_scale(a->q.dtype, a->scale));
     c->narrow = a->compress_block / a->compress_stride;
     c->wide = a->select_block / a->compress_stride;
     return ba_check_threads(a->num_threads);
@@ -438,7 +441,7 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
         const ba_dtype real = ba_real_of(a->q.dtype);
         const ba_tensor lse = {.dtype = real, .ndim = packed ? 2 : 3, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
         if (!ba_given(&a->lse)) return ba_fail(BA_ERROR_VALUE, "lse: expected the log-sum-exp of the compressed branch, got none");
-        BA_TRY(ba_check_output("lse", &a->lse, &lse, false));
+        BA_TRY(ba_check_same("lse", &a->lse, &lse, false));
     }
     if (!ba_given(&a->selected_cmp)) return BA_OK;
     if (c->by_query) return ba_fail(BA_ERROR_VALUE, "num_cmp_selected_blocks: expected None without tiles, got some");
@@ -471,8 +474,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
         panels += panels_of(&c, b);
         work += (double)rows_of(&c, b) * (double)keys_of(&c, b) * (double)(c.q.heads * c.dim);
     }
-    const int threads =
-        (int)ba_min(ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(args->num_threads), ba_max(1, panels * c.list_heads));
+    const int threads = ba_threads_of_call(args->num_threads, work, ba_work.small_products, panels * c.list_heads);
     select_scratch unused;
     c.scratch_bytes = lay_out_nsa_select(&c, NULL, &unused);
     c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));

@@ -73,7 +73,8 @@ static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads ==
 /* The numbers that fit, for a sentence. */
 static ba_text list_heads_text(const ba_problem *p) {
     ba_text out;
-    if (p->heads == p->kv_heads) snprintf(out.chars, sizeof out.chars, "%" PRId64 " or 1", p->heads);
+    if (p->heads == 1) snprintf(out.chars, sizeof out.chars, "1");
+    else if (p->heads == p->kv_heads) snprintf(out.chars, sizeof out.chars, "%" PRId64 " or 1", p->heads);
     else snprintf(out.chars, sizeof out.chars, "%" PRId64 ", %" PRId64 " or 1", p->heads, p->kv_heads);
     return out;
 }
@@ -124,9 +125,10 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     if (args->cu_rows) return check_packed_rows(args, p);
     if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || !list_heads_fit(p, t->dims[1]) || t->dims[2] != p->block_rows)
         return ba_fail(BA_ERROR_VALUE,
-                       "sabi: expected shape (%" PRId64 " or 1, %s, %" PRId64 ", W), the %" PRId64 " rows being ceil(%" PRId64 " / %" PRId64
-                       "), got %s",
-                       p->batch, list_heads_text(p).chars, p->block_rows, p->block_rows, p->q_len, p->block_q, ba_shape_text(t).chars);
+                       "sabi: expected shape (%" PRId64 "%s, %s, %" PRId64 ", W), with %" PRId64 " rows = ceil(%" PRId64
+                       " queries / block_shape[0] = %" PRId64 "), got %s",
+                       p->batch, p->batch > 1 ? " or 1" : "", list_heads_text(p).chars, p->block_rows, p->block_rows, p->q_len, p->block_q,
+                       ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
     ba_drop_unused_strides(&p->blocks);
@@ -185,7 +187,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     if (v.dim < 1 || v.dim > BA_MAX_HEAD_DIM)
         return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v.dim,
                        ba_shape_text(&args->v).chars);
-    if (!isfinite(args->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", args->scale);
+    BA_TRY(ba_check_scale(args->q.dtype, args->scale));
     if (args->window[0] < -1 || args->window[1] < -1)
         return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
                        args->window[0], args->window[1]);

@@ -45,8 +45,9 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
 }
 
 /* Checks q, the caches and their scales, and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page
- * tables, lengths, the places of queries, selected pages and outputs are left to other functions. `ragged`: q is (T, H, D). */
-static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool ragged, ba_problem *p) {
+ * tables, lengths, the places of queries, selected pages and outputs are left to other functions. `planned`: the
+ * tables were opened before this call; `ragged`: q is (T, H, D). */
+static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q;
     ba_caches c;
     if (!ba_is_float(q->dtype)) return ba_fail(BA_ERROR_TYPE, "q: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
@@ -58,6 +59,8 @@ static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool rag
     if (q->dims[2] > 1 && q->strides[2] != 1)
         return ba_fail(BA_ERROR_VALUE, "q: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements",
                        q->strides[2]);
+    if (planned && !ragged && q->dims[0] != batch)
+        return ba_fail(BA_ERROR_VALUE, "q: expected %" PRId64 " queries as the plan has them, got %s", batch, ba_shape_text(q).chars);
     if (batch < 0 || (!ragged && q->dims[0] != batch))
         return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], batch);
     BA_TRY(ba_check_caches(args, &c));
@@ -71,9 +74,8 @@ static ba_status check_inputs(const ba_paged_args *args, int64_t batch, bool rag
     if (q->dims[1] % c.heads != 0)
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1], c.heads,
                        ba_shape_text(&args->k_cache).chars);
-    if (!isfinite(args->scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", args->scale);
-    if (!isfinite(args->softcap) || args->softcap < 0)
-        return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %g", args->softcap);
+    BA_TRY(ba_check_scale(q->dtype, args->scale));
+    BA_TRY(ba_check_softcap(q->dtype, args->softcap));
     if (args->window < -1)
         return ba_fail(BA_ERROR_VALUE, "window: expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
     BA_TRY(ba_check_threads(args->num_threads));
@@ -114,7 +116,7 @@ static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, co
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,
                        ba_shape_text(&args->k_cache).chars);
     if (t->cu_q && t->queries != args->q.dims[0])
-        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, args->q.dims[0], t->queries);
+        return ba_fail(BA_ERROR_VALUE, "q: expected %" PRId64 " queries as the plan has them, got %s", t->queries, ba_shape_text(&args->q).chars);
     return ba_check_page_numbers(t, args->k_cache.dims[0]);
 }
 
@@ -123,7 +125,7 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     const bool ragged = plan ? plan->cu_q != NULL : args->cu_q != NULL;
     ba_problem *p = &a->problem;
     *a = (ba_attention){.num_threads = args->num_threads};
-    BA_TRY(check_inputs(args, plan ? plan->batch : args->batch, ragged, p));
+    BA_TRY(check_inputs(args, plan != NULL, plan ? plan->batch : args->batch, ragged, p));
     if (plan) BA_TRY(check_tables(args, p, plan));
     else BA_TRY(ba_open_page_tables(args, p->page_size, args->k_cache.dims[0], q->dims[0], &a->own_tables));
     const ba_page_tables *t = plan ? plan : &a->own_tables;

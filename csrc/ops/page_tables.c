@@ -27,7 +27,10 @@ static ba_status check_requests(const ba_paged_args *args, int64_t page_size, in
     if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     for (int64_t b = 0; b < args->batch; b++) {
         const int64_t width = indptr ? indptr[b + 1] - indptr[b] : tables->dims[1];
-        if (seq_lens[b] < 0 || seq_lens[b] > MOST_TOKENS || ba_ceil_div(seq_lens[b], page_size) > width)
+        if (seq_lens[b] > MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected lengths of at most %d tokens, got %" PRId64 " at [%" PRId64 "]", MOST_TOKENS,
+                           seq_lens[b], b);
+        if (seq_lens[b] < 0 || ba_ceil_div(seq_lens[b], page_size) > width)
             return ba_fail(BA_ERROR_VALUE,
                            "seq_lens: expected lengths from 0 to what the table's %" PRId64 " pages of %" PRId64 " tokens hold, got %" PRId64
                            " at [%" PRId64 "]",

@@ -178,7 +178,8 @@ static void survey_item(void *context, int64_t index, int worker) {
             if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
                 const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 keep_first_bad_entry(s, bad);
-                return;
+                marked_row = -1; /* the bitmap is not complete. Later tiles may have earlier lists, which are checked, too */
+                continue;
             }
             marked_row = tile.block_row;
             marked_head = tile.head;

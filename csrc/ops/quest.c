@@ -157,6 +157,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     for (int64_t b = 0; a->begin && b < a->batch; b++)
         if (a->begin[b] < 0)
             return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
+    BA_TRY(ba_check_threads(a->num_threads));
     BA_TRY(check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
     BA_TRY(check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows, rows));
     c.summarise = ba_kernels_active()->cache[a->k_cache.dtype]->summarise;
@@ -167,9 +168,10 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
         c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, ba_work.quest.pages));
     }
     if (tokens == 0) return BA_OK;
-    const bool small = ba_is_small(tokens * (double)(c.k.heads * c.k.dim), ba_work.small_work);
+    const double work = tokens * (double)(c.k.heads * c.k.dim);
     join_heads(&c);
-    return ba_parallel(small ? 1 : ba_threads_for(a->num_threads), a->batch * c.k.heads * c.stretches, summarise_item, &c);
+    const int64_t items = a->batch * c.k.heads * c.stretches;
+    return ba_parallel(ba_threads_of_call(a->num_threads, work, ba_work.small_work, items), items, summarise_item, &c);
 }
 
 /* ---- Selection --------------------------------------------------------------------------------------------------------- */
@@ -573,14 +575,15 @@ ba_status ba_select_blocks(const ba_select_args *args) {
         pages += own;
         work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
     }
-    const int threads = ba_is_small(work, ba_work.quest.small_products) ? 1 : ba_threads_for(args->num_threads);
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
+    const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
+    const int64_t most_items = args->batch * ba_max(c.rows, 1) + pages * rows_per_page / ba_work.quest.stretch_rows;
+    const int threads = ba_threads_of_call(args->num_threads, work, ba_work.quest.small_products, most_items);
     share_rows_among_heads(&c);
     c.ahead = c.heads_at_once
                   ? ba_min(ba_work.quest.ahead_rows, ba_ceil_div(ba_work.quest.ahead_bytes, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype)))
                   : 0;
     c.chunk_rows = c.heads_at_once ? ba_work.quest.chunk_rows : ba_work.quest.single_chunk_rows;
-    const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
     c.stretch = ba_ceil_div(ba_max(ba_work.quest.stretch_rows, pages * rows_per_page / (ba_work.quest.thread_stretches * threads)), rows_per_page);
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;

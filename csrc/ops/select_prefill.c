@@ -204,7 +204,8 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.group_bytes / ba_max(1, c->pair_bytes + lines)));
     const double work =
         (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
-    const int threads = ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(c->args->call.num_threads);
+    const int64_t most_items = ba_max(c->p.batch * c->lists * c->p.block_rows, ba_ceil_div(c->pairs * groups, ba_work.choose.groups));
+    const int threads = ba_threads_of_call(c->args->call.num_threads, work, ba_work.small_products, most_items);
     /* How many rows of blocks fit a panel as a whole. 0: several panels share one, and the next row of blocks begins with a new panel. */
     const int64_t whole = c->lanes / c->rows_per_block;
     c->panel_rows = whole ? whole * c->rows_per_block : c->lanes;

@@ -148,8 +148,8 @@ ba_status ba_store_rows(ba_store_call *c, int num_threads) {
     c->item_tokens = ba_max(1, ba_work.stored_numbers / token_numbers);
     const int64_t items = c->arrays * ba_ceil_div(c->tokens, c->item_tokens);
     if (items == 0) return BA_OK;
-    const bool small = ba_is_small((double)token_numbers * (double)c->tokens * c->arrays, quantised ? ba_work.small_quantised : ba_work.small_work);
-    const int threads = small ? 1 : (int)ba_min(ba_threads_for(num_threads), items);
+    const double work = (double)token_numbers * (double)c->tokens * c->arrays, least = quantised ? ba_work.small_quantised : ba_work.small_work;
+    const int threads = ba_threads_of_call(num_threads, work, least, items);
     row_scratch unused;
     c->scratch_bytes = lay_out(c, NULL, &unused);
     c->scratch = ba_arena_get((size_t)(threads * c->scratch_bytes));

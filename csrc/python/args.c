@@ -512,8 +512,23 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
     return read_item(object, 0, name, &value[0]) < 0 ? -1 : read_item(object, 1, name, &value[1]);
 }
 
+/* Python's complex numbers, and NumPy's of any size, which would drop their imaginary part. */
+static bool is_complex(PyObject *object) {
+    Py_buffer view;
+    if (PyFloat_Check(object) || PyLong_Check(object)) return false;
+    if (PyComplex_Check(object)) return true;
+    if (!PyObject_CheckBuffer(object)) return false;
+    if (PyObject_GetBuffer(object, &view, PyBUF_RECORDS_RO) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const bool found = view.format != NULL && strchr(view.format, 'Z') != NULL;
+    PyBuffer_Release(&view);
+    return found;
+}
+
 int arg_double(PyObject *object, const char *name, double *value) {
-    if (PyComplex_Check(object)) return fail_kind(name, "a number", object); /* NumPy's complex scalars would drop their imaginary part */
+    if (is_complex(object)) return fail_kind(name, "a number", object);
     *value = PyFloat_AsDouble(object);
     if (*value != -1.0 || !PyErr_Occurred()) return 0;
     if (PyLong_Check(object) && PyErr_ExceptionMatches(PyExc_OverflowError)) {
@@ -648,7 +663,8 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
     raw_array raw;
     int status = hold_raw(state, object, name, &array, &raw);
     if (status == 0 && raw.swapped) status = fail_elements(object, &array, "native byte order", "");
-    const bool is_integer = (raw.kind == KIND_INT || raw.kind == KIND_UINT) && (raw.size == 1 || raw.size == 2 || raw.size == 4 || raw.size == 8);
+    const bool is_integer =
+        status == 0 && (raw.kind == KIND_INT || raw.kind == KIND_UINT) && (raw.size == 1 || raw.size == 2 || raw.size == 4 || raw.size == 8);
     if (status == 0 && !is_integer) status = fail_elements(object, &array, "integers", "");
     if (status == 0) status = check_dims(name, &raw);
     if (status == 0 && raw.ndim != ndim)

@@ -323,8 +323,9 @@ done:
     X(k)                                                                                                                                             \
     X(v)                                                                                                                                             \
     X(k_cache)                                                                                                                                       \
-    X(v_cache) X(slot_mapping) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) X(v_scale)        \
-        X(dtype) X(kv_dtype) X(num_threads)
+    X(v_cache)                                                                                                                                       \
+    X(slot_mapping) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) X(v_scale) X(dtype)          \
+        X(kv_dtype) X(num_threads)
 #define AS_APPEND_INDEX(name) APPEND_##name,
 enum { APPEND_ARGUMENTS(AS_APPEND_INDEX) APPEND_COUNT };
 
@@ -436,13 +437,15 @@ static bool same_pool(const ba_tensor *a, const ba_tensor *b) {
 static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, const arg_list *tokens, int64_t page_size, uint8_t mark, uint8_t taken,
                       int64_t *page) {
     if (table->ndim != 2 || table->dims[0] != tokens->count) return 0;
-    for (int64_t b = 0; b < table->dims[0]; b++)
-        for (int64_t i = 0; i < table->dims[1] && i * page_size < tokens->values[b]; i++) {
+    for (int64_t b = 0; b < table->dims[0]; b++) {
+        const int64_t length = tokens->values[b] < INT32_MAX ? tokens->values[b] : INT32_MAX; /* the library refuses such long requests */
+        for (int64_t i = 0; i < table->dims[1] && i <= (length - 1) / page_size && length > 0; i++) {
             *page = table_entry(table, b, i);
             if (*page < 0 || *page >= count) continue;
             if (marks[*page] & taken) return -1;
             marks[*page] |= mark;
         }
+    }
     return 0;
 }
 
@@ -599,6 +602,10 @@ static int read_per_request(module_state *state, PyObject *object, const char *n
  * selected. With -1 tokens since then, the rule is off. */
 static int add_window(select_call *call) {
     const ba_select_args *a = &call->args;
+    if (call->since.values != NULL && call->recent.values == NULL) {
+        PyErr_SetString(PyExc_TypeError, "recent: expected an integer, or one per request, with tokens_since_metadata_update, got NoneType");
+        return -1;
+    }
     for (int64_t b = 0; call->since.values != NULL && b < a->batch; b++) {
         const int64_t since = call->since.values[b], tokens = a->seq_lens[b];
         if (since < -1) {

@@ -68,7 +68,8 @@ def attend(p: Paged) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
             norms = np.linalg.norm(q, axis=-1) * np.linalg.norm(k, axis=-1).max(initial=0)
             error = eps * abs(p.scale) * (dim + 8) * norms
             if p.softcap:
-                scores, error = p.softcap * np.tanh(scores / p.softcap), error + 16 * eps * p.softcap
+                scores = p.softcap * np.tanh(scores / p.softcap)
+                error = error + 16 * eps * np.abs(scores).max(axis=-1, initial=0)
             top = np.max(np.where(mask, scores, -np.inf), axis=-1, initial=-np.inf if p.sinks is None else p.sinks[h])
             some = top > -np.inf
             shift = np.where(some, top, 0)

@@ -88,7 +88,7 @@ class Case:
         heads = kv_heads * group
         q = arrays.rounded(draw.rng("q").standard_normal((int(q_lens.sum()), heads, dim)), dtype)
         sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
-        softcap = draw.pick("softcap", (None, 2.0, 30.0))
+        softcap = draw.pick("softcap", (None, 2.0, 30.0, 1e6))
         self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
         self.tables: tuple[Any, Any] = (arrays.page_table(draw, "block_tables", own).array, lens)
         if not newest and draw.pick("tables", ("matrix", "triple")) == "triple":

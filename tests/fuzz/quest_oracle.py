@@ -35,12 +35,12 @@ def blocks_of(tokens: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def summaries(keys: np.ndarray, size: int) -> Summaries:
-    """The summaries of a request's keys (tokens, N, D). The largest and the smallest ignore NaN."""
+    """The summaries of a request's keys (tokens, N, D). The largest and the smallest ignore NaN, unless there is nothing else."""
     blocks = blocks_of(keys, size)
     with np.errstate(invalid="ignore"):
         lists = (
-            [np.where(np.isnan(x), -np.inf, x).max(axis=0) for x in blocks],
-            [np.where(np.isnan(x), np.inf, x).min(axis=0) for x in blocks],
+            [np.fmax.reduce(x, axis=0) for x in blocks],
+            [np.fmin.reduce(x, axis=0) for x in blocks],
             [x.mean(axis=0) for x in blocks],
             [np.abs(x).mean(axis=0) for x in blocks],
         )
