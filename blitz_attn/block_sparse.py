@@ -53,12 +53,14 @@ def block_sparse_attention(
     v : array
         Values, ``(B, Hkv, Skv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
     sabi : array of int, optional
-        Sparse attention block indices, ``(B or 1, H, Hkv or 1, ceil(Sq / block_shape[0]), W)``, with a list for each query head, for each
-        key head, whose query heads share it, or for all: each row lists the columns of the key blocks that a block of queries sees, in any
-        order, none of them twice. A row ends at the first pad: 65535 for uint16, any negative entry for int16, int32 and int64. None
-        sees every block.
+        Sparse attention block indices, an array of four axes: B or 1; H, Hkv or 1; ``ceil(Sq / block_shape[0])`` rows; W. So there is a
+        list for each query head, for each key head, whose query heads share it, or for all. With layout TND, rows are counted from the
+        begin of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with the most queries. Each row
+        lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad:
+        65535 for uint16, any negative entry for int16, int32 and int64. None sees every block.
     block_shape : (int, int)
-        Number of tokens per block of queries and per block of keys, at least 1 each. The last block of either axis may be partial.
+        Number of tokens per block of queries and per block of keys, at least 1 each: the shape that `sabi` was made for, since a list does
+        not say its own. The last block of either axis may be partial.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     layout : {"BNSD", "BSND", "BSH", "TND"}

@@ -84,11 +84,11 @@ def paged_attention(
     q_lens : sequence of int, optional
         ``(B,)``: queries of each request, 0 to ``seq_lens[b]``: chunked prefill, speculative decoding.
     window : int, optional
-        Number of tokens before itself that a query sees, at least 0. Default: all.
+        Number of tokens before itself that a query sees, at least 0. Default, and -1: all.
     sinks : array_like, optional
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
     softcap : float, optional
-        Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default: scores are not capped.
+        Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
     k_scale, v_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 caches, which other dtypes refuse: ``(pages, page_size, Hkv)``, one for each token and head,
         ``(Hkv,)``, one for each head, or one number.

@@ -163,7 +163,7 @@ def check(
     Parameters
     ----------
     sabi : array_like of int
-        Block list (B or 1, H, Hkv or 1, R, W).
+        Block list of four axes: B or 1; H, Hkv or 1; R; W.
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int)

@@ -48,7 +48,11 @@ def counts(sabi: Any) -> np.ndarray:
 
 
 def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
-    """Share of the blocks that is kept.
+    """Share of all pairs of blocks that is kept.
+
+    Every row counts as if it could see all columns. A causal list of all visible blocks therefore has a density of about one half, and a
+    list that `select_blocks_prefill` made with ``density=0.25, causal=True`` one of about an eighth: there, density is the share of the
+    blocks that the rules let a sequence see.
 
     Parameters
     ----------
