@@ -55,7 +55,7 @@ def block_sparse_attention(
     sabi : array of int, optional
         Sparse attention block indices, an array of four axes: B or 1; H, Hkv or 1; ``ceil(Sq / block_shape[0])`` rows; W. So there is a
         list for each query head, for each key head, whose query heads share it, or for all. With layout TND, rows are counted from the
-        begin of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with the most queries. Each row
+        start of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with the most queries. Each row
         lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad:
         65535 for uint16, any negative entry for int16, int32 and int64. None sees every block.
     block_shape : (int, int)
