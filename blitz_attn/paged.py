@@ -655,7 +655,8 @@ def append_paged_kv(
         each row gets the scale that `quantize_kv` computes. One number, or one per head, is read: ``x / scale`` is rounded, and what lies
         beyond the dtype's largest number, 127 or 448, becomes that number.
     maxblocks, minblocks, metadata_block_tables : array, optional
-        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again. Only with `block_tables`.
+        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again. Only with `block_tables`, and
+        not for 8-bit caches.
     dtype, kv_dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
         Either defaults to the other where that is bfloat16.
