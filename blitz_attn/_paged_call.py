@@ -77,7 +77,7 @@ def append_tokens(
     writable = _arrays.writable
     _core.append_paged_kv(
         _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache"),
-        writable(v_cache, "v_cache"), slot_mapping, *requests, kv_layout, scales_for_core(writable(k_scale, "k_scale"), "k_scale"),
-        scales_for_core(writable(v_scale, "v_scale"), "v_scale"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"),
-        num_threads,
+        writable(v_cache, "v_cache"), slot_mapping, *requests, kv_layout=kv_layout,
+        k_scale=scales_for_core(writable(k_scale, "k_scale"), "k_scale"), v_scale=scales_for_core(writable(v_scale, "v_scale"), "v_scale"),
+        dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
     )  # fmt: skip

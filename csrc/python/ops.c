@@ -86,7 +86,6 @@ static double default_scale(const ba_block_sparse_args *a) {
 #define AS_ROUTING_INDEX(name) ROUTING_##name,
 #define AS_FORWARD_INDEX(name) FORWARD_##name,
 #define AS_BACKWARD_INDEX(name) BACKWARD_##name,
-#define AS_TEXT(name) #name,
 enum { BSA_ARGUMENTS(AS_INDEX) BSA_COUNT };
 enum { ROUTING_ARGUMENTS(AS_ROUTING_INDEX) ROUTING_COUNT };
 enum { FORWARD_ARGUMENTS(AS_FORWARD_INDEX) FORWARD_COUNT };

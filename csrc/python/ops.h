@@ -1,5 +1,5 @@
-/* The functions of the module blitz_attn._core. Those on paged caches are in ops_paged.c, those of native sparse attention in ops_nsa.c, all
- * others in ops.c, in the order below. _core.pyi says what each function takes and returns. */
+/* The functions of the module blitz_attn._core. Those on paged caches are in ops_paged.c and ops_quest.c, those of native sparse attention in
+ * ops_nsa.c, all others in ops.c, in the order below. _core.pyi says what each function takes and returns. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
 
@@ -40,6 +40,11 @@ void leave_function(const int *unused);
 #else
 #define WITHIN_FUNCTION (void)0
 #endif
+
+#define COUNT_OF(array) (sizeof(array) / sizeof *(array))
+
+/* Makes strings of a list of names, for TAKES. */
+#define AS_TEXT(name) #name,
 
 /* Stands before py_<name>, and lists the names of its arguments in order. The first `required` ones must be given. */
 #define TAKES(name, required, ...)                                                                                                                   \

@@ -1,8 +1,6 @@
 /* The operations around the branches of native sparse attention. Callers give all arrays, the outputs included. */
 #include "python/ops.h"
 
-#define COUNT_OF(array) (sizeof(array) / sizeof *(array))
-
 enum { MOST_ARRAYS = 16, MOST_LISTS = 2 };
 
 /* The arrays and lists that a call holds. */
@@ -95,7 +93,6 @@ static int check_disjoint(const held_call *call) {
     return 0;
 }
 
-#define AS_TEXT(name) #name,
 
 /* Ends a py_<op> whose arguments are read: runs `statement`, which sets `status`, and returns None or NULL. */
 #define FINISH(failed, statement)                                                                                                                    \

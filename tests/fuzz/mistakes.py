@@ -54,7 +54,7 @@ MISTAKES = [
     Mistake(
         "overflow",
         "a product of page sizes may wrap",
-        "csrc/ops/quest.c",
+        "csrc/ops/pages.c",
         "if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = MOST_TOKENS;",
         "page_tokens = (int64_t)((uint64_t)unit * (uint64_t)units);",
     ),
@@ -138,7 +138,7 @@ MISTAKES = [
     Mistake(
         "stale",
         "the newest block is not always selected where the summaries end with a block, as upstream has it",
-        "csrc/python/ops_paged.c",
+        "csrc/python/ops_quest.c",
         "pages = (tokens - 1) / a->page_size + 1;",
         "pages = tokens / a->page_size + ((tokens - since) % a->page_size != 0);",
     ),

@@ -1,4 +1,4 @@
-/* Makes summaries of pages, and selects pages by their summaries (Quest). */
+/* Selects pages by their summaries (Quest), or by their keys. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -7,180 +7,18 @@
 #include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
-#include "kernels/prefetch_rows.h"
 #include "kernels/kernels.h"
+#include "kernels/prefetch_rows.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
-#include "ops/problem.h"
+#include "ops/pages.h"
 #include "ops/scratch.h"
-
-/* A cache, or an array of summaries, as rows by (page, row, head), whatever its layout. */
-typedef struct pages {
-    char *data;
-    int64_t count, rows, heads, dim, page_stride, row_stride, head_stride; /* strides in bytes */
-} pages;
-
-static char *page_row(const pages *p, int64_t page, int64_t row, int64_t head) {
-    return p->data + page * p->page_stride + row * p->row_stride + head * p->head_stride;
-}
-
-/* Checks the dtype, the shape and the strides of such an array, and fills `out`. */
-static ba_status take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, pages *out) {
-    if (!ba_is_float(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
-    if (t->ndim != 4 || t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM || t->dims[1] < 1 || t->dims[2] < 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name,
-                       layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    if (t->dims[3] > 1 && t->strides[3] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[3]);
-    BA_TRY(ba_check_extent(name, t));
-    const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
-    const int64_t size = ba_dtype_size(t->dtype);
-    *out =
-        (pages){t->data, t->dims[0], t->dims[row], t->dims[head], t->dims[3], ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};
-    return BA_OK;
-}
-
-/* Page number `index` of a request's table. */
-static int64_t table_page(const ba_tensor *table, int64_t batch, int64_t index) {
-    return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]);
-}
-
-/* Checks a table of pages: for each request b, it must have pages for tokens[b] tokens, and these must be among the `count` pages of the array. A
- * page holds unit * units tokens, a product that may exceed int64. */
-static ba_status check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t unit, int64_t units) {
-    enum { MOST_TOKENS = INT32_MAX / 2 };
-    int64_t page_tokens, most_tokens;
-    if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = MOST_TOKENS;
-    if (t->dtype != BA_INT32 && t->dtype != BA_INT64)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected int32 or int64, got %s", name, ba_dtype_name(t->dtype));
-    if (t->ndim != 2 || t->dims[0] != batch)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (%" PRId64 ", W), got %s", name, batch, ba_shape_text(t).chars);
-    BA_TRY(ba_check_extent(name, t));
-    if (__builtin_mul_overflow(t->dims[1], page_tokens, &most_tokens)) most_tokens = MOST_TOKENS;
-    for (int64_t b = 0; b < batch; b++) {
-        if (tokens[b] > MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected at most %d tokens, got %" PRId64 " at [%" PRId64 "]", (int)MOST_TOKENS, tokens[b], b);
-        const int64_t needed = ba_ceil_div(tokens[b], page_tokens);
-        if (tokens[b] < 0 || needed > t->dims[1])
-            return ba_fail(BA_ERROR_VALUE,
-                           "seq_lens: expected 0 to the %" PRId64 " tokens that the %" PRId64 " pages of %s cover, got %" PRId64 " at [%" PRId64 "]",
-                           most_tokens, t->dims[1], name, tokens[b], b);
-        for (int64_t i = 0; i < needed; i++) {
-            const int64_t page = table_page(t, b, i);
-            if (page < 0 || page >= count)
-                return ba_fail(BA_ERROR_VALUE,
-                               "%s: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " at [%" PRId64 ", %" PRId64 "]",
-                               name, count - 1, page, b, i);
-        }
-    }
-    return BA_OK;
-}
-
-/* ---- Summaries -------------------------------------------------------------------------------------------------------- */
-
-typedef struct summary_call {
-    const ba_quest_metadata_args *args;
-    pages k, largest, smallest, mean; /* data NULL: not given */
-    ba_summarise_fn summarise;
-    int64_t stretches; /* the largest number of stretches of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
-} summary_call;
-
-/* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the pages, which all given summaries
- * share. */
-static ba_status take_summary(const char *name, const ba_tensor *t, const ba_tensor *k_cache, const pages *k, pages *out, int64_t *rows,
-                              int64_t *count) {
-    if (!ba_given(t)) return BA_OK;
-    BA_TRY(take_pages(name, t, BA_NHD, out));
-    BA_TRY(ba_check_places(name, t));
-    if (t->dtype != k_cache->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(k_cache->dtype), ba_dtype_name(t->dtype));
-    if (out->heads != k->heads || out->dim != k->dim || (*rows && (out->rows != *rows || out->count != *count)))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (summary pages, rows, %" PRId64 ", %" PRId64 "), the same for each summary, got %s", name,
-                       k->heads, k->dim, ba_shape_text(t).chars);
-    *rows = out->rows;
-    *count = out->count;
-    return BA_OK;
-}
-
-/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. */
-static void join_heads(summary_call *c) {
-    const int64_t step = c->k.dim * ba_dtype_size(c->args->k_cache.dtype);
-    pages *const all[] = {&c->k, &c->largest, &c->smallest, &c->mean};
-    for (int i = 0; i < 4; i++)
-        if (all[i]->data && all[i]->head_stride != step) return;
-    c->k.dim *= c->k.heads;
-    c->k.heads = 1;
-}
-
-/* Summarises one stretch of pages of one (request, KV head). */
-static void summarise_item(void *context, int64_t item, int worker) {
-    (void)worker;
-    const summary_call *c = context;
-    const ba_quest_metadata_args *a = c->args;
-    const int64_t batch = item / c->stretches / c->k.heads, head = item / c->stretches % c->k.heads, size = c->k.rows;
-    const int64_t rows_per_page = c->largest.data ? c->largest.rows : c->smallest.data ? c->smallest.rows : c->mean.rows;
-    const int64_t begin = a->begin ? a->begin[batch] : 0, end = a->end[batch];
-    if (end <= begin) return;
-    const void *rows[1024];
-    const int64_t first = begin / size + item % c->stretches * ba_work.quest.pages, stop = ba_round_up(ba_ceil_div(end, size), rows_per_page);
-    for (int64_t page = first; page < ba_min(stop, first + ba_work.quest.pages); page++) {
-        const int64_t summary = table_page(&a->metadata_tables, batch, page / rows_per_page), row = page % rows_per_page;
-        const int64_t tokens = ba_min(size, end - page * size);
-        char *high = c->largest.data ? page_row(&c->largest, summary, row, head) : NULL,
-             *low = c->smallest.data ? page_row(&c->smallest, summary, row, head) : NULL;
-        char *mean = c->mean.data ? page_row(&c->mean, summary, row, head) : NULL;
-        if (tokens <= 0) { /* the rest of the last summary page becomes 0 */
-            const size_t bytes = (size_t)(c->k.dim * ba_dtype_size(a->k_cache.dtype));
-            if (high) memset(high, 0, bytes);
-            if (low) memset(low, 0, bytes);
-            if (mean) memset(mean, 0, bytes);
-            continue;
-        }
-        const int64_t physical = table_page(&a->block_tables, batch, page);
-        for (int64_t t = 0; t < tokens; t++) rows[t] = page_row(&c->k, physical, t, head);
-        c->summarise(rows, tokens, c->k.dim, high, low, mean);
-    }
-}
-
-ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
-    summary_call c = {.args = a};
-    if ((unsigned)a->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)a->kv_layout);
-    BA_TRY(take_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
-    if (c.k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
-    int64_t rows = 0, count = 0;
-    BA_TRY(take_summary("maxblocks", &a->maxblocks, &a->k_cache, &c.k, &c.largest, &rows, &count));
-    BA_TRY(take_summary("minblocks", &a->minblocks, &a->k_cache, &c.k, &c.smallest, &rows, &count));
-    BA_TRY(take_summary("meanblocks", &a->meanblocks, &a->k_cache, &c.k, &c.mean, &rows, &count));
-    if (!rows) return ba_fail(BA_ERROR_VALUE, "maxblocks: expected a summary to write, got none");
-    if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
-    for (int64_t b = 0; a->begin && b < a->batch; b++)
-        if (a->begin[b] < 0)
-            return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
-    BA_TRY(ba_check_threads(a->num_threads));
-    BA_TRY(check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
-    BA_TRY(check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows, rows));
-    c.summarise = ba_kernels_active()->cache[a->k_cache.dtype]->summarise;
-    double tokens = 0;
-    for (int64_t b = 0; b < a->batch; b++) {
-        const int64_t begin = a->begin ? a->begin[b] : 0;
-        tokens += (double)ba_max(0, a->end[b] - begin);
-        c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, ba_work.quest.pages));
-    }
-    if (tokens == 0) return BA_OK;
-    const double work = tokens * (double)(c.k.heads * c.k.dim);
-    join_heads(&c);
-    const int64_t items = a->batch * c.k.heads * c.stretches;
-    return ba_parallel(ba_threads_of_call(a->num_threads, work, ba_work.small_work, items), items, summarise_item, &c);
-}
-
-/* ---- Selection --------------------------------------------------------------------------------------------------------- */
 
 /* Selection takes two jobs. The items of the first are stretches of pages, each scored for all heads, because the heads of a page lie close
  * together in memory. The items of the second are the rows of the result, each chosen from the scores of all its pages. */
 typedef struct select_call {
     const ba_select_args *args;
-    pages a, b;
+    ba_pages a, b;
     int64_t heads, kv_heads, group, dim, most_pages;
     int64_t rows;                   /* rows of the result per request */
     int64_t stretch, stretches;     /* pages per stretch; the largest number of stretches in a request */
@@ -269,27 +107,27 @@ static void load_all_queries(const select_call *c, const select_scratch *s, int6
 static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
     rows->count = ba_max(0, end - begin);
     for (int64_t at = begin; at < end;) { /* page by page, because a division per row would cost time */
-        const int64_t page = table_page(&c->args->tables, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
-        const char *a = page_row(&c->a, page, row, 0), *b = c->args->method == BA_SELECT_QUEST ? page_row(&c->b, page, row, 0) : NULL;
+        const int64_t page = ba_table_page(&c->args->tables, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
+        const char *a = ba_page_row(&c->a, page, row, 0), *b = c->args->method == BA_SELECT_QUEST ? ba_page_row(&c->b, page, row, 0) : NULL;
         for (int64_t i = at - begin; i < at - begin + some; i++, a += c->a.row_stride) rows->a[i] = a;
         for (int64_t i = at - begin; b && i < at - begin + some; i++, b += c->b.row_stride) rows->b[i] = b;
         at += some;
     }
 }
 
-static ba_prefetch_rows rows_ahead(const select_call *c, const pages *p, int64_t head, const void *const *rows, int64_t count) {
+static ba_prefetch_rows rows_ahead(const select_call *c, const ba_pages *p, int64_t head, const void *const *rows, int64_t count) {
     return ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), rows, count);
 }
 
 /* Scores one head's rows, and prefetches its share of the next rows meanwhile. */
-static void score_rows(const select_call *c, const pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
+static void score_rows(const select_call *c, const ba_pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
                        const void *const *next, int64_t next_count, char *scores) {
     const ba_prefetch_rows ahead = rows_ahead(c, p, head, next, next_count);
     c->cache->scores(q + head * head_bytes(c, queries), queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
 }
 
 /* Prefetches the first rows of a stretch for all heads. (Later rows are prefetched while the rows before them are scored.) */
-static void prefetch_rows(const select_call *c, const pages *p, const void *const *rows, int64_t count) {
+static void prefetch_rows(const select_call *c, const ba_pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
         const ba_prefetch_rows ahead = rows_ahead(c, p, head, rows, count);
         ba_prefetch_to_keep(c->cache->prefetch_level, ahead.rows, ahead.count, ahead.offset, ahead.bytes, false);
@@ -504,7 +342,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     if (q->dims[2] > 1 && q->strides[2] != 1)
         return ba_fail(BA_ERROR_VALUE, "query: expected a contiguous last axis, got stride %" PRId64 " elements", q->strides[2]);
     BA_TRY(ba_check_extent("query", q));
-    BA_TRY(take_pages(a_name, &a->a, tokens ? a->kv_layout : BA_NHD, &c->a));
+    BA_TRY(ba_take_pages(a_name, &a->a, tokens ? a->kv_layout : BA_NHD, &c->a));
     if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
         return ba_fail(BA_ERROR_TYPE, "%s: expected %s with query of %s, got %s", a_name,
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16 or bfloat16", ba_dtype_name(q->dtype), ba_dtype_name(a->a.dtype));
@@ -512,7 +350,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
         return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", a_name,
                        q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
     if (quest) {
-        BA_TRY(take_pages("minblocks", &a->b, BA_NHD, &c->b));
+        BA_TRY(ba_take_pages("minblocks", &a->b, BA_NHD, &c->b));
         bool same = a->b.dtype == a->a.dtype;
         for (int i = 0; i < 4; i++) same = same && a->b.dims[i] == a->a.dims[i];
         if (!same)
@@ -523,7 +361,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     if (tokens && a->page_size != c->a.rows)
         return ba_fail(BA_ERROR_VALUE, "block_size: expected the %" PRId64 " tokens per page of k_cache, got %" PRId64, c->a.rows, a->page_size);
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
-    BA_TRY(check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
+    BA_TRY(ba_check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
         if (a->recent && a->recent[b] < 0)
