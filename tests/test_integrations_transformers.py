@@ -26,6 +26,7 @@ integration.register()
 from transformers import masking_utils as masks  # noqa: E402
 
 from blitz_attn.integrations._transformers import attention  # noqa: E402
+from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations._transformers.masks import RuleMask, TracedMask, make_mask  # noqa: E402
 
 SMALL = {
@@ -73,7 +74,7 @@ def small_model(name):
 
 
 def reset_configurations():
-    attention._TOLD.clear()
+    TOLD.clear()
     configure(SparseConfig())
 
 
@@ -172,7 +173,7 @@ def test_logits_are_those_of_eager_attention(name, seed, implementation):
     keep = torch.ones_like(ids) if mask is None else mask
     error = ((found - expected).abs() * keep[..., None]).max()
     assert error < 2e-4 * expected.abs().max()
-    assert not attention._TOLD
+    assert not TOLD
 
 
 def test_sparse_attention_chooses_blocks_in_prompts_and_pages_in_steps(monkeypatch):
@@ -247,7 +248,7 @@ def test_an_encoder_sees_both_ways(side):
     expected, found = (forward(small_encoder(), name, ids, attention_mask=mask) for name in ("eager", "blitz_attn"))
     keep = (torch.ones_like(ids) if mask is None else mask)[..., None]
     assert ((found - expected).abs() * keep).max() < 1e-4
-    assert not attention._TOLD
+    assert not TOLD
 
 
 def test_cross_attention_and_an_encoder_decoder():
@@ -262,7 +263,7 @@ def test_cross_attention_and_an_encoder_decoder():
     mask[1, 9:] = 0
     expected, found = (forward(model, x, ids, attention_mask=mask, decoder_input_ids=targets) for x in ("eager", "blitz_attn"))
     assert (found - expected).abs().max() < 1e-4
-    assert not attention._TOLD
+    assert not TOLD
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
@@ -362,12 +363,77 @@ def test_a_mask_makes_elements_where_torch_works_on_it():
     mask = make_mask(2, 3, 5, 2, attention_mask=torch.ones(2, 5, dtype=torch.bool))
     assert isinstance(mask, torch.Tensor)
     assert mask.shape == (2, 1, 3, 5)
-    assert mask._made is None
-    assert type(mask[:, :, :, :4]) is torch.Tensor
+    assert not mask._made
+    part = mask[:, :, :, :4]
+    assert (part.rules, part.reason) == (None, "a mask that was made as a matrix")
+    assert (part.elements() == mask.elements()[:, :, :, :4]).all()
+    assert (mask.transpose(2, 3).reshape(-1, 3).elements() == mask.elements().transpose(2, 3).reshape(-1, 3)).all()
     assert (torch.where(mask, 0.0, -1.0) == mask.elements().float() - 1).all()
     assert (torch.stack([mask, mask])[1] == mask.elements()).all()
+    assert ((mask & ~mask.elements()).elements() == torch.tensor(False)).all()
+    assert type(~mask) is torch.Tensor
+    assert torch.equal(~mask, ~mask.elements())
+    assert mask.sum() == mask.elements().sum()
     assert isinstance(mask.to("cpu"), RuleMask)
     assert "causal=True" in repr(mask)
+
+
+def test_a_mask_that_is_added_becomes_numbers():
+    mask = make_mask(2, 3, 5, 2, attention_mask=torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool())
+    scores = tensors(2, 4, 3, 5).double()
+    expected = scores + torch.zeros(scores.shape).double().masked_fill(~mask.elements(), torch.finfo(torch.float64).min)
+    for found in (scores + mask, mask + scores, scores.clone().add_(mask), scores + mask[:, :, :, :5].clone()):
+        assert torch.equal(found, expected)
+    assert torch.equal(scores[..., :4] + mask[..., :4], expected[..., :4])
+    assert list(TOLD) == ["attention by torch instead of blitz_attn, because of a model that adds its mask to scores by itself"]
+    configure(SparseConfig(on_unsupported="error"))
+    with pytest.raises(ValueError, match="^attention_mask: expected attention that blitz_attn computes, got a model that adds its mask"):
+        scores + mask
+
+
+MISREAD = {
+    "subtracted": lambda mask, x: x - mask.clone(),
+    "multiplied": lambda mask, x: mask * x,
+    "times the smallest number": lambda mask, x: mask * -1e9,
+    "as floats": lambda mask, x: mask.float(),
+    "as the dtype of scores": lambda mask, x: mask[:, :, :, :5].to(x.dtype),
+    "where it is set": lambda mask, x: x.masked_fill(mask, -1e9),
+    "filled": lambda mask, x: mask.masked_fill(torch.ones(3, 5, dtype=torch.bool), -1e9),
+    "written": lambda mask, x: mask[:, :, :, :2].fill_(0),
+    "appended": lambda mask, x: torch.cat([mask, x.bool()], -1),
+    "padded": lambda mask, x: torch.nn.functional.pad(mask, (0, 3)),
+    "compared": lambda mask, x: mask == 0,
+    "small": lambda mask, x: mask < -1,
+    "chosen": lambda mask, x: torch.where(x.bool(), mask, x),
+    "added twice": lambda mask, x: torch.add(x, mask, alpha=2),
+    "added to": lambda mask, x: mask.add_(x),
+    "a number added": lambda mask, x: mask + 0.5,
+    "in a product": lambda mask, x: torch.baddbmm(mask[:, 0], x[:, 0], x[:, 0].mT),
+}
+
+
+@pytest.mark.parametrize("name", list(MISREAD))
+def test_numbers_that_a_mask_does_not_have_are_refused(name):
+    mask = make_mask(2, 3, 5, 2)
+    with pytest.raises(ValueError, match='^attn_implementation: expected "eager" or "sdpa" for a model with attention code of its own, '):
+        MISREAD[name](mask, tensors(2, 1, 3, 5))
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_models_with_attention_of_their_own_are_as_with_eager(side):
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (3, 11)))
+    mask = padded(random.Random(0), side, *ids.shape)
+    found = {}
+    for implementation in ("eager", "blitz_attn"):
+        config = transformers.BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=4, attn_implementation=implementation)
+        torch.manual_seed(0)
+        model = transformers.BloomForCausalLM(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.3)
+            found[implementation] = model(ids, attention_mask=mask).logits
+    assert torch.equal(*found.values())
+    assert len(TOLD) == 1
 
 
 # ---- One call of the attention function ----------------------------------------------------------------------------
@@ -592,7 +658,7 @@ def test_masks_of_padding_and_of_one_chunk_have_rules():
         assert (seen_by_calls(mask)[0, :7] == expected[0, 0, :7].numpy()).all()
         q, k, v = tensors(1, 4, 9, 8), tensors(1, 2, 9, 8, seed=1), tensors(1, 2, 9, 8, seed=2)
         assert (call(q, k, v, mask) - eager(q, k, v, expected))[:, :7].abs().max() < 1e-5
-    assert not attention._TOLD
+    assert not TOLD
 
 
 def test_padding_of_another_batch_has_no_rule():
@@ -603,6 +669,14 @@ def test_padding_of_another_batch_has_no_rule():
 def test_a_mask_may_be_detached():
     mask = make_mask(1, 9, 9)
     assert mask.detach() is mask
+
+
+def test_a_mask_that_is_cut_nowhere_keeps_its_rules():
+    """Where gradients are wanted, torch takes no tensor for a view of itself."""
+    mask = make_mask(1, 9, 9)
+    found = mask[:, :, :, :9]
+    assert found.rules == mask.rules
+    assert found.elements() is mask.elements()
 
 
 @pytest.mark.parametrize(
@@ -672,7 +746,7 @@ def test_gradients_beside_a_softcap_are_those_of_the_model():
     out.backward(rest)
     expected.backward(rest.double())
     assert (q.grad - wide.grad).abs().max() < 1e-5
-    assert len(attention._TOLD) == 1
+    assert len(TOLD) == 1
 
 
 def test_blocks_of_the_model_beside_left_padding_without_positions():
@@ -687,7 +761,7 @@ def test_blocks_of_the_model_beside_left_padding_without_positions():
     seen = mask.elements() & listed
     some = seen.any(-1).transpose(1, 2)[..., None]
     assert ((found - eager(q, k, v, seen)).abs() * some).max() < 1e-5
-    assert len(attention._TOLD) == 1
+    assert len(TOLD) == 1
 
 
 @pytest.mark.parametrize("starts", [(9, 9), (9, 4), (4, 9)])
@@ -702,7 +776,7 @@ def test_a_softcap_where_all_keys_of_a_sequence_are_padding(starts, implementati
         if start < 9:
             alone = call(*(x[b : b + 1, :, start:] for x in (q, k, v)), make_mask(1, 9 - start, 9 - start), softcap=2.0)
             assert (out[b : b + 1, start:] - alone).abs().max() < 1e-6
-    assert not attention._TOLD
+    assert not TOLD
 
 
 @pytest.mark.parametrize("tokens", [(9, 0), (0, 5)])
@@ -733,7 +807,7 @@ def test_weights_and_dropout_are_those_of_the_model():
         else:
             out[name] = call(q, k, v, mask, dropout=0.5)
     assert (out["blitz_attn"] == out["sdpa"]).all()
-    assert len(attention._TOLD) >= 1
+    assert len(TOLD) >= 1
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -748,7 +822,7 @@ def test_blocks_of_the_model_may_come_in_any_order(gradients):
         found = attention.attend_dense(module, q.requires_grad_(gradients), k, v, mask, block_indices=chosen)[0].detach()
     listed = (chosen[..., None] == torch.arange(14) // 4).any(-2).repeat_interleave(2, dim=1)
     assert (found - eager(q.detach(), k, v, mask.elements() & listed)).abs().max() < 1e-5
-    assert not attention._TOLD
+    assert not TOLD
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -758,11 +832,11 @@ def test_packed_sequences_stay_apart_where_torch_computes(masked):
     options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
     mask = make_mask(1, 12, 12) if masked else None
     expected = call(q, k, v, mask, **options)
-    assert not attention._TOLD
+    assert not TOLD
     assert (call(q, k, v, mask, strange_bias=1, **options) - expected).abs().max() < 1e-5
     parts = [call(*(x[:, :, a:b] for x in (q, k, v)), None) for a, b in ((0, 5), (5, 6), (6, 12))]
     assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-6
-    assert len(attention._TOLD) == 1
+    assert len(TOLD) == 1
 
 
 def test_left_padding_beside_blocks_of_the_model():
@@ -773,7 +847,7 @@ def test_left_padding_beside_blocks_of_the_model():
     where = positions(mask, 2, 21)
     expected, found = (forward(model, name, ids, attention_mask=mask, position_ids=where) for name in ("eager", "blitz_attn"))
     assert ((found - expected).abs() * mask[..., None]).max() < 1e-3
-    assert len(attention._TOLD) == 1
+    assert len(TOLD) == 1
 
 
 def cached_layer():
@@ -904,7 +978,7 @@ def test_embeddings_of_minilm_are_those_of_eager_attention():
     where = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = forward(model, "blitz_attn", batch.input_ids[keep[..., 0].bool()][None], position_ids=where, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     assert (packed[0] - expected[keep[..., 0].bool()]).abs().max() < 1e-5
-    assert not attention._TOLD
+    assert not TOLD
 
 
 @pytest.mark.model

@@ -16,7 +16,7 @@ from test_integrations_transformers import make_cache, padded, small_model  # no
 
 register()
 
-from blitz_attn.integrations._transformers import attention  # noqa: E402
+from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 SPARSE = SparseConfig(density=0.5, block_shape=(8, 8), chooser=select.Pooled(pool=4), min_tokens=1)
@@ -27,7 +27,7 @@ def _fresh():
     torch.set_num_threads(1)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    attention._TOLD.clear()
+    TOLD.clear()
     configure(SPARSE)
     yield
     configure(SparseConfig())
@@ -56,7 +56,7 @@ def test_a_model_is_one_graph(implementation, padding):
     mask = padded(random.Random(3), padding, *ids.shape) if padding in ("left", "right") else None
     expected, found = both(small_model("llama"), implementation, ids, attention_mask=mask, use_cache=padding == "none")
     assert torch.equal(found, expected)
-    assert not attention._TOLD
+    assert not TOLD
     dense = small_model("llama")
     dense.set_attn_implementation("blitz_attn")
     with torch.no_grad():
@@ -133,6 +133,38 @@ def test_shapes_are_known_to_the_passes_behind():
 def reasons():
     """Why graphs ended since the test began."""
     return list(torch._dynamo.utils.counters["graph_break"])
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_model_that_adds_its_mask_says_so(holes):
+    ids = tokens_of(2, 9)
+    mask = torch.ones_like(ids)
+    mask[:, 4] = not holes
+    model = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=4, attn_implementation="blitz_attn")
+    )
+    sentence = '^attn_implementation: expected "eager" or "sdpa" for a model with attention code of its own, '
+    with torch.no_grad(), pytest.raises(ValueError, match=sentence):
+        torch.compile(model, backend="eager")(ids, attention_mask=mask)
+
+
+def test_a_mask_that_is_traced_is_no_tensor():
+    from blitz_attn.integrations._transformers.masks import TracedMask
+
+    mask = TracedMask((1, 1, 9, 9), True, None, None, None, None, 0, 0)
+    for use in (lambda: torch.zeros(9) + mask, lambda: torch.zeros(9).masked_fill(mask, 0.0), lambda: mask[0], lambda: mask.dtype):
+        with pytest.raises((ValueError, AttributeError), match='expected "eager" or "sdpa" for a model with attention code of its own'):
+            use()
+    assert (mask.elements()[0, 0] == torch.ones(9, 9).tril()).all()
+
+
+def test_a_mask_without_rules_is_computed_by_torch():
+    model, ids = small_model("llama"), tokens_of(2, 9)
+    mask = torch.ones_like(ids)
+    mask[:, 4] = 0
+    expected, found = both(model, "blitz_attn", ids, attention_mask=mask)
+    assert torch.equal(found, expected)
+    assert list(TOLD) == ["LlamaAttention: attention by torch instead of blitz_attn, because of padding between the tokens of a sequence"]
 
 
 @pytest.mark.long

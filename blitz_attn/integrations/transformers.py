@@ -249,6 +249,8 @@ def register() -> None:
 
     Where a model needs something else (dropout, a position bias, gradients with a softcap, returned weights, padding inside a sequence, a
     mask that is a matrix), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
+    Models with attention code of their own (BLOOM, XGLM, RoFormer) run it: a mask that they add to scores becomes the numbers that they
+    add with ``"eager"``, and whatever else needs numbers in the mask (MPT, DeepSeek-V4; under `torch.compile` all of them) is a ValueError.
 
     Examples
     --------

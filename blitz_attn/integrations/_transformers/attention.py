@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,11 @@ from ... import _arrays, _core, block_sparse_attention, paged_attention, paged_s
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of, _config_of_text
 from .cache import pages_of
-from .masks import RuleMask, Rules, TracedMask
+from .fallbacks import tell
+from .masks import MATRIX, RuleMask, Rules, TracedMask, additive
 from .operators import Traced, attend_in_graph, register_operator
 
 __all__ = ["attend_dense", "attend_sparse"]
-
-_LOG = logging.getLogger("blitz_attn.integrations.transformers")
-_TOLD: set[str] = set()  # reasons that were logged
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -94,7 +91,9 @@ def _why_not_by_shape(layer: _Layer) -> str | None:
     if unknown:
         return f"the model's argument {unknown[0]}"
     if layer.mask is not None and not isinstance(layer.mask, (RuleMask, TracedMask)):
-        return "a mask that was made as a matrix"
+        return MATRIX
+    if isinstance(layer.mask, TracedMask) and layer.mask.made is not None:
+        return layer.mask.reason
     if layer.softcap is not None and layer.differentiated:
         return "gradients of attention with a softcap"
     return None
@@ -127,8 +126,10 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     kind = layer.kind
     if layer.config.on_unsupported == "error":
         raise ValueError(f"{kind}: expected attention that blitz_attn computes, got {reason}")
-    _tell(f"{kind}: attention by torch instead of blitz_attn, because of {reason}")
-    mask = layer.mask.elements() if isinstance(layer.mask, RuleMask) else layer.mask
+    tell(f"{kind}: attention by torch instead of blitz_attn, because of {reason}")
+    mask = layer.mask
+    if isinstance(mask, (RuleMask, TracedMask)):
+        mask = mask.elements()
     rest = dict(layer.rest)
     if rest.get("cu_seq_lens_q") is not None:
         mask = _same_sequence(layer, mask)
@@ -148,18 +149,10 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
         if mask is None and _is_causal(layer):
             mask = sdpa_mask(layer.query.shape[0], layer.query.shape[2], layer.key.shape[2], allow_is_causal_skip=False)
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=layer.query.dtype).masked_fill(~mask, torch.finfo(layer.query.dtype).min)
+            mask = additive(mask, layer.query.dtype)
         options |= {name: x for name, x in (("softcap", layer.softcap), ("s_aux", layer.sinks)) if x is not None}
         return own(*tensors, mask, **options, **rest)
     return sdpa_attention_forward(*tensors, mask, is_causal=layer.is_causal, **options, **rest)
-
-
-@torch.compiler.assume_constant_result
-def _tell(text: str) -> None:
-    """Log a warning, once. torch.compile does so while it traces."""
-    if text not in _TOLD:
-        _TOLD.add(text)
-        _LOG.warning(text)
 
 
 def _same_sequence(layer: _Layer, mask: Any) -> Any:

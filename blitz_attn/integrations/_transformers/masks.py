@@ -19,7 +19,10 @@ import numpy as np
 import torch
 from transformers import masking_utils
 
-__all__ = ["Call", "RuleMask", "Rules", "TracedMask", "make_mask"]
+from ..transformers import _config_of
+from .fallbacks import tell
+
+__all__ = ["MATRIX", "Call", "RuleMask", "Rules", "TracedMask", "additive", "make_mask"]
 
 
 @dataclass(frozen=True)
@@ -207,11 +210,29 @@ def _sequences(packed: Any, batch: int) -> tuple[int, ...]:
 # ---- The mask ------------------------------------------------------------------------------------------------------
 
 
+MATRIX = "a mask that was made as a matrix"
+
+_aten = torch.ops.aten
+# What a model may do with a mask whose elements say True where a query sees a key. Anything else is refused, since most models with
+# attention code of their own expect numbers that are added to scores, and would get wrong results without a word.
+_STILL_A_MASK = frozenset({  # views, copies, and masks joined with others
+    _aten._unsafe_view, _aten.bitwise_and, _aten.bitwise_or, _aten.clone, _aten.diagonal, _aten.expand, _aten.flip, _aten.gather,
+    _aten.index, _aten.index_select, _aten.logical_and, _aten.logical_or, _aten.permute, _aten.repeat, _aten.select, _aten.slice,
+    _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.unbind, _aten.unfold, _aten.unsqueeze, _aten.view,
+})  # fmt: skip
+_NO_MASK = frozenset({  # what only code that knows of True and False asks for
+    _aten._local_scalar_dense, _aten.all, _aten.any, _aten.argmax, _aten.bitwise_not, _aten.count_nonzero, _aten.equal, _aten.item,
+    _aten.logical_not, _aten.max, _aten.nonzero, _aten.sum,
+})  # fmt: skip
+
+
 class RuleMask(torch.Tensor):
     """A mask of shape (B, 1, Sq, Skv) that holds rules instead of elements.
 
     It is a tensor, so that transformers and models hand it on like any other mask. An operation of torch on it makes the elements,
-    True where a query sees a key, and works on those.
+    True where a query sees a key, and works on those. Parts of a mask are masks without rules. Scores and position biases to which a
+    mask is added get 0 and the smallest finite number instead. Operations whose meaning depends on the numbers that a model expects in
+    its mask are refused.
 
     Attributes
     ----------
@@ -224,43 +245,98 @@ class RuleMask(torch.Tensor):
     rules: Rules | None
     reason: str
     _arguments: dict[str, Any]
-    _made: Any
+    _made: list[Any]  # the elements, once they have been made; shared with aliases
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, int, int, int], rules: Rules | None, reason: str, arguments: dict[str, Any]) -> RuleMask:
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device="cpu")
-        self.rules, self.reason, self._arguments, self._made = rules, reason, arguments, None
+    def __new__(cls, shape: tuple[int, ...], rules: Rules | None, reason: str, arguments: dict[str, Any], made: list[Any]) -> RuleMask:
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=made[0].device if made else "cpu")
+        self.rules, self.reason, self._arguments, self._made = rules, reason, arguments, made
         return self
+
+    @classmethod
+    def of(cls, made: Any, reason: str = MATRIX) -> RuleMask:
+        """A mask of these elements, without rules."""
+        return cls(tuple(made.shape), None, reason, {}, [made])
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if function is _aten.detach.default:
             return arguments[0]
+        if function is _aten.alias.default:
+            mask = arguments[0]
+            return RuleMask(tuple(mask.shape), mask.rules, mask.reason, mask._arguments, mask._made)
+        options = options or {}
 
         def made(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
                 return type(x)(made(part) for part in x)
             return x.elements() if isinstance(x, RuleMask) else x
 
-        return function(*made(arguments), **{name: made(x) for name, x in (options or {}).items()})
+        name, given = function.overloadpacket, made(arguments)
+        if name in (_aten.add, _aten.add_) and not options:
+            return _added(function, arguments)
+        if name is _aten.where and not any(isinstance(x, RuleMask) for x in arguments[1:]):
+            return function(*given, **options)
+        if name in (_aten.eq, _aten.ne) and all(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in arguments):
+            return function(*given, **options)
+        if name is _aten._to_copy and (to := options.get("dtype")) is not None and to != torch.bool:
+            if to.is_floating_point or to.is_complex:
+                raise _misread(function)
+            return function(*given, **options)
+        if name in _NO_MASK:
+            return function(*given, **options)
+        if name in (_aten.cat, _aten.stack):
+            if not all(isinstance(x, RuleMask) for x in arguments[0]):  # a model that appends to its mask appends numbers, made bool
+                raise _misread(function)
+        elif name not in _STILL_A_MASK and name is not _aten._to_copy:
+            raise _misread(function)
+        if name is _aten.view:
+            return RuleMask.of(given[0].reshape(given[1]))
+        result = function(*given, **options)
+        return [RuleMask.of(x) for x in result] if isinstance(result, (tuple, list)) else RuleMask.of(result)
 
     def elements(self) -> Any:
         """The mask as transformers makes it for `sdpa`."""
-        if self._made is None:
+        if not self._made:
             skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            made = masking_utils.sdpa_mask(**(self._arguments | skip))
-            self._made = made.expand(self.shape)
-        return self._made
+            self._made.append(masking_utils.sdpa_mask(**(self._arguments | skip)).expand(self.shape))
+        return self._made[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"RuleMask({tuple(self.shape)}, {self.rules or self.reason})"
 
 
+def _added(function: Any, arguments: Any) -> Any:
+    """Scores or a position bias, to which a model adds its mask by itself."""
+    if len(arguments) != 2 or not any(type(x) is not RuleMask and isinstance(x, torch.Tensor) and x.is_floating_point() for x in arguments):
+        raise _misread(function)
+    if function.overloadpacket is _aten.add_ and isinstance(arguments[0], RuleMask):
+        raise _misread(function)
+    reason = "a model that adds its mask to scores by itself"
+    if _config_of(None).on_unsupported == "error":
+        raise ValueError(f"attention_mask: expected attention that blitz_attn computes, got {reason}")
+    tell(f"attention by torch instead of blitz_attn, because of {reason}")
+    (dtype,) = (x.dtype for x in arguments if not isinstance(x, RuleMask))
+    return function(*(additive(x.elements(), dtype) if isinstance(x, RuleMask) else x for x in arguments))
+
+
+def additive(seen: Any, dtype: Any) -> Any:
+    """What is added to scores: 0 where a query sees a key, the smallest finite number elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _misread(function: Any) -> ValueError:
+    return ValueError(
+        'attn_implementation: expected "eager" or "sdpa" for a model with attention code of its own, which computes with the numbers in '
+        f"its mask (here by {function}), got a name of blitz_attn, whose masks have no such numbers"
+    )
+
+
 @dataclass(frozen=True)
 class TracedMask:
-    """What stands for a `RuleMask` while torch traces.
+    """What stands for a `RuleMask` while torch traces. It is no tensor: models that work on it are told so.
 
     Attributes
     ----------
@@ -276,6 +352,10 @@ class TracedMask:
         The position of the first query.
     kv_offset : int
         The position of the first key.
+    made : torch.Tensor or None
+        The elements of a mask without rules.
+    reason : str
+        Why there are no rules.
     """
 
     shape: tuple[int, int, int, int]
@@ -286,31 +366,58 @@ class TracedMask:
     padding: Any
     q_offset: Any
     kv_offset: int
+    made: Any = None
+    reason: str = ""
 
-    def as_rules(self) -> RuleMask:
-        """The mask, where the tensors have elements."""
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        raise _misread(getattr(function, "__name__", function))
+
+    def __getitem__(self, where: Any) -> Any:
+        raise _misread("indexing")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(str(_misread(name)))
+
+    def _function(self, packed: bool) -> Any:
         parts = [masking_utils.causal_mask_function if self.causal else masking_utils.bidirectional_mask_function]
         if self.right is not None:
             parts.append(masking_utils.sliding_window_bidirectional_overlay(self.right))
         if self.left is not None:
             parts.append(masking_utils.sliding_window_overlay(self.left + 1))
-        if self.packed is not None and (self.packed != self.packed[:, :1]).any():
+        if packed:
             parts.append(masking_utils.packed_sequence_mask_function(self.packed))
-        function = masking_utils.and_masks(*parts)
+        return masking_utils.and_masks(*parts)
+
+    def elements(self) -> Any:
+        """The mask as transformers makes it for `sdpa`."""
+        if self.made is not None:
+            return self.made
+        batch, _, queries, keys = self.shape
+        function = self._function(self.packed is not None)
+        skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return masking_utils.sdpa_mask(batch, queries, keys, self.q_offset, self.kv_offset, function, self.padding, **skip)
+
+    def as_rules(self) -> RuleMask:
+        """The mask, where the tensors have elements."""
+        if self.made is not None:
+            return RuleMask.of(self.made, self.reason)
+        function = self._function(self.packed is not None and bool((self.packed != self.packed[:, :1]).any()))
         batch, _, queries, keys = self.shape
         return make_mask(batch, queries, keys, self.q_offset, self.kv_offset, function, self.padding)
 
 
 def _trace_mask(arguments: dict[str, Any]) -> Any:
-    """A `TracedMask`, or the elements of the mask where it has no rule."""
+    """The `TracedMask` of a mask function: its rules, or its elements where it has none."""
     keys, kv_offset = arguments["kv_length"], arguments["kv_offset"]
+    shape = (arguments["batch_size"], 1, arguments["q_length"], keys)
     try:
         said = _said_by(arguments["mask_function"], kv_offset + keys - 1)
         if said.padding:
             raise _NoRuleError("two masks of padding")
-    except _NoRuleError:
-        return masking_utils.sdpa_mask(**(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
-    shape = (arguments["batch_size"], 1, arguments["q_length"], keys)
+    except _NoRuleError as error:
+        made = masking_utils.sdpa_mask(**(arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+        return TracedMask(shape, False, None, None, None, None, 0, 0, made.expand(shape), str(error))
     where = arguments["q_offset"]
     if isinstance(where, torch.Tensor):  # a copy, because a static cache adds to it before attention reads it
         where = where.clone()
@@ -346,4 +453,4 @@ def make_mask(
             rules = replace(rules, sequences=_sequences(said.packed, batch_size))
     except _NoRuleError as error:
         rules, reason = None, str(error)
-    return RuleMask((batch_size, 1, q_length, kv_length), rules, reason, arguments)
+    return RuleMask((batch_size, 1, q_length, kv_length), rules, reason, arguments, [])
