@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -621,7 +622,7 @@ FALLS_BACK = {
     "chunks": (chunks, {}, "because of a mask of chunks of tokens"),
     "union": (union, {}, "because of a mask of a union of masks"),
     "own": (own, {}, r"because of a mask function of the model's own \(own"),
-    "unknown": (lambda: make_mask(1, 9, 9), {"strange_bias": 3}, "because of the model's argument strange_bias"),
+    "position bias": (lambda: make_mask(1, 9, 9), {"position_bias": torch.zeros(1, 4, 9, 9)}, "because of the model's argument position_bias"),
     "two paddings": (lambda: make_mask(1, 9, 9, mask_function=with_padding(), attention_mask=ones(9)), {},
         "because of two masks of padding"),
     "packed and padded": (
@@ -647,6 +648,38 @@ def test_what_is_not_supported_is_computed_by_torch_and_said_once(name, caplog):
     configure(SparseConfig(on_unsupported="error"))
     with pytest.raises(ValueError, match="expected attention that blitz_attn computes, got .*" + reason.removeprefix("because of ")):
         call(q, k, v, mask, **options)
+
+
+def test_keys_that_the_model_chose_are_those_of_its_eager_attention():
+    """DeepSeek-V3.2 and its kin give attention the keys of each query beside a mask that knows nothing of them."""
+    q, k, v = tensors(2, 4, 9, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
+    indices = torch.from_numpy(np.random.default_rng(0).permuted(np.tile(np.arange(9), (2, 9, 1)), axis=2)[..., :4])
+    seen = (torch.arange(9) == indices[..., None]).any(2).unsqueeze(1)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    rows = (seen & causal).any(-1)[:, 0]
+    assert rows.sum() > 9
+    for mask in (make_mask(2, 9, 9), None, torch.zeros(2, 1, 9, 9).masked_fill(~causal, torch.finfo(torch.float32).min)):
+        found = call(q, k, v, mask, indices=indices)
+        assert (found - eager(q, k, v, seen & causal))[rows].abs().max() < 1e-5
+
+
+def test_arguments_that_sdpa_lacks_go_to_the_eager_function_of_the_model(monkeypatch):
+    given = {}
+
+    def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, sinks=None, **kwargs):
+        given.update(mask=attention_mask, sinks=sinks)
+        return query.transpose(1, 2), None
+
+    layer = small_model("llama").model.layers[0].self_attn
+    monkeypatch.setattr(sys.modules[type(layer).__module__], "eager_attention_forward", eager_attention_forward)
+    q, k, v = tensors(1, 4, 9, 8), tensors(1, 2, 9, 8, seed=1), tensors(1, 2, 9, 8, seed=2)
+    attention.attend_dense(layer, q, k, v, make_mask(1, 9, 9), sinks=3)
+    assert given["sinks"] == 3
+    assert torch.equal(given["mask"][0, 0], torch.full((9, 9), torch.finfo(torch.float32).min).triu(1))
+    with pytest.raises(ValueError, match="^LlamaAttention: expected arguments that .* eager attention function takes, got strange_bias$"):
+        attention.attend_dense(layer, q, k, v, make_mask(1, 9, 9), strange_bias=3)
+    with pytest.raises(ValueError, match="an eager attention function to fall back to because of the model's argument strange_bias, got none$"):
+        call(q, k, v, make_mask(1, 9, 9), strange_bias=3)
 
 
 def test_masks_of_padding_and_of_one_chunk_have_rules():
@@ -833,7 +866,8 @@ def test_packed_sequences_stay_apart_where_torch_computes(masked):
     mask = make_mask(1, 12, 12) if masked else None
     expected = call(q, k, v, mask, **options)
     assert not TOLD
-    assert (call(q, k, v, mask, strange_bias=1, **options) - expected).abs().max() < 1e-5
+    every = torch.arange(12).expand(1, 12, 12)
+    assert (call(q, k, v, mask, indices=every, **options) - expected).abs().max() < 1e-5
     parts = [call(*(x[:, :, a:b] for x in (q, k, v)), None) for a, b in ((0, 5), (5, 6), (6, 12))]
     assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-6
     assert len(TOLD) == 1

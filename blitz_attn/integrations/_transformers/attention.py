@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ def _why_not_by_shape(layer: _Layer) -> str | None:
         return "dropout of attention weights"
     if layer.rest.get("output_attentions"):
         return "output_attentions, since the weights are never stored"
-    unknown = [name for name, x in layer.rest.items() if name not in _HARMLESS and x is not None and x is not False]
+    unknown = _unknown(layer)
     if unknown:
         return f"the model's argument {unknown[0]}"
     if layer.mask is not None and not isinstance(layer.mask, (RuleMask, TracedMask)):
@@ -121,6 +122,11 @@ def _why_not(layer: _Layer) -> str | None:
     return None
 
 
+def _unknown(layer: _Layer) -> list[str]:
+    """What the model gives attention beyond what is known here to change nothing."""
+    return [name for name, x in layer.rest.items() if name not in _HARMLESS and x is not None and x is not False]
+
+
 def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     """The call by torch: by SDPA, or by the model's own eager function where SDPA lacks what the call needs."""
     kind = layer.kind
@@ -140,12 +146,18 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
         positions = positions.reshape(-1, layer.query.shape[2]).expand(layer.query.shape[0], -1)
         where = (layer.key.shape[2], layer.query.dtype, layer.query.device, positions)
         mask = layer.module.indexer.build_block_mask(layer.block_indices, mask, *where)
+    if rest.get("indices") is not None:
+        mask = _among_keys(layer, mask, rest.pop("indices"))
     tensors = (layer.module, layer.query, layer.key, layer.value)
     options = {"dropout": layer.dropout, "scaling": layer.scaling}
     own = getattr(sys.modules.get(layer.source), "eager_attention_forward", None)
-    if layer.softcap is not None or layer.sinks is not None or rest.get("output_attentions"):
+    beyond_sdpa = [name for name in _unknown(layer) if name not in ("indices", "position_bias")]
+    if layer.softcap is not None or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
+        unused = [name for name in beyond_sdpa if name not in inspect.signature(own).parameters]
+        if unused:
+            raise ValueError(f"{kind}: expected arguments that the model's eager attention function takes, got {unused[0]}")
         if mask is None and _is_causal(layer):
             mask = sdpa_mask(layer.query.shape[0], layer.query.shape[2], layer.key.shape[2], allow_is_causal_skip=False)
         if mask is not None and mask.dtype == torch.bool:
@@ -153,6 +165,22 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
         options |= {name: x for name, x in (("softcap", layer.softcap), ("s_aux", layer.sinks)) if x is not None}
         return own(*tensors, mask, **options, **rest)
     return sdpa_attention_forward(*tensors, mask, is_causal=layer.is_causal, **options, **rest)
+
+
+def _among_keys(layer: _Layer, mask: Any, indices: Any) -> Any:
+    """A mask joined by `and` with the keys that the model itself chose for each query, (B, Sq, K), as its eager attention sees them."""
+    batch, queries, keys = layer.query.shape[0], layer.query.shape[2], layer.key.shape[2]
+    chosen = torch.zeros((batch, queries, keys), dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None and _is_causal(layer):
+        mask = sdpa_mask(batch, queries, keys, allow_is_causal_skip=False)
+    return _joined(mask, chosen)
+
+
+def _joined(mask: Any, seen: Any) -> Any:
+    """A mask of any kind joined by `and` with one of bool."""
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 def _same_sequence(layer: _Layer, mask: Any) -> Any:
@@ -168,9 +196,7 @@ def _same_sequence(layer: _Layer, mask: Any) -> Any:
     if mask is None and _is_causal(layer):
         last = places[0] + (lengths[1] - lengths[0])[numbers[0]]
         seen &= places[1][..., None, :] <= last[..., :, None]
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+    return _joined(mask, seen)
 
 
 def _cumulative(layer: _Layer) -> tuple[list[int], list[int]]:
