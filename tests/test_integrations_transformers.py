@@ -858,6 +858,83 @@ def test_blocks_of_the_model_may_come_in_any_order(gradients):
     assert not TOLD
 
 
+BATCHES = {  # of queries, keys, values and mask
+    "queries": (1, 3, 3, 3), "keys and values": (3, 1, 1, 3), "mask": (3, 3, 3, 1), "values": (3, 3, 1, 3), "all but mask": (1, 1, 1, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BATCHES))
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_given_once_holds_for_all_batch_entries(name, gradients):
+    sizes = BATCHES[name]
+    q, k, v = (tensors(n, heads, 9, 8, seed=n) for n, heads in zip(sizes[:3], (4, 2, 2), strict=True))
+    q.requires_grad_(gradients)
+    mask = make_mask(sizes[3], 9, 9, attention_mask=ones(9).expand(sizes[3], -1))
+    module = SimpleNamespace(layer_idx=0, is_causal=True, training=False)
+    found = attention.attend_dense(module, q, k, v, mask)[0].detach()
+    whole = [x.detach().expand(3, -1, -1, -1) for x in (q, k, v)]
+    assert (found - eager(*whole, mask.elements()))[:, :7].abs().max() < 1e-5
+    assert not TOLD
+
+
+def test_batches_that_do_not_fit_are_not_cut():
+    q, k, v = tensors(2, 4, 9, 8), tensors(3, 2, 9, 8, seed=1), tensors(3, 2, 9, 8, seed=2)
+    configure(SparseConfig(on_unsupported="error"))
+    with pytest.raises(ValueError, match="got queries, keys, values and masks of different batches$"):
+        call(q, k, v, None)
+    with pytest.raises(ValueError, match="got queries, keys, values and masks of different batches$"):
+        call(q, k[:2], v[:2], make_mask(3, 9, 9))
+    packed = make_mask(1, 9, 9, mask_function=with_sequences())
+    with pytest.raises(ValueError, match="got packed sequences of one batch entry for several$"):
+        call(q, k[:2], v[:2], packed)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (4, 9), (9, 9), (9, 4)])
+def test_a_window_on_both_sides_where_queries_and_keys_end_apart(queries, keys):
+    """A mask without a cache: the first query has the position of the first key, whatever their numbers."""
+    mask = make_mask(1, queries, keys, mask_function=masks.sliding_window_bidirectional_mask_function(3))
+    q, k, v = tensors(1, 2, queries, 8), tensors(1, 2, keys, 8, seed=1), tensors(1, 2, keys, 8, seed=2)
+    found = call(q, k, v, mask)
+    rows = mask.elements().any(-1)[:, 0]
+    assert (found - eager(q, k, v, mask.elements()))[rows].abs().max() < 1e-5
+    assert len(TOLD) == (queries != keys)
+
+
+def test_values_beside_pages_are_those_given():
+    """DiffLlama gives attention the keys of its cache and other values."""
+    cache = paged_cache(transformers.LlamaConfig(num_hidden_layers=1), page_size=4)
+    keys, values, q = tensors(1, 2, 20, 8), tensors(1, 2, 20, 8, seed=1), tensors(1, 4, 1, 8, seed=2)
+    configure(SparseConfig(min_tokens=1, decode_budget=1000))
+    k, v = cache.update(keys, values, 0)
+    mask = make_mask(1, 1, 20, 19)
+    for given in (v, v.flip(1)):
+        assert (call(q, k, given, mask, "sparse") - eager(q, k, given, mask.elements())).abs().max() < 1e-5
+
+
+UNUSUAL = {
+    "strided": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "wide": lambda x: torch.nn.functional.pad(x, (0, 592)),
+    "five axes": lambda x: x.unsqueeze(0),
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("name", list(UNUSUAL))
+@pytest.mark.parametrize("gradients", [False, True])
+def test_unusual_shapes_fall_back(name, gradients):
+    q, k, v = (UNUSUAL[name](tensors(2, 4, 9, 8, seed=n)) for n in range(3))
+    q.requires_grad_(gradients)
+    module = SimpleNamespace(layer_idx=0, is_causal=False, training=False)
+    found = attention.attend_dense(module, q, k, v, None)[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    if name == "five axes":
+        expected = attention.sdpa_attention_forward(module, q, k, v, None)[0]
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert found.requires_grad == gradients
+    assert len(TOLD) == (name in ("wide", "five axes"))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_sequences_stay_apart_where_torch_computes(masked):
     q, k, v = tensors(1, 4, 12, 8), tensors(1, 2, 12, 8, seed=1), tensors(1, 2, 12, 8, seed=2)

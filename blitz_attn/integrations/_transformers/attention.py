@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from .operators import Traced, attend_in_graph, register_operator
 __all__ = ["attend_dense", "attend_sparse"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_NUMBERS = 576  # of a head
 
 # What models pass on to the attention function and what changes nothing about attention.
 _HARMLESS = frozenset({
@@ -84,6 +85,14 @@ def _why_not_by_shape(layer: _Layer) -> str | None:
         return f"tensors on {layer.query.device}"
     if layer.query.dtype not in _DTYPES or any(x.dtype != layer.query.dtype for x in tensors):
         return f"tensors of {', '.join(str(x.dtype) for x in tensors)}"
+    if any(x.dim() != 4 for x in tensors):
+        return f"tensors of {layer.query.dim()}, {layer.key.dim()} and {layer.value.dim()} axes"
+    if max(layer.query.shape[3], layer.value.shape[3]) > _MOST_NUMBERS:
+        return f"heads of more than {_MOST_NUMBERS} numbers"
+    batch = layer.query.shape[0]
+    of_mask = layer.mask.shape[0] if isinstance(layer.mask, (RuleMask, TracedMask)) else 1
+    if any(x.shape[0] != batch for x in tensors) or of_mask not in (1, batch):
+        return "queries, keys, values and masks of different batches"
     if layer.dropout:
         return "dropout of attention weights"
     if layer.rest.get("output_attentions"):
@@ -109,7 +118,11 @@ def _why_not(layer: _Layer) -> str | None:
         return str(layer.mask.reason)
     if layer.mask is not None and layer.mask.shape[2:] != (layer.query.shape[2], layer.key.shape[2]):
         return f"a mask for {tuple(layer.mask.shape[2:])} queries and keys where the layer has {(layer.query.shape[2], layer.key.shape[2])}"
+    if layer.mask is not None and layer.mask.rules.sequences is not None and layer.mask.shape[0] != layer.query.shape[0]:
+        return "packed sequences of one batch entry for several"
     rules = _rules_of(layer)
+    if rules.window is not None and not rules.causal and rules.offset + rules.q_length != layer.key.shape[2]:
+        return "a window without a causal mask where queries and keys do not end at the same token"
     packed = rules.sequences is not None or layer.rest.get("cu_seq_lens_q") is not None
     uncapped = packed or (layer.query.shape[2] > 1 and (not rules.causal or rules.right is not None))
     if layer.softcap is not None and uncapped:
@@ -214,10 +227,10 @@ def _is_causal(layer: _Layer) -> bool:
 
 def _rules_of(layer: _Layer) -> Rules:
     """The rules of the call."""
+    batch, keys = layer.query.shape[0], layer.key.shape[2]
     if layer.mask is not None:
         rules: Rules = layer.mask.rules
-        return rules
-    batch, keys = layer.query.shape[0], layer.key.shape[2]
+        return rules if len(rules.starts) == batch else replace(rules, starts=rules.starts * batch, ends=rules.ends * batch)
     return Rules(0, layer.query.shape[2], _is_causal(layer), None, None, (0,) * batch, (keys,) * batch)
 
 
@@ -315,11 +328,11 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
 
 
 def _attend_pages(layer: _Layer, rules: Rules) -> Any:
-    """A new token over the pages that Quest chooses; None where this is not wanted, or the keys are not in pages."""
+    """A new token over the pages that Quest chooses; None where this is not wanted, or its keys and values are not in pages."""
     config, length = layer.config, layer.key.shape[2]
     if not layer.sparse or config.decode_budget is None or layer.query.shape[2] != 1 or length < config.min_tokens:
         return None
-    pages = pages_of(layer.key)
+    pages = pages_of(layer.key, layer.value)
     whole = rules.left is None and rules.offset == length - 1 and all(end == length for end in rules.ends)
     if pages is None or not whole or not config._sparse_in(layer.number) or layer.block_indices is not None or layer.differentiated:
         return None
@@ -331,6 +344,9 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
     reason = _why_not(layer)
     if reason is not None:
         return _fall_back(layer, reason)
+    if layer.query.shape[0] == 0:
+        return layer.query[..., :1].expand(*layer.query.shape[:3], layer.value.shape[3]).transpose(1, 2), None
+    layer.query, layer.key, layer.value = (_with_contiguous_rows(x) for x in (layer.query, layer.key, layer.value))
     rules = _rules_of(layer)
     if layer.rest.get("cu_seq_lens_q") is not None:
         return _attend_packed(layer, rules, _cumulative(layer)), None
@@ -357,6 +373,19 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         lists, shape = _choose(layer, q, k, longest, options)
         parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
     return parts[0] if len(parts) == 1 else torch.cat(parts), None
+
+
+def _with_contiguous_rows(x: Any) -> Any:
+    """The tensor, or a copy that the operations can read."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _of_one_batch(layer: _Layer) -> None:
+    """Repeat, as views, what is given once for all batch entries."""
+    given = [layer.query, layer.key, layer.value, *([layer.mask] if isinstance(layer.mask, (RuleMask, TracedMask)) else [])]
+    batch = max(x.shape[0] for x in given)
+    if any(x.shape[0] != batch for x in given) and all(x.shape[0] in (1, batch) for x in given):
+        layer.query, layer.key, layer.value = (x.expand(batch, *x.shape[1:]) for x in given[:3])
 
 
 def _attend_outside(reason: str) -> Any:
@@ -413,6 +442,7 @@ def _attention(sparse: bool) -> Any:
         )  # fmt: skip
         if isinstance(attention_mask, TracedMask) and not torch.compiler.is_compiling():  # the graph has ended between mask and attention
             layer.mask = attention_mask.as_rules()
+        _of_one_batch(layer)
         return _attend_traced(layer) if torch.compiler.is_compiling() else _attend(layer)
 
     return attend

@@ -176,7 +176,7 @@ class PagedCache(cache_utils.Cache):
         super().__init__(layers=[PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in own])
 
 
-def pages_of(keys: Any) -> PagedLayer | None:
-    """The layer whose pages hold these keys, where it still holds exactly them."""
+def pages_of(keys: Any, values: Any) -> PagedLayer | None:
+    """The layer whose pages hold these keys and values, where it still holds exactly them."""
     layer: PagedLayer | None = getattr(keys, _ATTRIBUTE, None)
-    return layer if layer is not None and layer.keys is keys else None
+    return layer if layer is not None and layer.keys is keys and layer.values is values else None

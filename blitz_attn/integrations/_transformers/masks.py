@@ -64,7 +64,8 @@ class Rules:
         """Calls that cover the batch: neighbours whose keys begin at the same place share one.
 
         The operations align the last valid query with the last valid key. Queries behind the last valid key are padding themselves: they
-        are left out, and get 0.
+        are left out, and get 0. Keys behind the last query are seen by none where causal; a window by itself is computed where there are
+        none.
         """
         aligned = self.causal or self.window is not None
         first = 0
