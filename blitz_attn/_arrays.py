@@ -80,6 +80,11 @@ def _is_ml_dtypes(x: np.ndarray) -> bool:
     return x.dtype.kind == "V" and _plain_name(x.dtype) == "bfloat16"
 
 
+def is_registered(x: np.ndarray) -> bool:
+    """Whether the dtype is not NumPy's own."""
+    return x.dtype.num >= 256
+
+
 def _bits_of(x: np.ndarray) -> tuple[np.ndarray, str] | None:
     """An ml_dtypes array as its bits, with the name of their dtype; None for an array of any other dtype."""
     entry = _BITS.get(_plain_name(x.dtype)) if x.dtype.kind == "V" else None
@@ -107,33 +112,70 @@ def family_of(x: Any) -> Family:
     return FOREIGN if hasattr(x, "__dlpack__") else NUMPY
 
 
-def readable(x: Any, name: str) -> Any:
-    """What the core is given for the input array `x`: `x` itself, or its bits with the name of their dtype."""
+def readable(x: Any, name: str, cache: bool = False) -> Any:
+    """What the core is given for the input array `x`: `x` itself, or its bits with the name of their dtype. `cache`: float8 may come."""
+    if type(x) is np.ndarray and not is_registered(x):
+        return x
+    found = _as_bits(x, name)
+    refused = found[1] == "float8_e4m3" and not cache if type(found) is tuple else isinstance(found, np.ndarray) and is_registered(found)
+    if refused:  # the core would name the bits, or find no memory that it can read
+        floats = "float32, float16, bfloat16, float64, int8 or float8_e4m3" if cache else "float32, float16, bfloat16 or float64"
+        raise TypeError(f"{name}: expected {floats}, got {x.dtype}")
+    return found
+
+
+def _as_bits(x: Any, name: str) -> Any:
+    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses arrays with more than numbers."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
         return x if x.dtype.kind != "V" else _bits_of(x) or x
     if isinstance(x, (tuple, list)):
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
-    if _is_torch(x) and x.requires_grad:
-        if sys.modules["torch"].is_grad_enabled():
-            raise ValueError(
-                f"{name}: expected a tensor that needs no gradient, got one with requires_grad=True, whose gradient would be lost: "
-                f"pass {name}.detach() or call under torch.no_grad()"
-            )
-        return x.detach()
-    if _is_torch(x) and dtype_name(x.dtype) == "float8_e4m3":
-        return x.view(sys.modules["torch"].uint8), "float8_e4m3"
+    if _is_torch(x):
+        return _tensor_as_bits(x, name)
+    if _is_jax(x) and isinstance(x, sys.modules["jax"].core.Tracer):
+        raise TypeError(f"{name}: expected an array of numbers, got a tracer of JAX: jit, grad and vmap of JAX cannot see into this call")
     return x
 
 
-def writable(x: Any, name: str) -> Any:
-    """`readable` for an array that will be written; None stays None."""
+def _tensor_as_bits(x: Any, name: str) -> Any:
+    torch = sys.modules["torch"]
+    refuse_tangent(x, name)
+    if x.requires_grad:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: expected a tensor that needs no gradient, got one with requires_grad=True, whose gradient would be lost: "
+                "detach it or call under torch.no_grad()"
+            )
+        x = x.detach()
+    if x.is_neg():
+        x = x.resolve_neg()
+    return (x.view(torch.uint8), "float8_e4m3") if x.dtype == torch.float8_e4m3fn else x
+
+
+def refuse_tangent(x: Any, name: str) -> None:
+    """Refuses a torch tensor that forward-mode differentiation follows."""
+    forward_ad = sys.modules["torch"].autograd.forward_ad
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(
+            f"{name}: expected a tensor without a forward-mode tangent, got one of torch.func.jvp or a dual tensor, whose tangent would be "
+            "lost: detach it, or use torch's backward mode"
+        )
+
+
+def writable(x: Any, name: str, cache: bool = False) -> Any:
+    """`readable` for an array that will be written; None stays None. Torch is told, which notices then where it keeps a tensor for a
+    gradient."""
     if x is None:
         return None
     if _is_jax(x):
         raise TypeError(f"{name}: expected an array that can be written, got a JAX array, which cannot")
-    return readable(x, name)
+    if _is_torch(x):
+        if x.is_neg():
+            raise ValueError(f"{name}: expected a tensor whose memory holds its numbers, got one with torch's negative bit")
+        sys.modules["torch"].autograd.graph.increment_version(x)
+    return readable(x, name, cache)
 
 
 def finished(result: Any, given: Any, family: Family) -> Any:
@@ -157,7 +199,7 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
 
     `bits_as` names the dtype whose bits plain uint8 and uint16 arrays hold; `written`: the array will be written.
     """
-    x = writable(x, name) if written else readable(x, name)
+    x = writable(x, name, cache=True) if written else _as_bits(x, name)
     tag = None
     if isinstance(x, tuple):
         x, tag = x
@@ -285,7 +327,7 @@ def falls(numbers: np.ndarray) -> np.ndarray:
 def float32_numbers(x: Any, name: str) -> np.ndarray:
     """Contiguous float32 array of the numbers of a sequence or an array."""
     if _is_torch(x):
-        x = x.detach()
+        x = x.detach().resolve_neg()
         x = x.float() if dtype_name(x.dtype) == "bfloat16" else x
     given = array(x, name, "numbers")
     if given.dtype.kind not in "fiub" and _bits_of(given) is None:

@@ -7,6 +7,7 @@ from typing import Any
 from numpy import empty, floating, integer, ndarray
 
 from . import _arrays, _core
+from ._arrays import is_registered
 from ._sentences import renamed
 
 _CORE_NAMES = {"selected_counts": "counts"}
@@ -41,7 +42,7 @@ def attend_requests(
     try:
         if (  # plain NumPy arrays: nothing to translate
             type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
-            and q.dtype.kind == "f" and k_cache.dtype.kind != "V" and v_cache.dtype.kind != "V"
+            and not (is_registered(q) or is_registered(k_cache) or is_registered(v_cache))
         ):  # fmt: skip
             # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
@@ -53,9 +54,9 @@ def attend_requests(
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
-            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache"), _arrays.readable(v_cache, "v_cache"), tables,
-            seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
-            return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
+            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True), _arrays.readable(v_cache, "v_cache", True),
+            tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale,
+            v_scale, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
             kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
             out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
         )  # fmt: skip
@@ -74,10 +75,11 @@ def append_tokens(
 ) -> None:  # fmt: skip
     """Writes new tokens by one call of the core, with arrays of any kind. `requests`: as for `attend_requests`; they are read where
     `slot_mapping` is None."""
+    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
     writable = _arrays.writable
     _core.append_paged_kv(
-        _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache"),
-        writable(v_cache, "v_cache"), slot_mapping, *requests, kv_layout=kv_layout,
-        k_scale=scales_for_core(writable(k_scale, "k_scale"), "k_scale"), v_scale=scales_for_core(writable(v_scale, "v_scale"), "v_scale"),
-        dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
+        _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache", True),
+        writable(v_cache, "v_cache", True), slot_mapping, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_layout,
+        scales_for_core(writable(k_scale, "k_scale"), "k_scale"), scales_for_core(writable(v_scale, "v_scale"), "v_scale"),
+        _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 from numpy import empty, ndarray
 
 from . import _arrays, _core
+from ._arrays import is_registered
 
 __all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
 
@@ -165,7 +166,7 @@ def block_sparse_attention(
     if (  # plain NumPy arrays: nothing to translate
         type(q) is type(k) is type(v) is ndarray
         and out is out_dtype is dtype is None
-        and q.dtype.kind == k.dtype.kind == v.dtype.kind == "f"
+        and not (is_registered(q) or is_registered(k) or is_registered(v))
     ):
         # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
         # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.

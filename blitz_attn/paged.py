@@ -710,7 +710,7 @@ def append_paged_kv(
         raise TypeError(f"k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got {kind}")
     ends = _arrays.integers(seq_lens, "seq_lens").copy()
     refresh = partial(
-        _core.quest_metadata, _arrays.readable(k_cache, "k_cache"), block_tables, ends, metadata_block_tables,
+        _core.quest_metadata, _arrays.readable(k_cache, "k_cache", True), block_tables, ends, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
         dtype=bits if bits in (None, "bfloat16") else None,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def quest_prefill_metadata(
     (True, True)
     """
     _core.quest_metadata(
-        _arrays.readable(k_cache, "k_cache"), block_tables, seq_lens, metadata_block_tables,
+        _arrays.readable(k_cache, "k_cache", True), block_tables, seq_lens, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"),
         meanblocks=_arrays.writable(meanblocks, "meanblocks"), start_lens=start_lens, kv_layout=kv_layout, dtype=_arrays.dtype_name(dtype),
         num_threads=num_threads,

@@ -343,11 +343,105 @@ def test_torch_gradients_are_not_lost_in_silence():
     q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
     expected = attend(q, k, v)
     k.requires_grad_()
-    with pytest.raises(ValueError, match=r"^k: expected a tensor that needs no gradient, got .* k\.detach\(\)"):
+    with pytest.raises(ValueError, match=r"^k: expected a tensor that needs no gradient, got .*: detach it or call under torch\.no_grad\(\)$"):
         attend(q, k, v)
     with torch.no_grad():
         assert torch.equal(attend(q, k, v), expected)
     assert torch.equal(attend(q, k.detach(), v), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
+def test_torch_tangents_are_not_lost_in_silence():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
+    sentence = "^k: expected a tensor without a forward-mode tangent, got one of torch.func.jvp or a dual tensor, whose tangent would be lost"
+    with pytest.raises(ValueError, match=sentence):
+        torch.func.jvp(lambda x: attend(q, x, v), (k,), (torch.ones_like(k),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(ValueError, match=sentence):
+            attend(q, dual, v)
+        assert torch.equal(attend(q, dual.detach(), v), attend(q, k, v))
+
+
+def written_arrays(torch):
+    """Calls that write tensors, by name."""
+    x, cache, lse = torch.randn(1, 1, 16, 8), torch.randn(4, 4, 1, 8), torch.zeros(1, 1, 16)
+    places = torch.arange(16)
+    tables, high, low = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)
+    row = torch.zeros(1, 1, dtype=torch.int32)
+    dx = torch.zeros_like(x)
+    out, part_lse = attend(x, x, x, return_lse=True)
+    return {
+        "out": (lambda: attend(x, x, x, out=(dx, lse), return_lse=True), (dx, lse)),
+        "gradients": (
+            lambda: blitz_attn.block_sparse_attention_backward(x, x, x, x, out, part_lse, grads=(dx, None, None)),
+            (dx,),
+        ),
+        "merge": (lambda: blitz_attn.merge_states(out, part_lse, out, part_lse, out=dx, lse_out=lse), (dx, lse)),
+        "append": (lambda: blitz_attn.append_paged_kv(x[0].transpose(0, 1), None, cache, None, slot_mapping=places), (cache,)),
+        "summaries": (lambda: blitz_attn.quest_prefill_metadata(cache, tables, [16], row, high, low), (high, low)),
+    }
+
+
+@pytest.mark.parametrize("name", ["out", "gradients", "merge", "append", "summaries"])
+def test_torch_notices_what_is_written(name):
+    torch = pytest.importorskip("torch")
+    call, arrays = written_arrays(torch)[name]
+    before = [x._version for x in arrays]
+    call()
+    assert all(x._version > version for x, version in zip(arrays, before, strict=True))
+
+
+def test_torch_refuses_gradients_through_what_is_written():
+    torch = pytest.importorskip("torch")
+    x, factor = torch.randn(1, 1, 16, 8), torch.ones(1, 1, 16, 8)
+    result = (torch.ones(1, 1, 16, 8, requires_grad=True) * factor).sum()
+    attend(x, x, x, out=factor)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_torch_negative_bit():
+    """Of a view whose memory holds the numbers with the other sign."""
+    torch = pytest.importorskip("torch")
+    negative = torch.randn(1, 1, 16, 1, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    q = torch.zeros(1, 1, 16, 8)
+    assert torch.equal(attend(q, q, negative), attend(q, q, negative.resolve_neg()))
+    weights = torch.full((1, 1, 16), 0.5)
+    merged = blitz_attn.merge_states(negative, weights, negative, weights)[0]
+    torch.testing.assert_close(merged, negative.resolve_neg())
+    with pytest.raises(ValueError, match="^out: expected a tensor whose memory holds its numbers, got one with torch's negative bit$"):
+        attend(q, q, q[..., :1].clone(), out=negative)
+
+
+_FLOATS = "expected float32, float16, bfloat16 or float64"
+_CACHES = "expected float32, float16, bfloat16, float64, int8 or float8_e4m3"
+
+
+@pytest.mark.parametrize("kind", ["float8_e5m2", "float8_e4m3fn", "int4"])
+def test_ml_dtypes_that_are_not_read_are_named(kind):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.zeros((1, 1, 16, 8), getattr(ml_dtypes, kind))
+    real, lse = x.astype(np.float32), np.zeros((1, 1, 16), np.float32)
+    with pytest.raises(TypeError, match=f"^q: {_FLOATS}, got {kind}$"):
+        attend(x, x, x)
+    with pytest.raises(TypeError, match=f"^k: {_FLOATS}, got {kind}$"):
+        attend(real, x, real)
+    with pytest.raises(TypeError, match=f"^out_a: {_FLOATS}, got {kind}$"):
+        blitz_attn.merge_states(x, lse, x, lse)
+    if kind != "float8_e4m3fn":
+        cache, q = x.reshape(4, 4, 1, 8), np.zeros((1, 1, 8), np.float32)
+        with pytest.raises(TypeError, match=f"^k_cache: {_CACHES}, got {kind}$"):
+            blitz_attn.paged_attention(q, cache, cache, np.arange(4, dtype=np.int32)[None], np.array([16]))
+
+
+def test_torch_float8_is_named():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(1, 1, 16, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=f"^q: {_FLOATS}, got torch.float8_e4m3fn$"):
+        attend(x, x, x)
 
 
 def test_torch_merge():
@@ -375,6 +469,14 @@ def test_jax(dtype):
     assert np.asarray(out).tobytes() == expected.tobytes()
 
 
+def test_jax_tracers_are_refused():
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.zeros((1, 1, 16, 8))
+    for trace in (jax.jit, jax.vmap):
+        with pytest.raises(TypeError, match="^q: expected an array of numbers, got a tracer of JAX: jit, grad and vmap of JAX cannot see"):
+            trace(lambda q: attend(q, x, x))(x)
+
+
 def test_jax_out_is_refused():
     jax = pytest.importorskip("jax")
     q, k, v, options = problem()
@@ -398,6 +500,10 @@ class StandIn:
 
         def __dlpack_device__(self):
             return self.array.__dlpack_device__()
+
+    class core:  # noqa: N801 - JAX's name
+        class Tracer:
+            pass
 
     class numpy:  # noqa: N801 - JAX's name
         @staticmethod

@@ -194,6 +194,43 @@ def test_inputs_changed_in_place(which):
             out.sum().backward()
 
 
+@pytest.mark.parametrize("kind", [torch.from_numpy, np.array], ids=["torch", "numpy"])
+def test_lists_changed_in_place(kind):
+    """Gradients are those of the call, whatever becomes of its lists and lengths."""
+    arrays, cu = [x[0] for x in problem(40)[:3]], np.array([0, 13, 40])
+    options = SIZES | {"cu_seqlens": cu}
+    routing = reference.nsa(*arrays, return_context=True, **options)[1].block_indices
+    grads = []
+    for changes in (False, True):
+        q, k, v = leaves(*arrays)
+        lists, lengths = kind(routing.copy()), kind(cu.copy())
+        out = functions.nsa(q, k, v, block_indices=lists, **SIZES, cu_seqlens=lengths)
+        if changes:
+            lists[:], lengths[:] = 0, 7
+        grads.append(torch.autograd.grad(out.sum(), (q, k, v)))
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+CALLS = {
+    "block_sparse_attention": lambda x: functions.block_sparse_attention(x, x, x),
+    "scaled_dot_product_attention": lambda x: functions.scaled_dot_product_attention(x, x, x),
+    "select_and_attend_prefill": lambda x: functions.select_and_attend_prefill(x, x, x, density=1.0),
+    "paged_attention": lambda x: functions.paged_attention(x[0].transpose(0, 1), x.mT.mT, x, [[0]] * 16, [1] * 16),
+    "nsa": lambda x: functions.nsa(x, x, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
+@pytest.mark.parametrize("name", list(CALLS))
+def test_forward_mode_is_refused(name):
+    x = torch.randn(1, 2, 16, 8)
+    sentence = "^q(uery)?: expected a tensor without a forward-mode tangent, got one of torch.func.jvp or a dual tensor"
+    with pytest.raises(ValueError, match=sentence):
+        torch.func.jvp(CALLS[name], (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match=sentence):
+        CALLS[name](torch.autograd.forward_ad.make_dual(x, x))
+
+
 def test_errors_are_those_of_the_library():
     q, k, v = leaves(*problem(40)[:3])
     with pytest.raises(ValueError, match="^window_size: expected "):

@@ -270,6 +270,8 @@ def test_gradients_as_torchs():
         ({"attn_mask": torch.ones(31, 37, dtype=torch.bool)}, TypeError, "attn_mask: expected None or a CausalBias, got a mask of all queries and keys: say it by"),
         ({"attn_mask": causal_lower_right(31, 37), "is_causal": True}, ValueError,
          "is_causal: expected False beside a CausalBias, got True"),
+        ({"attn_mask": causal_lower_right(31, 36)}, ValueError,
+         r"attn_mask: expected a CausalBias for 31 queries and 37 keys, got one for \(31, 36\)"),
         ({"attn_mask": 3}, TypeError, "attn_mask: expected None or a CausalBias, got int"),
         ({"enable_gqa": False}, ValueError, "key: expected 4 heads like query, or enable_gqa=True, got 2"),
         ({"value": torch.ones(2, 37, 8)}, ValueError, r"value: expected shape \(..., H, S, D\) with the leading axes of query, got \(2, 37, 8\)"),

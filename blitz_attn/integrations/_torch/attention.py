@@ -222,6 +222,9 @@ def scaled_dot_product_attention(
     is_causal, lower_right = flag_of(is_causal, "is_causal"), False
     if attn_mask is not None:
         is_causal, lower_right = _rule_of_mask(attn_mask, is_causal)
+        sizes, made_for = (query.shape[-2], key.shape[-2]), (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+        if made_for != sizes:
+            raise ValueError(f"attn_mask: expected a CausalBias for {sizes[0]} queries and {sizes[1]} keys, got one for {made_for}")
     return_lse = flag_of(return_lse, "return_lse")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2 or x.shape[:-3] != query.shape[:-3] or x.dim() != query.dim():

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from ...nsa import nsa as _nsa
 from ...nsa import nsa_backward as _nsa_backward
 from .operators import no_second
@@ -56,6 +58,11 @@ def _function() -> Any:
             return (None, *wanted)
 
     return NativeSparseAttention
+
+
+def _of_its_own(x: Any) -> Any:
+    """Integers that backward reads, in memory that the caller cannot change before."""
+    return x.clone() if hasattr(x, "clone") else x.copy() if isinstance(x, np.ndarray) else x
 
 
 def nsa(
@@ -133,8 +140,8 @@ def nsa(
         "select_block_size": select_block_size,
         "init_blocks": init_blocks,
         "local_blocks": local_blocks,
-        "block_indices": block_indices,
-        "cu_seqlens": cu_seqlens,
+        "block_indices": _of_its_own(block_indices),
+        "cu_seqlens": _of_its_own(cu_seqlens),
         "num_threads": num_threads,
     }
     tensors = (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._arrays import array, choice, flag, integer, integers, number, readable
+from ..._arrays import array, choice, flag, integer, integers, number, readable, refuse_tangent
 from ..._sabi.lists import some_integers
 from ..._select.choosers import BUDGETS, budget_of
 
@@ -31,7 +31,7 @@ def rows(x: Any) -> Any:
 
 
 def expect_tensors(**arguments: Any) -> None:
-    """Refuses what is not a dense tensor in CPU memory."""
+    """Refuses what is not a dense tensor in CPU memory, and tensors that forward-mode differentiation follows."""
     import torch
 
     for name, x in arguments.items():
@@ -40,6 +40,7 @@ def expect_tensors(**arguments: Any) -> None:
         if x.layout != torch.strided or x.device.type != "cpu" or x.is_quantized or x.is_nested:
             kind = "quantized" if x.is_quantized else "nested" if x.is_nested else x.layout
             raise TypeError(f"{name}: expected a dense tensor in CPU memory, got one of layout {kind} on {x.device}")
+        refuse_tangent(x, name)
 
 
 def flag_of(x: Any, name: str) -> bool:
