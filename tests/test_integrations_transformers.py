@@ -375,6 +375,7 @@ def test_a_mask_makes_elements_where_torch_works_on_it():
     assert type(~mask) is torch.Tensor
     assert torch.equal(~mask, ~mask.elements())
     assert mask.sum() == mask.elements().sum()
+    assert torch.equal(torch.zeros_like(mask, dtype=torch.float16), torch.zeros(mask.shape, dtype=torch.float16))
     assert isinstance(mask.to("cpu"), RuleMask)
     assert "causal=True" in repr(mask)
 

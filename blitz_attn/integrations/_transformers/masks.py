@@ -219,12 +219,16 @@ _aten = torch.ops.aten
 _STILL_A_MASK = frozenset({  # views, copies, and masks joined with others
     _aten._unsafe_view, _aten.bitwise_and, _aten.bitwise_or, _aten.clone, _aten.diagonal, _aten.expand, _aten.flip, _aten.gather,
     _aten.index, _aten.index_select, _aten.logical_and, _aten.logical_or, _aten.permute, _aten.repeat, _aten.select, _aten.slice,
-    _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.unbind, _aten.unfold, _aten.unsqueeze, _aten.view,
+    _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.tril, _aten.unbind, _aten.unfold,
+    _aten.unsqueeze, _aten.view,
 })  # fmt: skip
 _NO_MASK = frozenset({  # what only code that knows of True and False asks for
     _aten._local_scalar_dense, _aten.all, _aten.any, _aten.argmax, _aten.bitwise_not, _aten.count_nonzero, _aten.equal, _aten.item,
     _aten.logical_not, _aten.max, _aten.nonzero, _aten.sum,
 })  # fmt: skip
+
+
+_SHAPE_ALONE = frozenset({_aten.empty_like, _aten.full_like, _aten.ones_like, _aten.zeros_like})  # where a dtype is given
 
 
 class RuleMask(torch.Tensor):
@@ -286,7 +290,7 @@ class RuleMask(torch.Tensor):
             if to.is_floating_point or to.is_complex:
                 raise _misread(function)
             return function(*given, **options)
-        if name in _NO_MASK:
+        if name in _NO_MASK or (name in _SHAPE_ALONE and options.get("dtype") is not None):
             return function(*given, **options)
         if name in (_aten.cat, _aten.stack):
             if not all(isinstance(x, RuleMask) for x in arguments[0]):  # a model that appends to its mask appends numbers, made bool
