@@ -19,7 +19,7 @@ import numpy as np
 
 from . import _arrays, _core
 from ._floats import Result, real_of
-from ._nsa.arrays import dtype_of, expect_shape, rounded, same_kind, storage
+from ._nsa.arrays import dtype_of, expect_shape, round_into, rounded, same_kind, storage, sums_for
 from ._nsa.attend import attend_backward
 from ._nsa.branches import (
     compressed_attention,
@@ -344,8 +344,9 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
     -----
     The gates come first: ``do_c = g_c dout``, and the gradients of queries and weights through the sigmoid. Then comes each branch, as
     attention with the log-sum-exp of the forward pass. Last, the gradients of compressed keys and values go back through their weights to
-    the tokens of their blocks. The scores of the selection have no gradient, as upstream and in the paper. The result does not depend on
-    the order in which threads run.
+    the tokens of their blocks. The scores of the selection have no gradient, as upstream and in the paper. The gradients of keys and
+    values, compressed ones included, and of weights are summed in float32 (float64 for float64) and rounded once, in an order that does
+    not depend on threads, neither on those of this library nor on those of BLAS.
 
     Examples
     --------
@@ -382,22 +383,25 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
         dtype=kind, num_threads=common.threads,
     )  # fmt: skip
 
-    grads = []  # of q, and of the keys and the values that the branch attends to
+    dqs = [] if dq_gate is None else [dq_gate]
+    sums = [sums_for(x.array, kind) for x in (dk, dv)]
+    weight_grads: list[Any] = []
     for c, (keys, values, branch) in enumerate(call.branches(ctx.block_indices, ctx.groups)):
-        into = tuple(np.empty(x.shape, storage(kind)) for x in (call.q, keys, values))
-        attend_backward(douts[c], call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], into, common, branch)
-        grads.append(into)
+        into = [np.zeros(x.shape, real_of(kind)) for x in (keys, values)] if c == 0 else sums
+        dqs.append(np.empty(call.q.shape, storage(kind)))
+        grads = (dqs[-1], into[0], into[1])
+        attend_backward(douts[c], call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], grads, common, branch, accumulate=True)
         douts[c] = None  # frees it
-    dqs = [x[0] for x in grads] + ([] if dq_gate is None else [dq_gate])
+        if c == 0:  # from compressed keys and values back to the tokens, where the other branches add theirs
+            sizes = call.rules.size, call.rules.stride, call.sequences
+            for n, (x, w) in enumerate(((call.k, call.w_k), (call.v, call.w_v))):
+                weight_grads.append(compress_gradients(into[n], x, w.array, sums[n], kind, *sizes, common.threads))
+    for result, total in zip((dk, dv), sums, strict=True):
+        round_into(result.array, total, kind)
     one = (None,) if call.sequences.tokens is not None else ()  # a batch axis: sums know no sequences
     _core.block_means_backward(
         None, dq.array[one], tuple(x[one] for x in dqs), block_size=1, stride=1, dtype=kind, num_threads=common.threads
     )
-    weight_grads = []
-    for n, (x, w, dx) in enumerate(((call.k, call.w_k, dk), (call.v, call.w_v, dv)), 1):
-        more = (grads[1][n], grads[2][n])
-        sizes = call.rules.size, call.rules.stride, call.sequences
-        weight_grads.append(compress_gradients(grads[0][n], x, w.array, dx.array, more, kind, *sizes, common.threads))
     kinds = (call.w_k.kind, call.w_v.kind, call.w_gate.kind, call.gates.kind)
     made = [
         None if x is None else rounded(x, real_of(kind), own, like)

@@ -305,6 +305,42 @@ def test_gradients_are_fresh_arrays(mode):
         assert x.flags.writeable
 
 
+@pytest.mark.parametrize("weights", [(), WEIGHTS[:2]], ids=["means", "weights"])
+def test_float16_holds_the_gradient_of_a_token_where_it_cannot_hold_that_of_its_block(weights):
+    """All queries see the first block alone, so that the gradient of its mean is the sum of 64 tokens' gradients."""
+    tokens, size = 2048, 64
+    q, k, v, options = problem(tokens, 4, 1, 16, batch=1, dtype="float16", size=0.1, weights=weights)
+    q[...], k[...] = 1, 0
+    k[:, :size] = 2
+    dout = np.full(q.shape, 40, np.float16)
+    sizes = {"compress_block_size": size, "num_selected_blocks": 4}
+    if weights:
+        options = {name: np.broadcast_to(np.eye(16, dtype=np.float16), (1, 16, 16)) for name in weights}
+    _, context = run(q, k, v, **sizes, **options)
+    grads = library.nsa_backward(dout, context)
+    chosen = {**sizes, **options, "block_indices": routing_of(context)}
+    exact = reference.nsa_backward(dout, reference.nsa(q, k, v, return_context=True, **chosen)[1])
+    assert 4000 < abs(exact.dv).max() < 5000
+    for name in ("dk", "dv"):
+        a, b = wide(getattr(grads, name)), getattr(exact, name)
+        assert abs(a - b).max() <= 0.01 * abs(b).max(), name
+
+
+@pytest.mark.skipif(IS_REFERENCE, reason="the reference multiplies by BLAS")
+def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks():
+    """Blocks behind all others whose gradients are 0 change no bit, which a product of BLAS does not promise."""
+    k, dk_cmp = (tensors((1, 300, 2, 64), seed=n) for n in range(2))
+    w = tensors((2, 64, 64), seed=2)
+    longer = [np.concatenate([x, np.zeros((1, 50, 2, 64), x.dtype)], axis=1) for x in (k, dk_cmp)]
+    for size in (1, 3):
+        one, two = (
+            library.compress_kv_backward(d[:, : x.shape[1] // size], d[:, : x.shape[1] // size], x, x, size, w, w)
+            for x, d in ((k, dk_cmp), longer)
+        )
+        for a, b in zip(one[2:], two[2:], strict=True):
+            assert same_bits(a, b)
+
+
 def test_dead_rows_get_zero():
     q, k, v, _ = problem(512, 2, 1, 16, batch=1)
     mode = {**MSLK, "num_selected_blocks": 1, "q_tile_size": 128}

@@ -63,3 +63,18 @@ def rounded(x: np.ndarray, kind: str, to: str, like: Any) -> Any:
     result = Result(x.shape, to, like)
     result.array[...] = converted(x, kind, to)
     return result.value
+
+
+ROUNDED_AT_A_TIME = 1 << 12  # tokens: conversion to bfloat16 needs memory for several copies of what it converts
+
+
+def sums_for(x: np.ndarray, kind: str) -> np.ndarray:
+    """Where the sums of a result `x` of dtype `kind` are made: `x` itself where that is the dtype of sums, else an array of its own."""
+    return x if kind == real_of(kind) else np.empty(x.shape, real_of(kind))
+
+
+def round_into(x: np.ndarray, sums: np.ndarray, kind: str) -> None:
+    """Writes the sums that `sums_for` made room for to their result, whose axes are (..., tokens, heads, channels)."""
+    for at in range(0, 0 if sums is x else x.shape[-3], ROUNDED_AT_A_TIME):
+        some = (..., slice(at, at + ROUNDED_AT_A_TIME), slice(None), slice(None))
+        x[some] = converted(sums[some], real_of(kind), kind)

@@ -100,13 +100,15 @@ def attend(
 
 def attend_backward(
     dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, grads: tuple[np.ndarray, ...],
-    common: Common, branch: Branch,
+    common: Common, branch: Branch, accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """The gradient of `attend`: fills the three arrays of `grads`."""
+    """The gradient of `attend`: fills the three arrays of `grads`; with `accumulate`, the gradients of `k` and `v` are added to the second
+    and the third, which are in the dtype of sums."""
     dq, dk, dv = grads
     try:
         _core.block_sparse_attention_backward(
-            np.empty, q, k, v, **_arguments(common, branch), dout=dout, out=out, lse=_by_head(lse, branch), dq=dq, dk=dk, dv=dv, q_begin=0
-        )
+            np.empty, q, k, v, **_arguments(common, branch), dout=dout, out=out, lse=_by_head(lse, branch), dq=dq, dk=dk, dv=dv, q_begin=0,
+            accumulate=accumulate,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, branch.names) from error

@@ -10,7 +10,7 @@ from .. import _core
 from .._floats import Result, floats, real_of
 from .._formats import widened
 from .._sentences import renamed
-from .arrays import Reals, check_rank, dtype_of, expect_shape, reals, rounded, same_kind, storage
+from .arrays import Reals, check_rank, dtype_of, expect_shape, reals, round_into, rounded, same_kind, sums_for
 from .rules import number, threads_of
 from .sequences import Sequences, block_count, cuts, sums_of
 
@@ -125,29 +125,43 @@ def compress_kv(
     return results[0].value, results[1].value
 
 
+ROWS_AT_A_TIME = 64  # of a weight's gradient: few enough to stay in the first cache
+
+
+def _weight_gradient(means: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    """The sum over all blocks of each mean times its gradient, (Hkv, D, D), in the order of the blocks. The operator ``@`` would leave
+    the order to BLAS and to its number of threads."""
+    heads = means.shape[-2]
+    rows, douts = (x.reshape(-1, heads, x.shape[-1]) for x in (means, dy))
+    total = np.zeros((heads, rows.shape[-1], douts.shape[-1]), rows.dtype)
+    for head in range(heads):
+        for at in range(0, len(rows), ROWS_AT_A_TIME):
+            some = slice(at, at + ROWS_AT_A_TIME), head
+            total[head] += np.einsum("nd,ne->de", rows[some], douts[some], optimize=False)
+    return total
+
+
 def compress_gradients(
-    dy: np.ndarray, x: np.ndarray, weight: np.ndarray | None, dx: np.ndarray, more: tuple[np.ndarray, ...], kind: str, size: int,
-    stride: int, sequences: Sequences, threads: int | None, names: tuple[str, str, str] = ("dout", "x", "weight"),
+    dy: np.ndarray, x: np.ndarray, weight: np.ndarray | None, dx: np.ndarray, kind: str, size: int, stride: int, sequences: Sequences,
+    threads: int | None, names: tuple[str, str, str] = ("dout", "x", "weight"),
 ) -> np.ndarray | None:  # fmt: skip
-    """Fills `dx` with the gradient of `x` plus the arrays of `more`, and returns the gradient of the weight in the dtype of sums.
+    """Fills `dx` with the gradient of `x`, and returns the gradient of the weight. `dy` and all gradients are in the dtype of sums: that
+    of a mean is the sum of the gradients of all its tokens, which float16 may not hold.
 
     `names`: the caller's names of `dy`, `x` and `weight`, for errors."""
-    dweight = None
+    dweight, real = None, real_of(kind)
     if weight is not None:
-        real = real_of(kind)
         means = np.empty((*dy.shape[:-1], x.shape[-1]), real)
         compress_into(x, None, means, kind, size, stride, sequences, threads, names[1:])
-        wide = widened(dy, kind)
-        flat = [np.moveaxis(y, -2, 0).reshape(y.shape[-2], -1, y.shape[-1]) for y in (means, wide)]
-        dweight = flat[0].swapaxes(1, 2) @ flat[1]
+        dweight = _weight_gradient(means, dy)
         turned = np.ascontiguousarray(weight.swapaxes(1, 2))
-        dmeans = np.empty((*dy.shape[:-1], x.shape[-1]), storage(kind))
+        dmeans = means  # whose values are not needed any more
         alone = Sequences.of(np.array([0, dy.shape[0]])) if dy.ndim == 3 else Sequences(None, None, None)
-        compress_into(dy, turned, dmeans, kind, 1, 1, alone, threads, (names[0], names[2]))
+        compress_into(dy, turned, dmeans, real, 1, 1, alone, threads, (names[0], names[2]))
         dy = dmeans
     try:
         _core.block_means_backward(
-            dy, dx, more, block_size=size, stride=stride, cu_seqlens=sequences.tokens, cu_blocks=sequences.blocks, dtype=kind,
+            dy, dx, (), block_size=size, stride=stride, cu_seqlens=sequences.tokens, cu_blocks=sequences.blocks, dtype=real,
             num_threads=threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -208,7 +222,9 @@ def compress_kv_backward(
         expect_shape(dy, names[0], compressed_shape(x, size, step, sequences), "as compress_kv gives it")
         w, own = check_weight(w_given, names[2], x.shape, dtype, kind)
         dx = Result(x.shape, kind, k)
-        dw = compress_gradients(dy, x, w, dx.array, (), kind, size, step, sequences, threads, names)
+        sums = sums_for(dx.array, kind)
+        dw = compress_gradients(widened(dy, kind), x, w, sums, kind, size, step, sequences, threads, names)
+        round_into(dx.array, sums, kind)
         grads.append(dx.value)
         weight_grads.append(None if dw is None else rounded(dw, real_of(kind), own, w_given))
     return grads[0], grads[1], weight_grads[0], weight_grads[1]
