@@ -102,6 +102,18 @@ def test_calibrate_meets_the_target(budget, measure, target):
                 assert met.all()
 
 
+@pytest.mark.parametrize("steps", [1, 4, 8])
+@pytest.mark.parametrize(("scale", "target"), [(0.55, 0.9), (1, 1e-3), (0, 0.99)], ids=["below the grid", "one", "even"])
+def test_calibrate_finds_thresholds_of_any_size(scale, target, steps):
+    """Scores of many blocks are all smaller than any multiple of 2**-steps; and the best block alone, which every row keeps, may do."""
+    q, k, v = (x * np.float32(scale) for x in testing.make_qkv(1, 2, 1, 4096, 4096, 16, seed=0))
+    found = select.calibrate([[(q, k, v)]], target=target, budget="threshold", block_shape=(8, 8), steps=steps, every=8)
+    numbers = np.array(found.numbers[0])
+    assert (numbers == 1).all() if target < 0.5 else (numbers < 1 / 256).all()
+    sabi = blitz_attn.select_blocks_prefill(q, k, threshold=numbers, block_shape=(8, 8))
+    assert (np.nanmean(select.recall(q, k, sabi, block_shape=(8, 8), every=8), axis=(0, 2)) >= target).all()
+
+
 def test_profiles_are_kept(tmp_path):
     profile = select.calibrate(captures([1.0]), target=0.9, chooser=select.Pooled((4, 8), "bound"), block_shape=(16, 16), steps=3, causal=True)
     path = tmp_path / "profile.json"

@@ -209,19 +209,19 @@ class _Capture:
 def _found(captures: list[_Capture], heads: int, target: float, steps: int, budget: str) -> tuple[float, ...]:
     """The number of each head that meets the target, by binary search for all heads at once.
 
-    The search assumes that a larger share of the range keeps more. The share is the number itself, or, of a threshold, 1 minus it.
+    The search assumes that each candidate keeps no less than the one before it. The last one is not tried: it keeps the most.
     """
     error = captures[0].measure == "error"
-    low, high = np.zeros(heads), np.full(heads, 2.0**steps)
-    for _ in range(steps):
-        middle = (low + high) / 2
-        share = middle / 2.0**steps
-        numbers = 1 - share if budget == "threshold" else share
-        met = np.mean([x.measured({budget: numbers.tolist()}) for x in captures], axis=0)
+    candidates = np.arange(1, 2**steps + 1) / 2**steps
+    if budget == "threshold":  # down to the smallest positive score, which is float32
+        candidates = np.concatenate([candidates[::-1], 2.0 ** -np.arange(steps + 1, 150)])
+    low, high = np.full(heads, -1), np.full(heads, len(candidates) - 1)
+    while (high - low > 1).any():
+        middle = np.maximum((low + high) // 2, 0)
+        met = np.mean([x.measured({budget: candidates[middle].tolist()}) for x in captures], axis=0)
         enough = met <= target if error else met >= target
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    share = high / 2.0**steps
-    return tuple((np.maximum(1 - share, 2.0**-steps) if budget == "threshold" else share).tolist())
+    return tuple(candidates[high].tolist())
 
 
 def calibrate(
@@ -253,7 +253,7 @@ def calibrate(
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     steps : int
-        Halvings of the range from 0 to 1: numbers are multiples of ``2**-steps``, from 1 to 20.
+        Halvings of the range from 0 to 1: numbers are multiples of ``2**-steps``, from 1 to 20. Thresholds below that are powers of two.
     every : int
         One block of queries in so many is looked at: see `recall`.
     **rules
@@ -263,7 +263,8 @@ def calibrate(
     Returns
     -------
     Profile
-        The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model.
+        The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model. A head that meets
+        it with none has the number that keeps the most: 1, or ``2**-149`` of thresholds, which keeps every block whose score is not 0.
 
     Raises
     ------
@@ -277,7 +278,8 @@ def calibrate(
     Notes
     -----
     Numbers are found by binary search, which assumes that a larger budget keeps more. A layer takes one dense attention call and
-    ``steps`` choices and sparse calls per capture. Texts that a result is reported on should not be among the captures.
+    ``steps`` choices and sparse calls per capture, with ``budget="threshold"`` up to ``max(8, steps + 2)``. Texts that a result is
+    reported on should not be among the captures.
 
     Examples
     --------
