@@ -185,11 +185,13 @@ def merge_states_tree(outs: Iterable[Any], lses: Iterable[Any]) -> tuple[Any, An
     True
     """
     outs, lses = list(_parts(outs, "outs")), list(_parts(lses, "lses"))
-    merge_states_n(outs, lses)  # refuses what cannot be merged
+    at_once = merge_states_n(outs, lses)  # refuses what cannot be merged
     for i, x in enumerate(outs):
         kind = _arrays.host(x, f"outs[{i}]")[1]
         if kind not in ("float32", "float64"):
             raise TypeError(f"outs[{i}]: expected float32 or float64, got {kind}, which each merge would round")
+    if len(outs) == 1:  # new arrays, with 0 in empty rows, as any merge gives
+        return at_once
     while len(outs) > 1:
         merged = [merge_states(outs[i], lses[i], outs[i + 1], lses[i + 1]) for i in range(0, len(outs) - 1, 2)]
         if len(outs) % 2:

@@ -278,11 +278,20 @@ def node(outs, lses, level, index):
 def test_trees(count, dtype):
     outs, lses = states(count, dtype)
     got = blitz_attn.merge_states_tree(outs, lses)
-    assert all(map(same_bits, got, node(outs, lses, 5, 0)))
-    exact = reference.merge_states_tree(outs, lses)
-    if count > 1:
-        for ours, theirs in zip(got, exact, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5 if dtype == np.float32 else 1e-13, atol=1e-5 if dtype == np.float32 else 1e-13)
+    expected = node(outs, lses, 5, 0) if count > 1 else blitz_attn.merge_states_n(outs, lses)
+    assert all(map(same_bits, got, expected))
+    for ours, theirs in zip(got, reference.merge_states_tree(outs, lses), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5 if dtype == np.float32 else 1e-13, atol=1e-5 if dtype == np.float32 else 1e-13)
+
+
+def test_a_tree_of_one_part_makes_new_arrays_without_what_empty_rows_held():
+    out, lse = np.full((1, 1, 2, 3), np.nan, np.float32), np.array([[[-np.inf, 0.5]]], np.float32)
+    out[:, :, 1] = 1
+    got, got_lse = blitz_attn.merge_states_tree([out], [lse])
+    assert got.tolist() == [[[[0, 0, 0], [1, 1, 1]]]]
+    assert same_bits(got_lse, lse)
+    assert not np.shares_memory(got, out)
+    assert not np.shares_memory(got_lse, lse)
 
 
 def test_refused_trees():
