@@ -58,9 +58,20 @@ def merged(out_a: ndarray, lse_a: ndarray, out_b: ndarray, lse_b: ndarray) -> tu
 
 
 def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, ndarray]:
-    """States (rows, H, Dv) and (rows, H) in whose softmax one more score per head takes part, which has no value."""
-    shares = np.broadcast_to(sinks.astype(lse.dtype), lse.shape)
-    return merged(out, lse, np.zeros_like(out), np.ascontiguousarray(shares))
+    """States (rows, H, Dv) and (rows, H) in whose softmax one more score per head takes part, which has no value.
+
+    As in a call without chunks, a sink is infinite where its exponent of 2 is, and an infinite one leaves nothing of finite scores."""
+    with np.errstate(over="ignore"):
+        exponents = (sinks * np.log2(np.e)).astype(lse.dtype)
+    scores = np.where(np.isinf(exponents), exponents, sinks.astype(lse.dtype))
+    shares = np.broadcast_to(scores, lse.shape)
+    joined, joined_lse = merged(out, lse, np.zeros_like(out), np.ascontiguousarray(shares))
+    nothing = np.isposinf(shares) & (lse < np.inf)  # the merge takes the difference of infinities there, which is NaN
+    if nothing.any():
+        with np.errstate(invalid="ignore"):  # values that are not finite remain so
+            joined[nothing] = out[nothing] * 0
+        joined_lse[nothing] = np.inf
+    return joined, joined_lse
 
 
 def rounded(x: ndarray, kind: str) -> Any:

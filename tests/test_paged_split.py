@@ -113,6 +113,21 @@ def test_one_chunk_is_the_usual_call():
     assert all(map(same_bits, attend_paged(case, kv_split=512), attend_paged(case)))
 
 
+@pytest.mark.parametrize("q_begin", [None, [-5, 3]], ids=["last", "before the keys"])
+@pytest.mark.parametrize("value", [1, np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_extreme_sinks_are_those_of_the_usual_call(dtype, value, q_begin):
+    case = testing.make_paged(2, 2, 1, [32, 20], 16, 8, 8, dtype)
+    case.v_cache[case.block_tables[0, 0]] *= value
+    sinks = [np.inf, -np.inf, np.nan, 3.4e38, 3e38, 2.3e38, 1e30, -1e30, -2.3e38, -3e38]
+    for sink in np.array(sinks, np.float32):
+        for split in (16, 64):
+            options = {"sinks": np.array([sink, 0], np.float32), "q_begin": q_begin, "return_lse": True}
+            usual, split_up = (blitz_attn.paged_attention(*case.arrays, kv_split=n, **{**case.options, **options}) for n in (None, split))
+            for a, b in zip(usual, split_up, strict=True):
+                np.testing.assert_allclose(b, a, rtol=1e-2 if dtype == "float16" else 1e-5, atol=1e-5, err_msg=f"{sink} {split}")
+
+
 def test_other_requests_and_threads_change_nothing(isa_level):
     case = testing.make_paged(6, 6, 2, LENS, 16, 64, 64, "float16", "float16")
     whole = attend_paged(case, kv_split=32)
