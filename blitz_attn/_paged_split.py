@@ -11,7 +11,17 @@ from numpy import ndarray
 from . import _arrays, _state_tree
 from ._floats import attention_results, written
 from ._paged_call import attend_requests, open_requests
-from ._paged_tables import Listed, Tables, cache_sizes, listed_blocks, lists_by_unit, query_begins, query_lengths, sinks_of
+from ._paged_tables import (
+    Listed,
+    Tables,
+    cache_sizes,
+    listed_blocks,
+    lists_by_unit,
+    nearest_begin,
+    query_begins,
+    query_lengths,
+    sinks_of,
+)
 
 
 class _Rows(NamedTuple):
@@ -52,7 +62,8 @@ class Chunks:
         self._lowest_page, self._highest_page = int(pages.min(initial=0)), int(pages.max(initial=-1))
         self.requests, _, _ = open_requests(
             pages, None, np.concatenate([[0], np.cumsum(used)]), tokens - np.maximum(used - 1, 0) * size,
-            None if q_lens is None else rows[request], (lengths - rows if begins is None else begins)[request] - index * split, size,
+            None if q_lens is None else rows[request],
+            nearest_begin((lengths - rows if begins is None else begins)[request] - index * split), size,
         )  # fmt: skip
 
     def refuse_missing(self, num_pages: int) -> None:

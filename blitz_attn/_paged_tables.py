@@ -36,7 +36,7 @@ def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])
 
 
-_FARTHEST = 2**30 - 1  # token number
+_FARTHEST = 2**30 - 1  # token number, and most tokens of a request
 _MOST_QUERIES = 2**30  # of a request that has q_begin
 
 
@@ -69,6 +69,11 @@ def query_begins(q_begin: Any, batch: int) -> ndarray:
     for b in ((begins < -_FARTHEST) | (begins > _FARTHEST)).nonzero()[0]:
         raise ValueError(f"q_begin: expected token numbers from {-_FARTHEST} to {_FARTHEST}, got {begins[b]} at [{b}]")
     return begins
+
+
+def nearest_begin(q_begin: ndarray) -> ndarray:
+    """Token numbers of queries 0 as the core takes them. Before -2**30 + 1, no query sees a token, from wherever it stands."""
+    return np.maximum(q_begin, -_FARTHEST)
 
 
 class Listed(NamedTuple):
@@ -161,6 +166,8 @@ class Tables:
             for b in ((last < (widths > 0)) | (last > page_size)).nonzero()[0]:
                 raise ValueError(f"last_page_len: expected 1 to the {page_size} tokens of a page, got {last[b]} at [{b}]")
             self.seq_lens = np.where(widths > 0, (widths - 1) * page_size + last, 0)
+        for b in (self.seq_lens > _FARTHEST).nonzero()[0]:
+            raise ValueError(f"seq_lens: expected at most {_FARTHEST} tokens, got {self.seq_lens[b]} at [{b}]")
         self.used = -(-self.seq_lens // page_size)
         for b in ((self.seq_lens < 0) | (self.used > widths)).nonzero()[0]:
             raise ValueError(

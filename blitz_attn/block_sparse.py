@@ -80,8 +80,8 @@ def block_sparse_attention(
         Layout BSH: heads in q, and in k and v (default: `num_heads`). Other layouts check them against the arrays.
     q_begin : int or sequence of int, optional
         Token number of query 0, or of each batch entry's query 0 (layout TND: each sequence's), where the queries are a slice of a longer
-        sequence: query i then stands at ``i + q_begin`` in `causal` and `window`, and `kv_lens` still bounds the keys. From -2**30 to
-        2**30; negative where the first queries come before the first key. Default: the queries are the last tokens.
+        sequence: query i then stands at ``i + q_begin`` in `causal` and `window`, and `kv_lens` still bounds the keys. Between -2**30 and
+        2**30, both excluded; negative where the first queries come before the first key. Default: the queries are the last tokens.
     q_total : int or sequence of int, optional
         Number of valid queries of the whole call that the queries are a slice of, at least their own number. Kernels are then chosen as
         for the whole call: see the notes. Default: the queries are the whole.

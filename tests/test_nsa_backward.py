@@ -516,9 +516,24 @@ PARTS = [
     (ValueError, "cu_seqlens: expected numbers rising from 0 to 12, got -9223372036854775808 after a larger one",
      lambda: library.nsa(PACKED, PACKED, PACKED, cu_seqlens=[0, 2**63 - 1, -(2**63), -1, 12])),
     (TypeError, "q: expected float64 as dtype says, got float32", lambda: library.nsa(X, X, X, dtype="float64")),
-    (ValueError, "compress_block_size: expected at most 1073741824, got 2147483648",
+    (ValueError, "compress_block_size: expected at most 1073741823, got 2147483648",
      lambda: library.nsa(X, X, X, compress_block_size=2**31)),
+    (ValueError, "q_tile_size: expected at most 1073741823, got 1073741824",
+     lambda: library.nsa(X, X, X, mode="mslk", q_tile_size=2**30)),
 ]  # fmt: skip
+
+
+@pytest.mark.skipif(IS_REFERENCE, reason="the reference takes any number")
+@pytest.mark.parametrize("mode", ["paper", "mslk"])
+@pytest.mark.parametrize("name", ["compress_block_size", "select_block_size", "q_tile_size", "window_size"])
+def test_the_largest_number_is_right(name, mode):
+    """It is that of any size which no sequence has."""
+    most = 2**30 - 1
+    if mode == "mslk" and name == "select_block_size":
+        return
+    sizes = {"mode": mode, "compress_block_size": 4, "num_selected_blocks": 3, "window_size": 4, "compress_stride": None if mode == "mslk" else 1}
+    out = library.nsa(X, X, X, **{**sizes, name: most})
+    np.testing.assert_allclose(out, library.nsa(X, X, X, **{**sizes, name: 500}), rtol=1e-6, atol=1e-6)
 
 
 # Twelve tokens have three blocks of four tokens, and five where blocks begin every two tokens. With `causal`, the last queries see all of them.

@@ -113,6 +113,14 @@ def test_one_chunk_is_the_usual_call():
     assert all(map(same_bits, attend_paged(case, kv_split=512), attend_paged(case)))
 
 
+@pytest.mark.parametrize("begin", [-(2**30) + 1, -(2**30) + 40, 2**30 - 1])
+def test_queries_stand_as_far_away_as_without_chunks(begin):
+    case = testing.make_paged(2, 2, 1, [32, 50], 16, 8)
+    usual, split_up = (attend_paged(case, kv_split=split, q_begin=[begin, 3]) for split in (None, 16))
+    for a, b in zip(usual, split_up, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("q_begin", [None, [-5, 3]], ids=["last", "before the keys"])
 @pytest.mark.parametrize("value", [1, np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
@@ -279,6 +287,12 @@ def test_refused(options, kind, sentence):
     with pytest.raises(kind) as refused_by_plan:
         call_by_plan(case, sentence.partition(":")[0], **options)
     assert str(refused_by_plan.value) == str(refused.value)
+
+
+@pytest.mark.parametrize(("tables", "seq_lens"), [(np.zeros((2, 4), int), [30, 2**30]), ((np.array([0, 1, 5]), np.zeros(5, int), np.array([30, 2**28])), None)])
+def test_a_request_has_fewer_than_2_to_the_30_tokens(tables, seq_lens):
+    with pytest.raises(ValueError, match=r"^seq_lens: expected at most 1073741823 tokens, got 1073741824 at \[1\]$"):
+        blitz_attn.PagedPlan(tables, seq_lens, page_size=2**28, kv_split=2**28)
 
 
 def test_outputs_have_memory_of_their_own():

@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import _arrays
 
+MOST = 2**30 - 1  # of any size and number: the core's limit
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block
 
 
@@ -15,8 +16,8 @@ def number(x: Any, name: str, least: int = 1) -> int:
     value = _arrays.integer(x, name)
     if value < least:
         raise ValueError(f"{name}: expected {'a positive number' if least == 1 else f'{least} or more'}, got {value}")
-    if value > 2**30:
-        raise ValueError(f"{name}: expected at most {2**30}, got {value}")
+    if value > MOST:
+        raise ValueError(f"{name}: expected at most {MOST}, got {value}")
     return value
 
 
