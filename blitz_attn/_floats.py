@@ -40,6 +40,28 @@ def refuse_overlap(name: str, array: np.ndarray, **others: np.ndarray | None) ->
             raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {other_name}")
 
 
+def memory_of(x: Any, name: str) -> np.ndarray | None:
+    """View of the memory of an argument that is an array or exports a buffer. None for others, for what cannot be read, which is refused
+    elsewhere, and for an exporter of DLPack alone, which is asked only once, by the core."""
+    try:
+        if isinstance(x, np.ndarray):
+            return x
+        if hasattr(x, "__array__"):
+            return _arrays.host(x, name, "bfloat16")[0]
+        return None if isinstance(x, (list, tuple, int)) else np.asarray(memoryview(x))
+    except (BufferError, TypeError, ValueError):
+        return None
+
+
+def refuse_overlaps(outputs: dict[str, Any], **inputs: Any) -> None:
+    """Refuses outputs of the caller, None for one that it did not give, that may share memory with one of its other arguments."""
+    views = {name: memory_of(x, name) for name, x in inputs.items() if x is not None}
+    for name, x in outputs.items():
+        array = memory_of(x, name) if views and x is not None else None
+        if array is not None:
+            refuse_overlap(name, array, **views)
+
+
 class Result:
     """One output of a call: the caller's array, or a new one as the kind of array that the call's leading array is."""
 

@@ -9,6 +9,7 @@ from numpy import empty, ndarray
 
 from . import _arrays, _core
 from ._arrays import is_registered
+from ._floats import refuse_overlaps
 
 __all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
 
@@ -178,6 +179,12 @@ def block_sparse_attention(
 
     family = _arrays.family_of(q)
     out, lse_out = _arrays.split_out(out, return_lse)
+    has_lengths = not (q_lens is kv_lens is cu_seqlens_q is cu_seqlens_kv is q_begin is q_total is None)
+    if has_lengths and not (out is lse_out is None):  # the core copies lengths, and cannot tell where they lay
+        refuse_overlaps(
+            {"out": out, "lse": lse_out}, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+            q_begin=q_begin, q_total=q_total,
+        )  # fmt: skip
     result = _core.block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
         causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
@@ -309,7 +316,13 @@ def block_sparse_attention_backward(
     elif not isinstance(grads, tuple) or len(grads) != 3:
         came = f"a tuple of {len(grads)}" if isinstance(grads, tuple) else type(grads).__name__
         raise (ValueError if isinstance(grads, tuple) else TypeError)(f"grads: expected a tuple (dq, dk, dv), got {came}")
-    dq, dk, dv = (_arrays.writable(x, name) for x, name in zip(grads, ("dq", "dk", "dv"), strict=True))
+    names = ("dq", "dk", "dv")
+    if any(x is not None for x in grads):
+        refuse_overlaps(
+            dict(zip(names, grads, strict=True)), q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+            q_begin=q_begin, q_total=q_total,
+        )  # fmt: skip
+    dq, dk, dv = (_arrays.writable(x, name) for x, name in zip(grads, names, strict=True))
     results = _core.block_sparse_attention_backward(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape=block_shape,
         scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,

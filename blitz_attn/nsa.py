@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _arrays, _core
-from ._floats import Result, real_of
+from ._floats import Result, real_of, refuse_overlaps
 from ._nsa.arrays import dtype_of, expect_shape, round_into, rounded, same_kind, storage, sums_for
 from ._nsa.attend import attend_backward
 from ._nsa.branches import (
@@ -73,7 +73,7 @@ class NSAGradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NSAContext:
-    """What `nsa` keeps for `nsa_backward`. It refers to the arrays of the call, which must not change in between.
+    """What `nsa` keeps for `nsa_backward`. It refers to the floating-point arrays of the call, which must not change in between.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ def _context(call: Call, kept: Results, like: tuple[Any, ...]) -> NSAContext:
     gates = kept.gates if call.gates.array is None else call.gates.array
     if gates is None:
         gates = np.broadcast_to(np.array(1 / 3, real), (*tokens, 3))
-    lists = kept.lists if call.lists is None else call.lists
+    lists = kept.lists if call.lists is None else call.lists.copy()  # which may be the caller's
     assert lists is not None
     lse = {name: x for name, x in zip(BRANCHES, kept.lse, strict=True) if x is not None}
     return NSAContext(lists, gates, lse, (*tokens, call.v.shape[-1]), call, kept.outs, kept.groups, like)
@@ -288,8 +288,10 @@ def nsa(
     return_context = _arrays.flag(return_context, "return_context")
     kind, shape = call.common.kind, (*call.q.shape[:-1], call.v.shape[-1])
     result = Result(shape, kind, q, out, "out", dtype_of(dtype))
-    given = {"gates": call.gates.array, "gate_proj_weight": call.w_gate.array, "block_indices": call.lists}
-    result.refuse_overlap(q=call.q, k=call.k, v=call.v, **given)
+    refuse_overlaps(
+        {"out": out}, q=call.q, k=call.k, v=call.v, w_k_compress=w_k_compress, w_v_compress=w_v_compress,
+        gate_proj_weight=gate_proj_weight, gates=gates, block_indices=block_indices, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     kept = kept_results(call) if return_context else None
 
     rules, sequences = call.rules, call.sequences

@@ -293,6 +293,31 @@ def lse_call(a, lse):
     return {"return_lse": True, "out": (a["out"], lse)}
 
 
+@pytest.mark.parametrize("name", ["q_lens", "kv_lens", "q_begin", "q_total", "cu_seqlens_q", "cu_seqlens_kv"])
+@pytest.mark.parametrize("output", ["out", "lse", "dq", "dk", "dv"])
+def test_no_output_lies_in_lengths(output, name):
+    x, layout = np.ones((16, 1, 8), np.float32), "TND"
+    cu = {"cu_seqlens_q": [0, 16], "cu_seqlens_kv": [0, 16]}
+    if name in ("q_lens", "kv_lens"):
+        x, layout, cu = x[None], "BSND", {}
+    memory = np.zeros(256, np.int64)
+    lengths = memory[: len(cu.get(name, [16]))]
+    lengths[...] = cu.get(name, [0] if name == "q_begin" else [16])
+    rules = {**cu, "layout": layout, name: lengths}
+    whole = memory.view(np.float32)[: x.size].reshape(x.shape)
+    lse = memory.view(np.float32)[:16].reshape((16, 1) if layout == "TND" else (1, 1, 16))
+    before = memory.copy()
+    if output in ("out", "lse"):
+        call, out = blitz_attn.block_sparse_attention, (whole, None) if output == "out" else (None, lse)
+        arguments = (x, x, x), {"return_lse": True, "out": out}
+    else:
+        call, grads = blitz_attn.block_sparse_attention_backward, tuple(whole if own == output else None for own in ("dq", "dk", "dv"))
+        arguments = (x, x, x, x, x, np.zeros_like(lse)), {"grads": grads}
+    with pytest.raises(ValueError, match=f"^{output}: expected memory of its own, got an array that overlaps {name}$"):
+        call(*arguments[0], **arguments[1], **rules)
+    assert (memory == before).all()
+
+
 def bytes_of(x):
     """What is in an output now."""
     if isinstance(x, tuple):

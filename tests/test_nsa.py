@@ -682,6 +682,30 @@ def test_a_bad_argument_is_named_and_out_is_not_touched(error, name, changes):
     assert np.isnan(arguments["out"]).all(), "out was touched"
 
 
+@pytest.mark.skipif(IS_REFERENCE, reason="the reference makes arrays of its own")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", [*WEIGHTS, "block_indices", "cu_seqlens"])
+def test_out_lies_in_no_argument(name, dtype):
+    """Not even in one that is read before the first result is written: whoever keeps it keeps what it holds, and a context refers to it."""
+    arguments = good_call()
+    weight = {"gate_proj_weight": None, "gates": np.ones((2, TOKENS, 4, 3))} if name == "gates" else {}
+    arguments = {key: x.astype(dtype) if isinstance(x, np.ndarray) else x for key, x in {**arguments, **weight}.items()}
+    if name == "block_indices":
+        arguments[name] = routing(0, 1, 2, dtype=np.int16)
+    if name == "cu_seqlens":
+        arguments |= packed_call([0, 2 * TOKENS])(arguments)
+    memory = np.zeros(max(arguments[key].nbytes for key in ("out", name)), np.uint8)
+    for key in (name, "out"):
+        x = arguments[key]
+        arguments[key] = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
+        if key == name:
+            arguments[key][...] = x
+    before = memory.copy()
+    with pytest.raises(ValueError, match=f"^out: expected memory of its own, got an array that overlaps {name}$"):
+        library.nsa(**arguments)
+    assert same_bits(memory, before)
+
+
 def test_the_good_call_is_good():
     arguments = good_call()
     assert np.isfinite(library.nsa(**arguments)).all()

@@ -294,6 +294,21 @@ def test_a_context_can_be_used_again(mode):
     np.testing.assert_allclose(other.dv, 2 * grads.dv, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(IS_REFERENCE, reason="its context keeps what it is given")
+@both_modes
+def test_a_context_keeps_lists_and_lengths_of_its_own(mode):
+    q, k, v, options = problem([40, 50], packed=True)
+    _, context = run(q, k, v, **mode, **options)
+    for dtype in (np.int32, np.int64):
+        given = {"cu_seqlens": options["cu_seqlens"].astype(np.int64), "block_indices": routing_of(context).astype(dtype)}
+        _, own = run(q, k, v, **mode, **{**options, **given})
+        dout = tensors(q.shape)
+        before = library.nsa_backward(dout, own)
+        for x in given.values():
+            x[...] = 0
+        assert all(same_bits(a, b) for a, b in zip(library.nsa_backward(dout, own)[:3], before[:3], strict=True))
+
+
 @both_modes
 def test_gradients_are_fresh_arrays(mode):
     q, k, v, options = problem(60, weights=WEIGHTS[:3])

@@ -25,7 +25,7 @@ def cuts(cu_seqlens: Any, total: int) -> np.ndarray:
     smaller = _arrays.falls(cu)
     if smaller.any():
         raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got {cu[1:][smaller][0]} after a larger one")
-    return np.ascontiguousarray(cu)
+    return cu.copy()  # a context keeps it
 
 
 def cumulative(counts: Any) -> np.ndarray:
