@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from blitz_attn import distributed, sabi
+from blitz_attn import distributed, nsa, sabi
 from blitz_attn.distributed import Alone, ContextParallelPlan
 from blitz_attn.distributed._dispatch import chain_cut
 from blitz_attn.distributed._exchange import window
@@ -313,6 +313,26 @@ def test_bad_plans(changed, kind, text):
 
 def alone(**options):
     return ContextParallelPlan(None, 256, comm=Alone(), **options)
+
+
+@pytest.mark.parametrize("dispatch", ["auto", "cut", "items"])
+@pytest.mark.parametrize("rows", [None, 0])
+def test_sequences_without_tokens(rows, dispatch):
+    """The lists of no queries have no rows, as in a call without ranks."""
+    sabi = None if rows is None else np.zeros((1, 1, rows, 1), np.int32)
+    x, cu = np.zeros((0, 2, 4), np.float32), [0, 0, 0]
+    plan = ContextParallelPlan(sabi, comm=Alone(), num_heads=2, head_dim=4, layout="TND", cu_seqlens_q=cu, dispatch=dispatch)
+    out, lse = distributed.context_parallel_attention(x, x, x, plan)
+    assert (out.shape, lse.shape) == ((0, 2, 4), (0, 2))
+    assert [g.shape for g in distributed.context_parallel_attention_backward(out, x, x, x, out, lse, plan)] == [x.shape] * 3
+
+
+@pytest.mark.parametrize("comm_type", ["auto", "p2p", "a2a"])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 0), (0, 10), (0, 0)])
+def test_nsa_of_nothing(batch, tokens, comm_type):
+    q, k, v = (np.zeros((batch, tokens, heads, 8), np.float32) for heads in (4, 2, 2))
+    assert distributed.nsa(q, k, v, comm=Alone(), comm_type=comm_type).shape == q.shape
+    assert nsa.nsa(q, k, v).shape == q.shape
 
 
 def test_names_of_the_package():

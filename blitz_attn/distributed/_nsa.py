@@ -130,11 +130,13 @@ def nsa(
     comm.Allgather(np.array([own.q.shape[1]], np.int64), counts)
     with Agreement(comm, "nsa"):
         whole = _whole(own, options, int(counts.sum()))
-        routes = _routes(whole, counts)
+        routes = _routes(whole, counts) if whole.q.size else None
         family = _arrays.family_of(q)
         out = family.empty((*own.q.shape[:-1], own.v.shape[-1]), own.common.kind)
         result = floats(out, "out", own.common.kind, True)[0]
 
+    if routes is None:  # no tokens on any rank
+        return _arrays.finished(out, None, family)
     inputs = [own.q] if own.gates.array is None else [own.q, own.gates.array]
     thread = ahead and spans_hosts(comm) and has_threads()
     kind = wanted if wanted != "auto" else "p2p" if size <= MOST_MESSAGES else "a2a"

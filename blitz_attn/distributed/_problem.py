@@ -125,6 +125,8 @@ class Problem:
             if lists.shape[axis] not in (1, *sizes):
                 allowed = ", ".join(map(str, sizes))
                 raise ValueError(f"sabi: expected {name} {allowed} or 1 on axis {axis}, got shape {lists.shape}")
+        if not self.longest[0] and not lists.shape[2]:  # no queries
+            return lists
         for at in np.ndindex(lists.shape[:2]):  # one by one: the check makes 64-bit copies
             try:
                 check_lists(lists[at][None, None], max(1, self.longest[0]), max(1, self.longest[1]), self.block_shape)

@@ -67,6 +67,8 @@ def case_dtypes(comm):
 def case_short(comm):
     check(comm, 1, 12)
     check(comm, 20, 13)
+    check(comm, 0, 14)
+    check(comm, 10, 15, batch=0)
 
 
 def case_one_error_for_all(comm):
