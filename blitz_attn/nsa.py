@@ -160,7 +160,7 @@ def nsa(
     compress_block_size : int
         Number l of tokens per compressed block. Tokens after the last complete block are in no compressed block.
     num_selected_blocks : int
-        Largest number n of blocks that are selected, including forced ones.
+        Largest number n of blocks that are selected, including forced ones. A context's lists have n places, however few blocks there are.
     window_size : int
         Number W of keys in the window, which ends with the query's own key. Not causal: ``W // 2`` keys before the query, as many after it,
         and its own.

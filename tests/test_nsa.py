@@ -381,6 +381,19 @@ def test_selection_by_itself(mode, dtype):
         np.testing.assert_array_equal(again, chosen)
 
 
+@pytest.mark.skipif(IS_REFERENCE, reason="the reference keeps every place")
+@pytest.mark.parametrize("packed", [False, True])
+@both_modes
+def test_more_places_than_blocks_take_no_memory(mode, packed):
+    """Lists of 2**30 places would not fit. The bits are those of lists that have a place for each block."""
+    q, k, v, options = problem([3, 0, 197] if packed else 200, packed=packed)
+    many = {"num_cmp_selected_blocks": 2**30 - 1} if mode.get("mode") == "mslk" else {}
+    out = library.nsa(q, k, v, **{**mode, "num_selected_blocks": 2**30 - 1}, **many, **options)
+    few, context = run(q, k, v, **{**mode, "num_selected_blocks": 50}, **dict.fromkeys(many, 3), **options)
+    assert same_bits(out, few)
+    assert routing_of(context).shape[-1] == 50
+
+
 def test_ties_go_to_the_lower_index():
     """Keys that are all zero: every score is the same."""
     q = tensors((1, 100, 2, 16))

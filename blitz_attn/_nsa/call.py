@@ -13,7 +13,7 @@ from .arrays import Reals, dtype_of, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
 from .compression import check_weight, compressed_shape
 from .gates import gates_as_reals, weight_of
-from .rules import Rules, number, rules_of, scale_of, threads_of
+from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
 from .selection import list_shape, lists_of, select_into
 from .sequences import Piece, Sequences, cuts, sums_of
 
@@ -90,6 +90,18 @@ class Call:
             begin=piece.begin,
             tokens=piece.tokens,
         )
+
+    @property
+    def width(self) -> int:
+        """Places in a row of the selection that can be in use: as many as are asked for, or as the longest sequence has blocks."""
+        longest = self.tokens if self.sequences.tokens is None else int(np.diff(self.sequences.tokens).max(initial=0))
+        return max(1, self.rules.init + self.rules.local, min(self.rules.count, -(-longest // self.rules.select)))
+
+    @property
+    def group_width(self) -> int:
+        """The same of groups of compressed keys."""
+        assert self.most_groups is not None
+        return max(1, min(self.most_groups, -(-self.k_cmp.shape[-3] // CMP_GROUP)))
 
     def list_shape(self, width: int) -> tuple[int, ...]:
         return list_shape(self.q, self.k.shape[-2], self.rules, self.sequences, width)
@@ -198,7 +210,7 @@ class Room:
         kept = self.kept
         lists = None
         if call.selects and (kept is None or kept.lists is None):
-            lists = self._shared("lists", call.list_shape(call.rules.count), np.int32)
+            lists = self._shared("lists", call.list_shape(call.width), np.int32)
         if kept is None:
             real, kind = real_of(call.common.kind), storage(call.common.kind)
             tokens, by_lse = call.q.shape[:-1], call.rules.by_query and call.lists is None  # the selection needs that log-sum-exp
@@ -206,7 +218,7 @@ class Room:
                 outs=[self._shared(name, (*tokens, call.v.shape[-1]), kind) for name in BRANCHES],
                 lse=[self._shared("lse", tokens, real) if by_lse else None, None, None],
                 lists=lists,
-                groups=None if call.most_groups is None else self._shared("groups", call.list_shape(call.most_groups), np.int32),
+                groups=None if call.most_groups is None else self._shared("groups", call.list_shape(call.group_width), np.int32),
                 gates=None,
             )
         return Results(
