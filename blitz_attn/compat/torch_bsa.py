@@ -75,28 +75,12 @@ def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
     return lengths[:batch]
 
 
-def _left_up_rules(sizes: _Sizes, q_lens: list[int] | None, kv_lens: list[int] | None) -> dict[str, Any]:
-    """Query i sees keys 0 .. i. The diagonal of `block_sparse_attention` ends at the bottom right, so keys beyond the last query are
-    cut off, and the diagonal is shifted by the number of queries beyond the last key."""
-    rows = q_lens or [sizes.q_len] * sizes.batch
-    columns = [min(n, m) for n, m in zip(rows, kv_lens or [sizes.kv_len] * sizes.batch, strict=True)]
-    shifts = {n - m for n, m in zip(rows, columns, strict=True)} or {0}
-    if len(shifts) > 1:
-        raise ValueError(
-            f"sparse_mode: expected queries to exceed keys by one number in the whole batch with mode 2, got {sorted(shifts)}; "
-            "call once for each"
-        )
-    return {"kv_lens": columns, "window": (-1, shifts.pop())}
-
-
-def _token_rules(
-    mode: int, layout: str, sizes: _Sizes, q_lens: list[int] | None, kv_lens: list[int] | None, pre_tokens: int, next_tokens: int
-) -> dict[str, Any]:
+def _token_rules(mode: int, layout: str, sizes: _Sizes, pre_tokens: int, next_tokens: int) -> dict[str, Any]:
     """Keyword arguments of `block_sparse_attention` that a sparse mode stands for."""
     if mode == 2:
         if layout == "TND":
             raise ValueError("sparse_mode: expected 0, 3 or 4 with layout TND, got 2")
-        return _left_up_rules(sizes, q_lens, kv_lens)
+        return {"causal": True, "q_begin": 0}  # query i sees keys 0 .. i
     if mode == 3:
         return {"causal": True}
     if mode == 4:
@@ -225,17 +209,15 @@ def blitz_sparse_attention(
     options["num_heads"] = 1 if num_heads is None and layout == "BSH" else num_heads
     kv_heads = 0 if num_key_value_heads is None else _arrays.integer(num_key_value_heads, "num_key_value_heads")
     options["num_kv_heads"] = kv_heads or None  # upstream's 0: as many as query heads
-    q_lens = kv_lens = None
     if ragged:
         options["cu_seqlens_q"] = _sums(actual_seq_lengths, "actual_seq_lengths")
         options["cu_seqlens_kv"] = _sums(actual_seq_lengths_kv, "actual_seq_lengths_kv")
     else:
-        q_lens = _lengths(actual_seq_lengths, "actual_seq_lengths", sizes.batch)
-        kv_lens = _lengths(actual_seq_lengths_kv, "actual_seq_lengths_kv", sizes.batch)
-        options |= {"q_lens": q_lens, "kv_lens": kv_lens}
+        options["q_lens"] = _lengths(actual_seq_lengths, "actual_seq_lengths", sizes.batch)
+        options["kv_lens"] = _lengths(actual_seq_lengths_kv, "actual_seq_lengths_kv", sizes.batch)
     before = _NO_BOUND if pre_tokens is None else _arrays.integer(pre_tokens, "pre_tokens")
     after = 0 if next_tokens is None else _arrays.integer(next_tokens, "next_tokens")
-    options |= _token_rules(mode, layout, sizes, q_lens, kv_lens, before, after)
+    options |= _token_rules(mode, layout, sizes, before, after)
     if len(_arrays.shape_of(sabi)) == 3:
         sabi = _arrays.host(sabi, "sabi")[0][None]
 
@@ -245,7 +227,8 @@ def blitz_sparse_attention(
         raise renamed(error, _UPSTREAM_NAMES) from error
     attention_out, softmax_lse = result if want_lse else (result, None)
     if layout == "BNSD_BSND":
-        attention_out = attention_out.swapaxes(1, 2)
+        turned = attention_out.swapaxes(1, 2)
+        attention_out = turned.contiguous() if hasattr(turned, "contiguous") else turned.copy()
     if softmax_lse is None:
         family = _arrays.family_of(query)
         softmax_lse = _arrays.finished(family.empty((0,), "float32"), None, family)
