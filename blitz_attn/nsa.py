@@ -207,7 +207,8 @@ def nsa(
     Returns
     -------
     out : array
-        Of the shape of `q` with v's last dim, of the dtype and kind of `q`. A branch in which a query sees no key adds 0.
+        Of the shape of `q` with v's last dim, of the dtype and kind of `q`. A branch in which a query sees no key is 0 and adds 0, times a
+        gate that is NaN or infinite NaN.
     context : NSAContext
         With `return_context`.
 

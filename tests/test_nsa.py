@@ -394,6 +394,23 @@ def test_more_places_than_blocks_take_no_memory(mode, packed):
     assert routing_of(context).shape[-1] == 50
 
 
+def test_a_score_of_minus_infinity_is_not_selected():
+    """Where places are left, a block whose score is NaN takes one, and one whose score is -inf does not."""
+    q, k_cmp = np.ones((1, 8, 1, 2), np.float32), np.ones((1, 4, 1, 2), np.float32)
+    k_cmp[0, 1:3, 0, 0] = -np.inf, np.nan
+    assert library.score_and_select_blocks(q, k_cmp, 4, 2, q_tile_size=8, mode="mslk").tolist() == [[[[0, 2, 3, -1]]]]
+
+
+@pytest.mark.skipif(IS_REFERENCE, reason="the reference leaves branches out that see nothing")
+def test_a_gate_of_nan_reaches_branches_that_see_nothing():
+    """The first three queries see no compressed block."""
+    q, k, v, _ = problem(8, batch=1)
+    for gate in (np.nan, np.inf):
+        gates = one_hot(q, 1)
+        gates[..., 0] = gate
+        assert np.isnan(library.nsa(q, k, v, compress_block_size=4, num_selected_blocks=3, gates=gates)[:, :3]).all()
+
+
 def test_ties_go_to_the_lower_index():
     """Keys that are all zero: every score is the same."""
     q = tensors((1, 100, 2, 16))

@@ -91,7 +91,8 @@ def score_and_select_blocks(
     -------
     numpy.ndarray
         int32, blocks in rising order, then -1: paper ``(B, Hkv, N, n)``, mslk ``(B, H, tiles, n)``; with `cu_seqlens`
-        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of blocks with equal scores the lower is selected. A score of NaN comes last.
+        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of blocks with equal scores the lower is selected. A score of NaN comes last. In
+        mslk mode, a block whose score is -inf is not selected, even where places are left.
 
     Raises
     ------

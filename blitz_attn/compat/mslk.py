@@ -302,7 +302,8 @@ def score_and_select_blocks(
     Q: Any, K_cmp: Any, num_selected_blocks: int, compress_block_size: int, causal: bool = True, q_tile_size: int = 256,
     softmax_scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) places, unused ones are -1."""
+    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) places, unused ones are -1. A block whose
+    score is -inf is not selected, even where places are left."""
     return fused_score_and_select_blocks(Q, K_cmp, num_selected_blocks, compress_block_size, causal, q_tile_size, softmax_scale)
 
 
