@@ -72,7 +72,7 @@ def query_begins(q_begin: Any, batch: int) -> ndarray:
 
 
 def nearest_begin(q_begin: ndarray) -> ndarray:
-    """Token numbers of queries 0 as the core takes them. Before -2**30 + 1, no query sees a token, from wherever it stands."""
+    """Token numbers of queries 0 as the core takes them. So far before the first token, no query sees one, however far it is."""
     return np.maximum(q_begin, -_FARTHEST)
 
 

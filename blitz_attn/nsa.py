@@ -207,8 +207,8 @@ def nsa(
     Returns
     -------
     out : array
-        Of the shape of `q` with v's last dim, of the dtype and kind of `q`. A branch in which a query sees no key is 0 and adds 0, times a
-        gate that is NaN or infinite NaN.
+        Of the shape of `q` with v's last dim, of the dtype and kind of `q`. A branch in which a query sees no key is 0: it
+        adds 0, or NaN where its gate is NaN or infinite.
     context : NSAContext
         With `return_context`.
 
@@ -386,7 +386,7 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
         dtype=kind, num_threads=common.threads,
     )  # fmt: skip
 
-    dqs = [] if dq_gate is None else [dq_gate]
+    dqs: list[Any] = []
     sums = [sums_for(x.array, kind) for x in (dk, dv)]
     weight_grads: list[Any] = []
     for c, (keys, values, branch) in enumerate(call.branches(ctx.block_indices, ctx.groups)):
@@ -399,6 +399,8 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
             sizes = call.rules.size, call.rules.stride, call.sequences
             for n, (x, w) in enumerate(((call.k, call.w_k), (call.v, call.w_v))):
                 weight_grads.append(compress_gradients(into[n], x, w.array, sums[n], kind, *sizes, common.threads))
+    if dq_gate is not None:
+        dqs.append(dq_gate)
     for result, total in zip((dk, dv), sums, strict=True):
         round_into(result.array, total, kind)
     one = (None,) if call.sequences.tokens is not None else ()  # a batch axis: sums know no sequences

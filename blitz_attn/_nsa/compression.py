@@ -125,11 +125,11 @@ def compress_kv(
     return results[0].value, results[1].value
 
 
-ROWS_AT_A_TIME = 64  # of a weight's gradient: few enough to stay in the first cache
+ROWS_AT_A_TIME = 64  # blocks: their means and gradients stay in a cache
 
 
 def _weight_gradient(means: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """The sum over all blocks of each mean times its gradient, (Hkv, D, D), in the order of the blocks. The operator ``@`` would leave
+    """The sum over all blocks of each mean times its gradient, (Hkv, D, D), some blocks after the other. The operator ``@`` would leave
     the order to BLAS and to its number of threads."""
     heads = means.shape[-2]
     rows, douts = (x.reshape(-1, heads, x.shape[-1]) for x in (means, dy))

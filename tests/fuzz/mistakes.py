@@ -130,10 +130,10 @@ MISTAKES = [
     ),
     Mistake(
         "left_up",
-        "sparse mode 2 of the upstream operator sees keys behind the last query",
+        "sparse mode 2 of the upstream operator is causal to the bottom right",
         "blitz_attn/compat/torch_bsa.py",
-        'return {"kv_lens": columns, "window": (-1, shifts.pop())}',
-        'return {"window": (-1, shifts.pop())}',
+        'return {"causal": True, "q_begin": 0}',
+        'return {"causal": True}',
     ),
     Mistake(
         "stale",
