@@ -29,13 +29,13 @@ NO_BOUND = 2147483647
 # ---- torch_bsa ----------------------------------------------------------------------------------------------------
 
 
-def draw_lengths(draw: Draw, name: str, batch: int, tokens: int, one: bool) -> tuple[Any, list[int]]:
+def draw_lengths(draw: Draw, name: str, batch: int, tokens: int) -> tuple[Any, list[int]]:
     """The argument, and what it means: a single number holds for all entries, and surplus numbers are ignored."""
     how = draw.pick(name, ("none", "one", "each", "more"), (4, 2, 3, 1))
     numbers = [draw.integer(f"{name}[{i}]", 0, tokens, likely=(0, 1, tokens)) for i in range(batch + 1)]
     if how == "none" or not batch:
         return None, [tokens] * batch
-    if how == "one" or one:
+    if how == "one":
         return as_integers(draw, name, numbers[:1]), numbers[:1] * batch
     return as_integers(draw, name, numbers if how == "more" else numbers[:batch]), numbers[:batch]
 
@@ -98,8 +98,8 @@ def blitz_sparse_attention(draw: Draw) -> None:
         heads = kv_heads * group
         dim, v_dim = draw.integer("dim", 1, 80, likely=(8, 16, 64)), draw.integer("v_dim", 1, 80, likely=(8, 16, 64))
         shape = tuple(draw.pick(f"block_shape.{i}", (128, 256, 512, 1024), (4, 1, 1, 1)) for i in range(2))
-        q_given, q_lens = draw_lengths(draw, "q_lens", batch, s_q, rule == 2)
-        kv_given, kv_lens = draw_lengths(draw, "kv_lens", batch, s_kv, rule == 2)
+        q_given, q_lens = draw_lengths(draw, "q_lens", batch, s_q)
+        kv_given, kv_lens = draw_lengths(draw, "kv_lens", batch, s_kv)
         packed_q, packed_kv = (
             [draw.integer(f"tnd_q[{i}]", 0, s_q) for i in range(batch)],
             [draw.integer(f"tnd_kv[{i}]", 0, s_kv) for i in range(batch)],
