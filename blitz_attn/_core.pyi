@@ -33,9 +33,11 @@ def block_sparse_attention(
     routed: Any = ...,
     key_stride: Any = ...,
     key_last: Any = ...,
+    softcap: Any = ...,
+    sinks: Any = ...,
 ) -> Any:
     """Checks the inputs, makes outputs with empty(shape, dtype name) where none are given, and fills them. Returns out or (out, lse).
-    An array argument may also be a pair (16-bit array, "bfloat16"). The last four are described in blitz_attn.h."""
+    An array argument may also be a pair (16-bit array, "bfloat16"). cu_rows to key_last are described in blitz_attn.h."""
 
 def block_sparse_attention_backward(
     empty: Callable[[tuple[int, ...], str], Any],

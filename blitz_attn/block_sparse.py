@@ -33,6 +33,8 @@ def block_sparse_attention(
     num_kv_heads: int | None = None,
     q_begin: Any = None,
     q_total: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
     out: Any = None,
@@ -86,6 +88,10 @@ def block_sparse_attention(
     q_total : int or sequence of int, optional
         Number of valid queries of the whole call that the queries are a slice of, at least their own number. Kernels are then chosen as
         for the whole call: see the notes. Default: the queries are the whole.
+    sinks : array_like, optional
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
+    softcap : float, optional
+        Replaces each score by ``softcap * tanh(score / softcap)``; positive, 1e-37 to 1e37. None or 0: scores are not capped.
     return_lse : bool
         Also return the log-sum-exp.
     out_dtype : str or dtype, optional
@@ -106,7 +112,7 @@ def block_sparse_attention(
         tensors, JAX arrays as JAX arrays.
     lse : array
         With `return_lse`: natural log of the sum of ``exp(scale * q.k)`` over the keys seen, ``(B, H, Sq)``, for layout
-        TND ``(T, H)``; float32, for float64 inputs float64.
+        TND ``(T, H)``; float32, for float64 inputs float64. With `sinks`, the sum has one more term, also where no key is seen.
 
     Raises
     ------
@@ -138,6 +144,9 @@ def block_sparse_attention(
     ``q_begin = a + kv_len - q_len`` of the whole call, and ``q_total = q_len``. Without `q_total`, a slice may differ by rounding, because
     a few queries have a kernel of their own.
 
+    Gradients come from the log-sum-exp, so `block_sparse_attention_backward` needs no `sinks`; their own gradient is
+    ``-(np.exp(sinks - lse) * (dout * out).sum(-1))``, summed over the queries of a head. Capped scores have no gradients here.
+
     The operation and the index format follow the BlitzSparseAttention operator of the CANN operator library [1]_; the
     online softmax follows FlashAttention [2]_.
 
@@ -164,6 +173,8 @@ def block_sparse_attention(
     >>> bool((part == out[:, :, 128:]).all())
     True
     """
+    if sinks is not None:
+        sinks = _arrays.float32_numbers(sinks, "sinks")
     if (  # plain NumPy arrays: nothing to translate
         type(q) is type(k) is type(v) is ndarray
         and out is out_dtype is dtype is None
@@ -172,9 +183,9 @@ def block_sparse_attention(
         # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
         # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
         return _core.block_sparse_attention(
-            empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, num_threads=num_threads, q_begin=q_begin,
-            q_total=q_total, return_lse=return_lse,
+            empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, num_threads=num_threads, q_begin=q_begin, q_total=q_total,
+            return_lse=return_lse, softcap=softcap, sinks=sinks,
         )  # fmt: skip
 
     family = _arrays.family_of(q)
@@ -189,7 +200,7 @@ def block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
         causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
         q_begin, q_total, return_lse=return_lse, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), out=_arrays.writable(out, "out"),
-        lse_out=_arrays.writable(lse_out, "lse"),
+        lse_out=_arrays.writable(lse_out, "lse"), softcap=softcap, sinks=sinks,
     )  # fmt: skip
     if not return_lse:
         return _arrays.finished(result, out, family)

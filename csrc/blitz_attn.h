@@ -106,6 +106,9 @@ typedef struct ba_block_sparse_args {
                                    * then attended by the row kernels, which sum in another order, so that a list of all blocks then equals no list only up
                                    * to rounding */
     double scale;                 /* multiplies q k^T; finite. ba_default_scale(D) is the usual one */
+    double softcap;               /* 0: none. Else scores become softcap * tanh(score / softcap). Only the forward call has it */
+    const float *sinks;           /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse. So gradients,
+                                   * which are computed from lse, need no sinks. None where the lists are routed */
     int causal;                   /* 0 or 1 */
     int64_t window[2];            /* tokens that a query sees before and after the diagonal; -1: no bound */
     const int64_t *q_begin;       /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0,

@@ -798,6 +798,26 @@ def test_blocks_of_the_model_beside_left_padding_without_positions():
     assert len(TOLD) == 1
 
 
+@pytest.mark.parametrize("how", ["both sides", "packed"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_softcaps_without_a_causal_mask(how, sinks):
+    """Encoders, and packed sequences: against float64."""
+    q, k, v = (tensors(1, n, 9, 8, seed=n) for n in (4, 2, 1))
+    v = v.expand(1, 2, 9, 8)
+    s_aux = tensors(4, seed=7) if sinks else None
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu} if how == "packed" else {"is_causal": False}
+    out = call(q, k, v, None, softcap=1.5, s_aux=s_aux, **packed)
+    scores = 1.5 * torch.tanh(q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3) * 8**-0.5 / 1.5)
+    part = torch.tensor([0] * 4 + [1] * 5)
+    seen = (part[:, None] == part) & torch.ones(9, 9).tril().bool() if how == "packed" else torch.ones(9, 9, dtype=torch.bool)
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True) + (s_aux.double().exp()[:, None, None] if sinks else 0)
+    expected = (weights / total) @ v.double().repeat_interleave(2, 1)
+    assert (out.double() - expected.transpose(1, 2)).abs().max() < 1e-5
+    assert not TOLD
+
+
 @pytest.mark.parametrize("starts", [(9, 9), (9, 4), (4, 9)])
 @pytest.mark.parametrize("implementation", ["dense", "sparse"])
 def test_a_softcap_where_all_keys_of_a_sequence_are_padding(starts, implementation):

@@ -333,7 +333,14 @@ def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shap
     return out, lse
 
 
-def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, return_lse, out):
+def add_sinks(out: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The softmax with one more score, which has no value. `sinks` has the shape of `lse`, or one that NumPy repeats."""
+    with_sink = np.logaddexp(lse, sinks)
+    share = np.exp(np.where(lse == -np.inf, -np.inf, lse - with_sink))  # no key, and a sink of -inf: no difference of infinities
+    return out * share[..., None], with_sink
+
+
+def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, return_lse, out, softcap=None, sinks=None):
     """The common body of the twins. `tensors` are float64 or float32; `name` is the precision that is imitated."""
     q, k, v = tensors
     block_q, block_kv = (int(n) for n in block_shape)
@@ -357,7 +364,11 @@ def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, ret
             for h in range(heads):
                 rows = None if kept is None else kept[b % kept.shape[0], h * kept.shape[1] // heads]
                 head = (seq.q[h], seq.k[h // group], seq.v[h // group])
-                out_b[h], lse_b[h] = attend_head(*head, seq, rows, (block_q, block_kv), rules, scale, name)
+                out_b[h], lse_b[h] = attend_head(*head, seq, rows, (block_q, block_kv), rules, scale, name, float(softcap or 0.0))
+            if sinks is not None:
+                out_b[:, : seq.q_len], lse_b[:, : seq.q_len] = add_sinks(
+                    out_b[:, : seq.q_len], lse_b[:, : seq.q_len], np.asarray(sinks, np.float64)[:, None]
+                )
             outs.append(out_b)
             lses.append(lse_b)
     shape = (*q.shape[:-1], v.shape[-1]) if layout != "BSH" else (*q.shape[:-1], 0)
@@ -399,6 +410,8 @@ def block_sparse_attention(
     num_kv_heads=None,
     q_begin=None,
     q_total=None,
+    sinks=None,
+    softcap=None,
     return_lse=False,
     out_dtype=None,
     out=None,
@@ -408,7 +421,8 @@ def block_sparse_attention(
     """See `blitz_attn.block_sparse_attention`."""
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
-    return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64", return_lse, out)
+    rules = make_rules(causal, window)
+    return _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, "float64", return_lse, out, softcap, sinks)
 
 
 def dense_same_precision(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import dtype_name
-from .dense import Rules, SequenceParts, attend_head, begins_of, round_to, to_float64, written
+from .dense import Rules, SequenceParts, add_sinks, attend_head, begins_of, round_to, to_float64, written
 
 # ---- Cache values -------------------------------------------------------------------------------------------------
 
@@ -167,12 +167,6 @@ def _list_of(selected: Any, counts: Any, batch: int, row: int, pages: int) -> np
     return np.where(ended, -1, entries)[None]
 
 
-def _add_sinks(out: np.ndarray, lse: np.ndarray, sinks: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The softmax with one more score per head, which has no value."""
-    with_sink = np.logaddexp(lse, np.asarray(sinks, np.float64))
-    return out * np.exp(lse - with_sink)[..., None], with_sink
-
-
 def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Options, name: str, return_lse: bool, out: Any):
     """The common body of the twins; `name` is the precision that is imitated."""
     wide = to_float64(q, o.dtype)
@@ -202,7 +196,7 @@ def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Opti
                 lses[first : first + r.q_len, h] = lse_row.reshape(r.q_len, shared)
             first += r.q_len
         if o.sinks is not None:
-            outs, lses = _add_sinks(outs, lses, o.sinks)
+            outs, lses = add_sinks(outs, lses, np.asarray(o.sinks, np.float64))
     out, lse_out = out if isinstance(out, tuple) else (out, None)
     return (written(outs, out), written(lses, lse_out)) if return_lse else written(outs, out)
 

@@ -188,6 +188,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v.dim,
                        ba_shape_text(&args->v).chars);
     BA_TRY(ba_check_scale(args->q.dtype, args->scale));
+    BA_TRY(ba_check_softcap(args->q.dtype, args->softcap));
+    if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, "sinks: expected none with routed lists, got some");
     if (args->window[0] < -1 || args->window[1] < -1)
         return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
                        args->window[0], args->window[1]);
@@ -209,6 +211,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .head_dim = q.dim,
         .v_dim = v.dim,
         .scale = args->scale,
+        .softcap = args->softcap,
+        .sinks = args->sinks,
         .q = q.view,
         .k = k.view,
         .v = v.view,
@@ -296,6 +300,8 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
     parts view;
     *g = (ba_gradients){0};
     BA_TRY(ba_open_block_sparse(forward, a));
+    if (p->softcap != 0)
+        return ba_fail(BA_ERROR_VALUE, "softcap: expected 0, because gradients of capped scores are not computed, got %g", p->softcap);
     if (forward->unrounded) return ba_fail(BA_ERROR_VALUE, "unrounded: expected 0 where out is an input, got %d", forward->unrounded);
     BA_TRY(check_given("out", &forward->out, &a->out_shape, true));
     BA_TRY(take_apart("out", &forward->out, q_axes(layout), layout, p->heads, &view));

@@ -464,6 +464,17 @@ int arg_disjoint(const arg_array *output, const arg_array *other) {
     return fail(PyExc_ValueError, "%s: expected memory of its own, got an array that overlaps %s", output->name, other->name);
 }
 
+int arg_sinks(module_state *state, PyObject *object, int64_t heads, arg_array *array, const float **sinks) {
+    if (object == Py_None) return 0;
+    if (arg_hold(state, object, "sinks", ARG_SCALES, BA_UINT16, array) < 0) return -1;
+    const ba_tensor *t = &array->tensor;
+    if (t->ndim != 1 || t->dims[0] != heads || t->strides[0] != 1)
+        return fail(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), one number per head, got %d dimensions and %lld numbers",
+                    (long long)heads, t->ndim, (long long)(t->ndim > 0 ? t->dims[0] : 1));
+    *sinks = t->data;
+    return 0;
+}
+
 /* ---- Numbers and names ------------------------------------------------------------------------------------- */
 
 static bool is_sequence(PyObject *object) {

@@ -118,6 +118,9 @@ typedef struct arg_list {
 /* Copies a sequence of integers or a 1-d integer array. On failure, nothing is allocated. */
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list);
 
+/* Holds sinks, [heads] float32, or nothing where `object` is None: *sinks is then unchanged. */
+int arg_sinks(module_state *state, PyObject *object, int64_t heads, arg_array *array, const float **sinks);
+
 /* The same, where one integer stands for `count` equal ones. Fails unless there are `count` entries. */
 int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list);
 

@@ -9,13 +9,13 @@
 /* ---- Block-sparse attention -------------------------------------------------------------------------------- */
 
 typedef struct block_sparse_call {
-    arg_array q, k, v, blocks, out, lse;
+    arg_array q, k, v, blocks, sinks, out, lse;
     arg_list q_lens, kv_lens, cu_q, cu_kv, cu_rows, q_begin, q_total;
     ba_block_sparse_args args;
 } block_sparse_call;
 
 static void release_block_sparse(block_sparse_call *call) {
-    arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->out, &call->lse};
+    arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->sinks, &call->out, &call->lse};
     arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv, &call->cu_rows, &call->q_begin, &call->q_total};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) arg_release(arrays[i]);
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
@@ -79,7 +79,7 @@ static double default_scale(const ba_block_sparse_args *a) {
     X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(dtype) X(num_threads)
 #define SLICE_ARGUMENTS(X) X(q_begin) X(q_total)
 #define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(key_stride) X(key_last)
-#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X)
+#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X) X(softcap) X(sinks)
 #define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
@@ -141,10 +141,21 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
 }
 
 static int check_disjoint(const block_sparse_call *call) {
-    const arg_array *const inputs[] = {&call->q, &call->k, &call->v, &call->blocks};
+    const arg_array *const inputs[] = {&call->q, &call->k, &call->v, &call->blocks, &call->sinks};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
         if (arg_disjoint(&call->out, inputs[i]) < 0 || arg_disjoint(&call->lse, inputs[i]) < 0) return -1;
     return arg_disjoint(&call->lse, &call->out);
+}
+
+/* Reads what the forward function alone takes. The number of heads is that of q where q fits the layout; else the library refuses q. */
+static int read_forward(module_state *state, PyObject *const *values, block_sparse_call *call, int *return_lse) {
+    ba_block_sparse_args *a = &call->args;
+    const int axis = a->layout == BA_BNSD || a->layout == BA_TND ? 1 : 2;
+    const int64_t heads = a->layout == BA_BSH ? a->num_heads : a->q.ndim > axis ? a->q.dims[axis] : 0;
+    if (arg_flag(values[FORWARD_return_lse], "return_lse", return_lse) < 0) return -1;
+    if (arg_out_dtype(values[FORWARD_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
+    if (values[FORWARD_softcap] != Py_None && arg_double(values[FORWARD_softcap], "softcap", &a->softcap) < 0) return -1;
+    return heads > 0 ? arg_sinks(state, values[FORWARD_sinks], heads, &call->sinks, &a->sinks) : 0;
 }
 
 TAKES(block_sparse_attention, BSA_sabi, FORWARD_ARGUMENTS(AS_TEXT));
@@ -158,9 +169,8 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     ba_status status;
     PyObject *out = NULL, *lse = NULL, *result = NULL;
 
-    if (arg_flag(values[FORWARD_return_lse], "return_lse", &return_lse) < 0 ||
-        read_block_sparse(state, values, values + FORWARD_q_begin, values + FORWARD_cu_rows, &call, &bits_as) < 0 ||
-        arg_out_dtype(values[FORWARD_out_dtype], call.args.q.dtype, &call.args.unrounded) < 0)
+    if (read_block_sparse(state, values, values + FORWARD_q_begin, values + FORWARD_cu_rows, &call, &bits_as) < 0 ||
+        read_forward(state, values, &call, &return_lse) < 0)
         goto done;
     if (arg_check(ba_open_block_sparse(&call.args, &attention)) < 0) goto done;
 

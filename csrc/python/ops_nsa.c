@@ -93,7 +93,6 @@ static int check_disjoint(const held_call *call) {
     return 0;
 }
 
-
 /* Ends a py_<op> whose arguments are read: runs `statement`, which sets `status`, and returns None or NULL. */
 #define FINISH(failed, statement)                                                                                                                    \
     do {                                                                                                                                             \

@@ -194,20 +194,6 @@ static int read_selected(module_state *state, PyObject *const *values, paged_cal
     return 0;
 }
 
-static int read_sinks(module_state *state, PyObject *object, paged_call *call) {
-    ba_paged_args *a = &call->args;
-    ba_tensor sinks = {0};
-    if (hold_optional(state, object, "sinks", ARG_SCALES, BA_UINT16, &call->sinks, &sinks) < 0) return -1;
-    if (object == Py_None || a->q.ndim != 3) return 0; /* the library refuses q */
-    if (sinks.ndim != 1 || sinks.dims[0] != a->q.dims[1] || sinks.strides[0] != 1) {
-        PyErr_Format(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), one number per head, got %d dimensions and %lld numbers",
-                     (long long)a->q.dims[1], sinks.ndim, (long long)(sinks.ndim > 0 ? sinks.dims[0] : 1));
-        return -1;
-    }
-    a->sinks = sinks.data;
-    return 0;
-}
-
 /* Reads all inputs of a call. */
 static int read_paged(module_state *state, PyObject *const *values, paged_call *call, ba_dtype *bits_as) {
     ba_paged_args *a = &call->args;
@@ -234,7 +220,9 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
     if (call->plan == NULL && read_requests(state, values + PAGED_block_tables, page_tokens(a), &call->requests, a) < 0) return -1;
     if (arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
-    if (read_selected(state, values, call) < 0 || read_sinks(state, values[PAGED_sinks], call) < 0) return -1;
+    if (read_selected(state, values, call) < 0) return -1;
+    if (a->q.ndim == 3 && arg_sinks(state, values[PAGED_sinks], a->q.dims[1], &call->sinks, &a->sinks) < 0)
+        return -1; /* the library refuses other q */
     if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
     if (values[PAGED_softcap] != Py_None && arg_double(values[PAGED_softcap], "softcap", &a->softcap) < 0) return -1;
     if (arg_threads(values[PAGED_num_threads], "num_threads", &a->num_threads) < 0) return -1;
@@ -322,8 +310,7 @@ done:
     X(k_cache)                                                                                                                                       \
     X(v_cache)                                                                                                                                       \
     X(slot_mapping)                                                                                                                                  \
-    X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) X(v_scale) X(dtype) X(kv_dtype)              \
-        X(num_threads)
+    X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) X(v_scale) X(dtype) X(kv_dtype) X(num_threads)
 #define AS_APPEND_INDEX(name) APPEND_##name,
 enum { APPEND_ARGUMENTS(AS_APPEND_INDEX) APPEND_COUNT };
 

@@ -80,7 +80,7 @@ def _blocks(draw: Draw, batch: int, heads: int, kv_heads: int, rows: int, column
     return mask
 
 
-def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12)) -> tuple[Attention, str, bool, bool]:
+def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capped: bool = False) -> tuple[Attention, str, bool, bool]:
     dtype = draw.pick("dtype", arrays.FLOATS)
     layout = draw.pick("layout", LAYOUTS)
     batch, kv_heads, group, s_q, s_kv, dim, v_dim = _sizes(draw)
@@ -112,6 +112,11 @@ def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12)) -> t
         np.array([draw.integer(f"q_begin[{b}]", -20, s_kv + 20, likely=(0,)) for b in range(batch)], np.int64) if draw.flag("q_begin", 0.25) else None,
         q_lens + draw.pick("q_total", (0, 1, 9, 1000)) if draw.flag("q_total.given", 0.25) else None,
     )
+    if capped and draw.flag("capped", 0.3):
+        problem.softcap = draw.pick("softcap", (None, 2.0, 30.0, 1e6))
+        if draw.flag("sinks"):
+            problem.sinks = arrays.rounded(draw.rng("sinks").standard_normal(kv_heads * group) * 3, "float32")
+            problem.sinks[draw.rng("sinks.left").random(kv_heads * group) < 0.2] = -np.inf
     return problem, layout, has_q_lens, has_kv_lens
 
 
@@ -199,6 +204,10 @@ def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
         if numbers is not None:
             equal = numbers.size > 0 and (numbers == numbers[0]).all()
             options[name] = int(numbers[0]) if equal else _numbers(numbers, kinds.get(name, "list"))
+    if p.softcap is not None:
+        options["softcap"] = p.softcap
+    if p.sinks is not None:
+        options["sinks"] = p.sinks.tolist()
     if case.layout == "BSH":
         options.update(num_heads=p.q.shape[1], num_kv_heads=p.k.shape[1])
     return options

@@ -34,6 +34,8 @@ class Attention:
     window: tuple[int, int] | None
     begin: np.ndarray | None = None  # (B,): token numbers of the first queries; None: the queries are the last tokens
     total: np.ndarray | None = None  # (B,): queries of the call that these are a slice of; no number depends on it
+    softcap: float | None = None
+    sinks: np.ndarray | None = None  # (H,)
 
     @property
     def real(self) -> str:
@@ -83,6 +85,7 @@ class Forward(NamedTuple):
     score_error: np.ndarray  # (B, H, Sq): how far a score of the row may be off
     allowed_out: np.ndarray
     allowed_lse: np.ndarray
+    some: np.ndarray  # (B, H, Sq): whether the row has a score, of a key or of a sink
 
 
 def weight_error(dtype: str) -> float:
@@ -105,11 +108,17 @@ def forward(a: Attention) -> Forward:
     seen, eps = a.seen(), EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)
     scores = a.factor * (a.q @ k.swapaxes(-1, -2))
+    if a.softcap:
+        scores = a.softcap * np.tanh(scores / a.softcap)
     largest = np.max(np.where(seen, scores, -np.inf), axis=-1, initial=-np.inf)
+    sinks = np.full(largest.shape, -np.inf)
+    if a.sinks is not None:
+        sinks = np.where(np.arange(largest.shape[2]) < a.q_lens[:, None, None], a.sinks[:, None], -np.inf)
+        largest = np.maximum(largest, sinks)
     some = largest > -np.inf
     shift = np.where(some, largest, 0)
     weights = np.exp(np.where(seen, scores - shift[..., None], -np.inf))
-    total = weights.sum(axis=-1)
+    total = weights.sum(axis=-1) + np.exp(np.where(some, sinks - shift, -np.inf))
     weights /= np.where(some, total, 1)[..., None]
     out = weights @ v
     with np.errstate(divide="ignore"):
@@ -117,6 +126,10 @@ def forward(a: Attention) -> Forward:
 
     norms = np.linalg.norm(a.q, axis=-1) * np.linalg.norm(k, axis=-1).max(axis=-1, initial=0)[..., None]  # at least any sum of products
     score_error = eps * abs(a.factor) * (a.q.shape[-1] + 8) * norms
+    if a.softcap:
+        score_error = score_error + 16 * eps * np.abs(np.where(seen, scores, 0)).max(axis=-1, initial=0)
+    if a.sinks is not None:
+        score_error = score_error + 4 * eps * np.abs(np.where(np.isfinite(sinks), sinks, 0))
     with np.errstate(over="ignore"):
         relative = np.expm1(2 * score_error)
     count = np.minimum(seen.sum(axis=-1), 1 << 20)
@@ -125,7 +138,7 @@ def forward(a: Attention) -> Forward:
     allowed_out = share[..., None] * (weights @ np.abs(v)) + 2 * EPSILON[a.dtype] * np.abs(out) + tiny
     sum_error = relative + (2.0**-12 if a.dtype in ("float16", "bfloat16") else 8 * eps) + count * eps
     allowed_lse = sum_error + 4 * eps * np.abs(shift) + 4 * eps * np.abs(np.where(some, lse, 0)) + SMALL
-    return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse)
+    return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse, some)
 
 
 class Gradients(NamedTuple):

@@ -7,12 +7,11 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ... import _arrays, _core, block_sparse_attention, paged_attention, paged_select_attention, select_blocks_prefill
+from ... import _arrays, _core, block_sparse_attention, select_blocks_prefill
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of, _config_of_text
 from .cache import pages_of
@@ -124,9 +123,6 @@ def _why_not(layer: _Layer) -> str | None:
     if rules.window is not None and not rules.causal and rules.offset + rules.q_length != layer.key.shape[2]:
         return "a window without a causal mask where queries and keys do not end at the same token"
     packed = rules.sequences is not None or layer.rest.get("cu_seq_lens_q") is not None
-    uncapped = packed or (layer.query.shape[2] > 1 and (not rules.causal or rules.right is not None))
-    if layer.softcap is not None and uncapped:
-        return "a softcap beside packed sequences or without a causal mask"
     if layer.block_indices is not None and (packed or any(rules.starts)):
         return "blocks chosen by the model beside packed sequences or padding on the left"
     whole = not any(rules.starts) and all(end == layer.key.shape[2] for end in rules.ends) and not rules.offset
@@ -238,17 +234,17 @@ def _rules_of(layer: _Layer) -> Rules:
 
 
 def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape: tuple[int, int], rules: dict[str, Any]) -> Any:
-    """The attention operation, with sinks: a sink adds exp(sink) to the sum under the softmax, which the log-sum-exp gives."""
-    operation = differentiable_attention if layer.differentiated else block_sparse_attention
+    """The attention operation. Where gradients are wanted, sinks are added afterwards: a sink adds exp(sink) to the sum under the softmax,
+    which the log-sum-exp gives."""
     options = rules | {"block_shape": block_shape, "num_threads": layer.config.num_threads}
+    if not layer.differentiated:
+        return block_sparse_attention(q, k, v, lists, softcap=layer.softcap, sinks=layer.sinks, **options)
     if layer.sinks is None:
-        return operation(q, k, v, lists, **options)
-    result = operation(q, k, v, lists, return_lse=True, **options)
-    out, lse = result
+        return differentiable_attention(q, k, v, lists, **options)
+    out, lse = differentiable_attention(q, k, v, lists, return_lse=True, **options)
     packed = rules["layout"] == "TND"
     lse = lse if packed else lse.transpose(1, 2)  # the axes of out but the last: tokens, then heads
-    share = torch.sigmoid(lse - layer.sinks.to(lse.dtype)).unsqueeze(-1)
-    return out * share.to(out.dtype) if layer.differentiated else out.mul_(share)
+    return out * torch.sigmoid(lse - layer.sinks.to(lse.dtype)).unsqueeze(-1).to(out.dtype)
 
 
 def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> tuple[Any, tuple[int, int]]:
@@ -272,40 +268,6 @@ def _attend_packed(layer: _Layer, rules: Rules, cu: tuple[list[int], list[int]])
     return out.unflatten(0, (layer.query.shape[0], layer.query.shape[2]))
 
 
-def _attend_capped(layer: _Layer, q: Any, k: Any, v: Any, rules: Rules, q_lens: list[int], kv_lens: list[int]) -> Any:
-    """Attention with a softcap, by the paged operation: each batch entry is a request of one page, which holds all of its keys; or,
-    where blocks are chosen, each block of queries is a request, and the blocks of keys are pages. Choosing knows no softcap."""
-    batch, queries = q.shape[:2]
-    out = torch.zeros((batch, queries, q.shape[2], v.shape[3]), dtype=q.dtype)
-    given = {"layout": "BSND", "causal": True, "window": rules.window, "scale": layer.scaling, "q_lens": q_lens, "kv_lens": kv_lens}
-    lists, (block_q, block_kv) = _choose(layer, q, k, k.shape[1], given)
-    if lists is None:
-        block_q, block_kv = queries, max(1, k.shape[1])  # without keys there are no rows
-    pages = -(-k.shape[1] // block_kv)
-    rows, tables, lengths, selected = [], [], [], []
-    for b, (n, m) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        for first in range(0, n, block_q):
-            begin, end = max(first, n - m), min(first + block_q, n)  # queries before the first key are padding
-            if begin < end:
-                rows.append((b, begin, end))
-                tables.append(range(b * pages, (b + 1) * pages))
-                lengths.append(end + m - n)
-                if lists is not None:
-                    selected.append(lists[b, :, first // block_q])
-    if not rows:
-        return out
-    caches = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * block_kv - x.shape[1])) if x.shape[1] % block_kv else x for x in (k, v)]
-    k, v = (x.reshape(batch * pages, block_kv, *x.shape[2:]) for x in caches)
-    q_rows = torch.cat([q[b, begin:end] for b, begin, end in rows])
-    options = {"scale": layer.scaling, "softcap": layer.softcap, "sinks": layer.sinks, "window": rules.left}
-    options |= {"q_lens": [end - begin for _, begin, end in rows], "num_threads": layer.config.num_threads}
-    where = (q_rows, k, v, np.array(tables, np.int32), lengths)
-    found = paged_attention(*where, **options) if lists is None else paged_select_attention(*where, torch.stack(selected), **options)
-    for (b, begin, end), part in zip(rows, found.split(options["q_lens"]), strict=True):
-        out[b, begin:end] = part
-    return out
-
-
 def _model_lists(layer: _Layer, blocks: int) -> Any:
     """Blocks that the model itself chose for each query, as lists of one query: (B, Hkv, Sq, K)."""
     chosen = layer.block_indices.to(torch.int32)
@@ -322,6 +284,7 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
         return _attend_lists(layer, q, k, v, lists.repeat_interleave(q.shape[2] // lists.shape[1], dim=1), shape, rules)
     empty = _arrays.family_of(q).empty
     options: dict[str, Any] = rules | {"block_shape": shape, "routed": True, "num_threads": layer.config.num_threads, "return_lse": False}
+    options["softcap"] = layer.softcap
     return _core.block_sparse_attention(
         empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), lists, **options
     )
@@ -360,9 +323,6 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         longest = max(call.kv_lens)
         q = layer.query[call.entries].transpose(1, 2)
         k, v = (x[call.entries, :, call.start : call.start + longest].transpose(1, 2) for x in (layer.key, layer.value))
-        if layer.softcap is not None:
-            parts.append(_attend_capped(layer, q, k, v, rules, call.q_lens, call.kv_lens))
-            continue
         whole = all(n == q.shape[1] for n in call.q_lens) and all(n == longest for n in call.kv_lens)
         lengths = {} if whole else {"q_lens": call.q_lens, "kv_lens": call.kv_lens}
         options = {"layout": "BSND", "causal": rules.causal, "window": rules.window, "scale": layer.scaling} | lengths

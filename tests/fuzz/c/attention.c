@@ -134,6 +134,12 @@ static void draw_slice(ba_block_sparse_args *a, const fz_sizes *s) {
 
 static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
     a->scale = fz_scale(s->dim);
+    if (fz_once_in(6)) a->softcap = fz_unusual() ? fz_unusual_real() : (double)fz_range(1, 50);
+    if (fz_once_in(6)) {
+        float *sinks = fz_array(s->heads, sizeof(float));
+        for (int64_t h = 0; sinks && h < s->heads; h++) sinks[h] = (float)fz_below(9) - 4;
+        a->sinks = sinks;
+    }
     a->causal = fz_once_in(3);
     for (int i = 0; i < 2; i++) a->window[i] = fz_unusual() ? fz_unusual_number() : fz_once_in(4) ? fz_range(0, 20) : -1;
     if (fz_once_in(8)) {

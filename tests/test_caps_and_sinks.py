@@ -1,0 +1,117 @@
+"""Softcap and sinks of block-sparse attention: against the twin, with every rule, and what gradients make of sinks."""
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import reference, sabi, testing
+from cases import DTYPES, same_bits
+
+OPTIONS = {
+    "cap": {"softcap": 3.0},
+    "large cap": {"softcap": 1e5},
+    "sinks": {"sinks": [0.5, -3.0, 9.0, -np.inf]},
+    "both": {"softcap": 20.0, "sinks": [4.0, 0.0, -1.0, 1.0]},
+}
+RULES = {
+    "dense": {},
+    "lists": {"sabi": True, "block_shape": (32, 16)},
+    "causal lists": {"sabi": True, "block_shape": (32, 16), "causal": True},
+    "window": {"causal": True, "window": (20, 0)},
+    "lengths": {"q_lens": [77, 0], "kv_lens": [150, 3], "causal": True},
+}
+
+
+def given(rules, q, k):
+    """The rules, with a list where they ask for one, some of whose rows are empty."""
+    if not rules.get("sabi"):
+        return rules
+    lists = sabi.random_with_frame(q.shape[2], k.shape[2], rules["block_shape"], 0.5, seed=3).astype(np.int32)
+    lists[:, :, 1] = -1
+    return rules | {"sabi": lists}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_against_the_twin(options, rules, dtype, isa_level):
+    q, k, v = testing.make_qkv(2, 4, 2, 100, 150, 32, dtype=dtype)
+    q = testing.round_to(3 * testing.to_float64(q), dtype)
+    rules = given(rules, q, k)
+    exact, exact_lse = reference.block_sparse_attention(q, k, v, return_lse=True, **rules, **options)
+    plain = reference.block_sparse_attention(q, k, v, **rules)
+    assert (np.abs(exact - plain).max() > 1e-3) == (options.get("softcap") != 1e5)
+    results = [blitz_attn.block_sparse_attention(q, k, v, return_lse=True, num_threads=n, **rules, **options) for n in (1, 3)]
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    out, lse = results[0]
+    unit = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(testing.to_float64(out), exact, rtol=unit, atol=unit)
+    np.testing.assert_allclose(lse, exact_lse, rtol=min(unit, 1e-3), atol=min(unit, 1e-3))
+
+
+def test_few_queries_have_the_bits_of_paged_calls(isa_level):
+    """One query per head: the same kernels as decoding, and the same numbers."""
+    case = testing.make_paged(1, 8, 2, [333], 16, 64, poison=False)
+    options = {"sinks": np.linspace(-2, 5, 8), "softcap": 5.0, "return_lse": True}
+    k, v = (x[case.block_tables[0]].reshape(-1, 2, 64)[None, :333] for x in (case.k_cache, case.v_cache))
+    out, lse = blitz_attn.block_sparse_attention(case.q[:, None], k, v, layout="BSND", causal=True, **options)
+    paged, paged_lse = blitz_attn.paged_attention(case.q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens, **options)
+    np.testing.assert_allclose(out[:, 0], paged, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse[:, :, 0], paged_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+def test_layouts(layout):
+    q, k, v = testing.make_qkv(1, 4, 2, 70, 70, 16)
+    options = {"sinks": [1.0, 2.0, -1.0, 0.0], "softcap": 2.0, "causal": True}
+    expected = blitz_attn.block_sparse_attention(q, k, v, **options)
+    turned = [np.ascontiguousarray(x if layout == "BNSD" else x.swapaxes(1, 2)) for x in (q, k, v)]
+    if layout == "BSH":
+        turned, options = [x.reshape(1, 70, -1) for x in turned], options | {"num_heads": 4, "num_kv_heads": 2}
+    if layout == "TND":
+        turned, options = [x[0] for x in turned], options | {"cu_seqlens_q": [0, 70], "cu_seqlens_kv": [0, 70]}
+    got = blitz_attn.block_sparse_attention(*turned, layout=layout, **options)
+    assert same_bits(got.reshape(1, 70, 4, 16).swapaxes(1, 2) if layout != "BNSD" else got, expected)
+
+
+def test_gradients_of_sinks():
+    """The log-sum-exp carries the sinks into the gradients of q, k and v; theirs follows from the results."""
+    q, k, v = (x.astype(np.float64) for x in testing.make_qkv(1, 4, 2, 20, 20, 8))
+    sinks, dout = np.array([0.5, -1.0, 2.0, 0.0]), np.random.default_rng(1).standard_normal(q.shape)
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    gradients = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, causal=True)
+    dsinks = -(np.exp(sinks[:, None] - lse) * (dout * out).sum(-1)).sum((0, 2))
+    step, directions = 1e-3, [np.random.default_rng(n).standard_normal(x.shape) for n, x in enumerate((q, k, v, sinks))]
+
+    def loss(sign):
+        q1, k1, v1, s1 = (x + sign * step * d for x, d in zip((q, k, v, sinks), directions, strict=True))
+        return (dout * reference.block_sparse_attention(q1, k1, v1, causal=True, sinks=s1)).sum()
+
+    slope = sum((g * d).sum() for g, d in zip((*gradients, dsinks), directions, strict=True))
+    assert slope == pytest.approx((loss(1) - loss(-1)) / (2 * step), rel=1e-4)
+
+
+REFUSED = {
+    "count": ({"sinks": [1.0, 2.0]}, ValueError, r"^sinks: expected a contiguous array of shape \(4,\), one number per head"),
+    "axes": ({"sinks": [[1.0, 2.0, 3.0, 4.0]]}, ValueError, "^sinks: expected a contiguous array"),
+    "kind": ({"sinks": "abcd"}, TypeError, "^sinks: expected numbers"),
+    "negative cap": ({"softcap": -1.0}, ValueError, "^softcap: expected a positive finite number, or 0 for none, got -1"),
+    "huge cap": ({"softcap": 1e39}, ValueError, r"^softcap: expected a number from 1e-37 to 1e\+37 with a float32 q"),
+    "cap of text": ({"softcap": "3"}, TypeError, "^softcap: expected a number, got str"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_refused(options, error, sentence):
+    q, k, v = testing.make_qkv(1, 4, 2, 20, 20, 8)
+    out = np.full_like(q, 7)
+    with pytest.raises(error, match=sentence):
+        blitz_attn.block_sparse_attention(q, k, v, out=out, **options)
+    assert (out == 7).all()
+
+
+def test_sinks_are_an_input():
+    q, k, v = testing.make_qkv(1, 4, 4, 1, 20, 1)
+    out = np.zeros((1, 4, 1, 1), np.float32)
+    with pytest.raises(ValueError, match="^out: expected memory of its own, got an array that overlaps sinks"):
+        blitz_attn.block_sparse_attention(q, k, v, sinks=out.reshape(4), out=out)
