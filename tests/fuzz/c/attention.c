@@ -136,8 +136,9 @@ static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
     a->scale = fz_scale(s->dim);
     if (fz_once_in(6)) a->softcap = fz_unusual() ? fz_unusual_real() : (double)fz_range(1, 50);
     if (fz_once_in(6)) {
-        float *sinks = fz_array(s->heads, sizeof(float));
-        for (int64_t h = 0; sinks && h < s->heads; h++) sinks[h] = (float)fz_below(9) - 4;
+        const int64_t most = 4096; /* q may have an unusual number of heads */
+        float *sinks = fz_array(most, sizeof(float));
+        for (int64_t h = 0; sinks && h < most; h++) sinks[h] = (float)fz_below(9) - 4;
         a->sinks = sinks;
     }
     a->causal = fz_once_in(3);
