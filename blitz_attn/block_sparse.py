@@ -111,7 +111,7 @@ def block_sparse_attention(
         ``(B, H, Sq, Dv)`` in the layout and dtype of `q` (or `out_dtype`), and the same kind of array: torch tensors come back as torch
         tensors, JAX arrays as JAX arrays.
     lse : array
-        With `return_lse`: natural log of the sum of ``exp(scale * q.k)`` over the keys seen, ``(B, H, Sq)``, for layout
+        With `return_lse`: natural log of the sum of ``exp(score)`` over the keys seen, ``(B, H, Sq)``, for layout
         TND ``(T, H)``; float32, for float64 inputs float64. With `sinks`, the sum has one more term, also where no key is seen.
 
     Raises
@@ -252,7 +252,8 @@ def block_sparse_attention_backward(
         What the forward call returned: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
     lse : array
         The log-sum-exp that it returned: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query
-        whose entry is ``-inf`` attended nothing.
+        whose entry is ``-inf`` attended nothing. That of a call with `sinks` holds all that is needed of them; `out` and `lse` of a call
+        with `softcap` give wrong gradients.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
     q_begin, q_total

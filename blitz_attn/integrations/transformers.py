@@ -240,7 +240,7 @@ def register() -> None:
 
     Notes
     -----
-    Sinks are exact. A softcap is computed where the mask is causal; blocks are chosen by scores without it. Packed sequences are taken
+    Sinks and softcaps are exact; blocks are chosen by scores without the softcap. Packed sequences are taken
     from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
     chooses itself (``block_indices`` of MiniMax-M3) are attended as they are, whatever the configuration.
 
@@ -251,6 +251,8 @@ def register() -> None:
     mask that is a matrix), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
     Models with attention code of their own (BLOOM, XGLM, RoFormer) run it: a mask that they add to scores becomes the numbers that they
     add with ``"eager"``, and whatever else needs numbers in the mask (MPT, DeepSeek-V4; under `torch.compile` all of them) is a ValueError.
+    For the first of these, `on_unsupported` of the configuration for all models counts. transformers itself refuses some (Falcon,
+    GPT-Neo).
 
     Examples
     --------

@@ -68,6 +68,8 @@
  *     plan           of a call: its items, and how they are cut and sorted (ba_plan). Also, in paged operations, page tables that were opened for all
  *                    calls of a decode step (ba_page_tables, PagedPlan in Python)
  *     worker         one of the threads that run the items of a call, the caller included, by its number, which is that of its scratch memory
+ *     slice          queries of a call that are a run of a longer call's queries (q_begin, q_total). In few kernels, the keys whose values are added
+ *                    to O together
  *     part           in decode, a run of the keys of one sequence that is attended as an item of its own. Parts are merged by their states. Also a
  *                    share of a block of scratch memory (ba_take)
  *     item           what one thread takes from the plan: one or several query tiles, or a part
@@ -126,7 +128,8 @@ typedef struct ba_prefetch_rows {
     int64_t count, offset, bytes, skip[BA_MOST_REQUESTS];
 } ba_prefetch_rows;
 
-/* One chunk of keys. Fields marked "few" are read by few kernels only, and fields marked "panel" by panel kernels only. */
+/* One chunk of keys. Fields marked "few" are read by few kernels only, and fields marked "panel" by panel kernels only; scales
+ * are read by the panel kernels of families with takes_scales, too. */
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM; pack_queries and scores of families whose rows are reals take any head_dim */
@@ -141,11 +144,11 @@ typedef struct ba_chunk {
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
     int64_t place;                                 /* panel: of its first key in the chunk that this one was cut from */
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
-    const float *k_scale; /* few, and see takes_scales: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
-    const float *v_scale; /* the same for V */
-    double scale;         /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
-    double softcap;       /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
-    void *scratch;        /* keys * scratch_per_key bytes, of any content */
+    const float *k_scale;                          /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
+    const float *v_scale;                          /* the same for V */
+    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
+    double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
+    void *scratch;  /* keys * scratch_per_key bytes, of any content */
 } ba_chunk;
 
 /* ---- Packing ------------------------------------------------------------------------------------------------------------ */

@@ -34,7 +34,7 @@ typedef struct gate_call {
 } gate_call;
 
 typedef struct gate_scratch {
-    char *logits;      /* [3][LOGITS_STRIDE] reals */
+    char *logits;      /* [BA_FEW_QUERIES][LOGITS_STRIDE] reals; row g is that of gate g */
     char *gates;       /* [TOKENS_AT_ONCE][head][3] reals */
     char *row;         /* one row of dq, as reals */
     char *dlogits;     /* [head][3][ba_work.nsa.gradient_tokens] reals */

@@ -83,7 +83,28 @@ static float scale_for(const ba_stored_rows *r, double magnitude) {
     return scale == 0 ? 1 : scale;
 }
 
+/* Whether no number of the row is infinite or NaN, by the bits of its exponents. */
+#define DEFINE_ALL_FINITE(type)                                                                                                                      \
+    static bool all_finite_##type(const void *row, int64_t dim, type exponent) {                                                                     \
+        type found = 0, bits;                                                                                                                        \
+        for (int64_t d = 0; d < dim; d++) {                                                                                                          \
+            memcpy(&bits, (const char *)row + d * (int64_t)sizeof bits, sizeof bits);                                                                \
+            found |= (bits & exponent) == exponent;                                                                                                  \
+        }                                                                                                                                            \
+        return !found;                                                                                                                               \
+    }
+DEFINE_ALL_FINITE(uint32_t)
+DEFINE_ALL_FINITE(uint16_t)
+#undef DEFINE_ALL_FINITE
+
+/* Whether the row can be quantised. Any finite float has a scale; a larger number of float64 may have none. */
 static bool is_fit(const ba_stored_rows *r, const row_scratch *w, const void *row) {
+    switch (r->from_dtype) {
+    case BA_FLOAT32: return all_finite_uint32_t(row, r->dim, 0x7f800000);
+    case BA_FLOAT16: return all_finite_uint16_t(row, r->dim, 0x7c00);
+    case BA_BFLOAT16: return all_finite_uint16_t(row, r->dim, 0x7f80);
+    default: break;
+    }
     const double magnitude = r->magnitude(as_doubles(r, w, row), r->dim);
     return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
 }

@@ -163,7 +163,7 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     SORT_ARGUMENTS(block_sparse_attention, FORWARD_COUNT);
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
-    ba_attention attention;
+    ba_attention attention = {.num_threads = 0};
     ba_dtype bits_as;
     int return_lse;
     ba_status status;
@@ -188,6 +188,7 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     if (arg_check(status) < 0) goto done;
     result = return_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 done:
+    ba_close_attention(&attention);
     release_block_sparse(&call);
     Py_XDECREF(out);
     Py_XDECREF(lse);
@@ -209,7 +210,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.out, &call.lse, &dout, &dlse};
     ba_tensor shapes[GRADIENTS];
     ba_tensor *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
-    ba_attention attention;
+    ba_attention attention = {.num_threads = 0};
     ba_gradients gradients;
     ba_dtype bits_as;
     ba_status status;
@@ -249,6 +250,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     if (arg_check(status) < 0) goto done;
     result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2]);
 done:
+    ba_close_attention(&attention);
     release_block_sparse(&call);
     arg_release(&dout);
     arg_release(&dlse);

@@ -244,7 +244,9 @@ def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape
     out, lse = differentiable_attention(q, k, v, lists, return_lse=True, **options)
     packed = rules["layout"] == "TND"
     lse = lse if packed else lse.transpose(1, 2)  # the axes of out but the last: tokens, then heads
-    return out * torch.sigmoid(lse - layer.sinks.to(lse.dtype)).unsqueeze(-1).to(out.dtype)
+    share = torch.sigmoid(lse - layer.sinks.to(lse.dtype))
+    share = share.where(lse != -torch.inf, 0)  # no key, and a sink of -inf: no difference of infinities
+    return out * share.unsqueeze(-1).to(out.dtype)
 
 
 def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> tuple[Any, tuple[int, int]]:

@@ -334,8 +334,8 @@ def additive(seen: Any, dtype: Any) -> Any:
 
 def _misread(function: Any) -> ValueError:
     return ValueError(
-        'attn_implementation: expected "eager" or "sdpa" for a model with attention code of its own, which computes with the numbers in '
-        f"its mask (here by {function}), got a name of blitz_attn, whose masks have no such numbers"
+        'attn_implementation: expected "eager", or another that the model supports, for a model with attention code of its own, which '
+        f"computes with the numbers in its mask (here by {function}), got a name of blitz_attn, whose masks have no such numbers"
     )
 
 

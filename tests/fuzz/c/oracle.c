@@ -83,6 +83,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
         for (int64_t h = 0; h < heads; h++)
             for (int64_t i = 0; i < q_rows; i++) {
                 s = (sums){.top = -INFINITY};
+                if (a->sinks && i < q_len) s.top = (double)a->sinks[h], s.sum = 1;
                 const int64_t token = i + (a->q_begin ? a->q_begin[b] : kv_len - q_len);
                 for (int64_t j = 0; j < kv_len && i < q_len; j++) {
                     if (a->key_stride ? a->causal && (double)token < (double)j * (double)a->key_stride + (double)a->key_last : a->causal && j > token)
@@ -95,6 +96,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
                     for (int64_t d = 0; d < dim; d++)
                         score += element(a, &a->q, heads, b, h, q_begin + i, d) * element(a, &a->k, kv_heads, b, kv_head, kv_begin + j, d);
                     score *= a->scale;
+                    if (a->softcap > 0) score = a->softcap * tanh(score / a->softcap);
                     add_score(&s, score);
                     const double weight = exp(score - s.top);
                     s.sum += weight;
@@ -116,7 +118,8 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
 static double cached(const ba_paged_args *a, const ba_tensor *t, const ba_tensor *scale, int64_t page, int64_t row, int64_t head, int64_t d) {
     const bool hnd = a->kv_layout == BA_HND;
     const int64_t at[] = {page, hnd ? head : row, hnd ? row : head, d};
-    return fz_get(t, at) * (scale->data ? fz_get(scale, at) : 1);
+    const int64_t *const scale_at = scale->ndim == 1 ? &head : at; /* one scale per head; without axes, the place is not read */
+    return fz_get(t, at) * (scale->data ? fz_get(scale, scale_at) : 1);
 }
 
 static bool is_selected(const ba_paged_args *a, int64_t heads, int64_t kv_heads, int64_t request, int64_t head, int64_t page) {
