@@ -327,7 +327,7 @@ def falls(numbers: np.ndarray) -> np.ndarray:
 def float32_numbers(x: Any, name: str) -> np.ndarray:
     """Contiguous float32 array of the numbers of a sequence or an array."""
     if _is_torch(x):
-        x = x.detach().resolve_neg()
+        x = (readable(x, name) if x.requires_grad else x).resolve_neg()
         x = x.float() if dtype_name(x.dtype) == "bfloat16" else x
     given = array(x, name, "numbers")
     if given.dtype.kind not in "fiub" and _bits_of(given) is None:

@@ -15,7 +15,16 @@ _CORE_NAMES = {"selected_counts": "counts"}
 
 def scales_for_core(scale: Any, name: str) -> Any:
     """k_scale or v_scale: a number as an array, which the core can read; anything else as it is."""
-    return _arrays.float32_numbers(scale, name) if isinstance(scale, (float, int, floating, integer)) else scale
+    number = isinstance(scale, (float, int, floating, integer)) or (type(scale) is ndarray and scale.ndim == 0)
+    return _arrays.float32_numbers(scale, name) if number else scale
+
+
+def _scales_to_append(scale: Any, name: str) -> Any:
+    """The same where one scale per token and head is written, and others are read."""
+    if scale is None:
+        return None
+    written = len(_arrays.shape_of(scale)) > 1
+    return scales_for_core((_arrays.writable if written else _arrays.readable)(scale, name), name)
 
 
 def open_requests(
@@ -80,6 +89,6 @@ def append_tokens(
     _core.append_paged_kv(
         _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache", True),
         writable(v_cache, "v_cache", True), slot_mapping, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_layout,
-        scales_for_core(writable(k_scale, "k_scale"), "k_scale"), scales_for_core(writable(v_scale, "v_scale"), "v_scale"),
+        _scales_to_append(k_scale, "k_scale"), _scales_to_append(v_scale, "v_scale"),
         _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
     )  # fmt: skip

@@ -91,7 +91,8 @@ def block_sparse_attention(
     sinks : array_like, optional
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
     softcap : float, optional
-        Replaces each score by ``softcap * tanh(score / softcap)``; positive, 1e-37 to 1e37. None or 0: scores are not capped.
+        Replaces each score by ``softcap * tanh(score / softcap)``; positive, 1e-37 to 1e37 (for float64
+        1e-300 to 1e300). None or 0: scores are not capped.
     return_lse : bool
         Also return the log-sum-exp.
     out_dtype : str or dtype, optional
@@ -111,8 +112,9 @@ def block_sparse_attention(
         ``(B, H, Sq, Dv)`` in the layout and dtype of `q` (or `out_dtype`), and the same kind of array: torch tensors come back as torch
         tensors, JAX arrays as JAX arrays.
     lse : array
-        With `return_lse`: natural log of the sum of ``exp(score)`` over the keys seen, ``(B, H, Sq)``, for layout
-        TND ``(T, H)``; float32, for float64 inputs float64. With `sinks`, the sum has one more term, also where no key is seen.
+        With `return_lse`: natural log of the sum of ``exp(score)`` over the keys seen, where a score is ``scale * q.k``, capped with
+        `softcap`: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. With `sinks`, the sum has one more term,
+        also where no key is seen.
 
     Raises
     ------

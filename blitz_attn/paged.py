@@ -10,6 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _core, _formats
+from ._floats import refuse_overlaps
 from ._paged_call import append_tokens, attend_requests, open_requests
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import cache_sizes, tables_for_core
@@ -569,7 +570,8 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
     values : array
         ``(..., D)``: int8, or float8 e4m3 as an array of that dtype or as uint8 bits.
     scale : array_like
-        ``(...)``: the factor of each row; or fewer numbers, which NumPy's rules repeat: one per head, or one.
+        ``(...)``: the factor of each row; or fewer numbers, which NumPy's rules repeat: one, or one per head, ``(Hkv,)`` where heads are
+        the last axis of the rows, and ``(Hkv, 1)`` in HND.
 
     Returns
     -------
@@ -704,7 +706,7 @@ def append_paged_kv(
         return
     if isinstance(block_tables, tuple):
         raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
-    bits = _arrays.dtype_name(kv_dtype, "kv_dtype")
+    bits = _arrays.dtype_name(kv_dtype, "kv_dtype") or _arrays.dtype_name(dtype)
     kind = _arrays.host(k_cache, "k_cache", bits)[1]
     if kind in _QUANTISED:
         raise TypeError(f"k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got {kind}")
@@ -712,8 +714,9 @@ def append_paged_kv(
     refresh = partial(
         _core.quest_metadata, _arrays.readable(k_cache, "k_cache", True), block_tables, ends, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
-        dtype=bits if bits in (None, "bfloat16") else None,
+        dtype=bits if bits in (None, "bfloat16") else None, num_threads=num_threads,
     )  # fmt: skip
+    refuse_overlaps({"maxblocks": maxblocks, "minblocks": minblocks}, k=k, v=v, v_cache=v_cache)
     refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
     append()
     refresh(start_lens=ends - (1 if q_lens is None else _arrays.integers(q_lens, "q_lens")))

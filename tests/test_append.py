@@ -241,6 +241,9 @@ def test_a_plan_appends_its_queries_tokens():
     begun = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8, kv_layout="HND", q_begin=[0, 0, 0])
     with pytest.raises(ValueError, match="^q_begin: expected none where tokens are written"):
         begun.append(*new_tokens(3), *caches, **scales)
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8, kv_layout="HND")
+    with pytest.raises(ValueError, match="^k: expected 3 tokens as the plan has them, got 2"):
+        plan.append(*new_tokens(2), *caches, **scales)
     with pytest.raises(ValueError, match="^k_cache: expected pages of 4 tokens as the plan has them, got pages of 8"):
         blitz_attn.PagedPlan(np.array([[0]]), [3], page_size=4, kv_layout="HND").append(*new_tokens(1), *caches, **scales)
 
@@ -285,6 +288,55 @@ def test_refuses_one_array_for_two():
         blitz_attn.append_paged_kv(k[..., :20], k[..., :20], caches[0][..., :20], caches[0][..., 4:], slot_mapping=[3, 4], k_scale=k_scale, v_scale=other)
     assert not caches[0].any()
     assert (k_scale == 7).all()
+
+
+def test_refuses_strides_whose_gaps_do_not_stay_gaps():
+    """Token rows of one array lie in gaps of the other; those of another page do not."""
+    memory = np.zeros(500, np.float32)
+    k_cache, v_cache = (np.lib.stride_tricks.as_strided(memory[at:], (2, 2, 1, 10), (600, 400, 40, 4)) for at in (0, 50))
+    assert np.shares_memory(k_cache, v_cache)
+    new = np.ones((1, 1, 10), np.float32)
+    with pytest.raises(ValueError, match="^v_cache: expected memory of its own, got an array that overlaps k_cache"):
+        blitz_attn.append_paged_kv(new, new, k_cache, v_cache, slot_mapping=[0])
+
+
+def test_refuses_given_scales_that_are_written():
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, DIM, kv_dtype="int8")
+    caches, scales = empty_like(case)
+    k, written = new_tokens(2)[0], scales["v_scale"]
+    with pytest.raises(ValueError, match="^v_scale: expected memory of its own, got an array that overlaps k_scale"):
+        blitz_attn.append_paged_kv(k, k, *caches, slot_mapping=[3, 4], k_scale=written[0, 0], v_scale=written)
+    within = caches[0].reshape(-1)[:8].view(np.float32)
+    within[:] = 1
+    with pytest.raises(ValueError, match="^k_scale: expected memory of its own, got an array that overlaps k_cache"):
+        blitz_attn.append_paged_kv(k, k, *caches, slot_mapping=[3, 4], k_scale=within, v_scale=1.0)
+    assert (written == 7).all()
+
+
+SENTENCES = {
+    "no cache for v": (lambda k, c: {"v": k, "v_cache": None}, ValueError, "^v_cache: expected a cache for v, got none"),
+    "scale without v": (lambda k, c: {"v": None, "v_cache": None, "v_scale": 1.0}, ValueError, "^v_scale: expected none without v, got some"),
+    "dtype of k": (lambda k, c: {"dtype": "bfloat16"}, TypeError, "^k: expected bfloat16 as dtype says, got float32"),
+    "dtype of the cache": (lambda k, c: {"kv_dtype": "float16"}, TypeError, "^k_cache: expected float16 as kv_dtype says, got float32"),
+}
+
+
+@pytest.mark.parametrize("what", SENTENCES)
+def test_sentences(what):
+    changes, error, sentence = SENTENCES[what]
+    k, cache = new_tokens(2)[0], np.zeros((4, 8, KV_HEADS, DIM), np.float32)
+    arguments = {"k": k, "v": k, "k_cache": cache, "v_cache": cache.copy(), "slot_mapping": [3, 4]}
+    with pytest.raises(error, match=sentence):
+        blitz_attn.append_paged_kv(**arguments | changes(k, cache))
+    assert not cache.any()
+
+
+def test_refuses_summaries_over_values():
+    case = testing.make_paged(1, 4, KV_HEADS, [9], 8, DIM, DIM)
+    caches, k = empty_like(case)[0], new_tokens(1)[0]
+    where = {"block_tables": case.block_tables, "seq_lens": case.seq_lens, "metadata_block_tables": np.array([[0]])}
+    with pytest.raises(ValueError, match="^maxblocks: expected memory of its own, got an array that overlaps v_cache"):
+        blitz_attn.append_paged_kv(k, k, *caches, maxblocks=caches[1], **where)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])

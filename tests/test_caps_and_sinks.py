@@ -49,8 +49,8 @@ def test_against_the_twin(options, rules, dtype, isa_level):
     np.testing.assert_allclose(lse, exact_lse, rtol=min(unit, 1e-3), atol=min(unit, 1e-3))
 
 
-def test_few_queries_have_the_bits_of_paged_calls(isa_level):
-    """One query per head: the same kernels as decoding, and the same numbers."""
+def test_few_queries_have_the_numbers_of_paged_calls(isa_level):
+    """One query per head: kernels for few queries, as in decoding."""
     case = testing.make_paged(1, 8, 2, [333], 16, 64, poison=False)
     options = {"sinks": np.linspace(-2, 5, 8), "softcap": 5.0, "return_lse": True}
     k, v = (x[case.block_tables[0]].reshape(-1, 2, 64)[None, :333] for x in (case.k_cache, case.v_cache))
@@ -108,6 +108,16 @@ def test_refused(options, error, sentence):
     with pytest.raises(error, match=sentence):
         blitz_attn.block_sparse_attention(q, k, v, out=out, **options)
     assert (out == 7).all()
+
+
+def test_sinks_that_need_a_gradient():
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, testing.make_qkv(1, 4, 4, 5, 20, 8))
+    sinks = torch.zeros(4, requires_grad=True)
+    with pytest.raises(ValueError, match="^sinks: expected a tensor that needs no gradient"):
+        blitz_attn.block_sparse_attention(q, k, v, sinks=sinks)
+    with torch.no_grad():
+        blitz_attn.block_sparse_attention(q, k, v, sinks=sinks)
 
 
 def test_sinks_are_an_input():

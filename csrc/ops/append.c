@@ -29,40 +29,51 @@ static void find_bounds(const places *p, const int64_t lengths[3], const char **
     *high += p->bytes;
 }
 
+static bool bounds_meet(const places *a, const places *b, const int64_t lengths[3]) {
+    const char *low[2], *high[2];
+    find_bounds(a, lengths, &low[0], &high[0]);
+    find_bounds(b, lengths, &low[1], &high[1]);
+    return high[0] > low[1] && high[1] > low[0];
+}
+
 /* Whether two arrays may share memory. K and V may be views of one array, whose axis for the two is any: then they have the same steps, and the rows
  * of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
 static bool may_share(const places *a, const places *b, const int64_t lengths[3]) {
     const places *first = a->data <= b->data ? a : b, *second = a->data <= b->data ? b : a;
-    const char *low[2], *high[2];
-    find_bounds(first, lengths, &low[0], &high[0]);
-    find_bounds(second, lengths, &low[1], &high[1]);
-    if (high[0] <= low[1] || high[1] <= low[0]) return false;
+    if (!bounds_meet(first, second, lengths)) return false;
     /* From the axis of the smallest step to that of the largest: is there one whose gaps the second array's places of all smaller axes fit into? */
     int64_t inside = 0; /* how far the smaller axes reach, from row to row */
-    bool passed[3] = {false, false, false};
+    int64_t room = 0;   /* what the next step must be at least, so that the places of a larger axis do not reach into those gaps */
+    bool passed[3] = {false, false, false}, fits = false;
     for (int n = 0; n < 3; n++) {
         int next = -1;
         for (int i = 0; i < 3; i++)
             if (!passed[i] && lengths[i] > 1 && (next < 0 || first->steps[i] < first->steps[next])) next = i;
-        if (next < 0 || first->steps[next] != second->steps[next] || first->steps[next] < 0) return true;
-        const int64_t distance = second->data - first->data;
-        if (inside + first->bytes <= distance && distance + inside + second->bytes <= first->steps[next]) return false;
+        if (next < 0) break;
+        const int64_t step = first->steps[next], distance = second->data - first->data;
+        if (step != second->steps[next] || step < room) return true;
+        fits |= inside + first->bytes <= distance && distance + inside + second->bytes <= step;
         passed[next] = true;
-        inside += first->steps[next] * (lengths[next] - 1);
+        inside += step * (lengths[next] - 1);
+        room = step * lengths[next];
     }
-    return true;
+    return !fits;
 }
 
+/* Checks that no array that is written shares memory with another, or with scales that are read. */
 static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
-    const int64_t element = ba_dtype_size(c->dtype), lengths[3] = {c->pages, c->page_size, c->heads};
+    const int64_t element = ba_dtype_size(c->dtype), real = (int64_t)sizeof(float), lengths[3] = {c->pages, c->page_size, c->heads};
     const places all[] = {places_of("k_cache", &c->k, element, c->k_dim), places_of("v_cache", &c->v, element, c->v_dim),
-                          places_of("k_scale", &c->k_scale, (int64_t)sizeof(float), 1), places_of("v_scale", &c->v_scale, (int64_t)sizeof(float), 1)};
-    const bool v = call->arrays == 2, written[] = {true, v, !call->rows[0].scale_is_fixed, v && !call->rows[1].scale_is_fixed};
+                          places_of("k_scale", &c->k_scale, real, 1), places_of("v_scale", &c->v_scale, real, 1)};
+    const bool v = call->arrays == 2, k_fixed = call->rows[0].scale_is_fixed, v_fixed = call->rows[1].scale_is_fixed;
+    const bool given[] = {true, v, c->k_scale.data != NULL, v && c->v_scale.data != NULL}, fixed[] = {false, false, k_fixed, v_fixed};
     if (c->pages == 0) return BA_OK;
     for (int i = 0; i < 4; i++)
-        for (int j = 0; j < i; j++)
-            if (written[i] && written[j] && may_share(&all[i], &all[j], lengths))
+        for (int j = 0; j < i; j++) {
+            if (!given[i] || !given[j] || (fixed[i] && fixed[j])) continue;
+            if (fixed[i] || fixed[j] ? bounds_meet(&all[i], &all[j], lengths) : may_share(&all[i], &all[j], lengths))
                 return ba_fail(BA_ERROR_VALUE, "%s: expected memory of its own, got an array that overlaps %s", all[i].name, all[j].name);
+        }
     return BA_OK;
 }
 
@@ -72,8 +83,10 @@ static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
 static int64_t new_tokens(const ba_page_tables *t, int64_t request) { return t->cu_q ? t->cu_q[request + 1] - t->cu_q[request] : 1; }
 
 /* Writes the slot of each new token. The new tokens are the last of their requests. */
-static ba_status slots_by_tables(const ba_page_tables *t, const ba_caches *c, int64_t tokens, int64_t *slots) {
+static ba_status slots_by_tables(const ba_page_tables *t, bool planned, const ba_caches *c, int64_t tokens, int64_t *slots) {
     int64_t n = 0;
+    if (planned && t->queries != tokens)
+        return ba_fail(BA_ERROR_VALUE, "k: expected %" PRId64 " tokens as the plan has them, got %" PRId64, t->queries, tokens);
     if (t->page_size != c->page_size)
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, t->page_size,
                        c->page_size);
@@ -123,12 +136,12 @@ static ba_status check_distinct(const char *name, const int64_t *slots, int64_t 
     return BA_OK;
 }
 
-/* Finds the slot of each token that a table gives one, and checks that all are distinct. `memory` has room for the slots, and behind them for a hash
- * table of `hashed` entries. */
-static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_page_tables *tables, const ba_caches *caches, int64_t *memory,
-                              int64_t hashed) {
+/* Finds the slot of each token, and checks that all are distinct. `memory` has room for the slots, and behind them for a hash table of `hashed`
+ * entries. */
+static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_page_tables *tables, bool planned, const ba_caches *caches,
+                              int64_t *memory, int64_t hashed) {
     if (slots) BA_TRY(check_slots(slots, c->tokens, caches->pages * caches->page_size));
-    else BA_TRY(slots_by_tables(tables, caches, c->tokens, memory));
+    else BA_TRY(slots_by_tables(tables, planned, caches, c->tokens, memory));
     c->slots = slots ? slots : memory;
     return check_distinct(slots ? "slot_mapping" : "block_tables", c->slots, c->tokens, memory + c->tokens, hashed);
 }
@@ -170,8 +183,10 @@ static ba_status check_own_places(const char *cache_name, const ba_tensor *cache
 
 static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_paged_args *args, ba_caches *caches, ba_store_call *c) {
     ba_paged_args a = *args;
-    if (!v && (ba_given(&a.v_cache) || ba_given(&a.v_scale))) return ba_fail(BA_ERROR_VALUE, "v: expected values for v_cache, got none");
-    if (!v) { /* K alone: its places are checked as V's, too */
+    if (!v && ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, "v: expected values for v_cache, got none");
+    if (!v && ba_given(&a.v_scale)) return ba_fail(BA_ERROR_VALUE, "v_scale: expected none without v, got some");
+    if (v && !ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, "v_cache: expected a cache for v, got none");
+    if (!v) { /* ba_check_caches() takes two caches: that of K stands for that of V */
         a.v_cache = a.k_cache;
         a.v_scale = a.k_scale;
     }
@@ -194,30 +209,34 @@ static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_page
     return check_apart(caches, c);
 }
 
-ba_status ba_append_to(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_page_tables *tables, const ba_paged_args *args) {
-    ba_caches caches;
-    ba_store_call c = {.tokens = 0};
-    BA_TRY(open_call(k, v, args, &caches, &c));
+/* Runs an opened call. */
+static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *slots, const ba_page_tables *tables, bool planned, int num_threads) {
     int64_t hashed = 2;
-    while (hashed <= c.tokens) hashed *= 2;
+    while (hashed <= c->tokens) hashed *= 2;
     hashed *= 2; /* at most half full, so that a search is short */
-    const size_t bytes = (size_t)(c.tokens + hashed) * sizeof *slots;
+    const size_t bytes = (size_t)(c->tokens + hashed) * sizeof *slots;
     int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "slot_mapping: expected %lld bytes of memory for a copy, got none", (long long)bytes);
-    ba_status status = choose_slots(&c, slots, tables, &caches, memory, hashed);
-    if (status == BA_OK) status = ba_store_rows(&c, args->num_threads);
+    ba_status status = choose_slots(c, slots, tables, planned, caches, memory, hashed);
+    if (status == BA_OK) status = ba_store_rows(c, num_threads);
     free(memory);
     return status;
 }
 
+ba_status ba_append_by_plan(const ba_tensor *k, const ba_tensor *v, const ba_page_tables *plan, const ba_paged_args *args) {
+    ba_caches caches;
+    ba_store_call c = {.tokens = 0};
+    BA_TRY(open_call(k, v, args, &caches, &c));
+    return run(&c, &caches, NULL, plan, true, args->num_threads);
+}
+
 ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args) {
     ba_caches caches;
-    ba_store_call unused = {.tokens = 0};
+    ba_store_call c = {.tokens = 0};
     ba_page_tables tables = {0};
-    if (slots) return ba_append_to(k, v, slots, NULL, args);
-    BA_TRY(open_call(k, v, args, &caches, &unused)); /* which bounds the page size */
-    BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &tables));
-    const ba_status status = ba_append_to(k, v, NULL, &tables, args);
+    BA_TRY(open_call(k, v, args, &caches, &c));
+    if (!slots) BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &tables));
+    const ba_status status = run(&c, &caches, slots, &tables, false, args->num_threads);
     ba_close_page_tables(&tables);
     return status;
 }

@@ -52,7 +52,8 @@ static ba_status check_scale(const char *name, const ba_tensor *t, const char *c
     *view = (ba_view){.data = t->data, .head_stride = t->ndim ? ba_step(t, 0) : 0};
     for (int64_t i = 0; i < (t->ndim ? heads : 1); i++) {
         const float scale = ((const float *)t->data)[i * view->head_stride];
-        if (!(scale > 0) || !isfinite(scale)) return ba_fail(BA_ERROR_VALUE, "%s: expected positive finite numbers, got %g", name, (double)scale);
+        if (!(scale > 0) || !isfinite(scale))
+            return ba_fail(BA_ERROR_VALUE, "%s: expected positive numbers within the range of float32, got %g", name, (double)scale);
     }
     return BA_OK;
 }

@@ -1,4 +1,4 @@
-/* Storing rows, and the operation whose rows go to an 8-bit array of their own. */
+/* Stores rows in caches; and ba_quantize_kv(), which stores quantised rows in arrays of their own. */
 #include "ops/store_rows.h"
 
 #include <math.h>

@@ -177,6 +177,13 @@ static int hold_optional(module_state *state, PyObject *object, const char *name
     return 0;
 }
 
+/* Checks that an array has the dtype that the caller has named; BA_DTYPE_COUNT: none. */
+static int expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named) {
+    if (named == BA_DTYPE_COUNT || named == dtype) return 0;
+    PyErr_Format(PyExc_TypeError, "%s: expected %s as %s says, got %s", name, ba_dtype_name(named), argument, ba_dtype_name(dtype));
+    return -1;
+}
+
 static int64_t page_tokens(const ba_paged_args *a) { return a->k_cache.ndim == 4 ? a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2] : 1; }
 
 static int read_selected(module_state *state, PyObject *const *values, paged_call *call) {
@@ -207,14 +214,7 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (hold_optional(state, values[PAGED_v_cache], "v_cache", ARG_CACHE, kv_bits_as, &call->v_cache, &a->v_cache) < 0) return -1;
     if (hold_optional(state, values[PAGED_k_scale], "k_scale", ARG_SCALES, BA_UINT16, &call->k_scale, &a->k_scale) < 0) return -1;
     if (hold_optional(state, values[PAGED_v_scale], "v_scale", ARG_SCALES, BA_UINT16, &call->v_scale, &a->v_scale) < 0) return -1;
-    if (dtype != BA_DTYPE_COUNT && a->q.dtype != dtype) {
-        PyErr_Format(PyExc_TypeError, "q: expected %s as dtype says, got %s", ba_dtype_name(dtype), ba_dtype_name(a->q.dtype));
-        return -1;
-    }
-    if (kv_dtype != BA_DTYPE_COUNT && a->k_cache.dtype != kv_dtype) {
-        PyErr_Format(PyExc_TypeError, "k_cache: expected %s as kv_dtype says, got %s", ba_dtype_name(kv_dtype), ba_dtype_name(a->k_cache.dtype));
-        return -1;
-    }
+    if (expect_dtype("q", a->q.dtype, "dtype", dtype) < 0 || expect_dtype("k_cache", a->k_cache.dtype, "kv_dtype", kv_dtype) < 0) return -1;
     call->plan = tables_of_plan(values[PAGED_block_tables]);
     if (call->plan == NULL && hold_tables(state, values[PAGED_block_tables], &call->requests, a) < 0) return -1;
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
@@ -304,13 +304,11 @@ done:
 
 /* The arguments, in order; each gets an index and a name. Where slot_mapping is None, block_tables may be opened page tables: then seq_lens, indptr,
  * last_page_len and q_lens are None. q_begin is always None. */
-#define APPEND_ARGUMENTS(X)                                                                                                                          \
-    X(k)                                                                                                                                             \
-    X(v)                                                                                                                                             \
-    X(k_cache)                                                                                                                                       \
-    X(v_cache)                                                                                                                                       \
-    X(slot_mapping)                                                                                                                                  \
-    X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) X(v_scale) X(dtype) X(kv_dtype) X(num_threads)
+/* clang-format off */
+#define APPEND_ARGUMENTS(X) \
+    X(k) X(v) X(k_cache) X(v_cache) X(slot_mapping) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) \
+    X(v_scale) X(dtype) X(kv_dtype) X(num_threads)
+/* clang-format on */
 #define AS_APPEND_INDEX(name) APPEND_##name,
 enum { APPEND_ARGUMENTS(AS_APPEND_INDEX) APPEND_COUNT };
 
@@ -349,6 +347,8 @@ static int read_append(module_state *state, PyObject *const *values, append_call
     if (arg_hold_output(state, values[APPEND_k_cache], "k_cache", ARG_CACHE, kv_bits_as, &call->k_cache) < 0) return -1;
     if (values[APPEND_v_cache] != Py_None && arg_hold_output(state, values[APPEND_v_cache], "v_cache", ARG_CACHE, kv_bits_as, &call->v_cache) < 0)
         return -1;
+    if (expect_dtype("k_cache", call->k_cache.tensor.dtype, "kv_dtype", kv_dtype) < 0) return -1;
+    if (expect_dtype("k", call->k.tensor.dtype, "dtype", dtype) < 0) return -1;
     if (hold_scale(state, values[APPEND_k_scale], "k_scale", &call->k_scale, &a->k_scale) < 0) return -1;
     if (hold_scale(state, values[APPEND_v_scale], "v_scale", &call->v_scale, &a->v_scale) < 0) return -1;
     a->k_cache = call->k_cache.tensor;
@@ -382,7 +382,7 @@ PyObject *py_append_paged_kv(PyObject *module, PyObject *const *args, Py_ssize_t
 
     if (read_append(PyModule_GetState(module), values, &call) < 0 || check_append_disjoint(&call) < 0) goto done;
     v = values[APPEND_v] != Py_None ? &call.v.tensor : NULL;
-    if (call.plan != NULL) WITHOUT_GIL(status = ba_append_to(&call.k.tensor, v, NULL, call.plan, &call.args));
+    if (call.plan != NULL) WITHOUT_GIL(status = ba_append_by_plan(&call.k.tensor, v, call.plan, &call.args));
     else WITHOUT_GIL(status = ba_append_kv(&call.k.tensor, v, call.slots.values, &call.args));
     if (arg_check(status) == 0) result = Py_NewRef(Py_None);
 done:
