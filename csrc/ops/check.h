@@ -46,8 +46,8 @@ ba_status ba_check_places(const char *name, const ba_tensor *t);
 /* Checks cumulative lengths: batch + 1 numbers that never fall, from 0 to `tokens`. Sets *longest to the length of the longest sequence. */
 ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest);
 
-/* Checks the scale and the softcap (0: none) of a call with such queries. Sums are made in float, or for float64 in double, and neither these numbers
- * nor their reciprocals may overflow there. */
+/* Checks the scale and the softcap (0: none) of a call with such queries. Sums are made in float, or for float64 in double: neither number may
+ * overflow there, nor may the reciprocal of the cap. */
 ba_status ba_check_scale(ba_dtype q_dtype, double scale);
 ba_status ba_check_softcap(ba_dtype q_dtype, double softcap);
 

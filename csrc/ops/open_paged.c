@@ -45,8 +45,8 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
 }
 
 /* Checks q, the caches and their scales, and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page
- * tables, lengths, the places of queries, selected pages and outputs are left to other functions. `planned`: the
- * tables were opened before this call; `ragged`: q is (T, H, D). */
+ * tables, lengths, the places of queries, selected pages and outputs are left to other functions. `planned`: the tables were opened before this call.
+ * `ragged`: q is (T, H, D). */
 static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q;
     ba_caches c;
