@@ -213,10 +213,10 @@ BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, con
 /* Writes new tokens, k (T, H_kv, D) and v (T, H_kv, D_v) in float32, float16, bfloat16 or float64, into the caches of `args`, in their dtype. Token t
  * goes to slot slots[t], which is page * page_size + place; -1 leaves it out. With slots NULL, the new tokens are the last of their requests: cu_q
  * gives their numbers (NULL: one per request), block_tables, indptr, seq_lens and batch their places, as for ba_paged_attention(). In 8-bit caches, a
- * scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read: what lies beyond the largest number of the dtype
- * becomes that number. v NULL, and v_cache and v_scale not given: K alone. Fails, and writes nothing, where two tokens have one slot, or a number for
- * an 8-bit cache is not finite, or too large for a scale that is written. Of the other members of `args`, kv_layout and num_threads are read. k_cache
- * and v_cache may be views of one array. */
+ * scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read: what lies beyond the largest number of the
+ * dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone. Fails, and writes nothing, where two tokens have one slot, or a
+ * number for an 8-bit cache is not finite, or too large for a scale that is written. Of the other members of `args`, kv_layout and num_threads are
+ * read. k_cache and v_cache may be views of one array. */
 BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args);
 
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
