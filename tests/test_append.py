@@ -316,7 +316,6 @@ def test_refuses_given_scales_that_are_written():
 SENTENCES = {
     "no cache for v": (lambda k, c: {"v": k, "v_cache": None}, ValueError, "^v_cache: expected a cache for v, got none"),
     "scale without v": (lambda k, c: {"v": None, "v_cache": None, "v_scale": 1.0}, ValueError, "^v_scale: expected none without v, got some"),
-    "dtype of k": (lambda k, c: {"dtype": "bfloat16"}, TypeError, "^k: expected bfloat16 as dtype says, got float32"),
     "dtype of the cache": (lambda k, c: {"kv_dtype": "float16"}, TypeError, "^k_cache: expected float16 as kv_dtype says, got float32"),
 }
 

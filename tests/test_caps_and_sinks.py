@@ -5,7 +5,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, sabi, testing
-from cases import DTYPES, same_bits
+from cases import DTYPES, bits_option, same_bits
 
 OPTIONS = {
     "cap": {"softcap": 3.0},
@@ -36,8 +36,8 @@ def given(rules, q, k):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_against_the_twin(options, rules, dtype, isa_level):
     q, k, v = testing.make_qkv(2, 4, 2, 100, 150, 32, dtype=dtype)
-    q = testing.round_to(3 * testing.to_float64(q), dtype)
-    rules = given(rules, q, k)
+    q = testing.round_to(3 * testing.to_float64(q, dtype), dtype)
+    rules = given(rules, q, k) | bits_option(q)
     exact, exact_lse = reference.block_sparse_attention(q, k, v, return_lse=True, **rules, **options)
     plain = reference.block_sparse_attention(q, k, v, **rules)
     assert (np.abs(exact - plain).max() > 1e-3) == (options.get("softcap") != 1e5)
@@ -45,7 +45,7 @@ def test_against_the_twin(options, rules, dtype, isa_level):
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
     out, lse = results[0]
     unit = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
-    np.testing.assert_allclose(testing.to_float64(out), exact, rtol=unit, atol=unit)
+    np.testing.assert_allclose(testing.to_float64(out, dtype), exact, rtol=unit, atol=unit)
     np.testing.assert_allclose(lse, exact_lse, rtol=min(unit, 1e-3), atol=min(unit, 1e-3))
 
 

@@ -348,7 +348,6 @@ static int read_append(module_state *state, PyObject *const *values, append_call
     if (values[APPEND_v_cache] != Py_None && arg_hold_output(state, values[APPEND_v_cache], "v_cache", ARG_CACHE, kv_bits_as, &call->v_cache) < 0)
         return -1;
     if (expect_dtype("k_cache", call->k_cache.tensor.dtype, "kv_dtype", kv_dtype) < 0) return -1;
-    if (expect_dtype("k", call->k.tensor.dtype, "dtype", dtype) < 0) return -1;
     if (hold_scale(state, values[APPEND_k_scale], "k_scale", &call->k_scale, &a->k_scale) < 0) return -1;
     if (hold_scale(state, values[APPEND_v_scale], "v_scale", &call->v_scale, &a->v_scale) < 0) return -1;
     a->k_cache = call->k_cache.tensor;

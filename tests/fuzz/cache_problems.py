@@ -194,16 +194,15 @@ class Append:
         self.sides = []
         for name, dim in zip("kv", dims, strict=True):
             dtype = draw.pick(f"{name}.dtype", arrays.FLOATS)
-            kinds = tuple(x for x in arrays.kinds_for(dtype) if x != "bits" or cache_dtype != "float8_e4m3" or cache_kind != "bits")
-            kind = draw.pick(f"{name}.kind", kinds)
+            kind = draw.pick(f"{name}.kind", arrays.kinds_for(dtype))
             values = draw.rng(name).standard_normal((tokens, self.kv_heads, dim)) * draw.pick(f"{name}.spread_of_values", (1.0, 1e-6, 1e4))
             if not finite and cache_dtype not in LARGEST:
                 values[draw.rng(f"{name}.odd").random(values.shape) < 0.1] = (np.nan, np.inf)[draw.pick(f"{name}.odd", (0, 1))]
             shape = (self.pages, self.size, self.kv_heads, dim)
             self.sides.append(Side(draw, name, values, shape, (dtype, cache_dtype), (kind, cache_kind), self.hnd))
         self.k, self.v = self.sides
-        plain = [cache_dtype] * (cache_kind == "bits") + [x.named[0] for x in self.sides if x.named[1] == "bits"]
-        self.kv_dtype = plain[0] if plain else draw.pick("kv_dtype", (None, cache_dtype))
+        self.kv_dtype = cache_dtype if cache_kind == "bits" else draw.pick("kv_dtype", (None, cache_dtype))
+        self.dtype = "bfloat16" if any(x.named[1] == "bits" for x in self.sides) else None
         self.summaries: dict[str, Held] = {}
         if not self.by_slots and isinstance(self.tables, arrays.Placed) and cache_dtype not in LARGEST and draw.flag("summaries"):
             self._summaries(draw, dims[0])
@@ -251,7 +250,6 @@ class Append:
     def options(self) -> dict[str, Any]:
         scales = {f"{name}_scale": x.fixed if x.scale is None else x.scale.given() for name, x in zip("kv", self.sides, strict=True)}
         return {"kv_layout": "HND" if self.hnd else "NHD", "kv_dtype": self.kv_dtype, **scales}
-
     def call(self, tokens: Any = slice(None), lens: Any = None, new: Any = None) -> None:
         """Appends all tokens, or the given ones, as the last tokens of requests of these lengths."""
         where: dict[str, Any] = {"slot_mapping": integers_as(self.numbers_as, self.slots[tokens])}
@@ -262,7 +260,7 @@ class Append:
         if self.summaries:
             where |= {name: x.given(written=True) for name, x in self.summaries.items()} | {"metadata_block_tables": self.summary_tables.array}
         result = blitz_attn.append_paged_kv(
-            *(x.given(tokens) for x in self.sides), *(x.cache.given(written=True) for x in self.sides), **where, **self.options(),
+            *(x.given(tokens) for x in self.sides), *(x.cache.given(written=True) for x in self.sides), **where, **self.options(), dtype=self.dtype,
             num_threads=self.threads,
         )
         if result is not None:
