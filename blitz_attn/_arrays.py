@@ -165,8 +165,8 @@ def refuse_tangent(x: Any, name: str) -> None:
 
 
 def writable(x: Any, name: str, cache: bool = False) -> Any:
-    """`readable` for an array that will be written; None stays None. Torch is told, which notices then where it keeps a tensor for a
-    gradient."""
+    """`readable` for an array that will be written; None stays None. A torch tensor gets a new version: torch then refuses gradients for
+    which it has saved the tensor as it was before."""
     if x is None:
         return None
     if _is_jax(x):

@@ -20,7 +20,7 @@ def scales_for_core(scale: Any, name: str) -> Any:
 
 
 def _scales_to_append(scale: Any, name: str) -> Any:
-    """The same where one scale per token and head is written, and others are read."""
+    """k_scale or v_scale as the core takes it for appending, which writes scales per token and head, and reads others."""
     if scale is None:
         return None
     written = len(_arrays.shape_of(scale)) > 1
@@ -45,7 +45,8 @@ def attend_requests(
     """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
     `q_begin`, or what `open_requests` gives."""
     tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
-    k_scale, v_scale = scales_for_core(k_scale, "k_scale"), scales_for_core(v_scale, "v_scale")
+    if k_scale is not None or v_scale is not None:
+        k_scale, v_scale = scales_for_core(k_scale, "k_scale"), scales_for_core(v_scale, "v_scale")
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
     try:

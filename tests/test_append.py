@@ -252,10 +252,10 @@ def test_tokens_without_a_slot_are_not_read():
     case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype="int8")
     k, v = new_tokens(3)
     k[1] = np.nan
-    append_both((np.delete(k, 1, 0), np.delete(v, 1, 0)), case, slot_mapping=[4, 1])
+    expected = append_both((np.delete(k, 1, 0), np.delete(v, 1, 0)), case, slot_mapping=[4, 1])
     caches, scales = empty_like(case)
     blitz_attn.append_paged_kv(k, v, *caches, slot_mapping=[4, -1, 1], **scales)
-    assert caches[0].any()
+    assert_same([*caches, *scales.values()], expected)
 
 
 # ---- Refusals -----------------------------------------------------------------------------------------------------

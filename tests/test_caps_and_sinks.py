@@ -23,7 +23,7 @@ RULES = {
 
 
 def given(rules, q, k):
-    """The rules, with a list where they ask for one, some of whose rows are empty."""
+    """The rules of a call. Where "sabi" is True, a list takes its place, and block row 1 of it is empty."""
     if not rules.get("sabi"):
         return rules
     lists = sabi.random_with_frame(q.shape[2], k.shape[2], rules["block_shape"], 0.5, seed=3).astype(np.int32)

@@ -104,11 +104,7 @@ static ba_status slots_by_tables(const ba_page_tables *t, bool planned, const ba
                            t->seq_lens[b], count, b);
         for (int64_t i = t->seq_lens[b] - count; i < t->seq_lens[b]; i++) {
             const int64_t page = pages[i / c->page_size];
-            if (page < 0 || page >= c->pages)
-                return ba_fail(BA_ERROR_VALUE,
-                               "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64
-                               " of request %" PRId64,
-                               c->pages - 1, page, i / c->page_size, b);
+            if (page < 0 || page >= c->pages) return ba_refuse_page(page, c->pages, i / c->page_size, b);
             slots[n++] = page * c->page_size + i % c->page_size;
         }
     }

@@ -100,16 +100,19 @@ static void copy_requests(const ba_paged_args *args, ba_page_tables *t) {
     for (int64_t b = 0; b < t->batch; b++) t->most_queries = ba_max(t->most_queries, t->cu_q[b + 1] - t->cu_q[b]);
 }
 
+ba_status ba_refuse_page(int64_t page, int64_t pages, int64_t number, int64_t request) {
+    return ba_fail(BA_ERROR_VALUE,
+                   "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64
+                   " of request %" PRId64,
+                   pages - 1, page, number, request);
+}
+
 ba_status ba_check_page_numbers(const ba_page_tables *t, int64_t pages) {
     if (t->page_limit <= (uint64_t)pages) return BA_OK;
     for (int64_t b = 0; b < t->batch; b++)
         for (int64_t i = 0; i < t->first[b + 1] - t->first[b]; i++) {
             const int64_t page = t->page[t->first[b] + i];
-            if (page < 0 || page >= pages)
-                return ba_fail(BA_ERROR_VALUE,
-                               "block_tables: expected pages from 0 to %" PRId64 " within the request's length, got %" PRId64 " for page %" PRId64
-                               " of request %" PRId64,
-                               pages - 1, page, i, b);
+            if (page < 0 || page >= pages) return ba_refuse_page(page, pages, i, b);
         }
     return BA_OK;
 }

@@ -27,6 +27,9 @@ ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int6
 /* Fails where a page number is beyond a cache of `pages` pages. */
 ba_status ba_check_page_numbers(const ba_page_tables *tables, int64_t pages);
 
+/* Fails: page `page`, which a request's table has as its page number `number`, is beyond a cache of `pages` pages. */
+ba_status ba_refuse_page(int64_t page, int64_t pages, int64_t number, int64_t request);
+
 /* Frees the copies and sets `tables` to zero. Does nothing to closed tables. */
 void ba_close_page_tables(ba_page_tables *tables);
 

@@ -302,8 +302,8 @@ done:
     return result;
 }
 
-/* The arguments, in order; each gets an index and a name. Where slot_mapping is None, block_tables may be opened page tables: then seq_lens, indptr,
- * last_page_len and q_lens are None. q_begin is always None. */
+/* The arguments, in order; each gets an index and a name. slot_mapping says where each token goes. Where it is None, block_tables to q_lens say it,
+ * or block_tables alone, if they are opened page tables. q_begin is always None: it stands here because read_requests() takes it. */
 /* clang-format off */
 #define APPEND_ARGUMENTS(X) \
     X(k) X(v) X(k_cache) X(v_cache) X(slot_mapping) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) \

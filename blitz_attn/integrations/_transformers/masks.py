@@ -222,12 +222,10 @@ _STILL_A_MASK = frozenset({  # views, copies, and masks joined with others
     _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.tril, _aten.unbind, _aten.unfold,
     _aten.unsqueeze, _aten.view,
 })  # fmt: skip
-_NO_MASK = frozenset({  # what only code that knows of True and False asks for
+_NO_MASK = frozenset({  # questions that make sense for True and False alone; the answer is an ordinary tensor or number
     _aten._local_scalar_dense, _aten.all, _aten.any, _aten.argmax, _aten.bitwise_not, _aten.count_nonzero, _aten.equal, _aten.item,
     _aten.logical_not, _aten.max, _aten.nonzero, _aten.sum,
 })  # fmt: skip
-
-
 _SHAPE_ALONE = frozenset({_aten.empty_like, _aten.full_like, _aten.ones_like, _aten.zeros_like})  # where a dtype is given
 
 
