@@ -23,29 +23,29 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     w->q = ba_take_in_page(base, &used, lanes * ba_query_room(c), in_page, 0);
     w->o = ba_take_in_page(base, &used, lanes * pad_v * f->real_size, in_page, in_page);
     w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
-    w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
-    w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
+    w->bounds = ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
+    w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
     w->packed_k = ba_take_in_page(base, &used, c->pack_k ? packed * pad_k * pack : 0, in_page, in_page);
     w->packed_v = ba_take_in_page(base, &used, c->pack_v ? packed * pad_v * pack : 0, in_page, in_page);
     w->wide = ba_take(base, &used, c->widen ? BA_WIDE_KEYS * ba_round_up(ba_max(p->head_dim, p->v_dim), BA_PACK_PAD) * f->pack_bytes : 0);
     w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
-    w->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    w->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    w->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    w->packed_v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size : 0);
-    w->rows = (const void **)ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_scale = (float *)ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
-    w->v_scale = (float *)ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
+    w->rows = ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
+    w->k_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
+    w->v_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
     for (int i = 0; i < c->chunks; i++) {
-        w->chunk[i].k_rows = (const void **)ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
-        w->chunk[i].v_rows = (const void **)ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
-        w->chunk[i].k_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
-        w->chunk[i].v_scale_at = (const float **)ba_take(base, &used, keys * (int64_t)sizeof(float *));
-        w->chunk[i].key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+        w->chunk[i].k_rows = ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
+        w->chunk[i].v_rows = ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
+        w->chunk[i].k_scale_at = ba_take(base, &used, keys * (int64_t)sizeof(float *));
+        w->chunk[i].v_scale_at = ba_take(base, &used, keys * (int64_t)sizeof(float *));
+        w->chunk[i].key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     }
-    w->tiles = (ba_tile_state *)ba_take(base, &used, tiles * c->plan.grouping.few_heads * (int64_t)sizeof(ba_tile_state));
-    w->panels = (ba_panel *)ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_panel));
-    w->chunks = (ba_chunk *)ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_chunk));
+    w->tiles = ba_take(base, &used, tiles * c->plan.grouping.few_heads * (int64_t)sizeof(ba_tile_state));
+    w->panels = ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_panel));
+    w->chunks = ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_chunk));
     return used;
 }
 
@@ -138,7 +138,7 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     used = 0;
     char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
-    int64_t *part_offset = (int64_t *)ba_take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
+    int64_t *part_offset = ba_take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
     c.part_offset = part_offset;
     c.parts = ba_take(memory, &used, ba_lay_out_parts(&c, part_offset));
     c.scratch = ba_take_in_page(memory, &used, threads * c.scratch_bytes, in_page, 0);

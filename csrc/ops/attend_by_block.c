@@ -42,7 +42,7 @@ static int64_t row_element(const call *c) { return c->family->rows->pack_queries
 /* Bytes per packed query, and per packed key. */
 static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim, c->family->dim_pad) * row_element(c); }
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
@@ -51,21 +51,21 @@ static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     s->o = ba_take(base, &used, lanes * BA_FEW_PAD(p->v_dim) * f->real_size);
     s->m = ba_take(base, &used, lanes * f->real_size);
     s->l = ba_take(base, &used, lanes * f->real_size);
-    s->lo = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
-    s->hi = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->lo = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->hi = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->q = ba_take(base, &used, lanes * q_bytes(c));
-    s->begin = (int32_t *)ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
-    s->rows = (int32_t *)ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
-    s->chosen = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->begin = ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
+    s->rows = ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
+    s->chosen = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->packed_k = ba_take(base, &used, c->packed_k);
     s->packed_v = ba_take(base, &used, c->packed_v);
-    s->k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    s->v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    s->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    s->packed_v_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    s->key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+    s->k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->packed_v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     s->lse = ba_take(base, &used, c->row_lanes * f->real_size);
-    s->out = (void **)ba_take(base, &used, c->row_lanes * (int64_t)sizeof(void *));
+    s->out = ba_take(base, &used, c->row_lanes * (int64_t)sizeof(void *));
     return used;
 }
 

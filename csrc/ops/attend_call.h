@@ -90,8 +90,7 @@ static inline int64_t ba_few_scratch(const ba_attend_call *c) {
     return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);
 }
 
-/* Hands out the parts of one worker's scratch memory at `base`, which begins a page where tuning has a page_offset, and returns their size; with base
- * NULL, only the size counts. */
+/* Lays out the scratch memory of one worker (scratch.h), which begins a page where tuning has a page_offset. */
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w);
 
 /* ---- attend_tiles.c -------------------------------------------------------------------------------------------------- */

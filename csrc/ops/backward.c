@@ -29,25 +29,25 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
     w->q_rows = ba_take(base, &used, lanes * pad_k * f->real_size);
     w->dout_rows = ba_take(base, &used, lanes * pad_v * f->real_size);
     w->lanes = ba_take(base, &used, lanes * 2 * f->real_size);
-    w->bounds = (int32_t *)ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
-    w->bitmaps = (uint64_t *)ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
+    w->bounds = ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
+    w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
     w->weights = ba_take(base, &used, room * keys * f->real_size);
     w->slopes = ba_take(base, &used, room * keys * f->real_size);
     w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
     w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
     w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
     w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
-    w->k_rows = (const void **)ba_take(base, &used, keys * pointer);
-    w->v_rows = (const void **)ba_take(base, &used, keys * pointer);
-    w->packed_k_rows = (const void **)ba_take(base, &used, keys * pointer);
-    w->packed_v_rows = (const void **)ba_take(base, &used, keys * pointer);
-    w->k_columns = (const void **)ba_take(base, &used, keys * pointer);
-    w->dk_rows = (void **)ba_take(base, &used, keys * pointer);
-    w->dv_rows = (void **)ba_take(base, &used, keys * pointer);
-    w->rows = (const void **)ba_take(base, &used, room * pointer);
-    w->more_rows = (const void **)ba_take(base, &used, room * pointer);
-    w->key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
-    w->tiles = (ba_tile_state *)ba_take(base, &used, tiles * (int64_t)sizeof(ba_tile_state));
+    w->k_rows = ba_take(base, &used, keys * pointer);
+    w->v_rows = ba_take(base, &used, keys * pointer);
+    w->packed_k_rows = ba_take(base, &used, keys * pointer);
+    w->packed_v_rows = ba_take(base, &used, keys * pointer);
+    w->k_columns = ba_take(base, &used, keys * pointer);
+    w->dk_rows = ba_take(base, &used, keys * pointer);
+    w->dv_rows = ba_take(base, &used, keys * pointer);
+    w->rows = ba_take(base, &used, room * pointer);
+    w->more_rows = ba_take(base, &used, room * pointer);
+    w->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+    w->tiles = ba_take(base, &used, tiles * (int64_t)sizeof(ba_tile_state));
     return used;
 }
 
@@ -162,7 +162,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
         int64_t used = 0;
         plan_memory = ba_take(memory, &used, plan_bytes);
         last = ba_take(memory, &used, sums * (int64_t)sizeof(int64_t));
-        c.turns = (ba_turn *)ba_take(memory, &used, c.plan.items * (int64_t)sizeof(ba_turn));
+        c.turns = ba_take(memory, &used, c.plan.items * (int64_t)sizeof(ba_turn));
         c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
         char *dk = ba_take(memory, &used, sum_bytes(&c, problem->head_dim)), *dv = ba_take(memory, &used, sum_bytes(&c, problem->v_dim));
         if (c.apart) {

@@ -15,7 +15,7 @@ typedef struct rows_scratch {
     int32_t *begin, *listed; /* the inverted lists (ba_plan_invert_lists) */
 } rows_scratch;
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out_rows_scratch(const ba_backward_call *c, char *base, rows_scratch *r) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
@@ -23,13 +23,13 @@ static int64_t lay_out_rows_scratch(const ba_backward_call *c, char *base, rows_
     int64_t used = ba_lay_out_backward_scratch(c, 1, base, &r->common);
     r->lane_lse = ba_take(base, &used, opened * f->real_size); /* open_rows() fills whole panels, which may reach beyond the last row */
     r->lane_delta = ba_take(base, &used, opened * f->real_size);
-    r->lane_lo = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
-    r->lane_hi = (int32_t *)ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
+    r->lane_lo = ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
+    r->lane_hi = ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
     r->lane_dq = ba_take(base, &used, lanes * pad_k * f->real_size);
     r->added = ba_take(base, &used, BA_MAX_LANES * pad_k * f->real_size);
-    r->attending = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
-    r->begin = (int32_t *)ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
-    r->listed = (int32_t *)ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
+    r->attending = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    r->begin = ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
+    r->listed = ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
     return used;
 }
 

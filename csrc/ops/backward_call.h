@@ -44,7 +44,7 @@ static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
 /* The number of reals that a packed row takes, in whichever of its forms. */
 static inline int64_t ba_padded(const ba_backward_call *c, int64_t dim) { return ba_round_up(dim, ba_max(BA_PACK_PAD, c->family->lane_block)); }
 
-/* Hands out the parts of one worker's scratch memory for `tiles` tiles at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker, for `tiles` tiles (scratch.h). */
 int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, char *base, ba_backward_scratch *w);
 
 /* ---- backward_tiles.c ------------------------------------------------------------------------------------------------ */

@@ -66,10 +66,10 @@ static int64_t row_offset(const ba_tensor *t, int64_t row) {
 
 static double lse_of(const ba_tensor *lse, int64_t row) { return ba_get_real(lse->data, row_offset(lse, row), ba_dtype_size(lse->dtype)); }
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out_merge(const merge_call *c, char *base, const void ***rows, char **weights) {
     int64_t used = 0;
-    *rows = (const void **)ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
+    *rows = ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
     *weights = ba_take(base, &used, c->parts * c->family->real_size);
     return used;
 }

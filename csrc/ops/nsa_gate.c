@@ -42,7 +42,7 @@ typedef struct gate_scratch {
     const void **rows; /* rows of several tokens, or of the three gates */
 } gate_scratch;
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out_gate(const gate_call *c, char *base, gate_scratch *s) {
     const int64_t real = c->real_size, widest = BA_FEW_PAD(BA_MAX_HEAD_DIM);
     const bool sums_dweights = c->weighted && c->backward;
@@ -52,7 +52,7 @@ static int64_t lay_out_gate(const gate_call *c, char *base, gate_scratch *s) {
     s->row = ba_take(base, &used, widest * real);
     s->dlogits = ba_take(base, &used, sums_dweights ? c->heads * GATES * ba_work.nsa.gradient_tokens * real : 0);
     s->wide = ba_take(base, &used, sums_dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
-    s->rows = (const void **)ba_take(base, &used, ba_max(ba_work.nsa.gradient_tokens, GATES) * (int64_t)sizeof(void *));
+    s->rows = ba_take(base, &used, ba_max(ba_work.nsa.gradient_tokens, GATES) * (int64_t)sizeof(void *));
     return used;
 }
 

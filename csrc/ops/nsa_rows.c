@@ -152,14 +152,14 @@ typedef struct means_scratch {
     char *mean, *mapped;      /* one row of reals each: a mean, and its product with the matrix */
 } means_scratch;
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out_means(const means_call *c, char *base, means_scratch *w) {
     const int64_t real_size = ba_dtype_size(ba_real_of(c->x.dtype));
     int64_t used = 0;
-    w->rows = (const void **)ba_take(base, &used, c->s.block * (int64_t)sizeof(void *));
+    w->rows = ba_take(base, &used, c->s.block * (int64_t)sizeof(void *));
     w->weights = ba_take(base, &used, c->s.block * real_size);
     w->wide = ba_take(base, &used, BA_ROWS_AT_ONCE * ba_round_up(c->x.dim, BA_PACK_PAD) * real_size);
-    w->weight_rows = (const void **)ba_take(base, &used, c->x.dim * (int64_t)sizeof(void *));
+    w->weight_rows = ba_take(base, &used, c->x.dim * (int64_t)sizeof(void *));
     w->mean = ba_take(base, &used, c->x.dim * real_size);
     w->mapped = ba_take(base, &used, BA_FEW_PAD(c->out.dim) * real_size);
     return used;
@@ -258,7 +258,7 @@ static int64_t most_rows(const means_backward_call *c) { return BA_MOST_SUMMANDS
 
 static int64_t lay_out_means_backward(const means_backward_call *c, char *base, const void ***rows, char **weights) {
     int64_t used = 0;
-    *rows = (const void **)ba_take(base, &used, most_rows(c) * (int64_t)sizeof(void *));
+    *rows = ba_take(base, &used, most_rows(c) * (int64_t)sizeof(void *));
     *weights = ba_take(base, &used, most_rows(c) * ba_dtype_size(ba_real_of(c->dx.dtype)));
     return used;
 }

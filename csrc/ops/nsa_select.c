@@ -53,7 +53,7 @@ typedef struct select_scratch {
 
 static int64_t dim_pad(const select_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->family->dim_pad); }
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, pad = dim_pad(c), keys = c->chunk_keys;
     const int64_t tile = ba_max(ba_min(c->args->tile, c->q.tokens), 1), heads = c->by_query ? c->group : 1;
@@ -62,25 +62,25 @@ static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scrat
     s->rows = ba_take(base, &used, lanes * pad * real);
     s->wide = ba_take(base, &used, BA_ROWS_AT_ONCE * pad * real);
     s->weights = ba_take(base, &used, tile * real);
-    s->pointers = (const void **)ba_take(base, &used, ba_max(tile, lanes) * (int64_t)sizeof(void *));
+    s->pointers = ba_take(base, &used, ba_max(tile, lanes) * (int64_t)sizeof(void *));
     s->q = ba_take(base, &used, heads * lanes * pad * c->family->q_bytes);
     s->m = ba_take(base, &used, heads * lanes * real);
     s->l = ba_take(base, &used, lanes * real);
     s->alpha = ba_take(base, &used, lanes * real);
     s->lowest = ba_take(base, &used, lanes * real);
     s->row_max = ba_take(base, &used, lanes * real);
-    s->lo = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
-    s->hi = (int32_t *)ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
-    s->key_index = (int32_t *)ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+    s->lo = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->hi = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
+    s->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     s->packed_k = ba_take(base, &used, keys * pad * real);
-    s->k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    s->packed_k_rows = (const void **)ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    s->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
     s->chunk = ba_take(base, &used, keys * ba_max(c->family->scratch_per_key, lanes * real));
     s->sum = ba_take(base, &used, c->by_query ? keys * lanes * real : 0);
     s->scores = ba_take(base, &used, c->most_blocks * lanes * real);
     s->means = ba_take(base, &used, stretches * lanes * real);
     s->keys = ba_take(base, &used, c->most_blocks * BA_CHOOSE_ROWS * real);
-    s->lists = (int32_t *)ba_take(base, &used, BA_CHOOSE_ROWS * (ba_max(c->width, c->cmp_width) + 1) * (int64_t)sizeof(int32_t));
+    s->lists = ba_take(base, &used, BA_CHOOSE_ROWS * (ba_max(c->width, c->cmp_width) + 1) * (int64_t)sizeof(int32_t));
     return used;
 }
 

@@ -379,11 +379,11 @@ ba_plan ba_plan_gradient_rows(const ba_problem *p, const ba_tuning *tuning) {
     return plan_of(p, tiling, unsplit, grouping);
 }
 
-/* Hands out the parts of the plan's memory at `base` and returns its size; with base NULL, only the size counts. */
+/* Lays out the memory of a plan. */
 static int64_t lay_out_plan(const ba_plan *plan, int threads, char *base, ba_item **item, uint64_t **bitmaps) {
     int64_t used = 0;
-    *item = (ba_item *)ba_take(base, &used, plan->items * (int64_t)sizeof(ba_item));
-    *bitmaps = (uint64_t *)ba_take(base, &used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
+    *item = ba_take(base, &used, plan->items * (int64_t)sizeof(ba_item));
+    *bitmaps = ba_take(base, &used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
     return used;
 }
 

@@ -1,4 +1,8 @@
-/* How drivers divide and access their scratch memory. Internal. */
+/* How drivers divide and access their scratch memory. Internal.
+ *
+ * The functions that lay out scratch memory hand out the parts of the block at `base` and return its size; with base NULL, only the size counts. They
+ * are called once to learn the size, and again with the memory. A call's block holds one block for each worker, which is laid out anew for each
+ * item. */
 #ifndef BA_OPS_SCRATCH_H
 #define BA_OPS_SCRATCH_H
 
@@ -6,10 +10,9 @@
 #include "core/guard.h"
 #include "kernels/kernels.h"
 
-/* Hands out the next part of the memory block at `base`, aligned to BA_ALIGN, and adds its size to *used. With base NULL it returns NULL and only
- * adds up. Under AddressSanitizer, a guard follows the `bytes` of each part. A part may be divided into parts again, as each worker divides its
- * share anew for each item. */
-static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
+/* Hands out the next part of the block at `base`, aligned to BA_ALIGN, and adds its size to *used. With base NULL it returns NULL and only adds up.
+ * Under AddressSanitizer, a guard follows the `bytes` of each part. */
+static inline void *ba_take(char *base, int64_t *used, int64_t bytes) {
     char *part = base ? base + *used : NULL;
     const int64_t room = ba_round_up(bytes, BA_ALIGN) + BA_GUARD;
     if (part) ba_guard(part, bytes, room);
@@ -18,7 +21,7 @@ static inline char *ba_take(char *base, int64_t *used, int64_t bytes) {
 }
 
 /* The same, but where tuning has a page_offset, the part begins `offset` bytes behind the beginning of a page. `base` must begin a page then. */
-static inline char *ba_take_in_page(char *base, int64_t *used, int64_t bytes, int64_t page_offset, int64_t offset) {
+static inline void *ba_take_in_page(char *base, int64_t *used, int64_t bytes, int64_t page_offset, int64_t offset) {
     if (page_offset) *used = ba_round_up(ba_max(0, *used - offset), BA_PAGE) + offset;
     return ba_take(base, used, bytes);
 }

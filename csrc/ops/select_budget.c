@@ -422,7 +422,7 @@ static void count_tails(void *context, int64_t item, int worker) {
     const ba_share *share = share_of(c, batch, list);
     if (share->none) return;
     int64_t used = 0;
-    int64_t *bins = (int64_t *)ba_take(c->scratch + worker * c->scratch_bytes, &used, (BA_BUDGET_BINS + SPARE) * (int64_t)sizeof *bins);
+    int64_t *bins = ba_take(c->scratch + worker * c->scratch_bytes, &used, (BA_BUDGET_BINS + SPARE) * (int64_t)sizeof *bins);
     memset(bins, 0, (BA_BUDGET_BINS + SPARE) * sizeof *bins);
     const int shift = digits[c->digit].shift;
     const uint32_t least = share->least, end = (uint32_t)1 << digits[c->digit].bits;

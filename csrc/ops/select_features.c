@@ -24,10 +24,10 @@ int64_t ba_features_lay_out(const ba_prefill *c, char *base, ba_features *s) {
     const bool widens = c->args->chooser == BA_CHOOSER_POOLED && c->p.dtype == BA_FLOAT16;
     int64_t used = 0;
     s->wide = ba_take(base, &used, ba_max(2, widens ? tokens : 0) * step * c->real_size);
-    s->wide_rows = (const void **)ba_take(base, &used, ba_max(3, tokens) * (int64_t)sizeof(void *));
+    s->wide_rows = ba_take(base, &used, ba_max(3, tokens) * (int64_t)sizeof(void *));
     s->pooled = ba_take(base, &used, 3 * step * c->real_size);
     s->narrow = ba_take(base, &used, 3 * step * (int64_t)sizeof(uint16_t));
-    s->pointers = (const void **)ba_take(base, &used, tokens * (int64_t)sizeof(void *));
+    s->pointers = ba_take(base, &used, tokens * (int64_t)sizeof(void *));
     return used;
 }
 

@@ -223,14 +223,14 @@ ba_status ba_run_prefill(ba_prefill *c) {
         int64_t used = 0;
         c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
         c->groups = ba_take(memory, &used, c->pairs * c->pair_bytes);
-        c->lines = lines ? (double *)ba_take(memory, &used, c->pairs * lines) : NULL;
-        c->tails_begin = (int64_t *)ba_take(memory, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
-        c->tails = (float *)ba_take(memory, &used, shares ? lay_out_tails(c, memory ? c->tails_begin : NULL) * (int64_t)sizeof(float) : 0);
+        c->lines = lines ? ba_take(memory, &used, c->pairs * lines) : NULL;
+        c->tails_begin = ba_take(memory, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
+        c->tails = ba_take(memory, &used, shares ? lay_out_tails(c, memory ? c->tails_begin : NULL) * (int64_t)sizeof(float) : 0);
         const int64_t all_rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
-        c->outlines = (ba_outline *)ba_take(memory, &used, all_rows * (int64_t)sizeof(ba_outline));
-        c->middles = (uint64_t *)ba_take(memory, &used, all_rows * c->words * (int64_t)sizeof(uint64_t));
-        c->shares = (ba_share *)ba_take(memory, &used, shares * (int64_t)sizeof(ba_share));
-        c->bins = (int64_t *)ba_take(memory, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+        c->outlines = ba_take(memory, &used, all_rows * (int64_t)sizeof(ba_outline));
+        c->middles = ba_take(memory, &used, all_rows * c->words * (int64_t)sizeof(uint64_t));
+        c->shares = ba_take(memory, &used, shares * (int64_t)sizeof(ba_share));
+        c->bins = ba_take(memory, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
         if (!memory) memory = ba_arena_get((size_t)used);
         if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
     }

@@ -89,7 +89,7 @@ typedef struct ba_features {
     const void **pointers, **wide_rows;
 } ba_features;
 
-/* Hands out the parts of the scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of the functions below. */
 int64_t ba_features_lay_out(const ba_prefill *c, char *base, ba_features *s);
 /* Writes group `group` of a KV head to `to`, which has room for c->pitch numbers. */
 void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t kv_head, int64_t group, void *to);

@@ -59,27 +59,27 @@ int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, columns = ba_max(1, c->p.block_columns);
     int64_t used = ba_round_up(ba_features_lay_out(c, base, &s->features), BA_ALIGN);
     s->rows = ba_take(base, &used, lanes * c->pitch * c->number_size);
-    s->pointers = (const void **)ba_take(base, &used, lanes * (int64_t)sizeof(void *));
+    s->pointers = ba_take(base, &used, lanes * (int64_t)sizeof(void *));
     const panel_sizes sizes = sizes_of(c);
     s->q = ba_take(base, &used, c->panels * sizes.q);
     s->m = ba_take(base, &used, c->panels * sizes.reals);
     s->l = ba_take(base, &used, c->panels * sizes.reals);
     s->row_max = ba_take(base, &used, lanes * real);
-    s->lo = (int32_t *)ba_take(base, &used, c->panels * sizes.bounds);
-    s->hi = (int32_t *)ba_take(base, &used, c->panels * sizes.bounds);
-    s->key_index = (int32_t *)ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(int32_t));
-    s->k_rows = (const void **)ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(void *));
+    s->lo = ba_take(base, &used, c->panels * sizes.bounds);
+    s->hi = ba_take(base, &used, c->panels * sizes.bounds);
+    s->key_index = ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(int32_t));
+    s->k_rows = ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(void *));
     s->chunk = ba_take(base, &used, c->chunk * ba_max(c->family->scratch_per_key, lanes * real));
     s->sums = ba_take(base, &used, c->panels * sizes.sums);
     s->alphas = ba_take(base, &used, c->panels * sizes.alphas);
-    s->chunks = (int32_t *)ba_take(base, &used, c->panels * sizes.chunks);
-    s->head = (double *)ba_take(base, &used, c->strip_rows * ba_head_pitch(c) * (int64_t)sizeof(double));
-    s->scores = (float *)ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(float));
-    s->places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
-    s->other_places = (uint64_t *)ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
-    s->middle = (uint64_t *)ba_take(base, &used, ba_max(1, c->words) * (int64_t)sizeof(uint64_t));
-    s->free_scores = (float *)ba_take(base, &used, columns * (int64_t)sizeof(float));
-    s->bins = (int64_t *)ba_take(base, &used, BA_BUDGET_BINS * (int64_t)sizeof(int64_t)); /* for ba_budget_share, too */
+    s->chunks = ba_take(base, &used, c->panels * sizes.chunks);
+    s->head = ba_take(base, &used, c->strip_rows * ba_head_pitch(c) * (int64_t)sizeof(double));
+    s->scores = ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(float));
+    s->places = ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
+    s->other_places = ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
+    s->middle = ba_take(base, &used, ba_max(1, c->words) * (int64_t)sizeof(uint64_t));
+    s->free_scores = ba_take(base, &used, columns * (int64_t)sizeof(float));
+    s->bins = ba_take(base, &used, BA_BUDGET_BINS * (int64_t)sizeof(int64_t)); /* for ba_budget_share, too */
     return used;
 }
 

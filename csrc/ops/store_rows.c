@@ -24,7 +24,7 @@ typedef struct row_scratch {
 static bool is_quantised(const ba_stored_rows *r) { return r->quantise != NULL; }
 static bool is_copied(const ba_stored_rows *r) { return r->from_dtype == r->to_dtype; }
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out(const ba_store_call *c, char *base, row_scratch *w) {
     int64_t used = 0, floats = 0, doubles = 0;
     for (int i = 0; i < c->arrays; i++) {
@@ -34,8 +34,8 @@ static int64_t lay_out(const ba_store_call *c, char *base, row_scratch *w) {
         if (r->pack || r->from_dtype == BA_FLOAT64) floats = ba_max(floats, ba_round_up(r->dim, BA_PACK_PAD));
         if (to_doubles && r->from_dtype != BA_FLOAT64) doubles = ba_max(doubles, r->dim);
     }
-    w->floats = (float *)ba_take(base, &used, floats * (int64_t)sizeof *w->floats);
-    w->doubles = (double *)ba_take(base, &used, doubles * (int64_t)sizeof *w->doubles);
+    w->floats = ba_take(base, &used, floats * (int64_t)sizeof *w->floats);
+    w->doubles = ba_take(base, &used, doubles * (int64_t)sizeof *w->doubles);
     return used;
 }
 
