@@ -98,6 +98,19 @@ static void attend_item(void *context, int64_t index, int worker) {
     else ba_attend_panels(c, index, worker);
 }
 
+/* Lays out the memory of a call. */
+static int64_t lay_out_call(ba_attend_call *c, int threads, int64_t shared_bytes, char *base) {
+    const int64_t in_page = c->tuning->page_offset;
+    int64_t used = 0;
+    ba_plan_lay_out(&c->plan, threads, base, &used);
+    int64_t *part_offset = ba_take(base, &used, c->problem->batch * (int64_t)sizeof(int64_t));
+    c->part_offset = part_offset;
+    c->parts = ba_take(base, &used, ba_lay_out_parts(c, part_offset));
+    c->scratch = ba_take_in_page(base, &used, threads * c->scratch_bytes, in_page, 0);
+    if (shared_bytes) ba_sharing_lay_out(&c->sharing, ba_take_in_page(base, &used, shared_bytes, in_page, 0));
+    return used;
+}
+
 ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *problem, int threads) {
     const ba_isa level = ba_isa_active();
     ba_attend_call c = {.problem = problem, .family = family};
@@ -117,11 +130,6 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     ba_attend_scratch unused;
     c.scratch_bytes = ba_round_up(ba_lay_out_attend_scratch(&c, NULL, &unused), in_page ? BA_PAGE : BA_ALIGN);
-    int64_t used = 0;
-    ba_take(NULL, &used, ba_plan_bytes(&c.plan, threads));
-    ba_take(NULL, &used, problem->batch * (int64_t)sizeof(int64_t));
-    ba_take(NULL, &used, ba_lay_out_parts(&c, NULL));
-    ba_take_in_page(NULL, &used, threads * c.scratch_bytes, in_page, 0);
     /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
     c.sharing = (ba_sharing){.plan = &c.plan,
                              .family = c.family,
@@ -133,18 +141,11 @@ ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *probl
     /* Sharing packs with the family's own functions, without scales, and does not widen rows. */
     int64_t shared_bytes = c.pack_k == c.family->pack->keys && !c.widen && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
     if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
-    ba_take_in_page(NULL, &used, shared_bytes, in_page, 0);
-    char *memory = ba_arena_get((size_t)used);
-    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
-    used = 0;
-    char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
-    int64_t *part_offset = ba_take(memory, &used, problem->batch * (int64_t)sizeof(int64_t));
-    c.part_offset = part_offset;
-    c.parts = ba_take(memory, &used, ba_lay_out_parts(&c, part_offset));
-    c.scratch = ba_take_in_page(memory, &used, threads * c.scratch_bytes, in_page, 0);
-    if (shared_bytes) ba_sharing_lay_out(&c.sharing, ba_take_in_page(memory, &used, shared_bytes, in_page, 0));
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, shared_bytes, NULL), &memory));
+    lay_out_call(&c, threads, shared_bytes, memory);
 
-    ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    ba_status status = ba_plan_make(&c.plan, threads);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
         if (ba_is_small(flops, c.tuning->inline_flops)) threads = 1;

@@ -230,6 +230,15 @@ static int64_t shared_bytes(const call *c, const ba_tuning *tuning) {
     return c->plan.items * listed < 2 * heads * p->block_columns || bytes > tuning->shared_bytes ? 0 : bytes;
 }
 
+/* Lays out the memory of a call. */
+static int64_t lay_out_call(call *c, int threads, int64_t shared, char *base) {
+    int64_t used = 0;
+    ba_plan_lay_out(&c->plan, threads, base, &used);
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    c->shared = shared ? ba_take(base, &used, shared) : NULL;
+    return used;
+}
+
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads) {
     const ba_tuning *tuning = ba_tuning_at(family->isa);
     call c = {.problem = problem, .family = family, .chunk_keys = BA_ROW_KEYS};
@@ -241,17 +250,11 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     c.packed_v = c.chunk_keys * ba_round_up(problem->v_dim, family->dim_pad) * row_element(&c);
     block_scratch unused;
     c.scratch_bytes = lay_out_by_block(&c, NULL, &unused);
-    int64_t used = 0;
-    ba_take(NULL, &used, ba_plan_bytes(&c.plan, threads));
-    ba_take(NULL, &used, threads * c.scratch_bytes);
-    ba_take(NULL, &used, shared_bytes(&c, tuning));
-    char *memory = ba_arena_get((size_t)used);
-    if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
-    used = 0;
-    char *plan_memory = ba_take(memory, &used, ba_plan_bytes(&c.plan, threads));
-    c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
-    if (shared_bytes(&c, tuning)) c.shared = ba_take(memory, &used, shared_bytes(&c, tuning));
-    ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    const int64_t shared = shared_bytes(&c, tuning);
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, shared, NULL), &memory));
+    lay_out_call(&c, threads, shared, memory);
+    ba_status status = ba_plan_make(&c.plan, threads);
     const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
     if (ba_is_small(flops, tuning->inline_flops)) threads = 1;
     if (status == BA_OK && c.shared) status = ba_parallel(threads, problem->batch * problem->kv_heads * problem->block_columns, share_item, &c);

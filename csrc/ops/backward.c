@@ -126,13 +126,29 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
 
-/* Sets the turns: the items of each (batch, KV head) add in the order that they have in the plan. `last` is scratch memory, [batch][KV head]. */
-static void set_turns(const ba_backward_call *c, int64_t *last) {
+/* Lays out the memory of a call. Where the sums are not the outputs, it makes their views, too. */
+static int64_t lay_out_call(ba_backward_call *c, int threads, char *base) {
     const ba_problem *p = c->problem;
-    for (int64_t i = 0; i < p->batch * p->kv_heads; i++) last[i] = -1;
+    int64_t used = 0;
+    ba_plan_lay_out(&c->plan, threads, base, &used);
+    c->last = ba_take(base, &used, p->batch * p->kv_heads * (int64_t)sizeof(int64_t));
+    c->turns = ba_take(base, &used, c->plan.items * (int64_t)sizeof(ba_turn));
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    char *dk = ba_take(base, &used, sum_bytes(c, p->head_dim)), *dv = ba_take(base, &used, sum_bytes(c, p->v_dim));
+    if (c->apart) {
+        c->dk = sum_view(c, dk, p->head_dim);
+        c->dv = sum_view(c, dv, p->v_dim);
+    }
+    return used;
+}
+
+/* Sets the turns: the items of each (batch, KV head) add in the order that they have in the plan. */
+static void set_turns(const ba_backward_call *c) {
+    const ba_problem *p = c->problem;
+    for (int64_t i = 0; i < p->batch * p->kv_heads; i++) c->last[i] = -1;
     for (int64_t i = 0; i < c->plan.items; i++) {
         const ba_item *item = &c->plan.item[i];
-        int64_t *before = &last[item->batch * p->kv_heads + item->kv_head];
+        int64_t *before = &c->last[item->batch * p->kv_heads + item->kv_head];
         atomic_init(&c->turns[i].past, 0);
         atomic_init(&c->turns[i].before, *before);
         *before = i;
@@ -155,27 +171,15 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
+    lay_out_call(&c, threads, memory);
 
-    const int64_t plan_bytes = ba_plan_bytes(&c.plan, threads), sums = problem->batch * problem->kv_heads;
-    char *memory = NULL, *plan_memory = NULL, *last = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
-        int64_t used = 0;
-        plan_memory = ba_take(memory, &used, plan_bytes);
-        last = ba_take(memory, &used, sums * (int64_t)sizeof(int64_t));
-        c.turns = ba_take(memory, &used, c.plan.items * (int64_t)sizeof(ba_turn));
-        c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
-        char *dk = ba_take(memory, &used, sum_bytes(&c, problem->head_dim)), *dv = ba_take(memory, &used, sum_bytes(&c, problem->v_dim));
-        if (c.apart) {
-            c.dk = sum_view(&c, dk, problem->head_dim);
-            c.dv = sum_view(&c, dv, problem->v_dim);
-        }
-        if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
-    }
-    ba_status status = ba_plan_make(&c.plan, threads, plan_memory);
+    const int64_t sums = problem->batch * problem->kv_heads;
+    ba_status status = ba_plan_make(&c.plan, threads);
     if (status == BA_OK) {
         if (ba_is_small(c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim), c.tuning->inline_flops)) threads = 1;
-        set_turns(&c, (int64_t *)last);
+        set_turns(&c);
         if (c.apart || !gradients->accumulate) status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
     }
     if (status == BA_OK) status = ba_parallel(threads, c.plan.items, by_block ? ba_backward_by_block : ba_backward_by_tile, &c);

@@ -29,6 +29,7 @@ typedef struct ba_backward_call {
     const ba_tuning *tuning;
     ba_plan plan;
     ba_turn *turns;    /* [items] */
+    int64_t *last;     /* [batch][KV head]: scratch memory of backward.c */
     ba_view dk, dv;    /* the sums, as reals */
     bool apart;        /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
     int64_t row_lanes; /* the largest number of (query, head) pairs in a row of the lists */

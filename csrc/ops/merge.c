@@ -66,19 +66,23 @@ static int64_t row_offset(const ba_tensor *t, int64_t row) {
 
 static double lse_of(const ba_tensor *lse, int64_t row) { return ba_get_real(lse->data, row_offset(lse, row), ba_dtype_size(lse->dtype)); }
 
+typedef struct merge_scratch {
+    const void **rows; /* [part]: the rows that are merged */
+    char *weights;     /* [part] reals */
+} merge_scratch;
+
 /* Lays out the scratch memory of one worker. */
-static int64_t lay_out_merge(const merge_call *c, char *base, const void ***rows, char **weights) {
+static int64_t lay_out_merge(const merge_call *c, char *base, merge_scratch *s) {
     int64_t used = 0;
-    *rows = ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
-    *weights = ba_take(base, &used, c->parts * c->family->real_size);
+    s->rows = ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
+    s->weights = ba_take(base, &used, c->parts * c->family->real_size);
     return used;
 }
 
 static void merge_rows(void *context, int64_t item, int worker) {
     const merge_call *c = context;
-    const void **rows;
-    char *weights;
-    lay_out_merge(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
+    merge_scratch s;
+    lay_out_merge(c, c->scratch + worker * c->scratch_bytes, &s);
     const int64_t real_size = ba_dtype_size(c->lse->dtype);
     const int64_t element = ba_dtype_size(c->out->dtype);
     for (int64_t row = item * ba_work.merge_rows; row < ba_min(c->rows, (item + 1) * ba_work.merge_rows); row++) {
@@ -94,13 +98,13 @@ static void merge_rows(void *context, int64_t item, int worker) {
             const double lse = lse_of(&c->lses[n], row);
             if (lse == -INFINITY) continue; /* the part is empty, and its output is not read */
             sum += exp(lse - top);
-            rows[used++] = (const char *)c->outs[n].data + row_offset(&c->outs[n], row) * element;
+            s.rows[used++] = (const char *)c->outs[n].data + row_offset(&c->outs[n], row) * element;
         }
         for (int64_t n = 0, at = 0; n < c->parts && used; n++) {
             const double lse = lse_of(&c->lses[n], row);
-            if (lse != -INFINITY) ba_set_real(weights, at++, exp(lse - top) / sum, real_size);
+            if (lse != -INFINITY) ba_set_real(s.weights, at++, exp(lse - top) / sum, real_size);
         }
-        c->family->pack->merge_row((char *)c->out->data + row_offset(c->out, row) * element, rows, weights, used, c->out->dims[3]);
+        c->family->pack->merge_row((char *)c->out->data + row_offset(c->out, row) * element, s.rows, s.weights, used, c->out->dims[3]);
         ba_set_real(c->lse->data, row_offset(c->lse, row), used ? top + log(sum) : -INFINITY, real_size);
     }
 }
@@ -111,14 +115,12 @@ ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor 
         if (lse->dims[i] == 0) return BA_OK;
     merge_call c = {.family = ba_kernels_active()->vector[out->dtype], .parts = parts, .outs = outs, .lses = lses, .out = out, .lse = lse};
     c.rows = out->dims[0] * out->dims[1] * out->dims[2];
-    const void **unused_rows;
-    char *unused_weights;
-    c.scratch_bytes = lay_out_merge(&c, NULL, &unused_rows, &unused_weights);
+    merge_scratch unused;
+    c.scratch_bytes = lay_out_merge(&c, NULL, &unused);
     const int64_t items = ba_ceil_div(c.rows, ba_work.merge_rows);
     const double work = (double)c.rows * (double)(parts * out->dims[3]);
     const int threads = ba_threads_of_call(0, work, ba_work.small_work, items);
-    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
+    BA_TRY(ba_get_scratch(threads * c.scratch_bytes, &c.scratch));
     const ba_status status = ba_parallel(threads, items, merge_rows, &c);
     ba_arena_release();
     return status;

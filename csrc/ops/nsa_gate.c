@@ -195,20 +195,22 @@ static void set_sizes(gate_call *c, const ba_rows *like) {
     c->real_size = c->family->real_size;
 }
 
-/* Gets the scratch memory of `threads` workers and, where there is a weight, `bytes` more for *weights; else *weights is NULL. */
-static ba_status get_memory(gate_call *c, int threads, int64_t bytes, char **weights) {
-    char *memory = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
-        int64_t used = 0;
-        *weights = c->weighted ? ba_take(memory, &used, bytes) : NULL;
-        c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
-        if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
-    }
-    return BA_OK;
+/* Lays out the memory of a call. */
+static int64_t lay_out_call(gate_call *c, int threads, char *base) {
+    const int64_t rows = c->weighted ? c->heads * GATES : 0, items = c->batch * c->items_per_batch;
+    int64_t used = 0;
+    c->packed_weight = ba_take(base, &used, c->backward ? 0 : rows * BA_FEW_PAD(c->dim) * c->real_size);
+    c->dweights = ba_take(base, &used, c->backward ? items * rows * c->dim * c->real_size : 0);
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    return used;
 }
 
-static int64_t weight_bytes(const gate_call *c) { return c->weighted ? c->heads * GATES * BA_FEW_PAD(c->dim) * c->real_size : 0; }
+static ba_status get_memory(gate_call *c, int threads) {
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(c, threads, NULL), &memory));
+    lay_out_call(c, threads, memory);
+    return BA_OK;
+}
 
 /* Packs the three weight rows of each head as the kernel for few queries takes its queries. */
 static void pack_weight(const gate_call *c) {
@@ -248,7 +250,7 @@ ba_status ba_gate(const ba_gate_args *a) {
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * ba_max(c.dim, c.out.dim));
     const int64_t items = c.batch * c.items_per_batch;
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
-    BA_TRY(get_memory(&c, threads, weight_bytes(&c), &c.packed_weight));
+    BA_TRY(get_memory(&c, threads));
     pack_weight(&c);
     const ba_status status = ba_parallel(threads, items, gate_item, &c);
     ba_arena_release();
@@ -303,7 +305,7 @@ ba_status ba_gate_backward(const ba_gate_backward_args *a) {
     c.scratch_bytes = lay_out_gate(&c, NULL, &unused);
     const double work = (double)(c.batch * c.tokens) * (double)(c.heads * c.dout.dim);
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
-    BA_TRY(get_memory(&c, threads, items * c.heads * GATES * c.dim * c.real_size, &c.dweights));
+    BA_TRY(get_memory(&c, threads));
     const ba_status status = ba_parallel(threads, items, backward_item, &c);
     if (c.weighted && status == BA_OK) sum_dweights(&c, &a->dweight);
     ba_arena_release();

@@ -235,8 +235,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
     const int64_t items = count_stretches(&c.s, blocks_of, c.blocks_per_item);
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
-    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
+    BA_TRY(ba_get_scratch(threads * c.scratch_bytes, &c.scratch));
     const ba_status status = ba_parallel(threads, items, means_item, &c);
     ba_arena_release();
     return status;
@@ -256,10 +255,16 @@ typedef struct means_backward_call {
 /* The largest number of rows that a token's gradient is the sum of. */
 static int64_t most_rows(const means_backward_call *c) { return BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride); }
 
-static int64_t lay_out_means_backward(const means_backward_call *c, char *base, const void ***rows, char **weights) {
+typedef struct means_backward_scratch {
+    const void **rows; /* [most_rows()]: the rows that are summed */
+    char *weights;     /* [most_rows()] reals */
+} means_backward_scratch;
+
+/* Lays out the scratch memory of one worker. */
+static int64_t lay_out_means_backward(const means_backward_call *c, char *base, means_backward_scratch *w) {
     int64_t used = 0;
-    *rows = ba_take(base, &used, most_rows(c) * (int64_t)sizeof(void *));
-    *weights = ba_take(base, &used, most_rows(c) * ba_dtype_size(ba_real_of(c->dx.dtype)));
+    w->rows = ba_take(base, &used, most_rows(c) * (int64_t)sizeof(void *));
+    w->weights = ba_take(base, &used, most_rows(c) * ba_dtype_size(ba_real_of(c->dx.dtype)));
     return used;
 }
 
@@ -271,17 +276,16 @@ static void means_backward_item(void *context, int64_t index, int worker) {
     int64_t sequence;
     const int64_t begin = find_stretch(&c->s, tokens_of, ba_work.nsa.mean_tokens, index, &sequence);
     const int64_t end = ba_min(begin + ba_work.nsa.mean_tokens, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
-    const void **rows;
-    char *weights;
-    lay_out_means_backward(c, c->scratch + worker * c->scratch_bytes, &rows, &weights);
-    for (int64_t i = 0; i < most_rows(c); i++) ba_set_real(weights, i, i < c->summands ? 1 : 1 / (double)c->s.block, real_size);
+    means_backward_scratch w;
+    lay_out_means_backward(c, c->scratch + worker * c->scratch_bytes, &w);
+    for (int64_t i = 0; i < most_rows(c); i++) ba_set_real(w.weights, i, i < c->summands ? 1 : 1 / (double)c->s.block, real_size);
     for (int64_t t = begin; t < end; t++) {
         const int64_t first = t < c->s.block ? 0 : (t - c->s.block) / c->s.stride + 1, last = ba_min(t / c->s.stride, blocks - 1);
         for (int64_t head = 0; head < c->dx.heads; head++) {
             int64_t n = 0;
-            for (; n < c->summands; n++) rows[n] = sequence_row(&c->s, &c->more[n], c->s.cu, sequence, t, head);
-            for (int64_t block = first; block <= last; block++) rows[n++] = sequence_row(&c->s, &c->dout, c->s.cu_blocks, sequence, block, head);
-            c->merge_row(sequence_row(&c->s, &c->dx, c->s.cu, sequence, t, head), rows, weights, n, c->dx.dim);
+            for (; n < c->summands; n++) w.rows[n] = sequence_row(&c->s, &c->more[n], c->s.cu, sequence, t, head);
+            for (int64_t block = first; block <= last; block++) w.rows[n++] = sequence_row(&c->s, &c->dout, c->s.cu_blocks, sequence, block, head);
+            c->merge_row(sequence_row(&c->s, &c->dx, c->s.cu, sequence, t, head), w.rows, w.weights, n, c->dx.dim);
         }
     }
 }
@@ -316,14 +320,12 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     BA_TRY(ba_check_threads(a->num_threads));
     c.merge_row = ba_kernels_active()->vector[a->dx.dtype]->pack->merge_row;
     if (c.dx.batch == 0 || c.dx.tokens == 0) return BA_OK;
-    const void **unused_rows;
-    char *unused_weights;
-    c.scratch_bytes = lay_out_means_backward(&c, NULL, &unused_rows, &unused_weights);
+    means_backward_scratch unused;
+    c.scratch_bytes = lay_out_means_backward(&c, NULL, &unused);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
     const int64_t items = count_stretches(&c.s, tokens_of, ba_work.nsa.mean_tokens);
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
-    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
+    BA_TRY(ba_get_scratch(threads * c.scratch_bytes, &c.scratch));
     const ba_status status = ba_parallel(threads, items, means_backward_item, &c);
     ba_arena_release();
     return status;

@@ -477,8 +477,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     const int threads = ba_threads_of_call(args->num_threads, work, ba_work.small_products, panels * c.list_heads);
     select_scratch unused;
     c.scratch_bytes = lay_out_nsa_select(&c, NULL, &unused);
-    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
+    BA_TRY(ba_get_scratch(threads * c.scratch_bytes, &c.scratch));
     const ba_status status = ba_parallel(threads, panels * c.list_heads, select_item, &c);
     ba_arena_release();
     return status;

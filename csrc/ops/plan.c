@@ -128,7 +128,6 @@ void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t colu
 
 typedef struct survey {
     ba_plan *plan;
-    uint64_t *bitmaps; /* one per worker */
     pthread_mutex_t lock;
     bool failed;
     int64_t bad[4]; /* where failed: batch, head, row and place of the first bad entry, in the order of the lists */
@@ -166,7 +165,7 @@ static void survey_item(void *context, int64_t index, int worker) {
     const ba_plan *plan = s->plan;
     const ba_problem *p = plan->problem;
     ba_item *item = &plan->item[index];
-    uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
+    uint64_t *bitmap = plan->bitmaps + worker * plan->bitmap_words;
     const ba_span q = ba_q_span(p, item->batch);
     if (item->part > 0) return; /* the item of the first part does it for all parts of the list */
     int64_t marked_row = -1, marked_head = -1;
@@ -202,7 +201,7 @@ static void survey_padding(void *context, int64_t index, int worker) {
     survey *s = context;
     const ba_plan *plan = s->plan;
     const ba_problem *p = plan->problem;
-    uint64_t *bitmap = s->bitmaps + worker * plan->bitmap_words;
+    uint64_t *bitmap = plan->bitmaps + worker * plan->bitmap_words;
     const int64_t list_heads = p->blocks.dims[1], batch = index / list_heads, head = index % list_heads * (p->heads / list_heads);
     const int64_t rows = ba_ceil_div(ba_q_span(p, batch).rows, plan->tiling.row_queries);
     for (int64_t row = rows_of_batch(p, &plan->tiling, batch); row < rows; row++) {
@@ -379,24 +378,14 @@ ba_plan ba_plan_gradient_rows(const ba_problem *p, const ba_tuning *tuning) {
     return plan_of(p, tiling, unsplit, grouping);
 }
 
-/* Lays out the memory of a plan. */
-static int64_t lay_out_plan(const ba_plan *plan, int threads, char *base, ba_item **item, uint64_t **bitmaps) {
-    int64_t used = 0;
-    *item = ba_take(base, &used, plan->items * (int64_t)sizeof(ba_item));
-    *bitmaps = ba_take(base, &used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
-    return used;
+void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used) {
+    plan->item = ba_take(base, used, plan->items * (int64_t)sizeof(ba_item));
+    plan->bitmaps = ba_take(base, used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
 }
 
-int64_t ba_plan_bytes(const ba_plan *plan, int threads) {
-    ba_item *item;
-    uint64_t *bitmaps;
-    return lay_out_plan(plan, threads, NULL, &item, &bitmaps);
-}
-
-ba_status ba_plan_make(ba_plan *plan, int threads, void *memory) {
+ba_status ba_plan_make(ba_plan *plan, int threads) {
     const ba_problem *problem = plan->problem;
     survey s = {.plan = plan, .lock = PTHREAD_MUTEX_INITIALIZER};
-    lay_out_plan(plan, threads, memory, &plan->item, &s.bitmaps);
     int64_t n = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
         const int64_t tiles = tiles_of_batch(problem, &plan->tiling, b), parts = ba_plan_parts(plan, b), heads = heads_of_item(plan, b);

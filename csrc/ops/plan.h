@@ -61,8 +61,9 @@ typedef struct ba_plan {
     int64_t bitmap_words; /* words of a bitmap over block columns; 0 without lists */
     int64_t parts_most;   /* the largest number of parts of a batch entry */
     int64_t items;
-    ba_item *item; /* the most costly first. Gradients: by `start`, so that the items of each (batch, KV head) are spread over the call */
-    double cost;   /* of all items */
+    ba_item *item;     /* the most costly first. Gradients: by `start`, so that the items of each (batch, KV head) are spread over the call */
+    double cost;       /* of all items */
+    uint64_t *bitmaps; /* [worker]: scratch memory of ba_plan_make() */
 } ba_plan;
 
 /* Each of the next four decides the tiles, the parts and the number of items of a plan. ba_plan_make() then makes the items. */
@@ -84,12 +85,12 @@ ba_plan ba_plan_gradient_rows(const ba_problem *problem, const ba_tuning *tuning
 /* The number of keys per part of this batch entry. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch);
 
-/* Bytes of memory that ba_plan_make() needs. */
-int64_t ba_plan_bytes(const ba_plan *plan, int threads);
+/* Lays out the memory of a plan (scratch.h), as the next parts of its call's block. */
+void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used);
 
-/* Makes the items in `memory`, which the caller owns and must keep as long as the plan. Checks every entry of the lists on up to `threads` threads,
- * and fails for the first bad one. */
-ba_status ba_plan_make(ba_plan *plan, int threads, void *memory);
+/* Makes the items, in the memory that ba_plan_lay_out() has handed out for so many threads. Checks every entry of the lists on up to `threads`
+ * threads, and fails for the first bad one. */
+ba_status ba_plan_make(ba_plan *plan, int threads);
 
 /* Tile number `tile` of one (batch, KV head). */
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);

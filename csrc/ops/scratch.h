@@ -6,9 +6,17 @@
 #ifndef BA_OPS_SCRATCH_H
 #define BA_OPS_SCRATCH_H
 
+#include "core/arena.h"
 #include "core/common.h"
 #include "core/guard.h"
+#include "core/status.h"
 #include "kernels/kernels.h"
+
+/* Gets a block for a call, to which it belongs until ba_arena_release(). */
+static inline ba_status ba_get_scratch(int64_t bytes, char **memory) {
+    *memory = ba_arena_get((size_t)bytes);
+    return *memory ? BA_OK : ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)bytes);
+}
 
 /* Hands out the next part of the block at `base`, aligned to BA_ALIGN, and adds its size to *used. With base NULL it returns NULL and only adds up.
  * Under AddressSanitizer, a guard follows the `bytes` of each part. */

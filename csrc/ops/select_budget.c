@@ -415,15 +415,15 @@ static void split_list(void *context, int64_t item, int worker) {
 
 /* Counts the tails of a list that begin with the digits that are known, by the digit in turn, in the bins of its share. The others are counted in
  * spare bins, because a branch would be mispredicted: in several ones, because an addition waits for the one before. */
-enum { SPARE = 8 };
 static void count_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t batch = item / c->lists, list = item % c->lists;
     const ba_share *share = share_of(c, batch, list);
     if (share->none) return;
-    int64_t used = 0;
-    int64_t *bins = ba_take(c->scratch + worker * c->scratch_bytes, &used, (BA_BUDGET_BINS + SPARE) * (int64_t)sizeof *bins);
-    memset(bins, 0, (BA_BUDGET_BINS + SPARE) * sizeof *bins);
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    int64_t *bins = s.bins;
+    memset(bins, 0, (BA_BUDGET_BINS + BA_SPARE_BINS) * sizeof *bins);
     const int shift = digits[c->digit].shift;
     const uint32_t least = share->least, end = (uint32_t)1 << digits[c->digit].bits;
     for (int64_t row = 0; row < c->p.block_rows; row++) {
@@ -433,7 +433,7 @@ static void count_tails(void *context, int64_t item, int worker) {
         const int32_t n = outline_of(c, batch, list, row)->in_middle;
         for (int32_t i = 0; i < n; i++) {
             const uint32_t bin = ((uint32_t)bits_of(tails[i]) - least) >> shift; /* `end` or more where the tail begins with other digits */
-            bins[bin < end ? bin : (uint32_t)BA_BUDGET_BINS + (i & (SPARE - 1))]++;
+            bins[bin < end ? bin : (uint32_t)BA_BUDGET_BINS + (i & (BA_SPARE_BINS - 1))]++;
         }
     }
     add_to_bins(bins_of(c, share), bins, BA_BUDGET_BINS);

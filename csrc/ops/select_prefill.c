@@ -159,6 +159,30 @@ static int64_t lay_out_tails(const ba_prefill *c, int64_t *begin) {
     return all;
 }
 
+/* Bytes of the lines of one (batch entry, KV head) pair. */
+static int64_t lines_bytes(const ba_prefill *c) {
+    return c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
+}
+
+/* The number of shares of a call. */
+static int64_t shares_in(const ba_prefill *c) { return c->args->budget == BA_BUDGET_DENSITY ? c->p.batch * c->args->budgets.dims[0] : 0; }
+
+/* Lays out the memory of a call. */
+static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
+    const int64_t lines = lines_bytes(c), shares = shares_in(c), rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
+    int64_t used = 0;
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    c->groups = ba_take(base, &used, c->pairs * c->pair_bytes);
+    c->lines = lines ? ba_take(base, &used, c->pairs * lines) : NULL;
+    c->tails_begin = ba_take(base, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
+    c->tails = ba_take(base, &used, shares ? lay_out_tails(c, c->tails_begin) * (int64_t)sizeof(float) : 0);
+    c->outlines = ba_take(base, &used, rows * (int64_t)sizeof(ba_outline));
+    c->middles = ba_take(base, &used, rows * c->words * (int64_t)sizeof(uint64_t));
+    c->shares = ba_take(base, &used, shares * (int64_t)sizeof(ba_share));
+    c->bins = ba_take(base, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+    return used;
+}
+
 static ba_status run(ba_prefill *c, int threads) {
     ba_status status = BA_OK;
     /* All (batch entry, KV head) pairs take turns, as many at once as have room for their groups: c->pairs becomes the number in this round. */
@@ -200,8 +224,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
     const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
     c->pair_bytes = groups * c->pitch * c->number_size;
-    const int64_t lines = c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
-    c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.group_bytes / ba_max(1, c->pair_bytes + lines)));
+    c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.group_bytes / ba_max(1, c->pair_bytes + lines_bytes(c))));
     const double work =
         (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
     const int64_t most_items = ba_max(c->p.batch * c->lists * c->p.block_rows, ba_ceil_div(c->pairs * groups, ba_work.choose.groups));
@@ -216,25 +239,11 @@ ba_status ba_run_prefill(ba_prefill *c) {
         if (c->panels == 1 || c->p.batch * c->lists * c->strips >= ba_work.choose.strips * threads) break;
     }
     ba_strip_scratch unused;
-    const int64_t shares = c->args->budget == BA_BUDGET_DENSITY ? c->p.batch * c->args->budgets.dims[0] : 0;
     c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);
-    char *memory = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
-        int64_t used = 0;
-        c->scratch = ba_take(memory, &used, threads * c->scratch_bytes);
-        c->groups = ba_take(memory, &used, c->pairs * c->pair_bytes);
-        c->lines = lines ? ba_take(memory, &used, c->pairs * lines) : NULL;
-        c->tails_begin = ba_take(memory, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
-        c->tails = ba_take(memory, &used, shares ? lay_out_tails(c, memory ? c->tails_begin : NULL) * (int64_t)sizeof(float) : 0);
-        const int64_t all_rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
-        c->outlines = ba_take(memory, &used, all_rows * (int64_t)sizeof(ba_outline));
-        c->middles = ba_take(memory, &used, all_rows * c->words * (int64_t)sizeof(uint64_t));
-        c->shares = ba_take(memory, &used, shares * (int64_t)sizeof(ba_share));
-        c->bins = ba_take(memory, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
-        if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
-    }
-    memset(c->bins, 0, (size_t)shares * BA_BUDGET_BINS * sizeof *c->bins);
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(c, threads, NULL), &memory));
+    lay_out_call(c, threads, memory);
+    memset(c->bins, 0, (size_t)shares_in(c) * BA_BUDGET_BINS * sizeof *c->bins);
     const ba_status status = run(c, threads);
     ba_arena_release();
     return status;

@@ -161,9 +161,9 @@ void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_str
  * and notes the scores of the others. */
 void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t block_row, const float *scores);
 /* With BA_BUDGET_DENSITY, after the rows of a strip: counts the blocks that are in s->bins, which were 0 before the first row. */
-enum { BA_BUDGET_BINS = 1 << 11, BA_TAIL_CLASSES = 1 << 9 | 32 };
+enum { BA_BUDGET_BINS = 1 << 11, BA_SPARE_BINS = 8, BA_TAIL_CLASSES = 1 << 9 | 32 };
 void ba_budget_count(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list);
-/* With BA_BUDGET_DENSITY: keeps the other blocks. Each of the threads has scratch memory for BA_BUDGET_BINS numbers. */
+/* With BA_BUDGET_DENSITY: keeps the other blocks. */
 ba_status ba_budget_share(ba_prefill *c, int threads);
 
 #endif

@@ -79,7 +79,7 @@ int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
     s->other_places = ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
     s->middle = ba_take(base, &used, ba_max(1, c->words) * (int64_t)sizeof(uint64_t));
     s->free_scores = ba_take(base, &used, columns * (int64_t)sizeof(float));
-    s->bins = ba_take(base, &used, BA_BUDGET_BINS * (int64_t)sizeof(int64_t)); /* for ba_budget_share, too */
+    s->bins = ba_take(base, &used, (BA_BUDGET_BINS + BA_SPARE_BINS) * (int64_t)sizeof(int64_t)); /* for ba_budget_share, too */
     return used;
 }
 

@@ -173,8 +173,7 @@ ba_status ba_store_rows(ba_store_call *c, int num_threads) {
     const int threads = ba_threads_of_call(num_threads, work, least, items);
     row_scratch unused;
     c->scratch_bytes = lay_out(c, NULL, &unused);
-    c->scratch = ba_arena_get((size_t)(threads * c->scratch_bytes));
-    if (!c->scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c->scratch_bytes));
+    BA_TRY(ba_get_scratch(threads * c->scratch_bytes, &c->scratch));
     ba_status status = quantised ? ba_parallel(threads, items, check_rows, c) : BA_OK;
     for (int i = 0; i < c->arrays && status == BA_OK; i++)
         if (c->rows[i].unfit)
