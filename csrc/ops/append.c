@@ -146,13 +146,11 @@ static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_p
 
 /* Checks one of k and v, and fills `rows`, but not the places where the rows go. */
 static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, int64_t dim, ba_stored_rows *rows) {
-    if (!ba_is_float(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    BA_TRY(ba_check_float(name, t));
     if (t->ndim != 3 || t->dims[1] != c->heads || t->dims[2] != dim)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape (T, %" PRId64 ", %" PRId64 ") like %s_cache, got %s", name, c->heads, dim, name,
                        ba_shape_text(t).chars);
-    if (dim > 1 && t->strides[2] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[2]);
+    BA_TRY(ba_check_last_axis(name, t));
     BA_TRY(ba_check_extent(name, t));
     *rows = (ba_stored_rows){.name = name,
                              .from_dtype = t->dtype,

@@ -41,14 +41,24 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     return BA_OK;
 }
 
+ba_status ba_check_float(const char *name, const ba_tensor *t) {
+    if (ba_is_float(t->dtype)) return BA_OK;
+    return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+}
+
+ba_status ba_check_last_axis(const char *name, const ba_tensor *t) {
+    const int last = t->ndim - 1;
+    if (t->dims[last] <= 1 || t->strides[last] == 1) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[last]);
+}
+
 ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
     if (t->dtype != expected->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
     bool same = t->ndim == expected->ndim;
     for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
     if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
-    if (contiguous_last_axis && t->dims[t->ndim - 1] > 1 && t->strides[t->ndim - 1] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[t->ndim - 1]);
+    if (contiguous_last_axis) BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }
 

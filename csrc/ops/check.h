@@ -25,6 +25,12 @@ ba_text ba_shape_text(const ba_tensor *t);
  * and its span are below 2^63 bytes, so that no later product of dims and strides overflows. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
+/* Checks the dtype by ba_is_float(). */
+ba_status ba_check_float(const char *name, const ba_tensor *t);
+
+/* Checks that the last axis, which must exist, is contiguous. */
+ba_status ba_check_last_axis(const char *name, const ba_tensor *t);
+
 /* The stride of an axis, in elements. 0 where the axis has no second place: the stride may then be any number, and drivers must not compute
  * with it. */
 static inline int64_t ba_step(const ba_tensor *t, int axis) {

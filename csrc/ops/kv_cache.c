@@ -14,8 +14,7 @@ static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout 
     if (t->ndim != 4) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
     if (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    if (t->dims[3] > 1 && t->strides[3] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[3]);
+    BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }
 

@@ -36,8 +36,7 @@ static ba_status check_like(const char *name, const ba_tensor *t, const ba_tenso
 static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
     if (parts < 1) return ba_fail(BA_ERROR_VALUE, "outs: expected at least one part, got %" PRId64, parts);
     const ba_tensor *first = &outs[0];
-    if (!ba_is_float(first->dtype))
-        return ba_fail(BA_ERROR_TYPE, "outs[0]: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(first->dtype));
+    BA_TRY(ba_check_float("outs[0]", first));
     if (first->ndim != 4) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (B, H, S, Dv), got %s", ba_shape_text(first).chars);
     ba_tensor lse_shape = {
         .dtype = first->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {first->dims[0], first->dims[1], first->dims[2]}};
@@ -47,8 +46,7 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
         const ba_tensor *o = is_output ? out : &outs[i], *s = is_output ? lse : &lses[i];
         snprintf(name, sizeof name, is_output ? "out" : "outs[%" PRId64 "]", i);
         BA_TRY(check_like(name, o, first, "outs[0]", "like outs[0]"));
-        if (o->dims[3] > 1 && o->strides[3] != 1)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, o->strides[3]);
+        BA_TRY(ba_check_last_axis(name, o));
         snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
         const char *with = first->dtype == BA_FLOAT64 ? "with outs[0] of float64" : "with outs[0] of 32 bits or fewer";
         BA_TRY(check_like(name, s, &lse_shape, "the first three axes of outs[0]", with));

@@ -1,5 +1,4 @@
 /* The gates of native sparse attention: three sigmoids per token and query head, the gated sum of the branches, and the gradients of both. */
-#include <inttypes.h>
 #include <math.h>
 #include <string.h>
 
@@ -175,13 +174,12 @@ static ba_status take_like(const char *name, const ba_tensor *t, bool packed, co
     return ba_rows_like(name, out, like, "the other arrays", dim);
 }
 
+/* The dtype and the shape of the weight, and of its gradient. */
+static ba_tensor weight_shape(const ba_rows *q) { return (ba_tensor){.dtype = ba_real_of(q->dtype), .ndim = 3, .dims = {q->heads, GATES, q->dim}}; }
+
 static ba_status check_weight(const ba_tensor *t, const ba_rows *q) {
-    if (t->dtype != ba_real_of(q->dtype))
-        return ba_fail(BA_ERROR_TYPE, "gate_proj_weight: expected %s, got %s", ba_dtype_name(ba_real_of(q->dtype)), ba_dtype_name(t->dtype));
-    if (t->ndim != 3 || t->dims[0] != q->heads || t->dims[1] != GATES || t->dims[2] != q->dim || (t->dims[2] > 1 && t->strides[2] != 1))
-        return ba_fail(BA_ERROR_VALUE, "gate_proj_weight: expected shape (%" PRId64 ", 3, %" PRId64 ") with a contiguous last axis, got %s", q->heads,
-                       q->dim, ba_shape_text(t).chars);
-    return ba_check_extent("gate_proj_weight", t);
+    const ba_tensor expected = weight_shape(q);
+    return ba_check_same("gate_proj_weight", t, &expected, true);
 }
 
 /* Sets the sizes and the kernels of a call whose arrays have the batch, tokens, heads and dtype of `like`. */
@@ -275,7 +273,7 @@ static ba_status check_backward(const ba_gate_backward_args *a, gate_call *c) {
         BA_TRY(check_weight(&a->weight, &c->q));
         BA_TRY(take_like("dq", &a->dq, packed, &c->dout, c->q.dim, &c->dq));
         BA_TRY(ba_check_places("dq", &a->dq));
-        const ba_tensor expected = {.dtype = real, .ndim = 3, .dims = {c->q.heads, GATES, c->q.dim}};
+        const ba_tensor expected = weight_shape(&c->q);
         BA_TRY(ba_check_output("dgate_proj_weight", &a->dweight, &expected, false));
     }
     return ba_check_threads(a->num_threads);

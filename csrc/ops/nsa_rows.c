@@ -15,16 +15,14 @@
 
 ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_rows *out) {
     const int rank = packed ? 3 : 4;
-    if (!ba_is_float(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    BA_TRY(ba_check_float(name, t));
     if (t->ndim != rank) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
     const int first = packed ? 0 : 1;
-    const int64_t *dims = t->dims + first, *strides = t->strides + first, size = ba_dtype_size(t->dtype);
+    const int64_t *dims = t->dims + first, size = ba_dtype_size(t->dtype);
     if (dims[2] < 1 || dims[2] > BA_MAX_HEAD_DIM || dims[1] < 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with at least one head and a last axis from 1 to %d, got %s", name, axes,
                        BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    if (dims[2] > 1 && strides[2] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, strides[2]);
+    BA_TRY(ba_check_last_axis(name, t));
     BA_TRY(ba_check_extent(name, t));
     *out = (ba_rows){.data = t->data,
                      .dtype = t->dtype,
@@ -216,13 +214,9 @@ ba_status ba_block_means(const ba_block_means_args *a) {
         return ba_fail(BA_ERROR_TYPE, "out: expected dtype %s like x, or %s, got %s", ba_dtype_name(a->x.dtype),
                        ba_dtype_name(ba_real_of(a->x.dtype)), ba_dtype_name(a->out.dtype));
     if (ba_given(&a->weight)) {
-        const ba_tensor *t = c.weight = &a->weight;
-        if (t->dtype != ba_real_of(a->x.dtype))
-            return ba_fail(BA_ERROR_TYPE, "weight: expected dtype %s, got %s", ba_dtype_name(ba_real_of(a->x.dtype)), ba_dtype_name(t->dtype));
-        if (t->ndim != 3 || t->dims[0] != c.x.heads || t->dims[1] != c.x.dim || t->dims[2] != c.out.dim || (t->dims[2] > 1 && t->strides[2] != 1))
-            return ba_fail(BA_ERROR_VALUE, "weight: expected shape (%" PRId64 ", %" PRId64 ", %" PRId64 ") with a contiguous last axis, got %s",
-                           c.x.heads, c.x.dim, c.out.dim, ba_shape_text(t).chars);
-        BA_TRY(ba_check_extent("weight", t));
+        const ba_tensor expected = {.dtype = ba_real_of(a->x.dtype), .ndim = 3, .dims = {c.x.heads, c.x.dim, c.out.dim}};
+        c.weight = &a->weight;
+        BA_TRY(ba_check_same("weight", c.weight, &expected, true));
     }
     if (c.out.batch != c.x.batch || c.out.heads != c.x.heads || (!c.weight && c.out.dim != c.x.dim))
         return ba_fail(BA_ERROR_VALUE, "out: expected batch, heads and last axis of x %s, got %s", ba_shape_text(&a->x).chars,

@@ -30,13 +30,10 @@ typedef struct parts {
 
 static ba_status check_kind(const char *name, const ba_tensor *t, const char *axes, ba_layout layout) {
     const int rank = layout == BA_BNSD || layout == BA_BSND ? 4 : 3;
-    if (!ba_is_float(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    BA_TRY(ba_check_float(name, t));
     if (t->ndim != rank)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s for layout %s, got %s", name, axes, ba_layout_name(layout), ba_shape_text(t).chars);
-    if (t->dims[rank - 1] > 1 && t->strides[rank - 1] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements",
-                       name, t->strides[rank - 1]);
+    BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }
 

@@ -50,15 +50,13 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
 static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q;
     ba_caches c;
-    if (!ba_is_float(q->dtype)) return ba_fail(BA_ERROR_TYPE, "q: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
+    BA_TRY(ba_check_float("q", q));
     if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("q", q));
     if (q->dims[2] < 1 || q->dims[2] > BA_MAX_HEAD_DIM || q->dims[1] < 1)
         return ba_fail(BA_ERROR_VALUE, "q: expected at least one head and a head dim D from 1 to %d, got %s", BA_MAX_HEAD_DIM,
                        ba_shape_text(q).chars);
-    if (q->dims[2] > 1 && q->strides[2] != 1)
-        return ba_fail(BA_ERROR_VALUE, "q: expected a contiguous last axis (numpy.ascontiguousarray makes one), got stride %" PRId64 " elements",
-                       q->strides[2]);
+    BA_TRY(ba_check_last_axis("q", q));
     if (planned && !ragged && q->dims[0] != batch)
         return ba_fail(BA_ERROR_VALUE, "q: expected %" PRId64 " queries as the plan has them, got %s", batch, ba_shape_text(q).chars);
     if (batch < 0 || (!ragged && q->dims[0] != batch))

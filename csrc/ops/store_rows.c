@@ -187,7 +187,7 @@ ba_status ba_store_rows(ba_store_call *c, int num_threads) {
 /* ---- Quantising rows ------------------------------------------------------------------------------------------------ */
 
 static ba_status check_quantise(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads) {
-    if (!ba_is_float(x->dtype)) return ba_fail(BA_ERROR_TYPE, "x: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(x->dtype));
+    BA_TRY(ba_check_float("x", x));
     if (x->ndim != 2) return ba_fail(BA_ERROR_VALUE, "x: expected shape (N, D), got %s", ba_shape_text(x).chars);
     BA_TRY(ba_check_same("x", x, x, true));
     if (x->dims[1] > MOST_NUMBERS)
