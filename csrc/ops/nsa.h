@@ -19,6 +19,16 @@ static inline char *ba_row(const ba_rows *r, int64_t batch, int64_t token, int64
     return r->data + batch * r->batch_step + token * r->token_step + head * r->head_step;
 }
 
+/* Row `at` of a sequence, and how many rows it has. cu NULL: each batch entry is a sequence, of `each` rows. Else the array is packed, and cu has the
+ * cumulative numbers of its sequences' rows (tokens or blocks). */
+static inline char *ba_sequence_row(const ba_rows *r, const int64_t *cu, int64_t sequence, int64_t at, int64_t head) {
+    return cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
+}
+static inline int64_t ba_sequence_length(const int64_t *cu, int64_t each, int64_t sequence) { return cu ? cu[sequence + 1] - cu[sequence] : each; }
+
+/* The number of complete blocks of `block` tokens, which begin `stride` tokens apart, among so many tokens. */
+static inline int64_t ba_complete_blocks(int64_t tokens, int64_t block, int64_t stride) { return tokens < block ? 0 : (tokens - block) / stride + 1; }
+
 /* Checks the dtype (a float), the rank (3 where packed, else 4), D and the last axis of `t`, and fills `out`. `axes` is the expected shape in the
  * sentence of a refusal. */
 ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_rows *out);

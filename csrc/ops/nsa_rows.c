@@ -72,14 +72,11 @@ typedef struct sequences {
     int64_t block, stride;         /* tokens per block, and from one block to the next */
 } sequences;
 
-/* The number of complete blocks among so many tokens. */
-static int64_t blocks_in(const sequences *s, int64_t tokens) { return tokens < s->block ? 0 : (tokens - s->block) / s->stride + 1; }
-
 static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_tensor *blocks, const char *blocks_name) {
     if (s->block < 1) return ba_fail(BA_ERROR_VALUE, "block_size: expected at least 1 token, got %" PRId64, s->block);
     if (s->stride < 1) return ba_fail(BA_ERROR_VALUE, "stride: expected at least 1 token, got %" PRId64, s->stride);
     s->tokens = tokens->tokens;
-    s->blocks = blocks_in(s, s->tokens);
+    s->blocks = ba_complete_blocks(s->tokens, s->block, s->stride);
     int64_t expected = s->blocks;
     if (s->cu) {
         int64_t longest;
@@ -92,7 +89,7 @@ static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_t
                                "cu_blocks: expected %" PRId64 ", the number of blocks in the sequences before this one, got %" PRId64 " at [%" PRId64
                                "]",
                                expected, s->cu_blocks[b], b);
-            if (b < s->count) expected += blocks_in(s, s->cu[b + 1] - s->cu[b]);
+            if (b < s->count) expected += ba_complete_blocks(s->cu[b + 1] - s->cu[b], s->block, s->stride);
         }
     } else {
         s->count = tokens->batch;
@@ -101,8 +98,8 @@ static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_t
     return ba_fail(BA_ERROR_VALUE, "%s: expected %" PRId64 " blocks, got %s", blocks_name, expected, ba_shape_text(blocks).chars);
 }
 
-static int64_t tokens_of(const sequences *s, int64_t n) { return s->cu ? s->cu[n + 1] - s->cu[n] : s->tokens; }
-static int64_t blocks_of(const sequences *s, int64_t n) { return s->cu ? s->cu_blocks[n + 1] - s->cu_blocks[n] : s->blocks; }
+static int64_t tokens_of(const sequences *s, int64_t n) { return ba_sequence_length(s->cu, s->tokens, n); }
+static int64_t blocks_of(const sequences *s, int64_t n) { return ba_sequence_length(s->cu_blocks, s->blocks, n); }
 
 /* Items are stretches of `size` tokens (or blocks: `length` gives the number of either in a sequence) that do not cross sequences. Returns where
  * item `index` begins in its sequence, and sets *sequence. */
@@ -124,11 +121,6 @@ static int64_t count_stretches(const sequences *s, int64_t (*length)(const seque
     if (!s->cu) return s->count ? s->count * ba_ceil_div(length(s, 0), size) : 0;
     for (int64_t n = 0; n < s->count; n++) total += ba_ceil_div(length(s, n), size);
     return total;
-}
-
-/* Row `at` (a token or a block) of a sequence. `cu` is s->cu for an array of tokens, s->cu_blocks for an array of blocks. */
-static char *sequence_row(const sequences *s, const ba_rows *r, const int64_t *cu, int64_t sequence, int64_t at, int64_t head) {
-    return s->cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
 }
 
 /* ---- Block means ------------------------------------------------------------------------------------------------------ */
@@ -187,8 +179,8 @@ static void means_item(void *context, int64_t index, int worker) {
     for (int64_t t = 0; t < size; t++) ba_set_real(w.weights, t, 1 / (double)size, real_size);
     for (int64_t block = first; block < end; block++)
         for (int64_t head = 0; head < c->x.heads; head++) {
-            char *out = sequence_row(&c->s, &c->out, c->s.cu_blocks, sequence, block, head);
-            for (int64_t t = 0; t < size; t++) w.rows[t] = sequence_row(&c->s, &c->x, c->s.cu, sequence, block * c->s.stride + t, head);
+            char *out = ba_sequence_row(&c->out, c->s.cu_blocks, sequence, block, head);
+            for (int64_t t = 0; t < size; t++) w.rows[t] = ba_sequence_row(&c->x, c->s.cu, sequence, block * c->s.stride + t, head);
             if (c->weight) {
                 memset(w.mean, 0, (size_t)(c->x.dim * real_size));
                 ba_sum_rows(c->kernels, c->x.dtype, w.rows, w.weights, size, c->x.dim, w.wide, w.mean);
@@ -203,7 +195,7 @@ static void means_item(void *context, int64_t index, int worker) {
 }
 
 ba_status ba_block_means(const ba_block_means_args *a) {
-    means_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride},
+    means_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu ? a->cu_blocks : NULL, .block = a->block_size, .stride = a->stride},
                     .kernels = ba_kernels_active()};
     const bool packed = a->cu != NULL;
     BA_TRY(ba_take_rows("x", &a->x, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c.x));
@@ -277,15 +269,16 @@ static void means_backward_item(void *context, int64_t index, int worker) {
         const int64_t first = t < c->s.block ? 0 : (t - c->s.block) / c->s.stride + 1, last = ba_min(t / c->s.stride, blocks - 1);
         for (int64_t head = 0; head < c->dx.heads; head++) {
             int64_t n = 0;
-            for (; n < c->summands; n++) w.rows[n] = sequence_row(&c->s, &c->more[n], c->s.cu, sequence, t, head);
-            for (int64_t block = first; block <= last; block++) w.rows[n++] = sequence_row(&c->s, &c->dout, c->s.cu_blocks, sequence, block, head);
-            c->merge_row(sequence_row(&c->s, &c->dx, c->s.cu, sequence, t, head), w.rows, w.weights, n, c->dx.dim);
+            for (; n < c->summands; n++) w.rows[n] = ba_sequence_row(&c->more[n], c->s.cu, sequence, t, head);
+            for (int64_t block = first; block <= last; block++) w.rows[n++] = ba_sequence_row(&c->dout, c->s.cu_blocks, sequence, block, head);
+            c->merge_row(ba_sequence_row(&c->dx, c->s.cu, sequence, t, head), w.rows, w.weights, n, c->dx.dim);
         }
     }
 }
 
 ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
-    means_backward_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu_blocks, .block = a->block_size, .stride = a->stride}};
+    means_backward_call c = {
+        .s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu ? a->cu_blocks : NULL, .block = a->block_size, .stride = a->stride}};
     const bool packed = a->cu != NULL;
     const char *axes = packed ? "(T, H, D)" : "(B, N, H, D)";
     BA_TRY(ba_take_rows("dx", &a->dx, axes, packed, &c.dx));

@@ -17,6 +17,7 @@
 
 typedef struct select_call {
     const ba_nsa_select_args *args;
+    const int64_t *cu_k; /* args->cu_cmp; NULL where args->cu_q is NULL */
     ba_rows q, k;
     bool by_query; /* tile is 0: a row of the result is a query, else a tile of queries */
     int64_t sequences, group;
@@ -95,16 +96,12 @@ typedef struct stretch {
     int64_t blocks;         /* blocks of the sequence that can be selected */
 } stretch;
 
-static int64_t queries_of(const select_call *c, int64_t n) { return c->args->cu_q ? c->args->cu_q[n + 1] - c->args->cu_q[n] : c->q.tokens; }
-static int64_t keys_of(const select_call *c, int64_t n) { return c->args->cu_cmp ? c->args->cu_cmp[n + 1] - c->args->cu_cmp[n] : c->k.tokens; }
+static int64_t queries_of(const select_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
+static int64_t keys_of(const select_call *c, int64_t n) { return ba_sequence_length(c->cu_k, c->k.tokens, n); }
 static int64_t rows_of(const select_call *c, int64_t n) { return c->by_query ? queries_of(c, n) : ba_ceil_div(queries_of(c, n), c->args->tile); }
-static int64_t tokens_of(const select_call *c, int64_t n) { return c->args->cu_q ? queries_of(c, n) : c->args->tokens; }
+static int64_t tokens_of(const select_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->args->tokens, n); }
 static int64_t blocks_of(const select_call *c, int64_t n) {
     return c->by_query ? ba_ceil_div(tokens_of(c, n), c->args->select_block) : keys_of(c, n);
-}
-
-static char *sequence_row(const int64_t *cu, const ba_rows *r, int64_t sequence, int64_t at, int64_t head) {
-    return cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
 }
 
 /* Packs the rows of the stretch into a panel: queries of one head, or the mean queries of its tiles. */
@@ -112,7 +109,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
     const int64_t pad = dim_pad(c), tile = c->args->tile;
     if (c->by_query) {
         const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
-        for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = sequence_row(c->args->cu_q, &c->q, at->sequence, at->first + i, head);
+        for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = ba_sequence_row(&c->q, c->args->cu_q, at->sequence, at->first + i, head);
         f->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * BA_LOG2_E);
         return;
     }
@@ -121,7 +118,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
         const int64_t begin = (at->first + i) * tile, n = ba_min(tile, at->queries - begin);
         for (int64_t t = 0; t < n; t++) {
             ba_set_real(s->weights, t, 1 / (double)n, c->real_size);
-            s->pointers[t] = sequence_row(c->args->cu_q, &c->q, at->sequence, begin + t, head);
+            s->pointers[t] = ba_sequence_row(&c->q, c->args->cu_q, at->sequence, begin + t, head);
         }
         memset(row, 0, (size_t)(pad * c->real_size));
         ba_sum_rows(c->kernels, c->q.dtype, s->pointers, s->weights, n, c->dim, s->wide, row);
@@ -168,7 +165,7 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
 static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const stretch *at, int64_t kv_head, int64_t begin, int64_t keys) {
     const void **rows = s->k_rows;
     for (int64_t j = 0; j < keys; j++) {
-        rows[j] = sequence_row(c->args->cu_cmp, &c->k, at->sequence, begin + j, kv_head);
+        rows[j] = ba_sequence_row(&c->k, c->cu_k, at->sequence, begin + j, kv_head);
         s->key_index[j] = (int32_t)(begin + j);
     }
     const ba_pack_rows_fn pack = c->has_own ? c->family->pack->keys : c->kernels->cache[c->k.dtype]->pack;
@@ -382,7 +379,7 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
 
 /* The number of complete compressed blocks among so many tokens. */
 static int64_t complete_blocks(const ba_nsa_select_args *a, int64_t tokens) {
-    return tokens < a->compress_block ? 0 : (tokens - a->compress_block) / a->compress_stride + 1;
+    return ba_complete_blocks(tokens, a->compress_block, a->compress_stride);
 }
 
 static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
@@ -453,7 +450,7 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
 }
 
 ba_status ba_nsa_select(const ba_nsa_select_args *args) {
-    select_call c = {.args = args, .by_query = args->tile == 0};
+    select_call c = {.args = args, .cu_k = args->cu_q ? args->cu_cmp : NULL, .by_query = args->tile == 0};
     BA_TRY(check_select(args, &c));
     for (int i = 0; i < args->selected.ndim; i++)
         if (args->selected.dims[i] == 0) return BA_OK;
