@@ -74,6 +74,15 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     c->order_few = c->own_few ? native->few->order_queries : cache->order_few;
 }
 
+/* Chooses the numbers: those of the family's level, but those for few queries of the level in use. They are copied to `own`. */
+static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
+    const ba_tuning *of_level = ba_tuning_at(level);
+    *own = *ba_tuning_at(c->family->isa);
+    own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
+    c->few_requests = ba_prefetch_level(level) == 2 ? &own->few.into_l2 : &own->few.into_l1;
+    c->tuning = own;
+}
+
 /* Chooses the size of chunks. Where the rows of the lists are a single panel, chunks are small, so that neighbouring rows attend a key while it is in
  * cache. Where rows are several panels, chunks are large, because every chunk loads the states of all panels. */
 static void choose_chunks(ba_attend_call *c) {
@@ -92,6 +101,22 @@ static bool gathers(const ba_attend_call *c) {
     return apart && c->plan.grouping.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
 }
 
+/* Decides whether items share packed K and V, as far as their size is known before the plan is made. */
+static void choose_sharing(ba_attend_call *c) {
+    /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
+    c->sharing = (ba_sharing){.plan = &c->plan,
+                              .family = c->family,
+                              .chunk_keys = c->tuning->chunk_keys,
+                              .pack_keys = c->chunk_keys,
+                              .page_offset = c->tuning->page_offset,
+                              .k.pack = c->pack_k,
+                              .v.pack = c->pack_v};
+    /* Sharing packs with the family's own functions, without scales, and does not widen rows. */
+    if (c->pack_k != c->family->pack->keys || c->widen || !ba_may_share(c->problem, c->family)) return;
+    c->shared_bytes = ba_sharing_lay_out(&c->sharing, NULL);
+    if (c->shared_bytes > c->tuning->shared_bytes) c->shared_bytes = 0;
+}
+
 static void attend_item(void *context, int64_t index, int worker) {
     const ba_attend_call *c = context;
     if (ba_plan_few_queries(&c->plan, c->plan.item[index].batch)) ba_attend_few(c, index, worker);
@@ -99,7 +124,7 @@ static void attend_item(void *context, int64_t index, int worker) {
 }
 
 /* Lays out the memory of a call. */
-static int64_t lay_out_call(ba_attend_call *c, int threads, int64_t shared_bytes, char *base) {
+static int64_t lay_out_call(ba_attend_call *c, int threads, char *base) {
     const int64_t in_page = c->tuning->page_offset;
     int64_t used = 0;
     ba_plan_lay_out(&c->plan, threads, base, &used);
@@ -107,48 +132,33 @@ static int64_t lay_out_call(ba_attend_call *c, int threads, int64_t shared_bytes
     c->part_offset = part_offset;
     c->parts = ba_take(base, &used, ba_lay_out_parts(c, part_offset));
     c->scratch = ba_take_in_page(base, &used, threads * c->scratch_bytes, in_page, 0);
-    if (shared_bytes) ba_sharing_lay_out(&c->sharing, ba_take_in_page(base, &used, shared_bytes, in_page, 0));
+    if (c->shared_bytes) ba_sharing_lay_out(&c->sharing, ba_take_in_page(base, &used, c->shared_bytes, in_page, 0));
     return used;
 }
 
 ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *problem, int threads) {
     const ba_isa level = ba_isa_active();
-    ba_attend_call c = {.problem = problem, .family = family};
-    choose_kernels(&c, problem, level);
-    ba_tuning tuning = *ba_tuning_at(c.family->isa);
-    const ba_tuning *of_level = ba_tuning_at(level);
-    tuning.few = c.own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
-    c.few_requests = ba_prefetch_level(level) == 2 ? &tuning.few.into_l2 : &tuning.few.into_l1;
-    c.tuning = &tuning;
-    const int64_t in_page = tuning.page_offset;
-    const ba_attend_family *rows = c.family->rows ? c.family : ba_kernels_at(level)->vector[problem->dtype];
-    if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, rows, threads);
+    if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, family->rows ? family : ba_kernels_at(level)->vector[problem->dtype], threads);
 
-    c.plan = ba_plan_forward(problem, c.tuning, c.family->lanes[BA_PANEL_WIDE], threads);
+    ba_attend_call c = {.problem = problem, .family = family};
+    ba_tuning tuning;
+    choose_kernels(&c, problem, level);
+    choose_tuning(&c, level, &tuning);
+    c.plan = ba_plan_forward(problem, &tuning, family->lanes[BA_PANEL_WIDE], threads);
     choose_chunks(&c);
+    choose_sharing(&c);
     c.gathers = gathers(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     ba_attend_scratch unused;
-    c.scratch_bytes = ba_round_up(ba_lay_out_attend_scratch(&c, NULL, &unused), in_page ? BA_PAGE : BA_ALIGN);
-    /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
-    c.sharing = (ba_sharing){.plan = &c.plan,
-                             .family = c.family,
-                             .chunk_keys = c.tuning->chunk_keys,
-                             .pack_keys = c.chunk_keys,
-                             .page_offset = in_page,
-                             .k.pack = c.pack_k,
-                             .v.pack = c.pack_v};
-    /* Sharing packs with the family's own functions, without scales, and does not widen rows. */
-    int64_t shared_bytes = c.pack_k == c.family->pack->keys && !c.widen && ba_may_share(problem, c.family) ? ba_sharing_lay_out(&c.sharing, NULL) : 0;
-    if (shared_bytes > c.tuning->shared_bytes) shared_bytes = 0;
+    c.scratch_bytes = ba_round_up(ba_lay_out_attend_scratch(&c, NULL, &unused), tuning.page_offset ? BA_PAGE : BA_ALIGN);
     char *memory;
-    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, shared_bytes, NULL), &memory));
-    lay_out_call(&c, threads, shared_bytes, memory);
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
+    lay_out_call(&c, threads, memory);
 
     ba_status status = ba_plan_make(&c.plan, threads);
     if (status == BA_OK) {
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
-        if (ba_is_small(flops, c.tuning->inline_flops)) threads = 1;
+        if (ba_is_small(flops, tuning.inline_flops)) threads = 1;
         c.threads = threads;
         status = ba_share_rows(&c.sharing, threads);
     }

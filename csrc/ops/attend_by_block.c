@@ -19,7 +19,7 @@ typedef struct call {
     int64_t chunk_keys, column_chunks; /* keys per chunk; the largest number of chunks in a block column */
     int64_t packed_k, packed_v;        /* bytes per packed chunk */
     char *shared;                      /* [batch][KV head][column][chunk]: K and V, packed once for all items. NULL: each item packs its chunks */
-    int64_t scratch_bytes;
+    int64_t shared_bytes, scratch_bytes;
     char *scratch;
 } call;
 
@@ -231,11 +231,11 @@ static int64_t shared_bytes(const call *c, const ba_tuning *tuning) {
 }
 
 /* Lays out the memory of a call. */
-static int64_t lay_out_call(call *c, int threads, int64_t shared, char *base) {
+static int64_t lay_out_call(call *c, int threads, char *base) {
     int64_t used = 0;
     ba_plan_lay_out(&c->plan, threads, base, &used);
     c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
-    c->shared = shared ? ba_take(base, &used, shared) : NULL;
+    c->shared = c->shared_bytes ? ba_take(base, &used, c->shared_bytes) : NULL;
     return used;
 }
 
@@ -250,10 +250,10 @@ ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *
     c.packed_v = c.chunk_keys * ba_round_up(problem->v_dim, family->dim_pad) * row_element(&c);
     block_scratch unused;
     c.scratch_bytes = lay_out_by_block(&c, NULL, &unused);
-    const int64_t shared = shared_bytes(&c, tuning);
+    c.shared_bytes = shared_bytes(&c, tuning);
     char *memory;
-    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, shared, NULL), &memory));
-    lay_out_call(&c, threads, shared, memory);
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
+    lay_out_call(&c, threads, memory);
     ba_status status = ba_plan_make(&c.plan, threads);
     const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
     if (ba_is_small(flops, tuning->inline_flops)) threads = 1;

@@ -61,6 +61,7 @@ typedef struct ba_attend_call {
     char *scratch;
     int64_t scratch_bytes; /* per worker */
     ba_sharing sharing;
+    int64_t shared_bytes;       /* of packed K and V that items share; 0: each item packs its own */
     char *parts;                /* the states of parts, which are joined at the end */
     const int64_t *part_offset; /* [batch]: where its parts begin in `parts`, in bytes; -1: its lists are not cut */
 } ba_attend_call;
