@@ -56,6 +56,61 @@ static ba_status take_apart(const char *name, const ba_tensor *t, const char *ax
     return BA_OK;
 }
 
+/* Checks q, k and v. */
+static ba_status take_inputs(const ba_block_sparse_args *args, parts *q, parts *k, parts *v) {
+    const ba_layout layout = args->layout;
+    if ((unsigned)layout > BA_TND) return ba_fail(BA_ERROR_VALUE, "layout: expected BNSD, BSND, BSH or TND, got %d", (int)layout);
+    const int64_t kv_heads = args->num_kv_heads ? args->num_kv_heads : args->num_heads;
+    BA_TRY(take_apart("q", &args->q, q_axes(layout), layout, args->num_heads, q));
+    if (q->dim < 1 || q->dim > BA_MAX_HEAD_DIM)
+        return ba_fail(BA_ERROR_VALUE, "q: expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q->dim,
+                       ba_shape_text(&args->q).chars);
+    if (q->heads < 1) return ba_fail(BA_ERROR_VALUE, "q: expected at least one head, got %s", ba_shape_text(&args->q).chars);
+    BA_TRY(take_apart("k", &args->k, kv_axes(layout, false), layout, kv_heads, k));
+    if (args->k.dtype != args->q.dtype)
+        return ba_fail(BA_ERROR_TYPE, "k: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->k.dtype));
+    if (k->dim != q->dim)
+        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with D = %" PRId64 " like q, got %s", kv_axes(layout, false), q->dim,
+                       ba_shape_text(&args->k).chars);
+    if (k->batch != q->batch)
+        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with B = %" PRId64 " like q, got %s", kv_axes(layout, false), q->batch,
+                       ba_shape_text(&args->k).chars);
+    if (k->heads < 1 || q->heads % k->heads != 0)
+        return ba_fail(BA_ERROR_VALUE, "k: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->heads, k->heads,
+                       ba_shape_text(&args->k).chars);
+    BA_TRY(take_apart("v", &args->v, kv_axes(layout, true), layout, kv_heads, v));
+    if (args->v.dtype != args->q.dtype)
+        return ba_fail(BA_ERROR_TYPE, "v: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->v.dtype));
+    if (v->batch != k->batch || v->heads != k->heads || v->tokens != k->tokens)
+        return ba_fail(BA_ERROR_VALUE, "v: expected shape %s with the batch, heads and tokens of k %s, got %s", kv_axes(layout, true),
+                       ba_shape_text(&args->k).chars, ba_shape_text(&args->v).chars);
+    if (v->dim < 1 || v->dim > BA_MAX_HEAD_DIM)
+        return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v->dim,
+                       ba_shape_text(&args->v).chars);
+    return BA_OK;
+}
+
+/* Sets the dtypes and shapes that the outputs must have, and checks that their sizes do not overflow. */
+static ba_status set_output_shapes(const ba_block_sparse_args *args, const ba_problem *p, int64_t q_tokens, ba_tensor *out_shape,
+                                   ba_tensor *lse_shape) {
+    *out_shape = args->q;
+    out_shape->data = NULL;
+    if (p->unrounded) out_shape->dtype = ba_real_of(p->dtype);
+    out_shape->dims[out_shape->ndim - 1] = p->v_dim;
+    if (args->layout == BA_BSH && __builtin_mul_overflow(p->heads, p->v_dim, &out_shape->dims[2])) out_shape->dims[2] = INT64_MAX;
+    *lse_shape = (ba_tensor){.dtype = p->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {p->batch, p->heads, p->q_len}};
+    if (args->layout == BA_TND) {
+        lse_shape->ndim = 2;
+        lse_shape->dims[0] = q_tokens;
+        lse_shape->dims[1] = p->heads;
+    }
+    int64_t elements = 16; /* the product is in bytes: twice the size of the largest element */
+    for (int i = 0; i < out_shape->ndim; i++)
+        if (__builtin_mul_overflow(elements, ba_max(1, out_shape->dims[i]), &elements))
+            return ba_fail(BA_ERROR_VALUE, "q: expected an output below 2^63 bytes, got shape %s", ba_shape_text(out_shape).chars);
+    return BA_OK;
+}
+
 /* ---- Relations -------------------------------------------------------------------------------------------------- */
 
 static ba_status check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit) {
@@ -63,6 +118,43 @@ static ba_status check_lengths(const char *name, const int64_t *lens, int64_t ba
         if (lens[b] < 0 || lens[b] > limit)
             return ba_fail(BA_ERROR_VALUE, "%s: expected lengths from 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", name, limit, lens[b], b);
     return BA_OK;
+}
+
+/* Checks what divides the tokens of q and of k into sequences, and how many tokens of each are valid. */
+static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tokens, int64_t kv_tokens, ba_problem *p) {
+    if (args->layout == BA_TND) {
+        if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "cu_seqlens_q: expected at least one number, got none");
+        if (args->q_lens || args->kv_lens)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv, got some",
+                           args->q_lens ? "q_lens" : "kv_lens");
+        p->batch = args->batch;
+        p->cu_q = args->cu_q;
+        p->cu_kv = args->cu_kv;
+        BA_TRY(ba_check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q_tokens, &p->q_len));
+        BA_TRY(ba_check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, kv_tokens, &p->kv_len));
+    } else {
+        if (args->cu_q || args->cu_kv)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some",
+                           args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(args->layout));
+        p->q_lens = args->q_lens;
+        p->kv_lens = args->kv_lens;
+        BA_TRY(check_lengths("q_lens", args->q_lens, p->batch, p->q_len));
+        BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
+    }
+    if (p->q_len > INT32_MAX / 2 || p->kv_len > INT32_MAX / 2)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
+                       ba_max(p->q_len, p->kv_len));
+    return BA_OK;
+}
+
+static ba_status check_options(const ba_block_sparse_args *args) {
+    BA_TRY(ba_check_scale(args->q.dtype, args->scale));
+    BA_TRY(ba_check_softcap(args->q.dtype, args->softcap));
+    if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, "sinks: expected none with routed lists, got some");
+    if (args->window[0] < -1 || args->window[1] < -1)
+        return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
+                       args->window[0], args->window[1]);
+    return ba_check_threads(args->num_threads);
 }
 
 static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads == 1 || heads == p->heads || heads == p->kv_heads; }
@@ -154,43 +246,9 @@ static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p
 }
 
 static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, ba_tensor *out_shape, ba_tensor *lse_shape) {
-    const ba_layout layout = args->layout;
-    if ((unsigned)layout > BA_TND) return ba_fail(BA_ERROR_VALUE, "layout: expected BNSD, BSND, BSH or TND, got %d", (int)layout);
-    const int64_t kv_heads = args->num_kv_heads ? args->num_kv_heads : args->num_heads;
     parts q, k, v;
-    BA_TRY(take_apart("q", &args->q, q_axes(layout), layout, args->num_heads, &q));
-    if (q.dim < 1 || q.dim > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "q: expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q.dim,
-                       ba_shape_text(&args->q).chars);
-    if (q.heads < 1) return ba_fail(BA_ERROR_VALUE, "q: expected at least one head, got %s", ba_shape_text(&args->q).chars);
-    BA_TRY(take_apart("k", &args->k, kv_axes(layout, false), layout, kv_heads, &k));
-    if (args->k.dtype != args->q.dtype)
-        return ba_fail(BA_ERROR_TYPE, "k: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->k.dtype));
-    if (k.dim != q.dim)
-        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with D = %" PRId64 " like q, got %s", kv_axes(layout, false), q.dim,
-                       ba_shape_text(&args->k).chars);
-    if (k.batch != q.batch)
-        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with B = %" PRId64 " like q, got %s", kv_axes(layout, false), q.batch,
-                       ba_shape_text(&args->k).chars);
-    if (k.heads < 1 || q.heads % k.heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "k: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q.heads, k.heads,
-                       ba_shape_text(&args->k).chars);
-    BA_TRY(take_apart("v", &args->v, kv_axes(layout, true), layout, kv_heads, &v));
-    if (args->v.dtype != args->q.dtype)
-        return ba_fail(BA_ERROR_TYPE, "v: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->v.dtype));
-    if (v.batch != k.batch || v.heads != k.heads || v.tokens != k.tokens)
-        return ba_fail(BA_ERROR_VALUE, "v: expected shape %s with the batch, heads and tokens of k %s, got %s", kv_axes(layout, true),
-                       ba_shape_text(&args->k).chars, ba_shape_text(&args->v).chars);
-    if (v.dim < 1 || v.dim > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v.dim,
-                       ba_shape_text(&args->v).chars);
-    BA_TRY(ba_check_scale(args->q.dtype, args->scale));
-    BA_TRY(ba_check_softcap(args->q.dtype, args->softcap));
-    if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, "sinks: expected none with routed lists, got some");
-    if (args->window[0] < -1 || args->window[1] < -1)
-        return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
-                       args->window[0], args->window[1]);
-    BA_TRY(ba_check_threads(args->num_threads));
+    BA_TRY(take_inputs(args, &q, &k, &v));
+    BA_TRY(check_options(args));
 
     *p = (ba_problem){
         .dtype = args->q.dtype,
@@ -217,47 +275,11 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .window_left = ba_min(args->window[0], INT32_MAX),
         .window_right = ba_min(args->window[1], INT32_MAX),
     };
-    if (layout == BA_TND) {
-        if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "cu_seqlens_q: expected at least one number, got none");
-        if (args->q_lens || args->kv_lens)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv, got some",
-                           args->q_lens ? "q_lens" : "kv_lens");
-        p->batch = args->batch;
-        p->cu_q = args->cu_q;
-        p->cu_kv = args->cu_kv;
-        BA_TRY(ba_check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q.tokens, &p->q_len));
-        BA_TRY(ba_check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, k.tokens, &p->kv_len));
-    } else {
-        if (args->cu_q || args->cu_kv)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some",
-                           args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(layout));
-        p->q_lens = args->q_lens;
-        p->kv_lens = args->kv_lens;
-        BA_TRY(check_lengths("q_lens", args->q_lens, p->batch, p->q_len));
-        BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
-    }
-    if (p->q_len > INT32_MAX / 2 || p->kv_len > INT32_MAX / 2)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
-                       ba_max(p->q_len, p->kv_len));
+    BA_TRY(check_sequences(args, q.tokens, k.tokens, p));
     BA_TRY(check_blocks(args, p));
     BA_TRY(check_positions(args, p));
 
-    *out_shape = args->q;
-    out_shape->data = NULL;
-    if (p->unrounded) out_shape->dtype = ba_real_of(p->dtype);
-    out_shape->dims[out_shape->ndim - 1] = p->v_dim;
-    if (layout == BA_BSH && __builtin_mul_overflow(p->heads, p->v_dim, &out_shape->dims[2])) out_shape->dims[2] = INT64_MAX;
-    *lse_shape = (ba_tensor){.dtype = p->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {p->batch, p->heads, p->q_len}};
-    if (layout == BA_TND) {
-        lse_shape->ndim = 2;
-        lse_shape->dims[0] = q.tokens;
-        lse_shape->dims[1] = p->heads;
-    }
-    int64_t elements = 16; /* the product is in bytes: twice the size of the largest element */
-    for (int i = 0; i < out_shape->ndim; i++)
-        if (__builtin_mul_overflow(elements, ba_max(1, out_shape->dims[i]), &elements))
-            return ba_fail(BA_ERROR_VALUE, "q: expected an output below 2^63 bytes, got shape %s", ba_shape_text(out_shape).chars);
-    return BA_OK;
+    return set_output_shapes(args, p, q.tokens, out_shape, lse_shape);
 }
 
 /* The view of a tensor that has one number per query and head, such as lse. */
