@@ -97,8 +97,8 @@ static void choose_chunks(ba_attend_call *c) {
  * of all heads, in calls whose heads have lists of their own. */
 static bool gathers(const ba_attend_call *c) {
     const ba_problem *p = c->problem;
-    const bool apart = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
-    return apart && c->plan.grouping.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
+    const bool scattered = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
+    return scattered && c->plan.grouping.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
 }
 
 /* Decides whether items share packed K and V, as far as their size is known before the plan is made. */

@@ -26,8 +26,8 @@ static double pairs_per_key(const ba_problem *p, int64_t batch) {
 
 /* Runs the call in two passes, where some batch entries are for one family and the others for the other family. Each pass treats the other pass's
  * queries as padding. The first pass reads and checks all lists, so that nothing is written if one is wrong. */
-static ba_status attend_apart(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int64_t least_pairs,
-                              int threads) {
+static ba_status attend_in_two_passes(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int64_t least_pairs,
+                                      int threads) {
     const size_t bytes = (size_t)problem->batch * sizeof(int64_t);
     int64_t *lens = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
     if (!lens) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %zu bytes of memory, got none", bytes);
@@ -53,7 +53,7 @@ static ba_status attend_valid(const ba_problem *problem, int threads) {
     int64_t pay = 0;
     for (int64_t b = 0; least_pairs > 0 && b < problem->batch; b++) pay += pairs_per_key(problem, b) >= least_pairs;
     if (least_pairs == 0 || pay == problem->batch) return ba_attend_with(family, problem, threads);
-    return pay == 0 ? ba_attend_with(vectors, problem, threads) : attend_apart(family, vectors, problem, least_pairs, threads);
+    return pay == 0 ? ba_attend_with(vectors, problem, threads) : attend_in_two_passes(family, vectors, problem, least_pairs, threads);
 }
 
 /* Writes output 0 and log-sum-exp -inf for the queries behind the valid length. An item is one head of one batch entry. */

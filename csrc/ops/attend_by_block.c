@@ -183,19 +183,19 @@ static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item 
 /* The rows of the item that list a column attend its keys [begin, end). */
 static void attend_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
     const int64_t room = item->tiles * c->row_lanes;
-    int64_t whole = 0, bounded = 0;
+    int64_t unbounded = 0, bounded = 0;
     for (int64_t n = s->begin[column]; n < s->begin[column + 1]; n++) {
         const int32_t first = s->rows[n] * (int32_t)c->row_lanes;
         for (int32_t lane = first; lane < first + (int32_t)c->row_lanes; lane++) {
             if (s->lo[lane] >= end || s->hi[lane] <= begin) continue;
             if (s->lo[lane] > begin || s->hi[lane] < end) s->chosen[room - ++bounded] = lane;
-            else s->chosen[whole++] = lane;
+            else s->chosen[unbounded++] = lane;
         }
     }
-    if (whole + bounded == 0) return;
+    if (unbounded + bounded == 0) return;
     const ba_chunk chunk = open_chunk(c, s, item, column, begin, end);
     ba_panel panel = {.q = s->q, .o = s->o, .m = s->m, .l = s->l};
-    if (whole) c->family->rows->attend(&panel, s->chosen, whole, &chunk);
+    if (unbounded) c->family->rows->attend(&panel, s->chosen, unbounded, &chunk);
     panel.lo = s->lo;
     panel.hi = s->hi;
     if (bounded) c->family->rows->attend(&panel, s->chosen + room - bounded, bounded, &chunk);

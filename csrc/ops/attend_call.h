@@ -20,9 +20,9 @@ enum {
 typedef struct ba_chunk_rows {
     int walk; /* the walk that the chunk was taken from */
     int64_t keys;
-    const void **k_rows, **v_rows; /* [keys]: rows of the item's first head; the first `whole` are rows of the shared, packed K and V. There is
+    const void **k_rows, **v_rows; /* [keys]: rows of the item's first head; the first `shared` are rows of the shared, packed K and V. There is
                                     * room behind them for further rows that are to be prefetched (attend_few.c) */
-    int64_t whole;                 /* how many keys, from the first on, belong to whole groups of shared K and V; 0 where none are shared */
+    int64_t shared;                /* how many keys, from the first on, belong to whole groups of shared K and V; 0 where none are shared */
     const float **k_scale_at, **v_scale_at; /* [keys]: where the scales of the item's first head lie */
     int32_t *key_index;
 } ba_chunk_rows;
@@ -87,8 +87,8 @@ enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
 
 /* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
 static inline int64_t ba_few_scratch(const ba_attend_call *c) {
-    const int64_t apart = BA_FEW_PAD(c->problem->v_dim);
-    return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + apart) * c->family->real_size, BA_ALIGN);
+    const int64_t between = BA_FEW_PAD(c->problem->v_dim);
+    return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + between) * c->family->real_size, BA_ALIGN);
 }
 
 /* Lays out the scratch memory of one worker (scratch.h), which begins a page where tuning has a page_offset. */

@@ -39,7 +39,7 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
     const int64_t bytes = rows_bytes(p, &p->k, p->head_dim, heads_are_beside(p) ? item->kv_heads : 1);
     walk.chunk_keys = ba_min(walk.chunk_keys, most_rows_ahead(c, bytes));
     chunk->keys = ba_walk_take(&walk, chunk->key_index);
-    chunk->whole = 0;
+    chunk->shared = 0;
     ba_find_k_rows(c, item, chunk);
     return true;
 }
@@ -84,7 +84,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
     const int64_t size = p->kv_element_size;
     const bool beside = heads_are_beside(p);
     const int64_t together = beside ? item->kv_heads : 1;
-    const bool apart = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->few.followed_bytes;
+    const bool followed = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->few.followed_bytes;
     for (int64_t i = 0; i < item->tiles; i++) {
         if (w->tiles[i].walk != here->walk) continue;
         for (int64_t first = 0; first < item->kv_heads; first += together) {
@@ -99,7 +99,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
             if (!n) continue;
             /* Gathering prefetches by itself; where the hardware's prefetcher follows the rows, no prefetch is needed. */
             if (c->gathers) w->chunks->gathered = w->gathered;
-            else if (!(apart && lanes <= c->few_requests->followed_queries)) prefetch_ahead(c, w, item, first, together, here, next);
+            else if (!(followed && lanes <= c->few_requests->followed_queries)) prefetch_ahead(c, w, item, first, together, here, next);
             c->few(w->panels, lanes, w->chunks, n);
         }
     }

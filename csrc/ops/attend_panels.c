@@ -67,13 +67,13 @@ typedef struct pack_job {
     int64_t dim;
 } pack_job;
 
-/* Packs all rows of the chunk but the first `whole`, which are packed already. Returns the pointers that the kernel is given. */
+/* Packs all rows of the chunk but the first `shared`, which are packed already. Returns the pointers that the kernel is given. */
 static const void *const *pack_others(const ba_attend_call *c, const ba_attend_scratch *w, const pack_job *job, const void *const *rows,
-                                      int64_t whole, int64_t others) {
+                                      int64_t shared, int64_t others) {
     if (!job->pack || !others) return rows;
-    const void **packed_rows = job->packed_rows + whole;
-    memcpy(job->packed_rows, rows, (size_t)whole * sizeof *rows);
-    rows += whole;
+    const void **packed_rows = job->packed_rows + shared;
+    memcpy(job->packed_rows, rows, (size_t)shared * sizeof *rows);
+    rows += shared;
     if (!c->widen || job->pack == c->widen) {
         job->pack(job->packed, packed_rows, rows, job->scales, others, job->dim);
         return job->packed_rows;
@@ -101,14 +101,14 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
         skip -= skip % c->family->key_align;
         ba_skip_keys(&chunk, skip);
     }
-    const int64_t whole = ba_max(0, here->whole - skip), others = chunk.keys - whole;
+    const int64_t shared = ba_max(0, here->shared - skip), others = chunk.keys - shared;
     const bool alone =
         c->chunks == 2 || others; /* there is memory for the packed rows and the scales of one chunk, so its panels cannot wait for the next one */
     if (alone || many->walks >> here->walk & 1) flush(c, many);
     const pack_job k = {c->pack_k, w->packed_k, w->packed_k_rows, chunk.k_scale, p->head_dim},
                    v = {c->pack_v, w->packed_v, w->packed_v_rows, chunk.v_scale, p->v_dim};
-    chunk.k_rows = pack_others(c, w, &k, chunk.k_rows, whole, others);
-    chunk.v_rows = pack_others(c, w, &v, chunk.v_rows, whole, others);
+    chunk.k_rows = pack_others(c, w, &k, chunk.k_rows, shared, others);
+    chunk.v_rows = pack_others(c, w, &v, chunk.v_rows, shared, others);
     share shares = {next, 0, 0};
     for (int64_t i = 0; i < item->tiles; i++)
         if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;

@@ -124,20 +124,20 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
     }
 }
 
-/* Finds the rows of K (or V) of a chunk: those of its first `whole` keys in the shared, packed K (or V), the others in the caller's array. */
+/* Finds the rows of K (or V) of a chunk: those of its first `shared` keys in the shared, packed K (or V), the others in the caller's array. */
 static void take_rows(const ba_attend_call *c, const ba_item *item, const ba_view *view, const ba_view *scale, const ba_shared_rows *s,
                       const ba_chunk_rows *chunk, const void **rows, const float **scales) {
     const ba_problem *p = c->problem;
     const int64_t head = item->batch * p->kv_heads + item->kv_head, group = c->family->key_pad;
-    if (chunk->whole) {
+    if (chunk->shared) {
         const char *first = s->pack ? s->data + s->offset[head] : ba_key_row(p, view, p->kv_element_size, item->batch, item->kv_head, 0);
         const int64_t step = s->pack ? s->row_bytes : view->token_stride * p->kv_element_size;
-        for (int64_t at = 0; at < chunk->whole; at += group) { /* the keys of a group have consecutive numbers */
+        for (int64_t at = 0; at < chunk->shared; at += group) { /* the keys of a group have consecutive numbers */
             const char *row = first + chunk->key_index[at] * step;
             for (int64_t j = 0; j < group; j++) rows[at + j] = row + j * step;
         }
     }
-    const int64_t at = chunk->whole;
+    const int64_t at = chunk->shared;
     find_rows(p, item->batch, item->kv_head, view, scale, chunk->key_index + at, chunk->keys - at, rows + at, scales + at);
 }
 
@@ -151,8 +151,8 @@ bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks,
     if (next < 0) return false;
     chunk->walk = next;
     chunk->keys = ba_walk_take(&walks[next], chunk->key_index);
-    chunk->whole = ba_is_shared(&c->sharing, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad
-                                                          : 0; /* the last keys of a sequence may be less than a group */
+    chunk->shared = ba_is_shared(&c->sharing, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad
+                                                           : 0; /* the last keys of a sequence may be less than a group */
     ba_find_k_rows(c, item, chunk);
     take_rows(c, item, &p->v, &p->v_scale, &c->sharing.v, chunk, chunk->v_rows, chunk->v_scale_at);
     return true;

@@ -88,13 +88,13 @@ static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scrat
 /* ---- One sequence and its rows -------------------------------------------------------------------------------------- */
 
 /* The rows of the result that one item computes: one panel of one head. */
-typedef struct stretch {
+typedef struct item_rows {
     int64_t sequence, head; /* a KV head where by_query, else a query head */
     int64_t earlier;        /* rows of all sequences before this one, in packed results */
     int64_t first, rows;    /* rows of the sequence's result: the first one, and how many; row first + i is lane i of the panel */
     int64_t queries, keys;  /* of the sequence: queries in this call, and compressed keys */
     int64_t blocks;         /* blocks of the sequence that can be selected */
-} stretch;
+} item_rows;
 
 static int64_t queries_of(const select_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
 static int64_t keys_of(const select_call *c, int64_t n) { return ba_sequence_length(c->cu_k, c->k.tokens, n); }
@@ -104,8 +104,8 @@ static int64_t blocks_of(const select_call *c, int64_t n) {
     return c->by_query ? ba_ceil_div(tokens_of(c, n), c->args->select_block) : keys_of(c, n);
 }
 
-/* Packs the rows of the stretch into a panel: queries of one head, or the mean queries of its tiles. */
-static void pack_rows(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, void *panel) {
+/* Packs the rows of an item into a panel: queries of one head, or the mean queries of its tiles. */
+static void pack_rows(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, void *panel) {
     const int64_t pad = dim_pad(c), tile = c->args->tile;
     if (c->by_query) {
         const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
@@ -129,7 +129,8 @@ static void pack_rows(const select_call *c, const select_scratch *s, const stret
 
 /* Opens the panel of query head `head`, the g-th of its group. Sets how many compressed keys each lane sees, in s->hi, and *most and *least, the
  * largest and the smallest of these numbers. m becomes the log-sum-exp of each query, so that softmax gives its probabilities. */
-static ba_panel open_panel(const select_call *c, const select_scratch *s, const stretch *at, int64_t head, int64_t g, int64_t *most, int64_t *least) {
+static ba_panel open_panel(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, int64_t g, int64_t *most,
+                           int64_t *least) {
     const ba_nsa_select_args *a = c->args;
     const ba_panel panel = {.q = s->q + g * c->lanes * dim_pad(c) * c->family->q_bytes, .m = s->m + g * c->lanes * c->real_size, .l = s->l};
     pack_rows(c, s, at, head, panel.q);
@@ -162,7 +163,7 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
 /* ---- Scores ------------------------------------------------------------------------------------------------------------ */
 
 /* Prepares `keys` compressed keys from `begin` on to be scored: finds and packs their rows. */
-static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const stretch *at, int64_t kv_head, int64_t begin, int64_t keys) {
+static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const item_rows *at, int64_t kv_head, int64_t begin, int64_t keys) {
     const void **rows = s->k_rows;
     for (int64_t j = 0; j < keys; j++) {
         rows[j] = ba_sequence_row(&c->k, c->cu_k, at->sequence, begin + j, kv_head);
@@ -185,7 +186,7 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
 
 /* Scores blocks for rows that are queries: the probabilities of each compressed key, summed over the group's heads, are added to the blocks that the
  * key overlaps. */
-static void score_by_query(const select_call *c, const select_scratch *s, const stretch *at) {
+static void score_by_query(const select_call *c, const select_scratch *s, const item_rows *at) {
     const int64_t real = c->real_size, line = c->lanes * real, head = at->head * c->group;
     int64_t most = 0, least = 0;
     memset(s->scores, 0, (size_t)(at->blocks * line));
@@ -220,7 +221,7 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
 }
 
 /* Scores blocks for rows that are tiles: the products of the compressed keys and the mean query. */
-static void score_by_tile(const select_call *c, const select_scratch *s, const stretch *at) {
+static void score_by_tile(const select_call *c, const select_scratch *s, const item_rows *at) {
     int64_t most, least;
     const ba_panel panel = open_panel(c, s, at, at->head, 0, &most, &least);
     for (int64_t begin = 0; begin < at->keys; begin += c->chunk_keys) {
@@ -239,7 +240,7 @@ typedef struct rules {
     int64_t hi;                       /* all other blocks below this compete */
 } rules;
 
-static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
+static rules rules_of(const select_call *c, const item_rows *at, int64_t row) {
     const ba_nsa_select_args *a = c->args;
     rules r = {.hi = at->blocks};
     if (!c->by_query) {
@@ -262,7 +263,7 @@ static rules rules_of(const select_call *c, const stretch *at, int64_t row) {
 }
 
 /* Writes a list of blocks, padded with -1, to row `row` of the sequence's result. */
-static void write_row(const select_call *c, const stretch *at, int64_t row, const int32_t *list, int64_t length, const ba_tensor *out) {
+static void write_row(const select_call *c, const item_rows *at, int64_t row, const int32_t *list, int64_t length, const ba_tensor *out) {
     const int64_t *steps = out->strides, width = out->dims[out->ndim - 1];
     int32_t *to = (int32_t *)out->data + (c->args->cu_q ? at->head * steps[0] + (at->earlier + row) * steps[1]
                                                         : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
@@ -270,7 +271,7 @@ static void write_row(const select_call *c, const stretch *at, int64_t row, cons
 }
 
 /* Chooses and writes each lane's blocks, in rising order; of equal scores, the lower block wins. `r` has the rules of each lane. */
-static void choose(const select_call *c, const select_scratch *s, const stretch *at, const char *scores, const rules *r, const ba_tensor *out) {
+static void choose(const select_call *c, const select_scratch *s, const item_rows *at, const char *scores, const rules *r, const ba_tensor *out) {
     const int64_t width = out->dims[out->ndim - 1];
     for (int64_t first = 0; first < at->rows; first += BA_CHOOSE_ROWS) {
         const int64_t rows = ba_min(BA_CHOOSE_ROWS, at->rows - first);
@@ -288,7 +289,7 @@ static void choose(const select_call *c, const select_scratch *s, const stretch 
     }
 }
 
-static void choose_blocks(const select_call *c, const select_scratch *s, const stretch *at) {
+static void choose_blocks(const select_call *c, const select_scratch *s, const item_rows *at) {
     rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) r[i] = rules_of(c, at, i);
     choose(c, s, at, s->scores, r, &c->args->selected);
@@ -296,7 +297,7 @@ static void choose_blocks(const select_call *c, const select_scratch *s, const s
 
 /* Chooses the stretches of cmp_group compressed keys with the highest mean scores. The mean is taken over the keys that compete and whose score is
  * not -inf. */
-static void choose_stretches(const select_call *c, const select_scratch *s, const stretch *at) {
+static void choose_stretches(const select_call *c, const select_scratch *s, const item_rows *at) {
     const int64_t size = ba_min(c->args->cmp_group, INT32_MAX); /* any size above the number of keys means the same */
     rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) {
@@ -323,7 +324,7 @@ static int64_t panels_of(const select_call *c, int64_t n) { return ba_ceil_div(r
 
 static void select_item(void *context, int64_t item, int worker) {
     const select_call *c = context;
-    stretch at = {0};
+    item_rows at = {0};
     at.head = item % c->list_heads;
     item /= c->list_heads;
     if (c->args->cu_q) {

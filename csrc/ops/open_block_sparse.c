@@ -23,10 +23,10 @@ static const char *kv_axes(ba_layout layout, bool is_v) {
 /* ---- Tensors ---------------------------------------------------------------------------------------------------- */
 
 /* The sizes and the view of a tensor, whatever its layout. For BA_TND, `batch` is 1 and `tokens` is T. */
-typedef struct parts {
+typedef struct sized_view {
     int64_t batch, heads, tokens, dim;
     ba_view view;
-} parts;
+} sized_view;
 
 static ba_status check_kind(const char *name, const ba_tensor *t, const char *axes, ba_layout layout) {
     const int rank = layout == BA_BNSD || layout == BA_BSND ? 4 : 3;
@@ -38,35 +38,35 @@ static ba_status check_kind(const char *name, const ba_tensor *t, const char *ax
 }
 
 /* Checks a tensor of queries, keys or values and fills `out`. `heads` is used for BA_BSH only. */
-static ba_status take_apart(const char *name, const ba_tensor *t, const char *axes, ba_layout layout, int64_t heads, parts *out) {
+static ba_status take_view(const char *name, const ba_tensor *t, const char *axes, ba_layout layout, int64_t heads, sized_view *out) {
     BA_TRY(check_kind(name, t, axes, layout));
     int64_t step[3]; /* the strides of all axes but the last */
     for (int i = 0; i < 3 && i < t->ndim; i++) step[i] = ba_step(t, i);
     switch (layout) {
-    case BA_BNSD: *out = (parts){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, step[0], step[1], step[2]}}; break;
-    case BA_BSND: *out = (parts){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;
-    case BA_TND: *out = (parts){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, step[1], step[0]}}; break;
+    case BA_BNSD: *out = (sized_view){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, step[0], step[1], step[2]}}; break;
+    case BA_BSND: *out = (sized_view){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;
+    case BA_TND: *out = (sized_view){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, step[1], step[0]}}; break;
     case BA_BSH:
         if (heads < 1) return ba_fail(BA_ERROR_VALUE, "num_heads: expected the number of heads in the last axis for layout BSH, got %" PRId64, heads);
         if (t->dims[2] % heads != 0)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a last axis that %" PRId64 " heads divide, got %s", name, heads, ba_shape_text(t).chars);
-        *out = (parts){t->dims[0], heads, t->dims[1], t->dims[2] / heads, {t->data, step[0], t->dims[2] / heads, step[1]}};
+        *out = (sized_view){t->dims[0], heads, t->dims[1], t->dims[2] / heads, {t->data, step[0], t->dims[2] / heads, step[1]}};
         break;
     }
     return BA_OK;
 }
 
 /* Checks q, k and v. */
-static ba_status take_inputs(const ba_block_sparse_args *args, parts *q, parts *k, parts *v) {
+static ba_status take_inputs(const ba_block_sparse_args *args, sized_view *q, sized_view *k, sized_view *v) {
     const ba_layout layout = args->layout;
     if ((unsigned)layout > BA_TND) return ba_fail(BA_ERROR_VALUE, "layout: expected BNSD, BSND, BSH or TND, got %d", (int)layout);
     const int64_t kv_heads = args->num_kv_heads ? args->num_kv_heads : args->num_heads;
-    BA_TRY(take_apart("q", &args->q, q_axes(layout), layout, args->num_heads, q));
+    BA_TRY(take_view("q", &args->q, q_axes(layout), layout, args->num_heads, q));
     if (q->dim < 1 || q->dim > BA_MAX_HEAD_DIM)
         return ba_fail(BA_ERROR_VALUE, "q: expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q->dim,
                        ba_shape_text(&args->q).chars);
     if (q->heads < 1) return ba_fail(BA_ERROR_VALUE, "q: expected at least one head, got %s", ba_shape_text(&args->q).chars);
-    BA_TRY(take_apart("k", &args->k, kv_axes(layout, false), layout, kv_heads, k));
+    BA_TRY(take_view("k", &args->k, kv_axes(layout, false), layout, kv_heads, k));
     if (args->k.dtype != args->q.dtype)
         return ba_fail(BA_ERROR_TYPE, "k: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->k.dtype));
     if (k->dim != q->dim)
@@ -78,7 +78,7 @@ static ba_status take_inputs(const ba_block_sparse_args *args, parts *q, parts *
     if (k->heads < 1 || q->heads % k->heads != 0)
         return ba_fail(BA_ERROR_VALUE, "k: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->heads, k->heads,
                        ba_shape_text(&args->k).chars);
-    BA_TRY(take_apart("v", &args->v, kv_axes(layout, true), layout, kv_heads, v));
+    BA_TRY(take_view("v", &args->v, kv_axes(layout, true), layout, kv_heads, v));
     if (args->v.dtype != args->q.dtype)
         return ba_fail(BA_ERROR_TYPE, "v: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->v.dtype));
     if (v->batch != k->batch || v->heads != k->heads || v->tokens != k->tokens)
@@ -246,7 +246,7 @@ static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p
 }
 
 static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, ba_tensor *out_shape, ba_tensor *lse_shape) {
-    parts q, k, v;
+    sized_view q, k, v;
     BA_TRY(take_inputs(args, &q, &k, &v));
     BA_TRY(check_options(args));
 
@@ -295,8 +295,8 @@ ba_status ba_open_block_sparse(const ba_block_sparse_args *args, ba_attention *a
 
 ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_attention *a) {
     BA_TRY(ba_check_output("out", &args->out, &a->out_shape, true));
-    parts out;
-    BA_TRY(take_apart("out", &args->out, q_axes(args->layout), args->layout, a->problem.heads, &out));
+    sized_view out;
+    BA_TRY(take_view("out", &args->out, q_axes(args->layout), args->layout, a->problem.heads, &out));
     a->problem.out = out.view;
     if (!ba_given(&args->lse)) return BA_OK;
     BA_TRY(ba_check_output("lse", &args->lse, &a->lse_shape, false));
@@ -316,19 +316,19 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
     const ba_block_sparse_args *forward = &args->forward;
     const ba_layout layout = forward->layout;
     ba_problem *p = &a->problem;
-    parts view;
+    sized_view view;
     *g = (ba_gradients){0};
     BA_TRY(ba_open_block_sparse(forward, a));
     if (p->softcap != 0)
         return ba_fail(BA_ERROR_VALUE, "softcap: expected 0, because gradients of capped scores are not computed, got %g", p->softcap);
     if (forward->unrounded) return ba_fail(BA_ERROR_VALUE, "unrounded: expected 0 where out is an input, got %d", forward->unrounded);
     BA_TRY(check_given("out", &forward->out, &a->out_shape, true));
-    BA_TRY(take_apart("out", &forward->out, q_axes(layout), layout, p->heads, &view));
+    BA_TRY(take_view("out", &forward->out, q_axes(layout), layout, p->heads, &view));
     p->out = view.view;
     BA_TRY(check_given("lse", &forward->lse, &a->lse_shape, false));
     p->lse = query_numbers(layout, &forward->lse);
     BA_TRY(check_given("dout", &args->dout, &a->out_shape, true));
-    BA_TRY(take_apart("dout", &args->dout, q_axes(layout), layout, p->heads, &view));
+    BA_TRY(take_view("dout", &args->dout, q_axes(layout), layout, p->heads, &view));
     g->dout = view.view;
     if (!ba_given(&args->dlse)) return BA_OK;
     BA_TRY(check_given("dlse", &args->dlse, &a->lse_shape, false));
@@ -362,9 +362,9 @@ ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_a
     ba_gradient_shapes(args, shapes);
     g->accumulate = args->accumulate != 0;
     for (int i = 0; i < 3; i++) {
-        parts view;
+        sized_view view;
         BA_TRY(ba_check_output(outputs[i].name, outputs[i].output, &shapes[i], true));
-        BA_TRY(take_apart(outputs[i].name, outputs[i].output, "", forward->layout, outputs[i].heads, &view));
+        BA_TRY(take_view(outputs[i].name, outputs[i].output, "", forward->layout, outputs[i].heads, &view));
         *outputs[i].view = view.view;
     }
     return BA_OK;

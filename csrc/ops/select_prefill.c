@@ -230,11 +230,11 @@ ba_status ba_run_prefill(ba_prefill *c) {
     const int64_t most_items = ba_max(c->p.batch * c->lists * c->p.block_rows, ba_ceil_div(c->pairs * groups, ba_work.choose.groups));
     const int threads = ba_threads_of_call(c->args->call.num_threads, work, ba_work.small_products, most_items);
     /* How many rows of blocks fit a panel as a whole. 0: several panels share one, and the next row of blocks begins with a new panel. */
-    const int64_t whole = c->lanes / c->rows_per_block;
-    c->panel_rows = whole ? whole * c->rows_per_block : c->lanes;
+    const int64_t panel_blocks = c->lanes / c->rows_per_block;
+    c->panel_rows = panel_blocks ? panel_blocks * c->rows_per_block : c->lanes;
     /* Several panels read a chunk of groups together, where there are strips enough for all threads. Their number changes no bit. */
     for (c->panels = BA_STRIP_PANELS;; c->panels /= 2) {
-        c->strip_rows = ba_min(c->p.block_rows, whole ? c->panels * whole : 1);
+        c->strip_rows = ba_min(c->p.block_rows, panel_blocks ? c->panels * panel_blocks : 1);
         c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
         if (c->panels == 1 || c->p.batch * c->lists * c->strips >= ba_work.choose.strips * threads) break;
     }

@@ -11,8 +11,8 @@
 /* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
     const int64_t per_block = c->groups_per_block;
-    const int64_t whole = c->chunk - c->chunk % per_block;
-    if (per_block <= c->chunk) return (begin / whole + 1) * whole; /* the same borders for every panel */
+    const int64_t in_blocks = c->chunk - c->chunk % per_block;
+    if (per_block <= c->chunk) return (begin / in_blocks + 1) * in_blocks; /* the same borders for every panel */
     return ba_min(begin + c->chunk, (begin / per_block + 1) * per_block);
 }
 
@@ -122,8 +122,8 @@ void ba_point_to_groups(const ba_prefill *c, const ba_strip_scratch *s, const ch
 void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_panel_rows *at, const ba_group_range *range, int64_t block, void *sums,
                     void *alpha) {
     const int64_t begin = range->begin, end = range->end;
-    const bool whole = begin >= at->all_lo && end <= at->all_hi;
-    const ba_panel panel = {.q = s->q, .m = s->m, .l = s->l, .lo = whole ? NULL : s->lo, .hi = whole ? NULL : s->hi};
+    const bool all_see = begin >= at->all_lo && end <= at->all_hi;
+    const ba_panel panel = {.q = s->q, .m = s->m, .l = s->l, .lo = all_see ? NULL : s->lo, .hi = all_see ? NULL : s->hi};
     const ba_chunk chunk = {.keys = end - begin,
                             .head_dim = c->depth,
                             .v_dim = 1,
