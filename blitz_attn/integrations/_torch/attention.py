@@ -15,6 +15,7 @@ from .tensors import (
     lists_of,
     number_of,
     numbers_list_of,
+    numbers_of,
     pair_of,
     text_of,
 )
@@ -67,10 +68,12 @@ def block_sparse_attention(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     num_threads: int | None = None,
 ) -> Any:
-    """`blitz_attn.block_sparse_attention` on torch tensors, differentiable in q, k and v.
+    """`blitz_attn.block_sparse_attention` on torch tensors, differentiable in q, k, v and sinks.
 
     Parameters
     ----------
@@ -78,6 +81,11 @@ def block_sparse_attention(
         CPU tensors: float32, float16, bfloat16 or float64.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi` is a tensor.
+    sinks : torch.Tensor or sequence of float, optional
+        ``(H,)``: one more score per head, which takes part in the softmax but has no value. Read as float32; a tensor of any float dtype
+        may need a gradient, which then has that dtype.
+    softcap : float, optional
+        Replaces each score by ``softcap * tanh(score / softcap)``. Capped scores have no gradients of q, k and v.
     return_lse : bool
         Also return the log-sum-exp, which is differentiable too.
     num_threads : int, optional
@@ -95,7 +103,7 @@ def block_sparse_attention(
     TypeError, ValueError
         As `blitz_attn.block_sparse_attention`.
     RuntimeError
-        In ``backward``, where the gradient of a gradient is requested.
+        In ``backward``, where the gradient of a gradient is requested, or a gradient of q, k or v with a softcap.
 
     Notes
     -----
@@ -109,13 +117,23 @@ def block_sparse_attention(
     >>> block_sparse_attention(q, k, v, causal=True).sum().backward()
     >>> bool(q.grad.shape == q.shape), round(v.grad.sum().item())  # each of 2 x 64 x 16 results takes its weights of 1 from v
     (True, 2048)
+
+    A sink that is learned: half of each sum under the softmax is its own, where all scores are equal.
+
+    >>> sinks = torch.full((2,), 64.0).log().requires_grad_()
+    >>> out, lse = block_sparse_attention(torch.zeros_like(q), k, v, sinks=sinks, return_lse=True)
+    >>> lse.mean().backward()
+    >>> [round(x, 4) for x in sinks.grad.tolist()]  # each head has half of the queries of the mean
+    [0.25, 0.25]
     """
     expect_tensors(q=q, k=k, v=v)
     return_lse = flag_of(return_lse, "return_lse")
     rules = _rules(
         block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
     )
-    out, lse = torch.ops.blitz_attn.block_sparse_attention(q, k, v, lists_of(sabi, "sabi"), **rules)
+    out, lse = torch.ops.blitz_attn.block_sparse_attention(
+        q, k, v, lists_of(sabi, "sabi"), **rules, sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap")
+    )
     return (out, lse) if return_lse else out
 
 

@@ -23,16 +23,17 @@ except ModuleNotFoundError:  # the module can be imported then; nothing is regis
     torch = None
 
 # Tensors come first: torch differentiates no operator that takes some by keyword only.
-_RULES = """Tensor? q_lens=None, Tensor? kv_lens=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, *,
-    int[] block_shape=[128, 128], float? scale=None, str layout="BNSD", bool causal=False, int[]? window=None, int? num_heads=None,
-    int? num_kv_heads=None, int? num_threads=None"""
 _LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv")
+_TENSORS = ", ".join(f"Tensor? {name}=None" for name in _LENGTHS)
+_RULES = """int[] block_shape=[128, 128], float? scale=None, str layout="BNSD", bool causal=False, int[]? window=None,
+    int? num_heads=None, int? num_kv_heads=None, int? num_threads=None"""
 
 SCHEMAS = {
-    "block_sparse_attention": f"(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_RULES}) -> (Tensor, Tensor)",
+    "block_sparse_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_TENSORS}, Tensor? sinks=None, *, {_RULES},
+        float? softcap=None) -> (Tensor, Tensor)""",
     "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-        Tensor? dlse=None, Tensor? sabi=None, {_RULES}) -> (Tensor, Tensor, Tensor)""",
-    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_RULES}, str chooser="pooled", float[]? density=None,
+        Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, *, {_RULES}, float? softcap=None) -> (Tensor, Tensor, Tensor)""",
+    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, *, {_RULES}, str chooser="pooled", float[]? density=None,
         float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1, int? recent=2, int? last_columns=0,
         int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
@@ -58,26 +59,31 @@ def chooser_text(chooser: Any) -> str:
 # ---- On CPU tensors -----------------------------------------------------------------------------------------------
 
 
-def _lengths(given: tuple[Any, ...]) -> dict[str, Any]:
-    """The lengths by name: the dispatcher leaves out the last ones where they are None."""
-    return dict(zip(_LENGTHS, given, strict=False))
+def _named(given: tuple[Any, ...]) -> dict[str, Any]:
+    """The lengths and the sinks by name: the dispatcher leaves out the last ones where they are None."""
+    return dict(zip((*_LENGTHS, "sinks"), given, strict=False))
 
 
-def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *lengths: Any, **options: Any) -> Any:
-    return block_sparse_attention(rows(q), rows(k), rows(v), sabi, return_lse=True, **_lengths(lengths), **options)
+def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, **options: Any) -> Any:
+    return block_sparse_attention(rows(q), rows(k), rows(v), sabi, return_lse=True, **_named(named), **options)
 
 
 def _attend_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *lengths: Any, **options: Any
-) -> Any:
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *lengths: Any, softcap: float | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    if softcap:
+        raise RuntimeError(
+            f"softcap: expected 0 where a gradient is requested, because gradients of capped scores are not computed, got {softcap:g}"
+        )
     dout, q, k, v, out, lse = (rows(x) for x in (dout, q, k, v, out, lse))
-    options |= _lengths(lengths)
+    options |= _named(lengths)
     return block_sparse_attention_backward(dout, q, k, v, out, lse, sabi, dlse=None if dlse is None else rows(dlse), **options)
 
 
 def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "pooled", **options: Any) -> Any:
     made = chooser_of(json.loads(chooser)) if chooser.startswith("{") else chooser
-    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=True, **_lengths(lengths), **options)
+    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=True, **_named(lengths), **options)
 
 
 def _paged(
@@ -132,11 +138,29 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
-    q, k, v, out, lse, *lists = ctx.saved_tensors  # once: torch.utils.checkpoint computes them anew
+    q, k, v, out, lse, *lists, sinks = ctx.saved_tensors  # once: torch.utils.checkpoint computes them anew
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse, *lists, **ctx.options)
+    grads = (None, None, None)
+    if any(ctx.needs_input_grad[:3]):
+        grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse, *lists, **ctx.options)
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
-    return (*wanted, *[None] * (1 + len(_LENGTHS)))
+    dsinks = None
+    if sinks is not None and ctx.needs_input_grad[3 + len(lists)]:  # its entry is missing where there are no sinks
+        dsinks = _gradient_of_sinks(sinks, dout, out, lse, dlse, ctx.options["layout"])
+    return (*wanted, *[None] * len(lists), dsinks)
+
+
+def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, layout: str) -> Any:
+    """The share of a sink in the softmax of a query is exp(sink - lse). As a sink grows, the log-sum-exp grows by that share, and the
+    output, to which a sink adds no value, shrinks by that share of itself."""
+    products = dout.to(lse.dtype) * out
+    products = products.unflatten(-1, (lse.shape[1], -1)) if layout == "BSH" else products
+    change = -products.sum(-1).movedim(2 if layout in ("BSND", "BSH") else 1, 0)  # heads first, as below
+    change = change if dlse is None else change + dlse.movedim(1, 0)
+    lse = lse.movedim(1, 0).flatten(1)
+    empty = lse == -torch.inf  # queries that are not valid, which see no sink: whatever the loss makes of them, NaN included, adds nothing
+    share = torch.exp(sinks.float().to(lse.dtype)[:, None] - lse.masked_fill(empty, torch.inf))
+    return (share * change.flatten(1).masked_fill(empty, 0)).sum(1).to(sinks.dtype)
 
 
 def no_second(name: str) -> str:

@@ -1,0 +1,192 @@
+"""Sinks and a softcap in the attention that torch differentiates: the gradient of sinks against plain operations of torch in float64,
+torch's own checks of the operator, and the refusal of gradients of capped scores."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import blitz_attn  # noqa: E402
+from blitz_attn import sabi  # noqa: E402
+from blitz_attn.integrations import torch as functions  # noqa: E402
+
+operator = torch.ops.blitz_attn.block_sparse_attention
+HEADS, TOKENS, LENGTHS = 4, 20, torch.tensor([[20, 7], [9, 20]])  # numbers of valid queries, and of keys, of two batch entries
+LISTS = torch.from_numpy(sabi.from_block_mask(np.random.default_rng(3).random((2, HEADS, 3, 5)) < 0.4, dtype="int32"))
+i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+RULES = {  # options, and which keys they show each query
+    "dense": ({}, i >= 0),
+    "window": ({"causal": True, "window": (4, 0)}, (j <= i) & (i - j <= 4)),
+    "listed": ({"block_shape": (8, 4), "sabi": LISTS}, torch.from_numpy(sabi.to_token_mask(LISTS.numpy(), TOKENS, TOKENS, (8, 4)))),
+    "short": ({"q_lens": LENGTHS[0], "kv_lens": LENGTHS[1]}, j < LENGTHS[1, :, None, None, None]),
+}
+
+
+def inputs(dtype=torch.float64, grad=True):
+    """q, k, v and sinks. The library takes sinks in float32: these have few digits."""
+    torch.manual_seed(4)
+    made = [torch.randn(2, heads, TOKENS, dim, dtype=dtype) for heads, dim in ((HEADS, 5), (2, 5), (2, 3))]
+    return [x.requires_grad_(grad) for x in (*made, torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=dtype))]
+
+
+def as_layout(x, layout):
+    """A tensor (B, H, S, D) in another layout."""
+    if layout == "BNSD":
+        return x
+    x = x.transpose(1, 2)
+    return x if layout == "BSND" else x.flatten(2) if layout == "BSH" else x.flatten(0, 1)
+
+
+def of_layout(layout):
+    ends = torch.tensor([0, TOKENS, 2 * TOKENS])
+    more = {"BSH": {"num_heads": HEADS, "num_kv_heads": 2}, "TND": {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}}
+    return {"layout": layout} | more.get(layout, {})
+
+
+def dense(q, k, v, sinks, seen, valid):
+    """The definition: a sink is one more score, without a value. What is not valid gets 0 and -inf."""
+    k, v = (x.repeat_interleave(HEADS // 2, dim=1) for x in (k, v))
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    more = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    lse = torch.logsumexp(torch.cat([scores, more], dim=-1), dim=-1)
+    return (torch.exp(scores - lse[..., None]) @ v).where(valid[..., None], 0), lse.where(valid, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("rule", "layout"), [(rule, layout) for rule in RULES for layout in ("BNSD", "BSND", "BSH")] + [("dense", "TND"), ("window", "TND")]
+)
+def test_gradient_of_sinks(rule, layout):
+    """Beside those of q, k and v, for a loss of both results."""
+    options, seen = RULES[rule]
+    valid = (torch.arange(TOKENS) < LENGTHS[0, :, None, None] if rule == "short" else torch.ones(2, 1, TOKENS, dtype=torch.bool))
+    given = inputs()
+    weight, lse_weight = torch.randn(2, HEADS, TOKENS, 3, dtype=torch.float64), torch.randn(2, HEADS, TOKENS, dtype=torch.float64)
+    expected, expected_lse = dense(*given, seen, valid.expand(2, HEADS, TOKENS))
+    loss = (expected * weight).sum() + (expected_lse * lse_weight)[valid.expand(2, HEADS, TOKENS)].sum()
+    exact = torch.autograd.grad(loss, given)
+
+    q, k, v = (as_layout(x, layout) for x in given[:3])
+    out, lse = functions.block_sparse_attention(q, k, v, sinks=given[3], return_lse=True, **options, **of_layout(layout))
+    torch.testing.assert_close(out, as_layout(expected, layout), rtol=1e-12, atol=1e-12)
+    weight = as_layout(weight, layout)
+    lse_weight = lse_weight.transpose(1, 2).flatten(0, 1) if layout == "TND" else lse_weight
+    loss = (out * weight).sum() + (lse * lse_weight)[lse > -torch.inf].sum()
+    for ours, theirs in zip(torch.autograd.grad(loss, given), exact, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", ["out", "lse"])
+def test_gradient_of_sinks_from_one_result(which):
+    """The other result has no part in the loss. q, k and v need no gradient."""
+    given = inputs(grad=False)
+    given[3].requires_grad_()
+    pick = 0 if which == "out" else 1
+    ours = functions.block_sparse_attention(*given[:3], sinks=given[3], return_lse=True)[pick]
+    every = torch.ones(2, HEADS, TOKENS, dtype=torch.bool)
+    theirs = dense(*given, i >= 0, every)[pick]
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), given[3])[0] for x in (ours, theirs)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradient_of_sinks_in_low_precision(dtype):
+    """Of the dtype of the sinks, and near that of float64: error at most three times that of plain operations in float32, and its rounding."""
+    given = inputs(dtype)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    plain = [x.detach().float().requires_grad_() for x in given]
+    every = torch.ones(2, HEADS, TOKENS, dtype=torch.bool)
+    weight = torch.randn(2, HEADS, TOKENS, 3, dtype=torch.float64)
+    ours = functions.block_sparse_attention(*given[:3], sinks=given[3])
+    grad, exact, rough = (
+        torch.autograd.grad((out.double() * weight).sum(), sinks)[0]
+        for out, sinks in ((ours, given[3]), (dense(*wide, i >= 0, every)[0], wide[3]), (dense(*plain, i >= 0, every)[0].to(dtype), plain[3]))
+    )
+    assert grad.dtype == dtype
+    error, allowed = (grad.double() - exact).abs().max(), 3 * (rough.to(dtype).double() - exact).abs().max()
+    assert error <= allowed + 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_queries_that_are_not_valid_add_nothing():
+    """Whatever the gradient of the loss is there, and for a sink of -inf, which no query sees."""
+    given = inputs()
+    sinks = torch.tensor([-torch.inf, 0.5, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    options = {"q_lens": [20, 7], "kv_lens": [0, 20], "return_lse": True}
+    out, lse = functions.block_sparse_attention(*given[:3], sinks=sinks, **options)
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    clean = torch.autograd.grad((out, lse), sinks, weights, retain_graph=True)[0]
+    for x in weights:
+        x[1, :, 7:] = torch.nan
+    assert torch.equal(torch.autograd.grad((out, lse), sinks, weights)[0], clean)
+    assert clean[0] == 0
+    assert clean.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sinks", [[0.5, -1, 3, 0], np.array([0.5, -1, 3, 0]), torch.tensor([0.5, -1, 3, 0], dtype=torch.float16), None], ids=type)
+def test_results_are_those_of_the_library(sinks, grad, dtype):
+    q, k, v, _ = inputs(dtype, grad)
+    ours = functions.block_sparse_attention(q, k, v, softcap=2.0, sinks=sinks, return_lse=True)
+    expected = blitz_attn.block_sparse_attention(*(x.detach() for x in (q, k, v)), softcap=2.0, sinks=sinks, return_lse=True)
+    for a, b in zip(ours, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- As an operator -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+def test_opcheck(layout):
+    q, k, v, sinks = inputs(torch.float32)
+    q, k, v = (as_layout(x.detach(), layout).requires_grad_() for x in (q, k, v))
+    options = of_layout(layout)
+    ends = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_kv", None)
+    torch.library.opcheck(operator.default, (q, k, v, None, None, None, *ends, sinks), options)
+    plain = [x.detach() for x in (q, k, v)]
+    torch.library.opcheck(operator.default, (*plain, None, None, None, *ends, sinks.detach()), options | {"softcap": 3.0})
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_no_graph_break(backend):
+    """With gradients of sinks, and of capped scores none; the same bits as without a compiler."""
+
+    def layer(q, k, v, sinks):
+        out, lse = functions.block_sparse_attention(q, k, v, sinks=sinks, causal=True, return_lse=True)
+        return out + lse[..., None] + functions.block_sparse_attention(q.detach(), k.detach(), v.detach(), softcap=3.0, sinks=sinks)
+
+    given = inputs(torch.float32)
+    expected, got = layer(*given), torch.compile(layer, backend=backend, fullgraph=True)(*given)
+    assert torch.equal(expected, got)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), given) for x in (expected, got)), strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_gradient_of_capped_scores(compiled):
+    """The forward call is not refused: an evaluation may run without torch.no_grad()."""
+    q, k, v, sinks = inputs(torch.float32)
+    attend = torch.compile(functions.block_sparse_attention, backend="aot_eager") if compiled else functions.block_sparse_attention
+    out = attend(q, k, v, softcap=3.0, sinks=sinks)
+    with pytest.raises(RuntimeError, match=r"^softcap: expected 0 where a gradient is requested, because gradients of capped scores are not computed, got 3"):
+        out.sum().backward()
+    attend(q, k, v, softcap=0.0).sum().backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"sinks": [1.0]}, ValueError, r"sinks: expected a contiguous array of shape \(4,\), one number per head, got 1 dimensions and 1 numbers"),
+        ({"sinks": torch.ones(3)}, ValueError, r"sinks: expected a contiguous array of shape \(4,\), one number per head, got"),
+        ({"sinks": ["a"] * 4}, TypeError, "sinks: expected numbers, got list"),
+        ({"sinks": torch.ones(4, device="meta")}, TypeError, "sinks: expected a dense tensor in CPU memory, got one of layout torch.strided on meta"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected a positive finite number, or 0 for none, got -1"),
+        ({"softcap": "x"}, TypeError, "softcap: expected a number, got str"),
+    ],
+)
+def test_bad_calls(change, error, sentence, grad):
+    q, k, v, _ = inputs(torch.float32, grad)
+    with pytest.raises(error, match=f"^{sentence}"):
+        functions.block_sparse_attention(q, k, v, **change)
