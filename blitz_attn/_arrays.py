@@ -165,22 +165,28 @@ def refuse_tangent(x: Any, name: str) -> None:
 
 
 def writable(x: Any, name: str, cache: bool = False) -> Any:
-    """`readable` for an array that will be written; None stays None. A torch tensor gets a new version: torch then refuses gradients for
-    which it has saved the tensor as it was before."""
+    """`readable` for an array that will be written; None stays None. Once it is, `count_writes` tells torch."""
     if x is None:
         return None
     if _is_jax(x):
         raise TypeError(f"{name}: expected an array that can be written, got a JAX array, which cannot")
-    if _is_torch(x):
-        if x.is_neg():
-            raise ValueError(f"{name}: expected a tensor whose memory holds its numbers, got one with torch's negative bit")
-        sys.modules["torch"].autograd.graph.increment_version(x)
+    if _is_torch(x) and x.is_neg():
+        raise ValueError(f"{name}: expected a tensor whose memory holds its numbers, got one with torch's negative bit")
     return readable(x, name, cache)
 
 
+def count_writes(*arrays: Any) -> None:
+    """Gives torch tensors that have been written a new version: torch then refuses gradients for which it has saved them as they were
+    before. Other arrays, and None, have none. A call that is refused has written nothing, and must not get here."""
+    for x in arrays:
+        if _is_torch(x):
+            sys.modules["torch"].autograd.graph.increment_version(x)
+
+
 def finished(result: Any, given: Any, family: Family) -> Any:
-    """What the caller gets for one output: the array that it gave, or the new one as its kind of array."""
+    """What the caller gets for one output that has been written: the array that it gave, or the new one as its kind of array."""
     if given is not None:
+        count_writes(given)
         return given
     return result if family.finish is None else family.finish(result)
 

@@ -19,12 +19,16 @@ def scales_for_core(scale: Any, name: str) -> Any:
     return _arrays.float32_numbers(scale, name) if number else scale
 
 
+def _is_written(scale: Any) -> bool:
+    """Whether appending writes k_scale or v_scale, which it does where there is one per token and head, and reads it otherwise."""
+    return scale is not None and len(_arrays.shape_of(scale)) > 1
+
+
 def _scales_to_append(scale: Any, name: str) -> Any:
-    """k_scale or v_scale as the core takes it for appending, which writes scales per token and head, and reads others."""
+    """k_scale or v_scale as the core takes it for appending."""
     if scale is None:
         return None
-    written = len(_arrays.shape_of(scale)) > 1
-    return scales_for_core((_arrays.writable if written else _arrays.readable)(scale, name), name)
+    return scales_for_core((_arrays.writable if _is_written(scale) else _arrays.readable)(scale, name), name)
 
 
 def open_requests(
@@ -93,3 +97,4 @@ def append_tokens(
         _scales_to_append(k_scale, "k_scale"), _scales_to_append(v_scale, "v_scale"),
         _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
     )  # fmt: skip
+    _arrays.count_writes(k_cache, v_cache, *(x for x in (k_scale, v_scale) if _is_written(x)))

@@ -720,3 +720,4 @@ def append_paged_kv(
     refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
     append()
     refresh(start_lens=ends - (1 if q_lens is None else _arrays.integers(q_lens, "q_lens")))
+    _arrays.count_writes(maxblocks, minblocks)

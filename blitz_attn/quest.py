@@ -106,6 +106,7 @@ def quest_prefill_metadata(
         meanblocks=_arrays.writable(meanblocks, "meanblocks"), start_lens=start_lens, kv_layout=kv_layout, dtype=_arrays.dtype_name(dtype),
         num_threads=num_threads,
     )  # fmt: skip
+    _arrays.count_writes(maxblocks, minblocks, meanblocks)
 
 
 def _integer_empty(like: Any) -> Any:
@@ -118,7 +119,7 @@ def _quest(
     since: Any, ascending: Any, selected_indices: Any, dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     try:
-        return _core.select_blocks(
+        selected = _core.select_blocks(
             _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
             _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, budget=None,
             ascending=ascending, kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"),
@@ -128,6 +129,8 @@ def _quest(
         if selected_indices is None or not str(error).startswith("k:"):
             raise
         raise renamed(error, {"k": "selected_indices"}) from error  # k is its last axis
+    _arrays.count_writes(selected_indices)
+    return selected
 
 
 def quest_block_select_paged(

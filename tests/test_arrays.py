@@ -3,6 +3,7 @@
 import sys
 import tracemalloc
 from array import array
+from functools import partial
 
 import numpy as np
 import pytest
@@ -365,30 +366,51 @@ def test_torch_tangents_are_not_lost_in_silence():
 
 
 def written_arrays(torch):
-    """Calls that write tensors, by name."""
+    """Calls that write tensors, by name: the call, a change of its arguments that is refused, and the tensors."""
     x, cache, lse = torch.randn(1, 1, 16, 8), torch.randn(4, 4, 1, 8), torch.zeros(1, 1, 16)
-    places = torch.arange(16)
+    tokens, places, few = x[0].transpose(0, 1), torch.arange(16), {"num_threads": -1}
     tables, high, low = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)
-    row = torch.zeros(1, 1, dtype=torch.int32)
-    dx = torch.zeros_like(x)
+    row, numbers = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 2, dtype=torch.int32)
+    dx, heads, eight, scales = torch.zeros_like(x), torch.zeros(1, 1, 8), torch.zeros(4, 4, 1, 8, dtype=torch.int8), torch.zeros(4, 4, 1)
+    requests = {"block_tables": tables, "seq_lens": [16], "q_lens": [16]}
     out, part_lse = attend(x, x, x, return_lse=True)
+    append = blitz_attn.append_paged_kv
     return {
-        "out": (lambda: attend(x, x, x, out=(dx, lse), return_lse=True), (dx, lse)),
-        "gradients": (
-            lambda: blitz_attn.block_sparse_attention_backward(x, x, x, x, out, part_lse, grads=(dx, None, None)),
-            (dx,),
+        "out": (partial(attend, x, x, x, out=(dx, lse), return_lse=True), few, (dx, lse)),
+        "gradients": (partial(blitz_attn.block_sparse_attention_backward, x, x, x, x, out, part_lse, grads=(dx, None, None)), few, (dx,)),
+        "merge": (
+            partial(blitz_attn.merge_states, out, part_lse, out, lse_b=part_lse, out=dx, lse_out=lse), {"lse_b": part_lse[..., 1:]},
+            (dx, lse),
         ),
-        "merge": (lambda: blitz_attn.merge_states(out, part_lse, out, part_lse, out=dx, lse_out=lse), (dx, lse)),
-        "append": (lambda: blitz_attn.append_paged_kv(x[0].transpose(0, 1), None, cache, None, slot_mapping=places), (cache,)),
-        "summaries": (lambda: blitz_attn.quest_prefill_metadata(cache, tables, [16], row, high, low), (high, low)),
-    }
+        "decode": (partial(blitz_attn.paged_attention, x[:, :, 0], cache, cache, tables, [16], out=heads), few, (heads,)),
+        "split": (partial(blitz_attn.paged_attention, x[:, :, 0], cache, cache, tables, [16], out=heads, kv_split=4), few, (heads,)),
+        "nsa": (partial(blitz_attn.nsa.nsa, q=x.transpose(1, 2), k=x.transpose(1, 2), v=x.transpose(1, 2), out=dx.transpose(1, 2)), {"q": dx.transpose(1, 2)}, (dx,)),
+        "append": (partial(append, tokens, tokens, cache, cache.clone(), slot_mapping=places), few, (cache,)),
+        "append with scales": (partial(append, tokens, None, eight, None, k_scale=scales, **requests), few, (eight, scales)),
+        "append with summaries": (
+            partial(append, tokens, None, cache, None, maxblocks=high, minblocks=low, metadata_block_tables=row, **requests), few,
+            (cache, high, low),
+        ),
+        "summaries": (partial(blitz_attn.quest_prefill_metadata, cache, tables, [16], row, high, low), few, (high, low)),
+        "chosen pages": (
+            partial(blitz_attn.quest_block_select_paged_in_out, heads, high, low, row, seq_lens=[16], selected_indices=numbers),
+            {"seq_lens": [-1]}, (numbers,),
+        ),
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["out", "gradients", "merge", "append", "summaries"])
+@pytest.mark.parametrize(
+    "name",
+    ["out", "gradients", "merge", "decode", "split", "nsa", "append", "append with scales", "append with summaries", "summaries", "chosen pages"],
+)
 def test_torch_notices_what_is_written(name):
+    """Once it is: tensors of a call that is refused are what they were before."""
     torch = pytest.importorskip("torch")
-    call, arrays = written_arrays(torch)[name]
+    call, bad, arrays = written_arrays(torch)[name]
     before = [x._version for x in arrays]
+    with pytest.raises(ValueError, match=": expected "):
+        call(**bad)
+    assert [x._version for x in arrays] == before
     call()
     assert all(x._version > version for x, version in zip(arrays, before, strict=True))
 
