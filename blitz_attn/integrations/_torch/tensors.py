@@ -87,19 +87,19 @@ def integers_of(x: Any, name: str) -> Any:
         return _of_integers(x, name)
     if torch.compiler.is_compiling() and isinstance(x, (tuple, list)):
         return torch.tensor(x, dtype=torch.int64)
-    return _shared(np.ascontiguousarray(integers(x, name)))
+    return _copied(integers(x, name))
 
 
 def lists_of(x: Any, name: str) -> Any:
-    """A tensor that shares the memory of a block list of any kind; None stays None."""
+    """A tensor of a block list of any kind; None stays None."""
     if x is None or isinstance(x, torch.Tensor):
         return _of_integers(x, name)
     if torch.compiler.is_compiling():
-        return torch.as_tensor(x)
+        return torch.as_tensor(x).clone()
     given = array(readable(x, name), name, "an array")
     if str(given.dtype) not in _LISTS:
         raise TypeError(f"{name}: expected uint16, int16, int32 or int64, got {given.dtype}")
-    return _shared(given)
+    return _copied(given)
 
 
 def numbers_of(x: Any, name: str) -> Any:
@@ -112,7 +112,7 @@ def numbers_of(x: Any, name: str) -> Any:
         return torch.tensor(x, dtype=torch.float32)
     from ..._arrays import float32_numbers
 
-    return _shared(float32_numbers(x, name))
+    return _copied(float32_numbers(x, name))
 
 
 def _of_integers(x: Any, name: str) -> Any:
@@ -123,16 +123,6 @@ def _of_integers(x: Any, name: str) -> Any:
     return x
 
 
-class _Writable:
-    """Memory that NumPy and torch may treat as writable, though its array says no: torch has no read-only tensors, and warns."""
-
-    def __init__(self, given: np.ndarray) -> None:
-        self.given = given
-        self.__array_interface__ = {**given.__array_interface__, "data": (given.__array_interface__["data"][0], False)}
-
-
-def _shared(given: np.ndarray) -> Any:
-    """A tensor in an array's memory, or in a copy of it where torch cannot have such strides."""
-    if any(n < 0 or n % given.itemsize for n in given.strides):
-        given = given.copy()
-    return torch.from_numpy(given if given.flags.writeable else np.asarray(_Writable(given)))
+def _copied(given: np.ndarray) -> Any:
+    """A tensor with the numbers of an array. Backward reads it, and torch would not see that the array had changed before."""
+    return torch.from_numpy(given.copy())
