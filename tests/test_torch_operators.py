@@ -1,12 +1,17 @@
 """The operators that torch compiles: torch's own checks, no graph break, the library's results to the bit, torch's attention as the
 oracle of the function with its signature, and what is refused."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import blitz_attn  # noqa: E402
@@ -144,6 +149,99 @@ def test_checkpoints_and_exports():
     exported = torch.export.export(Model(), (*given, LISTS))
     assert [node.target for node in exported.graph.nodes].count(operators.block_sparse_attention.default) == 4
     assert torch.equal(exported.module()(*given, LISTS), several(*given, LISTS, None))
+
+
+# ---- Where torch has nothing to do --------------------------------------------------------------------------------------------
+
+
+def every_call(q, k, v):
+    """A call of each function, with both results."""
+    request, options = paged(), {"return_lse": True}
+    selected = torch.tensor([[[0, 2], [1, -1]], [[1, -1], [0, 1]]])
+    return {
+        "block_sparse_attention": functions.block_sparse_attention(q, k, v, LISTS, block_shape=(8, 8), **options),
+        "scaled_dot_product_attention": functions.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options),
+        "select_and_attend_prefill": functions.select_and_attend_prefill(q, k, v, density=0.5, block_shape=(8, 8), **options),
+        "paged_attention": functions.paged_attention(*request, **options),
+        "paged_select_attention": functions.paged_select_attention(*request, selected, **options),
+    }
+
+
+class Operators(TorchDispatchMode):
+    """Takes down the library's operators that torch sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        if operator.namespace == "blitz_attn":
+            self.seen.append(operator._schema.name.removeprefix("blitz_attn::"))
+        return operator(*arguments, **(options or {}))
+
+
+EVERY = ["block_sparse_attention"] * 2 + ["select_and_attend_prefill"] + ["paged_attention"] * 2
+
+
+def test_no_dispatch_where_nothing_needs_it(monkeypatch):
+    """The same results to the bit, without the way through torch, which costs small calls more than their work."""
+    given = tensors()
+    with Operators() as mode:
+        expected = every_call(*given)
+    assert mode.seen == EVERY
+    for name in set(EVERY):
+        monkeypatch.setattr(operators, name, None)
+    got, grad_given = every_call(*given), tensors(grad=True)
+    with torch.no_grad():
+        unfollowed = every_call(*grad_given)
+    with torch.inference_mode():
+        frozen = every_call(*given)
+    for name, pair in expected.items():
+        for results in (got, unfollowed, frozen):
+            assert all(torch.equal(a, b) for a, b in zip(pair, results[name], strict=True))
+            assert not any(x.requires_grad for x in results[name])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is")  # deprecated, or not supported
+def test_whoever_watches_operators_sees_them():
+    """Modes, profilers, traces and transforms of torch."""
+    given = tensors()
+    with torch.profiler.profile() as profile:
+        every_call(*given)
+    counted = {event.key: event.count for event in profile.key_averages()}
+    assert all(counted[f"blitz_attn::{name}"] == EVERY.count(name) for name in EVERY)
+
+    attend = lambda q, k, v: functions.block_sparse_attention(q, k, v, causal=True)  # noqa: E731
+    traced = torch.jit.trace(attend, given)
+    changed = [2 * x for x in given]
+    assert torch.equal(traced(*changed), attend(*changed))
+    graph = make_fx(attend)(*given)
+    assert operators.block_sparse_attention.default in [node.target for node in graph.graph.nodes]
+    with FakeTensorMode() as fake:
+        out = attend(*(fake.from_tensor(x) for x in given))
+    assert type(out).__name__ == "FakeTensor"
+    stacked = [torch.stack([x, 2 * x]) for x in given]
+    for a, b in zip(torch.func.vmap(attend)(*stacked), zip(*stacked, strict=True), strict=True):
+        assert torch.equal(a, attend(*b))
+
+
+class Named(torch.Tensor):
+    """A tensor of a class of its own, which sees the operators that it is given to."""
+
+    seen: ClassVar = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        cls.seen.append(str(function))
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_classes_of_tensors_see_operators(which):
+    given = [x.as_subclass(Named) if n == which else x for n, x in enumerate(tensors())]
+    Named.seen.clear()
+    assert type(functions.block_sparse_attention(*given)) is Named
+    assert "blitz_attn.block_sparse_attention" in Named.seen
 
 
 # ---- The library's results --------------------------------------------------------------------------------------------------

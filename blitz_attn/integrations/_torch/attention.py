@@ -131,9 +131,10 @@ def block_sparse_attention(
     rules = _rules(
         block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
     )
-    out, lse = torch.ops.blitz_attn.block_sparse_attention(
-        q, k, v, lists_of(sabi, "sabi"), **rules, sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap")
-    )
+    out, lse = operators.call(
+        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, sinks=numbers_of(sinks, "sinks"),
+        softcap=number_of(softcap, "softcap"), return_lse=return_lse,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -256,11 +257,11 @@ def scaled_dot_product_attention(
             q, k, rules["window"], rules["q_lens"], rules["kv_lens"]
         )
     try:
-        out, lse = torch.ops.blitz_attn.block_sparse_attention(q, k, v, lists_of(sabi, "sabi"), **rules)
+        out, lse = operators.call("block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, return_lse=return_lse)
     except (TypeError, ValueError) as error:
         raise renamed(error, _NAMES) from error
     if query.dim() != 4:
-        out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
+        out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
 
 
@@ -352,8 +353,8 @@ def select_and_attend_prefill(
     rules = _rules(
         block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
     )
-    out, lse = torch.ops.blitz_attn.select_and_attend_prefill(
-        q, k, v, **rules,
+    out, lse = operators.call(
+        "select_and_attend_prefill", q, k, v, **rules,
         chooser=operators.chooser_text(chooser),
         density=numbers_list_of(density, "density"),
         top_p=numbers_list_of(top_p, "top_p"),
@@ -365,5 +366,6 @@ def select_and_attend_prefill(
         first_rows=integer_of(first_rows, "first_rows"),
         last_rows=integer_of(last_rows, "last_rows"),
         per_kv_head=flag_of(per_kv_head, "per_kv_head"),
+        return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -64,8 +64,8 @@ def _named(given: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip((*_LENGTHS, "sinks"), given, strict=False))
 
 
-def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, **options: Any) -> Any:
-    return block_sparse_attention(rows(q), rows(k), rows(v), sabi, return_lse=True, **_named(named), **options)
+def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, return_lse: bool = True, **options: Any) -> Any:
+    return block_sparse_attention(rows(q), rows(k), rows(v), sabi, return_lse=return_lse, **_named(named), **options)
 
 
 def _attend_backward(
@@ -81,19 +81,19 @@ def _attend_backward(
     return block_sparse_attention_backward(dout, q, k, v, out, lse, sabi, dlse=None if dlse is None else rows(dlse), **options)
 
 
-def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "pooled", **options: Any) -> Any:
+def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
     made = chooser_of(json.loads(chooser)) if chooser.startswith("{") else chooser
-    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=True, **_named(lengths), **options)
+    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=return_lse, **_named(lengths), **options)
 
 
 def _paged(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, indptr: Any = None, last_page_len: Any = None,
     selected: Any = None, counts: Any = None, sinks: Any = None, k_scale: Any = None, v_scale: Any = None,
-    q_lens: Any = None, **options: Any,
+    q_lens: Any = None, return_lse: bool = True, **options: Any,
 ) -> Any:  # fmt: skip
     tables = block_tables if indptr is None else (indptr, block_tables, last_page_len)
     given = rows(q), rows(k_cache), rows(v_cache), tables, seq_lens
-    options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "return_lse": True}
+    options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "return_lse": return_lse}
     if selected is None:
         return paged_attention(*given, **options)
     return paged_select_attention(*given, selected, counts=counts, **options)
@@ -200,3 +200,37 @@ def _register() -> Any:
 
 
 library = None if torch is None else _register()  # the operators exist as long as this object does
+
+
+# ---- Calls --------------------------------------------------------------------------------------------------------
+
+_ON_CPU: dict[str, Callable[..., Any]] = {
+    "block_sparse_attention": _attend,
+    "select_and_attend_prefill": _select_and_attend,
+    "paged_attention": _paged,
+}
+_CLASSES = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list))
+
+
+def _needs_dispatch(*given: Any, **options: Any) -> bool:
+    """Whether torch would do more for a call than pass it on to the CPU: whether it follows a tensor for a gradient, a tensor is of a class
+    of its own, or something watches operators or makes a graph of them."""
+    return (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*given, **options))
+        or not _CLASSES.issuperset(map(type, (*given, *options.values())))
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def call(name: str, *given: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:
+    """The operator of that name. Where torch would only pass the call on to the CPU, this does, since the way through torch takes longer
+    than a small call. Without `return_lse`, the log-sum-exp may be None."""
+    if _needs_dispatch(*given, **options):
+        return getattr(torch.ops.blitz_attn, name)(*given, **options)
+    results = _ON_CPU[name](*given, return_lse=return_lse, **options)
+    return results if return_lse else (results, None)

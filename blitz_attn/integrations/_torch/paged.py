@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..._paged_tables import tables_for_core
+from . import operators
 from .tensors import expect_tensors, flag_of, integer_of, integers_of, number_of, numbers_of, text_of
-
-try:
-    import torch
-except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
-    torch = None
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -24,12 +20,13 @@ def _attend(
     if block_tables is None:
         raise TypeError("block_tables: expected an array, got NoneType")
     tables, seq_lens, indptr, last_page_len = tables_for_core(block_tables, seq_lens)
-    out, lse = torch.ops.blitz_attn.paged_attention(
-        q, k_cache, v_cache, integers_of(tables, "block_tables"), integers_of(seq_lens, "seq_lens"), integers_of(indptr, "indptr"),
-        integers_of(last_page_len, "last_page_len"), integers_of(selected, "selected"), integers_of(counts, "counts"),
-        numbers_of(sinks, "sinks"), numbers_of(k_scale, "k_scale"), numbers_of(v_scale, "v_scale"), scale=number_of(scale, "scale"),
-        kv_layout=text_of(kv_layout, "kv_layout", ("NHD", "HND")), q_lens=integers_of(q_lens, "q_lens"),
+    out, lse = operators.call(
+        "paged_attention", q, k_cache, v_cache, integers_of(tables, "block_tables"), integers_of(seq_lens, "seq_lens"),
+        integers_of(indptr, "indptr"), integers_of(last_page_len, "last_page_len"), integers_of(selected, "selected"),
+        integers_of(counts, "counts"), numbers_of(sinks, "sinks"), numbers_of(k_scale, "k_scale"), numbers_of(v_scale, "v_scale"),
+        integers_of(q_lens, "q_lens"), scale=number_of(scale, "scale"), kv_layout=text_of(kv_layout, "kv_layout", ("NHD", "HND")),
         window=integer_of(window, "window"), softcap=number_of(softcap, "softcap"), num_threads=integer_of(num_threads, "num_threads"),
+        return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

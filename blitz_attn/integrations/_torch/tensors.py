@@ -26,18 +26,18 @@ _LISTS = ("uint16", "int16", "int32", "int64")
 
 def rows(x: Any) -> Any:
     """The tensor without its history and with a contiguous last axis, as the core reads it."""
-    x = x.detach()
-    return x if x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+    x = x.detach() if x.requires_grad else x
+    return x if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def expect_tensors(**arguments: Any) -> None:
     """Refuses what is not a dense tensor in CPU memory, and tensors that forward-mode differentiation follows."""
-    import torch
+    import torch  # an error that names it, where it is not installed
 
     for name, x in arguments.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.device.type != "cpu" or x.is_quantized or x.is_nested:
+        if x.layout != torch.strided or not x.is_cpu or x.is_quantized or x.is_nested:
             kind = "quantized" if x.is_quantized else "nested" if x.is_nested else x.layout
             raise TypeError(f"{name}: expected a dense tensor in CPU memory, got one of layout {kind} on {x.device}")
         refuse_tangent(x, name)
@@ -65,8 +65,10 @@ def text_of(x: Any, name: str, choices: tuple[str, ...]) -> str:
 
 def pair_of(x: Any, name: str) -> list[int] | None:
     """The two integers of `x`; None stays None."""
-    if x is None or (type(x) in (tuple, list) and len(x) == 2 and all(type(n) is int and -MOST <= n < MOST for n in x)):
-        return None if x is None else list(x)
+    if x is None:
+        return None
+    if type(x) in (tuple, list) and len(x) == 2 and type(x[0]) is type(x[1]) is int and -MOST <= min(x) <= max(x) < MOST:
+        return list(x)
     return list(some_integers(x, name, "a pair of integers", 2))
 
 
