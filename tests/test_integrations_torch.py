@@ -243,7 +243,7 @@ CALLS = {
     "block_sparse_attention": lambda x: functions.block_sparse_attention(x, x, x),
     "scaled_dot_product_attention": lambda x: functions.scaled_dot_product_attention(x, x, x),
     "select_and_attend_prefill": lambda x: functions.select_and_attend_prefill(x, x, x, density=1.0),
-    "paged_attention": lambda x: functions.paged_attention(x[0].transpose(0, 1), x.mT.mT, x, [[0]] * 16, [1] * 16),
+    "paged_attention": lambda x: functions.paged_attention(x[0].transpose(0, 1), x.mT.mT, x, [[0]] * 16, [1] * 16, kv_layout="HND"),
     "nsa": lambda x: functions.nsa(x, x, x),
 }
 
@@ -257,6 +257,50 @@ def test_forward_mode_is_refused(name):
         torch.func.jvp(CALLS[name], (x,), (x,))
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match=sentence):
         CALLS[name](torch.autograd.forward_ad.make_dual(x, x))
+
+
+TRANSFORMS = {
+    "grad": torch.func.grad,
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.tensor(1.0)),
+    "jacrev": torch.func.jacrev,
+    "vmap of grad": lambda f: lambda x: torch.func.vmap(torch.func.grad(f))(torch.stack([x, x])),
+    "grad of vmap": lambda f: lambda x: torch.func.grad(lambda y: torch.func.vmap(f)(torch.stack([y, y])).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize("transform", list(TRANSFORMS))
+def test_gradients_of_torch_func_are_refused(transform, name):
+    """By a sentence of ours."""
+    transformed = TRANSFORMS[transform](lambda y: CALLS[name](y).sum())
+    with pytest.raises(ValueError, match="^q(uery)?: expected a tensor that torch.func does not differentiate, got one of grad, vjp or jacrev: use"):
+        transformed(torch.randn(1, 2, 16, 8))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "nsa"])
+def test_what_torch_func_does_not_differentiate(name):
+    """Constants, and what it is told not to follow."""
+    x = torch.randn(1, 2, 16, 8)
+    factor = CALLS[name](x).sum()
+    assert torch.equal(torch.func.grad(lambda y: (y * CALLS[name](x).sum()).sum())(x), factor.expand_as(x))
+
+    def unfollowed(y):
+        with torch.no_grad():
+            return CALLS[name](y).sum()
+
+    assert torch.equal(torch.func.grad(lambda y: (y * unfollowed(y)).sum())(x), factor.expand_as(x))
+
+
+def test_vmap():
+    """Maps a call, and its gradient by torch.autograd."""
+    x, y = torch.randn(3, 1, 2, 16, 8), torch.randn(1, 2, 16, 8)
+    mapped, alone = x.clone().requires_grad_(), x.clone().requires_grad_()
+    attend = lambda q: functions.block_sparse_attention(q, y, y, sinks=[0.5, 1.0])  # noqa: E731
+    out, expected = torch.func.vmap(attend)(mapped), torch.stack([attend(q) for q in alone])
+    assert torch.equal(out, expected)
+    assert torch.equal(*(torch.autograd.grad(o.square().sum(), q)[0] for o, q in ((out, mapped), (expected, alone))))
+    with pytest.raises(ValueError, match=r"^nsa: expected a call outside of torch\.func's transforms, which cannot see into it$"):
+        torch.func.vmap(lambda q: functions.nsa(q, y, y))(x)
 
 
 def test_errors_are_those_of_the_library():

@@ -14,7 +14,7 @@ import numpy as np
 from ...nsa import nsa as _nsa
 from ...nsa import nsa_backward as _nsa_backward
 from .operators import no_second
-from .tensors import expect_tensors, rows
+from .tensors import expect_tensors, rows, transforms_active
 
 __all__ = ["nsa"]
 
@@ -146,4 +146,6 @@ def nsa(
     }
     tensors = (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates)
     expect_tensors(**{name: x for name, x in zip(_NSA_TENSORS, tensors, strict=True) if x is not None or name in ("q", "k", "v")})
+    if transforms_active():
+        raise ValueError("nsa: expected a call outside of torch.func's transforms, which cannot see into it")
     return _function().apply(options, *tensors)

@@ -15,7 +15,7 @@ from ..._select.choosers import CHOOSERS, chooser_of, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention, block_sparse_attention_backward
 from ...paged import paged_attention, paged_select_attention
-from .tensors import rows
+from .tensors import rows, transforms_active
 
 try:
     import torch
@@ -221,7 +221,7 @@ def _needs_dispatch(*given: Any, **options: Any) -> bool:
         or not _CLASSES.issuperset(map(type, (*given, *options.values())))
         or torch._C._len_torch_function_stack() > 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or transforms_active()
         or torch.jit.is_tracing()
         or torch.autograd._profiler_enabled()
     )

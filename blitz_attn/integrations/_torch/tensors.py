@@ -31,7 +31,7 @@ def rows(x: Any) -> Any:
 
 
 def expect_tensors(**arguments: Any) -> None:
-    """Refuses what is not a dense tensor in CPU memory, and tensors that forward-mode differentiation follows."""
+    """Refuses what is not a dense tensor in CPU memory, and tensors that forward-mode differentiation or torch.func's gradients follow."""
     import torch  # an error that names it, where it is not installed
 
     for name, x in arguments.items():
@@ -41,6 +41,26 @@ def expect_tensors(**arguments: Any) -> None:
             kind = "quantized" if x.is_quantized else "nested" if x.is_nested else x.layout
             raise TypeError(f"{name}: expected a dense tensor in CPU memory, got one of layout {kind} on {x.device}")
         refuse_tangent(x, name)
+        _refuse_transform(x, name)
+
+
+def transforms_active() -> bool:
+    """Whether the call is within a transform of torch.func. A graph that is made of one is none of ours to look into."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _refuse_transform(x: Any, name: str) -> None:
+    """Refuses a tensor that torch.func differentiates, which does not take gradients as they are registered here: torch would say so at
+    length. vmap alone is not refused."""
+    if not transforms_active() or not torch.is_grad_enabled():
+        return
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor that torch.func does not differentiate, got one of grad, vjp or jacrev: use "
+                "torch.autograd.grad or backward"
+            )
+        x = torch._C._functorch.get_unwrapped(x)
 
 
 def flag_of(x: Any, name: str) -> bool:
