@@ -1,6 +1,8 @@
 """Sinks and a softcap in the attention that torch differentiates: the gradient of sinks against plain operations of torch in float64,
 torch's own checks of the operator, and the refusal of gradients of capped scores."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -129,6 +131,23 @@ def test_results_are_those_of_the_library(sinks, grad, dtype):
     expected = blitz_attn.block_sparse_attention(*(x.detach() for x in (q, k, v)), softcap=2.0, sinks=sinks, return_lse=True)
     for a, b in zip(ours, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_in_training_computes_what_it_computes_later(dtype, packed):
+    """A layer of transformers whose sinks are learned: the same bits with gradients and without."""
+    pytest.importorskip("transformers")
+    from blitz_attn.integrations._transformers.attention import attend_dense
+
+    q, k, v, sinks = inputs(dtype)
+    ends = torch.tensor([0, 7, 20, 40], dtype=torch.int32)
+    options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} if packed else {}
+    layer = SimpleNamespace(layer_idx=0, is_causal=True, training=True, num_key_value_groups=2)
+    learned = attend_dense(layer, q, k, v, None, s_aux=sinks, **options)[0]
+    with torch.no_grad():
+        assert torch.equal(learned, attend_dense(layer, q, k, v, None, s_aux=sinks, **options)[0])
+    assert torch.autograd.grad(learned.sum(), sinks)[0].abs().min() > 0
 
 
 # ---- As an operator -------------------------------------------------------------------------------------------------------

@@ -234,19 +234,10 @@ def _rules_of(layer: _Layer) -> Rules:
 
 
 def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape: tuple[int, int], rules: dict[str, Any]) -> Any:
-    """The attention operation. Where gradients are wanted, sinks are added afterwards: a sink adds exp(sink) to the sum under the softmax,
-    which the log-sum-exp gives."""
+    """The attention operation."""
+    attend = differentiable_attention if layer.differentiated else block_sparse_attention
     options = rules | {"block_shape": block_shape, "num_threads": layer.config.num_threads}
-    if not layer.differentiated:
-        return block_sparse_attention(q, k, v, lists, softcap=layer.softcap, sinks=layer.sinks, **options)
-    if layer.sinks is None:
-        return differentiable_attention(q, k, v, lists, **options)
-    out, lse = differentiable_attention(q, k, v, lists, return_lse=True, **options)
-    packed = rules["layout"] == "TND"
-    lse = lse if packed else lse.transpose(1, 2)  # the axes of out but the last: tokens, then heads
-    share = torch.sigmoid(lse - layer.sinks.to(lse.dtype))
-    share = share.where(lse != -torch.inf, 0)  # no key, and a sink of -inf: no difference of infinities
-    return out * share.unsqueeze(-1).to(out.dtype)
+    return attend(q, k, v, lists, softcap=layer.softcap, sinks=layer.sinks, **options)
 
 
 def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> tuple[Any, tuple[int, int]]:
