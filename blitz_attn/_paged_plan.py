@@ -1,0 +1,234 @@
+"""`PagedPlan`: the tables and lengths of a decoding step, checked once for the calls of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import _arrays
+from ._paged_call import append_tokens, attend_requests, open_requests
+from ._paged_split import Chunks, attend_in_chunks
+from ._paged_tables import tables_for_core
+
+__all__ = ["PagedPlan"]
+
+
+class PagedPlan:
+    """Page tables and lengths of one decoding step, checked and copied once for the calls of all layers.
+
+    Parameters
+    ----------
+    block_tables, seq_lens
+        See `paged_attention`. They are copied: later changes of the arrays do not reach the plan.
+    page_size : int
+        Number of tokens per page of the caches that calls pass.
+    q_lens, q_begin : sequence of int, optional
+        See `paged_attention`. They are copied, too.
+    num_pages : int, optional
+        Number of pages of the caches that calls pass, to check page numbers here. Each call checks that its own cache has all pages.
+    kv_split : int, optional
+        See `paged_attention`; a multiple of `page_size`. Requests are cut into chunks here, once for all calls.
+    scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads
+        See `paged_attention`. They hold for all calls of the plan.
+
+    Attributes
+    ----------
+    batch : int
+        Number of requests.
+    num_queries : int
+        Number of queries in the `q` that calls take: `batch`, or the sum of `q_lens`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `paged_attention`.
+    MemoryError
+        The copies could not be allocated.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> layers = [rng.standard_normal((2, 6, 16, 2, 64), dtype=np.float32) for _ in range(3)]
+    >>> tables, seq_lens = np.array([[4, 1, 0], [2, 5, 3]]), [40, 48]
+    >>> plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, num_pages=6)
+    >>> q = rng.standard_normal((2, 8, 64), dtype=np.float32)
+    >>> for k_cache, v_cache in layers:
+    ...     q = plan.attention(q, k_cache, v_cache)
+    >>> q.shape
+    (2, 8, 64)
+    >>> exact = blitz_attn.paged_attention(q, *layers[0], tables, seq_lens)
+    >>> bool((plan.attention(q, *layers[0]) == exact).all())
+    True
+
+    A plan with the options of the call has its bits:
+
+    >>> options = {"q_begin": [35, 60], "kv_split": 32}
+    >>> plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, **options)
+    >>> exact = blitz_attn.paged_attention(q, *layers[0], tables, seq_lens, **options)
+    >>> bool((plan.attention(q, *layers[0]) == exact).all())
+    True
+    """
+
+    __slots__ = ("_attend", "_options", "_requests", "_tables", "batch", "num_queries")
+
+    def __init__(
+        self,
+        block_tables: Any,
+        seq_lens: Any = None,
+        *,
+        page_size: int,
+        q_lens: Any = None,
+        q_begin: Any = None,
+        num_pages: int | None = None,
+        kv_split: int | None = None,
+        scale: float | None = None,
+        kv_layout: str = "NHD",
+        window: int | None = None,
+        softcap: float | None = None,
+        out_dtype: Any = None,
+        dtype: Any = None,
+        kv_dtype: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        self.batch: int
+        self.num_queries: int
+        chunks = None if kv_split is None else Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
+        tables = tables_for_core(block_tables, seq_lens)
+        self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages)
+        self._attend: Callable[..., Any] = attend_requests if chunks is None else attend_in_chunks
+        self._requests: Any = chunks or self._tables
+        kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
+        self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
+
+    def append(
+        self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, dtype: Any = None
+    ) -> None:  # fmt: skip
+        """`append_paged_kv` with the tables, the lengths and the options of the plan: the new tokens are those of the queries.
+
+        Parameters
+        ----------
+        k, v : array
+            ``(num_queries, Hkv, D)`` and ``(num_queries, Hkv, Dv)``: the new tokens of all requests one after the other.
+        k_cache, v_cache : array
+            The caches of one layer, with the `page_size` of the plan, written in place.
+        k_scale, v_scale
+            See `append_paged_kv`.
+        dtype : str or dtype, optional
+            Of `k` and `v`, see `append_paged_kv`. Default: the plan's.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `append_paged_kv`; also where the plan has `q_begin`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import blitz_attn
+        >>> k_cache, v_cache = np.zeros((2, 6, 16, 2, 64), np.float32)
+        >>> plan = blitz_attn.PagedPlan(np.array([[4, 1, 0], [2, 5, 3]]), [40, 48], page_size=16)
+        >>> plan.append(np.ones((2, 2, 64)), np.ones((2, 2, 64)), k_cache, v_cache)  # token 39 of the first request, 47 of the second
+        >>> np.argwhere(k_cache[:, :, 0, 0]).tolist()
+        [[0, 7], [3, 15]]
+        """
+        _, kv_layout, _, _, _, own, kv_dtype, num_threads = self._options
+        append_tokens(
+            k, v, k_cache, v_cache, None, self._tables, kv_layout, k_scale, v_scale, own if dtype is None else dtype, kv_dtype, num_threads
+        )
+
+    def attention(
+        self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:  # fmt: skip
+        """`paged_attention` with the tables, the lengths and the options of the plan.
+
+        Parameters
+        ----------
+        q : array
+            ``(num_queries, H, D)``: the queries of all requests one after the other.
+        k_cache, v_cache : array
+            The caches of one layer, with the `page_size` of the plan.
+        sinks, k_scale, v_scale, return_lse, out
+            See `paged_attention`.
+
+        Returns
+        -------
+        out : array
+            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
+        lse : array
+            With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `paged_attention`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import blitz_attn
+        >>> q, k_cache, v_cache = np.ones((1, 4, 64)), np.ones((6, 16, 2, 64)), np.ones((6, 16, 2, 64))
+        >>> plan = blitz_attn.PagedPlan(np.array([[4, 1, 0]]), [40], page_size=16)
+        >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
+        True
+        """
+        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
+        return self._attend(
+            q, k_cache, v_cache, self._requests, None, None, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
+            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
+            num_threads=num_threads,
+        )  # fmt: skip
+
+    def select_attention(
+        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
+        v_scale: Any = None, return_lse: bool = False, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """`paged_select_attention` with the tables, the lengths and the options of the plan.
+
+        Parameters
+        ----------
+        q : array
+            ``(num_queries, H, D)``: the queries of all requests one after the other.
+        k_cache, v_cache : array
+            The caches of one layer, with the `page_size` of the plan.
+        selected : array of int16, int32 or int64
+            ``(batch, Hkv, K)`` or ``(batch, H, K)``: the blocks that are seen, see `paged_select_attention`.
+        counts : array of int, optional
+            ``(batch, Hkv)`` or ``(batch, H)``: number of entries in use in each row of `selected`.
+        sinks, k_scale, v_scale, return_lse, out
+            See `paged_attention`.
+
+        Returns
+        -------
+        out : array
+            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
+        lse : array
+            With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `paged_select_attention`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import blitz_attn
+        >>> rng = np.random.default_rng(0)
+        >>> k_cache, v_cache = rng.standard_normal((2, 6, 16, 2, 64), dtype=np.float32)
+        >>> q, selected = rng.standard_normal((1, 4, 64), dtype=np.float32), np.array([[[0, 2], [1, 2]]])
+        >>> plan = blitz_attn.PagedPlan(np.array([[4, 1, 0]]), [40], page_size=16)
+        >>> out = plan.select_attention(q, k_cache, v_cache, selected)
+        >>> bool((out == blitz_attn.paged_select_attention(q, k_cache, v_cache, np.array([[4, 1, 0]]), [40], selected)).all())
+        True
+        """
+        if selected is None:
+            raise TypeError("selected: expected an array, got NoneType")
+        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
+        return self._attend(
+            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
+            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
+            num_threads=num_threads,
+        )  # fmt: skip
