@@ -212,6 +212,7 @@ def select_blocks(
     sink: Any,
     recent: Any,
     tokens_since_metadata_update: Any,
+    q_lens: Any,
     budget: Any,
     ascending: Any,
     kv_layout: Any,

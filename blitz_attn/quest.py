@@ -121,8 +121,8 @@ def _quest(
     try:
         selected = _core.select_blocks(
             _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
-            _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, budget=None,
-            ascending=ascending, kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"),
+            _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, None,
+            budget=None, ascending=ascending, kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"),
             return_counts=False, return_scores=False, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -405,6 +405,7 @@ def select_blocks(
     per_query_head: bool = False,
     dense_below: int | None = None,
     tokens_since_metadata_update: Any = -1,
+    q_lens: Any = None,
     ascending: bool = True,
     block_size: int | None = None,
     kv_layout: str = "NHD",
@@ -412,12 +413,13 @@ def select_blocks(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[Any, ...]:
-    """The blocks of each request that matter most to its query, by one of three scores.
+    """The blocks of each request that matter most to its queries, by one of three scores.
 
     Parameters
     ----------
     q : array
-        ``(B, H, D)``: float32, float16, bfloat16 or float64.
+        ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other. float32,
+        float16, bfloat16 or float64.
     source : array or tuple of array
         What the scores are computed from: for quest the pair ``(maxblocks, minblocks)``, for mean the ``meanblocks`` of
         `quest_prefill_metadata`, for max the key cache.
@@ -444,6 +446,9 @@ def select_blocks(
     tokens_since_metadata_update : int or sequence of int
         Number of tokens that each request has got since its summaries were last made, see `quest_block_select_paged_in_out_w`: blocks that
         the summaries do not cover are selected even where `recent` is smaller. -1: the summaries cover all tokens.
+    q_lens : sequence of int, optional
+        ``(B,)``: queries of each request, 0 to ``seq_lens[b]``, which are its last tokens: speculative decoding, chunked prefill. They
+        share one list per key/value head (or query head): see the notes. A request without queries selects no block. Default: one each.
     ascending : bool
         Order the blocks of a row by number. False: sinks, then the others by falling score, then recent blocks.
     block_size : int, optional
@@ -483,9 +488,14 @@ def select_blocks(
     Of blocks with equal scores, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes the score of
     its block NaN. quest follows [1]_, mean the gate of MoBA [2]_.
 
-    A block's score depends on the query and on that block alone. Where the blocks of a request are shared out, for example over processes,
-    the best k of all are among the best k of each share: join the candidates of all shares and take the k with the highest scores, of equal
-    scores the block with the lower number.
+    With `q_lens`, the score of a block is the largest of its scores by each query of the request (by default, each token's mean over the
+    heads of a group), and NaN where one of them is. `recent` counts back from the block of each query's own token: unless it is 0, all
+    blocks that hold tokens of the queries are selected, and `recent` - 1 before them. So a list has all blocks that each of its queries,
+    decoded alone, would have forced, as far as k allows. A query scores blocks of tokens behind it like the others.
+
+    A block's score depends on the queries of its request and on that block alone. Where the blocks of a request are shared out, for example
+    over processes, the best k of all are among the best k of each share: join the candidates of all shares and take the k with the highest
+    scores, of equal scores the block with the lower number.
 
     References
     ----------
@@ -504,6 +514,15 @@ def select_blocks(
     >>> exact, exact_counts = blitz_attn.reference.select_blocks(q, k_cache, tables, seq_lens, 3, method="max")
     >>> bool((selected == exact).all()), bool((counts == exact_counts).all())
     (True, True)
+
+    Three draft tokens, which share the lists of their request:
+
+    >>> drafts = rng.standard_normal((3, 4, 64), dtype=np.float32)
+    >>> selected, counts = blitz_attn.select_blocks(drafts, k_cache, tables, seq_lens, 3, method="max", q_lens=[3])
+    >>> selected.shape
+    (1, 2, 3)
+    >>> blitz_attn.paged_select_attention(drafts, k_cache, k_cache, tables, seq_lens, selected, counts=counts, q_lens=[3]).shape
+    (3, 4, 64)
     """
     if not isinstance(method, str):
         raise TypeError(f"method: expected a string, got {type(method).__name__}")
@@ -524,7 +543,7 @@ def select_blocks(
         return _core.select_blocks(
             _integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
             None if second is None else _arrays.readable(second, "minblocks"), tables, seq_lens, width, size, per_query_head, sink,
-            0 if recent is None else recent, tokens_since_metadata_update, budget=blocks, ascending=ascending, kv_layout=kv_layout,
+            0 if recent is None else recent, tokens_since_metadata_update, q_lens, budget=blocks, ascending=ascending, kv_layout=kv_layout,
             selected_indices=None, return_counts=True, return_scores=return_scores, dtype=_arrays.dtype_name(dtype),
             num_threads=num_threads,
         )  # fmt: skip
@@ -551,6 +570,7 @@ def select_and_attend(
     tokens_since_metadata_update: Any = -1,
     scale: float | None = None,
     kv_layout: str = "NHD",
+    q_lens: Any = None,
     window: int | None = None,
     sinks: Any = None,
     softcap: float | None = None,
@@ -562,19 +582,19 @@ def select_and_attend(
     kv_dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """Attention of each request's newest query over the blocks that matter most to it: `select_blocks`, then `paged_select_attention`.
+    """Attention of each request's newest queries over the blocks that matter most to them: `select_blocks`, then `paged_select_attention`.
 
     Parameters
     ----------
     q : array
-        ``(B, H, D)``: one query per request.
+        ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other.
     k_cache, v_cache, block_tables, seq_lens
         See `paged_attention`. `block_tables` must be an array.
     source, metadata_block_tables : optional
         See `select_blocks`: summaries and their tables for quest and mean. For max they are `k_cache` and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
         See `select_blocks`.
-    scale, kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
+    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
         See `paged_attention`.
 
     Returns
@@ -621,13 +641,13 @@ def select_and_attend(
     try:
         selected, counts = select_blocks(
             q, source, summary_tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
-            dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
+            dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,
             block_size=size, kv_layout=kv_layout, dtype=bits, num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from error
     return paged_select_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, scale=scale, kv_layout=kv_layout, window=window, sinks=sinks,
-        softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype, kv_dtype=kv_dtype,
-        num_threads=num_threads,
+        q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, scale=scale, kv_layout=kv_layout, q_lens=q_lens,
+        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype,
+        kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip

@@ -245,14 +245,17 @@ typedef enum ba_select_method {
 } ba_select_method;
 
 /* Selects the K pages with the highest scores for each request and each KV head (or query head). The first `sink` pages and the newest
- * pages are always selected. Only pages of the request itself compete; of equal scores, the lower page wins. */
+ * pages are always selected. Only pages of the request itself compete; of equal scores, the lower page wins. The queries of a request share
+ * its rows: a page's score is the largest of its scores by each query, NaN where one of these is NaN. */
 typedef struct ba_select_args {
     ba_select_method method;
-    ba_tensor q;             /* (B, H, D) */
+    ba_tensor q;             /* (B, H, D), one query per request; with cu_q (T, H, D) */
     ba_tensor a, b;          /* what the method scores: summaries, (summary pages, rows, H_kv, D); for BA_SELECT_MAX a cache in kv_layout */
     ba_kv_layout kv_layout;  /* of a, for BA_SELECT_MAX; summaries are always BA_NHD */
     ba_tensor tables;        /* (B, M) int32 or int64: metadata_tables; for BA_SELECT_MAX block_tables */
     const int64_t *seq_lens; /* [batch]: tokens of each request */
+    const int64_t *cu_q;     /* NULL: one query per request. Else batch + 1 cumulative numbers of queries, 0 to seq_lens[b] each; a request without
+                              * queries selects no page */
     int64_t batch, page_size;
     int per_query_head;    /* 0: one row per KV head, for which the mean of its group's queries is scored. 1: one row per query head */
     int64_t sink;          /* how many of the first pages are always selected */

@@ -200,6 +200,10 @@ def quest(threads):
             lambda: select(case.q, case.k_cache, case.block_tables, case.seq_lens, 3, method="max", per_query_head=True, **threaded)
         ),
         "select_blocks, mean": Operation(lambda: select(case.q, mean, tables, case.seq_lens, 3, method="mean", recent=[1, 2], **sized, **threaded)),
+        "select_blocks, ragged": Operation(
+            lambda: select(np.ones((3, 4, 8), np.float32), mean, tables, case.seq_lens, 3, method="mean", q_lens=[2, 1], **sized, **threaded),
+            refused=lambda: select(case.q, mean, tables, case.seq_lens, 3, method="mean", q_lens=[2, 1], **sized),
+        ),
         "select_and_attend": Operation(
             lambda: attend(case.q, **paged_keys, source=pairs, metadata_block_tables=tables, k=3, out=out, **threaded),
             (out,),

@@ -90,8 +90,8 @@ def choose():
 def select_pages():
     given = {"empty": np.empty, "method": "max", "query": zeros(1, 2, 8), "a": zeros(4, 16, 2, 8), "b": None, "tables": np.array([[0, 1]])}
     given |= {"seq_lens": [20], "k": 2, "block_size": 16, "per_query_head": False, "sink": 0, "recent": [0], "budget": [1]}
-    given |= {"tokens_since_metadata_update": -1, "ascending": True, "kv_layout": "NHD", "selected_indices": None, "return_counts": False}
-    return given | {"return_scores": False, "dtype": None, "num_threads": None}
+    given |= {"tokens_since_metadata_update": -1, "q_lens": None, "ascending": True, "kv_layout": "NHD", "selected_indices": None}
+    return given | {"return_counts": False, "return_scores": False, "dtype": None, "num_threads": None}
 
 
 def quantise():

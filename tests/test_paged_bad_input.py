@@ -351,6 +351,7 @@ CASES = {
         ("sink", ValueError, r"^sink: expected at least 0 pages, got -1", lambda a: {"sink": -1}),
         ("recent", ValueError, r"^recent: expected at least 0 pages, got -1 at \[1\]", lambda a: {"recent": [1, -1]}),
         ("q", ValueError, r"^q: expected shape", lambda a: {"q": a["q"][0]}),
+        ("q_lens", ValueError, r"^q_lens: expected lengths that add up to q's 2 tokens, got 3", lambda a: {"q_lens": [1, 2]}),
         ("block_size", ValueError, r"^block_size: expected at least 1 token, got 0", lambda a: {"block_size": 0}),
         ("other_block_size", ValueError, r"^block_size: expected the 16 tokens per page of source, got 8", lambda a: {"block_size": 8}),
         ("unreadable", TypeError, r"^source: expected an array with a shape, or one that NumPy can read by DLPack, got StoppedDlpack",

@@ -142,9 +142,9 @@ def _summary_rows(array: Any, table: np.ndarray, pages: int, dtype: Any) -> np.n
 
 
 def _page_scores(
-    query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", dtype=None
+    query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", dtype=None, q_lens=None
 ) -> list[np.ndarray]:
-    """(rows, pages) scores of each request's own pages.
+    """(rows, pages) scores of each request's own pages: the largest by any of its queries, NaN where one is. No pages where it has none.
 
     `sources` are the arrays that the method reads: (maxblocks, minblocks) for quest, (meanblocks,) for mean, (k_cache,)
     for max, where `tables` are block tables.
@@ -154,7 +154,9 @@ def _page_scores(
     queries = _grouped_queries(query, kv_heads, per_query_head, dtype)
     shared = queries.shape[1] // kv_heads
     scores = []
-    for q, table, tokens in zip(queries, np.asarray(tables), np.asarray(seq_lens), strict=True):
+    numbers = np.ones(len(seq_lens), int) if q_lens is None else np.asarray(q_lens, int)
+    per_request = [queries[end - count : end] for end, count in zip(np.cumsum(numbers), numbers, strict=True)]
+    for own, table, tokens in zip(per_request, np.asarray(tables), np.asarray(seq_lens), strict=True):
         n = -(-int(tokens) // page_size)
         if method == "max":
             k = gather(sources[0], None, kv_layout, dtype, np.asarray(table, np.int64)[:n], int(tokens))
@@ -162,16 +164,21 @@ def _page_scores(
         else:
             parts = [_summary_rows(x, table, n, dtype) for x in sources]
         parts = [np.repeat(x, shared, axis=0) for x in parts]
-        if method == "quest":
-            scores.append(np.maximum(q[:, None] * parts[0], q[:, None] * parts[1]).sum(axis=-1))
-        elif method == "mean":
-            scores.append((q[:, None] * parts[0]).sum(axis=-1))
-        elif method == "max":
-            by_key = (q[:, None] * parts[0]).sum(axis=-1)
-            scores.append(np.maximum.reduceat(by_key, np.arange(0, int(tokens), page_size), axis=1) if n else by_key)
-        else:
-            raise ValueError(f"method: expected quest, mean or max, got {method!r}")
+        by_query = [_scores_of_query(q, parts, method, page_size) for q in own]
+        scores.append(np.max(by_query, axis=0) if by_query else np.empty((queries.shape[1], 0)))
     return scores
+
+
+def _scores_of_query(q: np.ndarray, parts: list[np.ndarray], method: str, page_size: int) -> np.ndarray:
+    """(rows, pages) scores by one query."""
+    if method == "quest":
+        return np.maximum(q[:, None] * parts[0], q[:, None] * parts[1]).sum(axis=-1)
+    by_row = (q[:, None] * parts[0]).sum(axis=-1)
+    if method == "mean" or not by_row.shape[1]:
+        return by_row
+    if method == "max":
+        return np.maximum.reduceat(by_row, np.arange(0, by_row.shape[1], page_size), axis=1)
+    raise ValueError(f"method: expected quest, mean or max, got {method!r}")
 
 
 def _choose(scores: np.ndarray, slots: int, sink: int, recent: int, ascending: bool) -> np.ndarray:
@@ -204,6 +211,16 @@ def _unsummarised(seq_lens: Any, since: Any, size: int) -> np.ndarray:
     lengths = np.asarray(seq_lens, np.int64)
     since = np.broadcast_to(np.asarray(since), lengths.shape)
     return np.where(since < 0, 0, -(-lengths // size) - np.maximum(lengths - since, 0) // size)
+
+
+def _newest(recent: Any, lengths: np.ndarray, q_lens: Any, size: int) -> np.ndarray:
+    """Number of newest pages of each request: `recent`, counted from the page of each query's own token."""
+    recent = np.broadcast_to(np.asarray(recent), lengths.shape)
+    if q_lens is None:
+        return recent
+    queries = np.asarray(q_lens)
+    own = (lengths - 1) // size - (lengths - np.maximum(queries, 1)) // size
+    return np.where(recent > 0, recent + own, 0)
 
 
 # ---- Quest by upstream's names ------------------------------------------------------------------------------------
@@ -263,6 +280,7 @@ def select_blocks(
     per_query_head=False,
     dense_below=None,
     tokens_since_metadata_update=-1,
+    q_lens=None,
     ascending=True,
     block_size=None,
     kv_layout="NHD",
@@ -281,8 +299,9 @@ def select_blocks(
     slots = np.broadcast_to(np.asarray(k) if k is not None else np.maximum(1, np.asarray(budget) // size), lengths.shape)
     if dense_below is not None:
         slots = np.where(lengths < dense_below, -(-lengths // size), slots)
-    newest = np.maximum(np.broadcast_to(recent, lengths.shape), _unsummarised(lengths, tokens_since_metadata_update, size))
-    scores = _page_scores(q, sources, tables, lengths, size, method=method, per_query_head=per_query_head, kv_layout=kv_layout, dtype=dtype)
+    newest = np.maximum(_newest(recent, lengths, q_lens, size), _unsummarised(lengths, tokens_since_metadata_update, size))
+    how = {"method": method, "per_query_head": per_query_head, "kv_layout": kv_layout, "dtype": dtype, "q_lens": q_lens}
+    scores = _page_scores(q, sources, tables, lengths, size, **how)
     selected, counts = _select(scores, max(1, int(slots.max(initial=1))), int(sink), newest, ascending, slots)
     if not return_scores:
         return selected, counts
@@ -312,6 +331,7 @@ def select_and_attend(
     tokens_since_metadata_update=-1,
     scale=None,
     kv_layout="NHD",
+    q_lens=None,
     window=None,
     sinks=None,
     softcap=None,
@@ -338,6 +358,7 @@ def select_and_attend(
         per_query_head=per_query_head,
         dense_below=dense_below,
         tokens_since_metadata_update=tokens_since_metadata_update,
+        q_lens=q_lens,
         block_size=size,
         kv_layout=kv_layout,
         dtype=dtype if dtype is not None else kv_dtype,
@@ -352,6 +373,7 @@ def select_and_attend(
         counts=counts,
         scale=scale,
         kv_layout=kv_layout,
+        q_lens=q_lens,
         window=window,
         sinks=sinks,
         softcap=softcap,

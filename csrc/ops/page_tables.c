@@ -40,21 +40,20 @@ static ba_status check_requests(const ba_paged_args *args, int64_t page_size, in
     return BA_OK;
 }
 
-/* Checks cu_q: `all` is the number of all queries, -1 where it is not known. */
-static ba_status check_queries(const ba_paged_args *args, int64_t all) {
+ba_status ba_check_queries(const int64_t *cu_q, const int64_t *seq_lens, const int64_t *q_begin, int64_t batch, int64_t all) {
     int64_t queries;
-    if (!args->cu_q) return BA_OK;
-    if (args->cu_q[0] != 0) return ba_fail(BA_ERROR_VALUE, "cu_q: expected 0 at [0], got %" PRId64, args->cu_q[0]);
-    if (all >= 0 && args->cu_q[args->batch] != all)
-        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, all, args->cu_q[args->batch]);
-    for (int64_t b = 0; b < args->batch; b++) {
-        if (__builtin_sub_overflow(args->cu_q[b + 1], args->cu_q[b], &queries))
-            return ba_fail(BA_ERROR_VALUE, "cu_q: expected numbers that rise by at most 2**63 - 1, got %" PRId64 " after %" PRId64, args->cu_q[b + 1],
-                           args->cu_q[b]);
-        if (args->q_begin && queries < 0) return ba_fail(BA_ERROR_VALUE, "q_lens: expected at least 0, got %" PRId64 " at [%" PRId64 "]", queries, b);
-        if (!args->q_begin && (queries < 0 || queries > args->seq_lens[b]))
+    if (!cu_q) return BA_OK;
+    if (cu_q[0] != 0) return ba_fail(BA_ERROR_VALUE, "cu_q: expected 0 at [0], got %" PRId64, cu_q[0]);
+    if (all >= 0 && cu_q[batch] != all)
+        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, all, cu_q[batch]);
+    for (int64_t b = 0; b < batch; b++) {
+        if (__builtin_sub_overflow(cu_q[b + 1], cu_q[b], &queries))
+            return ba_fail(BA_ERROR_VALUE, "cu_q: expected numbers that rise by at most 2**63 - 1, got %" PRId64 " after %" PRId64, cu_q[b + 1],
+                           cu_q[b]);
+        if (q_begin && queries < 0) return ba_fail(BA_ERROR_VALUE, "q_lens: expected at least 0, got %" PRId64 " at [%" PRId64 "]", queries, b);
+        if (!q_begin && (queries < 0 || queries > seq_lens[b]))
             return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
-                           args->seq_lens[b], queries, b);
+                           seq_lens[b], queries, b);
     }
     return BA_OK;
 }
@@ -121,7 +120,7 @@ ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int6
     int64_t used = 0;
     BA_TRY(ba_check_begins(args->q_begin, args->batch));
     BA_TRY(check_requests(args, page_size, &used));
-    BA_TRY(check_queries(args, queries));
+    BA_TRY(ba_check_queries(args->cu_q, args->seq_lens, args->q_begin, args->batch, queries));
     const int64_t numbers = args->batch + (args->batch + 1) + (args->cu_q ? args->batch + 1 : 0) + (args->q_begin ? args->batch : 0) + used;
     int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)numbers * sizeof *memory);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "block_tables: expected %lld bytes of memory for a copy, got none", (long long)numbers * 8);

@@ -24,6 +24,10 @@ typedef struct ba_page_tables {
  * of pages of the cache, and `queries` the number of all queries; -1 where these are not known yet. On failure there is nothing to close. */
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *tables);
 
+/* Checks cumulative numbers of queries, which are among the seq_lens[b] tokens of each request unless q_begin is given. `all` is the number of all
+ * queries; -1 where it is not known. Does nothing where cu_q is NULL. */
+ba_status ba_check_queries(const int64_t *cu_q, const int64_t *seq_lens, const int64_t *q_begin, int64_t batch, int64_t all);
+
 /* Fails where a page number is beyond a cache of `pages` pages. */
 ba_status ba_check_page_numbers(const ba_page_tables *tables, int64_t pages);
 

@@ -11,32 +11,43 @@
 #include "kernels/prefetch_rows.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/page_tables.h"
 #include "ops/pages.h"
 #include "ops/scratch.h"
 
 /* Selection takes two jobs. The items of the first are stretches of pages, each scored for all heads, because the heads of a page lie close
- * together in memory. The items of the second are the rows of the result, each chosen from the scores of all its pages. */
+ * together in memory. The items of the second are the rows of the result, each chosen from the scores of all its pages.
+ *
+ * An entry is one query of one row of the result: a query head's, or the mean of a group's heads. Each KV head has the entries of its rows by the
+ * request's query 0, then those by query 1, and so on. The scores of a row's entries become one score by their maximum. */
 typedef struct select_call {
     const ba_select_args *args;
     ba_pages a, b;
     int64_t heads, kv_heads, group, dim, most_pages;
     int64_t rows;                   /* rows of the result per request */
     int64_t stretch, stretches;     /* pages per stretch; the largest number of stretches in a request */
-    int64_t chunk_rows;             /* rows of `a` that are scored for every head before the next rows are */
-    int64_t heads_at_once;          /* 0: the kernel for few queries scores one head after the other. Else so many heads read each row together */
-    int64_t ahead;                  /* where heads read rows together: rows that are prefetched ahead */
-    int64_t queries_at_once;        /* queries of each head that are scored in one pass over the rows */
     const ba_attend_family *family; /* for the queries' dtype */
+    const ba_attend_family *reals;  /* for means of queries */
     const ba_cache_kernels *cache;
+    int64_t most_rows, most_q, most_scores; /* room in the scratch memory, for all requests: rows of a chunk, packed queries, scores */
     int64_t scratch_bytes;
     char *scratch;
     float *page_scores; /* [request][row][most_pages] */
 } select_call;
 
+/* How the entries of one request's KV heads share passes over the rows. It depends on the number of entries alone. */
+typedef struct sharing {
+    int64_t heads_at_once;   /* 0: the kernel for few queries scores one head after the other. Else so many heads read each row together */
+    int64_t entries_at_once; /* entries of each head that are scored in one pass over the rows */
+    int64_t chunk_rows;      /* rows of `a` that are scored for every head before the next rows are */
+    int64_t ahead;           /* where heads read rows together: rows that are prefetched ahead */
+} sharing;
+
 typedef struct select_scratch {
-    int64_t *loaded; /* [2]: the request, and the first query of each group, that `q` holds; -1: none yet */
-    char *q;         /* [KV head][query], packed */
+    int64_t *loaded; /* [2]: the request, and the first entry of each KV head, that `q` holds; -1: none yet */
+    char *q;         /* [KV head][entry], packed */
     char *one_query; /* one query of a group, while the group's mean is made */
+    char *means;     /* [entry]: means that wait to be packed */
     char *scores;
     struct rows_at {
         const void **a, **b;
@@ -49,15 +60,16 @@ typedef struct select_scratch {
 
 /* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
 static int64_t lay_out_select(const select_call *c, char *base, select_scratch *s) {
-    const int64_t real = c->family->real_size, queries = c->queries_at_once, rows = c->chunk_rows + c->ahead;
+    const int64_t real = c->family->real_size;
     int64_t used = 0;
     s->loaded = (int64_t *)ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
-    s->q = ba_take(base, &used, c->kv_heads * queries * BA_FEW_PAD(c->dim) * real);
+    s->q = ba_take(base, &used, c->most_q * BA_FEW_PAD(c->dim) * real);
     s->one_query = ba_take(base, &used, BA_FEW_PAD(c->dim) * real);
-    s->scores = ba_take(base, &used, (ba_max(1, c->heads_at_once) * queries * rows + 16) * real);
+    s->means = ba_take(base, &used, BA_FEW_QUERIES * BA_FEW_PAD(c->dim) * real);
+    s->scores = ba_take(base, &used, (c->most_scores + 16) * real);
     for (int i = 0; i < 2; i++) {
-        s->rows[i].a = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
-        s->rows[i].b = (const void **)ba_take(base, &used, rows * (int64_t)sizeof(void *));
+        s->rows[i].a = (const void **)ba_take(base, &used, c->most_rows * (int64_t)sizeof(void *));
+        s->rows[i].b = (const void **)ba_take(base, &used, c->most_rows * (int64_t)sizeof(void *));
     }
     s->largest = (float *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(float));
     s->keys = (uint64_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
@@ -65,40 +77,74 @@ static int64_t lay_out_select(const select_call *c, char *base, select_scratch *
     return used;
 }
 
-/* Bytes from one head's packed queries to the next head's. The kernel for few queries needs room for BA_FEW_QUERIES whatever their number. */
-static int64_t head_bytes(const select_call *c, int64_t queries) {
-    return (c->heads_at_once ? queries : BA_FEW_QUERIES) * BA_FEW_PAD(c->dim) * c->family->real_size;
+/* The first query of a request, as a row of q, and how many queries it has. */
+static int64_t first_query(const select_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch] : batch; }
+static int64_t queries_of(const select_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch + 1] - c->args->cu_q[batch] : 1; }
+
+/* Decides how many heads and entries read each row together. Quest's bound has only a kernel in which several heads and entries share one pass over
+ * the rows. For products, that kernel serves single entries; the kernel for few queries is faster for more. Where the heads of a row do not lie
+ * side by side, one head reads all rows before the next head does. */
+static sharing share_rows(const select_call *c, int64_t entries) {
+    const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
+    if (entries > 1 && c->args->method != BA_SELECT_QUEST) return (sharing){0, BA_FEW_QUERIES, ba_work.quest.single_chunk_rows, 0};
+    sharing h = {.entries_at_once = ba_min(entries, ba_min(most, BA_FEW_QUERIES)), .chunk_rows = ba_work.quest.chunk_rows};
+    h.heads_at_once = c->a.head_stride >= c->a.row_stride ? 1 : ba_max(1, ba_min(c->kv_heads, most / h.entries_at_once));
+    h.ahead = ba_min(ba_work.quest.ahead_rows, ba_ceil_div(ba_work.quest.ahead_bytes, h.heads_at_once * c->dim * ba_dtype_size(c->args->a.dtype)));
+    return h;
 }
 
-/* Packs `queries` queries of a (request, KV head)'s group, from query `first` of the group on; without per_query_head, the mean of the group. */
-static void load_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t kv_head, int64_t first, int64_t queries) {
+/* Makes room for requests whose KV heads have so many entries. */
+static void make_room(select_call *c, int64_t entries) {
+    const sharing h = share_rows(c, entries);
+    c->most_rows = ba_max(c->most_rows, h.chunk_rows + h.ahead);
+    c->most_q = ba_max(c->most_q, c->kv_heads * h.entries_at_once);
+    c->most_scores = ba_max(c->most_scores, ba_max(1, h.heads_at_once) * h.entries_at_once * (h.chunk_rows + h.ahead));
+}
+
+/* Bytes from one head's packed entries to the next head's. The kernel for few queries needs room for BA_FEW_QUERIES whatever their number. */
+static int64_t head_bytes(const select_call *c, const sharing *h, int64_t entries) {
+    return (h->heads_at_once ? entries : BA_FEW_QUERIES) * BA_FEW_PAD(c->dim) * c->family->real_size;
+}
+
+/* Adds the mean of a KV head's group to `to`, by the query in row `row` of q. */
+static void add_mean(const select_call *c, const select_scratch *s, int64_t row, int64_t kv_head, char *to) {
     const ba_tensor *q = &c->args->q;
-    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = head_bytes(c, queries);
-    const char *row = (const char *)q->data + (batch * q->strides[0] + (kv_head * c->group + first) * q->strides[1]) * size;
+    const char *first = (const char *)q->data + (row * q->strides[0] + kv_head * c->group * q->strides[1]) * ba_dtype_size(q->dtype);
+    for (int64_t g = 0; g < c->group; g++) {
+        const void *query = first + g * q->strides[1] * ba_dtype_size(q->dtype);
+        c->family->few->pack_queries(s->one_query, &query, 1, c->dim, 1 / (double)c->group);
+        ba_add_reals(to, s->one_query, c->dim, c->family->real_size);
+    }
+}
+
+/* Packs the entries from `first` on of a (request, KV head). */
+static void load_entries(const select_call *c, const select_scratch *s, const sharing *h, int64_t batch, int64_t kv_head, int64_t first,
+                         int64_t entries) {
+    const ba_tensor *q = &c->args->q;
+    const bool means = !c->args->per_query_head;
+    const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = head_bytes(c, h, entries);
+    const int64_t rows_per_head = c->rows / c->kv_heads;
+    const ba_attend_family *family = means ? c->reals : c->family;
     char *packed = s->q + kv_head * bytes;
     const void *rows[BA_FEW_QUERIES];
     memset(packed, 0, (size_t)bytes);
-    if (!c->args->per_query_head) {
-        for (int64_t g = 0; g < c->group; g++) {
-            rows[0] = row + g * q->strides[1] * size;
-            c->family->few->pack_queries(s->one_query, rows, 1, c->dim, 1 / (double)c->group);
-            ba_add_reals(packed, s->one_query, c->dim, real);
-        }
-        return;
+    if (means && !h->heads_at_once) memset(s->means, 0, (size_t)(entries * pad * real));
+    for (int64_t e = 0; e < entries; e++) {
+        const int64_t row = first_query(c, batch) + (first + e) / rows_per_head, head = kv_head * c->group + (first + e) % rows_per_head;
+        char *mean = (h->heads_at_once ? packed : s->means) + e * pad * real;
+        if (means) add_mean(c, s, row, kv_head, mean);
+        rows[e] = means ? mean : (const char *)q->data + (row * q->strides[0] + head * q->strides[1]) * size;
+        if (h->heads_at_once && !means) family->few->pack_queries(packed + e * pad * real, rows + e, 1, c->dim, 1);
     }
-    for (int64_t g = 0; g < queries; g++) {
-        rows[g] = row + g * q->strides[1] * size;
-        if (c->heads_at_once) c->family->few->pack_queries(packed + g * pad * real, rows + g, 1, c->dim, 1);
-    }
-    if (c->heads_at_once) return;
-    c->family->few->pack_queries(packed, rows, queries, c->dim, 1);
-    if (c->cache->order_few) c->cache->order_few(packed, queries, c->dim);
+    if (h->heads_at_once) return;
+    family->few->pack_queries(packed, rows, entries, c->dim, 1);
+    if (c->cache->order_few) c->cache->order_few(packed, entries, c->dim);
 }
 
-/* The same for all KV heads, unless this thread's previous item has left the same queries there. */
-static void load_all_queries(const select_call *c, const select_scratch *s, int64_t batch, int64_t first, int64_t queries) {
+/* The same for all KV heads, unless this thread's previous item has left the same entries there. */
+static void load_all_entries(const select_call *c, const select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries) {
     if (s->loaded[0] == batch && s->loaded[1] == first) return;
-    for (int64_t head = 0; head < c->kv_heads; head++) load_queries(c, s, batch, head, first, queries);
+    for (int64_t head = 0; head < c->kv_heads; head++) load_entries(c, s, h, batch, head, first, entries);
     s->loaded[0] = batch;
     s->loaded[1] = first;
 }
@@ -120,10 +166,10 @@ static ba_prefetch_rows rows_ahead(const select_call *c, const ba_pages *p, int6
 }
 
 /* Scores one head's rows, and prefetches its share of the next rows meanwhile. */
-static void score_rows(const select_call *c, const ba_pages *p, const char *q, int64_t queries, int64_t head, const void *const *rows, int64_t count,
-                       const void *const *next, int64_t next_count, char *scores) {
+static void score_rows(const select_call *c, const ba_pages *p, const sharing *h, const char *q, int64_t entries, int64_t head,
+                       const void *const *rows, int64_t count, const void *const *next, int64_t next_count, char *scores) {
     const ba_prefetch_rows ahead = rows_ahead(c, p, head, next, next_count);
-    c->cache->scores(q + head * head_bytes(c, queries), queries, rows, head * p->head_stride, &ahead, count, c->dim, scores, c->chunk_rows);
+    c->cache->scores(q + head * head_bytes(c, h, entries), entries, rows, head * p->head_stride, &ahead, count, c->dim, scores, h->chunk_rows);
 }
 
 /* Prefetches the first rows of a stretch for all heads. (Later rows are prefetched while the rows before them are scored.) */
@@ -134,16 +180,24 @@ static void prefetch_rows(const select_call *c, const ba_pages *p, const void *c
     }
 }
 
-/* Turns the scores of one query with `count` rows from row `at` on, which stand `step` apart, into scores of pages. A row of summaries is a page.
- * For BA_SELECT_MAX a row is a token, and a page's score is the largest of its tokens' scores, NaN where one of them is NaN. */
-static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, int64_t step, float *pages) {
+/* Raises a page's score to that by another query; a NaN of either remains. */
+static inline void keep_higher(float *page, float score) {
+    if (score > *page || score != score) *page = score;
+}
+
+/* Turns the scores of one entry with `count` rows from row `at` on, which stand `step` apart, into scores of pages. A row of summaries is a page.
+ * For BA_SELECT_MAX a row is a token, and a page's score is the largest of its tokens' scores, NaN where one of them is NaN. `fresh`: the pages have
+ * no score by this request's other queries yet. */
+static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, int64_t step, bool fresh, float *pages) {
     const int64_t real = c->family->real_size, size = c->args->page_size;
     if (c->args->method == BA_SELECT_MAX) {
         for (int64_t i = 0; i < count; i++) {
             const double score = ba_get_real(scores, i * step, real);
             float *page = &pages[(at + i) / size];
-            if ((at + i) % size == 0 || score > (double)*page || score != score) *page = (float)score;
+            if ((fresh && (at + i) % size == 0) || score > (double)*page || score != score) *page = (float)score;
         }
+    } else if (!fresh) {
+        for (int64_t i = 0; i < count; i++) keep_higher(&pages[at + i], (float)ba_get_real(scores, i * step, real));
     } else if (real == 4) {
         for (int64_t i = 0; i < count; i++) pages[at + i] = ((const float *)scores)[i * step];
     } else {
@@ -151,40 +205,44 @@ static void keep_scores(const select_call *c, int64_t at, int64_t count, const c
     }
 }
 
-/* Scores the loaded queries of every head with the rows from `begin` to `end`, one head after the other. Writes to `out`, [query][most_pages] of
- * head 0; the other heads' follow at a distance of rows_per_head rows. */
-static void score_stretch(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
-    const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
-    find_rows(c, batch, begin, ba_min(end, begin + c->chunk_rows), &s->rows[0]);
+/* Keeps the scores of one of a KV head's entries. `pages`: those of the request's row 0, [row][most_pages]. */
+static void keep_entry(const select_call *c, int64_t head, int64_t entry, int64_t at, int64_t count, const char *scores, int64_t step, float *pages) {
+    const int64_t rows_per_head = c->rows / c->kv_heads, row = head * rows_per_head + entry % rows_per_head;
+    keep_scores(c, at, count, scores, step, entry < rows_per_head, pages + row * c->most_pages);
+}
+
+/* Scores the loaded entries, from entry `first` of every head on, with the rows from `begin` to `end`, one head after the other. */
+static void score_stretch(const select_call *c, select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries, int64_t begin,
+                          int64_t end, float *pages) {
+    const int64_t real = c->family->real_size;
+    find_rows(c, batch, begin, ba_min(end, begin + h->chunk_rows), &s->rows[0]);
     prefetch_rows(c, &c->a, s->rows[0].a, s->rows[0].count);
-    for (int64_t at = begin, here = 0; at < end; at += c->chunk_rows, here = !here) {
+    for (int64_t at = begin, here = 0; at < end; at += h->chunk_rows, here = !here) {
         const struct rows_at *rows = &s->rows[here], *next = &s->rows[!here];
-        find_rows(c, batch, at + c->chunk_rows, ba_min(end, at + 2 * c->chunk_rows), &s->rows[!here]);
+        find_rows(c, batch, at + h->chunk_rows, ba_min(end, at + 2 * h->chunk_rows), &s->rows[!here]);
         for (int64_t head = 0; head < c->kv_heads; head++) {
-            score_rows(c, &c->a, s->q, queries, head, rows->a, rows->count, next->a, next->count, s->scores);
-            for (int64_t g = 0; g < queries; g++)
-                keep_scores(c, at, rows->count, s->scores + g * c->chunk_rows * real, 1, out + head * row_step + g * c->most_pages);
+            score_rows(c, &c->a, h, s->q, entries, head, rows->a, rows->count, next->a, next->count, s->scores);
+            for (int64_t e = 0; e < entries; e++) keep_entry(c, head, first + e, at, rows->count, s->scores + e * h->chunk_rows * real, 1, pages);
         }
     }
 }
 
 /* The same, where several heads read each row together. */
-static void score_heads(const select_call *c, select_scratch *s, int64_t batch, int64_t queries, int64_t begin, int64_t end, float *out) {
-    const int64_t real = c->family->real_size, row_step = c->rows / c->kv_heads * c->most_pages;
-    const int64_t sides = c->args->method == BA_SELECT_QUEST ? 2 : 1;
+static void score_heads(const select_call *c, select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries, int64_t begin,
+                        int64_t end, float *pages) {
+    const int64_t real = c->family->real_size, sides = c->args->method == BA_SELECT_QUEST ? 2 : 1;
     struct rows_at *rows = &s->rows[0];
-    for (int64_t at = begin; at < end; at += c->chunk_rows) {
-        const int64_t count = ba_min(c->chunk_rows, end - at);
-        find_rows(c, batch, at, ba_min(end, at + count + c->ahead), rows);
-        for (int64_t first = 0; first < c->kv_heads; first += c->heads_at_once) {
-            const int64_t heads = ba_min(c->heads_at_once, c->kv_heads - first);
-            const ba_side side[2] = {{rows->a, first * c->a.head_stride, c->a.head_stride}, {rows->b, first * c->b.head_stride, c->b.head_stride}};
-            c->cache->score_heads(side, sides, s->q + first * head_bytes(c, queries), queries, heads, count, rows->count, c->ahead, c->dim,
+    for (int64_t at = begin; at < end; at += h->chunk_rows) {
+        const int64_t count = ba_min(h->chunk_rows, end - at);
+        find_rows(c, batch, at, ba_min(end, at + count + h->ahead), rows);
+        for (int64_t head = 0; head < c->kv_heads; head += h->heads_at_once) {
+            const int64_t heads = ba_min(h->heads_at_once, c->kv_heads - head);
+            const ba_side side[2] = {{rows->a, head * c->a.head_stride, c->a.head_stride}, {rows->b, head * c->b.head_stride, c->b.head_stride}};
+            c->cache->score_heads(side, sides, s->q + head * head_bytes(c, h, entries), entries, heads, count, rows->count, h->ahead, c->dim,
                                   s->scores);
-            for (int64_t h = 0; h < heads; h++)
-                for (int64_t g = 0; g < queries; g++)
-                    keep_scores(c, at, count, s->scores + (h * queries + g) * real, heads * queries,
-                                out + (first + h) * row_step + g * c->most_pages);
+            for (int64_t i = 0; i < heads; i++)
+                for (int64_t e = 0; e < entries; e++)
+                    keep_entry(c, head + i, first + e, at, count, s->scores + (i * entries + e) * real, heads * entries, pages);
         }
     }
 }
@@ -195,18 +253,19 @@ static void score_item(void *context, int64_t item, int worker) {
     const ba_select_args *args = c->args;
     const int64_t batch = item / c->stretches, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
     const int64_t first_page = item % c->stretches * c->stretch, end_page = ba_min(n, first_page + c->stretch);
-    const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1, rows_per_head = c->rows / c->kv_heads;
+    const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1, all = c->rows / c->kv_heads * queries_of(c, batch);
     const int64_t rows = rows_per_page == 1 ? n : args->seq_lens[batch];
-    if (first_page >= end_page) return;
+    if (first_page >= end_page || !all) return;
+    const sharing h = share_rows(c, all);
     select_scratch s;
     lay_out_select(c, c->scratch + worker * c->scratch_bytes, &s);
-    for (int64_t first = 0; first < rows_per_head; first += c->queries_at_once) {
-        const int64_t queries = ba_min(c->queries_at_once, rows_per_head - first);
-        load_all_queries(c, &s, batch, first, queries);
+    for (int64_t first = 0; first < all; first += h.entries_at_once) {
+        const int64_t entries = ba_min(h.entries_at_once, all - first);
+        load_all_entries(c, &s, &h, batch, first, entries);
         const int64_t begin = first_page * rows_per_page, end = ba_min(rows, end_page * rows_per_page);
-        float *out = c->page_scores + (batch * c->rows + first) * c->most_pages;
-        if (c->heads_at_once) score_heads(c, &s, batch, queries, begin, end, out);
-        else score_stretch(c, &s, batch, queries, begin, end, out);
+        float *pages = c->page_scores + batch * c->rows * c->most_pages;
+        if (h.heads_at_once) score_heads(c, &s, &h, batch, first, entries, begin, end, pages);
+        else score_stretch(c, &s, &h, batch, first, entries, begin, end, pages);
     }
 }
 
@@ -324,7 +383,7 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
 
 static void choose_item(void *context, int64_t item, int worker) {
     const select_call *c = context;
-    const int64_t batch = item / c->rows, n = ba_ceil_div(c->args->seq_lens[batch], c->args->page_size);
+    const int64_t batch = item / c->rows, n = queries_of(c, batch) ? ba_ceil_div(c->args->seq_lens[batch], c->args->page_size) : 0;
     select_scratch s;
     lay_out_select(c, c->scratch + worker * c->scratch_bytes, &s);
     choose(c, &s, batch, item % c->rows, c->page_scores + item * c->most_pages, n);
@@ -337,7 +396,9 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, "method: expected quest, mean or max, got %d", (int)a->method);
     if (!ba_is_float(q->dtype))
         return ba_fail(BA_ERROR_TYPE, "query: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
-    if (q->ndim != 3 || q->dims[0] != a->batch || q->dims[1] < 1)
+    if (a->cu_q && (q->ndim != 3 || q->dims[1] < 1))
+        return ba_fail(BA_ERROR_VALUE, "query: expected shape (T, H, D), got %s", ba_shape_text(q).chars);
+    if (!a->cu_q && (q->ndim != 3 || q->dims[0] != a->batch || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
     if (q->dims[2] > 1 && q->strides[2] != 1)
         return ba_fail(BA_ERROR_VALUE, "query: expected a contiguous last axis, got stride %" PRId64 " elements", q->strides[2]);
@@ -362,6 +423,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
         return ba_fail(BA_ERROR_VALUE, "block_size: expected the %" PRId64 " tokens per page of k_cache, got %" PRId64, c->a.rows, a->page_size);
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     BA_TRY(ba_check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
+    BA_TRY(ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, q->dims[0]));
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
         if (a->recent && a->recent[b] < 0)
@@ -386,42 +448,29 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     return BA_OK;
 }
 
-/* Decides how many heads and queries read each row together. Quest's bound has only a kernel in which several heads and queries share one pass over
- * the rows. For products, that kernel serves single queries; the kernel for few queries is faster for more. Where the heads of a row do not lie
- * side by side, one head reads all rows before the next head does. */
-static void share_rows_among_heads(select_call *c) {
-    const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32), queries = c->rows / c->kv_heads;
-    c->heads_at_once = 0;
-    c->queries_at_once = BA_FEW_QUERIES;
-    if (queries > 1 && c->args->method != BA_SELECT_QUEST) return;
-    c->queries_at_once = ba_min(queries, ba_min(most, BA_FEW_QUERIES));
-    c->heads_at_once = c->a.head_stride >= c->a.row_stride ? 1 : ba_max(1, ba_min(c->kv_heads, most / c->queries_at_once));
-}
-
 ba_status ba_select_blocks(const ba_select_args *args) {
     select_call c = {.args = args, .most_pages = 1};
     BA_TRY(check_select(args, &c));
     if (args->batch == 0) return BA_OK;
     const ba_kernels *kernels = ba_kernels_active();
     c.family = kernels->vector[args->q.dtype];
+    c.reals = kernels->vector[args->q.dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32];
     c.cache = kernels->cache[args->a.dtype];
+    c.rows = args->per_query_head ? c.heads : c.kv_heads;
     double work = 0;
-    int64_t pages = 0;
+    int64_t pages = 0, roomy = 0;
     for (int64_t b = 0; b < args->batch; b++) {
         const int64_t own = ba_ceil_div(args->seq_lens[b], args->page_size);
         c.most_pages = ba_max(c.most_pages, own);
         pages += own;
-        work += (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size) * (double)(c.kv_heads * c.dim);
+        const int64_t queries = queries_of(&c, b), entries = c.rows / c.kv_heads * queries;
+        const double rows = (double)args->seq_lens[b] / (double)(args->method == BA_SELECT_MAX ? 1 : args->page_size);
+        work += rows * (double)(c.kv_heads * c.dim) * (double)queries;
+        if (entries != roomy && entries) make_room(&c, roomy = entries);
     }
-    c.rows = args->per_query_head ? c.heads : c.kv_heads;
     const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
     const int64_t most_items = args->batch * ba_max(c.rows, 1) + pages * rows_per_page / ba_work.quest.stretch_rows;
     const int threads = ba_threads_of_call(args->num_threads, work, ba_work.quest.small_products, most_items);
-    share_rows_among_heads(&c);
-    c.ahead = c.heads_at_once
-                  ? ba_min(ba_work.quest.ahead_rows, ba_ceil_div(ba_work.quest.ahead_bytes, c.heads_at_once * c.dim * ba_dtype_size(args->a.dtype)))
-                  : 0;
-    c.chunk_rows = c.heads_at_once ? ba_work.quest.chunk_rows : ba_work.quest.single_chunk_rows;
     c.stretch = ba_ceil_div(ba_max(ba_work.quest.stretch_rows, pages * rows_per_page / (ba_work.quest.thread_stretches * threads)), rows_per_page);
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;

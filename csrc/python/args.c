@@ -702,6 +702,18 @@ int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t 
     return object == Py_None ? 0 : read_array_list(state, object, name, 2, dims, list);
 }
 
+int64_t *arg_cumulative(const arg_list *lengths) {
+    int64_t *sums = PyMem_Malloc((size_t)(lengths->count + 1) * sizeof *sums);
+    if (sums == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    sums[0] = 0;
+    for (Py_ssize_t i = 0; i < lengths->count; i++)
+        if (__builtin_add_overflow(sums[i], lengths->values[i], &sums[i + 1])) sums[i + 1] = INT64_MAX;
+    return sums;
+}
+
 int arg_expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning) {
     if (list->values == NULL || list->count == count) return 0;
     return fail(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);

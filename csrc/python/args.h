@@ -130,6 +130,10 @@ int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t 
 /* Fails with `name: expected <count> entries, <meaning>, got ...` unless the list is NULL or has `count` entries. */
 int arg_expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning);
 
+/* The numbers 0, values[0], values[0] + values[1] ... of a list of `count` lengths. A sum that exceeds 64 bits is the largest number, which the
+ * library refuses. Returns NULL with an exception set where there is no memory. */
+int64_t *arg_cumulative(const arg_list *lengths);
+
 /* Returns 0 for BA_OK. For any other status, sets the exception that belongs to it, with the text of ba_last_error(), and returns -1. For
  * BA_INTERRUPTED the exception of the signal handler is already set. */
 int arg_check(ba_status status);

@@ -64,15 +64,8 @@ static int set_requests(requests *r, int64_t page_size, ba_paged_args *a) {
     if (arg_expect_count(&r->q_begin, "q_begin", a->batch, "one per request") < 0) return -1;
     if (r->q_lens.values == NULL) return 0;
     if (arg_expect_count(&r->q_lens, "q_lens", a->batch, "one per request") < 0) return -1;
-    a->cu_q = r->cu_q = PyMem_Malloc((size_t)(a->batch + 1) * sizeof *r->cu_q);
-    if (r->cu_q == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    r->cu_q[0] = 0;
-    for (int64_t b = 0; b < a->batch; b++) /* the sum may wrap; the library then refuses it */
-        if (__builtin_add_overflow(r->cu_q[b], r->q_lens.values[b], &r->cu_q[b + 1])) r->cu_q[b + 1] = INT64_MAX;
-    return 0;
+    a->cu_q = r->cu_q = arg_cumulative(&r->q_lens);
+    return r->cu_q == NULL ? -1 : 0;
 }
 
 /* Reads tables, lengths and the places of queries. `values` are block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, in this order. With

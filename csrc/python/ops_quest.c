@@ -145,22 +145,25 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* clang-format off */
 #define SELECT_ARGUMENTS(X) \
     X(empty) X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) \
-    X(tokens_since_metadata_update) X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(return_scores) X(dtype) X(num_threads)
+    X(tokens_since_metadata_update) X(q_lens) X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(return_scores) X(dtype) \
+    X(num_threads)
 /* clang-format on */
 #define AS_SELECT_INDEX(name) SELECT_##name,
 enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
 
 typedef struct select_call {
     arg_array q, a, b, tables, selected, counts, scores;
-    arg_list seq_lens, recent, since, budget;
+    arg_list seq_lens, q_lens, recent, since, budget;
+    int64_t *cu_q;
     ba_select_args args;
 } select_call;
 
 static void release_select(select_call *call) {
     arg_array *const arrays[] = {&call->q, &call->a, &call->b, &call->tables, &call->selected, &call->counts, &call->scores};
-    arg_list *const lists[] = {&call->seq_lens, &call->recent, &call->since, &call->budget};
+    arg_list *const lists[] = {&call->seq_lens, &call->q_lens, &call->recent, &call->since, &call->budget};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
+    PyMem_Free(call->cu_q);
 }
 
 static int arg_method(PyObject *object, ba_select_method *value) {
@@ -194,6 +197,17 @@ static int read_per_request(module_state *state, PyObject *object, const char *n
     list->count = (Py_ssize_t)batch;
     for (int64_t b = 0; b < batch; b++) list->values[b] = value;
     return 0;
+}
+
+/* With several queries per request, each of them counts the newest pages from that of its own token: so the pages that hold the tokens of the queries
+ * before the last one are newest pages, too. */
+static void add_queries(select_call *call) {
+    const ba_select_args *a = &call->args;
+    for (int64_t b = 0; call->q_lens.values != NULL && call->recent.values != NULL && b < a->batch; b++) {
+        const int64_t tokens = a->seq_lens[b], queries = call->q_lens.values[b];
+        if (queries < 1 || queries > tokens || a->page_size < 1 || call->recent.values[b] < 1 || call->recent.values[b] > tokens) continue;
+        call->recent.values[b] += (tokens - 1) / a->page_size - (tokens - queries) / a->page_size;
+    }
 }
 
 /* Adds the window rule to `recent`: pages that were not complete when the summaries were last made have no valid summary, so they are always
@@ -244,6 +258,11 @@ static int read_select(module_state *state, PyObject *const *values, select_call
     if (arg_int64(values[SELECT_sink], "sink", &a->sink) < 0) return -1;
     if (read_per_request(state, values[SELECT_recent], "recent", a->batch, &call->recent) < 0) return -1;
     if (read_per_request(state, values[SELECT_tokens_since_metadata_update], "tokens_since_metadata_update", a->batch, &call->since) < 0) return -1;
+    if (arg_lengths(state, values[SELECT_q_lens], "q_lens", &call->q_lens) < 0 ||
+        arg_expect_count(&call->q_lens, "q_lens", a->batch, "one per request") < 0)
+        return -1;
+    if (call->q_lens.values != NULL && (a->cu_q = call->cu_q = arg_cumulative(&call->q_lens)) == NULL) return -1;
+    add_queries(call);
     if (arg_lengths(state, values[SELECT_budget], "budget", &call->budget) < 0) return -1;
     if (arg_expect_count(&call->budget, "budget", a->batch, "one per request") < 0 || add_window(call) < 0) return -1;
     a->recent = call->recent.values;

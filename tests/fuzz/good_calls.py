@@ -308,6 +308,7 @@ def _select(a: Arena, v: int) -> dict[str, Any]:
     elif v & 2:
         call |= {"source": summaries["maxblocks"], "method": "mean"}
     call |= {"seq_lens": [8, 4], "k": (2, [2, 1])[v // 4 % 2]} if v & 8 else {"seq_lens": a.integers([8, 4], "int64"), "budget": 8}
+    call |= {"q": a.floats(3, _HEADS, _DIM), "q_lens": [2, 1]} if v & 16 else {}
     return call | ({"dense_below": 5, "recent": [1, 2], "sink": 0} if v & 2 else {})
 
 

@@ -143,6 +143,13 @@ MISTAKES = [
         "pages = tokens / a->page_size + ((tokens - since) % a->page_size != 0);",
     ),
     Mistake(
+        "queries",
+        "the score of a block is that of the request's last query, not the largest of all",
+        "csrc/ops/select_pages.c",
+        "    if (score > *page || score != score) *page = score;",
+        "    *page = score;",
+    ),
+    Mistake(
         "refresh",
         "an append refreshes the summary of each request's newest token alone",
         "blitz_attn/paged.py",

@@ -45,7 +45,7 @@ class Cache:
 
 
 class Case:
-    """A drawn problem and its arguments. With `newest`, one query per request, and tables as a matrix."""
+    """A drawn problem and its arguments. With `newest`, the queries are the last tokens, and tables a matrix."""
 
     def __init__(self, draw: Draw, listed: bool, newest: bool = False):
         regime = draw.pick("regime", ("small", "long", "chunk"), (4, 2, 1))
@@ -61,7 +61,7 @@ class Case:
         size = draw.integer("page_size", 1, 64, likely=(1, 4, 16, 32))
         longest = {"small": 80, "long": 3000, "chunk": 300}[regime]
         lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=(1, longest, 256, 257, 2048, 2049)) for b in range(batch)], np.int64)
-        self.ragged = not newest and draw.flag("ragged")
+        self.ragged = draw.flag("ragged")
         most = {"small": 10, "long": 3, "chunk": 70}[regime]
         begins = not newest and draw.flag("q_begin", 0.25)
         begin = np.array([draw.integer(f"q_begin[{b}]", -5, longest + 5, likely=(0, longest)) for b in range(batch)], np.int64) if begins else None

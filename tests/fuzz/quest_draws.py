@@ -106,7 +106,7 @@ def one_or_each(draw: Draw, name: str, count: int, low: int, high: int, likely: 
 class Choice:
     """The options of `select_blocks` that say how many blocks are selected and which always are, and their meaning for each request."""
 
-    def __init__(self, draw: Draw, lens: np.ndarray, size: int):
+    def __init__(self, draw: Draw, lens: np.ndarray, size: int, q_lens: np.ndarray):
         count, most, longest = len(lens), int(-(-lens // size).max(initial=0)), int(lens.max(initial=0))
         self.size, self.lens, self.numbers = size, lens, {}
         self.options: dict[str, Any] = {"sink": draw.integer("sink", 0, 6, likely=(0, 1)), "dense_below": None}
@@ -120,8 +120,11 @@ class Choice:
             places = np.where(lens < below, -(-lens // size), places)
         recent = self._take(draw, "recent", 0, 6, (0, 1))
         since = self._take(draw, "tokens_since_metadata_update", -1, longest + 9, (0, 1, size, *(lens % size))) if draw.flag("stale", 0.3) else np.full(count, -1)
-        always = [max(int(r), oracle.stale(int(n), int(s), size)) for r, n, s in zip(recent, lens, since, strict=True)]
-        self.rules = [oracle.Rule(int(-(-n // size)), int(p), self.options["sink"], a) for n, p, a in zip(lens, places, always, strict=True)]
+        numbers = [[int(x) for x in one] for one in zip(lens, q_lens, recent, since, places, strict=True)]
+        self.rules = [
+            oracle.Rule(-(-n // size) if queries else 0, p, self.options["sink"], max(oracle.forced(n, queries, r, size), oracle.stale(n, s, size)))
+            for n, queries, r, s, p in numbers
+        ]
         self.width = max(1, int(places.max(initial=0))) if count else None
 
     def _take(self, draw: Draw, name: str, low: int, high: int, likely: tuple[int, ...]) -> np.ndarray:

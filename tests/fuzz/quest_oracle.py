@@ -93,6 +93,14 @@ def sum_of_products(q: np.ndarray, q_error: np.ndarray, *sides: np.ndarray) -> t
     return value, np.where(whole | ~np.isfinite(value), 0, error), unsure
 
 
+def score_of_queries(method: str, queries: np.ndarray, per_query_head: bool, sides: tuple[np.ndarray, ...], size: int) -> Scores:
+    """`score` for the queries (n, H, D) of a request, at least one: the largest of their scores, NaN where one is."""
+    each = [score(method, q, per_query_head, sides, size) for q in queries]
+    with np.errstate(invalid="ignore"):
+        value = np.max([x.value for x in each], axis=0)
+    return Scores(value, np.max([x.error for x in each], axis=0), np.any([x.open for x in each], axis=0), each[0].alike)
+
+
 def first_alike(blocks: list[bytes]) -> list[int]:
     seen: dict[bytes, int] = {}
     return [seen.setdefault(block, i) for i, block in enumerate(blocks)]
@@ -143,6 +151,12 @@ class Rule(NamedTuple):
 def stale(seq_len: int, since: int, size: int) -> int:
     """How many blocks were not complete when the request had `since` tokens fewer; for -1, 0."""
     return 0 if since < 0 else sum((i + 1) * size > seq_len - since for i in range(-(-seq_len // size)))
+
+
+def forced(seq_len: int, queries: int, recent: int, size: int) -> int:
+    """How many of the newest blocks the request's queries, each decoded alone, would always select."""
+    own = [(token // size, range(token // size + 1 - recent, token // size + 1)) for token in range(seq_len - queries, seq_len)]
+    return -(-seq_len // size) - min((i for _, blocks in own for i in blocks), default=-(-seq_len // size))
 
 
 def surely_before(scores: Scores, row: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:

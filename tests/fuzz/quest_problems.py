@@ -141,7 +141,7 @@ def quest_prefill_metadata(draw: Draw) -> None:
 class Selection:
     """Queries, and the arrays that a method scores: summaries, or keys."""
 
-    def __init__(self, draw: Draw, method: str, size_is_rows: bool = False):
+    def __init__(self, draw: Draw, method: str, size_is_rows: bool = False, several: bool = False):
         self.batch = batch = Batch(draw)
         self.method = method
         self.per_query_head = draw.flag("per_query_head")
@@ -158,7 +158,10 @@ class Selection:
         self.rows = batch.size if method == "max" or size_is_rows else draw.integer("rows", 1, 40, likely=(1, 2, batch.size))
         self.how, self.unordered = draw.pick("values", ("normal", "whole", "alike"), (3, 2, 1)), draw.flag("unordered", 0.3)
         self.unusual, q_unusual = unusual_numbers(draw, "source.odd"), unusual_numbers(draw, "q.odd") if draw.flag("q.odd", 0.1) else (0.0, 0.0)
-        shape = (len(batch.lens), batch.kv_heads * self.group, batch.dim)
+        self.ragged = several and draw.flag("ragged", 0.4)
+        drawn = [draw.integer(f"q_lens[{b}]", 0, 12, likely=(1, 2, 3)) if self.ragged else 1 for b in range(len(batch.lens))]
+        self.q_lens = np.minimum(drawn, batch.lens).astype(np.int64) if self.ragged else np.ones(len(batch.lens), np.int64)
+        shape = (int(self.q_lens.sum()), batch.kv_heads * self.group, batch.dim)
         self.q = contents(draw.rng("q"), shape, self.dtype, "whole" if self.how == "whole" else "normal", q_unusual)
         self.sides = [self._sides(draw.rng(f"source[{b}]"), b) for b in range(len(batch.lens))]  # of each request: (entries, N, D), each
         self.placed_q = arrays.place(draw, "query", arrays.stored(self.q, self.dtype), views=arrays.views_for(self.kind))
@@ -193,8 +196,18 @@ class Selection:
     def rows_a_request(self) -> int:
         return self.batch.kv_heads * (self.group if self.per_query_head else 1)
 
+    def queries(self, b: int) -> slice:
+        end = int(self.q_lens[: b + 1].sum())
+        return slice(end - int(self.q_lens[b]), end)
+
     def query(self, rows: slice = slice(None)) -> Any:
-        return arrays.dressed(self.placed_q.array[rows], self.dtype, self.kind)
+        """The queries of all requests, or of one."""
+        return arrays.dressed(self.placed_q.array[rows if rows == slice(None) else self.queries(rows.start)], self.dtype, self.kind)
+
+    def score(self, b: int) -> oracle.Scores | None:
+        """None: a request without queries."""
+        queries = self.q[self.queries(b)]
+        return oracle.score_of_queries(self.method, queries, self.per_query_head, self.sides[b], self.batch.size) if len(queries) else None
 
     def check(self, what: str, selected: Any, rules: list[oracle.Rule], ascending: bool) -> None:
         selected = np.asarray(selected)
@@ -202,8 +215,12 @@ class Selection:
         if selected.dtype != np.int32 or selected.shape[:2] != (len(batch.lens), self.rows_a_request):
             raise Finding(f"{what}: {selected.dtype} of shape {selected.shape}")
         for b, rule in enumerate(rules):
-            scores = oracle.score(self.method, self.q[b], self.per_query_head, self.sides[b], batch.size)
+            scores = self.score(b)
             for r in range(self.rows_a_request):
+                if scores is None:
+                    if (selected[b, r] != -1).any():
+                        raise Finding(f"{what}: request {b}, row {r}: {selected[b, r].tolist()} without queries")
+                    continue
                 mistake = oracle.row_mistake(selected[b, r], rule, scores, r, ascending)
                 if mistake:
                     raise Finding(f"{what}: request {b}, row {r}: {mistake}")
@@ -213,7 +230,9 @@ class Selection:
         if scores.shape != selected.shape or not np.isneginf(scores[selected < 0]).all():
             raise Finding(f"scores of shape {scores.shape}, or not -inf in unused places")
         for b in range(len(self.batch.lens)):
-            exact = oracle.score(self.method, self.q[b], self.per_query_head, self.sides[b], self.batch.size)
+            exact = self.score(b)
+            if exact is None:
+                continue  # nothing is selected
             for r in range(self.rows_a_request):
                 used = selected[b, r] >= 0
                 blocks, got = selected[b, r][used], scores[b, r][used].astype(np.float64)
@@ -302,16 +321,18 @@ def check_again(draw: Draw, check: str, case: Selection, selected: np.ndarray, c
 def select_blocks(draw: Draw) -> None:
     check = draw.pick("check", ("oracle", "threads", "alone", "pages", "order"))
     with_scores = draw.flag("return_scores")
-    case = Selection(draw, draw.pick("method", ("quest", "mean", "max")))
-    batch, choice, ascending = case.batch, None, draw.flag("ascending")
-    choice = Choice(draw, batch.lens, batch.size)
+    case = Selection(draw, draw.pick("method", ("quest", "mean", "max")), several=True)
+    batch, ascending = case.batch, draw.flag("ascending")
+    choice = Choice(draw, batch.lens, batch.size, case.q_lens)
+    q_lens = as_integers(draw, "q_lens", case.q_lens) if case.ragged else None
 
     def call(name: str, rows: slice, tables: Any, held: list[Held], lens: Any, num_threads: int, ascending: bool = ascending) -> np.ndarray:
         source = tuple(x.given() for x in held)
         selected, counts, *scores = blitz_attn.select_blocks(
             case.query(rows), source if case.method == "quest" else source[0], tables, lens, method=case.method, **choice.given(rows),
             per_query_head=case.per_query_head, ascending=ascending, block_size=None if case.rows == batch.size else batch.size,
-            kv_layout="HND" if case.hnd else "NHD", return_scores=with_scores, dtype=case.bits, num_threads=num_threads,
+            q_lens=q_lens if rows == slice(None) or q_lens is None else case.q_lens[rows], kv_layout="HND" if case.hnd else "NHD",
+            return_scores=with_scores, dtype=case.bits, num_threads=num_threads,
         )  # fmt: skip
         if with_scores:
             kind_of("scores", scores[0], "float32", case.kind)
@@ -344,11 +365,12 @@ def select_blocks(draw: Draw) -> None:
 def select_and_attend(draw: Draw) -> None:
     """`select_and_attend` equals attention over the blocks of `select_blocks`, with summaries of the float cache or of the 8-bit values."""
     case = Case(draw, listed=False, newest=True)
+    q_lens = case.problem.q_lens if case.ragged else None
     p, method, per_query_head = case.problem, draw.pick("method", ("quest", "mean", "max")), draw.flag("per_query_head")
     size, tables = p.k.shape[1], case.tables[0]
     if method == "max" and case.cache_dtype in ("int8", "float8_e4m3"):
         raise Discard("max looks at float caches")
-    choice = Choice(draw, p.seq_lens, size)
+    choice = Choice(draw, p.seq_lens, size, p.q_lens)
     source, summary_tables = case.k.given(), tables
     if method != "max":
         rows = draw.integer("rows", 1, 20, likely=(1, 2, size))
@@ -362,11 +384,11 @@ def select_and_attend(draw: Draw) -> None:
         source, summary_tables = tuple(held) if method == "quest" else held[0], arrays.page_table(draw, "metadata_block_tables", own[0]).array
     bits = "bfloat16" if p.dtype == "bfloat16" or case.cache_dtype == "bfloat16" else None
     how = choice.given() | {"method": method, "per_query_head": per_query_head}
-    attending = {name: x for name, x in case.options().items() if name != "q_lens"} | {"return_lse": True}
+    attending = case.options() | {"return_lse": True}
     with checks.at_level(draw):
         selected, counts = blitz_attn.select_blocks(
             case.q.array, source, summary_tables, p.seq_lens, **how, block_size=size, kv_layout="HND" if case.hnd else "NHD", dtype=bits,
-            num_threads=1, ascending=draw.flag("ascending"),
+            num_threads=1, ascending=draw.flag("ascending"), q_lens=q_lens,
         )  # fmt: skip
         written = arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype) if draw.flag("out") else None
         out, lse = blitz_attn.select_and_attend(

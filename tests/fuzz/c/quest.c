@@ -73,6 +73,20 @@ void fz_quest_metadata(void) {
     else fz_run(FZ_QUEST_METADATA, metadata, &a, &a.num_threads);
 }
 
+/* Draws how many queries each request has, `*queries` in all. */
+static int64_t *draw_queries(const ba_select_args *a, int64_t *queries) {
+    int64_t *cu = a->batch < INT64_MAX ? fz_numbers(a->batch + 1) : NULL;
+    *queries = 0;
+    fz_seed();
+    for (int64_t b = 0; cu && a->seq_lens && b < a->batch; b++) {
+        *queries += fz_below((a->seq_lens[b] < 0 ? 0 : a->seq_lens[b] < 5 ? a->seq_lens[b] : 5) + 1);
+        cu[b + 1] = *queries;
+    }
+    if (cu && a->batch >= 0 && fz_unusual()) cu[fz_below(a->batch + 1)] = fz_unusual_number();
+    else if (cu && a->batch >= 0 && fz_unusual()) cu[fz_below(a->batch + 1)] += fz_range(-1, 1);
+    return cu;
+}
+
 static ba_status select_blocks(const void *args) { return ba_select_blocks(args); }
 
 void fz_select(void) {
@@ -83,13 +97,14 @@ void fz_select(void) {
     fz_op op = ops[a.method];
     a.batch = fz_unusual() ? fz_unusual_number() : s.batch;
     a.kv_layout = (ba_kv_layout)fz_range(BA_NHD, BA_HND);
-    const int64_t q[] = {s.batch, s.heads, s.dim};
+    int64_t q[] = {s.batch, s.heads, s.dim};
+    a.seq_lens = fz_lengths(a.batch, s.width * s.page_size);
+    if (fz_once_in(3)) a.cu_q = draw_queries(&a, &q[0]);
     a.q = fz_tensor(FZ_INPUT, s.dtype, 3, q, 0);
     a.a = tokens ? draw_cache(&s, a.kv_layout) : draw_summaries(&s, FZ_INPUT);
     if (a.method == BA_SELECT_QUEST) a.b = draw_summaries(&s, FZ_INPUT);
     if (fz_unusual()) a.kv_layout = (ba_kv_layout)fz_unusual_number();
     a.tables = draw_table(&s, tokens ? s.width : s.summary_width, tokens ? s.pages : s.summary_pages, fz_once_in(2));
-    a.seq_lens = fz_lengths(a.batch, s.width * s.page_size);
     if (fz_unusual()) a.page_size = fz_range(-1, 100);
     a.per_query_head = fz_once_in(2);
     a.sink = fz_unusual() ? fz_unusual_number() : fz_once_in(2) ? fz_range(0, 4) : 0;
