@@ -132,6 +132,7 @@ def open_page_tables(
 ) -> tuple[Any, int, int]:
     """Checks and copies tables, lengths and the places of queries. Returns (opened tables, number of requests, number of queries)."""
 
+def page_table_lengths(tables: Any) -> list[int]: ...
 def paged_attention(
     empty: Callable[[tuple[int, ...], str], Any],
     q: Any,
@@ -223,7 +224,8 @@ def select_blocks(
     num_threads: Any,
 ) -> Any:
     """Returns selected, or a tuple of it and of counts and scores, where these are wanted. k is the width of a result that is made
-    here; budget is in blocks, one per request."""
+    here; budget is in blocks, one per request. seq_lens may be opened page tables, which then also replace q_lens, block_size and, for
+    the method max, tables."""
 
 def block_means(
     x: Any,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _arrays
+from ._page_selection import Opened, select_to_attend, with_lists
 from ._paged_call import append_tokens, attend_requests, open_requests
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import tables_for_core
@@ -71,7 +72,7 @@ class PagedPlan:
     True
     """
 
-    __slots__ = ("_attend", "_options", "_requests", "_tables", "batch", "num_queries")
+    __slots__ = ("_attend", "_opened", "_options", "_requests", "_tables", "batch", "num_queries")
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class PagedPlan:
         chunks = None if kv_split is None else Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
         tables = tables_for_core(block_tables, seq_lens)
         self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages)
+        self._opened = Opened(self._tables[0], _arrays.integer(page_size, "page_size"))
         self._attend: Callable[..., Any] = attend_requests if chunks is None else attend_in_chunks
         self._requests: Any = chunks or self._tables
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
@@ -232,3 +234,75 @@ class PagedPlan:
             k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
             num_threads=num_threads,
         )  # fmt: skip
+
+    def select_and_attend(
+        self, q: Any, k_cache: Any, v_cache: Any, source: Any = None, metadata_block_tables: Any = None, *, k: Any = None,
+        budget: Any = None, method: str = "quest", sink: int = 1, recent: Any = 1, per_query_head: bool = False,
+        dense_below: int | None = None, tokens_since_metadata_update: Any = -1, sinks: Any = None, k_scale: Any = None,
+        v_scale: Any = None, return_lse: bool = False, return_selected: bool = False, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """`blitz_attn.select_and_attend` with the tables, the lengths and the options of the plan.
+
+        Parameters
+        ----------
+        q : array
+            ``(num_queries, H, D)``: the queries of all requests one after the other. Those of a request share its lists, see
+            `select_blocks`.
+        k_cache, v_cache : array
+            The caches of one layer, with the `page_size` of the plan.
+        source, metadata_block_tables : optional
+            Summaries of that layer and their tables, see `select_blocks`. None for max.
+        k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
+            See `select_blocks`.
+        sinks, k_scale, v_scale, return_lse, out
+            See `paged_attention`.
+        return_selected : bool
+            Also return the blocks that were attended.
+
+        Returns
+        -------
+        out : array
+            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
+        lse : array
+            With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
+        selected, counts : array
+            With `return_selected`, as `select_blocks`.
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As `select_blocks` and `paged_select_attention`; also where the plan has `q_begin`.
+
+        Notes
+        -----
+        These are the bits of `select_blocks` with the page size as `block_size`, followed by `select_attention`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import blitz_attn
+        >>> rng = np.random.default_rng(0)
+        >>> k_cache, v_cache = rng.standard_normal((2, 8, 16, 2, 64), dtype=np.float32)
+        >>> tables, seq_lens, summary_tables = np.array([[3, 0, 6, 7, 1]]), [77], np.array([[1]])
+        >>> maxblocks, minblocks = (np.empty((2, 16, 2, 64), np.float32) for _ in range(2))
+        >>> blitz_attn.quest_prefill_metadata(k_cache, tables, seq_lens, summary_tables, maxblocks, minblocks)
+        >>> plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, q_lens=[3])  # three draft tokens
+        >>> q = rng.standard_normal((3, 4, 64), dtype=np.float32)
+        >>> out, selected, counts = plan.select_and_attend(
+        ...     q, k_cache, v_cache, (maxblocks, minblocks), summary_tables, k=3, return_selected=True)
+        >>> selected.shape, counts.tolist()
+        ((1, 2, 3), [[3, 3]])
+        >>> bool((out == plan.select_attention(q, k_cache, v_cache, selected, counts=counts)).all())
+        True
+        """
+        with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
+        _, kv_layout, _, _, _, dtype, kv_dtype, num_threads = self._options
+        selected, counts = select_to_attend(
+            q, k_cache, None, self._opened, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
+            per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
+            q_lens=None, kv_layout=kv_layout, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        )  # fmt: skip
+        result = self.select_attention(
+            q, k_cache, v_cache, selected, counts=counts, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=with_lse, out=out
+        )
+        return with_lists(result, with_lse, (selected, counts) if with_selected else ())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numpy import empty
-
 from . import _arrays, _core
-from ._sentences import renamed, shown
+from ._page_selection import integer_empty, select_pages, select_to_attend, with_lists
+from ._sentences import renamed
 from .paged import paged_select_attention
 
 __all__ = [
@@ -109,18 +108,13 @@ def quest_prefill_metadata(
     _arrays.count_writes(maxblocks, minblocks, meanblocks)
 
 
-def _integer_empty(like: Any) -> Any:
-    """The function that makes results of the same kind of array as `like`."""
-    return empty if type(like) is _arrays.np.ndarray else _arrays.family_of(like).empty
-
-
 def _quest(
     query: Any, maxblocks: Any, minblocks: Any, tables: Any, seq_lens: Any, k: Any, block_size: Any, per_query_head: Any, sink: int,
     since: Any, ascending: Any, selected_indices: Any, dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     try:
         selected = _core.select_blocks(
-            _integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
+            integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),
             _arrays.readable(minblocks, "minblocks"), tables, seq_lens, k, block_size, per_query_head, sink, 0, since, None,
             budget=None, ascending=ascending, kv_layout="NHD", selected_indices=_arrays.writable(selected_indices, "selected_indices"),
             return_counts=False, return_scores=False, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
@@ -352,45 +346,6 @@ def quest_block_select_paged_in_out_w(
 # ---- All selectors ------------------------------------------------------------------------------------------------
 
 
-def _budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
-    """(width of the result, number of blocks of each request). None in place of the second: all requests get as many as the width."""
-    if (k is None) == (budget is None):
-        raise ValueError(f"budget: expected exactly one of budget and k, got {'neither' if k is None else 'both'}")
-    one, name = (k, "k") if k is not None else (budget, "budget")
-    dense_below = None if dense_below is None else _arrays.integer(dense_below, "dense_below")
-    if dense_below is None and isinstance(one, int):
-        one = _arrays.integer(one, name)
-        if k is None and one < 1:
-            raise ValueError(f"budget: expected at least 1 token, got {one}")
-        return one if k is not None else max(1, one // size), None
-    lengths = _arrays.integers(seq_lens, "seq_lens")
-    wanted = _arrays.integers(one, name)
-    if wanted.shape not in ((), lengths.shape) or lengths.ndim != 1:
-        raise ValueError(f"{name}: expected a number, or {lengths.size} of them, one per request, got shape {wanted.shape}")
-    if wanted.size and wanted.min() < 1:
-        raise ValueError(f"{name}: expected at least 1, got {wanted.min()}")
-    blocks = _arrays.np.broadcast_to(_arrays.np.maximum(1, wanted // size) if k is None else wanted, lengths.shape)
-    if dense_below is not None:
-        blocks = _arrays.np.where(lengths < dense_below, -(-lengths // size), blocks)
-    rows = blocks.tolist()
-    return max(rows, default=1) or 1, rows
-
-
-def _block_size(pages: Any, kv_layout: Any, name: str, needed: bool = True) -> int | None:
-    """Number of tokens per page, from the shape; None for a shape that the core refuses. `needed`: an unknown shape is refused here."""
-    shape = _arrays.shape_of(pages)
-    if needed and shape == () and hasattr(pages, "__dlpack__") and not hasattr(pages, "shape"):
-        raise TypeError(f"{name}: expected an array with a shape, or one that NumPy can read by DLPack, got {type(pages).__name__}")
-    return shape[2 if isinstance(kv_layout, str) and kv_layout == "HND" else 1] if len(shape) == 4 else None
-
-
-_SELECT_NAMES = {
-    "query": "q",
-    **dict.fromkeys(("maxblocks", "meanblocks", "k_cache"), "source"),
-    **dict.fromkeys(("block_tables", "metadata_block_tables"), "tables"),
-}
-
-
 def select_blocks(
     q: Any,
     source: Any,
@@ -524,31 +479,11 @@ def select_blocks(
     >>> blitz_attn.paged_select_attention(drafts, k_cache, k_cache, tables, seq_lens, selected, counts=counts, q_lens=[3]).shape
     (3, 4, 64)
     """
-    if not isinstance(method, str):
-        raise TypeError(f"method: expected a string, got {type(method).__name__}")
-    first, second = source if isinstance(source, tuple) and len(source) == 2 and not isinstance(source[1], str) else (source, None)
-    if method == "quest" and second is None:
-        raise TypeError(f"source: expected the pair (maxblocks, minblocks) for method 'quest', got {type(source).__name__}")
-    if method != "quest" and second is not None:
-        raise TypeError(f"source: expected one array for method {method!r}, got a pair")
-    size = block_size
-    if size is None:
-        size = _block_size(first, kv_layout if method == "max" else "NHD", "source", budget is not None or dense_below is not None)
-    else:
-        size = _arrays.integer(size, "block_size")
-    if size is not None and size < 1:
-        raise ValueError(f"block_size: expected at least 1 token, got {size}")
-    width, blocks = _budgets(k, budget, dense_below, seq_lens, size or 1)
-    try:
-        return _core.select_blocks(
-            _integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
-            None if second is None else _arrays.readable(second, "minblocks"), tables, seq_lens, width, size, per_query_head, sink,
-            0 if recent is None else recent, tokens_since_metadata_update, q_lens, budget=blocks, ascending=ascending, kv_layout=kv_layout,
-            selected_indices=None, return_counts=True, return_scores=return_scores, dtype=_arrays.dtype_name(dtype),
-            num_threads=num_threads,
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        raise renamed(error, _SELECT_NAMES) from error
+    return select_pages(
+        q, source, tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
+        dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens, ascending=ascending,
+        block_size=block_size, kv_layout=kv_layout, return_scores=return_scores, dtype=dtype, num_threads=num_threads,
+    )  # fmt: skip
 
 
 def select_and_attend(
@@ -577,6 +512,7 @@ def select_and_attend(
     k_scale: Any = None,
     v_scale: Any = None,
     return_lse: bool = False,
+    return_selected: bool = False,
     out: Any = None,
     dtype: Any = None,
     kv_dtype: Any = None,
@@ -596,6 +532,8 @@ def select_and_attend(
         See `select_blocks`.
     scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
         See `paged_attention`.
+    return_selected : bool
+        Also return the blocks that were attended.
 
     Returns
     -------
@@ -603,11 +541,17 @@ def select_and_attend(
         As `paged_select_attention`.
     lse : array
         With `return_lse`, as `paged_select_attention`.
+    selected, counts : array
+        With `return_selected`, as `select_blocks`.
 
     Raises
     ------
     TypeError, ValueError, MemoryError
         As `select_blocks` and `paged_select_attention`.
+
+    See Also
+    --------
+    blitz_attn.PagedPlan.select_and_attend : with the tables of a plan, which are checked once for all layers of a step.
 
     Examples
     --------
@@ -626,28 +570,15 @@ def select_and_attend(
     >>> bool(np.abs(out - exact).max() < 1e-5)
     True
     """
-    if isinstance(method, str) and method == "max":
-        for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
-            if given is not None:
-                raise ValueError(f"{name}: expected None for method 'max', which reads k_cache itself, got {type(given).__name__}")
-        source, summary_tables, size = k_cache, block_tables, None
-        names = {"source": "k_cache", "tables": "block_tables", "block_size": "k_cache"}
-    else:
-        if source is None or metadata_block_tables is None:
-            raise ValueError(f"source: expected summaries and metadata_block_tables for method {shown(method)}, got None")
-        summary_tables, size = metadata_block_tables, _block_size(k_cache, kv_layout, "k_cache")
-        names = {"tables": "metadata_block_tables", "block_size": "k_cache"}
-    bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")) else None
-    try:
-        selected, counts = select_blocks(
-            q, source, summary_tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
-            dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,
-            block_size=size, kv_layout=kv_layout, dtype=bits, num_threads=num_threads,
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        raise renamed(error, names) from error
-    return paged_select_attention(
+    with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
+    selected, counts = select_to_attend(
+        q, k_cache, block_tables, seq_lens, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
+        per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,
+        kv_layout=kv_layout, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+    )  # fmt: skip
+    result = paged_select_attention(
         q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, scale=scale, kv_layout=kv_layout, q_lens=q_lens,
-        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, dtype=dtype,
+        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=with_lse, out=out, dtype=dtype,
         kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
+    return with_lists(result, with_lse, (selected, counts) if with_selected else ())

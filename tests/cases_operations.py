@@ -173,7 +173,14 @@ def quest(threads):
         blitz_attn.quest_block_select_paged, blitz_attn.quest_block_select_paged_in_out, blitz_attn.quest_block_select_paged_in_out_w,
     )  # fmt: skip
     sized = {"block_size": 4}
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=4, **threaded)
     return {
+        "PagedPlan.select_and_attend": Operation(
+            lambda: plan.select_and_attend(*case.arrays[:3], pairs, tables, k=3, dense_below=20, return_lse=True, return_selected=True, out=(out, None)),
+            (out,),
+            lambda: plan.select_and_attend(*case.arrays[:3], pairs, tables, k=[3, 0]),
+        ),
+        "PagedPlan.select_and_attend, max": Operation(lambda: plan.select_and_attend(*case.arrays[:3], method="max", budget=9)),
         "quest_prefill_metadata": Operation(
             lambda: metadata(
                 case.k_cache, case.block_tables, case.seq_lens, tables, *summaries[:2], meanblocks=summaries[2], start_lens=[0, 3], **threaded

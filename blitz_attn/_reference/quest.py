@@ -338,6 +338,7 @@ def select_and_attend(
     k_scale=None,
     v_scale=None,
     return_lse=False,
+    return_selected=False,
     out=None,
     dtype=None,
     kv_dtype=None,
@@ -363,7 +364,7 @@ def select_and_attend(
         kv_layout=kv_layout,
         dtype=dtype if dtype is not None else kv_dtype,
     )
-    return paged_select_attention(
+    result = paged_select_attention(
         q,
         k_cache,
         v_cache,
@@ -384,3 +385,5 @@ def select_and_attend(
         dtype=dtype,
         kv_dtype=kv_dtype,
     )
+    parts = (*(result if return_lse else (result,)), *((selected, counts) if return_selected else ()))
+    return parts if len(parts) > 1 else parts[0]

@@ -8,8 +8,9 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _arrays
+from .._page_selection import block_size_of, budgets
 from .._sentences import shown
-from ..quest import _block_size, _budgets, select_blocks
+from ..quest import select_blocks
 from ._comm import Agreement, communicator
 from .decode import DecodePlan
 
@@ -111,13 +112,13 @@ def select_blocks_distributed(
         if lengths.ndim != 1 or (lengths < 0).any():
             raise ValueError(f"seq_lens: expected lengths of at least 0, got {lengths.tolist()}")
         first = source[0] if isinstance(source, tuple) and source else source
-        size = _block_size(first, kv_layout if method == "max" else "NHD", "source") if block_size is None else block_size
+        size = block_size_of(first, kv_layout if method == "max" else "NHD", "source") if block_size is None else block_size
         if size is None:
             raise ValueError(f"source: expected four axes, got shape {_arrays.shape_of(first)}")
         size = _arrays.integer(size, "block_size")
         if size < 1:
             raise ValueError(f"block_size: expected at least 1 token, got {size}")
-        width, blocks = _budgets(k, budget, dense_below, lengths, size)
+        width, blocks = budgets(k, budget, dense_below, lengths, size)
         used = -(-lengths // size)
         wanted = np.minimum(used, width if blocks is None else np.minimum(blocks, width))
         forced = _forced(lengths, used, wanted, size, sink, recent, tokens_since_metadata_update)

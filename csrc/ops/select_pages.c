@@ -1,4 +1,6 @@
 /* Selects pages by their summaries (Quest), or by their keys. */
+#include "ops/select_pages.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -11,7 +13,6 @@
 #include "kernels/prefetch_rows.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
-#include "ops/page_tables.h"
 #include "ops/pages.h"
 #include "ops/scratch.h"
 
@@ -22,6 +23,7 @@
  * request's query 0, then those by query 1, and so on. The scores of a row's entries become one score by their maximum. */
 typedef struct select_call {
     const ba_select_args *args;
+    const ba_page_tables *plan; /* opened tables, or NULL */
     ba_pages a, b;
     int64_t heads, kv_heads, group, dim, most_pages;
     int64_t rows;                   /* rows of the result per request */
@@ -149,11 +151,17 @@ static void load_all_entries(const select_call *c, const select_scratch *s, cons
     s->loaded[1] = first;
 }
 
+/* Page number `index` of a request, among the pages that are scored. */
+static int64_t page_of(const select_call *c, int64_t batch, int64_t index) {
+    if (c->plan && c->args->method == BA_SELECT_MAX) return c->plan->page[c->plan->first[batch] + index];
+    return ba_table_page(&c->args->tables, batch, index);
+}
+
 /* Finds where the rows from `begin` to `end` of a request lie, for head 0. */
 static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
     rows->count = ba_max(0, end - begin);
     for (int64_t at = begin; at < end;) { /* page by page, because a division per row would cost time */
-        const int64_t page = ba_table_page(&c->args->tables, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
+        const int64_t page = page_of(c, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
         const char *a = ba_page_row(&c->a, page, row, 0), *b = c->args->method == BA_SELECT_QUEST ? ba_page_row(&c->b, page, row, 0) : NULL;
         for (int64_t i = at - begin; i < at - begin + some; i++, a += c->a.row_stride) rows->a[i] = a;
         for (int64_t i = at - begin; b && i < at - begin + some; i++, b += c->b.row_stride) rows->b[i] = b;
@@ -398,10 +406,12 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
         return ba_fail(BA_ERROR_TYPE, "query: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
     if (a->cu_q && (q->ndim != 3 || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, "query: expected shape (T, H, D), got %s", ba_shape_text(q).chars);
-    if (!a->cu_q && (q->ndim != 3 || q->dims[0] != a->batch || q->dims[1] < 1))
+    if (!a->cu_q && (q->ndim != 3 || (q->dims[0] != a->batch && !c->plan) || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
     if (q->dims[2] > 1 && q->strides[2] != 1)
         return ba_fail(BA_ERROR_VALUE, "query: expected a contiguous last axis, got stride %" PRId64 " elements", q->strides[2]);
+    if (c->plan && q->dims[0] != c->plan->queries)
+        return ba_fail(BA_ERROR_VALUE, "query: expected %" PRId64 " queries as the plan has them, got %s", c->plan->queries, ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("query", q));
     BA_TRY(ba_take_pages(a_name, &a->a, tokens ? a->kv_layout : BA_NHD, &c->a));
     if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
@@ -418,12 +428,16 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
             return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars,
                            ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
     }
+    if (c->plan && tokens && a->page_size != c->a.rows)
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, a->page_size,
+                       c->a.rows);
     if (a->page_size < 1) return ba_fail(BA_ERROR_VALUE, "block_size: expected at least 1 token per page, got %" PRId64, a->page_size);
     if (tokens && a->page_size != c->a.rows)
         return ba_fail(BA_ERROR_VALUE, "block_size: expected the %" PRId64 " tokens per page of k_cache, got %" PRId64, c->a.rows, a->page_size);
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
-    BA_TRY(ba_check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
-    BA_TRY(ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, q->dims[0]));
+    if (c->plan && tokens) BA_TRY(ba_check_page_numbers(c->plan, c->a.count));
+    else BA_TRY(ba_check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
+    if (!c->plan) BA_TRY(ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, q->dims[0]));
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
         if (a->recent && a->recent[b] < 0)
@@ -448,8 +462,8 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     return BA_OK;
 }
 
-ba_status ba_select_blocks(const ba_select_args *args) {
-    select_call c = {.args = args, .most_pages = 1};
+static ba_status select_blocks(const ba_select_args *args, const ba_page_tables *plan) {
+    select_call c = {.args = args, .plan = plan, .most_pages = 1};
     BA_TRY(check_select(args, &c));
     if (args->batch == 0) return BA_OK;
     const ba_kernels *kernels = ba_kernels_active();
@@ -492,4 +506,18 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     if (status == BA_OK) status = ba_parallel(threads, args->batch * c.rows, choose_item, &c);
     ba_arena_release();
     return status;
+}
+
+ba_status ba_select_blocks(const ba_select_args *args) { return select_blocks(args, NULL); }
+
+ba_status ba_select_by_plan(const ba_select_args *args, const ba_page_tables *plan) {
+    ba_select_args planned = *args;
+    if (plan->q_begin)
+        return ba_fail(BA_ERROR_VALUE,
+                       "q_begin: expected none where blocks are selected, for queries that are the last tokens of their requests, got some");
+    planned.seq_lens = plan->seq_lens;
+    planned.cu_q = plan->cu_q;
+    planned.batch = plan->batch;
+    planned.page_size = plan->page_size;
+    return select_blocks(&planned, plan);
 }

@@ -8,7 +8,7 @@
 /* The names of all functions. */
 /* clang-format off */
 #define CORE_FUNCTIONS(X) \
-    X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(paged_attention) X(quantize_kv) X(append_paged_kv) \
+    X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(page_table_lengths) X(paged_attention) X(quantize_kv) X(append_paged_kv) \
     X(quest_metadata) X(select_blocks) X(block_means) X(block_means_backward) X(gate) X(gate_backward) X(nsa_select) X(read_integer) X(read_number) X(read_flag) \
     X(get_num_threads) X(set_num_threads) X(num_threads_source) X(isa_levels) X(isa_detected) X(isa_active) X(isa_set_cap) X(isa_note) \
     X(cpu_model) X(kernels) X(probe_flops) X(probe_tile_flops) X(probe_read) FAULT_FUNCTIONS(X)
@@ -81,6 +81,10 @@ void leave_function(const int *unused);
         ba_set_poll(NULL, NULL);                                                                                                                     \
         PyEval_RestoreThread(thread_state);                                                                                                          \
     } while (0)
+
+/* The opened page tables in a capsule of open_page_tables(); NULL where `object` is something else. They belong to the capsule, to which the call has
+ * a reference. */
+const struct ba_page_tables *page_tables_of(PyObject *object);
 
 /* A ba_poll_fn. `context` is the address of the PyThreadState * that PyEval_SaveThread() gave to this thread. */
 int run_signal_handlers(void *context);

@@ -93,8 +93,7 @@ static void close_plan(PyObject *capsule) {
     PyMem_Free(tables);
 }
 
-/* The opened tables in a capsule; NULL where `object` is something else. They belong to the capsule, to which the call has a reference. */
-static const ba_page_tables *tables_of_plan(PyObject *object) {
+const ba_page_tables *page_tables_of(PyObject *object) {
     return PyCapsule_IsValid(object, plan_name) ? PyCapsule_GetPointer(object, plan_name) : NULL;
 }
 
@@ -131,6 +130,19 @@ done:
     PyMem_Free(tables);
     Py_XDECREF(plan);
     return result;
+}
+
+TAKES(page_table_lengths, 1, "tables");
+PyObject *py_page_table_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    SORT_ARGUMENTS(page_table_lengths, 1);
+    const ba_page_tables *tables = page_tables_of(values[0]);
+    if (tables == NULL) return PyErr_Format(PyExc_TypeError, "tables: expected opened page tables, got something else");
+    PyObject *lengths = PyList_New((Py_ssize_t)tables->batch);
+    for (int64_t b = 0; lengths != NULL && b < tables->batch; b++) {
+        PyObject *length = PyLong_FromLongLong(tables->seq_lens[b]);
+        if (length == NULL || PyList_SetItem(lengths, (Py_ssize_t)b, length) < 0) Py_CLEAR(lengths);
+    }
+    return lengths;
 }
 
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */
@@ -208,7 +220,7 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (hold_optional(state, values[PAGED_k_scale], "k_scale", ARG_SCALES, BA_UINT16, &call->k_scale, &a->k_scale) < 0) return -1;
     if (hold_optional(state, values[PAGED_v_scale], "v_scale", ARG_SCALES, BA_UINT16, &call->v_scale, &a->v_scale) < 0) return -1;
     if (expect_dtype("q", a->q.dtype, "dtype", dtype) < 0 || expect_dtype("k_cache", a->k_cache.dtype, "kv_dtype", kv_dtype) < 0) return -1;
-    call->plan = tables_of_plan(values[PAGED_block_tables]);
+    call->plan = page_tables_of(values[PAGED_block_tables]);
     if (call->plan == NULL && hold_tables(state, values[PAGED_block_tables], &call->requests, a) < 0) return -1;
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
     if (call->plan == NULL && read_requests(state, values + PAGED_block_tables, page_tokens(a), &call->requests, a) < 0) return -1;
@@ -350,7 +362,7 @@ static int read_append(module_state *state, PyObject *const *values, append_call
     if (arg_lengths(state, values[APPEND_slot_mapping], "slot_mapping", &call->slots) < 0) return -1;
     if (call->slots.values != NULL)
         return arg_expect_count(&call->slots, "slot_mapping", call->k.tensor.ndim > 0 ? call->k.tensor.dims[0] : 0, "one for each of k's tokens");
-    call->plan = tables_of_plan(values[APPEND_block_tables]);
+    call->plan = page_tables_of(values[APPEND_block_tables]);
     if (call->plan != NULL) return 0;
     if (hold_tables(state, values[APPEND_block_tables], &call->requests, a) < 0) return -1;
     return read_requests(state, values + APPEND_block_tables, page_tokens(a), &call->requests, a);

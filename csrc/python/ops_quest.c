@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "ops/select_pages.h"
+
 /* ---- Summaries of pages -------------------------------------------------------------------------------------------- */
 
 typedef struct metadata_call {
@@ -155,6 +157,7 @@ typedef struct select_call {
     arg_array q, a, b, tables, selected, counts, scores;
     arg_list seq_lens, q_lens, recent, since, budget;
     int64_t *cu_q;
+    const ba_page_tables *plan; /* opened tables, or NULL */
     ba_select_args args;
 } select_call;
 
@@ -203,9 +206,12 @@ static int read_per_request(module_state *state, PyObject *object, const char *n
  * before the last one are newest pages, too. */
 static void add_queries(select_call *call) {
     const ba_select_args *a = &call->args;
-    for (int64_t b = 0; call->q_lens.values != NULL && call->recent.values != NULL && b < a->batch; b++) {
-        const int64_t tokens = a->seq_lens[b], queries = call->q_lens.values[b];
-        if (queries < 1 || queries > tokens || a->page_size < 1 || call->recent.values[b] < 1 || call->recent.values[b] > tokens) continue;
+    for (int64_t b = 0; a->cu_q != NULL && call->recent.values != NULL && b < a->batch; b++) {
+        const int64_t tokens = a->seq_lens[b];
+        int64_t queries;
+        if (__builtin_sub_overflow(a->cu_q[b + 1], a->cu_q[b], &queries) || queries < 1 || queries > tokens || a->page_size < 1 ||
+            call->recent.values[b] < 1 || call->recent.values[b] > tokens)
+            continue;
         call->recent.values[b] += (tokens - 1) / a->page_size - (tokens - queries) / a->page_size;
     }
 }
@@ -231,6 +237,30 @@ static int add_window(select_call *call) {
     return 0;
 }
 
+/* Reads tables, lengths and numbers of queries, or takes all but the tables of summaries from opened tables, which stand in the place of seq_lens. */
+static int read_select_requests(module_state *state, PyObject *const *values, select_call *call, bool tokens) {
+    ba_select_args *a = &call->args;
+    call->plan = page_tables_of(values[SELECT_seq_lens]);
+    if (call->plan == NULL || !tokens) {
+        if (arg_hold(state, values[SELECT_tables], tokens ? "block_tables" : "metadata_block_tables", ARG_TABLES, BA_UINT16, &call->tables) < 0)
+            return -1;
+        a->tables = call->tables.tensor;
+    }
+    if (call->plan != NULL) {
+        a->seq_lens = call->plan->seq_lens;
+        a->cu_q = call->plan->cu_q;
+        a->batch = call->plan->batch;
+        return 0;
+    }
+    if (arg_lengths(state, values[SELECT_seq_lens], "seq_lens", &call->seq_lens) < 0) return -1;
+    a->seq_lens = call->seq_lens.values;
+    a->batch = call->seq_lens.count;
+    if (arg_lengths(state, values[SELECT_q_lens], "q_lens", &call->q_lens) < 0) return -1;
+    if (arg_expect_count(&call->q_lens, "q_lens", a->batch, "one per request") < 0) return -1;
+    if (call->q_lens.values != NULL) a->cu_q = call->cu_q = arg_cumulative(&call->q_lens);
+    return call->q_lens.values != NULL && a->cu_q == NULL ? -1 : 0;
+}
+
 /* Everything that is read before outputs exist. */
 static int read_select(module_state *state, PyObject *const *values, select_call *call) {
     ba_select_args *a = &call->args;
@@ -244,24 +274,16 @@ static int read_select(module_state *state, PyObject *const *values, select_call
     a->a = call->a.tensor;
     if (quest && arg_hold(state, values[SELECT_b], "minblocks", ARG_FLOATS, bits_as, &call->b) < 0) return -1;
     a->b = call->b.tensor;
-    if (arg_hold(state, values[SELECT_tables], tokens ? "block_tables" : "metadata_block_tables", ARG_TABLES, BA_UINT16, &call->tables) < 0)
-        return -1;
-    a->tables = call->tables.tensor;
-    if (arg_lengths(state, values[SELECT_seq_lens], "seq_lens", &call->seq_lens) < 0) return -1;
-    a->seq_lens = call->seq_lens.values;
-    a->batch = call->seq_lens.count;
+    if (read_select_requests(state, values, call, tokens) < 0) return -1;
     if (arg_kv_layout(values[SELECT_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
     a->page_size = a->a.ndim == 4 ? a->a.dims[tokens && a->kv_layout == BA_HND ? 2 : 1] : 1;
-    if (values[SELECT_block_size] != Py_None && arg_int64(values[SELECT_block_size], "block_size", &a->page_size) < 0) return -1;
+    if (call->plan != NULL) a->page_size = call->plan->page_size;
+    else if (values[SELECT_block_size] != Py_None && arg_int64(values[SELECT_block_size], "block_size", &a->page_size) < 0) return -1;
     if (arg_flag(values[SELECT_per_query_head], "per_query_head", &a->per_query_head) < 0) return -1;
     if (arg_flag(values[SELECT_ascending], "ascending", &a->ascending) < 0) return -1;
     if (arg_int64(values[SELECT_sink], "sink", &a->sink) < 0) return -1;
     if (read_per_request(state, values[SELECT_recent], "recent", a->batch, &call->recent) < 0) return -1;
     if (read_per_request(state, values[SELECT_tokens_since_metadata_update], "tokens_since_metadata_update", a->batch, &call->since) < 0) return -1;
-    if (arg_lengths(state, values[SELECT_q_lens], "q_lens", &call->q_lens) < 0 ||
-        arg_expect_count(&call->q_lens, "q_lens", a->batch, "one per request") < 0)
-        return -1;
-    if (call->q_lens.values != NULL && (a->cu_q = call->cu_q = arg_cumulative(&call->q_lens)) == NULL) return -1;
     add_queries(call);
     if (arg_lengths(state, values[SELECT_budget], "budget", &call->budget) < 0) return -1;
     if (arg_expect_count(&call->budget, "budget", a->batch, "one per request") < 0 || add_window(call) < 0) return -1;
@@ -319,7 +341,7 @@ PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t n
     for (size_t i = 0; i < COUNT_OF(inputs); i++)
         if (arg_disjoint(&call.selected, inputs[i]) < 0) goto done;
 
-    INTERRUPTIBLE(status, ba_select_blocks(&call.args));
+    INTERRUPTIBLE(status, call.plan ? ba_select_by_plan(&call.args, call.plan) : ba_select_blocks(&call.args));
     if (arg_check(status) < 0) goto done;
     if (return_counts && return_scores) result = PyTuple_Pack(3, selected, counts, scores);
     else result = return_counts || return_scores ? PyTuple_Pack(2, selected, return_counts ? counts : scores) : Py_NewRef(selected);

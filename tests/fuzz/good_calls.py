@@ -252,11 +252,16 @@ def _plan_select_attention(q: Any, k_cache: Any, v_cache: Any, selected: Any, **
     return _made_plan().select_attention(q, k_cache, v_cache, selected, **options)
 
 
+def _plan_select_and_attend(q: Any, k_cache: Any, v_cache: Any, *summaries: Any, **options: Any) -> Any:
+    return _made_plan().select_and_attend(q, k_cache, v_cache, *summaries, **options)
+
+
 def _plan_append(k: Any, v: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
     return _made_plan().append(k, v, k_cache, v_cache, **options)
 
 
 _plan_append.__signature__ = inspect.signature(_made_plan().append)  # type: ignore[attr-defined]
+_plan_select_and_attend.__signature__ = inspect.signature(_made_plan().select_and_attend)  # type: ignore[attr-defined]
 _plan_attention.__signature__ = inspect.signature(_made_plan().attention)  # type: ignore[attr-defined]
 _plan_select_attention.__signature__ = inspect.signature(_made_plan().select_attention)  # type: ignore[attr-defined]
 
@@ -313,7 +318,7 @@ def _select(a: Arena, v: int) -> dict[str, Any]:
 
 
 def _select_and_attend(a: Arena, v: int) -> dict[str, Any]:
-    call = {"q": a.floats(2, _HEADS, _DIM)} | _caches(a, v & 2) | _tables(a, v & 1) | {"k": 2}
+    call = {"q": a.floats(2, _HEADS, _DIM)} | _caches(a, v & 2) | _tables(a, v & 1) | {"k": 2, "return_selected": bool(v & 16)}
     if v & 4:
         return call | {"method": "max", "out": a.poisoned(2, _HEADS, _DIM)}
     summaries = _summaries(a)
@@ -622,6 +627,9 @@ GROUPS: dict[str, dict[str, Good]] = {
         "PagedPlan.append": Good(_plan_append, _append_by_plan, ("k_cache", "v_cache", "k_scale", "v_scale"), names=_OF_PLAN),
         "PagedPlan.attention": Good(_plan_attention, _of_plan(_paged), ("out",), names=_OF_PLAN),
         "PagedPlan.select_attention": Good(_plan_select_attention, _of_plan(_paged_select), ("out",), names=_OF_PLAN),
+        "PagedPlan.select_and_attend": Good(
+            _plan_select_and_attend, _of_plan(_select_and_attend), ("out",), names=(*_OF_PLAN, "tables", "minblocks"), sizes=("k", "budget")
+        ),
     },
     "quest": QUEST | {
         "select_blocks": Good(blitz_attn.select_blocks, _select, names=("minblocks",), sizes=("k", "budget")),

@@ -395,6 +395,14 @@ def select_and_attend(draw: Draw) -> None:
             case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, None if method == "max" else source,
             None if method == "max" else summary_tables, **how, **attending, out=written and written.array, num_threads=checks.threads(draw),
         )  # fmt: skip
+        opened = attending | {"num_threads": draw.pick("other_threads", checks.THREADS), "page_size": size}
+        here = {name: opened.pop(name) for name in ("sinks", "k_scale", "v_scale", "return_lse")}
+        plan = blitz_attn.PagedPlan(tables, p.seq_lens, **opened)
+        planned = plan.select_and_attend(
+            case.q.array, case.k.given(), case.v.given(), None if method == "max" else source, None if method == "max" else summary_tables, **how,
+            **here, return_selected=True,
+        )  # fmt: skip
+        checks.same_bits("a plan", (out, lse, np.sort(selected), counts), (*planned[:2], np.sort(planned[2]), planned[3]))
         chosen = [[row[:n] for row, n in zip(*pair, strict=True)] for pair in zip(selected, counts, strict=True)]
         expected, expected_lse, allowed, allowed_lse = attend(dataclasses.replace(p, selected=chosen))
         checks.near("out", arrays.values_of(out, p.dtype), expected, allowed)
