@@ -198,6 +198,7 @@ def quest_metadata(
     kv_layout: Any = ...,
     dtype: Any = ...,
     num_threads: Any = ...,
+    k_scale: Any = ...,
 ) -> None: ...
 def select_blocks(
     empty: Callable[[tuple[int, ...], str], Any],

@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from . import _arrays, _core, _formats
 from ._floats import refuse_overlaps
-from ._paged_call import append_tokens, attend_requests
+from ._paged_call import append_tokens, attend_requests, scales_for_core
 from ._paged_plan import PagedPlan
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import cache_sizes, tables_for_core
@@ -437,8 +437,8 @@ def append_paged_kv(
         each row gets the scale that `quantize_kv` computes. One number, or one per head, is read: ``x / scale`` is rounded, and what lies
         beyond the dtype's largest number, 127 or 448, becomes that number.
     maxblocks, minblocks, metadata_block_tables : array, optional
-        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again. Only with `block_tables`, and
-        not for 8-bit caches.
+        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; those of 8-bit caches from what is in
+        the cache, in float32. Only with `block_tables`.
     dtype, kv_dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
         Either defaults to the other where that is bfloat16.
@@ -487,16 +487,14 @@ def append_paged_kv(
     if isinstance(block_tables, tuple):
         raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
     bits = _arrays.dtype_name(kv_dtype, "kv_dtype") or _arrays.dtype_name(dtype)
-    kind = _arrays.host(k_cache, "k_cache", bits)[1]
-    if kind in _QUANTISED:
-        raise TypeError(f"k_cache: expected float32, float16, bfloat16 or float64 with metadata_block_tables, got {kind}")
     ends = _arrays.integers(seq_lens, "seq_lens").copy()
     refresh = partial(
         _core.quest_metadata, _arrays.readable(k_cache, "k_cache", True), block_tables, ends, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
-        dtype=bits if bits in (None, "bfloat16") else None, num_threads=num_threads,
+        dtype=bits if bits in (None, "bfloat16", "float8_e4m3") else None, num_threads=num_threads,
+        k_scale=scales_for_core(k_scale, "k_scale"),
     )  # fmt: skip
-    refuse_overlaps({"maxblocks": maxblocks, "minblocks": minblocks}, k=k, v=v, v_cache=v_cache)
+    refuse_overlaps({"maxblocks": maxblocks, "minblocks": minblocks}, k=k, v=v, v_cache=v_cache, v_scale=v_scale)
     refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
     append()
     refresh(start_lens=ends - (1 if q_lens is None else _arrays.integers(q_lens, "q_lens")))

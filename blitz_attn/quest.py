@@ -6,6 +6,7 @@ from typing import Any
 
 from . import _arrays, _core
 from ._page_selection import integer_empty, select_pages, select_to_attend, with_lists
+from ._paged_call import scales_for_core
 from ._sentences import renamed
 from .paged import paged_select_attention
 
@@ -32,6 +33,7 @@ def quest_prefill_metadata(
     *,
     start_lens: Any = None,
     kv_layout: str = "NHD",
+    k_scale: Any = None,
     dtype: Any = None,
     meanblocks: Any = None,
     num_threads: int | None = None,
@@ -44,7 +46,8 @@ def quest_prefill_metadata(
     Parameters
     ----------
     k_cache : array
-        ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64; block_size from 1 to 1024.
+        ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64, or with `k_scale` int8 or float8 e4m3; block_size from 1 to
+        1024.
     block_tables : array of int32 or int64
         ``(B, W)``: page numbers of each request.
     seq_lens : sequence of int
@@ -53,14 +56,17 @@ def quest_prefill_metadata(
         ``(B, M)``: numbers of the summary pages of each request, with M at least ``ceil(ceil(seq_len / block_size) / rows)``. No page is
         named twice.
     maxblocks, minblocks : array
-        ``(summary pages, rows, N, D)``, dtype of `k_cache`; written in place. Either may be None. Where rows equals
-        block_size, as upstream, they may be the cache itself (`k_cache` for `maxblocks`), whose pages without keys then hold summaries.
+        ``(summary pages, rows, N, D)``, dtype of `k_cache`, for 8-bit caches float32; written in place. Either may be None. Where rows
+        equals block_size, as upstream, they may be the cache itself (`k_cache` for `maxblocks`), whose pages without keys then hold
+        summaries.
     start_lens : sequence of int, optional
         ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are summarised. Default: all blocks.
     kv_layout : {"NHD", "HND"}
         HND caches are ``(pages, N, block_size, D)``. Summaries have the same axes in both layouts.
+    k_scale : array of float32, or float, optional
+        The factors of int8 and float8 e4m3 keys, see `paged_attention`: one for each token and head, one for each head, or one number.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits, ``"float8_e4m3"`` that a cache of uint8 holds such bits.
     meanblocks : array, optional
         Like `maxblocks`: the mean of each block's keys, for ``select_blocks(method="mean")``.
     num_threads : int, optional
@@ -78,10 +84,11 @@ def quest_prefill_metadata(
     Notes
     -----
     Summaries cover the valid tokens of a block, so the last block of a request is summarised as far as it is filled. Largest and smallest
-    values are bits of the keys and ignore NaN, unless a channel has nothing else; a mean with NaN is NaN.
+    values are bits of the keys and ignore NaN, unless a channel has nothing else; a mean with NaN is NaN. The keys of 8-bit caches are the
+    products of numbers and scales in float32, as `dequantize_kv` gives them.
 
     Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
-    and float32 are additions.
+    and other dtypes are additions.
 
     References
     ----------
@@ -98,12 +105,19 @@ def quest_prefill_metadata(
     >>> blitz_attn.quest_prefill_metadata(k_cache, tables, seq_lens, summary_tables, maxblocks, minblocks)
     >>> bool((maxblocks[1, 0] == k_cache[3].max(0)).all()), bool((minblocks[1, 2] == k_cache[6, :8].min(0)).all())
     (True, True)
+
+    An 8-bit cache:
+
+    >>> values, k_scale = blitz_attn.quantize_kv(k_cache, "int8")
+    >>> blitz_attn.quest_prefill_metadata(values, tables, seq_lens, summary_tables, maxblocks, minblocks, k_scale=k_scale)
+    >>> bool((maxblocks[1, 0] == blitz_attn.dequantize_kv(values, k_scale)[3].max(0)).all())
+    True
     """
     _core.quest_metadata(
         _arrays.readable(k_cache, "k_cache", True), block_tables, seq_lens, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"),
         meanblocks=_arrays.writable(meanblocks, "meanblocks"), start_lens=start_lens, kv_layout=kv_layout, dtype=_arrays.dtype_name(dtype),
-        num_threads=num_threads,
+        num_threads=num_threads, k_scale=scales_for_core(k_scale, "k_scale"),
     )  # fmt: skip
     _arrays.count_writes(maxblocks, minblocks, meanblocks)
 

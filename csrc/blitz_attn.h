@@ -224,14 +224,15 @@ BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int6
 /* Summaries of pages, which lie in pages of their own: row r of request b's summary page j, metadata_tables[b][j], describes the
  * request's page j * rows + r, where `rows` is the number of rows per summary page. Rows beyond the request's last page become 0. */
 typedef struct ba_quest_metadata_args {
-    ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D) */
+    ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D); any dtype of ba_paged_args */
+    ba_tensor k_scale; /* as in ba_paged_args. int8 and float8_e4m3 keys are multiplied with it, in float32, before they are summarised */
     ba_kv_layout kv_layout;
     ba_tensor block_tables;     /* (B, W) int32 or int64 */
     const int64_t *begin, *end; /* [batch]: a page with tokens in [begin, end) is summarised, over its tokens before `end`; begin NULL: 0 */
     int64_t batch;
     ba_tensor metadata_tables;      /* (B, M) int32 or int64 */
     ba_tensor maxblocks, minblocks; /* not given, or written: the largest and the smallest value of each channel;
-                                     * (summary pages, rows, H_kv, D), dtype of k_cache */
+                                     * (summary pages, rows, H_kv, D), dtype of k_cache, float32 for int8 and float8_e4m3 */
     ba_tensor meanblocks;           /* not given, or written: the mean of each channel, in the same shape. One of the three must be given */
     int num_threads;
 } ba_quest_metadata_args;

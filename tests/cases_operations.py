@@ -173,6 +173,7 @@ def quest(threads):
         blitz_attn.quest_block_select_paged, blitz_attn.quest_block_select_paged_in_out, blitz_attn.quest_block_select_paged_in_out_w,
     )  # fmt: skip
     sized = {"block_size": 4}
+    eight, scale = blitz_attn.quantize_kv(case.k_cache, "int8")
     plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=4, **threaded)
     return {
         "PagedPlan.select_and_attend": Operation(
@@ -187,6 +188,11 @@ def quest(threads):
             ),
             summaries,
             lambda: metadata(case.k_cache, case.block_tables, [30, 99], tables, *summaries[:2]),
+        ),
+        "quest_prefill_metadata, int8": Operation(
+            lambda: metadata(eight, case.block_tables, case.seq_lens, tables, *summaries[:2], k_scale=scale, **threaded),
+            summaries[:2],
+            lambda: metadata(eight, case.block_tables, case.seq_lens, tables, *summaries[:2]),
         ),
         "quest_block_select_paged": Operation(
             lambda: choose(case.q, *over, 3, ascending=True, **sized, **threaded), refused=lambda: choose(case.q, *over, 0)

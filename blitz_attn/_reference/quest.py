@@ -26,8 +26,9 @@ def _put(array: np.ndarray, at: tuple, values: np.ndarray) -> None:
         array[at] = round_to(values, dtype_name(array.dtype)).astype(array.dtype)
 
 
-def _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, dtype):
-    """Writes page summaries: `summaries` maps ``"max"``, ``"min"`` and ``"mean"`` to the arrays to write."""
+def _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, k_scale, dtype):
+    """Writes page summaries: `summaries` maps ``"max"``, ``"min"`` and ``"mean"`` to the arrays to write. A product of an 8-bit number and
+    its scale is exact in float64, so that the largest and the smallest, rounded, are those of the rounded products."""
     cache = np.asarray(k_cache)
     page_size = cache.shape[1 if kv_layout == "NHD" else 2]
     starts = np.zeros(len(seq_lens), int) if start_lens is None else np.asarray(start_lens)
@@ -38,7 +39,7 @@ def _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries
         rows = next(iter(summaries.values())).shape[1]
         for page in range(starts[b] // page_size, -(-len(pages) // rows) * rows):
             at = (summary_tables[b, page // rows], page % rows)
-            k = gather(cache, None, kv_layout, dtype, pages[page : page + 1], min(page_size, tokens - page * page_size))
+            k = gather(cache, k_scale, kv_layout, dtype, pages[page : page + 1], min(page_size, tokens - page * page_size))
             for kind, array in summaries.items():
                 _put(array, at, _REDUCTIONS[kind](k, axis=1) if page < len(pages) else np.zeros(array.shape[2:]))
 
@@ -53,6 +54,7 @@ def quest_prefill_metadata(
     *,
     start_lens=None,
     kv_layout="NHD",
+    k_scale=None,
     dtype=None,
     meanblocks=None,
     num_threads=None,
@@ -60,7 +62,7 @@ def quest_prefill_metadata(
     """See `blitz_attn.quest_prefill_metadata`."""
     wanted = {"max": maxblocks, "min": minblocks, "mean": meanblocks}
     summaries = {kind: array for kind, array in wanted.items() if array is not None}
-    _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, dtype)
+    _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, k_scale, dtype)
 
 
 # ---- Filling the cache --------------------------------------------------------------------------------------------
@@ -113,8 +115,8 @@ def append_paged_kv(
         news = [1] * len(seq_lens) if q_lens is None else q_lens
         starts = [n if new == 0 else 0 for n, new in zip(seq_lens, news, strict=True)]
         summaries = (metadata_block_tables, maxblocks, minblocks)
-        dtype = "bfloat16" if dtype_name(kv_dtype) == "bfloat16" else None
-        quest_prefill_metadata(k_cache, block_tables, seq_lens, *summaries, start_lens=starts, kv_layout=kv_layout, dtype=dtype)
+        how = {"kv_layout": kv_layout, "k_scale": k_scale, "dtype": kv_dtype}
+        quest_prefill_metadata(k_cache, block_tables, seq_lens, *summaries, start_lens=starts, **how)
 
 
 def _newest_slots(block_tables, seq_lens, q_lens, page_size) -> list[int]:

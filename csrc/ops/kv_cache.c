@@ -23,9 +23,8 @@ static ba_view cache_view(const ba_tensor *t, ba_kv_layout layout) {
     return (ba_view){t->data, ba_step(t, 0), ba_step(t, 1), ba_step(t, 2)};
 }
 
-/* Checks the scales of one cache, which has `heads` KV heads. */
-static ba_status check_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout, int64_t heads,
-                             ba_view *view) {
+ba_status ba_check_cache_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout,
+                               int64_t heads, ba_view *view) {
     *view = (ba_view){0};
     if (!ba_is_quantised(cache->dtype)) {
         if (ba_given(t))
@@ -79,6 +78,6 @@ ba_status ba_check_caches(const ba_paged_args *args, ba_caches *c) {
                      .v = cache_view(v, layout)};
     if (c->page_size < 1) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at least 1 token, got %s", ba_shape_text(k).chars);
     if (c->heads < 1) return ba_fail(BA_ERROR_VALUE, "k_cache: expected at least one head, got %s", ba_shape_text(k).chars);
-    BA_TRY(check_scale("k_scale", &args->k_scale, "k_cache", k, layout, c->heads, &c->k_scale));
-    return check_scale("v_scale", &args->v_scale, "v_cache", v, layout, c->heads, &c->v_scale);
+    BA_TRY(ba_check_cache_scale("k_scale", &args->k_scale, "k_cache", k, layout, c->heads, &c->k_scale));
+    return ba_check_cache_scale("v_scale", &args->v_scale, "v_cache", v, layout, c->heads, &c->v_scale);
 }

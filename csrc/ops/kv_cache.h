@@ -14,6 +14,11 @@ typedef struct ba_caches {
 /* Checks kv_layout, k_cache, v_cache, k_scale and v_scale of `args`. */
 ba_status ba_check_caches(const ba_paged_args *args, ba_caches *caches);
 
+/* Checks the scales `t` of one cache with `heads` KV heads: required where its dtype is quantised, else refused. The view has no data where there are
+ * none. */
+ba_status ba_check_cache_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout,
+                               int64_t heads, ba_view *view);
+
 /* Whether a scale is a number, or one number per KV head, and not one per token and head. Such scales do not change when tokens are written. */
 static inline bool ba_is_fixed_scale(const ba_tensor *scale) { return scale->ndim < 2; }
 

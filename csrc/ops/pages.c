@@ -9,6 +9,12 @@
 ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out) {
     if (!ba_is_float(t->dtype))
         return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    return ba_take_cache_pages(name, t, layout, out);
+}
+
+ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out) {
+    if (!ba_is_float(t->dtype) && !ba_is_quantised(t->dtype))
+        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 4 || t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM || t->dims[1] < 1 || t->dims[2] < 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name,
                        layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", BA_MAX_HEAD_DIM, ba_shape_text(t).chars);

@@ -22,6 +22,9 @@ static inline int64_t ba_table_page(const ba_tensor *table, int64_t batch, int64
 /* Checks the dtype, the shape and the strides of such an array, and fills `out`. */
 ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
 
+/* The same for a cache, which may also be quantised. */
+ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
+
 /* Checks a table of pages: for each request b, it must have pages for tokens[b] tokens, and these must be among the `count` pages of the array. A
  * page holds unit * units tokens, a product that may exceed int64. */
 ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t unit, int64_t units);

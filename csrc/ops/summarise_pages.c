@@ -2,29 +2,40 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "core/arena.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/kv_cache.h"
 #include "ops/pages.h"
+#include "ops/scratch.h"
 
 typedef struct summary_call {
     const ba_quest_metadata_args *args;
     ba_pages k, largest, smallest, mean; /* data NULL: not given */
+    ba_dtype dtype;                      /* of the summaries */
+    ba_view scale;                       /* of quantised keys; data NULL: none */
+    ba_pack_rows_fn widen;               /* makes float32 rows of quantised keys, times their scales; NULL: keys are summarised in place */
+    int64_t wide_bytes, scratch_bytes;   /* of the rows of a page; of them and what guards them */
+    char *scratch;
     ba_summarise_fn summarise;
     int64_t stretches; /* the largest number of stretches of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
 } summary_call;
 
 /* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the pages, which all given summaries
  * share. */
-static ba_status take_summary(const char *name, const ba_tensor *t, const ba_tensor *k_cache, const ba_pages *k, ba_pages *out, int64_t *rows,
-                              int64_t *count) {
+static ba_status take_summary(const summary_call *c, const char *name, const ba_tensor *t, ba_pages *out, int64_t *rows, int64_t *count) {
+    const ba_pages *k = &c->k;
+    const ba_dtype cache = c->args->k_cache.dtype;
     if (!ba_given(t)) return BA_OK;
     BA_TRY(ba_take_pages(name, t, BA_NHD, out));
     BA_TRY(ba_check_places(name, t));
-    if (t->dtype != k_cache->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(k_cache->dtype), ba_dtype_name(t->dtype));
+    if (t->dtype != c->dtype && ba_is_quantised(cache))
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype float32 with k_cache of %s, got %s", name, ba_dtype_name(cache), ba_dtype_name(t->dtype));
+    if (t->dtype != c->dtype)
+        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(c->dtype), ba_dtype_name(t->dtype));
     if (out->heads != k->heads || out->dim != k->dim || (*rows && (out->rows != *rows || out->count != *count)))
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape (summary pages, rows, %" PRId64 ", %" PRId64 "), the same for each summary, got %s", name,
                        k->heads, k->dim, ba_shape_text(t).chars);
@@ -33,8 +44,10 @@ static ba_status take_summary(const char *name, const ba_tensor *t, const ba_ten
     return BA_OK;
 }
 
-/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. */
+/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. Quantised keys have
+ * scales by head. */
 static void join_heads(summary_call *c) {
+    if (c->widen) return;
     const int64_t step = c->k.dim * ba_dtype_size(c->args->k_cache.dtype);
     ba_pages *const all[] = {&c->k, &c->largest, &c->smallest, &c->mean};
     for (int i = 0; i < 4; i++)
@@ -43,9 +56,19 @@ static void join_heads(summary_call *c) {
     c->k.heads = 1;
 }
 
+/* Makes float32 rows of the quantised keys of a page, times their scales, and sets `rows` to these. */
+static void widen_rows(const summary_call *c, int64_t page, int64_t head, int64_t tokens, const void **rows, int worker) {
+    int64_t used = 0;
+    float scales[1024];
+    const float *first = (const float *)c->scale.data + page * c->scale.batch_stride + head * c->scale.head_stride;
+    for (int64_t t = 0; t < tokens; t++) scales[t] = first[t * c->scale.token_stride];
+    const void *packed[1024];
+    c->widen(ba_take(c->scratch + worker * c->scratch_bytes, &used, c->wide_bytes), packed, rows, scales, tokens, c->k.dim);
+    memcpy(rows, packed, (size_t)tokens * sizeof *rows);
+}
+
 /* Summarises one stretch of pages of one (request, KV head). */
 static void summarise_item(void *context, int64_t item, int worker) {
-    (void)worker;
     const summary_call *c = context;
     const ba_quest_metadata_args *a = c->args;
     const int64_t batch = item / c->stretches / c->k.heads, head = item / c->stretches % c->k.heads, size = c->k.rows;
@@ -61,7 +84,7 @@ static void summarise_item(void *context, int64_t item, int worker) {
              *low = c->smallest.data ? ba_page_row(&c->smallest, summary, row, head) : NULL;
         char *mean = c->mean.data ? ba_page_row(&c->mean, summary, row, head) : NULL;
         if (tokens <= 0) { /* the rest of the last summary page becomes 0 */
-            const size_t bytes = (size_t)(c->k.dim * ba_dtype_size(a->k_cache.dtype));
+            const size_t bytes = (size_t)(c->k.dim * ba_dtype_size(c->dtype));
             if (high) memset(high, 0, bytes);
             if (low) memset(low, 0, bytes);
             if (mean) memset(mean, 0, bytes);
@@ -69,6 +92,7 @@ static void summarise_item(void *context, int64_t item, int worker) {
         }
         const int64_t physical = ba_table_page(&a->block_tables, batch, page);
         for (int64_t t = 0; t < tokens; t++) rows[t] = ba_page_row(&c->k, physical, t, head);
+        if (c->widen) widen_rows(c, physical, head, tokens, rows, worker);
         c->summarise(rows, tokens, c->k.dim, high, low, mean);
     }
 }
@@ -76,12 +100,14 @@ static void summarise_item(void *context, int64_t item, int worker) {
 ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     summary_call c = {.args = a};
     if ((unsigned)a->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)a->kv_layout);
-    BA_TRY(ba_take_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
+    BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
     if (c.k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
+    BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, "k_cache", &a->k_cache, a->kv_layout, c.k.heads, &c.scale));
+    c.dtype = ba_is_quantised(a->k_cache.dtype) ? BA_FLOAT32 : a->k_cache.dtype;
     int64_t rows = 0, count = 0;
-    BA_TRY(take_summary("maxblocks", &a->maxblocks, &a->k_cache, &c.k, &c.largest, &rows, &count));
-    BA_TRY(take_summary("minblocks", &a->minblocks, &a->k_cache, &c.k, &c.smallest, &rows, &count));
-    BA_TRY(take_summary("meanblocks", &a->meanblocks, &a->k_cache, &c.k, &c.mean, &rows, &count));
+    BA_TRY(take_summary(&c, "maxblocks", &a->maxblocks, &c.largest, &rows, &count));
+    BA_TRY(take_summary(&c, "minblocks", &a->minblocks, &c.smallest, &rows, &count));
+    BA_TRY(take_summary(&c, "meanblocks", &a->meanblocks, &c.mean, &rows, &count));
     if (!rows) return ba_fail(BA_ERROR_VALUE, "maxblocks: expected a summary to write, got none");
     if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     for (int64_t b = 0; a->begin && b < a->batch; b++)
@@ -90,7 +116,8 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     BA_TRY(ba_check_threads(a->num_threads));
     BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
     BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows, rows));
-    c.summarise = ba_kernels_active()->cache[a->k_cache.dtype]->summarise;
+    c.summarise = ba_kernels_active()->cache[c.dtype]->summarise;
+    if (ba_is_quantised(a->k_cache.dtype)) c.widen = ba_kernels_active()->cache[a->k_cache.dtype]->pack;
     double tokens = 0;
     for (int64_t b = 0; b < a->batch; b++) {
         const int64_t begin = a->begin ? a->begin[b] : 0;
@@ -101,5 +128,13 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     const double work = tokens * (double)(c.k.heads * c.k.dim);
     join_heads(&c);
     const int64_t items = a->batch * c.k.heads * c.stretches;
-    return ba_parallel(ba_threads_of_call(a->num_threads, work, ba_work.small_work, items), items, summarise_item, &c);
+    const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
+    if (!c.widen) return ba_parallel(threads, items, summarise_item, &c);
+    c.wide_bytes = c.k.rows * ba_round_up(c.k.dim, BA_PACK_PAD) * (int64_t)sizeof(float);
+    ba_take(NULL, &c.scratch_bytes, c.wide_bytes);
+    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
+    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
+    const ba_status status = ba_parallel(threads, items, summarise_item, &c);
+    ba_arena_release();
+    return status;
 }

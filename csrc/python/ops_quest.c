@@ -8,13 +8,14 @@
 /* ---- Summaries of pages -------------------------------------------------------------------------------------------- */
 
 typedef struct metadata_call {
-    arg_array k_cache, block_tables, metadata_tables, largest, smallest, mean;
+    arg_array k_cache, k_scale, block_tables, metadata_tables, largest, smallest, mean;
     arg_list begin, end;
     ba_quest_metadata_args args;
 } metadata_call;
 
 static void release_metadata(metadata_call *call) {
-    arg_array *const arrays[] = {&call->k_cache, &call->block_tables, &call->metadata_tables, &call->largest, &call->smallest, &call->mean};
+    arg_array *const arrays[] = {&call->k_cache, &call->k_scale,  &call->block_tables, &call->metadata_tables,
+                                 &call->largest, &call->smallest, &call->mean};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     PyMem_Free(call->begin.values);
     PyMem_Free(call->end.values);
@@ -27,7 +28,7 @@ static int64_t table_entry(const ba_tensor *table, int64_t row, int64_t column) 
 
 /* Whether both arrays are the same pool of pages. */
 static bool same_pool(const ba_tensor *a, const ba_tensor *b) {
-    bool same = a->data == b->data && a->ndim == b->ndim;
+    bool same = a->data == b->data && a->ndim == b->ndim && a->dtype == b->dtype;
     for (int i = 0; same && i < a->ndim; i++) same = a->dims[i] == b->dims[i] && a->strides[i] == b->strides[i];
     return same;
 }
@@ -75,7 +76,9 @@ static int check_summary_pages(const metadata_call *call) {
 static int check_metadata_disjoint(const metadata_call *call) {
     const arg_array *const outputs[] = {&call->largest, &call->smallest, &call->mean};
     for (size_t i = 0; i < COUNT_OF(outputs); i++) {
-        if (arg_disjoint(outputs[i], &call->block_tables) < 0 || arg_disjoint(outputs[i], &call->metadata_tables) < 0) return -1;
+        if (arg_disjoint(outputs[i], &call->block_tables) < 0 || arg_disjoint(outputs[i], &call->metadata_tables) < 0 ||
+            arg_disjoint(outputs[i], &call->k_scale) < 0)
+            return -1;
         const bool pool = call->args.kv_layout == BA_NHD && same_pool(&outputs[i]->tensor, &call->k_cache.tensor);
         if (!pool && arg_disjoint(outputs[i], &call->k_cache) < 0) return -1;
         for (size_t j = 0; j < i; j++)
@@ -94,7 +97,7 @@ static int hold_summary(module_state *state, PyObject *object, const char *name,
 /* clang-format off */
 #define METADATA_ARGUMENTS(X) \
     X(k_cache) X(block_tables) X(seq_lens) X(metadata_block_tables) X(maxblocks) X(minblocks) X(meanblocks) X(start_lens) X(kv_layout) X(dtype) \
-    X(num_threads)
+    X(num_threads) X(k_scale)
 /* clang-format on */
 #define AS_METADATA_INDEX(name) METADATA_##name,
 enum { METADATA_ARGUMENTS(AS_METADATA_INDEX) METADATA_COUNT };
@@ -103,10 +106,14 @@ static int read_metadata(module_state *state, PyObject *const *values, metadata_
     ba_quest_metadata_args *a = &call->args;
     const char *const *names = arguments_quest_metadata.names;
     ba_dtype dtype;
-    if (arg_dtype(values[METADATA_dtype], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
-    const ba_dtype bits_as = arg_bits(dtype);
-    if (arg_hold(state, values[METADATA_k_cache], names[METADATA_k_cache], ARG_FLOATS, bits_as, &call->k_cache) < 0) return -1;
+    if (arg_dtype(values[METADATA_dtype], "dtype", ARG_CACHE, &dtype) < 0) return -1;
+    const ba_dtype cache_bits_as = arg_bits(dtype), bits_as = cache_bits_as == BA_BFLOAT16 ? BA_BFLOAT16 : BA_UINT16;
+    if (arg_hold(state, values[METADATA_k_cache], names[METADATA_k_cache], ARG_CACHE, cache_bits_as, &call->k_cache) < 0) return -1;
     a->k_cache = call->k_cache.tensor;
+    if (values[METADATA_k_scale] != Py_None) {
+        if (arg_hold(state, values[METADATA_k_scale], names[METADATA_k_scale], ARG_SCALES, BA_UINT16, &call->k_scale) < 0) return -1;
+        a->k_scale = call->k_scale.tensor;
+    }
     if (arg_hold(state, values[METADATA_block_tables], names[METADATA_block_tables], ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
     a->block_tables = call->block_tables.tensor;
     if (arg_lengths(state, values[METADATA_seq_lens], names[METADATA_seq_lens], &call->end) < 0) return -1;

@@ -204,7 +204,7 @@ class Append:
         self.kv_dtype = cache_dtype if cache_kind == "bits" else draw.pick("kv_dtype", (None, cache_dtype))
         self.dtype = "bfloat16" if any(x.named[1] == "bits" for x in self.sides) else None
         self.summaries: dict[str, Held] = {}
-        if not self.by_slots and isinstance(self.tables, arrays.Placed) and cache_dtype not in LARGEST and draw.flag("summaries"):
+        if not self.by_slots and isinstance(self.tables, arrays.Placed) and draw.flag("summaries"):
             self._summaries(draw, dims[0])
 
     def _places(self, draw: Draw) -> None:
@@ -233,7 +233,8 @@ class Append:
         self.summary_tables = arrays.page_table(draw, "metadata_block_tables", self.summary_pages)
         for name in ("maxblocks", "minblocks") if draw.flag("both", 0.7) else ("minblocks",):
             values = draw.rng("before").integers(100, 200, (count, self.rows, self.kv_heads, dim)).astype(np.float64)
-            self.summaries[name] = Held(draw, name, values, self.cache_dtype, self.k.cache.kind)
+            dtype, kind = ("float32", "numpy") if self.k.eight else (self.cache_dtype, self.k.cache.kind)
+            self.summaries[name] = Held(draw, name, values, dtype, kind)
 
     def expected_summaries(self, cache: np.ndarray) -> dict[str, np.ndarray]:
         """The summaries of the blocks that got new tokens, and 0 behind a request's last block."""
@@ -278,7 +279,10 @@ def append_paged_kv(draw: Draw) -> None:
     with checks.at_level(draw):
         tokens = np.flatnonzero(case.slots >= 0)
         expected = [x.expected(tokens, case.slots[tokens]) for x in case.sides]
-        summaries = case.expected_summaries(expected[0][0]) if case.summaries else {}
+        keys, scales = expected[0]
+        if case.k.eight:
+            keys = (keys * scales[..., None]).astype(np.float32).astype(np.float64)
+        summaries = case.expected_summaries(keys) if case.summaries else {}
         if check == "pieces":
             in_pieces(draw, case)
         else:

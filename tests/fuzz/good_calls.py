@@ -285,6 +285,8 @@ def _summaries(a: Arena) -> dict[str, Any]:
 
 def _metadata(a: Arena, v: int) -> dict[str, Any]:
     call = {"k_cache": a.floats(_PAGES, _PAGE, _KV_HEADS, _DIM)} | _tables(a, v & 1) | _summaries(a)
+    if v & 4:
+        call |= {"k_cache": a.integers(np.ones((_PAGES, _PAGE, _KV_HEADS, _DIM)), "int8"), "k_scale": 0.5 if v & 8 else a.floats(_KV_HEADS)}
     return call | ({"start_lens": [1, 0], "meanblocks": a.poisoned(3, 4, _KV_HEADS, _DIM)} if v & 2 else {})
 
 

@@ -150,6 +150,13 @@ MISTAKES = [
         "    *page = score;",
     ),
     Mistake(
+        "scales",
+        "all keys of a page are summarised with the scale of its first token",
+        "csrc/ops/summarise_pages.c",
+        "scales[t] = first[t * c->scale.token_stride];",
+        "scales[t] = first[0];",
+    ),
+    Mistake(
         "refresh",
         "an append refreshes the summary of each request's newest token alone",
         "blitz_attn/paged.py",

@@ -32,10 +32,11 @@ class Metadata:
 
     def __init__(self, draw: Draw):
         self.batch = batch = Batch(draw, most_size=1024)
-        self.dtype = draw.pick("dtype", arrays.FLOATS)
+        self.eight = draw.pick("eight", (None, "int8", "float8_e4m3"), (4, 1, 1))
+        self.dtype = draw.pick("dtype", arrays.FLOATS) if self.eight is None else "float32"
         self.kind = draw.pick("kind", arrays.kinds_for(self.dtype))
         self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
-        self.pool = draw.flag("pool", 0.15) and not self.hnd
+        self.pool = draw.flag("pool", 0.15) and not self.hnd and self.eight is None
         self.rows = batch.size if self.pool else draw.integer("rows", 1, 40, likely=(1, 2, batch.size))
         how, unusual, spread = draw.pick("keys", ("normal", "whole", "alike")), unusual_numbers(draw, "keys.odd"), draw.flag("spread", 0.1) and not self.pool
         own, count = batch.pages("keys", 1)
@@ -44,10 +45,16 @@ class Metadata:
             self.summary_pages = [x + count for x in self.summary_pages]
             self.summaries = count = count + self.summaries
         shape = (batch.kv_heads, batch.dim)
-        keys = [contents(draw.rng(f"keys[{b}]"), (int(n), *shape), self.dtype, how, unusual) for b, n in enumerate(batch.lens)]
-        self.keys = [np.repeat(x[:, :1], batch.kv_heads, axis=1) for x in keys] if spread else keys
-        cache = laid_out(self.keys, shape, (own, count), batch.size, GARBAGE[draw.pick("garbage", (0, 1, 2))])
-        self.k = Held(draw, "k_cache", cache, self.dtype, self.kind, self.hnd, spread)
+        garbage = GARBAGE[draw.pick("garbage", (0, 1, 2))]
+        self.scale: Held | None = None  # one for each token and head
+        self.fixed: Any = None  # one for each head, or one
+        if self.eight is None:
+            keys = [contents(draw.rng(f"keys[{b}]"), (int(n), *shape), self.dtype, how, unusual) for b, n in enumerate(batch.lens)]
+            self.keys = [np.repeat(x[:, :1], batch.kv_heads, axis=1) for x in keys] if spread else keys
+            cache = laid_out(self.keys, shape, (own, count), batch.size, garbage)
+            self.k = Held(draw, "k_cache", cache, self.dtype, self.kind, self.hnd, spread)
+        else:
+            self._eight_bits(draw, (own, count), unusual[0], garbage)
         self.tables = arrays.page_table(draw, "block_tables", own)
         self.summary_tables = arrays.page_table(draw, "metadata_block_tables", self.summary_pages)
         self.lens = as_integers(draw, "seq_lens", batch.lens)
@@ -55,6 +62,41 @@ class Metadata:
         if draw.flag("start_lens", 0.3):
             self.start = np.array([draw.integer(f"start_lens[{b}]", 0, n + 5, likely=(0, n, n - 1, batch.size)) for b, n in enumerate(batch.lens)], np.int64)
         self.wanted = [name for name in self.NAMES if draw.flag(name, 0.75)] or ["meanblocks"]
+
+    def _eight_bits(self, draw: Draw, own: tuple[list[np.ndarray], int], unusual: float, garbage: float) -> None:
+        """A quantised cache, some of whose numbers and scales are NaN, and the keys that they stand for."""
+        batch, kind = self.batch, draw.pick("eight.kind", arrays.kinds_for(self.eight))
+        every, numbers, scales = [], [], []
+        for b, n in enumerate(batch.lens):
+            rng = draw.rng(f"keys[{b}]")
+            bits = rng.integers(0, 256, (int(n), batch.kv_heads, batch.dim), dtype=np.uint8)
+            bits[((bits & 0x7F) == 0x7F) | (rng.random(bits.shape) < unusual)] = 0x7F if unusual else 1
+            every.append(bits)
+            numbers.append(bits.view(np.int8).astype(np.float64) if self.eight == "int8" else arrays.float8_values(bits))
+            scales.append(((0.1 + rng.random(bits.shape[:2])) * np.where(rng.random(bits.shape[:2]) < unusual, np.nan, 0.02)).astype(np.float32).astype(np.float64))
+        how = draw.pick("scales", ("tokens", "heads", "one", "number"), (3, 1, 1, 1))
+        if how == "tokens":
+            whole = laid_out(scales, (batch.kv_heads,), own, batch.size, garbage)
+            self.scale = Held(draw, "k_scale", whole, "float32", "torch" if kind == "torch" else "numpy", self.hnd)
+        else:
+            fixed = draw.rng("k_scale").random(batch.kv_heads if how == "heads" else ()) + 0.01
+            self.fixed = np.asarray(fixed, np.float32) if how != "number" else float(np.float32(fixed))
+            scales = [np.broadcast_to(np.asarray(self.fixed, np.float64), x.shape[:2]) for x in numbers]
+        with np.errstate(invalid="ignore"):
+            self.keys = [(x * scale[..., None]).astype(np.float32).astype(np.float64) for x, scale in zip(numbers, scales, strict=True)]
+        raw = draw.rng("bits").integers(0, 127, (own[1], batch.size, batch.kv_heads, batch.dim), dtype=np.uint8)
+        for bits, pages in zip(every, own[0], strict=True):
+            i = np.arange(len(bits))
+            raw[pages[i // batch.size], i % batch.size] = bits
+        self.k = Held(draw, "k_cache", raw.view(np.int8) if self.eight == "int8" else raw, self.eight, kind, self.hnd)
+
+    def options(self, layout: str) -> dict[str, Any]:
+        """The options that belong to the cache in a layout."""
+        scale = self.fixed
+        if self.scale is not None:
+            scale = self.scale.given() if layout == ("HND" if self.hnd else "NHD") else self.scale.other_layout()
+        dtype = "float8_e4m3" if self.eight == "float8_e4m3" and self.k.kind == "bits" else named_bits(self.dtype, self.kind)
+        return {"kv_layout": layout, "k_scale": scale, "dtype": dtype}
 
     def outputs(self, name: str = "") -> dict[str, Held]:
         """Summaries filled with numbers that show whether they were overwritten."""
@@ -93,10 +135,10 @@ class Metadata:
         given = {name: x.given(written=True) for name, x in outputs.items()}
         if self.pool and "maxblocks" in self.wanted:
             given["maxblocks"] = k
-        options = {"kv_layout": "HND" if self.hnd else "NHD", "start_lens": None if self.start is None else self.start[rows], **options}
+        options = {"start_lens": None if self.start is None else self.start[rows], **self.options("HND" if self.hnd else "NHD"), **options}
         SOURCES[self.batch.draw.options["module"]].quest_prefill_metadata(
             k, self.tables.array[rows], self.lens if only is None else self.batch.lens[rows], self.summary_tables.array[rows], given.get("maxblocks"),
-            given.get("minblocks"), meanblocks=given.get("meanblocks"), dtype=named_bits(self.dtype, self.kind), num_threads=num_threads, **options,
+            given.get("minblocks"), meanblocks=given.get("meanblocks"), num_threads=num_threads, **options,
         )  # fmt: skip
 
     def check(self, what: str, outputs: dict[str, Held], expected: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
@@ -106,6 +148,8 @@ class Metadata:
             held.placed.check_around()
         for x in ([self.tables, self.summary_tables] if self.pool and "maxblocks" in self.wanted else [self.k.placed, self.tables, self.summary_tables]):
             x.check_unchanged()
+        if self.scale is not None:
+            self.scale.placed.check_unchanged()
 
 
 @problem("quest_prefill_metadata", weight=1)
@@ -126,7 +170,7 @@ def quest_prefill_metadata(draw: Draw) -> None:
             expected = case.expected(again, only)
         elif check == "layout":
             cache = case.k.other_layout()
-            options = {"kv_layout": "NHD" if case.hnd else "HND"}
+            options = case.options("NHD" if case.hnd else "HND")
         case.call(again, draw.pick("other_threads", checks.THREADS), only, cache, **options)
         case.check(f"{check}:", again, expected)
         for name, x in outputs.items():

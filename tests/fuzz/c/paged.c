@@ -26,23 +26,23 @@ static sizes draw_sizes(void) {
     return s;
 }
 
+ba_tensor fz_scales(const int64_t *cache, int64_t kv_heads, fz_role role) {
+    if (!fz_once_in(4)) return fz_tensor(role, BA_FLOAT32, 3, cache, FZ_FREE_LAST);
+    const ba_tensor t = fz_tensor(FZ_INPUT, BA_FLOAT32, fz_once_in(2) ? 0 : 1, &kv_heads, FZ_FREE_LAST);
+    const int64_t numbers = t.ndim == 1 ? t.dims[0] : 1;
+    for (int64_t n = 0; fz_backed(&t) && t.dtype == BA_FLOAT32 && t.ndim < 2 && n < numbers && n < 100; n++)
+        ((float *)t.data)[t.ndim ? n * t.strides[0] : 0] = fz_unusual() ? (float)fz_unusual_real() : 0.25f;
+    return t;
+}
+
 static void draw_cache(ba_paged_args *a, const sizes *s, fz_role role) {
     const bool hnd = a->kv_layout == BA_HND;
     const int64_t k[] = {s->pages, hnd ? s->kv_heads : s->page_size, hnd ? s->page_size : s->kv_heads, s->dim}, v[] = {k[0], k[1], k[2], s->v_dim};
     a->k_cache = fz_tensor(role, s->cache, 4, k, 0);
     a->v_cache = fz_tensor(role, s->cache, 4, v, 0);
     if ((s->cache == BA_INT8 || s->cache == BA_FLOAT8_E4M3) == fz_unusual()) return;
-    ba_tensor *const scales[] = {&a->k_scale, &a->v_scale};
-    for (int i = 0; i < 2; i++) {
-        if (!fz_once_in(4)) {
-            *scales[i] = fz_tensor(role, BA_FLOAT32, 3, k, FZ_FREE_LAST);
-            continue;
-        }
-        *scales[i] = fz_tensor(FZ_INPUT, BA_FLOAT32, fz_once_in(2) ? 0 : 1, &s->kv_heads, FZ_FREE_LAST);
-        const int64_t numbers = scales[i]->ndim == 1 ? scales[i]->dims[0] : 1;
-        for (int64_t n = 0; fz_backed(scales[i]) && scales[i]->dtype == BA_FLOAT32 && scales[i]->ndim < 2 && n < numbers && n < 100; n++)
-            ((float *)scales[i]->data)[scales[i]->ndim ? n * scales[i]->strides[0] : 0] = fz_unusual() ? (float)fz_unusual_real() : 0.25f;
-    }
+    a->k_scale = fz_scales(k, s->kv_heads, role);
+    a->v_scale = fz_scales(k, s->kv_heads, role);
 }
 
 /* Fills a table with numbers of existing pages, in any order; some pages belong to several requests. */

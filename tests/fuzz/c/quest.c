@@ -23,10 +23,10 @@ static sizes draw_sizes(void) {
     return s;
 }
 
-static ba_tensor draw_cache(const sizes *s, ba_kv_layout layout) {
+static ba_tensor draw_cache(const sizes *s, ba_dtype dtype, ba_kv_layout layout) {
     const bool hnd = layout == BA_HND;
     const int64_t dims[] = {s->pages, hnd ? s->kv_heads : s->page_size, hnd ? s->page_size : s->kv_heads, s->dim};
-    return fz_tensor(FZ_INPUT, s->dtype, 4, dims, 0);
+    return fz_tensor(FZ_INPUT, dtype, 4, dims, 0);
 }
 
 static ba_tensor draw_summaries(const sizes *s, fz_role role) {
@@ -51,9 +51,13 @@ static bool is_heavy(const ba_tensor *a, const ba_tensor *table, const int64_t *
 static ba_status metadata(const void *args) { return ba_quest_metadata(args); }
 
 void fz_quest_metadata(void) {
-    const sizes s = draw_sizes();
+    static const int64_t dtypes[] = {BA_INT8, BA_FLOAT8_E4M3};
+    sizes s = draw_sizes();
     ba_quest_metadata_args a = {.kv_layout = (ba_kv_layout)fz_range(BA_NHD, BA_HND), .batch = fz_unusual() ? fz_unusual_number() : s.batch};
-    a.k_cache = draw_cache(&s, a.kv_layout);
+    const bool eight = fz_once_in(4);
+    a.k_cache = draw_cache(&s, eight ? (ba_dtype)fz_pick(dtypes, 2) : s.dtype, a.kv_layout);
+    if (eight) s.dtype = BA_FLOAT32; /* of the summaries */
+    if (eight != fz_unusual()) a.k_scale = fz_scales(a.k_cache.dims, s.kv_heads, FZ_INPUT);
     if (fz_unusual()) a.kv_layout = (ba_kv_layout)fz_unusual_number();
     a.block_tables = draw_table(&s, s.width, s.pages, fz_once_in(2));
     a.end = fz_lengths(a.batch, s.width * s.page_size);
@@ -101,7 +105,7 @@ void fz_select(void) {
     a.seq_lens = fz_lengths(a.batch, s.width * s.page_size);
     if (fz_once_in(3)) a.cu_q = draw_queries(&a, &q[0]);
     a.q = fz_tensor(FZ_INPUT, s.dtype, 3, q, 0);
-    a.a = tokens ? draw_cache(&s, a.kv_layout) : draw_summaries(&s, FZ_INPUT);
+    a.a = tokens ? draw_cache(&s, s.dtype, a.kv_layout) : draw_summaries(&s, FZ_INPUT);
     if (a.method == BA_SELECT_QUEST) a.b = draw_summaries(&s, FZ_INPUT);
     if (fz_unusual()) a.kv_layout = (ba_kv_layout)fz_unusual_number();
     a.tables = draw_table(&s, tokens ? s.width : s.summary_width, tokens ? s.pages : s.summary_pages, fz_once_in(2));
