@@ -25,6 +25,7 @@ def block_sparse_attention(
     num_threads: Any = ...,
     q_begin: Any = ...,
     q_total: Any = ...,
+    kv_ranges: Any = ...,
     return_lse: Any = ...,
     out_dtype: Any = ...,
     out: Any = ...,
@@ -60,6 +61,7 @@ def block_sparse_attention_backward(
     num_threads: Any = ...,
     q_begin: Any = ...,
     q_total: Any = ...,
+    kv_ranges: Any = ...,
     dout: Any = ...,
     out: Any = ...,
     lse: Any = ...,
@@ -160,6 +162,7 @@ def paged_attention(
     kv_dtype: Any = ...,
     num_threads: Any = ...,
     out_dtype: Any = ...,
+    kv_ranges: Any = ...,
 ) -> Any:
     """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens. In
     place of block_tables, seq_lens, indptr, last_page_len, q_lens and q_begin, block_tables may be opened tables."""

@@ -43,8 +43,8 @@ def open_requests(
 
 def attend_requests(
     q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, *, window: Any,
-    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any,
-    num_threads: Any,
+    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any = None, return_lse: Any, out_dtype: Any, out: Any, dtype: Any,
+    kv_dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
     `q_begin`, or what `open_requests` gives."""
@@ -62,8 +62,8 @@ def attend_requests(
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
                 empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
-                kv_layout=kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale,
-                return_lse=return_lse, num_threads=num_threads,
+                kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+                num_threads=num_threads, kv_ranges=kv_ranges,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
@@ -72,7 +72,7 @@ def attend_requests(
             tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale,
             v_scale, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
             kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
-            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
+            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), kv_ranges=kv_ranges,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):

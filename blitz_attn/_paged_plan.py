@@ -141,8 +141,8 @@ class PagedPlan:
         )
 
     def attention(
-        self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
-        out: Any = None,
+        self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None,
+        return_lse: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
         """`paged_attention` with the tables, the lengths and the options of the plan.
 
@@ -152,7 +152,7 @@ class PagedPlan:
             ``(num_queries, H, D)``: the queries of all requests one after the other.
         k_cache, v_cache : array
             The caches of one layer, with the `page_size` of the plan.
-        sinks, k_scale, v_scale, return_lse, out
+        sinks, k_scale, v_scale, kv_ranges, return_lse, out
             See `paged_attention`.
 
         Returns
@@ -179,13 +179,13 @@ class PagedPlan:
         scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
         return self._attend(
             q, k_cache, v_cache, self._requests, None, None, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
-            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
-            num_threads=num_threads,
+            k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
+            kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
 
     def select_attention(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
-        v_scale: Any = None, return_lse: bool = False, out: Any = None,
+        v_scale: Any = None, kv_ranges: Any = None, return_lse: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
         """`paged_select_attention` with the tables, the lengths and the options of the plan.
 
@@ -199,7 +199,7 @@ class PagedPlan:
             ``(batch, Hkv, K)`` or ``(batch, H, K)``: the blocks that are seen, see `paged_select_attention`.
         counts : array of int, optional
             ``(batch, Hkv)`` or ``(batch, H)``: number of entries in use in each row of `selected`.
-        sinks, k_scale, v_scale, return_lse, out
+        sinks, k_scale, v_scale, kv_ranges, return_lse, out
             See `paged_attention`.
 
         Returns
@@ -231,8 +231,8 @@ class PagedPlan:
         scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
         return self._attend(
             q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
-            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
-            num_threads=num_threads,
+            k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
+            kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
 
     def select_and_attend(

@@ -28,6 +28,7 @@ class _Rows(NamedTuple):
     """The states of all chunks lie one after the other, one row per query."""
 
     query: ndarray  # of each row of the states: its row in q
+    first_token: ndarray  # likewise: the token of the request with which its chunk begins
     merges: _state_tree.Merges
     result: ndarray  # of each query: the row in which the merges leave its state
 
@@ -48,7 +49,7 @@ class Chunks:
         rows = np.ones(len(lengths), np.int64) if q_lens is None else query_lengths(q_lens, lengths, within=begins is None).copy()
         self.batch, self.num_queries = len(lengths), int(rows.sum())
         self.pages_of_request = tables.used
-        self._split_pages = split // size
+        self._page_size, self._split_pages = size, split // size
         self._rows_of_request = rows
         self._counts = np.maximum(1, -(-lengths // split))  # a request without tokens has one chunk without tokens
         self._first = np.cumsum(self._counts) - self._counts
@@ -76,12 +77,24 @@ class Chunks:
         """Made when the first call shows that q has `num_queries` rows: so many numbers may not fit into memory where it has not."""
         rows, request = self._rows_of_request, self._request
         own = rows[request]
+        begin = (np.arange(len(request)) - self._first[request]) * self._split_pages * self._page_size
         own_first, first = np.cumsum(own) - own, np.cumsum(rows) - rows
         return _Rows(
             _state_tree.ranges(first[request], own),
+            begin.repeat(own),
             _state_tree.Merges(_state_tree.pairs(self._counts), own_first, own),
             _state_tree.ranges(own_first[self._first], rows),
         )
+
+    def ranges(self, kv_ranges: Any) -> ndarray | None:
+        """Runs of tokens of the rows of all chunks, counted from the first token of the chunk."""
+        if kv_ranges is None:
+            return None
+        runs = _arrays.integers(kv_ranges, "kv_ranges")
+        if runs.shape != (self.num_queries, 2):
+            raise ValueError(f"kv_ranges: expected shape ({self.num_queries}, 2), got {runs.shape}")
+        rows = self.rows
+        return np.clip(runs[rows.query], -1, np.iinfo(np.int32).max) - rows.first_token[:, None]
 
     def lists(self, listed: Listed) -> tuple[ndarray, ndarray]:
         """(selected, counts) of each chunk, from the lists of the requests."""
@@ -91,7 +104,7 @@ class Chunks:
 
 def attend_in_chunks(
     q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, selected: Any, counts: Any, scale: Any, kv_layout: Any, *,
-    sinks: Any, return_lse: Any, out: Any, out_dtype: Any, dtype: Any, **options: Any,
+    kv_ranges: Any, sinks: Any, return_lse: Any, out: Any, out_dtype: Any, dtype: Any, **options: Any,
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
@@ -107,7 +120,7 @@ def attend_in_chunks(
         raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
     v_dim = (_arrays.shape_of(v_cache) or (0,))[-1]
     scales = {name: options[name] for name in ("k_scale", "v_scale")}
-    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": sinks}
+    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": sinks, "kv_ranges": kv_ranges}
     results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, inputs)
 
     listed: Listed | None = None
@@ -115,11 +128,11 @@ def attend_in_chunks(
     if selected is not None:
         listed = listed_blocks(selected, counts, chunks.pages_of_request, (kv_heads, queries.shape[1]))
         lists = chunks.lists(listed)
-    rows = chunks.rows
+    rows, ranges = chunks.rows, chunks.ranges(kv_ranges)
     try:
         state, lse = attend_requests(
-            queries[rows.query], k_cache, v_cache, chunks.requests, *lists, scale, kv_layout, sinks=None, return_lse=True, out=None,
-            out_dtype="float32" if narrow else None, dtype="bfloat16" if kind == "bfloat16" else dtype, **options,
+            queries[rows.query], k_cache, v_cache, chunks.requests, *lists, scale, kv_layout, kv_ranges=ranges, sinks=None, return_lse=True,
+            out=None, out_dtype="float32" if narrow else None, dtype="bfloat16" if kind == "bfloat16" else dtype, **options,
         )  # fmt: skip
     except ValueError:
         if listed is not None:

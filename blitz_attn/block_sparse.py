@@ -33,6 +33,7 @@ def block_sparse_attention(
     num_kv_heads: int | None = None,
     q_begin: Any = None,
     q_total: Any = None,
+    kv_ranges: Any = None,
     sinks: Any = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -44,7 +45,7 @@ def block_sparse_attention(
     """Attention over listed blocks of keys, with the log-sum-exp of the scores on request.
 
     ``out = softmax(scale * q k^T) v``, where a query sees a key when the key's block is listed for the query's block
-    *and* the token rules (`causal`, `window`, `q_lens`, `kv_lens`) allow it. Rules cut inside a listed block, to the
+    *and* the token rules (`causal`, `window`, `q_lens`, `kv_lens`, `kv_ranges`) allow it. Rules cut inside a listed block, to the
     token. A query that sees no key at all gets output 0 and log-sum-exp ``-inf``.
 
     Parameters
@@ -88,6 +89,11 @@ def block_sparse_attention(
     q_total : int or sequence of int, optional
         Number of valid queries of the whole call that the queries are a slice of, at least their own number. Kernels are then chosen as
         for the whole call: see the notes. Default: the queries are the whole.
+    kv_ranges : array of int, optional
+        ``(B, Sq, 2)``, or ``(Sq, 2)`` for all batch entries, or ``(T, 2)`` for layout TND; int32 or int64: query i sees key j only when
+        ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. Any run of keys per
+        query can be said in this way: documents, chunks, a prefix that sees itself as a whole, images whose tokens see one another
+        (there with ``causal=False``). Ranges may be empty, and reach beyond the keys.
     sinks : array_like, optional
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
     softcap : float, optional
@@ -185,9 +191,8 @@ def block_sparse_attention(
         # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
         # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
         return _core.block_sparse_attention(
-            empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv,
-            num_heads=num_heads, num_kv_heads=num_kv_heads, num_threads=num_threads, q_begin=q_begin, q_total=q_total,
-            return_lse=return_lse, softcap=softcap, sinks=sinks,
+            empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads,
+            num_kv_heads, None, num_threads, q_begin, q_total, kv_ranges, return_lse=return_lse, softcap=softcap, sinks=sinks,
         )  # fmt: skip
 
     family = _arrays.family_of(q)
@@ -201,8 +206,8 @@ def block_sparse_attention(
     result = _core.block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
         causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
-        q_begin, q_total, return_lse=return_lse, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), out=_arrays.writable(out, "out"),
-        lse_out=_arrays.writable(lse_out, "lse"), softcap=softcap, sinks=sinks,
+        q_begin, q_total, kv_ranges, return_lse=return_lse, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
+        out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"), softcap=softcap, sinks=sinks,
     )  # fmt: skip
     if not return_lse:
         return _arrays.finished(result, out, family)
@@ -231,6 +236,7 @@ def block_sparse_attention_backward(
     num_kv_heads: int | None = None,
     q_begin: Any = None,
     q_total: Any = None,
+    kv_ranges: Any = None,
     dlse: Any = None,
     grads: Any = None,
     accumulate: bool = False,
@@ -258,7 +264,7 @@ def block_sparse_attention_backward(
         with `softcap` give wrong gradients.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
-    q_begin, q_total
+    q_begin, q_total, kv_ranges
         As in the forward call: see `block_sparse_attention`.
     dlse : array, optional
         Gradient of the loss with respect to `lse`, of its shape and dtype, for a loss that uses `lse`, as merged
@@ -341,7 +347,7 @@ def block_sparse_attention_backward(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape=block_shape,
         scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype),
-        num_threads=num_threads, q_begin=q_begin, q_total=q_total, dout=_arrays.readable(dout, "dout"),
+        num_threads=num_threads, q_begin=q_begin, q_total=q_total, kv_ranges=kv_ranges, dout=_arrays.readable(dout, "dout"),
         out=_arrays.readable(out, "out"), lse=_arrays.readable(lse, "lse"),
         dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv, accumulate=accumulate,
     )  # fmt: skip

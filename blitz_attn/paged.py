@@ -51,6 +51,7 @@ def paged_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     q_begin: Any = None,
+    kv_ranges: Any = None,
     kv_split: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -98,6 +99,10 @@ def paged_attention(
         ``(B,)``: token number of each request's query 0, which may be negative, where the cache holds a stretch of a longer request and its
         first token counts as 0: query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens. Default:
         the queries are the last tokens.
+    kv_ranges : array of int, optional
+        ``(B, 2)``, with `q_lens` ``(T, 2)``; int32 or int64: query i sees the tokens ``kv_ranges[i, 0] <= j < kv_ranges[i, 1]`` of its
+        request instead of those up to itself, for prompts in which an image or a prefix sees itself. `window` still holds. Ranges may be
+        empty, and reach beyond the tokens.
     kv_split : int, optional
         Attend to each request in chunks of so many tokens, a multiple of page_size, and merge the states of its chunks by a fixed tree: see
         the notes. Default: requests are cut as suits the machine.
@@ -188,7 +193,8 @@ def paged_attention(
     attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
         q, k_cache, v_cache, requests, None, None, scale, kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale,
-        v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
+        num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -210,6 +216,7 @@ def paged_select_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     q_begin: Any = None,
+    kv_ranges: Any = None,
     kv_split: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -230,9 +237,9 @@ def paged_select_attention(
         first -1.
     counts : array of int, optional
         ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
-    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_split, return_lse, out_dtype, out, dtype, kv_dtype
+    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, kv_split, return_lse, out_dtype, out, dtype
         See `paged_attention`.
-    num_threads : int, optional
+    kv_dtype, num_threads
         See `paged_attention`.
 
     Returns
@@ -276,7 +283,8 @@ def paged_select_attention(
     attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
         q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale,
-        v_scale=v_scale, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
+        num_threads=num_threads,
     )  # fmt: skip
 
 

@@ -12,7 +12,17 @@ Lists over more than 65534 columns are int32.
 
 from ._sabi.build import causal, dense, dilated, document, sink_local, sliding_window, vertical_slash
 from ._sabi.combine import coarsen, complement, difference, intersection, refine, transpose, union
-from ._sabi.convert import from_block_mask, from_csr, from_num_idx, from_token_mask, to_block_mask, to_csr, to_num_idx, to_token_mask
+from ._sabi.convert import (
+    from_block_mask,
+    from_csr,
+    from_num_idx,
+    from_token_mask,
+    kv_ranges_from_token_mask,
+    to_block_mask,
+    to_csr,
+    to_num_idx,
+    to_token_mask,
+)
 from ._sabi.frame import FrameWidths, frame_plan, random_with_frame
 from ._sabi.lists import check
 from ._sabi.measure import balance, counts, density, picture, sparsity
@@ -36,6 +46,7 @@ __all__ = [
     "from_num_idx",
     "from_token_mask",
     "intersection",
+    "kv_ranges_from_token_mask",
     "picture",
     "random_with_frame",
     "refine",

@@ -89,8 +89,8 @@ BA_API const char *ba_layout_name(ba_layout layout);
  *
  * Query head h reads key/value head h / (H / H_kv). Query i of a sequence sees key j of the same sequence when all of these hold:
  * j lies in a block that is listed for the query; j < kv_len; with `causal`, j <= d, where d = i + kv_len - q_len is the place of the
- * diagonal in row i (or d = i + q_begin[b], where that is given); d - window[0] <= j <= d + window[1], where -1 in `window` sets no bound.
- * A query that sees no key gets output 0 and lse -inf. */
+ * diagonal in row i (or d = i + q_begin[b], where that is given); d - window[0] <= j <= d + window[1], where -1 in `window` sets no bound;
+ * kv_ranges[b][i][0] <= j < kv_ranges[b][i][1], where these are given. A query that sees no key gets output 0 and lse -inf. */
 typedef struct ba_block_sparse_args {
     ba_tensor q, k, v; /* float32, float16, bfloat16 or float64; all three have the same dtype */
     ba_tensor out;     /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
@@ -117,7 +117,10 @@ typedef struct ba_block_sparse_args {
                                    * own: kernels are chosen as for so many queries, so that a slice of whole block rows has the bits of the whole */
     int64_t key_stride, key_last; /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
                                    * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
-    int unrounded;                /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
+    ba_tensor
+        kv_ranges; /* not given, or int32 or int64 (B, Sq, 2), or (Sq, 2) for all entries, for BA_TND (T, 2): the first key that each query may see
+                    * and the place after the last one, counted in its own sequence. Any numbers: those beyond the keys mean the nearest key */
+    int unrounded; /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
     const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
     int64_t batch;                   /* BA_TND only: number of sequences */
@@ -184,6 +187,8 @@ typedef struct ba_paged_args {
     const int64_t *cu_q;            /* NULL: one query per request. Else batch + 1 cumulative numbers of queries */
     const int64_t *q_begin;         /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
                                      * a longer request: query i then sees token j when j <= i + q_begin, and may outnumber the tokens */
+    ba_tensor kv_ranges;            /* not given, or int32 or int64, the shape of q without its last two axes and with 2: query i then sees the tokens
+                                     * kv_ranges[i][0] <= j < kv_ranges[i][1] of its request instead of those up to itself. Any numbers, as above */
     int64_t batch;                  /* number of requests */
     ba_tensor selected;             /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
@@ -303,8 +308,8 @@ typedef enum ba_budget {
 } ba_budget;
 
 typedef struct ba_select_prefill_args {
-    ba_block_sparse_args
-        call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_begin, q_total, key_stride, key_last are not read */
+    ba_block_sparse_args call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_begin, q_total, key_stride, key_last,
+                                * kv_ranges are not read */
     ba_chooser chooser;
     int64_t pool_q, pool_k; /* tokens or rows, as the chooser says, 1 where it names neither. They must divide block_q and block_kv, but not for
                              * BA_CHOOSER_VERTICAL_SLASH */

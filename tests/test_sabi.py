@@ -429,8 +429,28 @@ def test_a_sentence_about_what_has_no_text():
         sabi.dense(8, 8, dtype=Silent())
 
 
+def test_ranges_of_a_token_mask():
+    """Alone they say the mask; beside a list, together with the blocks."""
+    rng = np.random.default_rng(0)
+    runs = np.sort(rng.integers(0, 30, (2, 3, 20, 2)), axis=-1)
+    keys = np.arange(29)
+    mask = (keys >= runs[..., :1]) & (keys < runs[..., 1:])
+    found = sabi.kv_ranges_from_token_mask(mask)
+    assert (found.shape, found.dtype) == ((2, 3, 20, 2), np.int32)
+    assert (((keys >= found[..., :1]) & (keys < found[..., 1:])) == mask).all()
+    assert not found[~mask.any(axis=-1)].any()
+    kept = mask & sabi.to_token_mask(sabi.random_with_frame(20, 29, (4, 5), 0.5, seed=1)[0, 0], 20, 29, (4, 5))
+    with pytest.raises(ValueError, match=r"mask: expected rows whose keys are a run, got a gap in row \[0, 0, \d+\]"):
+        sabi.kv_ranges_from_token_mask(kept)
+    blocks = sabi.to_token_mask(sabi.from_token_mask(kept, (4, 5)), 20, 29, (4, 5))
+    found = sabi.kv_ranges_from_token_mask(kept, (4, 5))
+    assert (((keys >= found[..., :1]) & (keys < found[..., 1:]) & blocks) == kept).all()
+    assert sabi.kv_ranges_from_token_mask(np.zeros((3, 0), bool)).tolist() == [[0, 0]] * 3
+    assert sabi.kv_ranges_from_token_mask(np.zeros((0, 3), bool)).shape == (0, 2)
+
+
 def test_masks_must_be_boolean():
-    for call in (sabi.from_block_mask, sabi.from_token_mask):
+    for call in (sabi.from_block_mask, sabi.from_token_mask, sabi.kv_ranges_from_token_mask):
         with pytest.raises(TypeError, match="mask: expected booleans, got int64"):
             call(np.zeros((2, 2), np.int64))
 

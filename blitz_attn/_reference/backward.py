@@ -18,6 +18,7 @@ from .dense import (
     listed_keys,
     make_rules,
     round_in_float32,
+    seen_bounds,
     sequences_of,
     strips,
     to_float64,
@@ -70,8 +71,8 @@ def _head_gradients(tensors, seq: SequenceParts, rows, block_shape, rules: Rules
     for band_first, band_last, keys in bands:
         keys = np.arange(seq.kv_len) if keys is None else keys
         for first, last in strips(band_first, band_last, keys.size):
-            low, high = rules.bounds(np.arange(first, last) + seq.begin)
-            pick = keys[(keys >= low[0]) & (keys <= high[-1])]
+            low, high = seen_bounds(rules, seq, np.arange(first, last))
+            pick = keys[(keys >= low.min()) & (keys <= high.max())]
             queries = np.arange(first, last)[lse[first:last] != -np.inf]  # the other queries attended no key
             if pick.size == 0 or queries.size == 0:
                 continue
@@ -169,6 +170,7 @@ def block_sparse_attention_backward(
     num_kv_heads=None,
     q_begin=None,
     q_total=None,
+    kv_ranges=None,
     dlse=None,
     grads=None,
     accumulate=False,
@@ -178,7 +180,7 @@ def block_sparse_attention_backward(
     """See `blitz_attn.block_sparse_attention_backward`."""
     tensors = [to_float64(x, dtype) for x in (dout, q, k, v, out)]
     numbers = (to_float64(lse), None if dlse is None else to_float64(dlse))
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64")
     return _kept(results, grads, accumulate)
 
@@ -205,6 +207,7 @@ def dense_same_precision_backward(
     num_kv_heads=None,
     q_begin=None,
     q_total=None,
+    kv_ranges=None,
     dlse=None,
     grads=None,
     accumulate=False,
@@ -222,7 +225,7 @@ def dense_same_precision_backward(
     ----------
     dout, q, k, v, out, lse, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads
         See `blitz_attn.block_sparse_attention_backward`.
-    num_kv_heads, q_begin, q_total, dlse, grads, accumulate, dtype, num_threads
+    num_kv_heads, q_begin, q_total, kv_ranges, dlse, grads, accumulate, dtype, num_threads
         See `block_sparse_attention_backward` in this module.
 
     Returns
@@ -248,6 +251,6 @@ def dense_same_precision_backward(
     kind = np.float64 if name == "float64" else np.float32
     tensors = [to_float64(x, dtype).astype(kind) for x in (dout, q, k, v, out)]
     numbers = (to_float64(lse).astype(kind), None if dlse is None else to_float64(dlse).astype(kind))
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name)
     return _kept(results, grads, accumulate)

@@ -154,6 +154,7 @@ class SequenceParts:
     q_len: int
     kv_len: int
     begin: int  # the key on the diagonal of query 0: its token number
+    ranges: np.ndarray | None = None  # (tokens, 2): the first key that each query may see, and the place after the last one
 
 
 def _offsets(name: str, value: Any, total: int) -> list[int]:
@@ -184,8 +185,20 @@ def begins_of(q_begin: Any, q_lens: Sequence[int], kv_lens: Sequence[int]) -> li
     return begins
 
 
+def _ranges_of(kv_ranges: Any, tokens: Sequence[int], packed: bool) -> list[Any]:
+    """The ranges of each sequence's queries."""
+    if kv_ranges is None:
+        return [None] * len(tokens)
+    ranges = np.asarray(kv_ranges)
+    if packed:
+        if ranges.shape != (sum(tokens), 2):
+            raise ValueError(f"kv_ranges: expected shape {(sum(tokens), 2)}, got {ranges.shape}")
+        return np.split(ranges, np.cumsum(tokens)[:-1])
+    return list(np.broadcast_to(ranges, (len(tokens), tokens[0] if tokens else 0, 2)))
+
+
 def sequences_of(
-    q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin=None
+    q, k, v, layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin=None, kv_ranges=None
 ) -> list[SequenceParts]:
     """The batch entries of a call in any layout."""
     if layout == "TND":
@@ -202,9 +215,11 @@ def sequences_of(
         parts = [list(x if layout == "BNSD" else x.swapaxes(1, 2)) for x in (q, k, v)]
     else:
         raise ValueError(f"layout: expected BNSD, BSND, BSH or TND, got {layout!r}")
-    q_lens = _lengths("q_lens", q_lens, [x.shape[1] for x in parts[0]])
+    tokens = [x.shape[1] for x in parts[0]]
+    q_lens = _lengths("q_lens", q_lens, tokens)
     kv_lens = _lengths("kv_lens", kv_lens, [x.shape[1] for x in parts[1]])
-    sequences = [SequenceParts(*fields) for fields in zip(*parts, q_lens, kv_lens, begins_of(q_begin, q_lens, kv_lens), strict=True)]
+    numbers = (q_lens, kv_lens, begins_of(q_begin, q_lens, kv_lens), _ranges_of(kv_ranges, tokens, layout == "TND"))
+    sequences = [SequenceParts(*fields) for fields in zip(*parts, *numbers, strict=True)]
     for seq in sequences:
         if seq.k.shape[0] != seq.v.shape[0] or seq.k.shape[1] != seq.v.shape[1] or seq.q.shape[2] != seq.k.shape[2]:
             raise ValueError(f"v: expected heads and tokens of k {seq.k.shape} and q's head dimension, got {seq.v.shape}")
@@ -250,6 +265,14 @@ def make_rules(causal: bool, window: Any) -> Rules:
     if min(left, right) < -1:
         raise ValueError(f"window: expected two counts of tokens or -1, got {(left, right)}")
     return Rules(bool(causal), None if left == -1 else left, None if right == -1 else right)
+
+
+def seen_bounds(rules: Rules, seq: SequenceParts, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and last key position that these queries may see."""
+    low, high = rules.bounds(queries + seq.begin)
+    if seq.ranges is None:
+        return low, high
+    return np.maximum(low, seq.ranges[queries, 0]), np.minimum(high, seq.ranges[queries, 1] - 1)
 
 
 def strips(row_first: int, row_last: int, columns: int) -> Iterator[tuple[int, int]]:
@@ -316,16 +339,16 @@ def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shap
     else:
         starts = range(0, queries, step)
         bands = ((a, min(a + step, queries), listed_keys(rows[r], block_kv, seq.kv_len)) for r, a in enumerate(starts))
-    free = not rules.causal and rules.left is None and rules.right is None
+    free = not rules.causal and rules.left is None and rules.right is None and seq.ranges is None
     for band_first, band_last, keys in bands:
         for first, last in strips(band_first, band_last, seq.kv_len if keys is None else keys.size):
-            low, high = rules.bounds(np.arange(first, last) // shared + seq.begin)
+            low, high = seen_bounds(rules, seq, np.arange(first, last) // shared)
             if keys is None:  # a run of keys: no gather
-                a, b = max(0, int(low[0])), min(seq.kv_len, int(high[-1]) + 1)
+                a, b = max(0, int(low.min())), min(seq.kv_len, int(high.max()) + 1)
                 pick: Any = slice(a, max(a, b))
                 where = np.arange(a, max(a, b))
             else:
-                pick = where = keys[(keys >= low[0]) & (keys <= high[-1])]
+                pick = where = keys[(keys >= low.min()) & (keys <= high.max())]
             if where.size == 0:
                 continue
             seen = None if free else (where >= low[:, None]) & (where <= high[:, None])
@@ -410,6 +433,7 @@ def block_sparse_attention(
     num_kv_heads=None,
     q_begin=None,
     q_total=None,
+    kv_ranges=None,
     sinks=None,
     softcap=None,
     return_lse=False,
@@ -420,7 +444,7 @@ def block_sparse_attention(
 ):
     """See `blitz_attn.block_sparse_attention`."""
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     rules = make_rules(causal, window)
     return _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, "float64", return_lse, out, softcap, sinks)
 
@@ -444,6 +468,7 @@ def dense_same_precision(
     num_kv_heads=None,
     q_begin=None,
     q_total=None,
+    kv_ranges=None,
     return_lse=False,
     out_dtype=None,
     out=None,
@@ -460,7 +485,7 @@ def dense_same_precision(
     ----------
     q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         See `blitz_attn.block_sparse_attention`.
-    q_begin, q_total
+    q_begin, q_total, kv_ranges
         See `blitz_attn.block_sparse_attention`.
     return_lse, out_dtype, out, dtype, num_threads
         See `block_sparse_attention` in this module.
@@ -488,7 +513,7 @@ def dense_same_precision(
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
     if name != "float64":
         tensors = [x.astype(np.float32) for x in tensors]
-    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin)
+    shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name, return_lse, out)
 
 

@@ -137,6 +137,7 @@ class _Options:
     k_scale: Any
     v_scale: Any
     q_begin: Any
+    kv_ranges: Any
     dtype: Any
     kv_dtype: Any
 
@@ -153,7 +154,8 @@ def _requests(q: np.ndarray, k_cache: Any, v_cache: Any, block_tables: Any, seq_
     for (pages, tokens), first, n, begin in zip(tables, np.cumsum([0, *q_lens]), q_lens, begins, strict=False):
         k = gather(k_cache, o.k_scale, o.kv_layout, o.kv_dtype, pages, tokens)
         v = gather(v_cache, o.v_scale, o.kv_layout, o.kv_dtype, pages, tokens)
-        parts.append(SequenceParts(q[first : first + n].swapaxes(0, 1), k, v, n, tokens, begin))
+        runs = None if o.kv_ranges is None else np.asarray(o.kv_ranges)[first : first + n]
+        parts.append(SequenceParts(q[first : first + n].swapaxes(0, 1), k, v, n, tokens, begin, runs))
     return parts
 
 
@@ -176,7 +178,7 @@ def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Opti
     rows = kv_heads if selected is None else np.shape(selected)[1]
     shared = heads // rows  # query heads that one matrix product serves
     scale = 1.0 / math.sqrt(wide.shape[2]) if o.scale is None else float(o.scale)
-    rules = Rules(True, None if o.window in (None, -1) else int(o.window), None)
+    rules = Rules(o.kv_ranges is None, None if o.window in (None, -1) else int(o.window), None)
     real = np.float64 if name == "float64" else np.float32
     outs = np.zeros((len(wide), heads, np.asarray(v_cache).shape[-1]))
     lses = np.full((len(wide), heads), -np.inf)
@@ -220,6 +222,7 @@ def paged_attention(
     k_scale=None,
     v_scale=None,
     q_begin=None,
+    kv_ranges=None,
     kv_split=None,
     return_lse=False,
     out_dtype=None,
@@ -229,7 +232,7 @@ def paged_attention(
     num_threads=None,
 ):
     """See `blitz_attn.paged_attention`."""
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, dtype, kv_dtype)
+    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, None, None, options, "float64", return_lse, out)
 
 
@@ -251,6 +254,7 @@ def paged_select_attention(
     k_scale=None,
     v_scale=None,
     q_begin=None,
+    kv_ranges=None,
     kv_split=None,
     return_lse=False,
     out_dtype=None,
@@ -260,7 +264,7 @@ def paged_select_attention(
     num_threads=None,
 ):
     """See `blitz_attn.paged_select_attention`."""
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, dtype, kv_dtype)
+    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, options, "float64", return_lse, out)
 
 
@@ -282,6 +286,7 @@ def paged_same_precision(
     k_scale=None,
     v_scale=None,
     q_begin=None,
+    kv_ranges=None,
     kv_split=None,
     return_lse=False,
     out_dtype=None,
@@ -297,7 +302,9 @@ def paged_same_precision(
 
     Parameters
     ----------
-    q, k_cache, v_cache, block_tables, seq_lens, scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_split
+    q, k_cache, v_cache, block_tables, seq_lens, scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin
+        See `blitz_attn.paged_attention`.
+    kv_ranges, kv_split
         See `blitz_attn.paged_attention`.
     selected, counts
         See `blitz_attn.paged_select_attention`; None attends to all pages.
@@ -325,7 +332,7 @@ def paged_same_precision(
     True
     """
     name = dtype_name(dtype) if dtype is not None else dtype_name(getattr(q, "dtype", np.asarray(q).dtype))
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, dtype, kv_dtype)
+    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, dtype, kv_dtype)
     exact = _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, options, name, True, None)
     rounded = (round_to_float64(exact[0], name), exact[1])
     out, lse_out = out if isinstance(out, tuple) else (out, None)

@@ -18,6 +18,7 @@ __all__ = [
     "from_csr",
     "from_num_idx",
     "from_token_mask",
+    "kv_ranges_from_token_mask",
     "to_block_mask",
     "to_csr",
     "to_num_idx",
@@ -194,6 +195,60 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
     [[0, -1], [0, 1]]
     """
     return from_block_mask(any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width)
+
+
+def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = None) -> np.ndarray:
+    """The `kv_ranges` of `block_sparse_attention` that say exactly what a boolean mask over tokens does.
+
+    Parameters
+    ----------
+    mask : array_like of bool
+        (..., s_q, s_kv), True = attended. In each row the keys must be a run, that is, have no gap between them.
+    block_shape : (int, int), optional
+        Where the ranges are used beside the list of ``from_token_mask(mask, block_shape)``. Blocks that this list leaves out may be gaps
+        in a run then. Default: no list.
+
+    Returns
+    -------
+    numpy.ndarray
+        int32 (..., s_q, 2): the first key of each query and the place after the last one; 0 and 0 where there is none.
+
+    Raises
+    ------
+    TypeError
+        `mask` is not boolean.
+    ValueError
+        A row whose keys are not a run, or a mask of fewer than two axes.
+
+    See Also
+    --------
+    from_token_mask : the list of blocks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import sabi
+    >>> prefix_lm = np.tri(4, dtype=bool) | (np.arange(4) < 2)  # the first two tokens see each other
+    >>> sabi.kv_ranges_from_token_mask(prefix_lm).tolist()
+    [[0, 2], [0, 2], [0, 3], [0, 4]]
+    """
+    seen = _booleans(mask)
+    s_q, s_kv = seen.shape[-2:]
+    ranges = np.zeros((*seen.shape[:-1], 2), np.int32)
+    if seen.size == 0:
+        return ranges
+    some = seen.any(axis=-1)
+    ranges[..., 0] = np.where(some, seen.argmax(axis=-1), 0)
+    ranges[..., 1] = np.where(some, s_kv - seen[..., ::-1].argmax(axis=-1), 0)
+    keys = np.arange(s_kv)
+    said = (keys >= ranges[..., :1]) & (keys < ranges[..., 1:])
+    if block_shape is not None:
+        said &= to_token_mask(from_token_mask(seen, block_shape), s_q, s_kv, block_shape)
+    gaps = (said != seen).any(axis=-1)
+    if gaps.any():
+        at = ", ".join(str(n) for n in np.argwhere(gaps)[0])
+        raise ValueError(f"mask: expected rows whose keys are a run, got a gap in row [{at}]")
+    return ranges
 
 
 def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
     if (p->listed || next >= c->plan.items || !ba_plan_few_queries(&c->plan, c->plan.item[next].batch)) return false;
     const ba_item *item = &c->plan.item[next];
     ba_walk walk = ba_new_walk(&c->plan, item, NULL, c->tuning->few.keys);
-    walk.range = (ba_range){ba_visible_keys(p, item->batch, 0).lo, ba_visible_keys(p, item->batch, ba_q_span(p, item->batch).valid - 1).hi};
+    walk.range = (ba_range){ba_keys_in_place(p, item->batch, 0).lo, ba_keys_in_place(p, item->batch, ba_q_span(p, item->batch).valid - 1).hi};
     ba_walk_begin(&walk, ba_first_place(&c->plan, item));
     if (walk.key == BA_WALK_END) return false;
     const int64_t bytes = rows_bytes(p, &p->k, p->head_dim, heads_are_beside(p) ? item->kv_heads : 1);

@@ -145,3 +145,22 @@ ba_status ba_check_begins(const int64_t *q_begin, int64_t batch) {
                            INT32_MAX / 2, q_begin[b], b);
     return BA_OK;
 }
+
+ba_status ba_check_kv_ranges(const ba_tensor *t, int64_t batch, int64_t queries, ba_tensor *ranges) {
+    const bool batched = t->ndim == 3 && batch >= 0 && (t->dims[0] == 1 || t->dims[0] == batch);
+    if (!ba_given(t)) return BA_OK;
+    if (t->dtype != BA_INT32 && t->dtype != BA_INT64)
+        return ba_fail(BA_ERROR_TYPE, "kv_ranges: expected int32 or int64, got %s", ba_dtype_name(t->dtype));
+    if ((!batched && t->ndim != 2) || t->dims[t->ndim - 2] != queries || t->dims[t->ndim - 1] != 2) {
+        if (batch < 0) return ba_fail(BA_ERROR_VALUE, "kv_ranges: expected shape (%" PRId64 ", 2), got %s", queries, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, "kv_ranges: expected shape (%" PRId64 ", %" PRId64 ", 2) or (%" PRId64 ", 2), got %s", batch, queries, queries,
+                       ba_shape_text(t).chars);
+    }
+    BA_TRY(ba_check_extent("kv_ranges", t));
+    *ranges = (ba_tensor){.data = t->data,
+                          .dtype = t->dtype,
+                          .ndim = 3,
+                          .dims = {batched ? t->dims[0] : 1, queries, 2},
+                          .strides = {batched ? ba_step(t, 0) : 0, ba_step(t, t->ndim - 2), ba_step(t, t->ndim - 1)}};
+    return BA_OK;
+}

@@ -278,6 +278,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     BA_TRY(check_sequences(args, q.tokens, k.tokens, p));
     BA_TRY(check_blocks(args, p));
     BA_TRY(check_positions(args, p));
+    BA_TRY(ba_check_kv_ranges(&args->kv_ranges, args->layout == BA_TND ? -1 : p->batch, q.tokens, &p->kv_ranges));
 
     return set_output_shapes(args, p, q.tokens, out_shape, lse_shape);
 }

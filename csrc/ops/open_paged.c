@@ -101,7 +101,7 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
         .k_scale = c.k_scale,
         .v_scale = c.v_scale,
         .page_size = c.page_size,
-        .causal = true,
+        .causal = !ba_given(&args->kv_ranges),
         .window_left = ba_min(args->window, INT32_MAX),
         .window_right = -1,
     };
@@ -139,7 +139,12 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     if (p->unrounded) a->out_shape.dtype = ba_real_of(q->dtype);
     a->out_shape.dims[2] = p->v_dim;
     a->lse_shape = (ba_tensor){.dtype = q->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 2, .dims = {q->dims[0], q->dims[1]}};
-    const ba_status status = check_selected(args, p);
+    ba_status status = ba_check_kv_ranges(&args->kv_ranges, -1, q->dims[0], &p->kv_ranges);
+    if (!ragged) { /* one query per request */
+        p->kv_ranges.strides[0] = p->kv_ranges.strides[1];
+        p->kv_ranges.strides[1] = 0;
+    }
+    if (status == BA_OK) status = check_selected(args, p);
     if (status != BA_OK) ba_close_attention(a);
     return status;
 }

@@ -33,6 +33,7 @@ typedef struct ba_problem {
     int64_t window_left, window_right; /* -1: no bound */
     const int64_t *q_begin;            /* NULL: the queries are the last tokens of their sequences. Else the token number of each one's query 0 */
     const int64_t *q_total;            /* NULL, or how many queries there are where these are a slice: kernels are chosen as for so many */
+    ba_tensor kv_ranges;               /* data NULL: none. Else (batch, queries, 2); see ba_visible_keys() */
     int64_t key_stride, key_last;      /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
     bool listed;                       /* `blocks` holds lists. false: every block is attended */
     bool routed;                       /* lists are of single queries or small tiles: row kernels attend list rows of few queries */
@@ -78,23 +79,6 @@ static inline int64_t ba_deciding_queries(const ba_problem *p, int64_t batch) {
     return p->q_total && valid ? p->q_total[batch] : valid;
 }
 
-/* The keys that a query sees by the token rules alone: [lo, hi), which is [0, 0) where it sees none. */
-typedef struct ba_range {
-    int64_t lo, hi;
-} ba_range;
-
-static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64_t query) {
-    const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid;
-    const int64_t diagonal = query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
-    ba_range range = {0, kv_valid};
-    if (p->key_stride) range.hi = p->causal ? ba_min(kv_valid, diagonal < p->key_last ? 0 : (diagonal - p->key_last) / p->key_stride + 1) : kv_valid;
-    else if (p->causal) range.hi = ba_min(range.hi, diagonal + 1);
-    if (p->window_right >= 0) range.hi = ba_min(range.hi, diagonal + 1 + p->window_right);
-    if (p->window_left >= 0) range.lo = ba_max(range.lo, diagonal - p->window_left);
-    if (query >= q_valid || range.lo >= range.hi) range = (ba_range){0, 0};
-    return range;
-}
-
 /* An entry of an index list, `offset` elements from its first. 65535 of uint16 gives -1. Negative entries are pads; in lists of pages only -1 is one,
  * and other negative entries are errors (ba_list_to_bitmap). */
 static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
@@ -107,6 +91,34 @@ static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
     case BA_INT32: return ((const int32_t *)blocks->data)[offset];
     default: return ((const int64_t *)blocks->data)[offset];
     }
+}
+
+/* Keys from lo to hi - 1. */
+typedef struct ba_range {
+    int64_t lo, hi;
+} ba_range;
+
+/* The keys that the place of a query lets it see: [0, 0) where there are none. From one query to the next, neither end falls but to that. */
+static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int64_t query) {
+    const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid;
+    const int64_t diagonal = query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
+    ba_range range = {0, kv_valid};
+    if (p->key_stride) range.hi = p->causal ? ba_min(kv_valid, diagonal < p->key_last ? 0 : (diagonal - p->key_last) / p->key_stride + 1) : kv_valid;
+    else if (p->causal) range.hi = ba_min(range.hi, diagonal + 1);
+    if (p->window_right >= 0) range.hi = ba_min(range.hi, diagonal + 1 + p->window_right);
+    if (p->window_left >= 0) range.lo = ba_max(range.lo, diagonal - p->window_left);
+    if (query >= q_valid || range.lo >= range.hi) range = (ba_range){0, 0};
+    return range;
+}
+
+/* The keys that a query sees by all token rules, likewise. The ends of kv_ranges may rise and fall. */
+static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64_t query) {
+    ba_range range = ba_keys_in_place(p, batch, query);
+    if (!p->kv_ranges.data) return range;
+    const int64_t *step = p->kv_ranges.strides, at = batch * step[0] + (ba_q_span(p, batch).begin + query) * step[1];
+    range.lo = ba_max(range.lo, ba_list_entry(&p->kv_ranges, at));
+    range.hi = ba_min(range.hi, ba_list_entry(&p->kv_ranges, at + step[2]));
+    return range.lo < range.hi ? range : (ba_range){0, 0};
 }
 
 /* The index of a query head on the lists' head axis, which is 1, kv_heads or heads long, and of a batch entry on their batch axis. */

@@ -78,8 +78,8 @@ ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row
 
 /* The keys that queries first .. last may see: from the first key of the first query to the last key of the last. There is no gap between. */
 static inline ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64_t first, int64_t last) {
-    const ba_range end = ba_visible_keys(&c->p, batch, last);
-    return (ba_range){end.hi ? ba_visible_keys(&c->p, batch, first).lo : 0, end.hi};
+    const ba_range end = ba_keys_in_place(&c->p, batch, last);
+    return (ba_range){end.hi ? ba_keys_in_place(&c->p, batch, first).lo : 0, end.hi};
 }
 
 /* ---- Rows and groups as vectors whose product is the score (select_features.c) --------------------------------- */

@@ -15,7 +15,7 @@ static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     const ba_problem *p = s->plan->problem;
     const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
     if (queries < 1) return (ba_range){0, keys};
-    const ba_range first = ba_visible_keys(p, batch, 0), last = ba_visible_keys(p, batch, queries - 1);
+    const ba_range first = ba_keys_in_place(p, batch, 0), last = ba_keys_in_place(p, batch, queries - 1);
     /* With lists, chunks do not begin at multiples of chunk_keys, so begin at 0. Where the last query sees no key, other queries may see all. */
     return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
 }

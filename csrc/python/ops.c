@@ -9,13 +9,13 @@
 /* ---- Block-sparse attention -------------------------------------------------------------------------------- */
 
 typedef struct block_sparse_call {
-    arg_array q, k, v, blocks, sinks, out, lse;
+    arg_array q, k, v, blocks, kv_ranges, sinks, out, lse;
     arg_list q_lens, kv_lens, cu_q, cu_kv, cu_rows, q_begin, q_total;
     ba_block_sparse_args args;
 } block_sparse_call;
 
 static void release_block_sparse(block_sparse_call *call) {
-    arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->sinks, &call->out, &call->lse};
+    arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->kv_ranges, &call->sinks, &call->out, &call->lse};
     arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv, &call->cu_rows, &call->q_begin, &call->q_total};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) arg_release(arrays[i]);
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
@@ -77,7 +77,7 @@ static double default_scale(const ba_block_sparse_args *a) {
 #define BSA_ARGUMENTS(X) \
     X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
     X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(dtype) X(num_threads)
-#define SLICE_ARGUMENTS(X) X(q_begin) X(q_total)
+#define SLICE_ARGUMENTS(X) X(q_begin) X(q_total) X(kv_ranges)
 #define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(key_stride) X(key_last)
 #define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X) X(softcap) X(sinks)
 #define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X)
@@ -116,6 +116,10 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
         if (arg_hold(state, values[BSA_sabi], "sabi", ARG_INDICES, BA_UINT16, &call->blocks) < 0) return -1;
         a->blocks = call->blocks.tensor;
     }
+    if (slice[2] != Py_None) {
+        if (arg_hold(state, slice[2], "kv_ranges", ARG_INDICES, BA_UINT16, &call->kv_ranges) < 0) return -1;
+        a->kv_ranges = call->kv_ranges.tensor;
+    }
     if (arg_pair(values[BSA_block_shape], "block_shape", block_shape) < 0) return -1;
     a->block_q = block_shape[0];
     a->block_kv = block_shape[1];
@@ -141,7 +145,7 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
 }
 
 static int check_disjoint(const block_sparse_call *call) {
-    const arg_array *const inputs[] = {&call->q, &call->k, &call->v, &call->blocks, &call->sinks};
+    const arg_array *const inputs[] = {&call->q, &call->k, &call->v, &call->blocks, &call->kv_ranges, &call->sinks};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
         if (arg_disjoint(&call->out, inputs[i]) < 0 || arg_disjoint(&call->lse, inputs[i]) < 0) return -1;
     return arg_disjoint(&call->lse, &call->out);
@@ -207,7 +211,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
     arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
-    const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.out, &call.lse, &dout, &dlse};
+    const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.kv_ranges, &call.out, &call.lse, &dout, &dlse};
     ba_tensor shapes[GRADIENTS];
     ba_tensor *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
     ba_attention attention = {.num_threads = 0};

@@ -80,6 +80,25 @@ def _blocks(draw: Draw, batch: int, heads: int, kv_heads: int, rows: int, column
     return mask
 
 
+def _ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
+    """A run of keys for each query."""
+    rng, shape = draw.rng("ranges"), (batch, s_q)
+    kind = draw.pick("ranges.kind", ("any", "chunks", "prefix", "wide", "none"), (4, 2, 2, 1, 1))
+    if kind == "any":
+        ends = np.sort(rng.integers(-3, s_kv + 4, (*shape, 2)), axis=-1)
+        if draw.flag("ranges.empty", 0.3):
+            ends[rng.random(shape) < 0.3] = (s_kv // 2, s_kv // 2 - int(rng.integers(9)))
+        return ends
+    place = np.broadcast_to(np.arange(s_q) * max(s_kv, 1) // max(s_q, 1), shape)
+    if kind == "chunks":
+        size = int(rng.integers(1, max(2, s_kv)))
+        return np.stack([place // size * size, place // size * size + size], axis=-1)
+    if kind == "prefix":
+        return np.stack([np.zeros(shape, np.int64), np.maximum(place + 1, rng.integers(0, s_kv + 1, (batch, 1)))], axis=-1)
+    info = np.iinfo(np.int32)
+    return np.broadcast_to(np.int64((info.min, info.max) if kind == "wide" else (info.max, info.min)), (*shape, 2)).copy()
+
+
 def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capped: bool = False) -> tuple[Attention, str, bool, bool]:
     dtype = draw.pick("dtype", arrays.FLOATS)
     layout = draw.pick("layout", LAYOUTS)
@@ -112,6 +131,8 @@ def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capp
         np.array([draw.integer(f"q_begin[{b}]", -20, s_kv + 20, likely=(0,)) for b in range(batch)], np.int64) if draw.flag("q_begin", 0.25) else None,
         q_lens + draw.pick("q_total", (0, 1, 9, 1000)) if draw.flag("q_total.given", 0.25) else None,
     )
+    if draw.flag("ranges", 0.25):
+        problem.ranges = _ranges(draw, batch, s_q, s_kv)
     if capped and draw.flag("capped", 0.3):
         problem.softcap = draw.pick("softcap", (None, 2.0, 30.0, 1e6))
         if draw.flag("sinks"):
@@ -204,6 +225,8 @@ def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
         if numbers is not None:
             equal = numbers.size > 0 and (numbers == numbers[0]).all()
             options[name] = int(numbers[0]) if equal else _numbers(numbers, kinds.get(name, "list"))
+    if p.ranges is not None:
+        options["kv_ranges"] = laid_out(p.ranges[:, None], "TND", p.q_lens)[:, 0] if case.layout == "TND" else p.ranges
     if p.softcap is not None:
         options["softcap"] = p.softcap
     if p.sinks is not None:
@@ -238,6 +261,8 @@ class Arguments:
         if case.layout in ("BNSD", "BSND", "TND") and draw.flag("heads_named", 0.2):
             self.options.update(num_heads=case.problem.q.shape[1], num_kv_heads=case.problem.k.shape[1])
         self.options["sabi"] = self._lists()
+        if case.problem.ranges is not None:
+            self.options["kv_ranges"] = self._ranges(self.options["kv_ranges"])
 
     def array(self, name: str, data: np.ndarray, dtype: str) -> Any:
         """`data` as an input; where kinds are mixed, of another kind than the first array."""
@@ -266,6 +291,15 @@ class Arguments:
         placed = arrays.place(draw, "lists", lists, last_contiguous=False)
         self.placed.append(placed)
         return arrays.dressed(placed.array, dtype, draw.pick("lists.kind", arrays.kinds_for(dtype)))
+
+    def _ranges(self, ranges: np.ndarray) -> Any:
+        draw = self.draw
+        dtype = draw.pick("ranges.dtype", ("int32", "int64"))
+        if ranges.ndim == 3 and ranges.shape[0] and (ranges == ranges[:1]).all() and draw.flag("ranges.shared"):
+            ranges = ranges[0]
+        placed = arrays.place(draw, "ranges", ranges.astype(dtype), last_contiguous=False)
+        self.placed.append(placed)
+        return arrays.dressed(placed.array, dtype, draw.pick("ranges.dressed", arrays.kinds_for(dtype)))
 
     def check_unchanged(self) -> None:
         for x in self.placed:
@@ -339,6 +373,7 @@ def alone(case: Case, b: int, layout: str, pad_q: int, pad_kv: int) -> Case:
         blocks=blocks,
         begin=None if p.begin is None else p.begin[b : b + 1],
         total=None if p.total is None else p.total[b : b + 1],
+        ranges=None if p.ranges is None else _resized(p.ranges[b : b + 1], 1, s_q),
     )
     bad = _resized(case.bad[b : b + 1], 2, s_kv)
     return Case(problem, layout, bad, case.garbage, s_q > q_len, s_kv > kv_len)
@@ -355,6 +390,7 @@ def slice_of(case: Case, rows: slice) -> Case:
         blocks=None if p.blocks is None else p.blocks[:, :, rows.start // block_q : -(-rows.stop // block_q)],
         begin=begin + rows.start,
         total=p.q_lens if p.total is None else p.total,
+        ranges=None if p.ranges is None else p.ranges[:, rows],
     )
     return dataclasses.replace(case, problem=problem, has_q_lens=True)
 

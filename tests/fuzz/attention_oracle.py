@@ -36,6 +36,7 @@ class Attention:
     total: np.ndarray | None = None  # (B,): queries of the call that these are a slice of; no number depends on it
     softcap: float | None = None
     sinks: np.ndarray | None = None  # (H,)
+    ranges: np.ndarray | None = None  # (B, Sq, 2): first key that each query may see, and the place after the last one
 
     @property
     def real(self) -> str:
@@ -70,6 +71,8 @@ class Attention:
                 mask &= away >= -before
             if after >= 0:
                 mask &= away <= after
+        if self.ranges is not None:
+            mask = mask & (j >= self.ranges[..., :1]) & (j < self.ranges[..., 1:])
         mask = np.broadcast_to(mask[:, None], (batch, heads, s_q, s_kv))
         if self.blocks is None:
             return mask

@@ -76,7 +76,7 @@ def _attention(a: Arena, v: int) -> dict[str, Any]:
     if v & 1:
         call |= {"sabi": a.integers([[[[0, 2], [1, -1]]]]), "causal": True, "window": (20, -1)}
     if v & 2:
-        call |= {"q_lens": [16], "kv_lens": a.integers([20], "int64")}
+        call |= {"q_lens": [16], "kv_lens": a.integers([20], "int64"), "kv_ranges": a.integers([[0, 9 + n] for n in range(16)], "int64")}
     if v & 4:
         out = a.poisoned(1, 2, 16, 4, dtype=dtype)
         lse = a.poisoned(1, 2, 16, dtype="float64" if dtype == "float64" else "float32")
@@ -103,6 +103,7 @@ def _attention_backward(a: Arena, v: int) -> dict[str, Any]:
     call |= {"out": a.floats(*shape, dtype=dtype), "lse": a.floats(1, 2, 16, dtype=dtype), "block_shape": (8, 8)}
     if v & 2:
         call |= {"sabi": a.integers([[[[0, 2], [1, -1]]]]), "dlse": a.floats(1, 2, 16, dtype=dtype)}
+        call["kv_ranges"] = a.integers([[[n, 9 + n] for n in range(16)]])
     if v & 4:
         call |= {"grads": (a.poisoned(*shape, dtype=dtype), a.poisoned(*kv_shape, dtype=dtype), None)}
     return call
@@ -141,6 +142,7 @@ def _choice_and_attention(a: Arena, v: int) -> dict[str, Any]:
 def _kept(a: Arena, v: int) -> dict[str, Any]:
     """A call of what measures a list."""
     call = _attention(a, v & 3)
+    call.pop("kv_ranges", None)
     call["sabi"] = a.integers([[[[0, 2], [1, -1]]]])
     return call | ({"every": 2} if v & 4 else {})
 
@@ -437,6 +439,10 @@ def _mask(**more: Any) -> Callable[[Arena, int], dict[str, Any]]:
     return lambda a, v: {"mask": a.put(np.eye(8, dtype=bool)[None, None])} | ({"width": 8} if v & 1 else {}) | more
 
 
+def _token_mask(a: Arena, v: int) -> dict[str, Any]:
+    return {"mask": a.put(np.tri(8, dtype=bool)[None])} | ({"block_shape": (4, 2)} if v & 1 else {})
+
+
 def _csr(a: Arena, v: int) -> dict[str, Any]:
     return {"indptr": [0, 2, 3], "indices": a.integers([0, 2, 1])} | ({"columns": 3, "width": 2} if v & 1 else {})
 
@@ -468,6 +474,7 @@ SABI = {
     "from_block_mask": Good(sabi.from_block_mask, _mask()),
     "to_token_mask": Good(sabi.to_token_mask, lambda a, v: _without_columns(_lists("sabi"))(a, v) | {"s_q": 16, "s_kv": 24, "block_shape": (8, 8)}),
     "from_token_mask": Good(sabi.from_token_mask, _mask(block_shape=(2, 4))),
+    "kv_ranges_from_token_mask": Good(sabi.kv_ranges_from_token_mask, _token_mask),
     "to_csr": Good(sabi.to_csr, _without_columns(_lists("sabi"))),
     "from_csr": Good(sabi.from_csr, _csr),
     "to_num_idx": Good(sabi.to_num_idx, _lists("sabi")),

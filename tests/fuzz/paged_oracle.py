@@ -27,6 +27,7 @@ class Paged:
     softcap: float | None
     selected: list[list[np.ndarray]] | None  # [request][KV head or query head] logical blocks
     begin: np.ndarray | None = None  # token numbers of the first queries; None: the queries are the last tokens
+    ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees instead of those up to itself
 
     @property
     def real(self) -> str:
@@ -42,6 +43,9 @@ class Paged:
         n, size = int(self.q_lens[b]), self.k.shape[1]
         j, last = np.arange(self.seq_lens[b]), np.arange(n)[:, None] + (self.seq_lens[b] - n if self.begin is None else self.begin[b])
         mask = j <= last
+        if self.ranges is not None:
+            end = int(np.cumsum(self.q_lens)[b])
+            mask = (j >= self.ranges[end - n : end, :1]) & (j < self.ranges[end - n : end, 1:])
         if self.window is not None:
             mask = mask & (j >= last - self.window)
         if self.selected is not None:

@@ -44,6 +44,15 @@ class Cache:
         return self.placed.array
 
 
+def _ranges(draw: Draw, tokens: np.ndarray) -> np.ndarray:
+    """A run of tokens for each query of requests of so many tokens; some are empty, and some reach beyond."""
+    rng = draw.rng("ranges")
+    ends = np.sort(rng.integers(-2, np.maximum(tokens, 1)[:, None] + 3, (len(tokens), 2)), axis=-1)
+    if draw.flag("ranges.wide", 0.2):
+        ends[rng.random(len(tokens)) < 0.5] = (np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+    return ends.astype(draw.pick("ranges.dtype", ("int32", "int64")))
+
+
 class Case:
     """A drawn problem and its arguments. With `newest`, the queries are the last tokens, and tables a matrix."""
 
@@ -75,10 +84,14 @@ class Case:
         shared = draw.flag("shared", 0.2)
         own = [order[rng.integers(0, pages, n)] if shared else order[int(counts[:b].sum()) :][:n] for b, n in enumerate(counts)]
         window = draw.pick("window", (None, 0, 5, 100))
+        self.ranges = _ranges(draw, lens.repeat(q_lens)) if not newest and draw.flag("ranges", 0.2) else None
         used = np.zeros((pages, size), np.bool_)
         for b in range(batch):  # tokens that no query of the request sees may hold garbage, as those behind the request may
             first = int(lens[b] - q_lens[b] if begin is None else begin[b])
-            t = np.arange(0 if window is None else max(0, first - window), max(0, min(lens[b], first + q_lens[b])))
+            end = first + int(q_lens[b])
+            if self.ranges is not None:
+                end = int(self.ranges[q_lens[:b].sum() : q_lens[: b + 1].sum(), 1].max(initial=0))
+            t = np.arange(0 if window is None else max(0, first - window), max(0, min(lens[b], end)))
             used[own[b][t // size], t % size] = True
         garbage = draw.pick("garbage", (0, 1, 2))
         self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
@@ -103,7 +116,7 @@ class Case:
             chosen = [[np.flatnonzero(make.random(n) < kept) for _ in range(rows)] for n in counts]
         self.problem = Paged(
             dtype, q, q_lens, self.k.values, self.v.values, own, lens, dim**-0.5 if self.scale is None else self.scale, window,
-            None if sinks is None else sinks.astype(np.float64), softcap, chosen, begin,
+            None if sinks is None else sinks.astype(np.float64), softcap, chosen, begin, self.ranges,
         )  # fmt: skip
         self.sinks = sinks
         self.kv_split = size * draw.integer("kv_split", 1, 12, likely=(1, 2, 4)) if not newest and draw.flag("split", 0.25) else None
@@ -127,7 +140,7 @@ class Case:
         """The options that `select_and_attend` does not have."""
         p = self.problem
         begin = None if p.begin is None else p.begin.tolist()
-        return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
+        return {"kv_ranges": self.ranges, "q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
 
     def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """The selected blocks in any order, with -1 behind them, or with counts and arbitrary numbers behind them."""
@@ -211,6 +224,8 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
         options["q_lens"] = p.q_lens[b : b + 1]
     if p.begin is not None:
         options["q_begin"] = p.begin[b : b + 1]
+    if p.ranges is not None:
+        options["kv_ranges"] = p.ranges[rows]
     arguments: list[Any] = [case.q.array[rows], case.k.given(), case.v.given(), tables, p.seq_lens[b : b + 1]]
     if p.selected is None:
         again = blitz_attn.paged_attention(*arguments, **options, return_lse=True, num_threads=1)
@@ -245,6 +260,8 @@ def check_chunks(draw: Draw, case: Case) -> None:
             here = min(split, tokens - at)
             pages = np.asarray(p.pages[b][at // size : -(-(at + here) // size)], np.int32)[None]
             mine = options | {"q_lens": [n], "q_begin": [begin - at]}
+            if p.ranges is not None:
+                mine["kv_ranges"] = p.ranges[end - n : end].astype(np.int64) - at
             out, lse = blitz_attn.paged_attention(case.q.array[end - n : end], case.k.given(), case.v.given(), pages, [here], **mine)
             nodes.append((out[:, :, None], lse[:, :, None]))
         while len(nodes) > 1:
@@ -257,7 +274,7 @@ def check_chunks(draw: Draw, case: Case) -> None:
 def check_plan(draw: Draw, case: Case, counts: bool, out: Any, lse: Any) -> None:
     """A plan gives the same bits, in its first and in its second call."""
     options = {**case.options(), **case.new_options()}
-    rest = {name: options.pop(name) for name in ("sinks", "k_scale", "v_scale")}
+    rest = {name: options.pop(name) for name in ("sinks", "k_scale", "v_scale", "kv_ranges")}
     tables, lens = case.tables
     plan = blitz_attn.PagedPlan(tables, lens, page_size=case.problem.k.shape[1], num_pages=case.problem.k.shape[0], **options)
     arguments = [case.q.array, case.k.given(), case.v.given()]

@@ -132,6 +132,30 @@ static void draw_slice(ba_block_sparse_args *a, const fz_sizes *s) {
     }
 }
 
+/* Fills a tensor of 2 or 3 axes with runs of so many keys, most of which are not empty. */
+void fz_fill_ranges(const ba_tensor *t, int64_t keys) {
+    if (!fz_backed(t) || t->ndim < 2 || t->ndim > 3 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5)
+        return;
+    const int64_t entries = t->ndim == 3 ? t->dims[0] : 1, queries = t->dims[t->ndim - 2];
+    fz_seed();
+    for (int64_t b = 0; b < entries; b++)
+        for (int64_t i = 0; i < queries; i++)
+            for (int64_t end = 0; end < t->dims[t->ndim - 1]; end++) {
+                const int64_t with_batch[] = {b, i, end}, first = fz_below(keys + 1) - 3;
+                fz_put(t, t->ndim == 3 ? with_batch : with_batch + 1, end ? first + keys / 2 : first);
+            }
+    const int64_t at[] = {fz_below(entries), fz_below(queries), 0};
+    if (fz_unusual()) fz_put(t, t->ndim == 3 ? at : at + 1, fz_unusual_number());
+}
+
+static void draw_ranges(ba_block_sparse_args *a, const fz_sizes *s) {
+    if (!fz_once_in(6)) return;
+    const bool shared = s->layout == BA_TND || fz_once_in(3);
+    const int64_t dims[] = {s->batch, s->q_len, 2};
+    a->kv_ranges = fz_tensor(FZ_INPUT, fz_once_in(2) ? BA_INT32 : BA_INT64, shared ? 2 : 3, shared ? dims + 1 : dims, FZ_FREE_LAST);
+    fz_fill_ranges(&a->kv_ranges, s->kv_len);
+}
+
 static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
     a->scale = fz_scale(s->dim);
     if (fz_once_in(6)) a->softcap = fz_unusual() ? fz_unusual_real() : (double)fz_range(1, 50);
@@ -181,6 +205,7 @@ void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
     a->block_kv = block_size(s->kv_len);
     draw_blocks(a, s);
     draw_slice(a, s);
+    draw_ranges(a, s);
     draw_rules(a, s);
     if (fz_unusual()) a->layout = (ba_layout)fz_unusual_number();
 }

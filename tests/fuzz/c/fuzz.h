@@ -127,6 +127,7 @@ bool fz_is_heavy(const ba_block_sparse_args *a); /* whether the call might take 
 
 /* Fills a tensor of integers, of 1 to 4 axes, with rows of lists over so many columns; some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns);
+void fz_fill_ranges(const ba_tensor *t, int64_t keys);
 
 /* Scales of an 8-bit cache with these axes: one per token and head, in that role, or, as an input, one per head, or one. */
 ba_tensor fz_scales(const int64_t *cache, int64_t kv_heads, fz_role role);

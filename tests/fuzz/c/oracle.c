@@ -64,6 +64,16 @@ static bool is_listed(const ba_block_sparse_args *a, int64_t heads, int64_t kv_h
     return false;
 }
 
+/* Whether the range of a query has a key, where ranges are given; `row` counts over the packed queries. */
+static bool is_in_range(const ba_tensor *ranges, int64_t batch, int64_t row, int64_t key) {
+    double ends[2];
+    for (int64_t end = 0; end < 2; end++) {
+        const int64_t with_batch[] = {ranges->dims[0] == 1 ? 0 : batch, row, end}, without[] = {row, end};
+        ends[end] = fz_get(ranges, ranges->ndim == 3 ? with_batch : without);
+    }
+    return ends[0] <= (double)key && (double)key < ends[1];
+}
+
 void fz_compare_forward(const ba_block_sparse_args *a) {
     const axes x = axes_of(a->layout);
     const bool packed = a->layout == BA_TND;
@@ -90,6 +100,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
                         continue;
                     if (a->window[0] >= 0 && (double)j < (double)token - (double)a->window[0]) continue;
                     if (a->window[1] >= 0 && (double)j > (double)token + (double)a->window[1]) continue;
+                    if (a->kv_ranges.data && !is_in_range(&a->kv_ranges, b, q_begin + i, j)) continue;
                     if (!is_listed(a, heads, kv_heads, b, h, i, j)) continue;
                     const int64_t kv_head = h / (heads / kv_heads);
                     double score = 0;
@@ -157,7 +168,8 @@ void fz_compare_paged(const ba_paged_args *a) {
                 s = (sums){.top = -INFINITY};
                 if (a->sinks) s.top = (double)a->sinks[h], s.sum = 1;
                 const int64_t token = i + (a->q_begin ? a->q_begin[b] : a->seq_lens[b] - q_len);
-                for (int64_t j = 0; j <= token && j < a->seq_lens[b]; j++) {
+                for (int64_t j = 0; j < a->seq_lens[b]; j++) {
+                    if (a->kv_ranges.data ? !is_in_range(&a->kv_ranges, 0, q_begin + i, j) : j > token) continue;
                     if (a->window >= 0 && j < token - a->window) continue;
                     if (!is_selected(a, heads, kv_heads, b, h, j / page_size)) continue;
                     const int64_t in_table[] = {b, j / page_size}, in_run[] = {a->indptr ? a->indptr[b] + j / page_size : 0};

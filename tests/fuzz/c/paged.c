@@ -30,7 +30,8 @@ ba_tensor fz_scales(const int64_t *cache, int64_t kv_heads, fz_role role) {
     if (!fz_once_in(4)) return fz_tensor(role, BA_FLOAT32, 3, cache, FZ_FREE_LAST);
     const ba_tensor t = fz_tensor(FZ_INPUT, BA_FLOAT32, fz_once_in(2) ? 0 : 1, &kv_heads, FZ_FREE_LAST);
     const int64_t numbers = t.ndim == 1 ? t.dims[0] : 1;
-    for (int64_t n = 0; fz_backed(&t) && t.dtype == BA_FLOAT32 && t.ndim < 2 && n < numbers && n < 100; n++)
+    const bool filled = t.data && fz_backed(&t) && t.dtype == BA_FLOAT32 && t.ndim < 2;
+    for (int64_t n = 0; filled && n < numbers && n < 100; n++)
         ((float *)t.data)[t.ndim ? n * t.strides[0] : 0] = fz_unusual() ? (float)fz_unusual_real() : 0.25f;
     return t;
 }
@@ -154,6 +155,11 @@ void fz_paged(void) {
         if (begin && a.batch > 0 && fz_unusual()) begin[fz_below(a.batch)] = fz_unusual_number();
         a.q_begin = begin;
     }
+    if (fz_once_in(6)) {
+        const int64_t ranges[] = {s.queries, 2};
+        a.kv_ranges = fz_tensor(FZ_INPUT, fz_once_in(2) ? BA_INT32 : BA_INT64, 2, ranges, FZ_FREE_LAST);
+        fz_fill_ranges(&a.kv_ranges, 60);
+    }
     a.unrounded = fz_once_in(6);
     a.num_threads = fz_threads();
     if (is_heavy(&a)) {
@@ -219,7 +225,12 @@ void fz_append(void) {
     a.paged.kv_layout = fz_unusual() ? (ba_kv_layout)fz_unusual_number() : (ba_kv_layout)fz_range(BA_NHD, BA_HND);
     draw_cache(&a.paged, &s, FZ_PARTIAL);
     const bool alone = fz_once_in(8); /* K alone */
-    if (alone) a.paged.v_cache = a.paged.v_scale = (ba_tensor){0};
+    ba_tensor *const of_v[] = {&a.paged.v_cache, &a.paged.v_scale};
+    for (int i = 0; alone && i < 2; i++) { /* the call is not given these */
+        fz_set_role(of_v[i], FZ_INPUT);
+        fz_unseen(of_v[i]);
+        *of_v[i] = (ba_tensor){0};
+    }
     int64_t tokens = s.batch;
     if (fz_once_in(2)) {
         draw_requests(&a.paged, &s, &tokens);
