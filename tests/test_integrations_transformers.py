@@ -42,6 +42,7 @@ MODELS = {
     "gemma2": ("Gemma2", {**WINDOWED, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3", {**WINDOWED, "query_pre_attn_scalar": 16}),
     "gpt_oss": ("GptOss", {**WINDOWED, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "llama4": ("Llama4", {**SMALL, "attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}),
     "minimax_m3": ("MiniMaxM3VL", {
         **SMALL, "num_local_experts": 2, "num_experts_per_tok": 1, "dense_intermediate_size": 32, "shared_intermediate_size": 32,
         "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1, "rotary_dim": 16,
@@ -54,7 +55,7 @@ MODELS = {
 def small_model(name):
     """A model with random weights, large enough for attention to be far from uniform."""
     kind, options = MODELS[name]
-    suffix = "Text" if name in ("gemma3", "minimax_m3") else ""
+    suffix = "Text" if name in ("gemma3", "llama4", "minimax_m3") else ""
     prefix = {"gemma3": "Gemma3ForCausalLM", "minimax_m3": "MiniMaxM3SparseForCausalLM"}.get(name, f"{kind}ForCausalLM")
     if name == "minimax_m3":
         from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as module
@@ -214,6 +215,30 @@ def test_generated_tokens_are_those_of_eager_attention(name, dtype):
         small_model.cache_clear() if dtype != "float32" else None  # its weights were rounded
 
 
+def test_images_see_themselves():
+    """Gemma 3 with images, in layers with a window and without."""
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    tokens = {"mm_tokens_per_image": 4, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(text_config=WINDOWED, vision_config=vision, **tokens)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "language_model" in name and "norm" not in name:
+                parameter.normal_(std=0.3)
+    ids = torch.tensor([[5, 6, 3, 90, 90, 90, 90, 4, 5, 6, 90, 90, 90, 90, 7, 8], [0, 0, 3, 4, 90, 90, 90, 90, 6, 8, 9, 90, 90, 90, 90, 8]])
+    mask = (ids != 0).long()
+    options = {"attention_mask": mask, "token_type_ids": (ids == 90).long(), "pixel_values": torch.randn(4, 3, 32, 32)}
+    logits = {}
+    for implementation in ("eager", "blitz_attn", "blitz_attn_sparse"):
+        logits[implementation] = forward(model, implementation, ids, **options)[mask.bool()]
+    for found in logits.values():
+        assert (found - logits["eager"]).abs().max() < 1e-4 * logits["eager"].abs().max()
+    blind = forward(model, "eager", ids, **(options | {"token_type_ids": torch.zeros_like(ids)}))[mask.bool()]
+    assert (blind - logits["eager"]).abs().max() > 1e-2 * logits["eager"].abs().max()
+    assert not TOLD
+
+
 def test_beams_share_a_paged_cache():
     model = small_model("llama")
     ids = torch.arange(3, 17)[None]
@@ -328,8 +353,47 @@ def seen_by_calls(mask):
                 for j in range(kv_len):
                     distance = j - (i + kv_len - q_len)
                     inside = not (rules.causal and distance > 0) and not (left >= 0 and -distance > left) and not 0 <= right < distance
+                    if rules.ranges is not None:
+                        first, end = rules.ranges[b % len(rules.ranges), i]
+                        inside = inside and first <= call.start + j < end
                     seen[b, i, call.start + j] = inside
     return seen
+
+
+def draw_runs(rng, kind, batch, tokens):
+    """A mask function of chunks, of packed sequences, or of images in a text, which may lie in a window."""
+    numbers = torch.tensor([sorted(rng.randint(0, 3) for _ in range(tokens)) for _ in range(batch)])
+    causal = rng.choice([masks.causal_mask_function, masks.sliding_window_causal_mask_function(rng.randint(1, 6))])
+    if kind == "chunks":
+        return masks.chunked_causal_mask_function(rng.randint(1, 5), torch.tensor([rng.randint(0, 3) for _ in range(batch)]))
+    if kind == "packed":
+        return masks.and_masks(causal, masks.packed_sequence_mask_function(numbers))
+    return masks.or_masks(causal, masks.blockwise_overlay(torch.where(numbers % 2 == rng.randint(0, 1), numbers, -1)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_of_keys_say_what_the_mask_of_sdpa_says(seed):
+    rng = random.Random(seed)
+    batch, queries = rng.randint(1, 3), rng.randint(1, 8)
+    past, room = rng.choice([(0, 0), (rng.randint(1, 7), 0), (rng.randint(0, 4), rng.randint(1, 5))])
+    kind = rng.choice(["chunks", "images", "packed"])
+    if kind == "packed":  # sequences that are packed have no cache
+        past = room = 0
+    function = draw_runs(rng, kind, batch, past + queries + room)
+    kv_offset = rng.choice([0, past and rng.randrange(past)])
+    padding = padded(rng, rng.choice(["left", "right"]), batch, past + queries).bool() if kind == "packed" or rng.random() < 0.7 else None
+    options = {"batch_size": batch, "q_length": queries, "kv_length": past + queries + room - kv_offset, "q_offset": past}
+    options["kv_offset"] = kv_offset
+    mask = make_mask(**options, mask_function=function, attention_mask=padding)
+    expected = masks.sdpa_mask(**options, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
+    assert mask.rules is not None, mask.reason
+    real = np.ones((batch, queries), bool) if padding is None else padding[:, past:].numpy()
+    assert (seen_by_calls(mask) == expected[:, 0].numpy())[real].all()
+    q, k, v = tensors(batch, 4, queries, 8), tensors(batch, 2, mask.shape[3], 8, seed=1), tensors(batch, 2, mask.shape[3], 8, seed=2)
+    for implementation in ("dense", "sparse"):
+        found = call(q, k, v, mask, implementation)
+        assert (found - eager(q, k, v, expected))[torch.from_numpy(real)].abs().max() < 1e-5
+    assert not TOLD
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -591,13 +655,14 @@ def matrix():
     return masks.sdpa_mask(1, 9, 9, mask_function=lambda b, h, q, k: (k <= q) & (k % 3 != 1), allow_is_causal_skip=False)
 
 
-def chunks():
-    return make_mask(1, 9, 9, mask_function=masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)))
+def blocks(numbers, beside=masks.causal_mask_function):
+    return make_mask(1, 9, 9, mask_function=masks.or_masks(beside, masks.blockwise_overlay(torch.tensor([numbers]))))
 
 
-def union():
-    blocks = masks.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1]]))
-    return make_mask(1, 9, 9, mask_function=masks.or_masks(masks.causal_mask_function, blocks))
+def chunks_in_sequences():
+    chunks, numbers = masks.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.long)), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    function = masks.remap_positions_for_packed_sequence(chunks, torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]]))
+    return make_mask(1, 9, 9, mask_function=masks.and_masks(function, masks.packed_sequence_mask_function(numbers)))
 
 
 def own():
@@ -620,17 +685,13 @@ def with_sequences():
 FALLS_BACK = {
     "holes": (holes, {}, "because of padding between the tokens of a sequence"),
     "matrix": (matrix, {}, "because of a mask that was made as a matrix"),
-    "chunks": (chunks, {}, "because of a mask of chunks of tokens"),
-    "union": (union, {}, "because of a mask of a union of masks"),
+    "blocks in two parts": (lambda: blocks([0, 0, -1, 0, 0, 1, 1, -1, -1]), {}, "because of blocks of tokens with other tokens between them"),
+    "sequences or blocks": (lambda: blocks([0] * 9, with_sequences()), {}, "because of a union of masks with packed sequences or padding"),
+    "chunks in sequences": (chunks_in_sequences, {}, "because of chunks or blocks that are counted in packed sequences"),
     "own": (own, {}, r"because of a mask function of the model's own \(own"),
     "position bias": (lambda: make_mask(1, 9, 9), {"position_bias": torch.zeros(1, 4, 9, 9)}, "because of the model's argument position_bias"),
     "two paddings": (lambda: make_mask(1, 9, 9, mask_function=with_padding(), attention_mask=ones(9)), {},
         "because of two masks of padding"),
-    "packed and padded": (
-        lambda: make_mask(1, 9, 9, mask_function=with_sequences(), attention_mask=ones(9)),
-        {},
-        "because of packed sequences beside padding or a cache",
-    ),
 }
 
 
@@ -693,6 +754,20 @@ def test_masks_of_padding_and_of_one_chunk_have_rules():
         q, k, v = tensors(1, 4, 9, 8), tensors(1, 2, 9, 8, seed=1), tensors(1, 2, 9, 8, seed=2)
         assert (call(q, k, v, mask) - eager(q, k, v, expected))[:, :7].abs().max() < 1e-5
     assert not TOLD
+
+
+def test_blocks_beside_queries_of_text_say_nothing():
+    """As in a prompt without images, and in the steps after one with images: blocks are chosen, and pages."""
+    numbers = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1, -1]])
+    function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(numbers))
+    for first, text in ((0, False), (4, True)):
+        rules = make_mask(1, 9 - first, 9, q_offset=first, mask_function=function).rules
+        assert (rules.ranges is None, rules.causal) == (text, text)
+
+
+def test_blocks_that_do_not_reach_the_queries_have_no_rule():
+    mask = blocks([0, 0, 0])
+    assert (mask.rules, mask.reason) == (None, "blocks of tokens that end before the queries")
 
 
 def test_padding_of_another_batch_has_no_rule():

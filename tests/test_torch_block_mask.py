@@ -145,21 +145,43 @@ def test_documents_with_a_list():
     assert from_flex_block_mask(cut, cu_seqlens_q=ends, cu_seqlens_kv=ends)["window"] == (20, 0)
 
 
-NO_RULE = {
+RUNS = {
     "prefix": lambda b, h, i, j: (i >= j) | (j < 9),
-    "dilated": lambda b, h, i, j: (i - j) % 2 == 0,
     "a band before the diagonal": lambda b, h, i, j: (i - j >= 9) & (i - j < 20) & (i < LENGTHS[b]) & (j < 70),
-    "by token": lambda b, h, i, j: (i >= j) & (j != 5),
+    "two windows": lambda b, h, i, j: torch.where(i < 48, i - j <= 5, i - j <= 33) & (i >= j),
     "full blocks beyond the window": lambda b, h, i, j: torch.where(i < 48, i - j <= 5, i >= 0),
     "padding of keys alone, causal": lambda b, h, i, j: (i >= j) & (j < LENGTHS[b]),
     "documents that are not given": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
-}  # fmt: skip
+    "heads with lists of their own": lambda b, h, i, j: ((i >= j) | (j < 9)) & ((j // 16 + h) % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
+def test_runs_of_keys_are_recognised(name, block, eager):
+    mask = flex.create_block_mask(RUNS[name], 2, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
+    options = from_flex_block_mask(mask)
+    assert options.keys() == {"sabi", "block_shape", "kv_ranges"}
+    q, k, v = problem()
+    ours = attended(options, q, k, v)
+    right = expected(q, k, v, flex.create_mask(RUNS[name], 2, 2, 90, 90, device="cpu"))
+    torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-5)
+    again = to_flex_block_mask(options["sabi"], 90, block_shape=options["block_shape"], kv_ranges=options["kv_ranges"])
+    assert torch.equal(seen_by(again, 2, 2, 90, 90), seen_by(mask, 2, 2, 90, 90))
+
+
+NO_RULE = {
+    "dilated": lambda b, h, i, j: (i - j) % 2 == 0,
+    "by token": lambda b, h, i, j: (i >= j) & (j != 5),
+    "runs that heads do not share": lambda b, h, i, j: (i >= j) & (i - j < 9 + 3 * h),
+}
 
 
 @pytest.mark.parametrize("name", list(NO_RULE))
 def test_masks_without_a_rule(name):
-    mask = flex.create_block_mask(NO_RULE[name], 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(ValueError, match="^block_mask: expected partial blocks that causal, window, lengths or the given documents cut exactly, got a mask_mod that does not$"):
+    mask = flex.create_block_mask(NO_RULE[name], 2, 2, 90, 90, device="cpu", BLOCK_SIZE=16)
+    sentence = "block_mask: expected partial blocks that causal, window, lengths, the given documents or a run of keys for each query cut exactly"
+    with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that does not$"):
         from_flex_block_mask(mask)
 
 
@@ -285,10 +307,14 @@ def test_documents_become_masks(listed, eager):
 def test_bad_lists():
     with pytest.raises(ValueError, match="^sabi: expected columns in 0..5, got 6"):
         to_flex_block_mask(np.full((1, 1, 6, 1), 6), 90, block_shape=(16, 16))
-    with pytest.raises(ValueError, match=r"^kv_lens: expected the batch of sabi and q_lens, got batches of \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"^kv_lens: expected the batch of sabi, q_lens and kv_ranges, got batches of \[2, 3\]"):
         to_flex_block_mask(np.zeros((3, 1, 6, 1), np.int32), 90, block_shape=(16, 16), kv_lens=[1, 2])
     with pytest.raises(ValueError, match="^q_lens: expected None beside documents, got lengths$"):
         to_flex_block_mask(None, 90, q_lens=[3], cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS)
+    with pytest.raises(ValueError, match="^kv_ranges: expected None beside documents, got ranges$"):
+        to_flex_block_mask(None, 90, kv_ranges=np.zeros((90, 2), int), cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS)
+    with pytest.raises(ValueError, match=r"^kv_ranges: expected shape \(B, 90, 2\) or \(90, 2\), got \(9, 2\)"):
+        to_flex_block_mask(None, 90, kv_ranges=np.zeros((9, 2), int))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own

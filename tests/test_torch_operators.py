@@ -341,6 +341,56 @@ def test_causal_with_lengths_and_windows(queries, keys, window):
         assert (ours[b, :, ends:] == 0).all()
 
 
+MASKS = {
+    "queries and keys": lambda i, j: (j <= i + 3) & (j >= i - 9),
+    "keys": lambda i, j: (j[0] < 30)[None],
+    "padding on the left": lambda i, j: ((j <= i + 6) & (j >= torch.tensor([0, 11])[:, None, None]))[:, None],
+    "prefix": lambda i, j: ((j <= i) | (j < 5))[None, None],
+    "heads that agree": lambda i, j: (j <= i).repeat(2, 4, 1, 1),
+    "nothing": lambda i, j: torch.zeros(31, 37, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", list(MASKS))
+@pytest.mark.parametrize("floats", [False, True])
+def test_masks_of_elements(name, floats):
+    """Masks of bool, and of 0 and -inf, in every shape that torch expands, forward and backward."""
+    allowed = MASKS[name](torch.arange(31)[:, None], torch.arange(37)[None])
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf) if floats else allowed
+    given = tensors(grad=True, dims=(16, 16, 16))
+    ours = functions.scaled_dot_product_attention(*given, mask, enable_gqa=True)
+    seen = allowed.expand(2, 4, 31, 37).any(-1)
+    assert (ours[~seen] == 0).all()
+    weight = torch.randn(ours.shape) * seen[..., None]
+    q, k, v = given
+    theirs = dense(q, k, v, allowed | ~allowed.any(-1, keepdim=True))  # rows that see nothing have no weight
+    torch.testing.assert_close(ours[seen], theirs[seen])
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), given) for x in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_runs_of_keys_compile():
+    """The operator stands in a graph, with its gradient; ranges may be of every shape."""
+    given = tensors(grad=True)
+    i = torch.arange(31)
+    runs = torch.stack([i // 8 * 8, i + 6], dim=-1)
+
+    def run(q, k, v, runs):
+        return functions.block_sparse_attention(q, k, v, kv_ranges=runs)
+
+    expected = blitz_attn.block_sparse_attention(*(x.detach() for x in given), kv_ranges=runs)
+    for ranges in (runs, runs.to(torch.int32)[None], runs.expand(2, 31, 2)):
+        assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(*given, ranges), expected)
+    grads = [torch.autograd.grad(x.sum(), given) for x in (run(*given, runs), run(*given, runs.numpy()))]
+    exact = blitz_attn.reference.block_sparse_attention_backward(
+        np.ones(expected.shape), *(x.detach().numpy() for x in given),
+        *blitz_attn.reference.block_sparse_attention(*(x.detach().numpy() for x in given), kv_ranges=runs, return_lse=True), kv_ranges=runs,
+    )  # fmt: skip
+    for *found, right in zip(*grads, exact, strict=True):
+        assert torch.equal(*found)
+        np.testing.assert_allclose(found[0], right, atol=1e-5)
+
+
 def test_lists_cut_what_is_attended():
     q, k, v = tensors()
     allowed = torch.from_numpy(sabi.to_token_mask(LISTS.numpy(), 31, 37, (8, 8)))
@@ -365,12 +415,21 @@ def test_gradients_as_torchs():
     ("change", "error", "sentence"),
     [
         ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0, got 0.1: this attention has no dropout"),
-        ({"attn_mask": torch.ones(31, 37, dtype=torch.bool)}, TypeError, "attn_mask: expected None or a CausalBias, got a mask of all queries and keys: say it by"),
+        ({"attn_mask": torch.arange(37) % 2 == 0}, ValueError, "attn_mask: expected rows whose keys have no gap between them, got others"),
+        ({"attn_mask": torch.ones(31, 36, dtype=torch.bool)}, ValueError,
+         r"attn_mask: expected a shape that expands to \(.*31, 37\), got \(31, 36\)"),
+        ({"attn_mask": torch.ones(31, 37)}, ValueError, "attn_mask: expected bool, or floats without a gradient that are 0 or -inf, got a bias"),
+        ({"attn_mask": torch.zeros(31, 37, requires_grad=True)}, ValueError, "attn_mask: expected bool, or floats without a gradient"),
+        ({"attn_mask": torch.ones(31, 37, dtype=torch.int64)}, TypeError, "attn_mask: expected bool or floats, got torch.int64"),
+        ({"attn_mask": torch.ones(31, 37, dtype=torch.bool), "is_causal": True}, ValueError,
+         "is_causal: expected False beside an attn_mask, got True"),
         ({"attn_mask": causal_lower_right(31, 37), "is_causal": True}, ValueError,
-         "is_causal: expected False beside a CausalBias, got True"),
+         "is_causal: expected False beside an attn_mask, got True"),
         ({"attn_mask": causal_lower_right(31, 36)}, ValueError,
          r"attn_mask: expected a CausalBias for 31 queries and 37 keys, got one for \(31, 36\)"),
-        ({"attn_mask": 3}, TypeError, "attn_mask: expected None or a CausalBias, got int"),
+        ({"attn_mask": 3}, TypeError, "attn_mask: expected None, a tensor or a CausalBias, got int"),
+        ({"attn_mask": torch.ones(2, 4, 31, 37, dtype=torch.bool) & (torch.arange(4) > 0)[:, None, None]}, ValueError,
+         "attn_mask: expected a mask that all heads share, got one for each head"),
         ({"enable_gqa": False}, ValueError, "key: expected 4 heads like query, or enable_gqa=True, got 2"),
         ({"value": torch.ones(2, 37, 8)}, ValueError, r"value: expected shape \(..., H, S, D\) with the leading axes of query, got \(2, 37, 8\)"),
         ({"key": torch.ones(2, 2, 37, 8)}, ValueError, "key: expected shape .* like query"),

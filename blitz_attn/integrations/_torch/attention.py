@@ -68,6 +68,7 @@ def block_sparse_attention(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    kv_ranges: Any = None,
     sinks: Any = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -80,7 +81,9 @@ def block_sparse_attention(
     q, k, v : torch.Tensor
         CPU tensors: float32, float16, bfloat16 or float64.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
-        See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi` is a tensor.
+        See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi` and `kv_ranges` are tensors.
+    kv_ranges : torch.Tensor or array of int, optional
+        ``(B, Sq, 2)``, ``(Sq, 2)`` or for layout TND ``(T, 2)``: the run of keys that each query may see.
     sinks : torch.Tensor or sequence of float, optional
         ``(H,)``: one more score per head, which takes part in the softmax but has no value. Read as float32; a tensor of any float dtype
         may need a gradient, which then has that dtype.
@@ -132,8 +135,8 @@ def block_sparse_attention(
         block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
     )
     out, lse = operators.call(
-        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, sinks=numbers_of(sinks, "sinks"),
-        softcap=number_of(softcap, "softcap"), return_lse=return_lse,
+        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=lists_of(kv_ranges, "kv_ranges"),
+        sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"), return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -188,9 +191,10 @@ def scaled_dot_product_attention(
         ``(..., H, Sq, D)``: a CPU tensor, float32, float16, bfloat16 or float64.
     key, value : torch.Tensor
         ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype and leading axes.
-    attn_mask : torch.nn.attention.bias.CausalBias, optional
+    attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
         ``causal_upper_left`` is what `is_causal` is, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
-        Masks of one element for each query and key are refused: they have no rule that could be computed without them.
+        A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are all 0 or
+        ``-inf``. The keys of each query must have no gap between them, and all heads of a batch entry must see the same.
     dropout_p : float
         0.
     is_causal : bool
@@ -239,7 +243,12 @@ def scaled_dot_product_attention(
     if type(dropout_p) not in (int, float) or dropout_p != 0:
         raise ValueError(f"dropout_p: expected 0, got {number_of(dropout_p, 'dropout_p')}: this attention has no dropout")
     is_causal, lower_right = flag_of(is_causal, "is_causal"), False
-    if attn_mask is not None:
+    kv_ranges = None
+    if isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant"):  # that is a CausalBias
+        if is_causal:
+            raise ValueError("is_causal: expected False beside an attn_mask, got True")
+        kv_ranges = _ranges_of_mask(attn_mask, (*query.shape[:-1], key.shape[-2]))
+    elif attn_mask is not None:
         is_causal, lower_right = _rule_of_mask(attn_mask, is_causal)
         sizes, made_for = (query.shape[-2], key.shape[-2]), (attn_mask.seq_len_q, attn_mask.seq_len_kv)
         if made_for != sizes:
@@ -257,7 +266,9 @@ def scaled_dot_product_attention(
             q, k, rules["window"], rules["q_lens"], rules["kv_lens"]
         )
     try:
-        out, lse = operators.call("block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, return_lse=return_lse)
+        out, lse = operators.call(
+            "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=kv_ranges, return_lse=return_lse
+        )
     except (TypeError, ValueError) as error:
         raise renamed(error, _NAMES) from error
     if query.dim() != 4:
@@ -266,19 +277,48 @@ def scaled_dot_product_attention(
 
 
 def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
-    """Whether a mask is causal from the first query and key on, or up to the last ones."""
+    """Whether a `CausalBias` is causal from the first query and key on, or up to the last ones."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
     if not isinstance(attn_mask, CausalBias):
-        kind = "a mask of all queries and keys" if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
-        raise TypeError(
-            f"attn_mask: expected None or a CausalBias, got {kind}: say it by is_causal, window, q_lens, kv_lens and sabi, "
-            "which are computed without one"
-        )
+        raise TypeError(f"attn_mask: expected None, a tensor or a CausalBias, got {type(attn_mask).__name__}")
     if is_causal:
-        raise ValueError("is_causal: expected False beside a CausalBias, got True")
+        raise ValueError("is_causal: expected False beside an attn_mask, got True")
     lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
     return not lower, lower
+
+
+def _ranges_of_mask(mask: Any, shape: tuple[int, ...]) -> Any:
+    """`kv_ranges` that say what a mask does which torch can expand to `shape`, (..., H, Sq, Skv)."""
+    expect_tensors(attn_mask=mask)
+    if mask.is_floating_point():
+        if mask.requires_grad or not bool(((mask == 0) | (mask == -torch.inf)).all()):
+            raise ValueError("attn_mask: expected bool, or floats without a gradient that are 0 or -inf, got a bias of scores")
+        mask = mask == 0
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask: expected bool or floats, got {mask.dtype}")
+    try:
+        seen = mask.expand(shape)
+    except RuntimeError as error:
+        raise ValueError(f"attn_mask: expected a shape that expands to {shape}, got {tuple(mask.shape)}") from error
+    if seen.dim() > 2 and seen.shape[-3] > 0:
+        first = seen[..., :1, :, :]
+        if seen.stride(-3) != 0 and not torch.equal(seen, first.expand_as(seen)):
+            raise ValueError("attn_mask: expected a mask that all heads share, got one for each head")
+        seen = first.squeeze(-3)
+    while seen.dim() > 2 and seen.stride(0) == 0 and seen.shape[0] > 0:  # all batch entries share it
+        seen = seen[0]
+    seen = seen.flatten(0, -3) if seen.dim() > 3 else seen
+    bits = seen.to(torch.uint8)
+    some, keys = seen.any(-1), seen.shape[-1]
+    if keys == 0:
+        return torch.zeros((*seen.shape[:-1], 2), dtype=torch.int64)
+    begin, end = bits.argmax(-1), keys - bits.flip(-1).argmax(-1)
+    if bool((some & (end - begin != seen.sum(-1))).any()):
+        raise ValueError(
+            "attn_mask: expected rows whose keys have no gap between them, got others: say it by sabi, since lists of blocks may have gaps"
+        )
+    return torch.stack([begin, torch.where(some, end, begin)], dim=-1)
 
 
 def select_and_attend_prefill(

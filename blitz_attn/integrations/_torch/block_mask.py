@@ -2,8 +2,8 @@
 
 A BlockMask lists full blocks, in which every query sees every key, and partial blocks, in which a function of (batch, head, query, key)
 says it for each pair of tokens. A block list has one kind of block, and token rules that cut inside: causal, window, lengths and
-documents. So a mask becomes a list where some rules cut its partial blocks exactly as its function does and no full block at all. The
-function is evaluated on all tokens of the partial blocks to find that out.
+documents, or a run of keys for each query. So a mask becomes a list where some rules cut its partial blocks exactly as its function does
+and no full block at all. The function is evaluated on all tokens of the partial blocks to find that out.
 """
 
 from __future__ import annotations
@@ -85,14 +85,18 @@ class Rules(NamedTuple):
         return seen
 
 
-def _mask_mod(places: Places, rules: Rules, kept: Any, block_shape: tuple[int, int]) -> Callable[..., Any]:
+def _mask_mod(places: Places, rules: Rules, kept: Any, block_shape: tuple[int, int], ranges: Any = None) -> Callable[..., Any]:
     """The function of a BlockMask: the rules, and the list itself (`kept`: bool (B or 1, H or 1, R, C), or None), because uncompiled
-    flex_attention looks at nothing else. In a problem of documents the rows and columns of `kept` begin at each document."""
+    flex_attention looks at nothing else. In a problem of documents the rows and columns of `kept` begin at each document. `ranges`:
+    (B or 1, Sq, 2), a run of keys for each query."""
     several = None if kept is None else (kept.shape[0] > 1, kept.shape[1] > 1)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         sequence, inside, distance = places.distance(b, q_idx, kv_idx)
         seen = inside & rules.allow(distance)
+        if ranges is not None:
+            first, end = ranges[b if ranges.shape[0] > 1 else torch.zeros_like(q_idx), q_idx].unbind(-1)
+            seen = seen & (first <= kv_idx) & (kv_idx < end)
         if kept is None or several is None:
             return seen
         i, j = q_idx, kv_idx
@@ -160,6 +164,18 @@ def _both_ends(cu_seqlens_q: Any, cu_seqlens_kv: Any, lens: tuple[Any, Any], siz
     return ends
 
 
+def _ranges_given(kv_ranges: Any, queries: int, ends: tuple[Any, Any]) -> np.ndarray | None:
+    """int64 (B or 1, Sq, 2), or None."""
+    if kv_ranges is None:
+        return None
+    ranges = integers(kv_ranges, "kv_ranges")
+    if ends[0] is not None:
+        raise ValueError("kv_ranges: expected None beside documents, got ranges")
+    if ranges.ndim not in (2, 3) or ranges.shape[-2:] != (queries, 2):
+        raise ValueError(f"kv_ranges: expected shape (B, {queries}, 2) or ({queries}, 2), got {ranges.shape}")
+    return np.ascontiguousarray(ranges.reshape(-1, queries, 2) if queries else ranges.reshape(1, 0, 2))
+
+
 # ---- To a BlockMask ---------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +200,7 @@ def to_flex_block_mask(
     kv_lens: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    kv_ranges: Any = None,
 ) -> Any:
     """FlexAttention's BlockMask for what a call of `block_sparse_attention` attends.
 
@@ -200,6 +217,8 @@ def to_flex_block_mask(
         Token rules: see `block_sparse_attention`.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         Documents that follow one another, as in layout TND. The BlockMask is for tensors ``(1, H, T, D)``.
+    kv_ranges : array of int, optional
+        ``(B, s_q, 2)`` or ``(s_q, 2)``, without documents: see `block_sparse_attention`.
 
     Returns
     -------
@@ -226,11 +245,13 @@ def to_flex_block_mask(
     ends = _both_ends(cu_seqlens_q, cu_seqlens_kv, lens, sizes)
     rules = Rules.of(flag_of(causal, "causal"), pair_of(window, "window"))
     places = Places.of(sizes, lens, ends, "cpu")
+    ranges = _ranges_given(kv_ranges, sizes[0], ends)
     if ends[0] is None:
         kept = None if sabi is None else to_block_mask(check(sabi, *sizes, shape), grid[1])
-        batches = {*(x.size for x in lens if x is not None), *(() if kept is None else kept.shape[:1])} - {1}
+        several = [x.shape[:1] for x in (*lens, kept, ranges) if x is not None]
+        batches = {n for (n,) in several} - {1}
         if len(batches) > 1:
-            raise ValueError(f"kv_lens: expected the batch of sabi and q_lens, got batches of {sorted(batches)}")
+            raise ValueError(f"kv_lens: expected the batch of sabi, q_lens and kv_ranges, got batches of {sorted(batches)}")
         lead = (max(batches, default=1), 1 if kept is None else kept.shape[1])
         candidates = np.broadcast_to(np.True_ if kept is None else kept, (*lead, *grid))
     else:
@@ -239,7 +260,9 @@ def to_flex_block_mask(
         kept = None if sabi is None else to_block_mask(check(sabi, most_q, most_kv, shape, batch=ends[0].size - 1), columns)
         lead = (1, 1 if kept is None else kept.shape[1])
         candidates = np.broadcast_to(_grid_of_documents(ends, shape, grid), (*lead, *grid))
-    mask_mod = _mask_mod(places, rules, None if kept is None else torch.from_numpy(kept), shape)
+    mask_mod = _mask_mod(
+        places, rules, None if kept is None else torch.from_numpy(kept), shape, None if ranges is None else torch.from_numpy(ranges)
+    )
     some, every = np.zeros((2, *lead, *grid), bool)
     for part, *_, seen in _evaluated(mask_mod, np.argwhere(candidates), shape, sizes, "cpu"):
         some[tuple(part.T)] = seen.any(-1).any(-1).numpy()
@@ -320,14 +343,36 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
     return causal, window
 
 
+def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
+    """int32 (B or 1, Sq, 2): for each query a run of keys that cuts the partial blocks of all heads exactly as the mask's function does;
+    None where there is none."""
+    first, end = np.full((2, partial.shape[0], sizes[0]), sizes[1], np.int32)
+    end[:] = 0
+    for _, b, i, j, _, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
+        at = np.broadcast_arrays(b[..., 0].cpu().numpy(), i[..., 0].cpu().numpy())
+        np.minimum.at(first, tuple(at), torch.where(seen, j, sizes[1]).amin(-1).cpu().numpy())
+        np.maximum.at(end, tuple(at), torch.where(seen, j + 1, 0).amax(-1).cpu().numpy())
+    for b, row, column in np.argwhere(full.any(axis=1)):
+        rows = slice(row * shape[0], (row + 1) * shape[0])
+        first[b, rows] = np.minimum(first[b, rows], column * shape[1])
+        end[b, rows] = np.maximum(end[b, rows], min(sizes[1], (column + 1) * shape[1]))
+    ranges = torch.from_numpy(np.stack([first, end], axis=-1)).to(device)
+    for _, b, i, j, valid, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
+        run = ranges[b, i]
+        if not torch.equal(seen, valid & (run[..., 0] <= j) & (j < run[..., 1])):
+            return None
+    return ranges.cpu()
+
+
 def from_flex_block_mask(
     block_mask: Any, *, q_lens: Any = None, kv_lens: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None
 ) -> dict[str, Any]:
     """The arguments of `block_sparse_attention` that attend what a BlockMask of FlexAttention does.
 
     Causal masks and windows are recognised: the mask's function is evaluated on all tokens of its partial blocks, and the rules that
-    are returned cut them exactly so. So are the lengths of a padded batch, where padding is neither attended nor attends. Documents
-    are not recognised, but checked where they are given. A mask that these rules cannot express is refused.
+    are returned cut them exactly so. So are the lengths of a padded batch, where padding is neither attended nor attends. Where these do
+    not fit, a run of keys for each query may, as for a prefix that sees itself, or documents that are not given. Documents that are given
+    are checked. A mask that these rules cannot express is refused.
 
     Parameters
     ----------
@@ -341,9 +386,9 @@ def from_flex_block_mask(
     Returns
     -------
     dict
-        ``sabi`` (int32 tensor), ``block_shape``, ``causal``, ``window``, ``q_lens`` and ``kv_lens``; for documents ``layout="TND"``,
-        ``cu_seqlens_q`` and ``cu_seqlens_kv`` instead of lengths, for tensors ``(T, H, D)``, and a ``sabi`` whose rows and columns begin
-        at each document, or None where the mask leaves out nothing of the documents.
+        ``sabi`` (int32 tensor), ``block_shape``, ``causal``, ``window``, ``q_lens`` and ``kv_lens``, or instead of these ``kv_ranges``.
+        For documents ``layout="TND"``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` instead of lengths, for tensors ``(T, H, D)``, and a ``sabi``
+        whose rows and columns begin at each document, or None where the mask leaves out nothing of the documents.
 
     Raises
     ------
@@ -395,10 +440,14 @@ def from_flex_block_mask(
         lens = found.ends[0], found.ends[1]
         places = Places.of(sizes, lens, ends, device)
         rules = _rules_of(_looked_at(block_mask, partial, full, shape, places, device), sum(sizes))
+    if rules is None and all(x is None for x in (q_lens, kv_lens, ends[0])):
+        ranges = _ranges_of(block_mask, partial, full, shape, sizes, device)
+        if ranges is not None:
+            return {"block_shape": shape, "sabi": _list_of(kept), "kv_ranges": ranges}
     if rules is None:
         raise ValueError(
-            "block_mask: expected partial blocks that causal, window, lengths or the given documents cut exactly, "
-            "got a mask_mod that does not"
+            "block_mask: expected partial blocks that causal, window, lengths, the given documents or a run of keys for each query "
+            "cut exactly, got a mask_mod that does not"
         )
     options: dict[str, Any] = {"block_shape": shape, "causal": rules[0], "window": rules[1]}
     if ends[0] is None:

@@ -29,10 +29,11 @@ _RULES = """int[] block_shape=[128, 128], float? scale=None, str layout="BNSD", 
     int? num_heads=None, int? num_kv_heads=None, int? num_threads=None"""
 
 SCHEMAS = {
-    "block_sparse_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_TENSORS}, Tensor? sinks=None, *, {_RULES},
-        float? softcap=None) -> (Tensor, Tensor)""",
+    "block_sparse_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_TENSORS}, Tensor? kv_ranges=None,
+        Tensor? sinks=None, *, {_RULES}, float? softcap=None) -> (Tensor, Tensor)""",
     "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-        Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, *, {_RULES}, float? softcap=None) -> (Tensor, Tensor, Tensor)""",
+        Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, Tensor? kv_ranges=None, *, {_RULES},
+        float? softcap=None) -> (Tensor, Tensor, Tensor)""",
     "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, *, {_RULES}, str chooser="pooled", float[]? density=None,
         float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1, int? recent=2, int? last_columns=0,
         int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
@@ -60,8 +61,8 @@ def chooser_text(chooser: Any) -> str:
 
 
 def _named(given: tuple[Any, ...]) -> dict[str, Any]:
-    """The lengths and the sinks by name: the dispatcher leaves out the last ones where they are None."""
-    return dict(zip((*_LENGTHS, "sinks"), given, strict=False))
+    """The lengths, ranges and sinks by name: the dispatcher leaves out the last ones where they are None."""
+    return dict(zip((*_LENGTHS, "kv_ranges", "sinks"), given, strict=False))
 
 
 def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, return_lse: bool = True, **options: Any) -> Any:
@@ -69,7 +70,7 @@ def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, return_lse: b
 
 
 def _attend_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *lengths: Any, softcap: float | None = None,
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, softcap: float | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
     if softcap:
@@ -77,7 +78,7 @@ def _attend_backward(
             f"softcap: expected 0 where a gradient is requested, because gradients of capped scores are not computed, got {softcap:g}"
         )
     dout, q, k, v, out, lse = (rows(x) for x in (dout, q, k, v, out, lse))
-    options |= _named(lengths)
+    options |= _named(named)
     return block_sparse_attention_backward(dout, q, k, v, out, lse, sabi, dlse=None if dlse is None else rows(dlse), **options)
 
 

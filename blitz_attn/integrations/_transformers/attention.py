@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -245,6 +246,8 @@ def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> 
     config = layer.config
     if not layer.sparse or layer.query.shape[2] == 1 or keys < config.min_tokens or not config._sparse_in(layer.number):
         return None, (128, 128)
+    if rules.get("kv_ranges") is not None:  # choosers do not know which keys these hide
+        return None, (128, 128)
     options = config._options(layer.number, layer.query.shape[1], layer.key.shape[1], layer.query.shape[3])
     lists = select_blocks_prefill(q.detach(), k.detach(), num_threads=config.num_threads, **options, **rules)
     return lists, options["block_shape"]
@@ -289,7 +292,7 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
     if not layer.sparse or config.decode_budget is None or layer.query.shape[2] != 1 or length < config.min_tokens:
         return None
     pages = pages_of(layer.key, layer.value)
-    whole = rules.left is None and rules.offset == length - 1 and all(end == length for end in rules.ends)
+    whole = rules.left is None and rules.ranges is None and rules.offset == length - 1 and all(end == length for end in rules.ends)
     if pages is None or not whole or not config._sparse_in(layer.number) or layer.block_indices is not None or layer.differentiated:
         return None
     options = {"scale": layer.scaling, "sinks": layer.sinks, "softcap": layer.softcap, "num_threads": config.num_threads}
@@ -319,6 +322,9 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         whole = all(n == q.shape[1] for n in call.q_lens) and all(n == longest for n in call.kv_lens)
         lengths = {} if whole else {"q_lens": call.q_lens, "kv_lens": call.kv_lens}
         options = {"layout": "BSND", "causal": rules.causal, "window": rules.window, "scale": layer.scaling} | lengths
+        if rules.ranges is not None:
+            ranges = np.broadcast_to(rules.ranges, (layer.query.shape[0], *rules.ranges.shape[1:]))[call.entries]
+            options["kv_ranges"] = ranges - call.start
         if layer.block_indices is not None:
             lists = _model_lists(layer, -(-longest // layer.module.indexer.block_size))[call.entries]
             parts.append(_attend_model_lists(layer, q, k, v, lists, options))

@@ -1,8 +1,8 @@
 """Masks as rules: what transformers' mask functions say, without a matrix of queries times keys.
 
 transformers makes a mask once per forward pass and kind of layer, and hands it to the attention of each layer. `make_mask` is registered
-for that. It reads the rule that the mask function stands for (causal, a window, packed sequences), and the padding, and returns a
-`RuleMask`. Where there is no such rule, the mask says why, and attention falls back.
+for that. It reads the rule that the mask function stands for (causal, a window, packed sequences, chunks, images whose tokens see one
+another), and the padding, and returns a `RuleMask`. Where there is no such rule, the mask says why, and attention falls back.
 
 While torch traces a model (`torch.compile`), padding and packed sequences are tensors without elements. `make_mask` then returns a
 `TracedMask`, which holds them, and the operator that is called in the graph makes the `RuleMask`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from types import FunctionType
 from typing import Any
 
@@ -41,7 +42,8 @@ class Rules:
 
     Query i has position ``i + offset`` among the keys. `left` and `right` bound how many tokens before and after its position it sees, None
     does not. `starts` and `ends` bound the keys of each batch entry. With `sequences`, cumulative lengths over the tokens of all
-    entries, queries see their own sequence only.
+    entries, queries see their own sequence only. `ranges`, (B or 1, Sq, 2), bounds the keys of each query: the first, and the place after
+    the last.
     """
 
     offset: int
@@ -52,6 +54,7 @@ class Rules:
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     sequences: tuple[int, ...] | None = None
+    ranges: Any = None
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -96,15 +99,81 @@ class _Said:
     right: int | None = None
     packed: Any = None  # (B, S) numbers of sequences
     padding: tuple[Any, ...] = ()  # (B, keys) tensors of bool
+    runs: Any = None  # int64 (B or 1, Sq, 2): the position of the first key that each query may see, and that after the last one
 
     def __and__(self, other: _Said) -> _Said:
         def least(a: int | None, b: int | None) -> int | None:
             return a if b is None else b if a is None else min(a, b)
 
         packed = self.packed if other.packed is None else other.packed
+        runs = self.runs if other.runs is None else other.runs
+        if self.runs is not None and other.runs is not None:
+            runs = _common(self.runs, other.runs)
         return _Said(
-            self.causal or other.causal, least(self.left, other.left), least(self.right, other.right), packed, self.padding + other.padding
-        )
+            self.causal or other.causal, least(self.left, other.left), least(self.right, other.right), packed, self.padding + other.padding,
+            runs,
+        )  # fmt: skip
+
+    def as_runs(self, positions: np.ndarray) -> np.ndarray:
+        """All that is said, as a run of keys for each query."""
+        if self.packed is not None or self.padding:
+            raise _NoRuleError("a union of masks with packed sequences or padding")
+        first = np.full_like(positions, 0) if self.left is None else positions - self.left
+        end = np.full_like(positions, _ENDLESS) if self.right is None else positions + self.right + 1
+        if self.causal:
+            end = np.minimum(end, positions + 1)
+        runs = np.stack([first, end], axis=-1)[None]
+        return runs if self.runs is None else _common(runs, self.runs)
+
+
+_ENDLESS = 1 << 40  # a position beyond all keys
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The keys of two runs."""
+    return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
+
+
+def _joined_runs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The keys of either run, which must meet."""
+    a, b = np.broadcast_arrays(a, b)
+    a, b = (np.where((x[..., :1] < x[..., 1:]), x, y) for x, y in ((a, b), (b, a)))  # one that is empty adds nothing
+    if (np.maximum(a[..., 0], b[..., 0]) > np.minimum(a[..., 1], b[..., 1])).any():
+        raise _NoRuleError("a union of masks that leaves gaps between the keys of a query")
+    return np.stack([np.minimum(a[..., 0], b[..., 0]), np.maximum(a[..., 1], b[..., 1])], axis=-1)
+
+
+def _either(parts: list[_Said], positions: np.ndarray) -> _Said:
+    """Masks joined by `or`. Those that let nothing be seen, as blocks do where these queries are text, are left out."""
+    runs = [part.as_runs(positions) for part in parts]
+    some = [n for n, run in enumerate(runs) if (run[..., 0] < run[..., 1]).any()]
+    return parts[some[0]] if len(some) == 1 else _Said(runs=reduce(_joined_runs, runs))
+
+
+def _runs_of_chunks(size: int, padding: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Chunks of tokens, which begin behind the padding of each batch entry."""
+    begin = padding.astype(np.int64).reshape(-1, 1)
+    first = begin + (positions - begin) // size * size
+    return np.stack([first, first + size], axis=-1)
+
+
+def _runs_of_blocks(numbers: Any, positions: np.ndarray) -> np.ndarray:
+    """Tokens that see all tokens with their number, where that is not negative, and none otherwise."""
+    numbers = numbers.numpy()
+    tokens = numbers.shape[1]
+    if positions.size and positions[-1] >= tokens:
+        raise _NoRuleError("blocks of tokens that end before the queries")
+    begins, ends = np.ones((2, *numbers.shape), bool)
+    begins[:, 1:] = ends[:, :-1] = numbers[:, 1:] != numbers[:, :-1]
+    for row, starts in zip(numbers, begins, strict=True):
+        named = row[starts & (row >= 0)]
+        if np.unique(named).size != named.size:
+            raise _NoRuleError("blocks of tokens with other tokens between them")
+    place = np.arange(tokens)
+    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    end = np.minimum.accumulate(np.where(ends, place + 1, tokens)[:, ::-1], axis=1)[:, ::-1]
+    end = np.where(numbers >= 0, end, first)
+    return np.stack([first[:, positions], end[:, positions]], axis=-1)
 
 
 class _NoRuleError(Exception):
@@ -156,8 +225,11 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
     return name.partition(".<locals>.")[0], dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
-def _said_by(function: Any, last: int) -> _Said:
-    """What a mask function of `transformers.masking_utils` says; `last` is the largest position that it will be given."""
+def _said_by(function: Any, last: int, positions: np.ndarray | None = None) -> _Said:
+    """What a mask function of `transformers.masking_utils` says; `last` is the largest position that it will be given.
+
+    `positions` are those of the queries. While torch traces there are none, and no runs of keys are made.
+    """
     if function is masking_utils.causal_mask_function:
         return _Said(causal=True)
     if function is masking_utils.bidirectional_mask_function:
@@ -166,7 +238,7 @@ def _said_by(function: Any, last: int) -> _Said:
     if outer == "and_masks":
         said = _Said()
         for part in inside["mask_functions"]:
-            said = said & _said_by(part, last)
+            said = said & _said_by(part, last, positions)
         return said
     if outer == "sliding_window_overlay":
         return _Said(left=int(inside["sliding_window"]) - 1)
@@ -175,11 +247,20 @@ def _said_by(function: Any, last: int) -> _Said:
     if outer == "packed_sequence_mask_function":
         return _Said(packed=inside["packed_sequence_mask"])
     if outer == "remap_positions_for_packed_sequence":  # comes with the packed sequences, within which positions rise one by one
-        return _said_by(inside["mask_function"], last)
+        said = _said_by(inside["mask_function"], last, positions)
+        if said.runs is not None:
+            raise _NoRuleError("chunks or blocks that are counted in packed sequences")
+        return said
     if outer == "padding_mask_function":
         return _Said(padding=(inside["padding_mask"],))
-    if outer == "chunked_overlay" and last < int(inside["chunk_size"]):
-        return _Said()  # one chunk holds all
+    if outer == "chunked_overlay" and last < int(inside["chunk_size"]) and (positions is None or not inside["left_padding"].any()):
+        return _Said()  # one chunk holds all, or all but padding on the left, which no other token sees
+    if positions is not None and outer == "chunked_overlay":
+        return _Said(runs=_runs_of_chunks(int(inside["chunk_size"]), inside["left_padding"].numpy(), positions))
+    if positions is not None and outer == "blockwise_overlay":
+        return _Said(runs=_runs_of_blocks(inside["block_sequence_ids"], positions))
+    if positions is not None and outer == "or_masks":
+        return _either([_said_by(part, last, positions) for part in inside["mask_functions"]], positions)
     kinds = {"chunked_overlay": "chunks of tokens", "blockwise_overlay": "blocks without order", "or_masks": "a union of masks"}
     raise _NoRuleError(f"a mask of {kinds.get(outer, outer)}")
 
@@ -441,7 +522,7 @@ def make_mask(
     arguments["q_offset"] = q_offset = int(q_offset)  # static caches have a tensor
     rules, reason = None, ""
     try:
-        said = _said_by(mask_function, kv_offset + kv_length - 1)
+        said = _said_by(mask_function, kv_offset + kv_length - 1, q_offset + np.arange(q_length))
         paddings = [*said.padding, *([] if attention_mask is None else [attention_mask])]
         if len(paddings) > 1:
             raise _NoRuleError("two masks of padding")
@@ -451,9 +532,14 @@ def make_mask(
         starts, ends = _bounds(padding, batch_size, kv_length, kv_offset)
         rules = Rules(q_offset - kv_offset, q_length, said.causal, said.left, said.right, starts, ends)
         if said.packed is not None:
-            if padding is not None or q_length != kv_length or q_offset != kv_offset:
-                raise _NoRuleError("packed sequences beside padding or a cache")
-            rules = replace(rules, sequences=_sequences(said.packed, batch_size))
+            if q_length != kv_length or q_offset != kv_offset:
+                raise _NoRuleError("packed sequences beside a cache")
+            if padding is None and said.runs is None:
+                rules = replace(rules, sequences=_sequences(said.packed, batch_size))
+            else:
+                said = said & _Said(runs=_runs_of_blocks(said.packed, q_offset + np.arange(q_length)))
+        if said.runs is not None:
+            rules = replace(rules, ranges=said.runs - kv_offset)
     except _NoRuleError as error:
         rules, reason = None, str(error)
     return RuleMask((batch_size, 1, q_length, kv_length), rules, reason, arguments, [])
