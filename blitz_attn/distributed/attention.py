@@ -98,6 +98,18 @@ class _Call:
             calls[key] = RowCall(self.problem, *key)
         return calls[key]
 
+    def caps(self, sinks: Any, softcap: Any) -> dict[str, Any]:
+        """The sinks and the softcap, checked. Inside the agreement."""
+        p = self.problem
+        given: dict[str, Any] = {"softcap": None if softcap is None else number(softcap, "softcap"), "sinks": None}
+        if sinks is not None:
+            given["sinks"] = _arrays.float32_numbers(sinks, "sinks")
+        nothing = np.empty((0, p.heads, 0, 1), "float64" if p.dtype == "float64" else "float32")
+        block_sparse_attention(nothing, nothing, nothing, **given)  # refuses what any call would refuse
+        for name, value in given.items():
+            self.agreement.same(name, value if name == "softcap" or value is None else tuple(value.tolist()))
+        return given
+
     def options(self) -> dict[str, Any]:
         return {"scale": self.scale, "dtype": self.bits, "num_threads": self.num_threads}
 
@@ -117,6 +129,8 @@ def context_parallel_attention(
     *,
     comm: Any = None,
     scale: float | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
     comm_type: str = "auto",
     overlap: bool | str = True,
     return_lse: bool = True,
@@ -141,6 +155,9 @@ def context_parallel_attention(
         Only checked: the plan's.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
+    sinks, softcap
+        See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients follow from the log-sum-exp where there are sinks; with a
+        softcap there are none.
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
         How keys and values travel. "p2p": messages between pairs of ranks, of listed blocks alone. "a2a": the same bytes in one collective
         per stage. "all_gather": everything to everybody. "auto": "p2p" up to 64 ranks, then "a2a".
@@ -196,6 +213,7 @@ def context_parallel_attention(
         queries, keys, values = call.shard(q, "q"), call.shard(k, "k", keys=True), call.shard(v, "v", keys=True, values=True)
         with_lse = flag(return_lse, "return_lse")
         family, p = _arrays.family_of(q), call.problem
+        caps = call.caps(sinks, softcap)
         out = family.empty(call.shape(call.tokens[0], p.heads, p.head_dim_v), p.dtype)
         lse = family.empty(call.lse_shape(), real_of(p.dtype))
         results = [by_head(_arrays.host(out, "out", call.bits, True)[0], p.layout, p.heads), call.lse_shard(lse, "lse", True)]
@@ -204,12 +222,14 @@ def context_parallel_attention(
         rows = call.rows(piece)
         one_q, (one_k, one_v) = rows.given(piece.inputs[0]), (rows.given(x, keys=True) for x in windows)
         one_out, one_lse = (rows.given(x) for x in piece.outputs)
+        group = p.heads // p.kv_heads
+        mine = caps if caps["sinks"] is None else caps | {"sinks": caps["sinks"][piece.head * group : (piece.head + 1) * group]}
         block_sparse_attention(
-            one_q, one_k, one_v, return_lse=True, out=(one_out, one_lse[..., 0]), **rows.arguments, **call.options()
+            one_q, one_k, one_v, return_lse=True, out=(one_out, one_lse[..., 0]), **rows.arguments, **call.options(), **mine
         )  # fmt: skip
 
     if plan.size == 1:
-        block_sparse_attention(q, k, v, return_lse=True, out=(out, lse), **p.call(), **call.options())
+        block_sparse_attention(q, k, v, return_lse=True, out=(out, lse), **p.call(), **call.options(), **caps)
     else:
         call.stages([keys, values], [queries], results).run(compute)
     out = _arrays.finished(out, None, family)

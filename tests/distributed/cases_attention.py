@@ -42,7 +42,7 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), **options):
         q, k, v = (dispatch(x, plan, keys=n > 0) for n, x in enumerate(problem.arrays))
         for comm_type in comm_types:
             counting.sent = 0
-            mine = context_parallel_attention(q, k, v, plan, comm_type=comm_type, **problem.bits, **options)
+            mine = context_parallel_attention(q, k, v, plan, comm_type=comm_type, **problem.caps, **problem.bits, **options)
             assert same_bits(mine[0], dispatch(out, plan)), (name, comm_type, "out")
             assert same_bits(mine[1], dispatch(lse, plan, axis=lse_axis(problem))), (name, comm_type, "lse")
             if comm_type != "all_gather":
@@ -53,6 +53,11 @@ def case_lists_of_heads(comm):
     check(comm, Problem(1, 515, density=0.3, list_heads=4, causal=True))
     check(comm, Problem(2, 515, density=0.3, list_heads=4, list_batch=2, batch=2), ("cut", "items"))
     check(comm, Problem(3, 515, density=0.3, list_heads=2, causal=True), ("cut", "items"))  # one per KV head
+
+
+def case_softcap_and_sinks(comm):
+    check(comm, Problem(7, 515, density=0.4, causal=True, softcap=3.0, sinks=[0.5, -3.0, 2.0, 9.0]))
+    check(comm, Problem(8, 300, layout="BSH", batch=2, sinks=[0.5, -3.0, 2.0, 9.0]), ("cut",))
 
 
 def case_half_precision(comm):
@@ -176,6 +181,10 @@ def case_one_error_for_all(comm):
     assert text(lambda: context_parallel_attention(*shards, plan, comm=MPI.COMM_SELF if last else 3)) == sentence
     sentence = "ValueError: comm_type: expected one of auto, p2p, all_gather, a2a, got 'ring'"
     assert text(lambda: context_parallel_attention(*shards, plan, comm_type="ring")) == sentence
+    for given, sentence in (
+        ({"softcap": -1.0 if rank == last else 2.0}, "ValueError: softcap: expected "), ({"sinks": [1.0] * (3 + (rank != last))}, "ValueError: sinks: expected "),
+    ):  # fmt: skip
+        assert text(lambda given=given: context_parallel_attention(*shards, plan, **given)).startswith(sentence)
     if last:
         sentence = f"ValueError: scale: expected the same on all ranks, got 1.0 on rank 0 and 2.0 on rank {last}"
         assert text(lambda: context_parallel_attention(*shards, plan, scale=2.0 if rank == last else 1.0)) == sentence
@@ -187,6 +196,9 @@ def case_one_error_for_all(comm):
         assert text(lambda: ContextParallelPlan(lists, 200, block_shape=(64, 64), comm=comm)) == sentence
         sentence = f"ValueError: dtype: expected the same on all ranks, got 'float32' on rank 0 and 'float16' on rank {last}"
         assert text(lambda: ContextParallelPlan(None, 200, comm=comm, dtype="float16" if rank == last else "float32")) == sentence
+        for name, given in (("softcap", (1.0, 2.0)), ("sinks", ([1.0] * 4, [2.0] * 4))):
+            found = text(lambda name=name, given=given: context_parallel_attention(*shards, plan, **{name: given[rank == last]}))
+            assert found.startswith(f"ValueError: {name}: expected the same on all ranks, got ")
         two = ContextParallelPlan(comm=comm, dispatch="zigzag", **problem.plan), ContextParallelPlan(comm=comm, dispatch="items", **problem.plan)
         assert text(lambda: context_parallel_attention(*(dispatch(x, two[rank == last]) for x in problem.arrays), two[rank == last])).startswith(
             "ValueError: plan: expected the same on all ranks, got "

@@ -13,7 +13,7 @@ class Problem:
 
     def __init__(
         self, seed, s_q, s_kv=None, *, batch=1, heads=4, kv_heads=2, dim=32, dim_v=None, dtype="float32", layout="BNSD", block_shape=(64, 32),
-        density=None, list_batch=1, list_heads=1, q_sizes=None, kv_sizes=None, **options,
+        density=None, list_batch=1, list_heads=1, q_sizes=None, kv_sizes=None, softcap=None, sinks=None, **options,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         s_kv = s_q if s_kv is None else s_kv
@@ -44,10 +44,11 @@ class Problem:
         self.plan = {
             **lengths, **self.call, "batch": batch, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "head_dim_v": dim_v, "dtype": dtype,
         }  # fmt: skip
+        self.caps = {name: x for name, x in (("softcap", softcap), ("sinks", sinks)) if x is not None}
         self.bits = {"dtype": "bfloat16"} if self.arrays[0].dtype == np.uint16 else {}
 
     def whole(self):
-        return blitz_attn.block_sparse_attention(*self.arrays, self.sabi, return_lse=True, **self.call, **self.heads, **self.bits)
+        return blitz_attn.block_sparse_attention(*self.arrays, self.sabi, return_lse=True, **self.call, **self.heads, **self.caps, **self.bits)
 
 
 def same_bits(a, b):
