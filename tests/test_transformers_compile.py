@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from blitz_attn import select  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, _config_of_text, configure, paged_cache, register  # noqa: E402
-from test_integrations_transformers import make_cache, padded, small_model  # noqa: E402
+from cases_transformers import make_cache, padded, small_model  # noqa: E402
 
 register()
 
