@@ -696,9 +696,15 @@ if HAS_TORCH:
         return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
 
     def _torchs_own(a: Arena, v: int) -> dict[str, Any]:
+        import torch
+
         call = _tensors(_attention, "out", "dtype")(a, v)
         named = {name: call.pop(short) for short, name in (("q", "query"), ("k", "key"), ("v", "value"))}
         named["is_causal"] = call.pop("causal", False) and v & 2 == 0
+        ranges = call.pop("kv_ranges", None)
+        if ranges is not None:  # as a mask of elements
+            keys = torch.arange(24)
+            named["attn_mask"] = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
         return named | call | {"enable_gqa": True}
 
     GROUPS["integrations"] = {
