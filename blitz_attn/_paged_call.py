@@ -42,8 +42,8 @@ def open_requests(
 
 
 def attend_requests(
-    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, *, window: Any,
-    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any = None, return_lse: Any, out_dtype: Any, out: Any, dtype: Any,
+    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, window: Any,
+    sinks: Any, *, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any = None, return_lse: Any, out_dtype: Any, out: Any, dtype: Any,
     kv_dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
@@ -62,7 +62,7 @@ def attend_requests(
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
                 empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
-                kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+                kv_layout, window, sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
                 num_threads=num_threads, kv_ranges=kv_ranges,
             )  # fmt: skip
         family = _arrays.family_of(q)

@@ -178,7 +178,7 @@ class PagedPlan:
         """
         scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
         return self._attend(
-            q, k_cache, v_cache, self._requests, None, None, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
+            q, k_cache, v_cache, self._requests, None, None, scale, kv_layout, window, sinks, softcap=softcap,
             k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
             kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
@@ -230,7 +230,7 @@ class PagedPlan:
             raise TypeError("selected: expected an array, got NoneType")
         scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
         return self._attend(
-            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window=window, sinks=sinks, softcap=softcap,
+            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window, sinks, softcap=softcap,
             k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
             kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip

@@ -103,8 +103,8 @@ class Chunks:
 
 
 def attend_in_chunks(
-    q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, selected: Any, counts: Any, scale: Any, kv_layout: Any, *,
-    kv_ranges: Any, sinks: Any, return_lse: Any, out: Any, out_dtype: Any, dtype: Any, **options: Any,
+    q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, selected: Any, counts: Any, scale: Any, kv_layout: Any,
+    window: Any, sinks: Any, *, kv_ranges: Any, return_lse: Any, out: Any, out_dtype: Any, dtype: Any, **options: Any,
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
@@ -131,8 +131,9 @@ def attend_in_chunks(
     rows, ranges = chunks.rows, chunks.ranges(kv_ranges)
     try:
         state, lse = attend_requests(
-            queries[rows.query], k_cache, v_cache, chunks.requests, *lists, scale, kv_layout, kv_ranges=ranges, sinks=None, return_lse=True,
-            out=None, out_dtype="float32" if narrow else None, dtype="bfloat16" if kind == "bfloat16" else dtype, **options,
+            queries[rows.query], k_cache, v_cache, chunks.requests, *lists, scale, kv_layout, window, None, kv_ranges=ranges,
+            return_lse=True, out=None, out_dtype="float32" if narrow else None,
+            dtype="bfloat16" if kind == "bfloat16" else dtype, **options,
         )  # fmt: skip
     except ValueError:
         if listed is not None:

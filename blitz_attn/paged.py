@@ -192,7 +192,7 @@ def paged_attention(
     """
     attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
-        q, k_cache, v_cache, requests, None, None, scale, kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale,
+        q, k_cache, v_cache, requests, None, None, scale, kv_layout, window, sinks, softcap=softcap, k_scale=k_scale,
         v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
         num_threads=num_threads,
     )  # fmt: skip
@@ -282,7 +282,7 @@ def paged_select_attention(
         raise TypeError("selected: expected an array, got NoneType")
     attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
-        q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window=window, sinks=sinks, softcap=softcap, k_scale=k_scale,
+        q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap=softcap, k_scale=k_scale,
         v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
         num_threads=num_threads,
     )  # fmt: skip

@@ -395,7 +395,8 @@ class DecodePlan:
         chosen = (None, None) if lists is None else self._lists_of_units(lists)
         try:
             state = attend_requests(
-                q[self._query_rows], k_cache, v_cache, self._requests, *chosen, sinks=None, return_lse=True, out=None, **options
+                q[self._query_rows], k_cache, v_cache, self._requests, selected=chosen[0], counts=chosen[1], sinks=None, return_lse=True,
+                out=None, **options,
             )  # fmt: skip
         except ValueError:
             if lists is not None:
