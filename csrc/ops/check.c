@@ -46,6 +46,11 @@ ba_status ba_check_float(const char *name, const ba_tensor *t) {
     return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
 }
 
+ba_status ba_check_cache_dtype(const char *name, const ba_tensor *t) {
+    if (ba_is_float(t->dtype) || ba_is_quantised(t->dtype)) return BA_OK;
+    return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got %s", name, ba_dtype_name(t->dtype));
+}
+
 ba_status ba_check_last_axis(const char *name, const ba_tensor *t) {
     const int last = t->ndim - 1;
     if (t->dims[last] <= 1 || t->strides[last] == 1) return BA_OK;

@@ -25,8 +25,9 @@ ba_text ba_shape_text(const ba_tensor *t);
  * and its span are below 2^63 bytes, so that no later product of dims and strides overflows. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
-/* Checks the dtype by ba_is_float(). */
+/* Checks that the dtype is one of floats; for a cache, that it is one of floats or quantised. */
 ba_status ba_check_float(const char *name, const ba_tensor *t);
+ba_status ba_check_cache_dtype(const char *name, const ba_tensor *t);
 
 /* Checks that the last axis, which must exist, is contiguous. */
 ba_status ba_check_last_axis(const char *name, const ba_tensor *t);

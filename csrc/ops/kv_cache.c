@@ -9,8 +9,7 @@
 
 static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout) {
     const char *axes = layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)";
-    if (!ba_is_float(t->dtype) && !ba_is_quantised(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got %s", name, ba_dtype_name(t->dtype));
+    BA_TRY(ba_check_cache_dtype(name, t));
     if (t->ndim != 4) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
     if (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);

@@ -7,19 +7,16 @@
 #include "ops/check.h"
 
 ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out) {
-    if (!ba_is_float(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    BA_TRY(ba_check_float(name, t));
     return ba_take_cache_pages(name, t, layout, out);
 }
 
 ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out) {
-    if (!ba_is_float(t->dtype) && !ba_is_quantised(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got %s", name, ba_dtype_name(t->dtype));
+    BA_TRY(ba_check_cache_dtype(name, t));
     if (t->ndim != 4 || t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM || t->dims[1] < 1 || t->dims[2] < 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name,
                        layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    if (t->dims[3] > 1 && t->strides[3] != 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[3]);
+    BA_TRY(ba_check_last_axis(name, t));
     BA_TRY(ba_check_extent(name, t));
     const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
     const int64_t size = ba_dtype_size(t->dtype);

@@ -60,22 +60,30 @@ typedef struct select_scratch {
     int32_t *chosen;
 } select_scratch;
 
-/* Hands out the parts of one worker's scratch memory at `base` and returns their size; with base NULL, only the size counts. */
+/* Lays out the memory of a call. */
+static int64_t lay_out_call(select_call *c, int threads, char *base) {
+    int64_t used = 0;
+    c->page_scores = ba_take(base, &used, c->args->batch * c->rows * c->most_pages * (int64_t)sizeof(float));
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    return used;
+}
+
+/* Lays out the scratch memory of one worker. */
 static int64_t lay_out_select(const select_call *c, char *base, select_scratch *s) {
     const int64_t real = c->family->real_size;
     int64_t used = 0;
-    s->loaded = (int64_t *)ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
+    s->loaded = ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
     s->q = ba_take(base, &used, c->most_q * BA_FEW_PAD(c->dim) * real);
     s->one_query = ba_take(base, &used, BA_FEW_PAD(c->dim) * real);
     s->means = ba_take(base, &used, BA_FEW_QUERIES * BA_FEW_PAD(c->dim) * real);
     s->scores = ba_take(base, &used, (c->most_scores + 16) * real);
     for (int i = 0; i < 2; i++) {
-        s->rows[i].a = (const void **)ba_take(base, &used, c->most_rows * (int64_t)sizeof(void *));
-        s->rows[i].b = (const void **)ba_take(base, &used, c->most_rows * (int64_t)sizeof(void *));
+        s->rows[i].a = ba_take(base, &used, c->most_rows * (int64_t)sizeof(void *));
+        s->rows[i].b = ba_take(base, &used, c->most_rows * (int64_t)sizeof(void *));
     }
-    s->largest = (float *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(float));
-    s->keys = (uint64_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
-    s->chosen = (int32_t *)ba_take(base, &used, c->most_pages * (int64_t)sizeof(int32_t));
+    s->largest = ba_take(base, &used, c->most_pages * (int64_t)sizeof(float));
+    s->keys = ba_take(base, &used, c->most_pages * (int64_t)sizeof(uint64_t));
+    s->chosen = ba_take(base, &used, c->most_pages * (int64_t)sizeof(int32_t));
     return used;
 }
 
@@ -402,14 +410,12 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     const bool quest = a->method == BA_SELECT_QUEST, tokens = a->method == BA_SELECT_MAX;
     const char *a_name = quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks", *table_name = tokens ? "block_tables" : "metadata_block_tables";
     if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, "method: expected quest, mean or max, got %d", (int)a->method);
-    if (!ba_is_float(q->dtype))
-        return ba_fail(BA_ERROR_TYPE, "query: expected float32, float16, bfloat16 or float64, got %s", ba_dtype_name(q->dtype));
+    BA_TRY(ba_check_float("query", q));
     if (a->cu_q && (q->ndim != 3 || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, "query: expected shape (T, H, D), got %s", ba_shape_text(q).chars);
     if (!a->cu_q && (q->ndim != 3 || (q->dims[0] != a->batch && !c->plan) || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
-    if (q->dims[2] > 1 && q->strides[2] != 1)
-        return ba_fail(BA_ERROR_VALUE, "query: expected a contiguous last axis, got stride %" PRId64 " elements", q->strides[2]);
+    BA_TRY(ba_check_last_axis("query", q));
     if (c->plan && q->dims[0] != c->plan->queries)
         return ba_fail(BA_ERROR_VALUE, "query: expected %" PRId64 " queries as the plan has them, got %s", c->plan->queries, ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("query", q));
@@ -489,14 +495,9 @@ static ba_status select_blocks(const ba_select_args *args, const ba_page_tables 
     c.stretches = ba_ceil_div(c.most_pages, c.stretch);
     select_scratch unused;
     c.scratch_bytes = lay_out_select(&c, NULL, &unused);
-    char *memory = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* the first pass adds up the bytes, the second hands out memory */
-        int64_t used = 0;
-        c.page_scores = (float *)ba_take(memory, &used, args->batch * c.rows * c.most_pages * (int64_t)sizeof(float));
-        c.scratch = ba_take(memory, &used, threads * c.scratch_bytes);
-        if (!memory) memory = ba_arena_get((size_t)used);
-        if (!memory) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)used);
-    }
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
+    lay_out_call(&c, threads, memory);
     for (int worker = 0; worker < threads; worker++) {
         select_scratch s;
         lay_out_select(&c, c.scratch + worker * c.scratch_bytes, &s);

@@ -26,7 +26,7 @@ static void lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t dim,
     const int64_t heads = p->batch * p->kv_heads;
     int64_t at = 0;
     rows->row_bytes = ba_round_up(dim, s->family->dim_pad) * s->family->pack_bytes;
-    rows->offset = (int64_t *)ba_take(memory, used, heads * (int64_t)sizeof *rows->offset);
+    rows->offset = ba_take(memory, used, heads * (int64_t)sizeof *rows->offset);
     for (int64_t i = 0; i < heads; i++) {
         const ba_range range = shared_range(s, i / p->kv_heads);
         if (memory) rows->offset[i] = at - range.lo * rows->row_bytes;
@@ -41,7 +41,7 @@ static void lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t dim,
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
     const ba_problem *p = s->plan->problem;
     int64_t used = 0;
-    s->shared = (bool *)ba_take(memory, &used, p->batch * (int64_t)sizeof *s->shared);
+    s->shared = ba_take(memory, &used, p->batch * (int64_t)sizeof *s->shared);
     for (int64_t b = 0; memory && b < p->batch; b++) s->shared[b] = !ba_plan_few_queries(s->plan, b);
     lay_out_rows(s, &s->k, p->head_dim, memory, &used);
     lay_out_rows(s, &s->v, p->v_dim, memory, &used);

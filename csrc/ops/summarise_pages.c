@@ -132,8 +132,7 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     if (!c.widen) return ba_parallel(threads, items, summarise_item, &c);
     c.wide_bytes = c.k.rows * ba_round_up(c.k.dim, BA_PACK_PAD) * (int64_t)sizeof(float);
     ba_take(NULL, &c.scratch_bytes, c.wide_bytes);
-    c.scratch = ba_arena_get((size_t)(threads * c.scratch_bytes));
-    if (!c.scratch) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)(threads * c.scratch_bytes));
+    BA_TRY(ba_get_scratch(threads * c.scratch_bytes, &c.scratch));
     const ba_status status = ba_parallel(threads, items, summarise_item, &c);
     ba_arena_release();
     return status;
