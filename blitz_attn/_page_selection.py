@@ -10,6 +10,7 @@ from numpy import empty
 from . import _arrays, _core
 from ._sentences import renamed, shown
 
+_MOST = 2**31 - 1  # blocks in a row of the result
 _NAMES = {
     "query": "q",
     **dict.fromkeys(("maxblocks", "meanblocks", "k_cache"), "source"),
@@ -39,6 +40,8 @@ def budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, 
         one = _arrays.integer(one, name)
         if k is None and one < 1:
             raise ValueError(f"budget: expected at least 1 token, got {one}")
+        if k is None and one // size > _MOST:
+            raise ValueError(f"budget: expected at most {_MOST} blocks of {size} tokens, got {one} tokens")
         return one if k is not None else max(1, one // size), None
     lengths = _arrays.integers(_core.page_table_lengths(seq_lens.tables) if isinstance(seq_lens, Opened) else seq_lens, "seq_lens")
     wanted = _arrays.integers(one, name)
@@ -69,6 +72,8 @@ def select_pages(
     """See `blitz_attn.select_blocks`. `seq_lens` may be opened page tables."""
     if not isinstance(method, str):
         raise TypeError(f"method: expected a string, got {type(method).__name__}")
+    if method not in ("quest", "mean", "max"):
+        raise ValueError(f"method: expected 'quest', 'mean' or 'max', got {shown(method)}")
     first, second = source if isinstance(source, tuple) and len(source) == 2 and not isinstance(source[1], str) else (source, None)
     if method == "quest" and second is None:
         raise TypeError(f"source: expected the pair (maxblocks, minblocks) for method 'quest', got {type(source).__name__}")
@@ -108,8 +113,9 @@ def select_to_attend(
         source, tables = k_cache, block_tables
         names = {"source": "k_cache", "tables": "block_tables", "block_size": "k_cache"}
     else:
-        if source is None or metadata_block_tables is None:
-            raise ValueError(f"source: expected summaries and metadata_block_tables for method {shown(method)}, got None")
+        for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
+            if given is None:
+                raise ValueError(f"{name}: expected summaries and their tables for method {shown(method)}, got None")
         tables = metadata_block_tables
         size = block_size_of(k_cache, kv_layout, "k_cache") if size is None else size
         names = {"tables": "metadata_block_tables", "block_size": "k_cache"}

@@ -90,6 +90,9 @@ class Chunks:
         """Runs of tokens of the rows of all chunks, counted from the first token of the chunk."""
         if kv_ranges is None:
             return None
+        kind = str(getattr(kv_ranges, "dtype", type(kv_ranges).__name__)).removeprefix("torch.")
+        if kind not in ("int32", "int64"):
+            raise TypeError(f"kv_ranges: expected an array of int32 or int64, got {kind}")
         runs = _arrays.integers(kv_ranges, "kv_ranges")
         if runs.shape != (self.num_queries, 2):
             raise ValueError(f"kv_ranges: expected shape ({self.num_queries}, 2), got {runs.shape}")

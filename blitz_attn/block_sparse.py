@@ -90,10 +90,10 @@ def block_sparse_attention(
         Number of valid queries of the whole call that the queries are a slice of, at least their own number. Kernels are then chosen as
         for the whole call: see the notes. Default: the queries are the whole.
     kv_ranges : array of int, optional
-        ``(B, Sq, 2)``, or ``(Sq, 2)`` for all batch entries, or ``(T, 2)`` for layout TND; int32 or int64: query i sees key j only when
-        ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. Any run of keys per
-        query can be said in this way: documents, chunks, a prefix that sees itself as a whole, images whose tokens see one another
-        (there with ``causal=False``). Ranges may be empty, and reach beyond the keys.
+        ``(B, Sq, 2)``, or ``(1, Sq, 2)`` or ``(Sq, 2)`` for all batch entries, or ``(T, 2)`` for layout TND; int32 or int64: query i sees
+        key j only when ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. Any
+        run of keys per query can be said in this way: documents, chunks, a prefix that sees itself as a whole, images whose tokens see one
+        another (there with ``causal=False``). Ranges may be empty, and reach beyond the keys.
     sinks : array_like, optional
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
     softcap : float, optional

@@ -494,12 +494,14 @@ def append_paged_kv(
         return
     if isinstance(block_tables, tuple):
         raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
-    bits = _arrays.dtype_name(kv_dtype, "kv_dtype") or _arrays.dtype_name(dtype)
+    named = _arrays.dtype_name(kv_dtype, "kv_dtype")
+    if named is None and str(getattr(k_cache, "dtype", None)).endswith("uint16"):  # bits, which `dtype` names, too
+        named = _arrays.dtype_name(dtype)
     ends = _arrays.integers(seq_lens, "seq_lens").copy()
     refresh = partial(
         _core.quest_metadata, _arrays.readable(k_cache, "k_cache", True), block_tables, ends, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
-        dtype=bits if bits in (None, "bfloat16", "float8_e4m3") else None, num_threads=num_threads,
+        dtype=named, num_threads=num_threads,
         k_scale=scales_for_core(k_scale, "k_scale"),
     )  # fmt: skip
     refuse_overlaps({"maxblocks": maxblocks, "minblocks": minblocks}, k=k, v=v, v_cache=v_cache, v_scale=v_scale)

@@ -265,8 +265,8 @@ typedef struct ba_select_args {
     int64_t batch, page_size;
     int per_query_head;    /* 0: one row per KV head, for which the mean of its group's queries is scored. 1: one row per query head */
     int64_t sink;          /* how many of the first pages are always selected */
-    const int64_t *recent; /* NULL: none. Else [batch]: how many of the newest pages are always selected. They come before sinks where K is
-                            * too small for both */
+    const int64_t *recent; /* NULL: none. Else [batch]: how many of the newest pages of the request, with cu_q, too, are always selected. They come
+                            * before sinks where K is too small for both */
     const int64_t *budget; /* NULL: K. Else [batch]: how many pages are selected at most */
     int ascending;         /* 1: a row rises. 0: sinks first, then pages by falling score, then the newest pages, of which the newest is last */
     ba_tensor selected;    /* written: (B, H_kv or H, K) int32; -1 in unused places */

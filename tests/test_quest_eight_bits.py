@@ -262,3 +262,35 @@ def test_memory_that_is_shared():
     same = pool.reshape(-1)[: k_cache.size].reshape(k_cache.shape)
     with pytest.raises(ValueError, match="^maxblocks: expected .*k_cache"):
         blitz_attn.quest_prefill_metadata(same, *call[1:], pool.view(np.float32), None, k_scale=1.0)
+
+
+@pytest.mark.parametrize(("cache", "named"), [(np.int8, "float8_e4m3"), (np.int8, "bfloat16"), (np.float32, "float8_e4m3"), (np.float32, "bfloat16")])
+def test_a_dtype_that_the_cache_does_not_have_is_refused(cache, named):
+    """Else the bits of one format would be summarised as numbers of the other."""
+    keys, maxima = np.zeros((1, 2, 1, 8), cache), np.full((1, 2, 1, 8), 7, np.float32)
+    scale = 1.0 if cache is np.int8 else None
+    with pytest.raises(TypeError, match=f"^k_cache: expected {named} as dtype says, got {np.dtype(cache).name}$"):
+        blitz_attn.quest_prefill_metadata(keys, np.array([[0]]), [2], np.array([[0]]), maxima, None, k_scale=scale, dtype=named)
+    assert (maxima == 7).all()
+
+
+def test_uint8_without_a_name_is_refused():
+    keys, maxima = np.zeros((1, 2, 1, 8), np.uint8), np.zeros((1, 2, 1, 8), np.float32)
+    with pytest.raises(TypeError, match=r"^k_cache: expected .*, got uint8 \(named \"float8_e4m3\", uint8 holds float8 bits\)$"):
+        blitz_attn.quest_prefill_metadata(keys, np.array([[0]]), [2], np.array([[0]]), maxima, None, k_scale=1.0)
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8", "bfloat16"])
+def test_tokens_named_bfloat16_beside_another_cache(cache):
+    """`dtype` names the new tokens, and the cache only where that holds bits."""
+    tables, bits = np.array([[1]]), np.full((1, 1, 8), 0x3F80, np.uint16)  # 1.0
+    k_cache = np.zeros((2, 4, 1, 8), {"bfloat16": np.uint16}.get(cache, cache))
+    maxima, minima = np.zeros((2, 1, 2, 1, 8), np.uint16 if cache == "bfloat16" else np.float32)
+    scales = {"k_scale": np.ones((2, 4, 1), np.float32), "v_scale": np.ones((2, 4, 1), np.float32)} if cache == "int8" else {}
+    blitz_attn.append_paged_kv(
+        bits, bits, k_cache, k_cache.copy(), block_tables=tables, seq_lens=[1], maxblocks=maxima, minblocks=minima,
+        metadata_block_tables=np.array([[0]]), dtype="bfloat16", **scales,
+    )  # fmt: skip
+    found = reference.to_float64(maxima[0, 0, 0], "bfloat16")
+    np.testing.assert_allclose(found, 1, rtol=1e-6)
+

@@ -170,6 +170,15 @@ def test_runs_of_keys_are_recognised(name, block, eager):
     assert torch.equal(seen_by(again, 2, 2, 90, 90), seen_by(mask, 2, 2, 90, 90))
 
 
+@pytest.mark.parametrize("mask_mod", [lambda b, h, i, j: i >= j, lambda b, h, i, j: (i >= j) | (j < 50)])
+def test_a_mask_for_any_batch(mask_mod, eager):
+    """Also where the last keys are seen by no query, which lengths would say for one batch entry."""
+    q, k, v = problem(70)
+    mask = flex.create_block_mask(mask_mod, None, None, 70, 90, device="cpu", BLOCK_SIZE=16)
+    ours = block_sparse_attention(q, k, v, **from_flex_block_mask(mask))
+    torch.testing.assert_close(ours, flex.flex_attention(q, k, v, block_mask=mask))
+
+
 NO_RULE = {
     "dilated": lambda b, h, i, j: (i - j) % 2 == 0,
     "by token": lambda b, h, i, j: (i >= j) & (j != 5),

@@ -64,6 +64,13 @@ def test_opcheck_of_attention(layout, lists):
     torch.library.opcheck(operators.block_sparse_attention.default, given, {"block_shape": [8, 8], "causal": True, **options})
 
 
+@pytest.mark.parametrize("shape", [(31, 37), (2, 1, 31, 37), (2, 1, 1, 37), (1, 1, 31, 1)], ids=str)
+def test_opcheck_of_masks(shape):
+    mask = (torch.arange(31)[:, None] > torch.arange(37))[: shape[-2], : shape[-1]].expand(shape).clone()
+    torch.library.opcheck(operators.ranges_of_mask.default, (mask, [2, 4, 31, 37]))
+    torch.library.opcheck(operators.ranges_of_mask.default, (torch.zeros(shape).masked_fill(~mask, -torch.inf), [2, 4, 31, 37]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck_of_dtypes(dtype):
     """Results depend on no schedule: what is traced must be equal to the bit."""
@@ -348,6 +355,8 @@ MASKS = {
     "prefix": lambda i, j: ((j <= i) | (j < 5))[None, None],
     "heads that agree": lambda i, j: (j <= i).repeat(2, 4, 1, 1),
     "nothing": lambda i, j: torch.zeros(31, 37, dtype=torch.bool),
+    "keys of each entry": lambda i, j: (j < torch.tensor([30, 11])[:, None])[:, None, None],
+    "queries": lambda i, j: (i < 20)[None],
 }
 
 
@@ -367,6 +376,46 @@ def test_masks_of_elements(name, floats):
     torch.testing.assert_close(ours[seen], theirs[seen])
     for a, b in zip(*(torch.autograd.grad((x * weight).sum(), given) for x in (ours, theirs)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lead", [(2, 3), (1, 3), (2, 1), (3,), (1,), ()], ids=str)
+def test_masks_of_several_leading_axes(lead):
+    q, k, v = (torch.randn(2, 3, 2, 9, 8) for _ in range(3))
+    mask = (torch.arange(9)[:, None] >= torch.arange(9)) | (torch.arange(9) < torch.randint(9, (*lead, 1, 1, 1)))
+    ours = functions.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(ours, torch.nn.functional.scaled_dot_product_attention(q, k, v, mask))
+
+
+def test_masks_compile():
+    """A mask is read by an operator of its own, when the graph runs."""
+    given = tensors()
+    mask = torch.ones(31, 37, dtype=torch.bool).tril(5)
+    run = torch.compile(lambda q, k, v, m: functions.scaled_dot_product_attention(q, k, v, m, enable_gqa=True), backend="aot_eager", fullgraph=True)
+    for m in (mask, mask.expand(2, 1, 31, 37).clone(), torch.ones(2, 1, 1, 37, dtype=torch.bool)):
+        assert torch.equal(run(*given, m), functions.scaled_dot_product_attention(*given, m, enable_gqa=True))
+    with pytest.raises(ValueError, match="^attn_mask: expected rows whose keys have no gap"):
+        run(*given, mask & (torch.arange(37) != 3))
+
+
+def test_a_mask_of_padding_needs_no_memory_for_pairs():
+    """It is read as it is, not as it is expanded: 24 bytes per query are made of it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            made.extend(x.numel() for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, torch.Tensor))
+            return result
+
+    q, k, v = (torch.randn(2, 1, 2000, 8) for _ in range(3))
+    mask = torch.ones(2, 1, 1, 2000, dtype=torch.bool)
+    mask[1, ..., 700:] = False
+    with Sizes():
+        out = functions.scaled_dot_product_attention(q, k, v, mask)
+    assert max(made) <= q.numel()
+    torch.testing.assert_close(out, functions.scaled_dot_product_attention(q, k, v, kv_lens=[2000, 700]))
 
 
 def test_runs_of_keys_compile():
@@ -418,8 +467,9 @@ def test_gradients_as_torchs():
         ({"attn_mask": torch.arange(37) % 2 == 0}, ValueError, "attn_mask: expected rows whose keys have no gap between them, got others"),
         ({"attn_mask": torch.ones(31, 36, dtype=torch.bool)}, ValueError,
          r"attn_mask: expected a shape that expands to \(.*31, 37\), got \(31, 36\)"),
-        ({"attn_mask": torch.ones(31, 37)}, ValueError, "attn_mask: expected bool, or floats without a gradient that are 0 or -inf, got a bias"),
-        ({"attn_mask": torch.zeros(31, 37, requires_grad=True)}, ValueError, "attn_mask: expected bool, or floats without a gradient"),
+        ({"attn_mask": torch.ones(31, 37)}, ValueError, "attn_mask: expected bool, or floats that are all 0 or -inf, got others"),
+        ({"attn_mask": torch.zeros(31, 37, requires_grad=True)}, ValueError, "attn_mask: expected a mask without a gradient, got a bias"),
+        ({"attn_mask": torch.ones(37, dtype=torch.bool), "key": torch.ones(8)}, ValueError, "key: expected shape"),
         ({"attn_mask": torch.ones(31, 37, dtype=torch.int64)}, TypeError, "attn_mask: expected bool or floats, got torch.int64"),
         ({"attn_mask": torch.ones(31, 37, dtype=torch.bool), "is_causal": True}, ValueError,
          "is_causal: expected False beside an attn_mask, got True"),

@@ -159,9 +159,9 @@ def test_opcheck(layout):
     q, k, v = (as_layout(x.detach(), layout).requires_grad_() for x in (q, k, v))
     options = of_layout(layout)
     ends = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_kv", None)
-    torch.library.opcheck(operator.default, (q, k, v, None, None, None, *ends, sinks), options)
+    torch.library.opcheck(operator.default, (q, k, v, None, None, None, *ends, None, sinks), options)
     plain = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(operator.default, (*plain, None, None, None, *ends, sinks.detach()), options | {"softcap": 3.0})
+    torch.library.opcheck(operator.default, (*plain, None, None, None, *ends, None, sinks.detach()), options | {"softcap": 3.0})
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -197,7 +197,7 @@ def test_no_gradient_of_capped_scores(compiled):
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"sinks": [1.0]}, ValueError, r"sinks: expected a contiguous array of shape \(4,\), one number per head, got 1 dimensions and 1 numbers"),
+        ({"sinks": [1.0]}, ValueError, r"sinks: expected a contiguous array of shape \(4,\), one number per head, got shape \(1,\)"),
         ({"sinks": torch.ones(3)}, ValueError, r"sinks: expected a contiguous array of shape \(4,\), one number per head, got"),
         ({"sinks": ["a"] * 4}, TypeError, "sinks: expected numbers, got list"),
         ({"sinks": torch.ones(4, device="meta")}, TypeError, "sinks: expected a dense tensor in CPU memory, got one of layout torch.strided on meta"),
@@ -209,3 +209,19 @@ def test_bad_calls(change, error, sentence, grad):
     q, k, v, _ = inputs(torch.float32, grad)
     with pytest.raises(error, match=f"^{sentence}"):
         functions.block_sparse_attention(q, k, v, **change)
+
+
+def test_whole_numbers_compile():
+    """Models write caps and scales as integers, too."""
+    q, k, v, _ = inputs(torch.float32, False)
+    run = torch.compile(lambda x: functions.block_sparse_attention(x, k, v, softcap=30, scale=1), fullgraph=True, backend="eager")
+    assert torch.equal(run(q), functions.block_sparse_attention(q, k, v, softcap=30.0, scale=1.0))
+
+
+def test_lengths_with_the_negative_bit():
+    """Views that have the other sign than their memory are read as they are seen, with and without torch's dispatch."""
+    q, k, v, _ = inputs(torch.float32, False)
+    n = torch.full((q.shape[0],), 5)
+    expected = functions.block_sparse_attention(q, k, v, q_lens=n)
+    for x in (q, q.clone().requires_grad_()):
+        assert torch.equal(functions.block_sparse_attention(x, k, v, q_lens=torch._neg_view(-n)), expected)

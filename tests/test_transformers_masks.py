@@ -40,7 +40,8 @@ def draw_runs(rng, kind, batch, tokens):
         return masks.chunked_causal_mask_function(rng.randint(1, 5), torch.tensor([rng.randint(0, 3) for _ in range(batch)]))
     if kind == "packed":
         return masks.and_masks(causal, masks.packed_sequence_mask_function(numbers))
-    return masks.or_masks(causal, masks.blockwise_overlay(torch.where(numbers % 2 == rng.randint(0, 1), numbers, -1)))
+    images = masks.or_masks(causal, masks.blockwise_overlay(torch.where(numbers % 2 == rng.randint(0, 1), numbers, -1)))
+    return images if rng.random() < 0.5 else masks.and_masks(masks.sliding_window_overlay(rng.randint(1, 6)), images)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -174,3 +175,11 @@ def test_models_with_attention_of_their_own_are_as_with_eager(side):
     assert len(TOLD) == 1
 
 
+def test_a_prefix_whose_number_padding_has():
+    """PaliGemma gives the padding on the right the number of the prefix, before which the suffix lies."""
+    numbers, valid = torch.tensor([[0, 0, 0, -1, -1, 0, 0], [0, 0, -1, -1, -1, -1, 0]]), torch.arange(7) < torch.tensor([[5], [6]])
+    function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(numbers))
+    mask = make_mask(2, 7, 7, mask_function=function, attention_mask=valid)
+    expected = masks.sdpa_mask(2, 7, 7, mask_function=function, attention_mask=valid, allow_is_causal_skip=False)
+    assert mask.rules is not None, mask.reason
+    assert (seen_by_calls(mask) == expected[:, 0].numpy())[valid.numpy()].all()

@@ -211,7 +211,8 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
     Returns
     -------
     numpy.ndarray
-        int32 (..., s_q, 2): the first key of each query and the place after the last one; 0 and 0 where there is none.
+        int32 (..., s_q, 2): the first key of each query and the place after the last one; 0 and 0 where there is none. Attention takes
+        no axis of heads: give ``mask[:, 0]`` of a mask ``(B, 1, s_q, s_kv)``.
 
     Raises
     ------

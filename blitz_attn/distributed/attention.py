@@ -101,7 +101,7 @@ class _Call:
     def caps(self, sinks: Any, softcap: Any) -> dict[str, Any]:
         """The sinks and the softcap, checked. Inside the agreement."""
         p = self.problem
-        given: dict[str, Any] = {"softcap": None if softcap is None else number(softcap, "softcap"), "sinks": None}
+        given: dict[str, Any] = {"softcap": None if softcap is None else number(softcap, "softcap") or None, "sinks": None}
         if sinks is not None:
             given["sinks"] = _arrays.float32_numbers(sinks, "sinks")
         nothing = np.empty((0, p.heads, 0, 1), "float64" if p.dtype == "float64" else "float32")

@@ -378,7 +378,7 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
     return ba_check_threads(a->num_threads);
 }
 
-/* The number of complete compressed blocks among so many tokens. */
+/* ba_complete_blocks() with the sizes of the call. */
 static int64_t complete_blocks(const ba_nsa_select_args *a, int64_t tokens) {
     return ba_complete_blocks(tokens, a->compress_block, a->compress_stride);
 }

@@ -1,4 +1,4 @@
-/* Selects pages by their summaries (Quest), or by their keys. */
+/* Selects pages by their summaries (Quest's bounds or mean keys), or by their keys. */
 #include "ops/select_pages.h"
 
 #include <inttypes.h>

@@ -3,6 +3,8 @@
 #include <limits.h>
 #include <string.h>
 
+#include "ops/check.h"
+
 /* ---- Sentences --------------------------------------------------------------------------------------------- */
 
 static int fail(PyObject *exception, const char *format, ...) {
@@ -414,7 +416,7 @@ int arg_hold(module_state *state, PyObject *object, const char *name, arg_role r
     if (!role_takes(role, dtype)) {
         const char *hint = "";
         if (is_value && dtype == BA_UINT16) hint = " (dtype=\"bfloat16\" reads uint16 as bfloat16 bits)";
-        if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1) hint = " (kv_dtype=\"float8_e4m3\" reads uint8 as float8 bits)";
+        if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1) hint = " (named \"float8_e4m3\", uint8 holds float8 bits)";
         fail_elements(object, array, role_text[role], hint);
         goto error;
     }
@@ -464,13 +466,18 @@ int arg_disjoint(const arg_array *output, const arg_array *other) {
     return fail(PyExc_ValueError, "%s: expected memory of its own, got an array that overlaps %s", output->name, other->name);
 }
 
+int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named) {
+    if (named == BA_DTYPE_COUNT || named == dtype) return 0;
+    return fail(PyExc_TypeError, "%s: expected %s as %s says, got %s", name, ba_dtype_name(named), argument, ba_dtype_name(dtype));
+}
+
 int arg_sinks(module_state *state, PyObject *object, int64_t heads, arg_array *array, const float **sinks) {
     if (object == Py_None) return 0;
     if (arg_hold(state, object, "sinks", ARG_SCALES, BA_UINT16, array) < 0) return -1;
     const ba_tensor *t = &array->tensor;
     if (t->ndim != 1 || t->dims[0] != heads || t->strides[0] != 1)
-        return fail(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), one number per head, got %d dimensions and %lld numbers",
-                    (long long)heads, t->ndim, (long long)(t->ndim > 0 ? t->dims[0] : 1));
+        return fail(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), one number per head, got shape %s", (long long)heads,
+                    ba_shape_text(t).chars);
     *sinks = t->data;
     return 0;
 }

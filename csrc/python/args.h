@@ -118,6 +118,9 @@ typedef struct arg_list {
 /* Copies a sequence of integers or a 1-d integer array. On failure, nothing is allocated. */
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list);
 
+/* Checks that an array has the dtype that the caller has named in an argument; BA_DTYPE_COUNT: none. */
+int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named);
+
 /* Holds sinks, [heads] float32, or nothing where `object` is None: *sinks is then unchanged. */
 int arg_sinks(module_state *state, PyObject *object, int64_t heads, arg_array *array, const float **sinks);
 

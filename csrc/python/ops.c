@@ -108,16 +108,13 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
     a->q = call->q.tensor;
     a->k = call->k.tensor;
     a->v = call->v.tensor;
-    if (dtype != BA_DTYPE_COUNT && a->q.dtype != dtype) {
-        PyErr_Format(PyExc_TypeError, "q: expected %s as dtype says, got %s", ba_dtype_name(dtype), ba_dtype_name(a->q.dtype));
-        return -1;
-    }
+    if (arg_expect_dtype("q", a->q.dtype, "dtype", dtype) < 0) return -1;
     if (values[BSA_sabi] != Py_None) {
         if (arg_hold(state, values[BSA_sabi], "sabi", ARG_INDICES, BA_UINT16, &call->blocks) < 0) return -1;
         a->blocks = call->blocks.tensor;
     }
     if (slice[2] != Py_None) {
-        if (arg_hold(state, slice[2], "kv_ranges", ARG_INDICES, BA_UINT16, &call->kv_ranges) < 0) return -1;
+        if (arg_hold(state, slice[2], "kv_ranges", ARG_TABLES, BA_UINT16, &call->kv_ranges) < 0) return -1;
         a->kv_ranges = call->kv_ranges.tensor;
     }
     if (arg_pair(values[BSA_block_shape], "block_shape", block_shape) < 0) return -1;

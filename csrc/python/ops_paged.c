@@ -182,13 +182,6 @@ static int hold_optional(module_state *state, PyObject *object, const char *name
     return 0;
 }
 
-/* Checks that an array has the dtype that the caller has named; BA_DTYPE_COUNT: none. */
-static int expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named) {
-    if (named == BA_DTYPE_COUNT || named == dtype) return 0;
-    PyErr_Format(PyExc_TypeError, "%s: expected %s as %s says, got %s", name, ba_dtype_name(named), argument, ba_dtype_name(dtype));
-    return -1;
-}
-
 static int64_t page_tokens(const ba_paged_args *a) { return a->k_cache.ndim == 4 ? a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2] : 1; }
 
 static int read_selected(module_state *state, PyObject *const *values, paged_call *call) {
@@ -219,14 +212,14 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (hold_optional(state, values[PAGED_v_cache], "v_cache", ARG_CACHE, kv_bits_as, &call->v_cache, &a->v_cache) < 0) return -1;
     if (hold_optional(state, values[PAGED_k_scale], "k_scale", ARG_SCALES, BA_UINT16, &call->k_scale, &a->k_scale) < 0) return -1;
     if (hold_optional(state, values[PAGED_v_scale], "v_scale", ARG_SCALES, BA_UINT16, &call->v_scale, &a->v_scale) < 0) return -1;
-    if (expect_dtype("q", a->q.dtype, "dtype", dtype) < 0 || expect_dtype("k_cache", a->k_cache.dtype, "kv_dtype", kv_dtype) < 0) return -1;
+    if (arg_expect_dtype("q", a->q.dtype, "dtype", dtype) < 0 || arg_expect_dtype("k_cache", a->k_cache.dtype, "kv_dtype", kv_dtype) < 0) return -1;
     call->plan = page_tables_of(values[PAGED_block_tables]);
     if (call->plan == NULL && hold_tables(state, values[PAGED_block_tables], &call->requests, a) < 0) return -1;
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
     if (call->plan == NULL && read_requests(state, values + PAGED_block_tables, page_tokens(a), &call->requests, a) < 0) return -1;
     if (arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (read_selected(state, values, call) < 0) return -1;
-    if (hold_optional(state, values[PAGED_kv_ranges], "kv_ranges", ARG_INDICES, BA_UINT16, &call->kv_ranges, &a->kv_ranges) < 0) return -1;
+    if (hold_optional(state, values[PAGED_kv_ranges], "kv_ranges", ARG_TABLES, BA_UINT16, &call->kv_ranges, &a->kv_ranges) < 0) return -1;
     if (a->q.ndim == 3 && arg_sinks(state, values[PAGED_sinks], a->q.dims[1], &call->sinks, &a->sinks) < 0)
         return -1; /* the library refuses other q */
     if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
@@ -354,7 +347,7 @@ static int read_append(module_state *state, PyObject *const *values, append_call
     if (arg_hold_output(state, values[APPEND_k_cache], "k_cache", ARG_CACHE, kv_bits_as, &call->k_cache) < 0) return -1;
     if (values[APPEND_v_cache] != Py_None && arg_hold_output(state, values[APPEND_v_cache], "v_cache", ARG_CACHE, kv_bits_as, &call->v_cache) < 0)
         return -1;
-    if (expect_dtype("k_cache", call->k_cache.tensor.dtype, "kv_dtype", kv_dtype) < 0) return -1;
+    if (arg_expect_dtype("k_cache", call->k_cache.tensor.dtype, "kv_dtype", kv_dtype) < 0) return -1;
     if (hold_scale(state, values[APPEND_k_scale], "k_scale", &call->k_scale, &a->k_scale) < 0) return -1;
     if (hold_scale(state, values[APPEND_v_scale], "v_scale", &call->v_scale, &a->v_scale) < 0) return -1;
     a->k_cache = call->k_cache.tensor;

@@ -110,6 +110,7 @@ static int read_metadata(module_state *state, PyObject *const *values, metadata_
     const ba_dtype cache_bits_as = arg_bits(dtype), bits_as = cache_bits_as == BA_BFLOAT16 ? BA_BFLOAT16 : BA_UINT16;
     if (arg_hold(state, values[METADATA_k_cache], names[METADATA_k_cache], ARG_CACHE, cache_bits_as, &call->k_cache) < 0) return -1;
     a->k_cache = call->k_cache.tensor;
+    if (arg_expect_dtype("k_cache", a->k_cache.dtype, "dtype", dtype) < 0) return -1;
     if (values[METADATA_k_scale] != Py_None) {
         if (arg_hold(state, values[METADATA_k_scale], names[METADATA_k_scale], ARG_SCALES, BA_UINT16, &call->k_scale) < 0) return -1;
         a->k_scale = call->k_scale.tensor;
@@ -209,8 +210,8 @@ static int read_per_request(module_state *state, PyObject *object, const char *n
     return 0;
 }
 
-/* With several queries per request, each of them counts the newest pages from that of its own token: so the pages that hold the tokens of the queries
- * before the last one are newest pages, too. */
+/* With several queries per request, `recent` counts from the page of each query's own token. Together these are the newest pages, from `recent` - 1
+ * before the page of the first query on. */
 static void add_queries(select_call *call) {
     const ba_select_args *a = &call->args;
     for (int64_t b = 0; a->cu_q != NULL && call->recent.values != NULL && b < a->batch; b++) {

@@ -27,7 +27,7 @@ except ModuleNotFoundError:  # the module can be imported then, and documented; 
 
 __all__ = ["block_sparse_attention", "scaled_dot_product_attention", "select_and_attend_prefill"]
 
-_NAMES = {"q": "query", "k": "key", "v": "value"}
+_NAMES = {"q": "query", "k": "key", "v": "value", "kv_ranges": "attn_mask"}
 
 
 def _rules(
@@ -106,7 +106,8 @@ def block_sparse_attention(
     TypeError, ValueError
         As `blitz_attn.block_sparse_attention`.
     RuntimeError
-        In ``backward``, where the gradient of a gradient is requested, or a gradient of q, k or v with a softcap.
+        In ``backward``, where the gradient of a gradient of q, k or v is requested, or where one of these needs a gradient beside a
+        softcap.
 
     Notes
     -----
@@ -247,7 +248,6 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant"):  # that is a CausalBias
         if is_causal:
             raise ValueError("is_causal: expected False beside an attn_mask, got True")
-        kv_ranges = _ranges_of_mask(attn_mask, (*query.shape[:-1], key.shape[-2]))
     elif attn_mask is not None:
         is_causal, lower_right = _rule_of_mask(attn_mask, is_causal)
         sizes, made_for = (query.shape[-2], key.shape[-2]), (attn_mask.seq_len_q, attn_mask.seq_len_kv)
@@ -257,6 +257,8 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2 or x.shape[:-3] != query.shape[:-3] or x.dim() != query.dim():
             raise ValueError(f"{name}: expected shape (..., H, S, D) with the leading axes of query, got {tuple(x.shape)}")
+    if isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant"):
+        kv_ranges = _ranges_of_mask(attn_mask, query, key)
     q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
     if q.shape[1] != k.shape[1] and not flag_of(enable_gqa, "enable_gqa"):
         raise ValueError(f"key: expected {q.shape[1]} heads like query, or enable_gqa=True, got {k.shape[1]}")
@@ -288,37 +290,17 @@ def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
     return not lower, lower
 
 
-def _ranges_of_mask(mask: Any, shape: tuple[int, ...]) -> Any:
-    """`kv_ranges` that say what a mask does which torch can expand to `shape`, (..., H, Sq, Skv)."""
+def _ranges_of_mask(mask: Any, query: Any, key: Any) -> Any:
+    """`kv_ranges` that say what a mask does which torch can expand to (..., H, Sq, Skv)."""
     expect_tensors(attn_mask=mask)
-    if mask.is_floating_point():
-        if mask.requires_grad or not bool(((mask == 0) | (mask == -torch.inf)).all()):
-            raise ValueError("attn_mask: expected bool, or floats without a gradient that are 0 or -inf, got a bias of scores")
-        mask = mask == 0
-    if mask.dtype != torch.bool:
+    shape = (*query.shape[:-1], key.shape[-2])
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
         raise TypeError(f"attn_mask: expected bool or floats, got {mask.dtype}")
-    try:
-        seen = mask.expand(shape)
-    except RuntimeError as error:
-        raise ValueError(f"attn_mask: expected a shape that expands to {shape}, got {tuple(mask.shape)}") from error
-    if seen.dim() > 2 and seen.shape[-3] > 0:
-        first = seen[..., :1, :, :]
-        if seen.stride(-3) != 0 and not torch.equal(seen, first.expand_as(seen)):
-            raise ValueError("attn_mask: expected a mask that all heads share, got one for each head")
-        seen = first.squeeze(-3)
-    while seen.dim() > 2 and seen.stride(0) == 0 and seen.shape[0] > 0:  # all batch entries share it
-        seen = seen[0]
-    seen = seen.flatten(0, -3) if seen.dim() > 3 else seen
-    bits = seen.to(torch.uint8)
-    some, keys = seen.any(-1), seen.shape[-1]
-    if keys == 0:
-        return torch.zeros((*seen.shape[:-1], 2), dtype=torch.int64)
-    begin, end = bits.argmax(-1), keys - bits.flip(-1).argmax(-1)
-    if bool((some & (end - begin != seen.sum(-1))).any()):
-        raise ValueError(
-            "attn_mask: expected rows whose keys have no gap between them, got others: say it by sabi, since lists of blocks may have gaps"
-        )
-    return torch.stack([begin, torch.where(some, end, begin)], dim=-1)
+    if mask.requires_grad:
+        raise ValueError("attn_mask: expected a mask without a gradient, got a bias that needs one")
+    if mask.dim() > len(shape) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"attn_mask: expected a shape that expands to {shape}, got {tuple(mask.shape)}")
+    return torch.ops.blitz_attn.ranges_of_mask(mask, shape)
 
 
 def select_and_attend_prefill(

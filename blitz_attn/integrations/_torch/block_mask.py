@@ -344,7 +344,7 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
 
 
 def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
-    """int32 (B or 1, Sq, 2): for each query a run of keys that cuts the partial blocks of all heads exactly as the mask's function does;
+    """int32 (B, Sq, 2): for each query a run of keys that cuts the partial blocks of all heads exactly as the mask's function does;
     None where there is none."""
     first, end = np.full((2, partial.shape[0], sizes[0]), sizes[1], np.int32)
     end[:] = 0
@@ -372,7 +372,8 @@ def from_flex_block_mask(
     Causal masks and windows are recognised: the mask's function is evaluated on all tokens of its partial blocks, and the rules that
     are returned cut them exactly so. So are the lengths of a padded batch, where padding is neither attended nor attends. Where these do
     not fit, a run of keys for each query may, as for a prefix that sees itself, or documents that are not given. Documents that are given
-    are checked. A mask that these rules cannot express is refused.
+    are checked. A mask that these rules cannot express is refused. A mask that was made for any batch (``B=None``) gets arguments that fit
+    any batch.
 
     Parameters
     ----------
@@ -436,14 +437,15 @@ def from_flex_block_mask(
     places = Places.of(sizes, lens, ends, device)
     found = _looked_at(block_mask, partial, full, shape, places, device)
     rules = _rules_of(found, sum(sizes))
-    if rules is None and found is not None and all(x is None for x in (*lens, ends[0])):
+    given = any(x is not None for x in (*lens, ends[0]))
+    if rules is None and found is not None and not given and kept.shape[0] > 1:  # lengths would bind a mask for any batch to a batch of 1
         lens = found.ends[0], found.ends[1]
         places = Places.of(sizes, lens, ends, device)
         rules = _rules_of(_looked_at(block_mask, partial, full, shape, places, device), sum(sizes))
-    if rules is None and all(x is None for x in (q_lens, kv_lens, ends[0])):
+    if rules is None and not given:
         ranges = _ranges_of(block_mask, partial, full, shape, sizes, device)
         if ranges is not None:
-            return {"block_shape": shape, "sabi": _list_of(kept), "kv_ranges": ranges}
+            return {"block_shape": shape, "sabi": _list_of(kept), "kv_ranges": ranges[0] if len(ranges) == 1 else ranges}
     if rules is None:
         raise ValueError(
             "block_mask: expected partial blocks that causal, window, lengths, the given documents or a run of keys for each query "

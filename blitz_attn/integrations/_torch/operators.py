@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ... import _arrays
 from ..._select.choosers import CHOOSERS, chooser_of, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
@@ -37,6 +39,7 @@ SCHEMAS = {
     "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, *, {_RULES}, str chooser="pooled", float[]? density=None,
         float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1, int? recent=2, int? last_columns=0,
         int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
+    "ranges_of_mask": "(Tensor mask, SymInt[] shape) -> Tensor",
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
         Tensor? last_page_len=None, Tensor? selected=None, Tensor? counts=None, Tensor? sinks=None, Tensor? k_scale=None,
         Tensor? v_scale=None, Tensor? q_lens=None, *, float? scale=None, str kv_layout="NHD", int? window=None, float? softcap=None,
@@ -85,6 +88,47 @@ def _attend_backward(
 def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
     made = chooser_of(json.loads(chooser)) if chooser.startswith("{") else chooser
     return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=return_lse, **_named(lengths), **options)
+
+
+def _ranges_of_mask(mask: Any, shape: Any) -> Any:
+    """The run of keys in each row of a mask that torch can expand to `shape`, (..., H, Sq, Skv): (B, Sq, 2), or (Sq, 2) where all batch
+    entries share it. Works on the mask as it is, not on what it expands to."""
+    queries, keys = shape[-2:]
+    given = mask.reshape((1,) * (len(shape) - mask.dim()) + tuple(mask.shape))
+    if given.is_floating_point():
+        seen = (given == 0).numpy()
+        if not bool(((given == -torch.inf).numpy() | seen).all()):
+            raise ValueError("attn_mask: expected bool, or floats that are all 0 or -inf, got others: biases of scores are not computed")
+    else:
+        seen = given.numpy()
+    if seen.ndim > 2:
+        if (seen != seen[..., :1, :, :]).any():
+            raise ValueError("attn_mask: expected a mask that all heads share, got one for each head")
+        seen = seen[..., 0, :, :] if seen.shape[-3] else np.zeros((*seen.shape[:-3], *seen.shape[-2:]), bool)
+    some = seen.any(axis=-1) if keys else np.zeros(seen.shape[:-1], bool)
+    begin, end = np.zeros((2, *some.shape), np.int64)
+    if seen.shape[-1] != keys:  # an axis of 1: all keys or none
+        end[some] = keys
+    elif keys:
+        begin, end = np.where(some, seen.argmax(axis=-1), 0), np.where(some, keys - seen[..., ::-1].argmax(axis=-1), 0)
+        if (end - begin != np.count_nonzero(seen, axis=-1)).any():
+            raise ValueError(
+                "attn_mask: expected rows whose keys have no gap between them, got others: say it by sabi, since lists may have gaps"
+            )
+    runs = np.stack([begin, end], axis=-1)
+    whole = (queries, 2) if runs[..., :1, :].size == 2 else (*shape[:-3], queries, 2)
+    runs = np.broadcast_to(runs.reshape(runs.shape[-2:]) if len(whole) == 2 else runs, whole)
+    return torch.from_numpy(runs.reshape(-1, queries, 2).copy() if len(whole) > 2 else runs.copy())
+
+
+def _ranges_of_mask_shapes(mask: Any, shape: Any) -> Any:
+    leading = mask.shape[:-3]
+    if all(n == 1 for n in leading):
+        return mask.new_empty((shape[-2], 2), dtype=torch.int64)
+    batch = 1
+    for n in shape[:-3]:
+        batch = batch * n
+    return mask.new_empty((batch, shape[-2], 2), dtype=torch.int64)
 
 
 def _paged(
@@ -139,14 +183,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
-    q, k, v, out, lse, *lists, sinks = ctx.saved_tensors  # once: torch.utils.checkpoint computes them anew
+    q, k, v, out, lse, *lists, sinks = ctx.saved_tensors  # read once: under torch.utils.checkpoint, each reading computes them again
     dout = torch.zeros_like(out) if dout is None else dout
     grads = (None, None, None)
     if any(ctx.needs_input_grad[:3]):
         grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse, *lists, **ctx.options)
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
     dsinks = None
-    if sinks is not None and ctx.needs_input_grad[3 + len(lists)]:  # its entry is missing where there are no sinks
+    if sinks is not None and ctx.needs_input_grad[3 + len(lists)]:  # has no entry for an argument left out
         dsinks = _gradient_of_sinks(sinks, dout, out, lse, dlse, ctx.options["layout"])
     return (*wanted, *[None] * len(lists), dsinks)
 
@@ -191,6 +235,7 @@ def _register() -> Any:
         (attention, _attend, _attend_shapes, _keep, _gradients),
         ("block_sparse_attention_backward", _attend_backward, _attend_backward_shapes, _nothing, _refuse(no_second(attention))),
         ("select_and_attend_prefill", _select_and_attend, _attend_shapes, _nothing, _without("select_and_attend_prefill", lists)),
+        ("ranges_of_mask", _ranges_of_mask, _ranges_of_mask_shapes, _nothing, _without("ranges_of_mask", "")),
         ("paged_attention", _paged, _paged_shapes, _nothing, _without("paged_attention", "")),
     ):
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
@@ -215,7 +260,7 @@ _CLASSES = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.P
 
 def _needs_dispatch(*given: Any, **options: Any) -> bool:
     """Whether torch would do more for a call than pass it on to the CPU: whether it follows a tensor for a gradient, a tensor is of a class
-    of its own, or something watches operators or makes a graph of them."""
+    of its own, a mode or torch's profiler watches operators, or a graph is made of them."""
     return (
         torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*given, **options))

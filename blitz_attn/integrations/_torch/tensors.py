@@ -75,6 +75,8 @@ def integer_of(x: Any, name: str) -> int | None:
 
 def number_of(x: Any, name: str) -> float | None:
     """The number that `x` is; None stays None."""
+    if type(x) is int and -MOST <= x < MOST:
+        return float(x)
     return x if x is None or type(x) is float else number(x, name)
 
 
@@ -142,6 +144,8 @@ def _of_integers(x: Any, name: str) -> Any:
         expect_tensors(**{name: x})
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(f"{name}: expected integers, got {x.dtype}")
+        if not torch.compiler.is_compiling() and x.is_neg():  # a view that has the other sign than its memory
+            x = x.resolve_neg()
     return x
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -157,12 +157,16 @@ def _runs_of_chunks(size: int, padding: np.ndarray, positions: np.ndarray) -> np
     return np.stack([first, first + size], axis=-1)
 
 
-def _runs_of_blocks(numbers: Any, positions: np.ndarray) -> np.ndarray:
-    """Tokens that see all tokens with their number, where that is not negative, and none otherwise."""
-    numbers = numbers.numpy()
+def _runs_of_blocks(numbers: Any, queries: _Queries) -> np.ndarray:
+    """Tokens that see all tokens with their number, where that is not negative, and none otherwise. Padding has none."""
+    numbers, positions = numbers.numpy(), queries.positions
     tokens = numbers.shape[1]
     if positions.size and positions[-1] >= tokens:
         raise _NoRuleError("blocks of tokens that end before the queries")
+    if queries.padding is not None and len(numbers) in (1, len(queries.padding)):
+        valid = queries.padding[:, :tokens].numpy().astype(bool)
+        numbers = np.repeat(numbers, len(valid) // len(numbers), axis=0)
+        numbers[:, : valid.shape[1]][~valid] = -1
     begins, ends = np.ones((2, *numbers.shape), bool)
     begins[:, 1:] = ends[:, :-1] = numbers[:, 1:] != numbers[:, :-1]
     for row, starts in zip(numbers, begins, strict=True):
@@ -183,6 +187,9 @@ class _NoRuleError(Exception):
 # Functions of `masking_utils` that return functions, and the names of their arguments.
 _MAKERS = {
     "and_masks": ("mask_functions",),
+    "blockwise_overlay": ("block_sequence_ids",),
+    "chunked_overlay": ("chunk_size", "left_padding"),
+    "or_masks": ("mask_functions",),
     "packed_sequence_mask_function": ("packed_sequence_mask",),
     "remap_positions_for_packed_sequence": ("mask_function", "position_ids"),
     "sliding_window_bidirectional_overlay": ("sliding_window",),
@@ -225,11 +232,16 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
     return name.partition(".<locals>.")[0], dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
-def _said_by(function: Any, last: int, positions: np.ndarray | None = None) -> _Said:
-    """What a mask function of `transformers.masking_utils` says; `last` is the largest position that it will be given.
+class _Queries(NamedTuple):
+    """What runs of keys are made for."""
 
-    `positions` are those of the queries. While torch traces there are none, and no runs of keys are made.
-    """
+    positions: np.ndarray  # of the queries
+    padding: Any = None  # (B, tokens): which tokens there are
+
+
+def _said_by(function: Any, last: int, queries: _Queries | None = None) -> _Said:
+    """What a mask function of `transformers.masking_utils` says; `last` is the largest position that it will be given. While torch traces
+    there are no `queries`, and no runs of keys are made."""
     if function is masking_utils.causal_mask_function:
         return _Said(causal=True)
     if function is masking_utils.bidirectional_mask_function:
@@ -238,7 +250,7 @@ def _said_by(function: Any, last: int, positions: np.ndarray | None = None) -> _
     if outer == "and_masks":
         said = _Said()
         for part in inside["mask_functions"]:
-            said = said & _said_by(part, last, positions)
+            said = said & _said_by(part, last, queries)
         return said
     if outer == "sliding_window_overlay":
         return _Said(left=int(inside["sliding_window"]) - 1)
@@ -247,20 +259,20 @@ def _said_by(function: Any, last: int, positions: np.ndarray | None = None) -> _
     if outer == "packed_sequence_mask_function":
         return _Said(packed=inside["packed_sequence_mask"])
     if outer == "remap_positions_for_packed_sequence":  # comes with the packed sequences, within which positions rise one by one
-        said = _said_by(inside["mask_function"], last, positions)
+        said = _said_by(inside["mask_function"], last, queries)
         if said.runs is not None:
             raise _NoRuleError("chunks or blocks that are counted in packed sequences")
         return said
     if outer == "padding_mask_function":
         return _Said(padding=(inside["padding_mask"],))
-    if outer == "chunked_overlay" and last < int(inside["chunk_size"]) and (positions is None or not inside["left_padding"].any()):
+    if outer == "chunked_overlay" and last < int(inside["chunk_size"]) and (queries is None or not inside["left_padding"].any()):
         return _Said()  # one chunk holds all, or all but padding on the left, which no other token sees
-    if positions is not None and outer == "chunked_overlay":
-        return _Said(runs=_runs_of_chunks(int(inside["chunk_size"]), inside["left_padding"].numpy(), positions))
-    if positions is not None and outer == "blockwise_overlay":
-        return _Said(runs=_runs_of_blocks(inside["block_sequence_ids"], positions))
-    if positions is not None and outer == "or_masks":
-        return _either([_said_by(part, last, positions) for part in inside["mask_functions"]], positions)
+    if queries is not None and outer == "chunked_overlay":
+        return _Said(runs=_runs_of_chunks(int(inside["chunk_size"]), inside["left_padding"].numpy(), queries.positions))
+    if queries is not None and outer == "blockwise_overlay":
+        return _Said(runs=_runs_of_blocks(inside["block_sequence_ids"], queries))
+    if queries is not None and outer == "or_masks":
+        return _either([_said_by(part, last, queries) for part in inside["mask_functions"]], queries.positions)
     kinds = {"chunked_overlay": "chunks of tokens", "blockwise_overlay": "blocks without order", "or_masks": "a union of masks"}
     raise _NoRuleError(f"a mask of {kinds.get(outer, outer)}")
 
@@ -522,7 +534,8 @@ def make_mask(
     arguments["q_offset"] = q_offset = int(q_offset)  # static caches have a tensor
     rules, reason = None, ""
     try:
-        said = _said_by(mask_function, kv_offset + kv_length - 1, q_offset + np.arange(q_length))
+        queries = _Queries(q_offset + np.arange(q_length), attention_mask)
+        said = _said_by(mask_function, kv_offset + kv_length - 1, queries)
         paddings = [*said.padding, *([] if attention_mask is None else [attention_mask])]
         if len(paddings) > 1:
             raise _NoRuleError("two masks of padding")
@@ -537,9 +550,10 @@ def make_mask(
             if padding is None and said.runs is None:
                 rules = replace(rules, sequences=_sequences(said.packed, batch_size))
             else:
-                said = said & _Said(runs=_runs_of_blocks(said.packed, q_offset + np.arange(q_length)))
-        if said.runs is not None:
-            rules = replace(rules, ranges=said.runs - kv_offset)
+                said = said & _Said(runs=_runs_of_blocks(said.packed, queries._replace(padding=None)))
+        if said.runs is not None:  # they say all, since a window by itself needs queries and keys that end at the same token
+            runs = replace(said, packed=None, padding=()).as_runs(queries.positions) - kv_offset
+            rules = replace(rules, causal=False, left=None, right=None, ranges=runs)
     except _NoRuleError as error:
         rules, reason = None, str(error)
     return RuleMask((batch_size, 1, q_length, kv_length), rules, reason, arguments, [])
