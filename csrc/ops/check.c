@@ -77,8 +77,9 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
 static bool overlaps_itself(const ba_tensor *t) {
     int64_t steps[BA_MAX_DIMS], reaches[BA_MAX_DIMS];
     int count = 0;
-    for (int i = 0; i < t->ndim; i++) {
+    for (int i = 0; i < t->ndim; i++) /* the strides of an array without elements are not checked, and may be any numbers */
         if (t->dims[i] == 0) return false;
+    for (int i = 0; i < t->ndim; i++) {
         if (t->dims[i] == 1) continue;
         const int64_t step = t->strides[i] < 0 ? -t->strides[i] : t->strides[i];
         int at = count++;
