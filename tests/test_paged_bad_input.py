@@ -150,7 +150,7 @@ SCALE_CASES = [
     ("scale_dtype", TypeError, r"^k_scale: expected float32, got float64", lambda a: eight_bits(a, k_scale=np.ones((PAGES, SIZE, HKV)))),
     ("scale_unasked", ValueError, r"^k_scale: expected [nN]one with float32 k_cache, got shape",
      lambda a: {"k_scale": np.ones((PAGES, SIZE, HKV), np.float32)}),
-    ("bits_without_name", TypeError, r'^k_cache: expected .*, got uint8 \(kv_dtype="float8_e4m3"',
+    ("bits_without_name", TypeError, r'^k_cache: expected .*, got uint8 \(named "float8_e4m3", uint8 holds float8 bits',
      lambda a: eight_bits(a, k_cache=np.zeros((PAGES, SIZE, HKV, D), np.uint8))),
     ("v_dtype", TypeError, r"^v_cache: expected dtype float32 like k_cache, got float16", lambda a: {"v_cache": a["v_cache"].astype(np.float16)}),
     ("v_pages", ValueError, r"^v_cache: expected the first three axes of k_cache", lambda a: {"v_cache": a["v_cache"][:4]}),
@@ -433,7 +433,7 @@ def test_quantise_what():
 def test_select_and_attend_knows_its_source():
     call = attend()
     arrays = [call[name] for name in ("q", "k_cache", "v_cache", "block_tables", "seq_lens")]
-    with pytest.raises(ValueError, match="^source: expected summaries and metadata_block_tables for method 'quest', got None"):
+    with pytest.raises(ValueError, match="^source: expected summaries and their tables for method 'quest', got None"):
         blitz_attn.select_and_attend(*arrays, budget=32)
     with pytest.raises(ValueError, match="^source: expected None for method 'max'"):
         blitz_attn.select_and_attend(*arrays, call["k_cache"], budget=32, method="max")

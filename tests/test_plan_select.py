@@ -157,7 +157,7 @@ def refusals():
     return good, [
         (ValueError, r"^q: expected 29 queries as the plan has them, got \(28, 8, 32\)", {"q": q[1:]}),
         (ValueError, r"^q: expected shape \(T, H, D\), got", {"q": q[0]}),
-        (ValueError, r"^source: expected summaries and metadata_block_tables for method 'quest', got None", {"source": None}),
+        (ValueError, r"^source: expected summaries and their tables for method 'quest', got None", {"source": None}),
         (ValueError, r"^source: expected None for method 'max', which reads k_cache itself, got tuple", {"method": "max"}),
         (ValueError, r"^method: expected 'quest', 'mean' or 'max', got 'best'", {"method": "best", "source": pair[0]}),
         (ValueError, r"^budget: expected exactly one of budget and k, got both", {"budget": 3}),
