@@ -46,12 +46,16 @@ def block_sparse(threads):
     grads = blank(q, k, v)
     backward = blitz_attn.block_sparse_attention_backward
     short = q[:, :, :4].copy()
+    ranges = np.stack([np.arange(40) // 16 * 16, np.arange(40) // 16 * 16 + 20], axis=-1)
     halves = [x.astype(np.float16) for x in (q, k, v, out)]
     return {
         "block_sparse_attention": Operation(
             lambda: op(q, k, v, sabi, return_lse=True, out=given, **options), given, lambda: op(q, k[..., :7], v, sabi, **options)
         ),
         "block_sparse_attention, dense": Operation(lambda: op(q, k, v, num_threads=threads)),
+        "block_sparse_attention, ranges": Operation(
+            lambda: op(q, k, v, kv_ranges=ranges, num_threads=threads), refused=lambda: op(q, k, v, kv_ranges=ranges[1:], num_threads=threads)
+        ),
         "block_sparse_attention, few queries": Operation(lambda: op(short, k, v, window=(-1, 0), num_threads=threads)),
         "block_sparse_attention, packed": Operation(
             lambda: op(*packed, layout="TND", cu_seqlens_q=cu, cu_seqlens_kv=cu.tolist(), num_threads=threads),
