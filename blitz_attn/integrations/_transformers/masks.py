@@ -215,7 +215,8 @@ def _remember_variables(name: str) -> None:
 
 
 for _name in _MAKERS:
-    _remember_variables(_name)
+    if hasattr(masking_utils, _name):  # older versions have fewer
+        _remember_variables(_name)
 
 
 def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
