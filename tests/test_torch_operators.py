@@ -386,6 +386,17 @@ def test_masks_of_several_leading_axes(lead):
     torch.testing.assert_close(ours, torch.nn.functional.scaled_dot_product_attention(q, k, v, mask))
 
 
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 0, 5), (2, 4, 0), (2, 0, 0), (0, 4, 5)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_masks_without_elements(batch, queries, keys, shared):
+    """A call without queries, keys or batch entries gives what the same call without a mask gives."""
+    q, k = torch.randn(batch, 3, queries, 8), torch.randn(batch, 3, keys, 8)
+    mask = torch.ones((queries, keys) if shared else (batch, 1, queries, keys), dtype=torch.bool)
+    ours = functions.scaled_dot_product_attention(q, k, k, mask)
+    assert ours.shape == q.shape
+    assert torch.equal(ours, functions.scaled_dot_product_attention(q, k, k))
+
+
 def test_masks_compile():
     """A mask is read by an operator of its own, when the graph runs."""
     given = tensors()

@@ -197,6 +197,18 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
     return from_block_mask(any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width)
 
 
+def runs_of(seen: np.ndarray) -> np.ndarray:
+    """int64 (..., 2): in each row of a mask, bool (..., keys), the first key that is seen and the place after the last one; 0 and 0 where
+    there is none. Keys between these two may be gaps."""
+    keys = seen.shape[-1]
+    runs = np.zeros((*seen.shape[:-1], 2), np.int64)
+    if keys:
+        some = seen.any(axis=-1)
+        runs[..., 0] = np.where(some, seen.argmax(axis=-1), 0)
+        runs[..., 1] = np.where(some, keys - seen[..., ::-1].argmax(axis=-1), 0)
+    return runs
+
+
 def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = None) -> np.ndarray:
     """The `kv_ranges` of `block_sparse_attention` that say exactly what a boolean mask over tokens does.
 
@@ -235,12 +247,9 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
     """
     seen = _booleans(mask)
     s_q, s_kv = seen.shape[-2:]
-    ranges = np.zeros((*seen.shape[:-1], 2), np.int32)
+    ranges = runs_of(seen).astype(np.int32)
     if seen.size == 0:
         return ranges
-    some = seen.any(axis=-1)
-    ranges[..., 0] = np.where(some, seen.argmax(axis=-1), 0)
-    ranges[..., 1] = np.where(some, s_kv - seen[..., ::-1].argmax(axis=-1), 0)
     keys = np.arange(s_kv)
     said = (keys >= ranges[..., :1]) & (keys < ranges[..., 1:])
     if block_shape is not None:

@@ -244,8 +244,8 @@ def scaled_dot_product_attention(
     if type(dropout_p) not in (int, float) or dropout_p != 0:
         raise ValueError(f"dropout_p: expected 0, got {number_of(dropout_p, 'dropout_p')}: this attention has no dropout")
     is_causal, lower_right = flag_of(is_causal, "is_causal"), False
-    kv_ranges = None
-    if isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant"):  # that is a CausalBias
+    has_elements = isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant")  # which a CausalBias has
+    if has_elements:
         if is_causal:
             raise ValueError("is_causal: expected False beside an attn_mask, got True")
     elif attn_mask is not None:
@@ -257,8 +257,7 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2 or x.shape[:-3] != query.shape[:-3] or x.dim() != query.dim():
             raise ValueError(f"{name}: expected shape (..., H, S, D) with the leading axes of query, got {tuple(x.shape)}")
-    if isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant"):
-        kv_ranges = _ranges_of_mask(attn_mask, query, key)
+    kv_ranges = _ranges_of_mask(attn_mask, query, key) if has_elements else None
     q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
     if q.shape[1] != k.shape[1] and not flag_of(enable_gqa, "enable_gqa"):
         raise ValueError(f"key: expected {q.shape[1]} heads like query, or enable_gqa=True, got {k.shape[1]}")

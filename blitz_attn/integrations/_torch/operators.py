@@ -7,12 +7,14 @@ what shapes come out. Operators that torch differentiates have a formula; the ot
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ... import _arrays
+from ..._sabi.convert import runs_of
 from ..._select.choosers import CHOOSERS, chooser_of, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention, block_sparse_attention_backward
@@ -105,30 +107,26 @@ def _ranges_of_mask(mask: Any, shape: Any) -> Any:
         if (seen != seen[..., :1, :, :]).any():
             raise ValueError("attn_mask: expected a mask that all heads share, got one for each head")
         seen = seen[..., 0, :, :] if seen.shape[-3] else np.zeros((*seen.shape[:-3], *seen.shape[-2:]), bool)
-    some = seen.any(axis=-1) if keys else np.zeros(seen.shape[:-1], bool)
-    begin, end = np.zeros((2, *some.shape), np.int64)
-    if seen.shape[-1] != keys:  # an axis of 1: all keys or none
-        end[some] = keys
-    elif keys:
-        begin, end = np.where(some, seen.argmax(axis=-1), 0), np.where(some, keys - seen[..., ::-1].argmax(axis=-1), 0)
-        if (end - begin != np.count_nonzero(seen, axis=-1)).any():
+    if seen.shape[-1] == keys:
+        runs = runs_of(seen)
+        if (runs[..., 1] - runs[..., 0] != np.count_nonzero(seen, axis=-1)).any():
             raise ValueError(
                 "attn_mask: expected rows whose keys have no gap between them, got others: say it by sabi, since lists may have gaps"
             )
-    runs = np.stack([begin, end], axis=-1)
-    whole = (queries, 2) if runs[..., :1, :].size == 2 else (*shape[:-3], queries, 2)
-    runs = np.broadcast_to(runs.reshape(runs.shape[-2:]) if len(whole) == 2 else runs, whole)
-    return torch.from_numpy(runs.reshape(-1, queries, 2).copy() if len(whole) > 2 else runs.copy())
+    else:  # an axis of 1: all keys or none
+        runs = seen * np.array([0, keys])
+    batch = _batch_of_ranges(mask, shape)
+    leading = shape[:-3] if batch else runs.shape[:-2]
+    return torch.from_numpy(np.broadcast_to(runs, (*leading, queries, 2)).reshape(*batch, queries, 2).copy())
+
+
+def _batch_of_ranges(mask: Any, shape: Any) -> tuple[Any, ...]:
+    """The batch axis of the ranges, or no axis where all batch entries share the mask."""
+    return () if all(n == 1 for n in mask.shape[:-3]) else (math.prod(shape[:-3]),)
 
 
 def _ranges_of_mask_shapes(mask: Any, shape: Any) -> Any:
-    leading = mask.shape[:-3]
-    if all(n == 1 for n in leading):
-        return mask.new_empty((shape[-2], 2), dtype=torch.int64)
-    batch = 1
-    for n in shape[:-3]:
-        batch = batch * n
-    return mask.new_empty((batch, shape[-2], 2), dtype=torch.int64)
+    return mask.new_empty((*_batch_of_ranges(mask, shape), shape[-2], 2), dtype=torch.int64)
 
 
 def _paged(
@@ -143,6 +141,14 @@ def _paged(
         return paged_attention(*given, **options)
     return paged_select_attention(*given, selected, counts=counts, **options)
 
+
+_ON_CPU: dict[str, Callable[..., Any]] = {
+    "block_sparse_attention": _attend,
+    "block_sparse_attention_backward": _attend_backward,
+    "select_and_attend_prefill": _select_and_attend,
+    "ranges_of_mask": _ranges_of_mask,
+    "paged_attention": _paged,
+}
 
 # ---- Shapes -------------------------------------------------------------------------------------------------------
 
@@ -231,15 +237,15 @@ def _nothing(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None
 def _register() -> Any:
     library = torch.library.Library("blitz_attn", "FRAGMENT")
     attention, lists = "block_sparse_attention", "; block_sparse_attention has one, with the lists of select_blocks_prefill"
-    for name, run, shapes, keep, gradient in (
-        (attention, _attend, _attend_shapes, _keep, _gradients),
-        ("block_sparse_attention_backward", _attend_backward, _attend_backward_shapes, _nothing, _refuse(no_second(attention))),
-        ("select_and_attend_prefill", _select_and_attend, _attend_shapes, _nothing, _without("select_and_attend_prefill", lists)),
-        ("ranges_of_mask", _ranges_of_mask, _ranges_of_mask_shapes, _nothing, _without("ranges_of_mask", "")),
-        ("paged_attention", _paged, _paged_shapes, _nothing, _without("paged_attention", "")),
+    for name, shapes, keep, gradient in (
+        (attention, _attend_shapes, _keep, _gradients),
+        ("block_sparse_attention_backward", _attend_backward_shapes, _nothing, _refuse(no_second(attention))),
+        ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists)),
+        ("ranges_of_mask", _ranges_of_mask_shapes, _nothing, _without("ranges_of_mask", "")),
+        ("paged_attention", _paged_shapes, _nothing, _without("paged_attention", "")),
     ):
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, run, "CPU")
+        library.impl(name, _ON_CPU[name], "CPU")
         torch.library.register_fake(f"blitz_attn::{name}", shapes, lib=library)
         torch.library.register_autograd(f"blitz_attn::{name}", gradient, setup_context=keep, lib=library)
     return library
@@ -250,11 +256,6 @@ library = None if torch is None else _register()  # the operators exist as long 
 
 # ---- Calls --------------------------------------------------------------------------------------------------------
 
-_ON_CPU: dict[str, Callable[..., Any]] = {
-    "block_sparse_attention": _attend,
-    "select_and_attend_prefill": _select_and_attend,
-    "paged_attention": _paged,
-}
 _CLASSES = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list))
 
 
