@@ -130,6 +130,6 @@ def select_to_attend(
 
 
 def with_lists(result: Any, has_lse: bool, lists: tuple[Any, ...]) -> Any:
-    """The results of attention, one or with a log-sum-exp a pair, and `lists` behind them."""
+    """What a function returns: `result`, which is a pair where `has_lse` says so, followed by `lists`, if there are any."""
     parts = (*(result if has_lse else (result,)), *lists)
     return parts if len(parts) > 1 else parts[0]

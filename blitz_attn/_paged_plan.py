@@ -140,6 +140,18 @@ class PagedPlan:
             k, v, k_cache, v_cache, None, self._tables, kv_layout, k_scale, v_scale, own if dtype is None else dtype, kv_dtype, num_threads
         )
 
+    def _run(
+        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, counts: Any, sinks: Any, k_scale: Any, v_scale: Any, kv_ranges: Any,
+        return_lse: Any, out: Any,
+    ) -> Any:  # fmt: skip
+        """Attention with the tables, the lengths and the options of the plan; over all blocks where `selected` is None."""
+        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
+        return self._attend(
+            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window, sinks, softcap=softcap,
+            k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
+            kv_dtype=kv_dtype, num_threads=num_threads,
+        )  # fmt: skip
+
     def attention(
         self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None,
         return_lse: bool = False, out: Any = None,
@@ -176,12 +188,7 @@ class PagedPlan:
         >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
         True
         """
-        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
-        return self._attend(
-            q, k_cache, v_cache, self._requests, None, None, scale, kv_layout, window, sinks, softcap=softcap,
-            k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
-            kv_dtype=kv_dtype, num_threads=num_threads,
-        )  # fmt: skip
+        return self._run(q, k_cache, v_cache, None, None, sinks, k_scale, v_scale, kv_ranges, return_lse, out)
 
     def select_attention(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
@@ -228,12 +235,7 @@ class PagedPlan:
         """
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
-        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
-        return self._attend(
-            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window, sinks, softcap=softcap,
-            k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
-            kv_dtype=kv_dtype, num_threads=num_threads,
-        )  # fmt: skip
+        return self._run(q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, kv_ranges, return_lse, out)
 
     def select_and_attend(
         self, q: Any, k_cache: Any, v_cache: Any, source: Any = None, metadata_block_tables: Any = None, *, k: Any = None,

@@ -49,14 +49,15 @@ class Chunks:
         rows = np.ones(len(lengths), np.int64) if q_lens is None else query_lengths(q_lens, lengths, within=begins is None).copy()
         self.batch, self.num_queries = len(lengths), int(rows.sum())
         self.pages_of_request = tables.used
-        self._page_size, self._split_pages = size, split // size
+        self._split_pages = split // size
         self._rows_of_request = rows
         self._counts = np.maximum(1, -(-lengths // split))  # a request without tokens has one chunk without tokens
         self._first = np.cumsum(self._counts) - self._counts
         self._request = request = np.arange(len(self._counts)).repeat(self._counts)
-        index = np.arange(len(request)) - self._first[request]
+        index = np.arange(len(request)) - self._first[request]  # of each chunk in its request
+        self._first_token = index * split  # likewise
 
-        tokens = np.minimum(lengths[request] - index * split, split)
+        tokens = np.minimum(lengths[request] - self._first_token, split)
         used = -(-tokens // size)
         self._pages_request, self._pages_block = request.repeat(used), _state_tree.ranges(index * self._split_pages, used)
         self._pages = pages = tables.at(self._pages_request, self._pages_block)
@@ -64,7 +65,7 @@ class Chunks:
         self.requests, _, _ = open_requests(
             pages, None, np.concatenate([[0], np.cumsum(used)]), tokens - np.maximum(used - 1, 0) * size,
             None if q_lens is None else rows[request],
-            nearest_begin((lengths - rows if begins is None else begins)[request] - index * split), size,
+            nearest_begin((lengths - rows if begins is None else begins)[request] - self._first_token), size,
         )  # fmt: skip
 
     def refuse_missing(self, num_pages: int) -> None:
@@ -77,11 +78,10 @@ class Chunks:
         """Made when the first call shows that q has `num_queries` rows: so many numbers may not fit into memory where it has not."""
         rows, request = self._rows_of_request, self._request
         own = rows[request]
-        begin = (np.arange(len(request)) - self._first[request]) * self._split_pages * self._page_size
         own_first, first = np.cumsum(own) - own, np.cumsum(rows) - rows
         return _Rows(
             _state_tree.ranges(first[request], own),
-            begin.repeat(own),
+            self._first_token.repeat(own),
             _state_tree.Merges(_state_tree.pairs(self._counts), own_first, own),
             _state_tree.ranges(own_first[self._first], rows),
         )

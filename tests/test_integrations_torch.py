@@ -279,7 +279,7 @@ def test_gradients_of_torch_func_are_refused(transform, name):
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "nsa"])
 def test_what_torch_func_does_not_differentiate(name):
-    """Constants, and what it is told not to follow."""
+    """A call on a tensor that is not differentiated, and a call under torch.no_grad(), count as constants."""
     x = torch.randn(1, 2, 16, 8)
     factor = CALLS[name](x).sum()
     assert torch.equal(torch.func.grad(lambda y: (y * CALLS[name](x).sum()).sum())(x), factor.expand_as(x))

@@ -129,7 +129,7 @@ def test_gradients_against_the_mask(kind, dtype, layout, isa_level):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype, isa_level):
-    """With so many queries, keys are packed once for all of them: those that any query may see."""
+    """Where there are this many queries, keys are packed once for all queries. Every key that some query may see must then be packed."""
     q, k, v = testing.make_qkv(1, 8, 2, 700, 2600, 32, dtype=dtype)
     runs = np.broadcast_to([0, 2600], (700, 2)).copy()
     runs[:9], runs[-9:] = (1400, 1410), (1200, 1205)

@@ -251,7 +251,7 @@ def test_bad_lengths(error, pattern, changes):
 
 
 def test_forced_blocks_of_every_length():
-    """The newest blocks are those that the queries, each decoded alone, would have forced, and no others."""
+    """Each query forces the blocks that it would force if it were decoded alone. Nothing else is forced."""
     for tokens, recent in itertools.product(range(1, 14), (1, 2, 3)):
         for queries in range(1, tokens + 1):
             problem = Whole(lens=[tokens], q_lens=[queries], dim=2)

@@ -302,8 +302,9 @@ done:
     return result;
 }
 
-/* The arguments, in order; each gets an index and a name. slot_mapping says where each token goes. Where it is None, block_tables to q_lens say it,
- * or block_tables alone, if they are opened page tables. q_begin is always None: it stands here because read_requests() takes it. */
+/* The arguments, in order; each gets an index and a name. The slot of each token comes from slot_mapping. Where that is None, it comes from the
+ * arguments from block_tables to q_lens, or from block_tables alone if these are opened page tables. q_begin is always None: it stands here because
+ * read_requests() takes it. */
 /* clang-format off */
 #define APPEND_ARGUMENTS(X) \
     X(k) X(v) X(k_cache) X(v_cache) X(slot_mapping) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) \

@@ -344,10 +344,9 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
 
 
 def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
-    """int32 (B, Sq, 2): for each query a run of keys that cuts the partial blocks of all heads exactly as the mask's function does;
-    None where there is none."""
-    first, end = np.full((2, partial.shape[0], sizes[0]), sizes[1], np.int32)
-    end[:] = 0
+    """int32 (B, Sq, 2): one run of keys per query. In the partial blocks of all heads, the mask's function lets a query see the keys of
+    its run and no others. None where no such runs exist."""
+    first, end = np.full((partial.shape[0], sizes[0]), sizes[1], np.int32), np.zeros((partial.shape[0], sizes[0]), np.int32)
     for _, b, i, j, _, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
         at = np.broadcast_arrays(b[..., 0].cpu().numpy(), i[..., 0].cpu().numpy())
         np.minimum.at(first, tuple(at), torch.where(seen, j, sizes[1]).amin(-1).cpu().numpy())
