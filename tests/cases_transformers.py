@@ -10,16 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from blitz_attn.integrations import transformers as integration  # noqa: E402
-from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-integration.register()
-
-
 from blitz_attn.integrations._transformers import attention  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
+from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache, register  # noqa: E402
+
+register()  # for all tests that import this file
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

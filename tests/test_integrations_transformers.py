@@ -14,16 +14,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from blitz_attn import select  # noqa: E402
-from blitz_attn.integrations import transformers as integration  # noqa: E402
-from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-integration.register()
-
-
 from blitz_attn.integrations._transformers import attention  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
+from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import (  # noqa: E402
     MODELS,
     WINDOWED,
@@ -36,6 +29,8 @@ from cases_transformers import (  # noqa: E402
     padded,
     small_model,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- Small models against eager attention --------------------------------------------------------------------------
 

@@ -11,19 +11,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from blitz_attn import reference, sabi, select  # noqa: E402
-from blitz_attn.integrations import transformers as integration  # noqa: E402
-from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-integration.register()
-
 from transformers import masking_utils as masks  # noqa: E402
 
+from blitz_attn import reference, sabi, select  # noqa: E402
+from blitz_attn.integrations import transformers as integration  # noqa: E402
 from blitz_attn.integrations._transformers import attention  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations._transformers.masks import RuleMask, TracedMask, make_mask  # noqa: E402
+from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
     _one_thread,  # noqa: F401
@@ -35,6 +30,8 @@ from cases_transformers import (  # noqa: E402
     small_model,
     tensors,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- One call of the attention function ----------------------------------------------------------------------------
 

@@ -11,12 +11,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from blitz_attn import select  # noqa: E402
-from blitz_attn.integrations.transformers import SparseConfig, _config_of_text, configure, paged_cache, register  # noqa: E402
-from cases_transformers import make_cache, padded, small_model  # noqa: E402
-
-register()
-
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
+from blitz_attn.integrations.transformers import SparseConfig, _config_of_text, configure, paged_cache  # noqa: E402
+from cases_transformers import make_cache, padded, small_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 SPARSE = SparseConfig(density=0.5, block_shape=(8, 8), chooser=select.Pooled(pool=4), min_tokens=1)

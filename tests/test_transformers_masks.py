@@ -8,17 +8,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from blitz_attn.integrations import transformers as integration  # noqa: E402
-from blitz_attn.integrations.transformers import SparseConfig, configure  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-integration.register()
-
 from transformers import masking_utils as masks  # noqa: E402
 
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations._transformers.masks import RuleMask, make_mask  # noqa: E402
+from blitz_attn.integrations.transformers import SparseConfig, configure  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
     _one_thread,  # noqa: F401
@@ -28,6 +22,8 @@ from cases_transformers import (  # noqa: E402
     seen_by_calls,
     tensors,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- Masks ---------------------------------------------------------------------------------------------------------
 
