@@ -127,6 +127,18 @@ def test_gradients_against_the_mask(kind, dtype, layout, isa_level):
             np.testing.assert_allclose(to_heads(got, layout, heads), z, rtol=2 * UNIT[dtype], atol=4 * UNIT[dtype])
 
 
+@pytest.mark.parametrize("first", [16, 32, 64])
+def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, isa_level):
+    """Queries that see no key may stand between others of the same tile."""
+    arrays, exact, options = problem("bfloat16", "BNSD")
+    runs = np.where((at(Q)[:, None] >= first) & (at(Q)[:, None] < 2 * first), 0, [0, KV])
+    out, lse = blitz_attn.block_sparse_attention(*arrays, kv_ranges=runs, return_lse=True, **options)
+    found = blitz_attn.block_sparse_attention_backward(arrays[0], *arrays, out, lse, kv_ranges=runs, **options)
+    right = expected(*exact, mask_of(runs, Q, KV), exact[0])
+    for x, z in zip(found, right, strict=True):
+        np.testing.assert_allclose(testing.to_float64(x, "bfloat16"), z, rtol=2 * UNIT["bfloat16"], atol=4 * UNIT["bfloat16"])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype, isa_level):
     """Where there are this many queries, keys are packed once for all queries. Every key that some query may see must then be packed."""
