@@ -164,8 +164,8 @@ typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 #define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, const float *scales, int64_t keys, int64_t dim)
 typedef BA_PACK_ROWS((*ba_pack_rows_fn));
 
-/* Writes the first n lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype, 0 where l is 0. Unless lse is NULL, lse[i] = (m + log2 l) * ln 2 as
- * real, -inf where l is 0. */
+/* Writes the first n lanes: out_rows[i][d] = o[d][i] / l[i] in the input dtype, 0 where l is 0, and +0 for -0. Unless lse is NULL, lse[i] = (m + log2
+ * l) * ln 2 as real, -inf where l is 0. */
 #define BA_FINISH(name) void name(const ba_panel *panel, int64_t n, int64_t v_dim, void *const *out_rows, void *lse)
 typedef BA_FINISH((*ba_finish_fn));
 
@@ -184,8 +184,8 @@ typedef struct ba_pack_kernels {
 
 /* The fused kernel: adds the scores, softmax and values of one chunk to the state of one panel.
  * A lane's result depends only on its own query, the keys that it sees, and where the chunk begins. Keys that a lane does not see add exactly
- * nothing, even where their rows or scales hold NaN or infinity. Where a family flushes small numbers to zero, the sign of a zero or of a NaN in o is
- * not defined; finish writes such a zero as +0. */
+ * nothing, even where their rows or scales hold NaN or infinity. The sign of a zero in o is not defined, and finish writes each zero as +0; nor is
+ * that of a NaN, where a family flushes small numbers to zero. */
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 

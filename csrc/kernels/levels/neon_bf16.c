@@ -30,7 +30,6 @@
 #define BA_FROM(p) NAME(v_from_bf16)(p)
 #define BA_TO(p, v) NAME(v_to_bf16)(p, v)
 #define BA_DTYPE bfloat16
-#define BA_FLUSHES
 #define BA_PAIRED
 #include "kernels/elements_tmpl.inc"
 
