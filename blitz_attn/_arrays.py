@@ -142,16 +142,20 @@ def _as_bits(x: Any, name: str) -> Any:
 def _tensor_as_bits(x: Any, name: str) -> Any:
     torch = sys.modules["torch"]
     refuse_tangent(x, name)
-    if x.requires_grad:
-        if torch.is_grad_enabled():
-            raise ValueError(
-                f"{name}: expected a tensor that needs no gradient, got one with requires_grad=True, whose gradient would be lost: "
-                "detach it or call under torch.no_grad()"
-            )
-        x = x.detach()
+    refuse_gradient(x, name)
+    x = x.detach() if x.requires_grad else x
     if x.is_neg():
         x = x.resolve_neg()
     return (x.view(torch.uint8), "float8_e4m3") if x.dtype == torch.float8_e4m3fn else x
+
+
+def refuse_gradient(x: Any, name: str) -> None:
+    """Refuses a torch tensor whose gradient is wanted."""
+    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected a tensor that needs no gradient, got one with requires_grad=True, whose gradient would be lost: "
+            "detach it or call under torch.no_grad()"
+        )
 
 
 def refuse_tangent(x: Any, name: str) -> None:
@@ -340,6 +344,12 @@ def float32_numbers(x: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name}: expected numbers, got {given.dtype if hasattr(x, 'dtype') else type(x).__name__}")
     with np.errstate(over="ignore"):  # too large numbers become infinite, as in any conversion
         return np.asarray(given, np.float32, order="C")
+
+
+def bias_for_core(attn_mask: Any, alibi_slopes: Any) -> tuple[Any, Any]:
+    """attn_mask and alibi_slopes as the core takes them."""
+    mask = None if attn_mask is None else readable(attn_mask, "attn_mask")
+    return mask, None if alibi_slopes is None else float32_numbers(alibi_slopes, "alibi_slopes")
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> Any:

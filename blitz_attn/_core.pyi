@@ -26,6 +26,8 @@ def block_sparse_attention(
     q_begin: Any = ...,
     q_total: Any = ...,
     kv_ranges: Any = ...,
+    attn_mask: Any = ...,
+    alibi_slopes: Any = ...,
     return_lse: Any = ...,
     out_dtype: Any = ...,
     out: Any = ...,
@@ -62,6 +64,8 @@ def block_sparse_attention_backward(
     q_begin: Any = ...,
     q_total: Any = ...,
     kv_ranges: Any = ...,
+    attn_mask: Any = ...,
+    alibi_slopes: Any = ...,
     dout: Any = ...,
     out: Any = ...,
     lse: Any = ...,
@@ -163,6 +167,8 @@ def paged_attention(
     num_threads: Any = ...,
     out_dtype: Any = ...,
     kv_ranges: Any = ...,
+    attn_mask: Any = ...,
+    alibi_slopes: Any = ...,
 ) -> Any:
     """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens. In
     place of block_tables, seq_lens, indptr, last_page_len, q_lens and q_begin, block_tables may be opened tables."""

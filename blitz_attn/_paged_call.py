@@ -7,7 +7,7 @@ from typing import Any
 from numpy import empty, floating, integer, ndarray
 
 from . import _arrays, _core
-from ._arrays import is_registered
+from ._arrays import bias_for_core, is_registered
 from ._sentences import renamed
 
 _CORE_NAMES = {"selected_counts": "counts"}
@@ -43,8 +43,8 @@ def open_requests(
 
 def attend_requests(
     q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, window: Any,
-    sinks: Any, *, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any = None, return_lse: Any, out_dtype: Any, out: Any, dtype: Any,
-    kv_dtype: Any, num_threads: Any,
+    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any = None, *, attn_mask: Any = None, alibi_slopes: Any = None,
+    return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
     `q_begin`, or what `open_requests` gives."""
@@ -53,6 +53,8 @@ def attend_requests(
         k_scale, v_scale = scales_for_core(k_scale, "k_scale"), scales_for_core(v_scale, "v_scale")
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
+    if not (attn_mask is alibi_slopes is None):
+        attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     try:
         if (  # plain NumPy arrays: nothing to translate
             type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
@@ -62,8 +64,8 @@ def attend_requests(
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
                 empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
-                kv_layout, window, sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-                num_threads=num_threads, kv_ranges=kv_ranges,
+                kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, num_threads=num_threads, kv_ranges=kv_ranges,
+                attn_mask=attn_mask, alibi_slopes=alibi_slopes,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
@@ -73,6 +75,7 @@ def attend_requests(
             v_scale, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
             kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
             out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), kv_ranges=kv_ranges,
+            attn_mask=attn_mask, alibi_slopes=alibi_slopes,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):

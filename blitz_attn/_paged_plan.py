@@ -142,19 +142,19 @@ class PagedPlan:
 
     def _run(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, counts: Any, sinks: Any, k_scale: Any, v_scale: Any, kv_ranges: Any,
-        return_lse: Any, out: Any,
+        attn_mask: Any, alibi_slopes: Any, return_lse: Any, out: Any,
     ) -> Any:  # fmt: skip
         """Attention with the tables, the lengths and the options of the plan; over all blocks where `selected` is None."""
         scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
         return self._attend(
-            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window, sinks, softcap=softcap,
-            k_scale=k_scale, v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
-            kv_dtype=kv_dtype, num_threads=num_threads,
+            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale,
+            v_scale, kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes,
+            return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
 
     def attention(
         self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None,
-        return_lse: bool = False, out: Any = None,
+        attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
         """`paged_attention` with the tables, the lengths and the options of the plan.
 
@@ -164,7 +164,7 @@ class PagedPlan:
             ``(num_queries, H, D)``: the queries of all requests one after the other.
         k_cache, v_cache : array
             The caches of one layer, with the `page_size` of the plan.
-        sinks, k_scale, v_scale, kv_ranges, return_lse, out
+        sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
 
         Returns
@@ -188,11 +188,12 @@ class PagedPlan:
         >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
         True
         """
-        return self._run(q, k_cache, v_cache, None, None, sinks, k_scale, v_scale, kv_ranges, return_lse, out)
+        return self._run(q, k_cache, v_cache, None, None, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out)
 
     def select_attention(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
-        v_scale: Any = None, kv_ranges: Any = None, return_lse: bool = False, out: Any = None,
+        v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = False,
+        out: Any = None,
     ) -> Any:  # fmt: skip
         """`paged_select_attention` with the tables, the lengths and the options of the plan.
 
@@ -206,7 +207,7 @@ class PagedPlan:
             ``(batch, Hkv, K)`` or ``(batch, H, K)``: the blocks that are seen, see `paged_select_attention`.
         counts : array of int, optional
             ``(batch, Hkv)`` or ``(batch, H)``: number of entries in use in each row of `selected`.
-        sinks, k_scale, v_scale, kv_ranges, return_lse, out
+        sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
 
         Returns
@@ -235,7 +236,9 @@ class PagedPlan:
         """
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
-        return self._run(q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, kv_ranges, return_lse, out)
+        return self._run(
+            q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
+        )
 
     def select_and_attend(
         self, q: Any, k_cache: Any, v_cache: Any, source: Any = None, metadata_block_tables: Any = None, *, k: Any = None,

@@ -107,9 +107,12 @@ class Chunks:
 
 def attend_in_chunks(
     q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, selected: Any, counts: Any, scale: Any, kv_layout: Any,
-    window: Any, sinks: Any, *, kv_ranges: Any, return_lse: Any, out: Any, out_dtype: Any, dtype: Any, **options: Any,
+    window: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any, *, attn_mask: Any, alibi_slopes: Any,
+    return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
+    if attn_mask is not None:
+        raise ValueError("attn_mask: expected none with kv_split, got some")
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
     chunks.refuse_missing(num_pages)
     return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(dtype)
@@ -122,8 +125,8 @@ def attend_in_chunks(
     if wanted_kind != kind and not (narrow and wanted_kind == "float32"):
         raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
     v_dim = (_arrays.shape_of(v_cache) or (0,))[-1]
-    scales = {name: options[name] for name in ("k_scale", "v_scale")}
-    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, "selected": selected, "sinks": sinks, "kv_ranges": kv_ranges}
+    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "selected": selected}
+    inputs |= {"sinks": sinks, "kv_ranges": kv_ranges, "alibi_slopes": alibi_slopes}
     results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, inputs)
 
     listed: Listed | None = None
@@ -134,9 +137,9 @@ def attend_in_chunks(
     rows, ranges = chunks.rows, chunks.ranges(kv_ranges)
     try:
         state, lse = attend_requests(
-            queries[rows.query], k_cache, v_cache, chunks.requests, *lists, scale, kv_layout, window, None, kv_ranges=ranges,
-            return_lse=True, out=None, out_dtype="float32" if narrow else None,
-            dtype="bfloat16" if kind == "bfloat16" else dtype, **options,
+            queries[rows.query], k_cache, v_cache, chunks.requests, *lists, scale, kv_layout, window, None, softcap, k_scale, v_scale,
+            ranges, alibi_slopes=alibi_slopes, return_lse=True, out=None, out_dtype="float32" if narrow else None,
+            dtype="bfloat16" if kind == "bfloat16" else dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
     except ValueError:
         if listed is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from numpy import empty, ndarray
 
 from . import _arrays, _core
-from ._arrays import is_registered
+from ._arrays import bias_for_core, is_registered
 from ._floats import refuse_overlaps
 
 __all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
@@ -34,6 +34,8 @@ def block_sparse_attention(
     q_begin: Any = None,
     q_total: Any = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -45,8 +47,8 @@ def block_sparse_attention(
     """Attention over listed blocks of keys, with the log-sum-exp of the scores on request.
 
     ``out = softmax(scale * q k^T) v``, where a query sees a key when the key's block is listed for the query's block
-    *and* the token rules (`causal`, `window`, `q_lens`, `kv_lens`, `kv_ranges`) allow it. Rules cut inside a listed block, to the
-    token. A query that sees no key at all gets output 0 and log-sum-exp ``-inf``.
+    *and* the token rules (`causal`, `window`, `q_lens`, `kv_lens`, `kv_ranges`, `attn_mask`) allow it. Rules cut inside a listed
+    block, to the token. A query that sees no key at all gets output 0 and log-sum-exp ``-inf``.
 
     Parameters
     ----------
@@ -94,6 +96,15 @@ def block_sparse_attention(
         key j only when ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. Any
         run of keys per query can be said in this way: documents, chunks, a prefix that sees itself as a whole, images whose tokens see one
         another (there with ``causal=False``). Ranges may be empty, and reach beyond the keys.
+    attn_mask : array, optional
+        ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in every layout; with layout TND, Sq and Skv are the lengths of the longest
+        sequences, and a sequence reads its corner. Of bool, where False hides the key from the query as the other rules do; or of float32,
+        float16, bfloat16 or float64, numbers that are added to the scores (after `scale` and `softcap`), where -inf hides the key. A number
+        below -2.3e38, such as the lowest of float32, counts as -inf, and one above 2.3e38 as infinity, which makes the result NaN. A mask
+        is read as a whole: blocks that it hides from all queries are better left out of `sabi`, and runs of keys said by `kv_ranges`.
+    alibi_slopes : array_like, optional
+        ``(H,)`` float32: ``-alibi_slopes[h] * abs(d - j)`` is added to the score of query i and key j, where d is the query's place among
+        the keys, as in `causal`.
     sinks : array_like, optional
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
     softcap : float, optional
@@ -119,8 +130,8 @@ def block_sparse_attention(
         tensors, JAX arrays as JAX arrays.
     lse : array
         With `return_lse`: natural log of the sum of ``exp(score)`` over the keys seen, where a score is ``scale * q.k``, capped with
-        `softcap`: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. With `sinks`, the sum has one more term,
-        also where no key is seen.
+        `softcap`, plus what `attn_mask` and `alibi_slopes` add: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs
+        float64. With `sinks`, the sum has one more term, also where no key is seen.
 
     Raises
     ------
@@ -183,6 +194,8 @@ def block_sparse_attention(
     """
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
+    if not (attn_mask is alibi_slopes is None):
+        attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     if (  # plain NumPy arrays: nothing to translate
         type(q) is type(k) is type(v) is ndarray
         and out is out_dtype is dtype is None
@@ -192,7 +205,8 @@ def block_sparse_attention(
         # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
         return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads,
-            num_kv_heads, None, num_threads, q_begin, q_total, kv_ranges, return_lse=return_lse, softcap=softcap, sinks=sinks,
+            num_kv_heads, None, num_threads, q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, return_lse=return_lse,
+            softcap=softcap, sinks=sinks,
         )  # fmt: skip
 
     family = _arrays.family_of(q)
@@ -206,7 +220,7 @@ def block_sparse_attention(
     result = _core.block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
         causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
-        q_begin, q_total, kv_ranges, return_lse=return_lse, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
+        q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, return_lse=return_lse, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
         out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"), softcap=softcap, sinks=sinks,
     )  # fmt: skip
     if not return_lse:
@@ -237,6 +251,8 @@ def block_sparse_attention_backward(
     q_begin: Any = None,
     q_total: Any = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
     dlse: Any = None,
     grads: Any = None,
     accumulate: bool = False,
@@ -245,7 +261,8 @@ def block_sparse_attention_backward(
 ) -> tuple[Any, Any, Any]:
     """Gradients of `block_sparse_attention` with respect to q, k and v.
 
-    With ``P = exp(scale * q k^T - lse)`` where a query sees a key and 0 elsewhere: ``dS = P * (dout v^T - dout . out + dlse)``,
+    With ``P = exp(scale * q k^T + bias - lse)`` where a query sees a key and 0 elsewhere, and with the bias of `attn_mask` and
+    `alibi_slopes`: ``dS = P * (dout v^T - dout . out + dlse)``,
     ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. `dk` and `dv` are sums over the query heads that read a
     key head. A query that sees no key has gradient 0 and adds nothing to `dk` and `dv`.
 
@@ -264,8 +281,8 @@ def block_sparse_attention_backward(
         with `softcap` give wrong gradients.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
-    q_begin, q_total, kv_ranges
-        As in the forward call: see `block_sparse_attention`.
+    q_begin, q_total, kv_ranges, attn_mask, alibi_slopes
+        As in the forward call: see `block_sparse_attention`. They get no gradients.
     dlse : array, optional
         Gradient of the loss with respect to `lse`, of its shape and dtype, for a loss that uses `lse`, as merged
         partial results and distillation do. Default: 0.
@@ -330,6 +347,8 @@ def block_sparse_attention_backward(
     >>> [bool(np.abs(ours - theirs).max() < 1e-5) for ours, theirs in zip((dq, dk, dv), exact)]
     [True, True, True]
     """
+    if not (attn_mask is alibi_slopes is None):
+        attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     family = _arrays.family_of(q)
     if grads is None:
         grads = (None, None, None)
@@ -347,7 +366,8 @@ def block_sparse_attention_backward(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape=block_shape,
         scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=_arrays.dtype_name(dtype),
-        num_threads=num_threads, q_begin=q_begin, q_total=q_total, kv_ranges=kv_ranges, dout=_arrays.readable(dout, "dout"),
+        num_threads=num_threads, q_begin=q_begin, q_total=q_total, kv_ranges=kv_ranges, attn_mask=attn_mask,
+        alibi_slopes=alibi_slopes, dout=_arrays.readable(dout, "dout"),
         out=_arrays.readable(out, "out"), lse=_arrays.readable(lse, "lse"),
         dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv, accumulate=accumulate,
     )  # fmt: skip

@@ -52,6 +52,8 @@ def paged_attention(
     v_scale: Any = None,
     q_begin: Any = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
     kv_split: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -103,6 +105,12 @@ def paged_attention(
         ``(B, 2)``, with `q_lens` ``(T, 2)``; int32 or int64: query i sees the tokens ``kv_ranges[i, 0] <= j < kv_ranges[i, 1]`` of its
         request instead of those up to itself, for prompts in which an image or a prefix sees itself. `window` still holds. Ranges may be
         empty, and reach beyond the tokens.
+    attn_mask : array, optional
+        ``(B, H, Q, T)``, or any shape that broadcasts to it, with Q at least the most queries of a request and T at least the most tokens:
+        row i is that of a request's query i, column j that of its token j. Of bool, where False hides the token as the causal rule does, or
+        of numbers that are added to the scores, as in `block_sparse_attention`: a tree of draft tokens, for example. None with `kv_split`.
+    alibi_slopes : array_like, optional
+        ``(H,)`` float32: ``-alibi_slopes[h] * abs(p - j)`` is added to the score of token j, where p is the query's own token number.
     kv_split : int, optional
         Attend to each request in chunks of so many tokens, a multiple of page_size, and merge the states of its chunks by a fixed tree: see
         the notes. Default: requests are cut as suits the machine.
@@ -192,9 +200,9 @@ def paged_attention(
     """
     attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
-        q, k_cache, v_cache, requests, None, None, scale, kv_layout, window, sinks, softcap=softcap, k_scale=k_scale,
-        v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
-        num_threads=num_threads,
+        q, k_cache, v_cache, requests, None, None, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
+        kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
+        kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -217,6 +225,8 @@ def paged_select_attention(
     v_scale: Any = None,
     q_begin: Any = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
     kv_split: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -237,9 +247,9 @@ def paged_select_attention(
         first -1.
     counts : array of int, optional
         ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
-    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, kv_split, return_lse, out_dtype, out, dtype
+    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, attn_mask, alibi_slopes, kv_split, return_lse
         See `paged_attention`.
-    kv_dtype, num_threads
+    out_dtype, out, dtype, kv_dtype, num_threads
         See `paged_attention`.
 
     Returns
@@ -282,9 +292,9 @@ def paged_select_attention(
         raise TypeError("selected: expected an array, got NoneType")
     attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
-        q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap=softcap, k_scale=k_scale,
-        v_scale=v_scale, kv_ranges=kv_ranges, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
-        num_threads=num_threads,
+        q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
+        kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
+        kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
 
 

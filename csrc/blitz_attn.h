@@ -55,6 +55,7 @@ typedef enum ba_dtype {
     BA_INT64,
     BA_INT8,        /* caches of K and V only; needs scales */
     BA_FLOAT8_E4M3, /* caches of K and V only; needs scales. One sign bit, 4 bits of exponent, 3 of mantissa; NaN, but no infinity */
+    BA_BOOL,        /* masks only: one byte, 0 or not 0 */
     BA_DTYPE_COUNT
 } ba_dtype;
 
@@ -117,10 +118,13 @@ typedef struct ba_block_sparse_args {
                                    * own: kernels are chosen as for so many queries, so that a slice of whole block rows has the bits of the whole */
     int64_t key_stride, key_last; /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
                                    * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
-    ba_tensor
-        kv_ranges; /* not given, or int32 or int64 (B, Sq, 2), or (Sq, 2) for all entries, for BA_TND (T, 2): the first key that each query may see
-                    * and the place after the last one, counted in its own sequence. Any numbers: those beyond the keys mean the nearest key */
-    int unrounded; /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
+    ba_tensor kv_ranges; /* not given, or int32 or int64, (B, Sq, 2) or (Sq, 2), for BA_TND (T, 2): the first key that each query may see, and the
+                          * place after the last one, counted in its own sequence. Any numbers: those beyond the keys mean the nearest key */
+    ba_tensor attn_mask; /* not given, or (B or 1, H or 1, Sq or 1, Skv or 1), for BA_TND with the lengths of the longest sequences: float32,
+                          * float16, bfloat16 or float64 numbers that are added to the scores after the softcap, or BA_BOOL. 0 (false) and -inf
+                          * hide the key from the query. Any strides. None where the lists are routed, or key_stride is given */
+    const float *alibi_slopes;       /* NULL, or [H]: -slope * |d - j| is added to the scores, likewise */
+    int unrounded;                   /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
     const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
     int64_t batch;                   /* BA_TND only: number of sequences */
@@ -181,16 +185,19 @@ typedef struct ba_paged_args {
     ba_tensor k_scale, v_scale; /* float32, the factors of K and of V: one per token and head, in the cache's axes without the last; one per head
                                  * (H_kv,); or one (). Required with int8 and float8_e4m3, else not given */
     ba_kv_layout kv_layout;
-    ba_tensor block_tables;         /* int32 or int64, (B, W): the pages of each request in the order of its tokens; with indptr (N,) */
-    const int64_t *indptr;          /* NULL, or batch + 1: request b's pages are block_tables[indptr[b] .. indptr[b + 1] - 1] */
-    const int64_t *seq_lens;        /* [batch]: tokens of each request in the cache, those of its queries included */
-    const int64_t *cu_q;            /* NULL: one query per request. Else batch + 1 cumulative numbers of queries */
-    const int64_t *q_begin;         /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
-                                     * a longer request: query i then sees token j when j <= i + q_begin, and may outnumber the tokens */
-    ba_tensor kv_ranges;            /* not given, or int32 or int64, the shape of q without its last two axes and with 2: query i then sees the tokens
-                                     * kv_ranges[i][0] <= j < kv_ranges[i][1] of its request instead of those up to itself. Any numbers, as above */
-    int64_t batch;                  /* number of requests */
-    ba_tensor selected;             /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
+    ba_tensor block_tables;    /* int32 or int64, (B, W): the pages of each request in the order of its tokens; with indptr (N,) */
+    const int64_t *indptr;     /* NULL, or batch + 1: request b's pages are block_tables[indptr[b] .. indptr[b + 1] - 1] */
+    const int64_t *seq_lens;   /* [batch]: tokens of each request in the cache, those of its queries included */
+    const int64_t *cu_q;       /* NULL: one query per request. Else batch + 1 cumulative numbers of queries */
+    const int64_t *q_begin;    /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
+                                * a longer request: query i then sees token j when j <= i + q_begin, and may outnumber the tokens */
+    ba_tensor kv_ranges;       /* not given, or int32 or int64, the shape of q without its last two axes and with 2: query i then sees the tokens
+                                * kv_ranges[i][0] <= j < kv_ranges[i][1] of its request instead of those up to itself. Any numbers, as above */
+    ba_tensor attn_mask;       /* not given, or as in ba_block_sparse_args, (B or 1, H or 1, Q or 1, T or 1), with Q at least the most queries of a
+                                * request, and T at least the most tokens */
+    const float *alibi_slopes; /* NULL, or [H], as in ba_block_sparse_args */
+    int64_t batch;             /* number of requests */
+    ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
     double scale;
     int64_t window;     /* tokens that a query sees before itself; -1: no bound */

@@ -47,6 +47,7 @@ def block_sparse(threads):
     backward = blitz_attn.block_sparse_attention_backward
     short = q[:, :, :4].copy()
     ranges = np.stack([np.arange(40) // 16 * 16, np.arange(40) // 16 * 16 + 20], axis=-1)
+    bias = {"attn_mask": np.random.default_rng(3).random((2, 1, 40, 48)) < 0.8, "alibi_slopes": np.float32([0.5, 0.25, 0.1, 0])}
     halves = [x.astype(np.float16) for x in (q, k, v, out)]
     return {
         "block_sparse_attention": Operation(
@@ -55,6 +56,10 @@ def block_sparse(threads):
         "block_sparse_attention, dense": Operation(lambda: op(q, k, v, num_threads=threads)),
         "block_sparse_attention, ranges": Operation(
             lambda: op(q, k, v, kv_ranges=ranges, num_threads=threads), refused=lambda: op(q, k, v, kv_ranges=ranges[1:], num_threads=threads)
+        ),
+        "block_sparse_attention, mask": Operation(
+            lambda: op(q, k, v, **bias, num_threads=threads),
+            refused=lambda: op(q, k, v, attn_mask=bias["attn_mask"][..., 1:], num_threads=threads),
         ),
         "block_sparse_attention, few queries": Operation(lambda: op(short, k, v, window=(-1, 0), num_threads=threads)),
         "block_sparse_attention, packed": Operation(
@@ -66,6 +71,7 @@ def block_sparse(threads):
             grads,
             lambda: backward(out, q, k, v, out, lse[:, 1:], sabi, **options),
         ),
+        "block_sparse_attention_backward, mask": Operation(lambda: backward(out, q, k, v, out, lse, **bias, num_threads=threads)),
         "block_sparse_attention_backward, halves": Operation(
             lambda: backward(halves[3], *halves, lse, sabi, **{**options, "causal": False})
         ),

@@ -73,7 +73,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 12 &&
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 13 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_row_kernels, attend) == 5 &&
                    FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
@@ -139,6 +139,7 @@ static void clear_records(void) {
         [SUMMARISE] = "summarise",
         [SCORE_HEADS] = "score_heads",
         [QUANTISE] = "magnitude, quantise",
+        [FILL_BIAS] = "fill_bias",
         [UNSEEN] = "promise: unseen keys",
         [CUT] = "promise: cut chunks",
         [ALONE] = "promise: lanes alone",
@@ -320,8 +321,7 @@ static void check_attend(test_case *c) {
 static void make_single(test_case *c, int64_t v_dim) {
     make_case(c, EQUAL, NO_MASK, 1, 1, 1, v_dim);
     c->scale = 1;
-    c->softcap = 0;
-    c->scaled = false;
+    drop_options(c);
     set_operand(c, &q, 0, 0, 1);
 }
 
@@ -390,8 +390,7 @@ static void check_pack_queries(test_case *c) {
     for (int64_t n = 0; n < 2 * DIMS; n++) {
         if (!is_drawn()) continue;
         make_case(c, n % 2 ? TINY : SPREAD, NO_MASK, 1 + n % lanes, ba_min(dim_at(n / 2), BA_MAX_CHUNK), dim_at(n / 2), 1);
-        c->scaled = false;
-        c->softcap = 0;
+        drop_options(c);
         for (int64_t j = 0; j < c->keys; j++)
             for (int64_t d = 0; d < c->head_dim; d++) set_operand(c, &k, j, d, d == j);
         const ba_panel panel = open_panel(c);
@@ -537,8 +536,7 @@ static void check_few_scores(test_case *c) {
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
         if (!is_drawn()) continue;
         make_case(c, n % FILLS, NO_MASK, 1 + pick(BA_FEW_QUERIES), 1 + pick(40), dim_at(n / FILLS % DIMS), 1);
-        c->softcap = 0;
-        c->scaled = false;
+        drop_options(c);
         const ba_panel panel = open_panel(c);
         const void **rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, c->keys, c->head_dim);
         const int64_t room = ba_round_up(c->keys, 16), stride = room + pick(20);
@@ -560,8 +558,7 @@ static void check_probabilities(test_case *c) {
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
         if (!is_drawn()) continue;
         make_case(c, n % FILLS, n % MASKS, 1 + pick(c->s.f->lanes[WIDE]), 1 + pick(n % 7 ? 100 : BA_MAX_CHUNK), dim_at(n / FILLS % DIMS), 1);
-        c->softcap = 0;
-        c->scaled = false;
+        drop_options(c);
         const ba_panel panel = open_panel(c);
         const ba_chunk chunk = open_chunk(c, 0, c->keys);
         float *sums = place(ALPHA, c->keys * c->lanes * (int64_t)sizeof *sums);
@@ -784,6 +781,7 @@ static void check_variant(void *context) {
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->add_probabilities) check_probabilities(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_blocks) check_block_sums(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->rows && c->s.f->rows->choose) check_choose(c);
+    if (c->variant == WIDE && !c->s.cache && c->s.f->panel->fill_bias) check_fill_bias(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW) check_heads(c);
     if (c->variant == FEW && c->s.cache) check_few_scores(c);
@@ -901,6 +899,7 @@ static void bench(const subject *s) {
             c = (test_case){.s = *s, .variant = variant};
             make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
             c.softcap = 0;
+            c.biased = false;
             ba_panel panel = open_panel(&c);
             const ba_chunk chunk = open_chunk(&c, 0, c.keys);
             double rate = 0, limit = 0;

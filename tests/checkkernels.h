@@ -25,6 +25,7 @@ typedef enum buffer {
     LSE,
     WEIGHTS,
     KEY_INDEX,
+    BIAS,
     PROBE,
     PACKED_K,
     PACKED_V,
@@ -152,6 +153,8 @@ typedef struct test_case {
     float k_scale[MAX_KEYS], v_scale[MAX_KEYS];
     int32_t lo[BA_MAX_LANES], hi[BA_MAX_LANES];
     int32_t key_index[MAX_KEYS];
+    bool biased; /* scores have a bias, which hides some keys from some lanes */
+    float bias[MAX_KEYS][BA_MAX_LANES];
     unsigned char scratch_fill;
 } test_case;
 
@@ -168,6 +171,7 @@ bool in_rows(const test_case *c); /* FEW and ROWS, whose o is [query][dim] */
 /* Draws everything of a case but the kernel, the variant and the sizes. Forgets what was placed before. */
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
 void set_variant(test_case *c, int variant, int64_t queries);
+void drop_options(test_case *c); /* neither a softcap, nor scales, nor a bias */
 void set_operand(const test_case *c, operand *x, int64_t row, int64_t d, double value);
 void draw_range(test_case *c, int64_t lane);
 bool sees(const test_case *c, int64_t lane, int64_t key);
@@ -181,6 +185,7 @@ ba_panel open_panel(const test_case *c);
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
 /* The same, with rows that are longer than what the kernel reads of them. */
 ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim);
+const void *place_bias(const test_case *c, int64_t first, int64_t keys); /* NULL where there is none */
 void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk);
 
 /* Makes a panel of an empty state fresh, with NaN where its sums will be, in most cases where the family takes such panels. */
@@ -237,6 +242,7 @@ enum {
     SUMMARISE,
     SCORE_HEADS,
     QUANTISE,
+    FILL_BIAS,
     UNSEEN,
     CUT,
     ALONE,
@@ -248,6 +254,10 @@ extern record records[KERNELS];
 /* ---- Quantisation (checkkernels_quantise.c) --------------------------------------------------------------------------- */
 
 void check_quantise(test_case *c);
+
+/* ---- Biases (checkkernels_bias.c) ------------------------------------------------------------------------------------ */
+
+void check_fill_bias(test_case *c);
 
 /* ---- Promises that hold to the bit (checkkernels_promises.c) -------------------------------------------------------- */
 

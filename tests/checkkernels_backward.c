@@ -67,6 +67,7 @@ static ba_gradient_panel open_gradients(const test_case *c) {
     panel.dout = packed;
     panel.lse = place_reals(c, PANEL_LSE, lse, c->lanes);
     panel.delta = place_reals(c, PANEL_DELTA, delta, c->lanes);
+    panel.bias = place_bias(c, 0, c->keys);
     panel.dq = place(PANEL_DQ, c->lanes * c->head_dim * f->real_size);
     for (int64_t i = 0; i < c->lanes * c->head_dim; i++) set_element(real_dtype(c), panel.dq, i, (double)(i % 7) - 3);
     return panel;
@@ -90,6 +91,7 @@ static void check_panel(const test_case *c) {
     const int64_t real = c->s.f->real_size, keys = c->keys;
     const ba_gradient_panel panel = open_gradients(c);
     ba_chunk chunk = open_chunk(c, 0, keys);
+    chunk.bias = NULL;
     void *weights = chunk.scratch, *slopes = place(SLOPES, keys * c->lanes * real);
     chunk.scratch = NULL;
     c->s.f->gradient->gradient[c->variant](&panel, &chunk, weights, slopes);

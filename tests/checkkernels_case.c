@@ -17,6 +17,7 @@ double real_at(const test_case *c, const void *data, int64_t index) { return get
 static ba_dtype dtype_of(const test_case *c, const operand *x) { return x == &q ? c->s.dtype : c->s.kv_dtype; }
 
 bool sees(const test_case *c, int64_t lane, int64_t key) {
+    if (c->biased && c->bias[key][lane] == -INFINITY) return false;
     return c->mask == NO_MASK || (c->lo[lane] <= c->key_index[key] && c->key_index[key] < c->hi[lane]);
 }
 
@@ -79,15 +80,29 @@ int64_t most_queries(const test_case *c) {
 }
 
 static void describe(const test_case *c) {
-    snprintf(case_text, sizeof case_text, "queries=%d keys=%d head_dim=%d v_dim=%d fill=%s mask=%s scale=%.9g softcap=%g scaled=%d key_index[0]=%d",
-             (int)c->queries, (int)c->keys, (int)c->head_dim, (int)c->v_dim, fill_names[c->fill], mask_names[c->mask], c->scale, c->softcap,
-             c->scaled, (int)c->key_index[0]);
+    snprintf(case_text, sizeof case_text,
+             "queries=%d keys=%d head_dim=%d v_dim=%d fill=%s mask=%s scale=%.9g softcap=%g scaled=%d biased=%d key_index[0]=%d", (int)c->queries,
+             (int)c->keys, (int)c->head_dim, (int)c->v_dim, fill_names[c->fill], mask_names[c->mask], c->scale, c->softcap, c->scaled, c->biased,
+             (int)c->key_index[0]);
 }
 
 void set_variant(test_case *c, int variant, int64_t queries) {
     c->variant = variant;
     c->lanes = in_rows(c) ? queries : c->s.f->lanes[variant];
     c->queries = queries;
+}
+
+void drop_options(test_case *c) {
+    c->softcap = 0;
+    c->scaled = false;
+    c->biased = false;
+}
+
+/* Numbers of log2 units for all lanes, and -inf. Where sums are to be exact, only 0 and -inf. */
+static void draw_bias(test_case *c, bool exact) {
+    c->biased = c->variant != ROWS && pick(4) == 0;
+    for (int64_t j = 0; c->biased && j < c->keys; j++)
+        for (int64_t i = 0; i < BA_MAX_LANES; i++) c->bias[j][i] = pick(4) == 0 ? -INFINITY : exact ? 0 : (float)(uniform() * (pick(16) ? 4 : 100));
 }
 
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim) {
@@ -112,6 +127,7 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
         c->v_scale[j] = (pick(16) ? 1 : -1) * (exact ? 0.25f : (float)(0.02 + 0.01 * uniform()));
     }
     for (int64_t i = 0; i < c->lanes; i++) draw_range(c, i);
+    draw_bias(c, exact);
     fill_operand(c, &q, queries, head_dim);
     fill_operand(c, &k, keys, head_dim);
     fill_operand(c, &v, keys, v_dim);
@@ -213,6 +229,15 @@ ba_panel open_panel(const test_case *c) {
     return panel;
 }
 
+const void *place_bias(const test_case *c, int64_t first, int64_t keys) {
+    if (!c->biased) return NULL;
+    const int64_t lanes = c->variant == FEW ? BA_FEW_BIAS : c->lanes;
+    void *bias = place(BIAS, keys * lanes * c->s.f->real_size);
+    for (int64_t j = 0; j < keys; j++)
+        for (int64_t i = 0; i < lanes; i++) set_element(real_dtype(c), bias, j * lanes + i, (double)c->bias[first + j][i]);
+    return bias;
+}
+
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) { return open_chunk_of(c, first, keys, c->head_dim, c->v_dim); }
 
 ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim) {
@@ -233,6 +258,7 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
     }
     const int64_t bytes = packs ? keys * s->f->scratch_per_key : BA_FEW_SCRATCH(keys, c->v_dim) * s->f->real_size;
     chunk.scratch = memset(place(SCRATCH, bytes), c->scratch_fill, (size_t)bytes);
+    chunk.bias = place_bias(c, first, keys);
     if (c->mask != NO_MASK) chunk.key_index = place_copy(KEY_INDEX, c->key_index + first, keys, sizeof *c->key_index);
     return chunk;
 }
@@ -294,6 +320,10 @@ plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 u
     if (c->softcap != 0) {
         s.value = c->softcap * tanh(s.value / c->softcap);
         s.error += fabs(s.value) * 8 * unit(c) + c->softcap * tiny(c); /* the quotient may be below the normal range */
+    }
+    if (c->biased) {
+        s.value += (double)c->bias[key][lane];
+        s.error += c->fill == EXACT_HUGE ? 0 : fabs(s.value) * unit(c);
     }
     return s;
 }

@@ -14,6 +14,9 @@ from .._sabi import lists
 from .dense import (
     Rules,
     SequenceParts,
+    add_biases,
+    bias_and_seen,
+    input_dtype,
     join_sequences,
     listed_keys,
     make_rules,
@@ -42,10 +45,12 @@ def _outer_sum(weights: np.ndarray, rows: np.ndarray, seen: np.ndarray | None) -
     return out
 
 
-def _strip_gradients(q, k, v, dout, lse, delta, seen, scale, name):
+def _strip_gradients(q, k, v, dout, lse, delta, seen, bias, scale, name):
     """(dq, dk, dv) of a strip of queries and some keys. `name`: the precision that every matrix is rounded to."""
     number = q.dtype.type
     s = round_in_float32(q @ k.T * number(scale), name)
+    if bias is not None:
+        s = round_in_float32(s + bias.astype(s.dtype), name)
     p = np.exp(s - lse[:, None])
     if seen is not None:
         p = np.where(seen, p, number(0))
@@ -59,8 +64,8 @@ def _strip_gradients(q, k, v, dout, lse, delta, seen, scale, name):
     return dq, _outer_sum(slope, q, seen) * number(scale), _outer_sum(p, dout, seen)
 
 
-def _head_gradients(tensors, seq: SequenceParts, rows, block_shape, rules: Rules, scale, name, sums):
-    """dq of one head. Its contributions to the gradients of its KV head are added to `sums`, (dk, dv)."""
+def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, rules: Rules, scale, name, sums):
+    """dq of `head`. Its contributions to the gradients of its KV head are added to `sums`, (dk, dv)."""
     q, k, v, dout, lse, delta = tensors
     dq = np.zeros_like(q)
     block_q, block_kv = block_shape
@@ -77,8 +82,9 @@ def _head_gradients(tensors, seq: SequenceParts, rows, block_shape, rules: Rules
             if pick.size == 0 or queries.size == 0:
                 continue
             seen = (pick >= low[queries - first, None]) & (pick <= high[queries - first, None])
+            bias, seen = bias_and_seen(seq, head, 1, queries, pick, seen)
             mine = (q[queries], k[pick], v[pick], dout[queries], lse[queries], delta[queries])
-            dq[queries], dk, dv = _strip_gradients(*mine, None if seen.all() else seen, scale, name)
+            dq[queries], dk, dv = _strip_gradients(*mine, None if seen is None or seen.all() else seen, bias, scale, name)
             sums[0][pick] += dk
             sums[1][pick] += dv
     return round_in_float32(dq, name)
@@ -92,13 +98,14 @@ def _numbers_by_sequence(x: np.ndarray, layout: str, sequences: list[SequencePar
     return [part.T for part in np.split(x, cuts)]
 
 
-def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, name):
+def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name):
     """The common body of the twins. `tensors`: dout, q, k, v, out; `numbers`: lse and dlse, which may be None."""
     dout, q, k, v, out = tensors
     block_q, block_kv = (int(n) for n in block_shape)
     if min(block_q, block_kv) < 1:
         raise ValueError(f"block_shape: expected two positive numbers, got {(block_q, block_kv)}")
     sequences = sequences_of(q, k, v, layout, *shape_args)
+    add_biases(sequences, *bias_args)
     q_lens, _, cu_q, _, num_heads, *_ = shape_args
     outs, douts = (
         [s.q for s in sequences_of(x, x, x, layout, q_lens, q_lens, cu_q, cu_q, num_heads, num_heads)] for x in (out, dout)
@@ -129,8 +136,8 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
                 delta = (douts[b][h] * outs[b][h]).sum(axis=1)
                 if numbers[1] is not None:
                     delta = delta - dlses[b][h]
-                head = (seq.q[h], seq.k[h // group], seq.v[h // group], douts[b][h], lses[b][h], delta)
-                dq[h] = _head_gradients(head, seq, rows, (block_q, block_kv), rules, scale, name, (dk[h // group], dv[h // group]))
+                own = (seq.q[h], seq.k[h // group], seq.v[h // group], douts[b][h], lses[b][h], delta)
+                dq[h] = _head_gradients(own, seq, h, rows, (block_q, block_kv), rules, scale, name, (dk[h // group], dv[h // group]))
             for result, gradient in zip(results, (dq, dk, dv), strict=True):
                 result.append(round_in_float32(gradient, name))
     joined = [join_sequences(parts, layout, x.shape) for parts, x in zip(results, (q, k, v), strict=True)]
@@ -171,6 +178,8 @@ def block_sparse_attention_backward(
     q_begin=None,
     q_total=None,
     kv_ranges=None,
+    attn_mask=None,
+    alibi_slopes=None,
     dlse=None,
     grads=None,
     accumulate=False,
@@ -181,7 +190,8 @@ def block_sparse_attention_backward(
     tensors = [to_float64(x, dtype) for x in (dout, q, k, v, out)]
     numbers = (to_float64(lse), None if dlse is None else to_float64(dlse))
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
-    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, "float64")
+    bias_args = (attn_mask, alibi_slopes, input_dtype(q, dtype))
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, bias_args, "float64")
     return _kept(results, grads, accumulate)
 
 
@@ -208,6 +218,8 @@ def dense_same_precision_backward(
     q_begin=None,
     q_total=None,
     kv_ranges=None,
+    attn_mask=None,
+    alibi_slopes=None,
     dlse=None,
     grads=None,
     accumulate=False,
@@ -225,7 +237,7 @@ def dense_same_precision_backward(
     ----------
     dout, q, k, v, out, lse, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads
         See `blitz_attn.block_sparse_attention_backward`.
-    num_kv_heads, q_begin, q_total, kv_ranges, dlse, grads, accumulate, dtype, num_threads
+    num_kv_heads, q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, dlse, grads, accumulate, dtype, num_threads
         See `block_sparse_attention_backward` in this module.
 
     Returns
@@ -252,5 +264,6 @@ def dense_same_precision_backward(
     tensors = [to_float64(x, dtype).astype(kind) for x in (dout, q, k, v, out)]
     numbers = (to_float64(lse).astype(kind), None if dlse is None else to_float64(dlse).astype(kind))
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
-    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name)
+    bias_args = (attn_mask, alibi_slopes, name)
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, bias_args, name)
     return _kept(results, grads, accumulate)

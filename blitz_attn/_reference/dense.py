@@ -145,6 +145,26 @@ def round_in_float32(x32: np.ndarray, name: str) -> np.ndarray:
 
 
 @dataclass
+class Bias:
+    """What is added to the scores of one batch entry, after the scale and the softcap."""
+
+    mask: np.ndarray | None  # (heads, queries, keys): True where a key takes part, or numbers, of which -inf hides the key
+    slopes: np.ndarray | None  # (heads,): what a token of distance takes from the score
+    least: float  # numbers of the mask below it count as -inf
+
+    def of(self, heads: np.ndarray, queries: np.ndarray, keys: np.ndarray, begin: int) -> np.ndarray:
+        """(queries, keys) in float64. `heads`: that of each query; `begin`: the key on the diagonal of query 0."""
+        bias = np.zeros((queries.size, keys.size))
+        if self.mask is not None:
+            part = self.mask[heads[:, None], queries[:, None], keys]
+            numbers = np.where(part, 0.0, -np.inf) if part.dtype == np.bool_ else to_float64(part)
+            bias = np.where(numbers < self.least, -np.inf, numbers)
+        if self.slopes is not None:
+            bias -= self.slopes[heads, None] * np.abs(queries[:, None] + begin - keys)
+        return bias
+
+
+@dataclass
 class SequenceParts:
     """One batch entry: arrays are (heads, tokens, dim), lengths count valid tokens."""
 
@@ -155,6 +175,7 @@ class SequenceParts:
     kv_len: int
     begin: int  # the key on the diagonal of query 0: its token number
     ranges: np.ndarray | None = None  # (tokens, 2): the first key that each query may see, and the place after the last one
+    bias: Bias | None = None
 
 
 def _offsets(name: str, value: Any, total: int) -> list[int]:
@@ -228,6 +249,48 @@ def sequences_of(
     return sequences
 
 
+def input_dtype(q: Any, dtype: Any) -> str:
+    """The name of the dtype of a call's inputs."""
+    given = dtype if dtype is not None else getattr(q, "dtype", None)
+    return dtype_name(given if given is not None else np.asarray(q).dtype)
+
+
+def _mask_array(attn_mask: Any) -> np.ndarray:
+    """The mask with four axes: True and False, or numbers in a dtype of NumPy or ml_dtypes."""
+    given = attn_mask if hasattr(attn_mask, "detach") else array(attn_mask, "attn_mask", "an array")
+    name = dtype_name(given.dtype)
+    if name not in ("bool", "float32", "float16", "bfloat16", "float64"):
+        raise TypeError(f"attn_mask: expected bool, float32, float16, bfloat16 or float64, got {name}")
+    # An array keeps its dtype: what a strip needs of it is widened there.
+    mask = np.asarray(given) if name == "bool" or isinstance(given, np.ndarray) else to_float64(given)
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def add_biases(sequences: Sequence[SequenceParts], attn_mask: Any, alibi_slopes: Any, inputs: str, *, longer: bool = False) -> None:
+    """Gives each batch entry what is added to its scores. `inputs`: the dtype of q; `longer`: a mask may have more rows and columns."""
+    if not sequences or (attn_mask is None and alibi_slopes is None):
+        return
+    heads = sequences[0].q.shape[0]
+    sizes = (len(sequences), heads, max(s.q.shape[1] for s in sequences), max(s.k.shape[1] for s in sequences))
+    masks: Sequence[np.ndarray | None] = [None] * len(sequences)
+    if attn_mask is not None:
+        mask = _mask_array(attn_mask)
+        fits = [n in (1, full) or (longer and axis > 1 and n > full) for axis, (n, full) in enumerate(zip(mask.shape, sizes, strict=False))]
+        if mask.ndim != 4 or not all(fits):
+            expected = ", ".join(f"{full} or 1" for full in sizes)
+            raise ValueError(f"attn_mask: expected shape ({expected}), got {mask.shape}")
+        masks = list(np.broadcast_to(mask, [full if n == 1 else n for n, full in zip(mask.shape, sizes, strict=True)]))
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = to_float64(alibi_slopes)
+        if slopes.shape != (heads,):
+            raise ValueError(f"alibi_slopes: expected shape ({heads},), one number per head, got {slopes.shape}")
+    # In float32, such a number times log2(e) is infinite.
+    least = -math.inf if inputs == "float64" else -float(np.finfo(np.float32).max) / math.log2(math.e)
+    for seq, part in zip(sequences, masks, strict=True):
+        seq.bias = Bias(part, slopes, least)
+
+
 def join_sequences(parts: list[np.ndarray], layout: str, batch_shape: tuple[int, ...]) -> np.ndarray:
     """Per-sequence (heads, tokens, dim) results back into the layout of q."""
     if layout == "TND":
@@ -275,6 +338,21 @@ def seen_bounds(rules: Rules, seq: SequenceParts, queries: np.ndarray) -> tuple[
     return np.maximum(low, seq.ranges[queries, 0]), np.minimum(high, seq.ranges[queries, 1] - 1)
 
 
+def bias_and_seen(
+    seq: SequenceParts, head: int, shared: int, rows: np.ndarray, keys: np.ndarray, seen: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """What is added to the scores of these rows, 0 where a key is hidden, and which keys they see, None where they see all.
+
+    `seen`: which keys the rules and lists show. Rows are queries of `head` and of the `shared` - 1 heads behind it, as in `attend_head`.
+    """
+    if seq.bias is None:
+        return None, seen
+    bias = seq.bias.of(head + rows % shared, rows // shared, keys, seq.begin)
+    shown = bias != -np.inf
+    seen = shown if seen is None else seen & shown
+    return np.where(seen, bias, 0.0), seen
+
+
 def strips(row_first: int, row_last: int, columns: int) -> Iterator[tuple[int, int]]:
     step = max(1, _STRIP_ELEMENTS // max(1, columns))
     for start in range(row_first, row_last, step):
@@ -296,13 +374,22 @@ def _weighted_sum(p: np.ndarray, v: np.ndarray, seen: np.ndarray | None) -> np.n
 
 
 def _strip(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray | None, scale: float, name: str, softcap: float = 0.0
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    seen: np.ndarray | None,
+    scale: float,
+    name: str,
+    softcap: float = 0.0,
+    bias: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention of a strip of queries over some keys; `name` is the precision that S, P and the result are rounded to."""
     s = q @ k.T * q.dtype.type(scale)
     if softcap:
         s = q.dtype.type(softcap) * np.tanh(s / q.dtype.type(softcap))
     s = round_in_float32(s, name)
+    if bias is not None:
+        s = round_in_float32(s + bias.astype(s.dtype), name)
     if seen is not None:
         s = np.where(seen, s, -np.inf)
     top = s.max(axis=1, keepdims=True)
@@ -324,8 +411,10 @@ def listed_keys(row: np.ndarray, width: int, kv_len: int) -> np.ndarray:
     return keys[keys < kv_len]
 
 
-def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shape, rules: Rules, scale, name, softcap=0.0, shared=1):
-    """(tokens, dim_v) output and (tokens,) log-sum-exp of one head. `rows`: its block list (R, W), -1 padded, or None.
+def attend_head(
+    q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shape, rules: Rules, scale, name, softcap=0.0, *, head: int, shared=1
+):
+    """(tokens, dim_v) output and (tokens,) log-sum-exp of `head`. `rows`: its block list (R, W), -1 padded, or None.
 
     With `shared` heads, rows of q are those heads' queries of the first token, then of the second, and so on.
     """
@@ -352,7 +441,8 @@ def attend_head(q, k, v, seq: SequenceParts, rows: np.ndarray | None, block_shap
             if where.size == 0:
                 continue
             seen = None if free else (where >= low[:, None]) & (where <= high[:, None])
-            out[first:last], lse[first:last] = _strip(q[first:last], k[pick], v[pick], seen, scale, name, softcap)
+            bias, seen = bias_and_seen(seq, head, shared, np.arange(first, last), where, seen)
+            out[first:last], lse[first:last] = _strip(q[first:last], k[pick], v[pick], seen, scale, name, softcap, bias)
     return out, lse
 
 
@@ -363,13 +453,14 @@ def add_sinks(out: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> tuple[np.n
     return out * share[..., None], with_sink
 
 
-def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, return_lse, out, softcap=None, sinks=None):
+def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name, return_lse, out, softcap=None, sinks=None):
     """The common body of the twins. `tensors` are float64 or float32; `name` is the precision that is imitated."""
     q, k, v = tensors
     block_q, block_kv = (int(n) for n in block_shape)
     if min(block_q, block_kv) < 1:
         raise ValueError(f"block_shape: expected two positive numbers, got {(block_q, block_kv)}")
     sequences = sequences_of(q, k, v, layout, *shape_args)
+    add_biases(sequences, *bias_args)
     if scale is None:
         head_dim = sequences[0].q.shape[2] if sequences else 1
         scale = 1.0 / math.sqrt(head_dim)
@@ -386,8 +477,19 @@ def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, name, ret
             out_b, lse_b = np.zeros((heads, seq.q.shape[1], seq.v.shape[2])), np.zeros((heads, seq.q.shape[1]))
             for h in range(heads):
                 rows = None if kept is None else kept[b % kept.shape[0], h * kept.shape[1] // heads]
-                head = (seq.q[h], seq.k[h // group], seq.v[h // group])
-                out_b[h], lse_b[h] = attend_head(*head, seq, rows, (block_q, block_kv), rules, scale, name, float(softcap or 0.0))
+                out_b[h], lse_b[h] = attend_head(
+                    seq.q[h],
+                    seq.k[h // group],
+                    seq.v[h // group],
+                    seq,
+                    rows,
+                    (block_q, block_kv),
+                    rules,
+                    scale,
+                    name,
+                    float(softcap or 0.0),
+                    head=h,
+                )
             if sinks is not None:
                 out_b[:, : seq.q_len], lse_b[:, : seq.q_len] = add_sinks(
                     out_b[:, : seq.q_len], lse_b[:, : seq.q_len], np.asarray(sinks, np.float64)[:, None]
@@ -434,6 +536,8 @@ def block_sparse_attention(
     q_begin=None,
     q_total=None,
     kv_ranges=None,
+    attn_mask=None,
+    alibi_slopes=None,
     sinks=None,
     softcap=None,
     return_lse=False,
@@ -445,8 +549,9 @@ def block_sparse_attention(
     """See `blitz_attn.block_sparse_attention`."""
     tensors = [to_float64(x, dtype) for x in (q, k, v)]
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
+    bias_args = (attn_mask, alibi_slopes, input_dtype(q, dtype))
     rules = make_rules(causal, window)
-    return _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, "float64", return_lse, out, softcap, sinks)
+    return _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, bias_args, "float64", return_lse, out, softcap, sinks)
 
 
 def dense_same_precision(
@@ -469,6 +574,8 @@ def dense_same_precision(
     q_begin=None,
     q_total=None,
     kv_ranges=None,
+    attn_mask=None,
+    alibi_slopes=None,
     return_lse=False,
     out_dtype=None,
     out=None,
@@ -485,7 +592,7 @@ def dense_same_precision(
     ----------
     q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         See `blitz_attn.block_sparse_attention`.
-    q_begin, q_total, kv_ranges
+    q_begin, q_total, kv_ranges, attn_mask, alibi_slopes
         See `blitz_attn.block_sparse_attention`.
     return_lse, out_dtype, out, dtype, num_threads
         See `block_sparse_attention` in this module.
@@ -514,7 +621,8 @@ def dense_same_precision(
     if name != "float64":
         tensors = [x.astype(np.float32) for x in tensors]
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
-    return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, name, return_lse, out)
+    bias_args = (attn_mask, alibi_slopes, name)
+    return _run(tensors, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, bias_args, name, return_lse, out)
 
 
 # ---- Merging ----------------------------------------------------------------------------------------------------

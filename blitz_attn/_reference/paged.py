@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import dtype_name
-from .dense import Rules, SequenceParts, add_sinks, attend_head, begins_of, round_to, to_float64, written
+from .dense import Rules, SequenceParts, add_biases, add_sinks, attend_head, begins_of, input_dtype, round_to, to_float64, written
 
 # ---- Cache values -------------------------------------------------------------------------------------------------
 
@@ -138,6 +138,8 @@ class _Options:
     v_scale: Any
     q_begin: Any
     kv_ranges: Any
+    attn_mask: Any
+    alibi_slopes: Any
     dtype: Any
     kv_dtype: Any
 
@@ -173,6 +175,7 @@ def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Opti
     """The common body of the twins; `name` is the precision that is imitated."""
     wide = to_float64(q, o.dtype)
     requests = _requests(wide, k_cache, v_cache, block_tables, seq_lens, o)
+    add_biases(requests, o.attn_mask, o.alibi_slopes, input_dtype(q, o.dtype), longer=True)
     page_size, kv_heads = by_token(k_cache, o.kv_layout).shape[1:3]
     heads, group = wide.shape[1], wide.shape[1] // kv_heads
     rows = kv_heads if selected is None else np.shape(selected)[1]
@@ -192,7 +195,18 @@ def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Opti
                 listed = None if selected is None else _list_of(selected, counts, b, row, -(-r.kv_len // page_size))
                 g = h.start // group
                 o_row, lse_row = attend_head(
-                    queries, k_b[g], v_b[g], r, listed, (max(1, r.q_len), page_size), rules, scale, name, float(o.softcap or 0.0), shared
+                    queries,
+                    k_b[g],
+                    v_b[g],
+                    r,
+                    listed,
+                    (max(1, r.q_len), page_size),
+                    rules,
+                    scale,
+                    name,
+                    float(o.softcap or 0.0),
+                    head=h.start,
+                    shared=shared,
                 )
                 outs[first : first + r.q_len, h] = o_row.reshape(r.q_len, shared, o_row.shape[1])
                 lses[first : first + r.q_len, h] = lse_row.reshape(r.q_len, shared)
@@ -223,6 +237,8 @@ def paged_attention(
     v_scale=None,
     q_begin=None,
     kv_ranges=None,
+    attn_mask=None,
+    alibi_slopes=None,
     kv_split=None,
     return_lse=False,
     out_dtype=None,
@@ -232,7 +248,8 @@ def paged_attention(
     num_threads=None,
 ):
     """See `blitz_attn.paged_attention`."""
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, dtype, kv_dtype)
+    rules = (window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, attn_mask, alibi_slopes)
+    options = _Options(scale, kv_layout, q_lens, *rules, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, None, None, options, "float64", return_lse, out)
 
 
@@ -255,6 +272,8 @@ def paged_select_attention(
     v_scale=None,
     q_begin=None,
     kv_ranges=None,
+    attn_mask=None,
+    alibi_slopes=None,
     kv_split=None,
     return_lse=False,
     out_dtype=None,
@@ -264,7 +283,8 @@ def paged_select_attention(
     num_threads=None,
 ):
     """See `blitz_attn.paged_select_attention`."""
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, dtype, kv_dtype)
+    rules = (window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, attn_mask, alibi_slopes)
+    options = _Options(scale, kv_layout, q_lens, *rules, dtype, kv_dtype)
     return _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, options, "float64", return_lse, out)
 
 
@@ -287,6 +307,8 @@ def paged_same_precision(
     v_scale=None,
     q_begin=None,
     kv_ranges=None,
+    attn_mask=None,
+    alibi_slopes=None,
     kv_split=None,
     return_lse=False,
     out_dtype=None,
@@ -304,7 +326,7 @@ def paged_same_precision(
     ----------
     q, k_cache, v_cache, block_tables, seq_lens, scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin
         See `blitz_attn.paged_attention`.
-    kv_ranges, kv_split
+    kv_ranges, attn_mask, alibi_slopes, kv_split
         See `blitz_attn.paged_attention`.
     selected, counts
         See `blitz_attn.paged_select_attention`; None attends to all pages.
@@ -332,7 +354,8 @@ def paged_same_precision(
     True
     """
     name = dtype_name(dtype) if dtype is not None else dtype_name(getattr(q, "dtype", np.asarray(q).dtype))
-    options = _Options(scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, dtype, kv_dtype)
+    rules = (window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, attn_mask, alibi_slopes)
+    options = _Options(scale, kv_layout, q_lens, *rules, dtype, kv_dtype)
     exact = _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, options, name, True, None)
     rounded = (round_to_float64(exact[0], name), exact[1])
     out, lse_out = out if isinstance(out, tuple) else (out, None)

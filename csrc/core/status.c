@@ -22,14 +22,15 @@ int64_t ba_dtype_size(ba_dtype dtype) {
     case BA_FLOAT64:
     case BA_INT64: return 8;
     case BA_INT8:
-    case BA_FLOAT8_E4M3: return 1;
+    case BA_FLOAT8_E4M3:
+    case BA_BOOL: return 1;
     default: return 2;
     }
 }
 
 const char *ba_dtype_name(ba_dtype dtype) {
-    static const char *const names[BA_DTYPE_COUNT] = {"float32", "float16", "bfloat16", "float64", "uint16",
-                                                      "int16",   "int32",   "int64",    "int8",    "float8_e4m3"};
+    static const char *const names[BA_DTYPE_COUNT] = {"float32", "float16", "bfloat16", "float64",     "uint16", "int16",
+                                                      "int32",   "int64",   "int8",     "float8_e4m3", "bool"};
     return (unsigned)dtype < BA_DTYPE_COUNT ? names[dtype] : "unknown";
 }
 

@@ -32,6 +32,7 @@
  *                    do not fill a wide one
  *     lane           the place of one query in a panel. The lanes of a vector register are called vector lanes where both occur
  *     bounds         lo and hi of a lane: its query sees the keys from lo to hi - 1
+ *     bias           what a mask and slopes add to the scores of a lane, one number for each key; -inf hides the key
  *     query tile     at most tile_queries queries that walk the same list, share packed keys and keep their states in cache; of one query head, or of
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
@@ -94,6 +95,7 @@ enum {
     BA_PANEL_WIDTHS = 2,    /* a wide panel, and a narrow one for the queries that do not fill a wide one */
     BA_MAX_LANES = 64,      /* of a panel */
     BA_FEW_QUERIES = 8,     /* the most queries of a few call */
+    BA_FEW_BIAS = 16,       /* numbers for each key in the bias of a few call: one for each query, and more to fill a vector */
     BA_MOST_FEW_HEADS = 16, /* the most heads of a few call */
     BA_FEW_KEY_ALIGN = 16,  /* a few kernel may be given the keys of a chunk from any multiple of this, and of key_align, on */
     BA_CHOOSE_ROWS = 16,    /* rows whose best blocks are chosen together */
@@ -116,7 +118,7 @@ typedef struct ba_panel {
     bool fresh;        /* o is undefined instead of 0, since the panel has attended nothing: see takes_fresh. The caller clears this after the call */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
-    const int32_t *lo; /* NULL: every lane sees every key of the chunk. Otherwise a lane sees key j where lo <= key_index[j] < hi */
+    const int32_t *lo; /* NULL: every lane sees every key of the chunk, but for its bias. Otherwise a lane sees key j where lo <= key_index[j] < hi */
     const int32_t *hi;
 } ba_panel;
 
@@ -146,10 +148,31 @@ typedef struct ba_chunk {
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
     const float *k_scale;                          /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
     const float *v_scale;                          /* the same for V */
-    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
-    double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
-    void *scratch;  /* keys * scratch_per_key bytes, of any content */
+    double scale;     /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
+    double softcap;   /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
+    const void *bias; /* panel, few: NULL, or real [keys][lanes], for few [keys][BA_FEW_BIAS], in log2 units: what is added to the scores after the
+                         softcap. A lane does not see a key whose number is -inf */
+    void *scratch;    /* keys * scratch_per_key bytes, of any content */
 } ba_chunk;
+
+/* Where the bias of a panel comes from: numbers of a mask, and -slope * |place - key_index|. */
+typedef struct ba_bias_source {
+    const void *const *rows; /* [lanes]: the numbers of each lane from key 0 on, or NULL: there is no mask. Not in log2 units */
+    ba_dtype dtype;          /* of these; of BA_BOOL, 0 hides the key */
+    int64_t stride;          /* elements from the number of one key to that of the next */
+    const float *slopes;     /* [lanes], or NULL: there are none */
+    const int32_t *places;   /* [lanes]: where each query stands among the keys */
+} ba_bias_source;
+
+typedef enum ba_bias_effect {
+    BA_BIAS_NONE, /* all numbers are 0, so that the chunk needs no bias */
+    BA_BIAS_SOME,
+    BA_BIAS_HIDES, /* all numbers are -inf, so that no lane sees a key */
+} ba_bias_effect;
+
+/* Writes real bias[keys][width] for the keys of key_index, as ba_chunk.bias; width is BA_FEW_BIAS, or the lanes of a panel. */
+#define BA_FILL_BIAS(name) ba_bias_effect name(void *bias, const ba_bias_source *source, int64_t width, const int32_t *key_index, int64_t keys)
+typedef BA_FILL_BIAS((*ba_fill_bias_fn));
 
 /* ---- Packing ------------------------------------------------------------------------------------------------------------ */
 
@@ -228,6 +251,7 @@ typedef struct ba_panel_kernels {
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */
+    ba_fill_bias_fn fill_bias;                 /* NULL: that of the vector family */
 } ba_panel_kernels;
 
 /* ---- Few queries -------------------------------------------------------------------------------------------------------- */
@@ -311,6 +335,7 @@ typedef struct ba_gradient_panel {
     const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
     void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; added to */
     const int32_t *lo, *hi; /* as in ba_panel */
+    const void *bias;       /* NULL, or real [keys of the chunk][lanes], as that of ba_chunk, which is not read here */
 } ba_gradient_panel;
 
 /* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what

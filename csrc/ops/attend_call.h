@@ -32,6 +32,7 @@ typedef struct ba_attend_scratch {
     int32_t *bounds;   /* lo and hi of all panels */
     uint64_t *bitmaps; /* [walk]: the listed columns */
     char *packed_k, *packed_v, *wide, *scores, *lse, *gathered;
+    char *bias; /* of one panel, or of the heads of an item of few queries */
     const void **packed_k_rows, **packed_v_rows, **rows;
     float *k_scale, *v_scale;
     ba_chunk_rows chunk[BA_MANY_PANELS + 2]; /* a ring: chunks whose panels are still collected, the current chunk, and the next one */
@@ -51,6 +52,7 @@ typedef struct ba_attend_call {
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
+    ba_fill_bias_fn fill_bias;
     const ba_tuning *tuning;
     const ba_request_tuning *few_requests; /* of tuning->few, those of the cache that this level prefetches into */
     int64_t chunk_keys;
@@ -114,6 +116,11 @@ void ba_fetch_scales(const ba_attend_call *c, const ba_attend_scratch *w, int64_
 
 /* The chunk in the form that kernels take, for one head of the item. `place` is the number of the head among those of the last ba_fetch_scales(). */
 ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t head, int64_t place, const ba_chunk_rows *here);
+
+/* Makes the bias of a panel of the tile for the chunk, where the call has one, in the scratch memory behind those of `place` heads. Returns false
+ * where it hides all keys from all lanes. */
+bool ba_bias_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t place,
+                   ba_chunk *chunk);
 
 /* Leaves out the chunk's first `keys` keys. */
 void ba_skip_keys(ba_chunk *chunk, int64_t keys);

@@ -93,8 +93,10 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
             for (int64_t head = first; head < first + together; head++) {
                 const ba_panel_state *s = &w->tiles[head * item->tiles + i].panel[0];
                 w->chunks[n] = ba_head_chunk(c, w, head, n, here);
-                n += ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n]); /* true for all heads or for none, because they see the same keys */
                 lanes = s->lanes;
+                if (!ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n])) continue; /* so for all heads or for none: they see the same keys */
+                ba_bias_chunk(c, w, item->batch, &w->tiles[head * item->tiles + i].tile, s, n, &w->chunks[n]);
+                n++;
             }
             if (!n) continue;
             /* Gathering prefetches by itself; where the hardware's prefetcher follows the rows, no prefetch is needed. */

@@ -4,6 +4,7 @@
 
 #include "core/pool.h"
 #include "ops/attend_call.h"
+#include "ops/bias.h"
 
 /* The rows of the next chunk. Each panel that attends the current chunk prefetches its share of them. */
 typedef struct share {
@@ -42,12 +43,15 @@ static void flush(const ba_attend_call *c, batch *many) {
 }
 
 /* Collects the panels of a tile that see keys of the chunk. */
-static void attend_tile(const ba_attend_call *c, ba_tile_state *t, const ba_chunk *whole, share *next, batch *many) {
+static void attend_tile(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch_entry, ba_tile_state *t, const ba_chunk *whole,
+                        share *next, batch *many) {
     for (int n = 0; n < t->panels; n++) {
         ba_panel_state *s = &t->panel[n];
         ba_panel panel;
         ba_chunk chunk = *whole;
         if (!ba_cut_to_seen(c, s, &panel, &chunk)) continue;
+        if (ba_has_bias(c->problem)) flush(c, many); /* there is memory for the bias of one panel */
+        if (!ba_bias_chunk(c, w, batch_entry, &t->tile, s, 0, &chunk)) continue;
         s->panel.fresh = false;
         share_out(next, &chunk);
         if (many->n == BA_MANY_PANELS || many->width != s->width) flush(c, many);
@@ -113,7 +117,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
     for (int64_t i = 0; i < item->tiles; i++)
         if (w->tiles[i].walk == here->walk) shares.panels += w->tiles[i].panels;
     for (int64_t i = 0; i < item->tiles; i++)
-        if (w->tiles[i].walk == here->walk) attend_tile(c, &w->tiles[i], &chunk, &shares, many);
+        if (w->tiles[i].walk == here->walk) attend_tile(c, w, item->batch, &w->tiles[i], &chunk, &shares, many);
     if (alone) flush(c, many);
 }
 

@@ -1,6 +1,7 @@
 /* Opens the query tiles of a forward call, finds rows of K and V, and writes results. (For tile registers see csrc/kernels/tiles/.) */
 #include "kernels/prefetch_rows.h"
 #include "ops/attend_call.h"
+#include "ops/bias.h"
 
 #include <assert.h>
 #include <math.h>
@@ -197,6 +198,16 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .scale = p->scale * BA_LOG2_E,
                       .softcap = p->softcap * BA_LOG2_E,
                       .scratch = w->scores + place * ba_few_scratch(c)};
+}
+
+bool ba_bias_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t place,
+                   ba_chunk *chunk) {
+    if (!ba_has_bias(c->problem)) return true;
+    const int64_t width = s->width == BA_PANEL_FEW ? BA_FEW_BIAS : c->family->lanes[s->width];
+    char *const bias = w->bias + place * c->tuning->few.keys * BA_FEW_BIAS * c->family->real_size;
+    const ba_bias_effect effect = ba_make_bias(c->problem, c->fill_bias, batch, tile, s->lane, s->lanes, width, chunk->key_index, chunk->keys, bias);
+    chunk->bias = effect == BA_BIAS_NONE ? NULL : bias;
+    return effect != BA_BIAS_HIDES;
 }
 
 void ba_skip_keys(ba_chunk *chunk, int64_t keys) {

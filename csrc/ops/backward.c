@@ -14,6 +14,7 @@
 #include "core/status.h"
 #include "kernels/work_tuning.h"
 #include "ops/backward_call.h"
+#include "ops/bias.h"
 
 /* ---- Scratch ---------------------------------------------------------------------------------------------------------- */
 
@@ -33,6 +34,7 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
     w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
     w->weights = ba_take(base, &used, room * keys * f->real_size);
     w->slopes = ba_take(base, &used, room * keys * f->real_size);
+    w->bias = ba_take(base, &used, ba_has_bias(p) ? room * keys * f->real_size : 0);
     w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
     w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
     w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
@@ -161,6 +163,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     ba_backward_call c = {.problem = problem,
                           .gradients = gradients,
                           .family = family->gradient && family->gradient->gradient_tile ? family : ba_kernels_at(level)->vector[problem->dtype],
+                          .fill_bias = ba_kernels_at(level)->vector[problem->dtype]->panel->fill_bias,
                           .tuning = ba_tuning_at(level),
                           .dk = gradients->dk,
                           .dv = gradients->dv};

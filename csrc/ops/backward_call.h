@@ -15,7 +15,7 @@ typedef struct ba_backward_scratch {
     char *q, *dout, *dq, *q_rows, *dout_rows, *lanes; /* of one tile after the other; `lanes`: lse and delta */
     int32_t *bounds;
     uint64_t *bitmaps;
-    char *weights, *slopes, *packed_k, *packed_v, *packed_columns, *reals;
+    char *weights, *slopes, *bias, *packed_k, *packed_v, *packed_columns, *reals;
     const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows, **k_columns, **rows, **more_rows;
     void **dk_rows, **dv_rows;
     int32_t *key_index;
@@ -26,6 +26,7 @@ typedef struct ba_backward_call {
     const ba_problem *problem;
     const ba_gradients *gradients;
     const ba_attend_family *family;
+    ba_fill_bias_fn fill_bias;
     const ba_tuning *tuning;
     ba_plan plan;
     ba_turn *turns;    /* [items] */

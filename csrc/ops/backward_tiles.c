@@ -4,6 +4,7 @@
 
 #include "kernels/prefetch_rows.h"
 #include "ops/backward_call.h"
+#include "ops/bias.h"
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------------ */
 
@@ -54,6 +55,7 @@ ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backwa
     s->gradient.delta = w->lanes + (*at * 2 + room) * real;
     s->gradient.lo = w->bounds + *at * 2;
     s->gradient.hi = w->bounds + *at * 2 + room;
+    s->gradient.bias = NULL;
     *at += room;
     return s;
 }
@@ -121,20 +123,32 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
     return chunk;
 }
 
-/* Computes the weights and slopes of one panel, 0 for keys of the chunk that it does not see, and adds to its dQ. */
-static void run_panel(const ba_backward_call *c, const ba_panel_state *s, const ba_chunk *whole, char *weights, char *slopes, ba_weights *w,
-                      ba_weights *sl) {
+/* Makes the bias of a panel for the chunk at `bias`, where the call has one. Returns false where it hides all keys from all lanes. */
+static bool bias_panel(const ba_backward_call *c, int64_t batch, const ba_tile *tile, const ba_panel_state *s, const ba_chunk *chunk, char *bias,
+                       ba_gradient_panel *panel) {
+    if (!ba_has_bias(c->problem)) return true;
+    const int64_t width = c->family->lanes[s->width];
+    const ba_bias_effect effect = ba_make_bias(c->problem, c->fill_bias, batch, tile, s->lane, s->lanes, width, chunk->key_index, chunk->keys, bias);
+    panel->bias = effect == BA_BIAS_NONE ? NULL : bias;
+    return effect != BA_BIAS_HIDES;
+}
+
+/* Computes the weights and slopes of one panel, 0 for keys of the chunk that it does not see, `at` bytes behind the beginning of their scratch
+ * memory, and adds to its dQ. */
+static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scratch, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
+                      const ba_chunk *whole, int64_t at, ba_weights *w, ba_weights *sl) {
+    char *const weights = scratch->weights + at, *const slopes = scratch->slopes + at;
     const ba_attend_family *f = c->family;
     const int64_t begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo);
     const int64_t end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi), key_bytes = f->lanes[s->width] * f->real_size;
     *w = (ba_weights){.data = weights, .width = f->lanes[s->width], .lanes = s->lanes};
-    if (begin < end) {
-        ba_chunk chunk = *whole;
-        chunk.keys = end - begin;
-        chunk.k_rows += begin;
-        chunk.v_rows += begin;
-        chunk.key_index += begin;
-        ba_gradient_panel panel = s->gradient;
+    ba_chunk chunk = *whole;
+    chunk.keys = end - begin;
+    chunk.k_rows += begin;
+    chunk.v_rows += begin;
+    chunk.key_index += begin;
+    ba_gradient_panel panel = s->gradient;
+    if (begin < end && bias_panel(c, batch, tile, s, &chunk, scratch->bias, &panel)) {
         if (ba_lanes_see_all(s, chunk.key_index, chunk.keys)) panel.lo = panel.hi = NULL;
         f->gradient->gradient[s->width](&panel, &chunk, weights + begin * key_bytes, slopes + begin * key_bytes);
         for (int n = 0; n < 2; n++) {
@@ -171,7 +185,7 @@ static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, 
     int64_t at = 0;
     bool some = false;
     for (int n = 0; n < t->panels; n++) {
-        run_panel(c, &t->panel[n], chunk, w->weights + at, w->slopes + at, &weights[n], &slopes[n]);
+        run_panel(c, w, c->plan.item[item].batch, &t->tile, &t->panel[n], chunk, at, &weights[n], &slopes[n]);
         const int64_t first = chunk->keys * n / t->panels, end = chunk->keys * (n + 1) / t->panels;
         if (!*turn) prefetch_sums(c, w, first, end);
         at += chunk->keys * weights[n].width * c->family->real_size;
@@ -206,6 +220,9 @@ static void run_whole_tile(const ba_backward_call *c, const ba_backward_scratch 
                                     .lanes = s->lanes,
                                     .begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo),
                                     .end = ba_first_at_least(chunk->key_index, chunk->keys, s->any.hi)};
+        char *const bias = w->bias + s->lane * chunk->keys * c->family->real_size;
+        if (panels[n].begin < panels[n].end && !bias_panel(c, c->plan.item[item].batch, &t->tile, s, chunk, bias, &panels[n].panel))
+            panels[n].end = panels[n].begin;
         some |= panels[n].begin < panels[n].end;
     }
     if (!some) return;

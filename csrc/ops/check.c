@@ -170,3 +170,31 @@ ba_status ba_check_kv_ranges(const ba_tensor *t, int64_t batch, int64_t queries,
                           .strides = {batched ? ba_step(t, 0) : 0, ba_step(t, t->ndim - 2), ba_step(t, t->ndim - 1)}};
     return BA_OK;
 }
+
+/* The shapes that a mask may have, for a sentence: (2 or 1, 8 or 1, 1, 4096 or 1). */
+static ba_text mask_shape_text(const int64_t sizes[4]) {
+    ba_text out;
+    size_t used = 0;
+    for (int i = 0; i < 4; i++) /* four numbers of 19 digits fit */
+        used += (size_t)snprintf(out.chars + used, sizeof out.chars - used, "%s%" PRId64 "%s%s", i ? ", " : "(", sizes[i],
+                                 sizes[i] == 1 ? "" : " or 1", i == 3 ? ")" : "");
+    return out;
+}
+
+ba_status ba_check_attn_mask(const ba_tensor *t, const int64_t sizes[4], bool longer, ba_tensor *mask) {
+    if (!ba_given(t)) return BA_OK;
+    if (t->dtype != BA_BOOL && !ba_is_float(t->dtype))
+        return ba_fail(BA_ERROR_TYPE, "attn_mask: expected bool, float32, float16, bfloat16 or float64, got %s", ba_dtype_name(t->dtype));
+    bool fits = t->ndim == 4;
+    for (int i = 0; fits && i < 4; i++) fits = t->dims[i] == 1 || t->dims[i] == sizes[i] || (longer && i >= 2 && t->dims[i] > sizes[i]);
+    if (!fits)
+        return ba_fail(BA_ERROR_VALUE, "attn_mask: expected shape %s%s, got %s", mask_shape_text(sizes).chars,
+                       longer ? ", or more queries and keys" : "", ba_shape_text(t).chars);
+    BA_TRY(ba_check_extent("attn_mask", t));
+    *mask = (ba_tensor){.data = t->data, .dtype = t->dtype, .ndim = 4};
+    for (int i = 0; i < 4; i++) {
+        mask->dims[i] = t->dims[i];
+        mask->strides[i] = ba_step(t, i);
+    }
+    return BA_OK;
+}

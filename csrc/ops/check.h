@@ -68,4 +68,8 @@ ba_status ba_check_begins(const int64_t *q_begin, int64_t batch);
  * them; nothing where none are given. Their numbers may be any. */
 ba_status ba_check_kv_ranges(const ba_tensor *t, int64_t batch, int64_t queries, ba_tensor *ranges);
 
+/* Checks the attn_mask of a call, (batch or 1, heads or 1, queries or 1, keys or 1), and makes `mask` of it, whose strides are 0 where there is one
+ * place for all; nothing where none is given. `longer`: the last two axes may be longer. */
+ba_status ba_check_attn_mask(const ba_tensor *t, const int64_t sizes[4], bool longer, ba_tensor *mask);
+
 #endif

@@ -151,6 +151,10 @@ static ba_status check_options(const ba_block_sparse_args *args) {
     BA_TRY(ba_check_scale(args->q.dtype, args->scale));
     BA_TRY(ba_check_softcap(args->q.dtype, args->softcap));
     if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, "sinks: expected none with routed lists, got some");
+    if (args->routed || args->key_stride != 0) {
+        if (ba_given(&args->attn_mask)) return ba_fail(BA_ERROR_VALUE, "attn_mask: expected none with routed lists or key_stride, got some");
+        if (args->alibi_slopes) return ba_fail(BA_ERROR_VALUE, "alibi_slopes: expected none with routed lists or key_stride, got some");
+    }
     if (args->window[0] < -1 || args->window[1] < -1)
         return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
                        args->window[0], args->window[1]);
@@ -268,6 +272,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .scale = args->scale,
         .softcap = args->softcap,
         .sinks = args->sinks,
+        .alibi_slopes = args->alibi_slopes,
         .q = q.view,
         .k = k.view,
         .v = v.view,
@@ -279,6 +284,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
     BA_TRY(check_blocks(args, p));
     BA_TRY(check_positions(args, p));
     BA_TRY(ba_check_kv_ranges(&args->kv_ranges, args->layout == BA_TND ? -1 : p->batch, q.tokens, &p->kv_ranges));
+    BA_TRY(ba_check_attn_mask(&args->attn_mask, (const int64_t[]){p->batch, p->heads, p->q_len, p->kv_len}, false, &p->attn_mask));
 
     return set_output_shapes(args, p, q.tokens, out_shape, lse_shape);
 }

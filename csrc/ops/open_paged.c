@@ -95,6 +95,7 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
         .scale = args->scale,
         .softcap = args->softcap,
         .sinks = args->sinks,
+        .alibi_slopes = args->alibi_slopes,
         .q = ragged ? (ba_view){q->data, 0, ba_step(q, 1), ba_step(q, 0)} : (ba_view){q->data, ba_step(q, 0), ba_step(q, 1), 0},
         .k = c.k,
         .v = c.v,
@@ -144,6 +145,8 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
         p->kv_ranges.strides[0] = p->kv_ranges.strides[1];
         p->kv_ranges.strides[1] = 0;
     }
+    if (status == BA_OK)
+        status = ba_check_attn_mask(&args->attn_mask, (const int64_t[]){p->batch, p->heads, p->q_len, p->kv_len}, true, &p->attn_mask);
     if (status == BA_OK) status = check_selected(args, p);
     if (status != BA_OK) ba_close_attention(a);
     return status;

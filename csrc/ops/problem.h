@@ -34,6 +34,8 @@ typedef struct ba_problem {
     const int64_t *q_begin;            /* NULL: the queries are the last tokens of their sequences. Else the token number of each one's query 0 */
     const int64_t *q_total;            /* NULL, or how many queries there are where these are a slice: kernels are chosen as for so many */
     ba_tensor kv_ranges;               /* data NULL: none. Else (batch, queries, 2); see ba_visible_keys() */
+    ba_tensor attn_mask;               /* data NULL: none. Else (batch, heads, queries, keys), with stride 0 where an axis has one place for all */
+    const float *alibi_slopes;         /* NULL: none. Else [heads] */
     int64_t key_stride, key_last;      /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
     bool listed;                       /* `blocks` holds lists. false: every block is attended */
     bool routed;                       /* lists are of single queries or small tiles: row kernels attend list rows of few queries */
@@ -98,10 +100,15 @@ typedef struct ba_range {
     int64_t lo, hi;
 } ba_range;
 
+/* The place of a query among the keys of its sequence. */
+static inline int64_t ba_diagonal(const ba_problem *p, int64_t batch, int64_t query) {
+    const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid;
+    return query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
+}
+
 /* The keys that the place of a query lets it see: [0, 0) where there are none. From one query to the next, neither end falls but to that. */
 static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int64_t query) {
-    const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid;
-    const int64_t diagonal = query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
+    const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid, diagonal = ba_diagonal(p, batch, query);
     ba_range range = {0, kv_valid};
     if (p->key_stride) range.hi = p->causal ? ba_min(kv_valid, diagonal < p->key_last ? 0 : (diagonal - p->key_last) / p->key_stride + 1) : kv_valid;
     else if (p->causal) range.hi = ba_min(range.hi, diagonal + 1);

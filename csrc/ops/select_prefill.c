@@ -63,7 +63,8 @@ static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
 ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     ba_block_sparse_args call = a->call;
     call.v = call.k;
-    call.blocks = call.kv_ranges = call.out = call.lse = (ba_tensor){0};
+    call.blocks = call.kv_ranges = call.attn_mask = call.out = call.lse = (ba_tensor){0};
+    call.alibi_slopes = NULL;
     call.cu_rows = NULL;
     call.q_begin = call.q_total = NULL;
     call.key_stride = call.key_last = 0;

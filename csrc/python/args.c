@@ -128,7 +128,7 @@ int arg_sort(const module_state *state, int function, const arg_names *a, PyObje
 /* ---- Arrays: as the exporter describes them ---------------------------------------------------------------- */
 
 /* The kind of an element in the terms that both protocols share. */
-typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_FLOAT8, KIND_INT, KIND_UINT, KIND_OTHER } element_kind;
+typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_FLOAT8, KIND_INT, KIND_UINT, KIND_BOOL, KIND_OTHER } element_kind;
 
 typedef struct raw_array {
     char *data;
@@ -158,6 +158,7 @@ static void read_format(const char *format, raw_array *raw) {
     if (strchr("efdg", *format) != NULL) raw->kind = KIND_FLOAT;
     if (strchr("bhilqn", *format) != NULL) raw->kind = KIND_INT;
     if (strchr("BHILQN", *format) != NULL) raw->kind = KIND_UINT;
+    if (*format == '?') raw->kind = KIND_BOOL;
 }
 
 static int check_rank(const char *name, int64_t ndim) {
@@ -208,6 +209,7 @@ static int read_dl_tensor(const dl_tensor *tensor, const char *name, raw_array *
         if (tensor->dtype.code == DL_CODE_FLOAT8_E4M3FN) raw->kind = KIND_FLOAT8;
         if (tensor->dtype.code == DL_CODE_INT) raw->kind = KIND_INT;
         if (tensor->dtype.code == DL_CODE_UINT) raw->kind = KIND_UINT;
+        if (tensor->dtype.code == DL_CODE_BOOL) raw->kind = KIND_BOOL;
     }
     int64_t compact = raw->size;
     for (int i = raw->ndim - 1; i >= 0; i--) {
@@ -307,6 +309,7 @@ static ba_dtype dtype_of(const raw_array *raw, ba_dtype bits_as) {
     case KIND_FLOAT8: return raw->size == 1 ? BA_FLOAT8_E4M3 : BA_DTYPE_COUNT;
     case KIND_INT:
         return raw->size == 2 ? BA_INT16 : raw->size == 4 ? BA_INT32 : raw->size == 8 ? BA_INT64 : raw->size == 1 ? BA_INT8 : BA_DTYPE_COUNT;
+    case KIND_BOOL: return raw->size == 1 ? BA_BOOL : BA_DTYPE_COUNT;
     case KIND_UINT: return raw->size == ba_dtype_size(bits_as) ? bits_as : raw->size == 2 ? BA_UINT16 : BA_DTYPE_COUNT;
     default: return BA_DTYPE_COUNT;
     }
@@ -319,6 +322,7 @@ static const char *const role_text[] = {
     [ARG_SCALES] = "float32",
     [ARG_INDICES] = "uint16, int16, int32 or int64",
     [ARG_TABLES] = "int32 or int64",
+    [ARG_MASK] = "bool, float32, float16, bfloat16 or float64",
 };
 
 static bool role_takes(arg_role role, ba_dtype dtype) {
@@ -327,6 +331,7 @@ static bool role_takes(arg_role role, ba_dtype dtype) {
     case ARG_CACHE: return dtype <= BA_FLOAT64 || dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3;
     case ARG_LSE: return dtype == BA_FLOAT32 || dtype == BA_FLOAT64;
     case ARG_SCALES: return dtype == BA_FLOAT32;
+    case ARG_MASK: return dtype <= BA_FLOAT64 || dtype == BA_BOOL;
     case ARG_TABLES: return dtype == BA_INT32 || dtype == BA_INT64;
     default: return dtype >= BA_UINT16 && dtype <= BA_INT64;
     }
@@ -397,7 +402,7 @@ static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bo
 
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array) {
     const bool is_value = role == ARG_FLOATS || role == ARG_CACHE;
-    if (is_value && PyTuple_Check(object) && PyTuple_Size(object) == 2) { /* (bits, dtype name) */
+    if ((is_value || role == ARG_MASK) && PyTuple_Check(object) && PyTuple_Size(object) == 2) { /* (bits, dtype name) */
         static const ba_dtype tags[] = {BA_BFLOAT16, BA_FLOAT8_E4M3};
         PyObject *pair = object, *tag = PyTuple_GetItem(pair, 1);
         for (size_t i = 0; PyUnicode_Check(tag) && i < sizeof tags / sizeof *tags; i++) {
@@ -471,14 +476,26 @@ int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_
     return fail(PyExc_TypeError, "%s: expected %s as %s says, got %s", name, ba_dtype_name(named), argument, ba_dtype_name(dtype));
 }
 
-int arg_sinks(module_state *state, PyObject *object, int64_t heads, arg_array *array, const float **sinks) {
+int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers) {
     if (object == Py_None) return 0;
-    if (arg_hold(state, object, "sinks", ARG_SCALES, BA_UINT16, array) < 0) return -1;
+    if (arg_hold(state, object, name, ARG_SCALES, BA_UINT16, array) < 0) return -1;
     const ba_tensor *t = &array->tensor;
     if (t->ndim != 1 || t->dims[0] != heads || t->strides[0] != 1)
-        return fail(PyExc_ValueError, "sinks: expected a contiguous array of shape (%lld,), one number per head, got shape %s", (long long)heads,
+        return fail(PyExc_ValueError, "%s: expected a contiguous array of shape (%lld,), one number per head, got shape %s", name, (long long)heads,
                     ba_shape_text(t).chars);
-    *sinks = t->data;
+    *numbers = t->data;
+    return 0;
+}
+
+int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask) {
+    if (object == Py_None) return 0;
+    if (arg_hold(state, object, name, ARG_MASK, BA_UINT16, array) < 0) return -1;
+    const ba_tensor *t = &array->tensor;
+    *mask = (ba_tensor){.data = t->data, .dtype = t->dtype, .ndim = BA_MAX_DIMS, .dims = {1, 1, 1, 1}};
+    for (int i = 0; i < t->ndim; i++) {
+        mask->dims[BA_MAX_DIMS - t->ndim + i] = t->dims[i];
+        mask->strides[BA_MAX_DIMS - t->ndim + i] = t->strides[i];
+    }
     return 0;
 }
 

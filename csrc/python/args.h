@@ -57,6 +57,7 @@ typedef enum arg_role {
     ARG_SCALES,  /* float32 */
     ARG_INDICES, /* uint16, int16, int32, int64 */
     ARG_TABLES,  /* int32, int64 */
+    ARG_MASK,    /* bool, float32, float16, bfloat16, float64 */
 } arg_role;
 
 /* An array that is held: its memory stays valid and in place until arg_release(). An all-zero arg_array holds nothing. */
@@ -121,8 +122,11 @@ int arg_lengths(module_state *state, PyObject *object, const char *name, arg_lis
 /* Checks that an array has the dtype that the caller has named in an argument; BA_DTYPE_COUNT: none. */
 int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named);
 
-/* Holds sinks, [heads] float32, or nothing where `object` is None: *sinks is then unchanged. */
-int arg_sinks(module_state *state, PyObject *object, int64_t heads, arg_array *array, const float **sinks);
+/* Holds one float32 per head, [heads], or nothing where `object` is None: *numbers is then unchanged. */
+int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers);
+
+/* Holds a mask of at most four axes, or nothing where `object` is None. In *mask it has four: those that it lacks come first and have length 1. */
+int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask);
 
 /* The same, where one integer stands for `count` equal ones. Fails unless there are `count` entries. */
 int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list);

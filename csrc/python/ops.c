@@ -9,13 +9,14 @@
 /* ---- Block-sparse attention -------------------------------------------------------------------------------- */
 
 typedef struct block_sparse_call {
-    arg_array q, k, v, blocks, kv_ranges, sinks, out, lse;
+    arg_array q, k, v, blocks, kv_ranges, attn_mask, alibi_slopes, sinks, out, lse;
     arg_list q_lens, kv_lens, cu_q, cu_kv, cu_rows, q_begin, q_total;
     ba_block_sparse_args args;
 } block_sparse_call;
 
 static void release_block_sparse(block_sparse_call *call) {
-    arg_array *const arrays[] = {&call->q, &call->k, &call->v, &call->blocks, &call->kv_ranges, &call->sinks, &call->out, &call->lse};
+    arg_array *const arrays[] = {&call->q,     &call->k,   &call->v,  &call->blocks, &call->kv_ranges, &call->attn_mask, &call->alibi_slopes,
+                                 &call->sinks, &call->out, &call->lse};
     arg_list *const lists[] = {&call->q_lens, &call->kv_lens, &call->cu_q, &call->cu_kv, &call->cu_rows, &call->q_begin, &call->q_total};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) arg_release(arrays[i]);
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) PyMem_Free(lists[i]->values);
@@ -77,10 +78,10 @@ static double default_scale(const ba_block_sparse_args *a) {
 #define BSA_ARGUMENTS(X) \
     X(empty) X(q) X(k) X(v) X(sabi) X(block_shape) X(scale) X(layout) X(causal) X(window) X(q_lens) X(kv_lens) X(cu_seqlens_q) \
     X(cu_seqlens_kv) X(num_heads) X(num_kv_heads) X(dtype) X(num_threads)
-#define SLICE_ARGUMENTS(X) X(q_begin) X(q_total) X(kv_ranges)
+#define TOKEN_ARGUMENTS(X) X(q_begin) X(q_total) X(kv_ranges) X(attn_mask) X(alibi_slopes)
 #define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(key_stride) X(key_last)
-#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X) X(softcap) X(sinks)
-#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) SLICE_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X)
+#define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) TOKEN_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X) X(softcap) X(sinks)
+#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) TOKEN_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
 #define AS_ROUTING_INDEX(name) ROUTING_##name,
@@ -93,9 +94,15 @@ enum { BACKWARD_ARGUMENTS(AS_BACKWARD_INDEX) BACKWARD_COUNT };
 
 static int read_optional_int64(PyObject *object, const char *name, int64_t *value) { return object == Py_None ? 0 : arg_int64(object, name, value); }
 
-/* Reads all inputs of a call. `values` begins with the arguments of BSA_ARGUMENTS, `slice` with those of SLICE_ARGUMENTS, and `routing` with those of
- * ROUTING_ARGUMENTS. */
-static int read_block_sparse(module_state *state, PyObject *const *values, PyObject *const *slice, PyObject *const *routing, block_sparse_call *call,
+/* The number of query heads where q fits the layout, else 0: the library refuses q then. */
+static int64_t query_heads(const ba_block_sparse_args *a) {
+    const int axis = a->layout == BA_BNSD || a->layout == BA_TND ? 1 : 2;
+    return a->layout == BA_BSH ? a->num_heads : a->q.ndim > axis ? a->q.dims[axis] : 0;
+}
+
+/* Reads all inputs of a call. `values` begins with the arguments of BSA_ARGUMENTS, `tokens` with those of TOKEN_ARGUMENTS, and `routing` with those
+ * of ROUTING_ARGUMENTS. */
+static int read_block_sparse(module_state *state, PyObject *const *values, PyObject *const *tokens, PyObject *const *routing, block_sparse_call *call,
                              ba_dtype *bits_as) {
     ba_block_sparse_args *a = &call->args;
     int64_t block_shape[2];
@@ -113,10 +120,11 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
         if (arg_hold(state, values[BSA_sabi], "sabi", ARG_INDICES, BA_UINT16, &call->blocks) < 0) return -1;
         a->blocks = call->blocks.tensor;
     }
-    if (slice[2] != Py_None) {
-        if (arg_hold(state, slice[2], "kv_ranges", ARG_TABLES, BA_UINT16, &call->kv_ranges) < 0) return -1;
+    if (tokens[2] != Py_None) {
+        if (arg_hold(state, tokens[2], "kv_ranges", ARG_TABLES, BA_UINT16, &call->kv_ranges) < 0) return -1;
         a->kv_ranges = call->kv_ranges.tensor;
     }
+    if (arg_mask(state, tokens[3], "attn_mask", &call->attn_mask, &a->attn_mask) < 0) return -1;
     if (arg_pair(values[BSA_block_shape], "block_shape", block_shape) < 0) return -1;
     a->block_q = block_shape[0];
     a->block_kv = block_shape[1];
@@ -138,25 +146,27 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
     if (routing[ROUTING_routed] != Py_None && arg_flag(routing[ROUTING_routed], "routed", &a->routed) < 0) return -1;
     if (read_optional_int64(routing[ROUTING_key_stride], "key_stride", &a->key_stride) < 0) return -1;
     if (read_optional_int64(routing[ROUTING_key_last], "key_last", &a->key_last) < 0) return -1;
-    return set_lengths(state, slice[0], slice[1], call);
+    const int64_t heads = query_heads(a);
+    if (heads > 0 && arg_head_numbers(state, tokens[4], "alibi_slopes", heads, &call->alibi_slopes, &a->alibi_slopes) < 0) return -1;
+    return set_lengths(state, tokens[0], tokens[1], call);
 }
 
 static int check_disjoint(const block_sparse_call *call) {
-    const arg_array *const inputs[] = {&call->q, &call->k, &call->v, &call->blocks, &call->kv_ranges, &call->sinks};
+    const arg_array *const inputs[] = {&call->q,    &call->k, &call->v, &call->blocks, &call->kv_ranges, &call->attn_mask, &call->alibi_slopes,
+                                       &call->sinks};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
         if (arg_disjoint(&call->out, inputs[i]) < 0 || arg_disjoint(&call->lse, inputs[i]) < 0) return -1;
     return arg_disjoint(&call->lse, &call->out);
 }
 
-/* Reads what the forward function alone takes. The number of heads is that of q where q fits the layout; else the library refuses q. */
+/* Reads what the forward function alone takes. */
 static int read_forward(module_state *state, PyObject *const *values, block_sparse_call *call, int *return_lse) {
     ba_block_sparse_args *a = &call->args;
-    const int axis = a->layout == BA_BNSD || a->layout == BA_TND ? 1 : 2;
-    const int64_t heads = a->layout == BA_BSH ? a->num_heads : a->q.ndim > axis ? a->q.dims[axis] : 0;
+    const int64_t heads = query_heads(a);
     if (arg_flag(values[FORWARD_return_lse], "return_lse", return_lse) < 0) return -1;
     if (arg_out_dtype(values[FORWARD_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (values[FORWARD_softcap] != Py_None && arg_double(values[FORWARD_softcap], "softcap", &a->softcap) < 0) return -1;
-    return heads > 0 ? arg_sinks(state, values[FORWARD_sinks], heads, &call->sinks, &a->sinks) : 0;
+    return heads > 0 ? arg_head_numbers(state, values[FORWARD_sinks], "sinks", heads, &call->sinks, &a->sinks) : 0;
 }
 
 TAKES(block_sparse_attention, BSA_sabi, FORWARD_ARGUMENTS(AS_TEXT));
@@ -208,7 +218,8 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
     arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
-    const arg_array *const inputs[] = {&call.q, &call.k, &call.v, &call.blocks, &call.kv_ranges, &call.out, &call.lse, &dout, &dlse};
+    const arg_array *const inputs[] = {&call.q,   &call.k,   &call.v, &call.blocks, &call.kv_ranges, &call.attn_mask, &call.alibi_slopes,
+                                       &call.out, &call.lse, &dout,   &dlse};
     ba_tensor shapes[GRADIENTS];
     ba_tensor *const tensors[GRADIENTS] = {&a.dq, &a.dk, &a.dv};
     ba_attention attention = {.num_threads = 0};
@@ -340,7 +351,7 @@ static PyObject *make_lists(module_state *state, PyObject *empty, const ba_selec
 TAKES(select_prefill, CHOICE_COUNT, CHOICE_ARGUMENTS(AS_TEXT));
 PyObject *py_select_prefill(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(select_prefill, CHOICE_COUNT);
-    PyObject *const none[ROUTING_COUNT] = {Py_None, Py_None, Py_None, Py_None};
+    PyObject *const none[] = {Py_None, Py_None, Py_None, Py_None, Py_None}; /* as TOKEN_ARGUMENTS, and as ROUTING_ARGUMENTS */
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
     ba_select_prefill_args a = BA_SELECT_PREFILL_ARGS_INIT;

@@ -153,13 +153,13 @@ PyObject *py_page_table_lengths(PyObject *module, PyObject *const *args, Py_ssiz
 #define PAGED_ARGUMENTS(X) \
     X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(selected) X(counts) \
     X(scale) X(kv_layout) X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads) \
-    X(out_dtype) X(kv_ranges)
+    X(out_dtype) X(kv_ranges) X(attn_mask) X(alibi_slopes)
 /* clang-format on */
 #define AS_INDEX(name) PAGED_##name,
 enum { PAGED_ARGUMENTS(AS_INDEX) PAGED_COUNT };
 
 typedef struct paged_call {
-    arg_array q, k_cache, v_cache, k_scale, v_scale, selected, kv_ranges, sinks, out, lse;
+    arg_array q, k_cache, v_cache, k_scale, v_scale, selected, kv_ranges, attn_mask, alibi_slopes, sinks, out, lse;
     arg_list counts;
     requests requests;
     const ba_page_tables *plan; /* opened tables; NULL: `requests` holds the call's own */
@@ -167,8 +167,8 @@ typedef struct paged_call {
 } paged_call;
 
 static void release_paged(paged_call *call) {
-    arg_array *const arrays[] = {&call->q,        &call->k_cache,   &call->v_cache, &call->k_scale, &call->v_scale,
-                                 &call->selected, &call->kv_ranges, &call->sinks,   &call->out,     &call->lse};
+    arg_array *const arrays[] = {&call->q,         &call->k_cache,   &call->v_cache,      &call->k_scale, &call->v_scale, &call->selected,
+                                 &call->kv_ranges, &call->attn_mask, &call->alibi_slopes, &call->sinks,   &call->out,     &call->lse};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     PyMem_Free(call->counts.values);
     release_requests(&call->requests);
@@ -220,8 +220,12 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (read_selected(state, values, call) < 0) return -1;
     if (hold_optional(state, values[PAGED_kv_ranges], "kv_ranges", ARG_TABLES, BA_UINT16, &call->kv_ranges, &a->kv_ranges) < 0) return -1;
-    if (a->q.ndim == 3 && arg_sinks(state, values[PAGED_sinks], a->q.dims[1], &call->sinks, &a->sinks) < 0)
-        return -1; /* the library refuses other q */
+    if (arg_mask(state, values[PAGED_attn_mask], "attn_mask", &call->attn_mask, &a->attn_mask) < 0) return -1;
+    if (a->q.ndim == 3) { /* the library refuses other q */
+        const int64_t heads = a->q.dims[1];
+        if (arg_head_numbers(state, values[PAGED_sinks], "sinks", heads, &call->sinks, &a->sinks) < 0) return -1;
+        if (arg_head_numbers(state, values[PAGED_alibi_slopes], "alibi_slopes", heads, &call->alibi_slopes, &a->alibi_slopes) < 0) return -1;
+    }
     if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
     if (values[PAGED_softcap] != Py_None && arg_double(values[PAGED_softcap], "softcap", &a->softcap) < 0) return -1;
     if (arg_threads(values[PAGED_num_threads], "num_threads", &a->num_threads) < 0) return -1;
@@ -232,9 +236,9 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
 }
 
 static int check_paged_disjoint(const paged_call *call) {
-    const arg_array *const inputs[] = {&call->q,        &call->k_cache,   &call->v_cache,
-                                       &call->k_scale,  &call->v_scale,   &call->requests.block_tables,
-                                       &call->selected, &call->kv_ranges, &call->sinks};
+    const arg_array *const inputs[] = {
+        &call->q,        &call->k_cache,   &call->v_cache, &call->k_scale,   &call->v_scale,     &call->requests.block_tables,
+        &call->selected, &call->kv_ranges, &call->sinks,   &call->attn_mask, &call->alibi_slopes};
     for (size_t i = 0; i < COUNT_OF(inputs); i++)
         if (arg_disjoint(&call->out, inputs[i]) < 0 || arg_disjoint(&call->lse, inputs[i]) < 0) return -1;
     return arg_disjoint(&call->lse, &call->out);

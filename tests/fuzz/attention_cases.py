@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays
+from . import arrays, bias_draws
 from .attention_oracle import Attention
 from .draw import Draw
 from .problems import Finding
@@ -30,13 +30,22 @@ class Case:
     garbage: float
     has_q_lens: bool
     has_kv_lens: bool
+    mask_dtype: str = ""
 
     @property
     def hit(self) -> np.ndarray:
-        """Boolean (B, H, Sq): which queries see non-finite values."""
-        if not self.bad.any():
-            return np.zeros(self.problem.q.shape[:3], np.bool_)
-        return (self.problem.seen() & self.problem.grouped(self.bad)[:, :, None]).any(axis=-1)
+        """Boolean (B, H, Sq): which queries see non-finite values, or NaN of a mask."""
+        p = self.problem
+        spoilt = p.mask is not None and np.isnan(p.mask).any()
+        if not self.bad.any() and not spoilt:
+            return np.zeros(p.q.shape[:3], np.bool_)
+        bad = p.grouped(self.bad)[:, :, None]
+        return (p.seen() & (bad | np.isnan(p.mask) if spoilt else bad)).any(axis=-1)
+
+    @property
+    def mask_sizes(self) -> tuple[int, ...]:
+        """Those of a mask whose axes are whole."""
+        return (*self.problem.q.shape[:3], self.problem.k.shape[2])
 
 
 # ---- Drawing ------------------------------------------------------------------------------------------------------
@@ -99,7 +108,9 @@ def _ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
     return np.broadcast_to(np.int64((info.min, info.max) if kind == "wide" else (info.max, info.min)), (*shape, 2)).copy()
 
 
-def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capped: bool = False) -> tuple[Attention, str, bool, bool]:
+def draw_problem(
+    draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capped: bool = False, all_blocks: bool = False
+) -> tuple[Attention, str, bool, bool]:
     dtype = draw.pick("dtype", arrays.FLOATS)
     layout = draw.pick("layout", LAYOUTS)
     batch, kv_heads, group, s_q, s_kv, dim, v_dim = _sizes(draw)
@@ -113,6 +124,8 @@ def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capp
     block_shape = draw.integer("block_q", 1, 2048, likely=likely), draw.integer("block_kv", 1, 2048, likely=likely)
     rows, columns = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
     blocks = _blocks(draw, batch, kv_heads * group, kv_heads, rows, columns) if draw.flag("lists", 0.7) else None
+    if all_blocks and blocks is not None:
+        blocks = np.ones_like(blocks)
     rng = draw.rng("values")
     spread = draw.pick("spread", spreads)
     q = rng.standard_normal((batch, kv_heads * group, s_q, dim)) * spread
@@ -141,11 +154,17 @@ def draw_problem(draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capp
     return problem, layout, has_q_lens, has_kv_lens
 
 
-def draw_case(draw: Draw, **how: Any) -> Case:
-    problem, layout, has_q_lens, has_kv_lens = draw_problem(draw, **how)
+def draw_case(draw: Draw, *, capped: bool = False, **how: Any) -> Case:
+    """`capped`: with what only the forward call takes, and with masks that spoil results; `all_blocks`: lists name all blocks."""
+    problem, layout, has_q_lens, has_kv_lens = draw_problem(draw, capped=capped, **how)
     garbage = draw.pick("garbage", (0.0, np.inf, -np.inf), (2, 1, 1)) if draw.flag("garbage.infinite", 0.3) else np.nan
     bad = draw.rng("bad").random(problem.k.shape[:3]) < draw.pick("bad_keys", (0.0, 0.02, 0.3), (3, 1, 1))
-    return Case(problem, layout, bad, garbage, has_q_lens, has_kv_lens)
+    case = Case(problem, layout, bad, garbage, has_q_lens, has_kv_lens)
+    if draw.flag("mask", 0.25):
+        problem.mask, case.mask_dtype = bias_draws.draw_mask(draw, case.mask_sizes, problem.dtype, problem.shown(), spoils=capped)
+    if draw.flag("alibi", 0.15):
+        problem.slopes = bias_draws.draw_slopes(draw, problem.q.shape[1])
+    return case
 
 
 # ---- Arguments ----------------------------------------------------------------------------------------------------
@@ -227,6 +246,10 @@ def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
             options[name] = int(numbers[0]) if equal else _numbers(numbers, kinds.get(name, "list"))
     if p.ranges is not None:
         options["kv_ranges"] = laid_out(p.ranges[:, None], "TND", p.q_lens)[:, 0] if case.layout == "TND" else p.ranges
+    if p.mask is not None:
+        options["attn_mask"] = bias_draws.plain(p.mask, case.mask_dtype)
+    if p.slopes is not None:
+        options["alibi_slopes"] = p.slopes.astype(np.float32)
     if p.softcap is not None:
         options["softcap"] = p.softcap
     if p.sinks is not None:
@@ -263,6 +286,11 @@ class Arguments:
         self.options["sabi"] = self._lists()
         if case.problem.ranges is not None:
             self.options["kv_ranges"] = self._ranges(self.options["kv_ranges"])
+        if case.problem.mask is not None:
+            placed, self.options["attn_mask"] = bias_draws.place(draw, case.problem.mask, case.mask_dtype, case.mask_sizes)
+            self.placed.append(placed)
+        if case.problem.slopes is not None:
+            self.options["alibi_slopes"] = bias_draws.draw_given_slopes(draw, case.problem.slopes)
 
     def array(self, name: str, data: np.ndarray, dtype: str) -> Any:
         """`data` as an input; where kinds are mixed, of another kind than the first array."""
@@ -363,6 +391,11 @@ def alone(case: Case, b: int, layout: str, pad_q: int, pad_kv: int) -> Case:
     if blocks is not None:
         blocks = blocks[min(b, blocks.shape[0] - 1)][None]
         blocks = _resized(_resized(blocks, 2, -(-s_q // p.block_shape[0])), 3, -(-s_kv // p.block_shape[1]))
+    mask = p.mask
+    if mask is not None:
+        mask = mask[b if mask.shape[0] > 1 else 0][None]
+        for axis, size in ((2, s_q), (3, s_kv)):
+            mask = mask if mask.shape[axis] == 1 else _resized(mask, axis, size)
     problem = dataclasses.replace(
         p,
         q=_resized(p.q[b : b + 1], 2, s_q),
@@ -374,9 +407,10 @@ def alone(case: Case, b: int, layout: str, pad_q: int, pad_kv: int) -> Case:
         begin=None if p.begin is None else p.begin[b : b + 1],
         total=None if p.total is None else p.total[b : b + 1],
         ranges=None if p.ranges is None else _resized(p.ranges[b : b + 1], 1, s_q),
+        mask=mask,
     )
     bad = _resized(case.bad[b : b + 1], 2, s_kv)
-    return Case(problem, layout, bad, case.garbage, s_q > q_len, s_kv > kv_len)
+    return Case(problem, layout, bad, case.garbage, s_q > q_len, s_kv > kv_len, case.mask_dtype)
 
 
 def slice_of(case: Case, rows: slice) -> Case:
@@ -391,6 +425,7 @@ def slice_of(case: Case, rows: slice) -> Case:
         begin=begin + rows.start,
         total=p.q_lens if p.total is None else p.total,
         ranges=None if p.ranges is None else p.ranges[:, rows],
+        mask=p.mask if p.mask is None or p.mask.shape[2] == 1 else p.mask[:, :, rows],
     )
     return dataclasses.replace(case, problem=problem, has_q_lens=True)
 

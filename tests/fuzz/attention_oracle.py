@@ -14,6 +14,7 @@ import numpy as np
 
 from .checks import EPSILON
 
+HIDES = -2.3e38  # numbers of a mask below it hide their keys, as -inf does, where scores are float32
 SMALL = 1e-30  # numbers below 1e-38 may count as 0 at some levels, before they are multiplied and summed
 
 
@@ -37,6 +38,8 @@ class Attention:
     softcap: float | None = None
     sinks: np.ndarray | None = None  # (H,)
     ranges: np.ndarray | None = None  # (B, Sq, 2): first key that each query may see, and the place after the last one
+    mask: np.ndarray | None = None  # (B or 1, H or 1, Sq or 1, Skv or 1): what is added to the scores; -inf hides a key
+    slopes: np.ndarray | None = None  # (H,): what a token of distance takes from the score
 
     @property
     def real(self) -> str:
@@ -56,13 +59,34 @@ class Attention:
         kv_heads = self.k.shape[1]
         return x.reshape(x.shape[0], kv_heads, x.shape[1] // max(kv_heads, 1), *x.shape[2:]).sum(axis=2)
 
+    def away(self) -> np.ndarray:
+        """(B, Sq, Skv): how many tokens behind the query's place among the keys a key stands."""
+        first = self.kv_lens - self.q_lens if self.begin is None else self.begin
+        return np.arange(self.k.shape[2]) - (np.arange(self.q.shape[2])[:, None] + first[:, None, None])
+
+    def bias(self) -> tuple[np.ndarray, np.ndarray]:
+        """What is added to the scores, and the sum of its parts' absolute values, which broadcast to (B, H, Sq, Skv)."""
+        bias = size = np.zeros((1, 1, 1, 1))
+        if self.mask is not None:
+            bias = hiding(self.mask, self.dtype)
+            size = np.abs(bias)
+        if self.slopes is not None:
+            steps = self.slopes[:, None, None] * np.abs(self.away()[:, None])
+            bias, size = bias - steps, size + np.abs(steps)
+        return bias, size
+
     def seen(self) -> np.ndarray:
         """Boolean (B, H, Sq, Skv): whether a query attends a key."""
+        shown = self.shown()
+        return shown if self.mask is None else shown & ~np.isneginf(hiding(self.mask, self.dtype))
+
+    def shown(self) -> np.ndarray:
+        """Boolean (B, H, Sq, Skv): whether all but the mask shows a query a key."""
         (batch, heads, s_q, _), s_kv = self.q.shape, self.k.shape[2]
         i, j = np.arange(s_q)[:, None], np.arange(s_kv)
         q_lens, kv_lens = self.q_lens[:, None, None], self.kv_lens[:, None, None]
         mask = (i < q_lens) & (j < kv_lens)
-        away = j - (i + (kv_lens - q_lens if self.begin is None else self.begin[:, None, None]))
+        away = self.away()
         if self.causal:
             mask &= away <= 0
         if self.window is not None:
@@ -80,6 +104,11 @@ class Attention:
         return mask & self.grouped(self.blocks)[:, :, np.arange(s_q) // block_q][..., np.arange(s_kv) // block_kv]
 
 
+def hiding(mask: np.ndarray, dtype: str) -> np.ndarray:
+    """The mask of a problem of `dtype`, in which what is as good as -inf is -inf."""
+    return mask if dtype == "float64" else np.where(mask < HIDES, -np.inf, mask)
+
+
 class Forward(NamedTuple):
     seen: np.ndarray  # (B, H, Sq, Skv)
     scores: np.ndarray
@@ -89,6 +118,7 @@ class Forward(NamedTuple):
     allowed_out: np.ndarray
     allowed_lse: np.ndarray
     some: np.ndarray  # (B, H, Sq): whether the row has a score, of a key or of a sink
+    bias_error: np.ndarray | None  # (B, H, Sq, Skv): how far each score may be off because of what is added to it; None: nothing is
 
 
 def weight_error(dtype: str) -> float:
@@ -100,6 +130,12 @@ def weight_error(dtype: str) -> float:
     return EPSILON[dtype] if dtype in ("float16", "bfloat16") else 8 * EPSILON[dtype]
 
 
+def growth(weights: np.ndarray, score_error: np.ndarray, bias_error: np.ndarray) -> np.ndarray:
+    """How far weights may be off because of what is added to their scores, beyond what the error of the row's scores explains."""
+    row = np.minimum(2 * score_error[..., None], 600)
+    return np.minimum(weights * (np.expm1(np.minimum(row + 2 * bias_error, 600)) - np.expm1(row)), 1e30)
+
+
 def forward(a: Attention) -> Forward:
     """The definition, and how far from it arithmetic in the promised precision may be.
 
@@ -107,12 +143,21 @@ def forward(a: Attention) -> Forward:
     absolute values. So is its exponential, relatively, and hence each weight before and after it is divided by their sum. A result
     is a sum of n weighted values, off by (2 * that + n eps) of the sum of their absolute values, and is rounded to the dtype. The
     sum of a row is off by as much, relatively, and the log-sum-exp absolutely.
+
+    What is added to a score is rounded as a number, as its product with log2(e), which is itself rounded, and twice in sums: the
+    score's error grows by 6 eps times the sum of the parts' absolute values. This is bounded for each key by itself, for a number that
+    all but hides a key may be large.
     """
     seen, eps = a.seen(), EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)
     scores = a.factor * (a.q @ k.swapaxes(-1, -2))
     if a.softcap:
         scores = a.softcap * np.tanh(scores / a.softcap)
+    capped, bias_error, spoilt = scores, None, np.zeros(scores.shape[:3], np.bool_)
+    if a.mask is not None or a.slopes is not None:
+        bias, size = (np.where(seen, x, 0) for x in a.bias())
+        spoilt = np.isnan(bias).any(axis=-1)
+        scores, bias_error = scores + np.nan_to_num(bias, nan=0), 6 * eps * np.nan_to_num(size, nan=0)
     largest = np.max(np.where(seen, scores, -np.inf), axis=-1, initial=-np.inf)
     sinks = np.full(largest.shape, -np.inf)
     if a.sinks is not None:
@@ -130,7 +175,7 @@ def forward(a: Attention) -> Forward:
     norms = np.linalg.norm(a.q, axis=-1) * np.linalg.norm(k, axis=-1).max(axis=-1, initial=0)[..., None]  # at least any sum of products
     score_error = eps * abs(a.factor) * (a.q.shape[-1] + 8) * norms
     if a.softcap:
-        score_error = score_error + 16 * eps * np.abs(np.where(seen, scores, 0)).max(axis=-1, initial=0)
+        score_error = score_error + 16 * eps * np.abs(np.where(seen, capped, 0)).max(axis=-1, initial=0)
     if a.sinks is not None:
         score_error = score_error + 4 * eps * np.abs(np.where(np.isfinite(sinks), sinks, 0))
     with np.errstate(over="ignore"):
@@ -141,7 +186,12 @@ def forward(a: Attention) -> Forward:
     allowed_out = share[..., None] * (weights @ np.abs(v)) + 2 * EPSILON[a.dtype] * np.abs(out) + tiny
     sum_error = relative + (2.0**-12 if a.dtype in ("float16", "bfloat16") else 8 * eps) + count * eps
     allowed_lse = sum_error + 4 * eps * np.abs(shift) + 4 * eps * np.abs(np.where(some, lse, 0)) + SMALL
-    return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse, some)
+    if bias_error is not None:
+        grown = growth(weights, score_error, bias_error)
+        allowed_out = allowed_out + grown @ np.abs(v) + grown.sum(axis=-1, keepdims=True) * (weights @ np.abs(v))
+        allowed_lse = allowed_lse + grown.sum(axis=-1)
+    out[spoilt], lse[spoilt] = np.nan, np.nan
+    return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse, some, bias_error)
 
 
 class Gradients(NamedTuple):
@@ -169,8 +219,10 @@ def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: n
     products = dout @ v.swapaxes(-1, -2)
     ds = p * (products - free[..., None])
 
+    of_row = 2 * (f.score_error + 4 * eps * np.abs(row_lse))[..., None]
     with np.errstate(over="ignore"):
-        p_error = np.expm1(2 * (f.score_error + 4 * eps * np.abs(row_lse)))[..., None] + weight_error(a.dtype)
+        grown = np.expm1(of_row if f.bias_error is None else np.minimum(of_row + 2 * f.bias_error, 600))
+    p_error = grown + weight_error(a.dtype)
     norms = np.linalg.norm(dout, axis=-1)[..., None] * (np.linalg.norm(v, axis=-1)[..., None, :] + np.linalg.norm(out, axis=-1)[..., None])
     size = np.abs(products) + np.abs(free)[..., None]
     ds_error = p * (p_error * size + eps * (v.shape[-1] + 4) * norms + eps * size) + weight_error(a.dtype) * np.abs(ds)

@@ -86,10 +86,8 @@ def check_numbers(case: Case, f: Forward, given: Given, got: dict[str, Any]) -> 
 @problem("block_sparse_attention_backward", weight=2)
 def block_sparse_attention_backward(draw: Draw) -> None:
     check = draw.pick("check", CHECKS)
-    case = draw_case(draw, spreads=(1, 0.02, 4))
+    case = draw_case(draw, spreads=(1, 0.02, 4), all_blocks=check == "dense")
     p = case.problem
-    if check == "dense" and p.blocks is not None:
-        p.blocks = np.ones_like(p.blocks)
     f = forward(p)
     case.bad &= ~(p.ungrouped(f.seen.any(axis=2)) > 0)  # what some query sees would spoil all gradients
     with checks.at_level(draw):

@@ -238,7 +238,7 @@ def _change(draw: Draw, call: Call) -> None:
         call.replace(second, draw.pick("odd 2", call.choices(second)))
     call.python_refuses = how in ("unknown keyword", "too many positional", "missing argument") or None in call.replaced
     if how == "unknown keyword":
-        call.arguments[draw.pick("keyword", ("strange", "Q", "self", "attn_mask", ""))] = 1
+        call.arguments[draw.pick("keyword", ("strange", "Q", "self", "mask", ""))] = 1
     elif how == "too many positional":
         call.make_positional()
         call.positional += (None,) * draw.integer("more", 1, 40)

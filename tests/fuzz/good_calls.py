@@ -44,6 +44,10 @@ class Arena:
     def poisoned(self, *shape: int, dtype: str = "float32") -> np.ndarray:
         return self.put(np.full(shape, np.nan if dtype.startswith("float") else 77, dtype))
 
+    def kept(self, *shape: int) -> np.ndarray:
+        """A mask that shows most."""
+        return self.put(_noise()[: int(np.prod(shape))].reshape(shape) > -1)
+
     def integers(self, values: Any, dtype: str = "int32") -> np.ndarray:
         return self.put(np.array(values, dtype))
 
@@ -81,12 +85,18 @@ def _attention(a: Arena, v: int) -> dict[str, Any]:
         out = a.poisoned(1, 2, 16, 4, dtype=dtype)
         lse = a.poisoned(1, 2, 16, dtype="float64" if dtype == "float64" else "float32")
         call |= {"return_lse": True, "out": (out, lse)} if v & 1 else {"out": out, "num_threads": 2}
+    if v & 8:
+        call["attn_mask"] = a.kept(16, 24) if v & 1 else a.floats(1, 2, 16, 24, dtype=dtype)
+    if v & 16:
+        call["alibi_slopes"] = a.floats(2)
     return call
 
 
 def _packed_attention(a: Arena, v: int) -> dict[str, Any]:
     call: dict[str, Any] = {"q": a.floats(12, 2, 8), "k": a.floats(12, 1, 8), "v": a.floats(12, 1, 8), "layout": "TND"}
     call |= {"cu_seqlens_q": [0, 4, 12], "cu_seqlens_kv": a.integers([0, 6, 12])}
+    if v & 2:
+        call |= {"attn_mask": a.kept(2, 1, 8, 6), "alibi_slopes": [0.5, 0.25]}
     return call | ({"out": a.poisoned(12, 2, 8)} if v & 1 else {"causal": True})
 
 
@@ -106,6 +116,8 @@ def _attention_backward(a: Arena, v: int) -> dict[str, Any]:
         call["kv_ranges"] = a.integers([[[n, 9 + n] for n in range(16)]])
     if v & 4:
         call |= {"grads": (a.poisoned(*shape, dtype=dtype), a.poisoned(*kv_shape, dtype=dtype), None)}
+    if v & 8:
+        call |= {"attn_mask": a.floats(2, 1, 24) if v & 1 else a.kept(1, 1, 16, 24), "alibi_slopes": a.floats(2)}
     return call
 
 
@@ -197,6 +209,8 @@ def _paged(a: Arena, v: int) -> dict[str, Any]:
         call |= {"out": a.poisoned(2, _HEADS, _DIM), "sinks": a.floats(_HEADS), "softcap": 2.0}
     elif v & 1:
         call |= {"q_lens": [1, 1], "window": 3, "return_lse": True, "scale": 0.5}
+    if v & 4:
+        call |= {"attn_mask": a.kept(2, 1, 1, 6) if v & 1 else a.floats(_HEADS, 2, 7), "alibi_slopes": a.floats(_HEADS)}
     return call
 
 
@@ -698,11 +712,13 @@ if HAS_TORCH:
     def _torchs_own(a: Arena, v: int) -> dict[str, Any]:
         import torch
 
-        call = _tensors(_attention, "out", "dtype")(a, v)
+        call = _tensors(_attention, "out", "dtype", "alibi_slopes")(a, v)
         named = {name: call.pop(short) for short, name in (("q", "query"), ("k", "key"), ("v", "value"))}
         named["is_causal"] = call.pop("causal", False) and v & 2 == 0
         ranges = call.pop("kv_ranges", None)
-        if ranges is not None:  # as a mask of elements
+        if "attn_mask" in call:
+            named["is_causal"] = False
+        elif ranges is not None:  # as a mask of elements
             keys = torch.arange(24)
             named["attn_mask"] = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
         return named | call | {"enable_gqa": True}

@@ -45,6 +45,20 @@ MISTAKES = [
         "p->q_begin[batch] : p->page_size && p->cu_q && p->batch > 1 ? 0 : kv_valid - q_valid);",
     ),
     Mistake(
+        "mask",
+        "a mask is read as if the listed keys had no gaps",
+        "csrc/kernels/panel/bias_tmpl.inc",
+        "(real)NAME(mask_number)(dtype, row, key_index[i] * source->stride);",
+        "(real)NAME(mask_number)(dtype, row, (*key_index + i) * source->stride);",
+    ),
+    Mistake(
+        "slopes",
+        "keys behind a query get nearer with their distance",
+        "csrc/kernels/panel/bias_tmpl.inc",
+        "x -= slope * NAME(v_max)(distance, -distance);",
+        "x -= slope * distance;",
+    ),
+    Mistake(
         "window",
         "the window's right bound is lost where the call is not causal",
         "csrc/ops/open_block_sparse.c",

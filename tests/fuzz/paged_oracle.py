@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .attention_oracle import SMALL, weight_error
+from .attention_oracle import SMALL, growth, hiding, weight_error
 from .checks import EPSILON
 
 
@@ -28,6 +28,8 @@ class Paged:
     selected: list[list[np.ndarray]] | None  # [request][KV head or query head] logical blocks
     begin: np.ndarray | None = None  # token numbers of the first queries; None: the queries are the last tokens
     ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees instead of those up to itself
+    mask: np.ndarray | None = None  # (B or 1, H or 1, queries or 1, tokens or 1): what is added to the scores; -inf hides a token
+    slopes: np.ndarray | None = None  # (H,): what a token of distance takes from the score
 
     @property
     def real(self) -> str:
@@ -38,10 +40,29 @@ class Paged:
         t = np.arange(self.seq_lens[b])
         return cache[self.pages[b][t // cache.shape[1]], t % cache.shape[1]]
 
+    def places(self, b: int) -> np.ndarray:
+        """(queries, 1): the token numbers of a request's queries."""
+        n = int(self.q_lens[b])
+        return np.arange(n)[:, None] + (self.seq_lens[b] - n if self.begin is None else self.begin[b])
+
+    def mask_of(self, b: int, head: int) -> np.ndarray:
+        """(queries, tokens): what the mask adds."""
+        n, tokens = int(self.q_lens[b]), int(self.seq_lens[b])
+        if self.mask is None:
+            return np.zeros((n, tokens))
+        mask = hiding(self.mask[b % self.mask.shape[0], head % self.mask.shape[1]], self.dtype)
+        mask = mask if mask.shape[0] == 1 else mask[:n]
+        return np.broadcast_to(mask if mask.shape[1] == 1 else mask[:, :tokens], (n, tokens))
+
     def seen(self, b: int, head: int) -> np.ndarray:
         """Boolean (queries, tokens)."""
+        shown = self.shown(b, head)
+        return shown if self.mask is None else shown & ~np.isneginf(self.mask_of(b, head))
+
+    def shown(self, b: int, head: int) -> np.ndarray:
+        """Boolean (queries, tokens): what all but the mask shows."""
         n, size = int(self.q_lens[b]), self.k.shape[1]
-        j, last = np.arange(self.seq_lens[b]), np.arange(n)[:, None] + (self.seq_lens[b] - n if self.begin is None else self.begin[b])
+        j, last = np.arange(self.seq_lens[b]), self.places(b)
         mask = j <= last
         if self.ranges is not None:
             end = int(np.cumsum(self.q_lens)[b])
@@ -65,7 +86,7 @@ def attend(p: Paged) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         rows = slice(end - p.q_lens[b], end)
         keys, values = p.tokens(p.k, b), p.tokens(p.v, b)
         for h in range(heads):
-            g = h * p.k.shape[2] // heads
+            g, slope = h * p.k.shape[2] // heads, 0.0 if p.slopes is None else p.slopes[h]
             q, k, v, mask = p.q[rows, h], keys[:, g], values[:, g], p.seen(b, h)
             k, v = np.where(mask.any(axis=0)[:, None], k, 0), np.where(mask.any(axis=0)[:, None], v, 0)
             scores = p.scale * (q @ k.T)
@@ -74,6 +95,8 @@ def attend(p: Paged) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
             if p.softcap:
                 scores = p.softcap * np.tanh(scores / p.softcap)
                 error = error + 16 * eps * np.abs(scores).max(axis=-1, initial=0)
+            added, steps = (np.where(mask, x, 0) for x in (p.mask_of(b, h), slope * np.abs(p.places(b) - np.arange(p.seq_lens[b]))))
+            scores = scores + added - steps
             top = np.max(np.where(mask, scores, -np.inf), axis=-1, initial=-np.inf if p.sinks is None else p.sinks[h])
             some = top > -np.inf
             shift = np.where(some, top, 0)
@@ -88,4 +111,7 @@ def attend(p: Paged) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
             allowed_out[rows, h] = share[:, None] * (w @ np.abs(v)) + 2 * EPSILON[p.dtype] * np.abs(w @ v) + SMALL + (2.0**-24 if p.dtype == "float16" else 0)
             lse_size = 4 * eps * (np.abs(shift) + np.abs(np.where(some, lse[rows, h], 0)))
             allowed_lse[rows, h] = relative + (2.0**-12 if p.dtype in ("float16", "bfloat16") else 8 * eps) + (count + 8) * eps + lse_size
+            grown = growth(w, error, 6 * eps * (np.abs(added) + np.abs(steps)))
+            allowed_out[rows, h] += grown @ np.abs(v) + grown.sum(axis=-1, keepdims=True) * (w @ np.abs(v))
+            allowed_lse[rows, h] += grown.sum(axis=-1)
     return out, lse, allowed_out, allowed_lse

@@ -9,7 +9,7 @@ import numpy as np
 
 import blitz_attn
 
-from . import arrays, checks
+from . import arrays, bias_draws, checks
 from .draw import Discard, Draw
 from .paged_oracle import Paged, attend
 from .problems import Finding, problem
@@ -85,6 +85,19 @@ class Case:
         own = [order[rng.integers(0, pages, n)] if shared else order[int(counts[:b].sum()) :][:n] for b, n in enumerate(counts)]
         window = draw.pick("window", (None, 0, 5, 100))
         self.ranges = _ranges(draw, lens.repeat(q_lens)) if not newest and draw.flag("ranges", 0.2) else None
+        heads = kv_heads * group
+        q = arrays.rounded(draw.rng("q").standard_normal((int(q_lens.sum()), heads, dim)), dtype)
+        self.sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
+        self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
+        nothing = np.empty((0, size, kv_heads, 0))
+        self.problem = p = Paged(
+            dtype, q, q_lens, nothing, nothing, own, lens, dim**-0.5 if self.scale is None else self.scale, window,
+            None if self.sinks is None else self.sinks.astype(np.float64), draw.pick("softcap", (None, 2.0, 30.0, 1e6)), None, begin, self.ranges,
+        )  # fmt: skip
+        self.kv_split = size * draw.integer("kv_split", 1, 12, likely=(1, 2, 4)) if not newest and draw.flag("split", 0.25) else None
+        self.mask_dtype, self.mask, self.slopes = "", None, None
+        if not newest:
+            self.draw_bias(draw)
         used = np.zeros((pages, size), np.bool_)
         for b in range(batch):  # tokens that no query of the request sees may hold garbage, as those behind the request may
             first = int(lens[b] - q_lens[b] if begin is None else begin[b])
@@ -92,36 +105,42 @@ class Case:
             if self.ranges is not None:
                 end = int(self.ranges[q_lens[:b].sum() : q_lens[: b + 1].sum(), 1].max(initial=0))
             t = np.arange(0 if window is None else max(0, first - window), max(0, min(lens[b], end)))
+            if p.mask is not None:
+                t = t[~np.logical_and.reduce([np.isneginf(p.mask_of(b, h)).all(axis=0) for h in range(p.mask.shape[1])])[t]]
             used[own[b][t // size], t % size] = True
         garbage = draw.pick("garbage", (0, 1, 2))
         self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
         all_used = np.repeat(used[..., None], kv_heads, axis=2)
         self.k = Cache(draw, "k_cache", (pages, size, kv_heads, dim), cache_dtype, all_used, GARBAGE[garbage], self.hnd)
         self.v = Cache(draw, "v_cache", (pages, size, kv_heads, v_dim), cache_dtype, all_used, GARBAGE[garbage], self.hnd)
-        heads = kv_heads * group
-        q = arrays.rounded(draw.rng("q").standard_normal((int(q_lens.sum()), heads, dim)), dtype)
-        sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
-        softcap = draw.pick("softcap", (None, 2.0, 30.0, 1e6))
-        self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
+        p.k, p.v = self.k.values, self.v.values
         self.tables: tuple[Any, Any] = (arrays.page_table(draw, "block_tables", own).array, lens)
         if not newest and draw.pick("tables", ("matrix", "triple")) == "triple":
             indices = np.concatenate([*own, np.empty(0, np.int64)]).astype(draw.pick("indices.dtype", ("int32", "int64")))
             self.tables = (np.concatenate([[0], np.cumsum(counts)]), indices, lens - np.maximum(counts - 1, 0) * size), None
-        self.selected = None
-        chosen = None
         if listed:
             rows = heads if draw.pick("selected.rows", ("kv", "query")) == "query" else kv_heads
             kept = draw.pick("selected.kept", (0.5, 0.0, 1.0))
             make = draw.rng("selected")
-            chosen = [[np.flatnonzero(make.random(n) < kept) for _ in range(rows)] for n in counts]
-        self.problem = Paged(
-            dtype, q, q_lens, self.k.values, self.v.values, own, lens, dim**-0.5 if self.scale is None else self.scale, window,
-            None if sinks is None else sinks.astype(np.float64), softcap, chosen, begin, self.ranges,
-        )  # fmt: skip
-        self.sinks = sinks
-        self.kv_split = size * draw.integer("kv_split", 1, 12, likely=(1, 2, 4)) if not newest and draw.flag("split", 0.25) else None
-        self.out_dtype = self.problem.real if not newest and draw.flag("out_dtype", 0.25) else dtype
+            p.selected = [[np.flatnonzero(make.random(n) < kept) for _ in range(rows)] for n in counts]
+        self.out_dtype = p.real if not newest and draw.flag("out_dtype", 0.25) else dtype
         self.q = arrays.place(draw, "q", arrays.stored(q, dtype))
+
+    def draw_bias(self, draw: Draw) -> None:
+        """Draws a mask, which may be larger than the requests, and slopes."""
+        p, heads = self.problem, self.problem.q.shape[1]
+        if self.kv_split is None and draw.flag("mask", 0.25):
+            more = draw.pick("mask.rows", (0, 1, 3)), draw.pick("mask.columns", (0, 1, 70))
+            longest = p.q_lens.max(initial=0 if self.ragged else 1), p.seq_lens.max(initial=0)
+            full = (len(p.q_lens), heads, *(int(n) + m for n, m in zip(longest, more, strict=True)))
+            shown = np.zeros(full, np.bool_)
+            for b, h in np.ndindex(full[:2]):
+                shown[b, h, : p.q_lens[b], : p.seq_lens[b]] = p.shown(b, h)
+            p.mask, self.mask_dtype = bias_draws.draw_mask(draw, full, p.dtype, shown, spoils=False)
+            self.mask_placed, self.mask = bias_draws.place(draw, p.mask, self.mask_dtype, full)
+        if draw.flag("alibi", 0.15):
+            p.slopes = bias_draws.draw_slopes(draw, heads)
+            self.slopes = bias_draws.draw_given_slopes(draw, p.slopes)
 
     def options(self) -> dict[str, Any]:
         p, bits = self.problem, {}
@@ -140,7 +159,10 @@ class Case:
         """The options that `select_and_attend` does not have."""
         p = self.problem
         begin = None if p.begin is None else p.begin.tolist()
-        return {"kv_ranges": self.ranges, "q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
+        return {
+            "kv_ranges": self.ranges, "attn_mask": self.mask, "alibi_slopes": self.slopes, "q_begin": begin, "kv_split": self.kv_split,
+            "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype,
+        }  # fmt: skip
 
     def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """The selected blocks in any order, with -1 behind them, or with counts and arbitrary numbers behind them."""
@@ -164,7 +186,7 @@ class Case:
         return blitz_attn.paged_select_attention(self.q.array, self.k.given(), self.v.given(), tables, lens, selected, counts=numbers, **given)
 
     def check_unchanged(self) -> None:
-        for x in (self.q, self.k.placed, self.v.placed):
+        for x in (self.q, self.k.placed, self.v.placed, *([] if self.mask is None else [self.mask_placed])):
             x.check_unchanged()
 
 
@@ -200,7 +222,7 @@ def run(draw: Draw, listed: bool) -> None:
             check_alone(draw, case, out, lse)
         elif check == "rounded":
             check_rounded(draw, case, with_counts)
-        elif check == "chunks" and not listed:
+        elif check == "chunks" and not listed and p.mask is None:
             check_chunks(draw, case)
         elif check == "plan":
             check_plan(draw, case, with_counts, out, lse)
@@ -226,6 +248,8 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
         options["q_begin"] = p.begin[b : b + 1]
     if p.ranges is not None:
         options["kv_ranges"] = p.ranges[rows]
+    if p.mask is not None:
+        options["attn_mask"] = bias_draws.plain(p.mask[b if p.mask.shape[0] > 1 else 0][None], case.mask_dtype)
     arguments: list[Any] = [case.q.array[rows], case.k.given(), case.v.given(), tables, p.seq_lens[b : b + 1]]
     if p.selected is None:
         again = blitz_attn.paged_attention(*arguments, **options, return_lse=True, num_threads=1)
@@ -249,7 +273,7 @@ def check_chunks(draw: Draw, case: Case) -> None:
     """A call with kv_split has the bits of its chunks, each attended as a request of its own, merged node by node."""
     p, size = case.problem, case.problem.k.shape[1]
     split = case.kv_split or size * 3
-    options = {**case.options(), "return_lse": True, "num_threads": 1, "sinks": None, "out_dtype": p.real}
+    options = {**case.options(), "return_lse": True, "num_threads": 1, "sinks": None, "out_dtype": p.real, "alibi_slopes": case.slopes}
     whole = case.call(draw.rng("order"), False, 1, kv_split=split, out_dtype=p.real, sinks=None)
     ends = np.cumsum(p.q_lens)
     for b, end in enumerate(ends):
@@ -274,7 +298,7 @@ def check_chunks(draw: Draw, case: Case) -> None:
 def check_plan(draw: Draw, case: Case, counts: bool, out: Any, lse: Any) -> None:
     """A plan gives the same bits, in its first and in its second call."""
     options = {**case.options(), **case.new_options()}
-    rest = {name: options.pop(name) for name in ("sinks", "k_scale", "v_scale", "kv_ranges")}
+    rest = {name: options.pop(name) for name in ("sinks", "k_scale", "v_scale", "kv_ranges", "attn_mask", "alibi_slopes")}
     tables, lens = case.tables
     plan = blitz_attn.PagedPlan(tables, lens, page_size=case.problem.k.shape[1], num_pages=case.problem.k.shape[0], **options)
     arguments = [case.q.array, case.k.given(), case.v.given()]

@@ -156,6 +156,48 @@ static void draw_ranges(ba_block_sparse_args *a, const fz_sizes *s) {
     fz_fill_ranges(&a->kv_ranges, s->kv_len);
 }
 
+ba_tensor fz_mask(const int64_t *sizes) {
+    static const int64_t dtypes[] = {BA_BOOL, BA_FLOAT32, BA_FLOAT16, BA_BFLOAT16, BA_FLOAT64};
+    int64_t dims[4];
+    if (!fz_once_in(5)) return (ba_tensor){0};
+    for (int i = 0; i < 4; i++) dims[i] = fz_once_in(i < 2 ? 2 : 6) ? 1 : sizes[i];
+    const ba_tensor t = fz_tensor(FZ_INPUT, (ba_dtype)fz_pick(dtypes, 5), 4, dims, FZ_FREE_LAST);
+    if (t.dtype != BA_BOOL || t.ndim != 4 || !fz_backed(&t) || fz_elements(&t) == 0 || fz_elements(&t) > 1e5) return t;
+    fz_seed();
+    int64_t at[4];
+    for (at[0] = 0; at[0] < t.dims[0]; at[0]++)
+        for (at[1] = 0; at[1] < t.dims[1]; at[1]++)
+            for (at[2] = 0; at[2] < t.dims[2]; at[2]++) {
+                const uint32_t hidden = fz_random() % 4; /* of a row: all, none, or about half */
+                for (at[3] = 0; at[3] < t.dims[3]; at[3]++) fz_put(&t, at, hidden == 0 ? 0 : hidden == 1 ? 1 : fz_random() % 2 * 255);
+            }
+    return t;
+}
+
+const float *fz_slopes(void) {
+    const int64_t most = 4096; /* q may have an unusual number of heads */
+    if (!fz_once_in(8)) return NULL;
+    float *slopes = fz_array(most, sizeof(float));
+    for (int64_t h = 0; slopes && h < most; h++) slopes[h] = (float)(fz_below(9) - 2) / 8;
+    if (slopes && fz_unusual()) slopes[0] = (float)fz_unusual_real();
+    return slopes;
+}
+
+static int64_t longest(const int64_t *cumulative, int64_t batch) {
+    int64_t most = 0;
+    for (int64_t b = 0; cumulative && b < batch && b < 100; b++)
+        most = cumulative[b + 1] - cumulative[b] > most ? cumulative[b + 1] - cumulative[b] : most;
+    return most < 1000 ? most : 1000;
+}
+
+static void draw_bias(ba_block_sparse_args *a, const fz_sizes *s) {
+    const bool packed = s->layout == BA_TND;
+    const int64_t batch = sequences(a), sizes[] = {batch < 0 || batch > 100 ? 1 : batch, s->heads, packed ? longest(a->cu_q, a->batch) : s->q_len,
+                                                   packed ? longest(a->cu_kv, a->batch) : s->kv_len};
+    a->attn_mask = fz_mask(sizes);
+    a->alibi_slopes = fz_slopes();
+}
+
 static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
     a->scale = fz_scale(s->dim);
     if (fz_once_in(6)) a->softcap = fz_unusual() ? fz_unusual_real() : (double)fz_range(1, 50);
@@ -206,6 +248,7 @@ void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
     draw_blocks(a, s);
     draw_slice(a, s);
     draw_ranges(a, s);
+    draw_bias(a, s);
     draw_rules(a, s);
     if (fz_unusual()) a->layout = (ba_layout)fz_unusual_number();
 }

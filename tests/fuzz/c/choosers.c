@@ -104,7 +104,8 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     const int64_t heads = s->layout == BA_BSH ? a->call.num_heads : a->call.q.dims[head_axis];
     if (l.kept.data != a->kept.data || l.lists.dims[1] != heads || s->heads != heads) return; /* these are not the lists of this call */
     ba_block_sparse_args call = a->call;
-    call.blocks = call.kv_ranges = (ba_tensor){0};
+    call.blocks = call.kv_ranges = call.attn_mask = (ba_tensor){0};
+    call.alibi_slopes = NULL;
     call.cu_rows = NULL;
     call.q_begin = call.q_total = NULL;
     call.key_stride = call.key_last = 0;
@@ -127,6 +128,7 @@ void fz_choose(void) {
     fz_unseen(&a.call.v);
     fz_unseen(&a.call.blocks);
     fz_unseen(&a.call.kv_ranges);
+    fz_unseen(&a.call.attn_mask);
     a.chooser = fz_unusual() ? (ba_chooser)fz_unusual_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_VERTICAL_SLASH);
     a.pool_q = pool_of(a.call.block_q);
     a.pool_k = a.chooser == BA_CHOOSER_POOLED ? pool_of(a.call.block_kv) : a.chooser == BA_CHOOSER_ANTIDIAGONAL ? a.pool_q : 1;

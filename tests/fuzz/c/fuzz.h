@@ -63,8 +63,8 @@ void fz_unseen(const ba_tensor *t); /* declares that the call does not read this
 bool fz_backed(const ba_tensor *t); /* whether the tensor has the memory that its axes address */
 /* The number of elements; a huge number where axes are negative or elements are too many to work on. */
 double fz_elements(const ba_tensor *t);
-void fz_put(const ba_tensor *t, const int64_t *at, int64_t value); /* sets an element of a tensor of integers */
-double fz_get(const ba_tensor *t, const int64_t *at);              /* an element of a tensor of floats */
+void fz_put(const ba_tensor *t, const int64_t *at, int64_t value); /* sets an element of a tensor of integers, or of BA_BOOL */
+double fz_get(const ba_tensor *t, const int64_t *at);              /* an element */
 
 /* ---- Calls (calls.c) --------------------------------------------------------------------------------------------------- */
 
@@ -128,6 +128,10 @@ bool fz_is_heavy(const ba_block_sparse_args *a); /* whether the call might take 
 /* Fills a tensor of integers, of 1 to 4 axes, with rows of lists over so many columns; some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns);
 void fz_fill_ranges(const ba_tensor *t, int64_t keys);
+
+/* No mask, or one for calls of these sizes, (batch, heads, queries, keys), whose axes may have length 1; and no slopes, or some. */
+ba_tensor fz_mask(const int64_t *sizes);
+const float *fz_slopes(void);
 
 /* Scales of an 8-bit cache with these axes: one per token and head, in that role, or, as an input, one per head, or one. */
 ba_tensor fz_scales(const int64_t *cache, int64_t kv_heads, fz_role role);

@@ -130,6 +130,7 @@ void fz_put(const ba_tensor *t, const int64_t *at, int64_t value) {
     case BA_INT16: ((int16_t *)t->data)[to] = (int16_t)value; break;
     case BA_INT32: ((int32_t *)t->data)[to] = (int32_t)value; break;
     case BA_INT64: ((int64_t *)t->data)[to] = value; break;
+    case BA_BOOL: ((uint8_t *)t->data)[to] = (uint8_t)value; break;
     default: break;
     }
 }
@@ -146,6 +147,7 @@ double fz_get(const ba_tensor *t, const int64_t *at) {
         memcpy(&value, &bits, sizeof value);
         return (double)value;
     }
+    case BA_BOOL: return (double)((const uint8_t *)t->data)[from];
     case BA_INT8: return (double)((const int8_t *)t->data)[from];
     case BA_FLOAT8_E4M3: {
         const int bits = ((const uint8_t *)t->data)[from], exponent = bits >> 3 & 15, mantissa = bits & 7;

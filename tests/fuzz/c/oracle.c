@@ -6,6 +6,18 @@
 
 #include "fuzz.h"
 
+/* What the mask and the slopes add to a score; -infinity: the key is hidden. The slope is read where there is one. */
+static double bias_of(const ba_tensor *mask, const float *slopes, int64_t batch, int64_t head, int64_t query, int64_t key, int64_t token) {
+    const int64_t whole[] = {batch, head, query, key};
+    int64_t at[4];
+    double bias = slopes ? -(double)slopes[head] * fabs((double)token - (double)key) : 0;
+    if (!mask->data) return bias;
+    for (int i = 0; i < 4; i++) at[i] = mask->dims[i] == 1 ? 0 : whole[i];
+    const double number = fz_get(mask, at);
+    if (mask->dtype == BA_BOOL) return number != 0 ? bias : -INFINITY;
+    return number + bias;
+}
+
 typedef struct sums {
     double top, sum;
     double out[576];
@@ -82,6 +94,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
     const int64_t batches = packed ? a->batch : a->q.dims[0], last = a->q.ndim - 1;
     const int64_t dim = a->q.dims[last] / (x.head < 0 ? heads : 1), v_dim = a->v.dims[last] / (x.head < 0 ? kv_heads : 1);
     if (!fz_is_tame() || fz_elements(&a->q) * fz_elements(&a->k) / (double)dim > 2e5 || fabs(a->scale) > 2) return;
+    if (a->alibi_slopes && !(fabsf(a->alibi_slopes[0]) < 2)) return;
     if (fabs(a->scale) * 4 * (double)dim > 300) return; /* the scores' own rounding is then as large as the differences that count */
     const double within = tolerance(a->q.dtype) * (1 + fabs(a->scale) * (double)dim / 8);
     static sums s;
@@ -108,6 +121,8 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
                         score += element(a, &a->q, heads, b, h, q_begin + i, d) * element(a, &a->k, kv_heads, b, kv_head, kv_begin + j, d);
                     score *= a->scale;
                     if (a->softcap > 0) score = a->softcap * tanh(score / a->softcap);
+                    score += bias_of(&a->attn_mask, a->alibi_slopes, b, h, i, j, token);
+                    if (score == -INFINITY) continue;
                     add_score(&s, score);
                     const double weight = exp(score - s.top);
                     s.sum += weight;
@@ -156,6 +171,7 @@ void fz_compare_paged(const ba_paged_args *a) {
     for (int64_t h = 0; a->sinks && h < heads; h++)
         if (!(fabsf(a->sinks[h]) < 1000)) return;
     if (a->k_scale.data) size *= 2;
+    if (a->alibi_slopes && !(fabsf(a->alibi_slopes[0]) < 2)) return;
     if (!fz_is_tame() || work > 2e5 || fabs(a->scale) * 2 * size * (double)dim > 300) return;
     if (a->softcap != 0 && !(a->softcap > 0.1 && a->softcap < 1e6)) return;
     const double within = tolerance(a->q.dtype < a->k_cache.dtype && a->k_cache.dtype <= BA_BFLOAT16 ? a->k_cache.dtype : a->q.dtype) *
@@ -181,6 +197,8 @@ void fz_compare_paged(const ba_paged_args *a) {
                     }
                     score *= a->scale;
                     if (a->softcap > 0) score = a->softcap * tanh(score / a->softcap);
+                    score += bias_of(&a->attn_mask, a->alibi_slopes, b, h, i, j, token);
+                    if (score == -INFINITY) continue;
                     add_score(&s, score);
                     const double weight = exp(score - s.top);
                     s.sum += weight;

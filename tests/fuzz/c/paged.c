@@ -160,6 +160,14 @@ void fz_paged(void) {
         a.kv_ranges = fz_tensor(FZ_INPUT, fz_once_in(2) ? BA_INT32 : BA_INT64, 2, ranges, FZ_FREE_LAST);
         fz_fill_ranges(&a.kv_ranges, 60);
     }
+    int64_t most_queries = 1, most_tokens = fz_range(0, 2);
+    for (int64_t b = 0; b < a.batch && b < 100; b++) {
+        if (a.cu_q && a.cu_q[b + 1] - a.cu_q[b] > most_queries) most_queries = a.cu_q[b + 1] - a.cu_q[b];
+        if (a.seq_lens && a.seq_lens[b] > most_tokens) most_tokens = a.seq_lens[b];
+    }
+    const int64_t mask[] = {a.batch, s.heads, most_queries, most_tokens};
+    if (a.batch >= 0 && a.batch < 100 && most_queries < 1000 && most_tokens < 1000) a.attn_mask = fz_mask(mask);
+    a.alibi_slopes = fz_slopes();
     a.unrounded = fz_once_in(6);
     a.num_threads = fz_threads();
     if (is_heavy(&a)) {

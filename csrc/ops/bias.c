@@ -1,0 +1,28 @@
+#include "ops/bias.h"
+
+ba_bias_effect ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, const ba_tile *tile, int64_t lane, int64_t lanes, int64_t width,
+                            const int32_t *key_index, int64_t keys, void *bias) {
+    const ba_tensor *mask = &p->attn_mask;
+    const void *rows[BA_MAX_LANES];
+    int32_t places[BA_MAX_LANES];
+    float slopes[BA_MAX_LANES];
+    for (int64_t i = 0; i < width; i++) {
+        const int64_t at = lane + ba_min(i, lanes - 1); /* a lane without a query is as the last one with a query */
+        const int64_t head = ba_lane_head(tile, at), query = ba_lane_query(tile, at);
+        if (mask->data) {
+            const int64_t row = batch * mask->strides[0] + head * mask->strides[1] + query * mask->strides[2];
+            rows[i] = (const char *)mask->data + row * ba_dtype_size(mask->dtype);
+        }
+        if (p->alibi_slopes) {
+            slopes[i] = p->alibi_slopes[head];
+            /* Distances are of 32 bits. A place that is cut is so far from every key that float does not tell one token more from one less. */
+            places[i] = (int32_t)ba_min(ba_diagonal(p, batch, query), INT32_MAX);
+        }
+    }
+    const ba_bias_source source = {.rows = mask->data ? rows : NULL,
+                                   .dtype = mask->dtype,
+                                   .stride = mask->strides[3],
+                                   .slopes = p->alibi_slopes ? slopes : NULL,
+                                   .places = places};
+    return fill(bias, &source, width, key_index, keys);
+}
