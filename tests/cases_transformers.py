@@ -151,10 +151,10 @@ def tensors(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
 
 
-def eager(q, k, v, mask):
-    """Attention in float64 by the elements of a mask."""
+def eager(q, k, v, mask, bias=0.0):
+    """Attention in float64 by the elements of a mask, and by what is added to the scores."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(~mask, -torch.inf)
+    scores = (q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5 + bias).masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
 
 

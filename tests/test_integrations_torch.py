@@ -213,14 +213,15 @@ def test_lists_changed_in_place(kind):
 
 @pytest.mark.parametrize("function", ["block_sparse_attention", "scaled_dot_product_attention"])
 def test_numpy_arrays_changed_before_backward(function):
-    """Lists, lengths and sinks that torch does not watch, as it watches tensors: gradients are those of the call."""
+    """Lists, lengths, sinks, masks and slopes that torch does not watch, as it watches tensors: gradients are those of the call."""
     arrays, lists, _ = attention_inputs("listed")
     grads = []
     for changes in (False, True):
         given = {"sabi": lists.copy(), "q_lens": np.array([20, 7]), "kv_lens": np.array([9, 20])}
         options = {"block_shape": (8, 4)} if function == "block_sparse_attention" else {"block_shape": (8, 4), "enable_gqa": True}
         if function == "block_sparse_attention":
-            given["sinks"] = np.float32([0, 1, 2, 3])
+            rng = np.random.default_rng(0)
+            given |= {"sinks": np.float32([0, 1, 2, 3]), "attn_mask": rng.random((20, 20)) < 0.8, "alibi_slopes": rng.random(4, np.float32)}
         out = getattr(functions, function)(*arrays, **given, **options)
         for x in given.values() if changes else ():
             x[:] = x[::-1].copy()
@@ -228,11 +229,12 @@ def test_numpy_arrays_changed_before_backward(function):
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sabi", "q_lens", "sinks"])
+@pytest.mark.parametrize("name", ["sabi", "q_lens", "sinks", "attn_mask", "alibi_slopes"])
 def test_tensors_changed_before_backward(name):
     """torch notices."""
     arrays, lists, _ = attention_inputs("listed")
     given = {"sabi": torch.from_numpy(lists), "q_lens": torch.tensor([20, 7]), "sinks": torch.ones(4)}
+    given |= {"attn_mask": torch.ones(20, 20), "alibi_slopes": torch.ones(4)}
     out = functions.block_sparse_attention(*arrays, block_shape=(8, 4), **given)
     given[name].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -198,6 +198,34 @@ def test_packed_sentences_of_an_encoder():
     assert (found - apart).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("how", ["plain", "cached", "graph"])
+def test_position_biases_of_t5(how):
+    """Encoder, decoder and cross attention: a bias for each head beside padding and the causal mask."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 97, "d_model": 48, "d_kv": 12, "d_ff": 32, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, decoder_start_token_id=0)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "relative_attention_bias" in name:
+                parameter.normal_(std=3)
+    rng = np.random.default_rng(0)
+    ids, decoded = (torch.from_numpy(rng.integers(3, 97, shape)) for shape in ((2, 17), (2, 9)))
+    mask = torch.ones_like(ids)
+    mask[1, 11:] = 0
+    found = []
+    for implementation in ("eager", "blitz_attn"):
+        model.set_attn_implementation(implementation)
+        run = torch.compile(model, backend="eager") if how == "graph" else model
+        with torch.no_grad():
+            if how == "cached":
+                options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+                found.append(torch.stack(model.generate(ids, attention_mask=mask, **options).logits))
+            else:
+                found.append(run(input_ids=ids, attention_mask=mask, decoder_input_ids=decoded, use_cache=False).logits)
+    assert (found[1] - found[0]).abs().max() < 1e-4
+    assert not TOLD
+
+
 @pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_gradients_are_those_of_eager_attention(name, implementation):

@@ -182,16 +182,24 @@ def test_a_mask_for_any_batch(mask_mod, eager):
 NO_RULE = {
     "dilated": lambda b, h, i, j: (i - j) % 2 == 0,
     "by token": lambda b, h, i, j: (i >= j) & (j != 5),
+    "beside whole blocks": lambda b, h, i, j: (i >= j) & ((j != 5) | (i > 40)),
     "runs that heads do not share": lambda b, h, i, j: (i >= j) & (i - j < 9 + 3 * h),
 }
 
 
 @pytest.mark.parametrize("name", list(NO_RULE))
-def test_masks_without_a_rule(name):
-    mask = flex.create_block_mask(NO_RULE[name], 2, 2, 90, 90, device="cpu", BLOCK_SIZE=16)
-    sentence = "block_mask: expected partial blocks that causal, window, lengths, the given documents or a run of keys for each query cut exactly"
+@pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
+def test_masks_without_a_rule(name, block, eager):
+    mask = flex.create_block_mask(NO_RULE[name], None if "heads" in name else 2, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
+    options = from_flex_block_mask(mask)
+    assert options.keys() == {"sabi", "block_shape", "attn_mask"}
+    assert (options["attn_mask"].dtype, options["attn_mask"].shape) == (torch.bool, (1 if "heads" in name else 2, 2, 90, 90))
+    q, k, v = problem()
+    ours = attended(options, q, k, v)
+    torch.testing.assert_close(ours.double(), expected(q, k, v, flex.create_mask(NO_RULE[name], 2, 2, 90, 90, device="cpu")), rtol=1e-5, atol=1e-5)
+    sentence = "block_mask: expected partial blocks that causal and window cut exactly beside the given lengths or documents"
     with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that does not$"):
-        from_flex_block_mask(mask)
+        from_flex_block_mask(mask, kv_lens=[90] * mask.kv_num_blocks.shape[0])
 
 
 def test_a_mask_that_lets_nothing_be_seen():

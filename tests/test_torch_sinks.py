@@ -159,9 +159,9 @@ def test_opcheck(layout):
     q, k, v = (as_layout(x.detach(), layout).requires_grad_() for x in (q, k, v))
     options = of_layout(layout)
     ends = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_kv", None)
-    torch.library.opcheck(operator.default, (q, k, v, None, None, None, *ends, None, sinks), options)
+    torch.library.opcheck(operator.default, (q, k, v, None, None, None, *ends, None, None, None, sinks), options)
     plain = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(operator.default, (*plain, None, None, None, *ends, None, sinks.detach()), options | {"softcap": 3.0})
+    torch.library.opcheck(operator.default, (*plain, None, None, None, *ends, None, None, None, sinks.detach()), options | {"softcap": 3.0})
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

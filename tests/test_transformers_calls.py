@@ -193,30 +193,121 @@ def with_sequences():
     return masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])))
 
 
-FALLS_BACK = {
-    "holes": (holes, {}, "because of padding between the tokens of a sequence"),
-    "matrix": (matrix, {}, "because of a mask that was made as a matrix"),
-    "blocks in two parts": (lambda: blocks([0, 0, -1, 0, 0, 1, 1, -1, -1]), {}, "because of blocks of tokens with other tokens between them"),
-    "sequences or blocks": (lambda: blocks([0] * 9, with_sequences()), {}, "because of a union of masks with packed sequences or padding"),
-    "own": (own, {}, r"because of a mask function of the model's own \(own"),
-    "position bias": (lambda: make_mask(1, 9, 9), {"position_bias": torch.zeros(1, 4, 9, 9)}, "because of the model's argument position_bias"),
-    "two paddings": (lambda: make_mask(1, 9, 9, mask_function=with_padding(), attention_mask=ones(9)), {},
-        "because of two masks of padding"),
+ELEMENTS = {  # masks without rules, and why they have none
+    "holes": (holes, "padding between the tokens of a sequence"),
+    "matrix": (matrix, None),
+    "blocks in two parts": (lambda: blocks([0, 0, -1, 0, 0, 1, 1, -1, -1]), "blocks of tokens with other tokens between them"),
+    "sequences or blocks": (lambda: blocks([0] * 9, with_sequences()), "a union of masks with packed sequences or padding"),
+    "own": (own, "a mask function of the model's own (own)"),
+    "two paddings": (lambda: make_mask(1, 9, 9, mask_function=with_padding(), attention_mask=ones(9)), "two masks of padding"),
 }
 if hasattr(masks, "remap_positions_for_packed_sequence"):  # transformers 5.20 has no such masks
-    FALLS_BACK["chunks in sequences"] = (chunks_in_sequences, {}, "because of chunks or blocks that are counted in packed sequences")
+    ELEMENTS["chunks in sequences"] = (chunks_in_sequences, "chunks or blocks that are counted in packed sequences")
+
+
+@pytest.mark.parametrize("name", list(ELEMENTS))
+@pytest.mark.parametrize("form", ["bool", "numbers", "bias"])
+@pytest.mark.parametrize("implementation", ["dense", "sparse"])
+def test_masks_without_rules_are_computed_by_their_elements(name, form, implementation):
+    make, reason = ELEMENTS[name]
+    mask = make()
+    assert reason is None or (mask.rules is None and mask.reason.startswith(reason.removesuffix(")")))
+    configure(SparseConfig(on_unsupported="error", min_tokens=1, density=0.2, block_shape=(4, 4), chooser=select.Pooled(pool=2), decode_budget=1))
+    q, k, v = tensors(2, 4, 9, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
+    seen = mask.elements() if isinstance(mask, RuleMask) else mask
+    bias = 3 * tensors(1, 4, 9, 9, seed=3) if form == "bias" else torch.zeros(1, 1, 9, 9)
+    if form == "numbers":
+        mask = masks_as_numbers(seen)
+    options = {"position_bias": bias} if form == "bias" else {}
+    assert (call(q, k, v, mask, implementation, **options) - eager(q, k, v, seen, bias)).abs().max() < 1e-5
+    last = mask if isinstance(mask, RuleMask) and mask.rules is not None else (seen if isinstance(mask, RuleMask) else mask)[:, :, -1:]
+    options = {name: x[:, :, -1:] for name, x in options.items()}
+    assert (call(q[:, :, -1:], k, v, last, implementation, **options) - eager(q, k, v, seen, bias)[:, -1:]).abs().max() < 1e-5
+
+
+def masks_as_numbers(seen):
+    """As models make them that do without the masks of transformers."""
+    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 4, 9, 11), (2, 1, 9, 11), (2, 1, 1, 11), (4, 1, 11), (9, 11)], ids=str)
+def test_masks_of_any_numbers(shape, dtype):
+    """Against the SDPA of transformers, and its gradients."""
+    module = SimpleNamespace(layer_idx=0, is_causal=True, training=False, num_key_value_groups=2)
+    bias = (3 * tensors(*shape, seed=3)).to(dtype)
+    bias[..., 3] = -torch.inf
+    found = []
+    for function, wide in ((attention.attend_dense, dtype), (attention.sdpa_attention_forward, torch.float64)):
+        given = [tensors(2, heads, n, 16, seed=n).to(dtype).to(wide).requires_grad_() for heads, n in ((4, 9), (2, 11), (2, 11))]
+        out = function(module, *given, bias.to(wide))[0]
+        found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    assert not TOLD
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, **({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}))
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("rule", [masks.causal_mask_function, masks.bidirectional_mask_function, masks.sliding_window_causal_mask_function(4)],
+                         ids=["causal", "all", "window"])  # fmt: skip
+@pytest.mark.parametrize("cached", [0, 5])
+@pytest.mark.parametrize("shape", ["all", "heads", "keys"])
+def test_a_position_bias_beside_rules(padding, rule, cached, shape):
+    """The rules of the mask hold once, and the bias is that of the keys where padding on the left is cut off."""
+    valid = None if padding == "none" else torch.ones(2, 12, dtype=torch.bool)
+    if valid is not None:
+        valid[1, slice(4) if padding == "left" else slice(8, None)] = False
+    mask = make_mask(2, 12 - cached, 12, cached, mask_function=rule, attention_mask=valid)
+    assert mask.rules is not None
+    bias = 3 * tensors(*{"all": (2, 4), "heads": (1, 4), "keys": (1, 1)}[shape], 12 - cached if shape != "keys" else 1, 12)
+    q, k, v = tensors(2, 4, 12 - cached, 8), tensors(2, 2, 12, 8, seed=1), tensors(2, 2, 12, 8, seed=2)
+    configure(SparseConfig(on_unsupported="error"))
+    seen = mask.elements()
+    rows = seen.any(-1)[:, 0] & (torch.ones(2, 12) if valid is None else valid)[:, cached:].bool()
+    assert (call(q, k, v, mask, position_bias=bias) - eager(q, k, v, seen, bias))[rows].abs().max() < 1e-5
+    if rule is masks.causal_mask_function and padding == "none" and not cached:  # as without a mask
+        assert torch.equal(call(q, k, v, None, position_bias=bias), call(q, k, v, mask, position_bias=bias))
+
+
+@pytest.mark.parametrize("learned", ["mask", "position_bias"])
+def test_a_mask_that_learns_is_torchs(learned):
+    module = SimpleNamespace(layer_idx=0, is_causal=True, training=True)
+    q, k, v, bias = (tensors(1, 2, 9, n, seed=n) for n in (8, 8, 8, 9))
+    bias.requires_grad_()
+    mask, options = (bias, {}) if learned == "mask" else (make_mask(1, 9, 9), {"position_bias": bias})
+    out = attention.attend_dense(module, q, k, v, mask, **options)[0]
+    assert torch.autograd.grad(out.square().sum(), bias)[0].abs().max() > 0
+    assert len(TOLD) == 1
+    assert "because of gradients of a mask or of a position bias" in next(iter(TOLD))
+    with torch.no_grad():
+        assert (attention.attend_dense(module, q, k, v, mask, **options)[0] - out).abs().max() < 1e-5
+    assert len(TOLD) == 1
+
+
+def packed(mask):
+    seen = torch.block_diag(torch.ones(3, 3), torch.ones(6, 6)).bool()
+    return mask, seen & (mask.elements() if isinstance(mask, RuleMask) else mask)
+
+
+CU = {name: torch.tensor([0, 3, 9]) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+FALLS_BACK = {
+    "matrix": (lambda: packed(matrix()), CU, "because of packed sequences beside a mask that was made as a matrix"),
+    "holes": (lambda: packed(holes()), CU, "because of packed sequences beside padding between the tokens of a sequence"),
+    "position bias": (lambda: packed(make_mask(1, 9, 9, mask_function=with_sequences())), {"position_bias": torch.zeros(1, 4, 9, 9)},
+        "because of packed sequences beside a position bias"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(FALLS_BACK))
 def test_what_is_not_supported_is_computed_by_torch_and_said_once(name, caplog):
     make, options, reason = FALLS_BACK[name]
     q, k, v = tensors(1, 4, 9, 8), tensors(1, 2, 9, 8, seed=1), tensors(1, 2, 9, 8, seed=2)
-    mask = make()
-    elements = mask.elements() if isinstance(mask, RuleMask) else mask
+    mask, elements = make()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             found = call(q, k, v, mask, **options)
-            assert (found - eager(q, k, v, elements)).abs().max() < 1e-5
+            rows = elements.any(-1)[:, 0]
+            assert (found - eager(q, k, v, elements))[rows].abs().max() < 1e-5
     assert len(caplog.records) == 1
     assert caplog.records[0].name == "blitz_attn.integrations.transformers"
     configure(SparseConfig(on_unsupported="error"))
@@ -325,6 +416,9 @@ UNSUPPORTED = {
     "dtypes": (lambda q, k, v: {"k": k.double()}, "tensors of torch.float32, torch.float64, torch.float32"),
     "other sizes": (lambda q, k, v: {"mask": make_mask(1, 9, 10, 1)},
         r"a mask for \(9, 10\) queries and keys where the layer has \(9, 9\)"),
+    "a mask of integers": (lambda q, k, v: {"mask": torch.ones(1, 1, 9, 9, dtype=torch.int64)}, "a mask of torch.int64 on cpu"),
+    "a mask for more keys": (lambda q, k, v: {"mask": torch.zeros(1, 1, 9, 10)},
+        r"a mask of shape \(1, 1, 9, 10\) where the layer has \(1, 4, 9, 9\)"),
     "packed and padded": (
         lambda q, k, v: {
             "mask": make_mask(1, 9, 9, attention_mask=ones(9)), "cu_seq_lens_q": torch.tensor([0, 3, 9]),

@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from blitz_attn import select  # noqa: E402
+from blitz_attn.integrations._transformers.attention import attend_dense  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, _config_of_text, configure, paged_cache  # noqa: E402
-from cases_transformers import make_cache, padded, small_model  # noqa: E402
+from cases_transformers import eager, make_cache, padded, small_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 SPARSE = SparseConfig(density=0.5, block_shape=(8, 8), chooser=select.Pooled(pool=4), min_tokens=1)
@@ -155,13 +156,38 @@ def test_a_mask_that_is_traced_is_no_tensor():
     assert (mask.elements()[0, 0] == torch.ones(9, 9).tril()).all()
 
 
-def test_a_mask_without_rules_is_computed_by_torch():
+@pytest.mark.parametrize("form", ["holes", "bool", "numbers"])
+def test_a_mask_without_rules_stands_in_the_graph(form):
+    """Padding inside a sequence is seen when the graph runs; a mask that is a matrix when it is made."""
     model, ids = small_model("llama"), tokens_of(2, 9)
     mask = torch.ones_like(ids)
     mask[:, 4] = 0
+    if form != "holes":
+        mask = torch.ones(9, 9).tril().bool() & mask[:, None, None].bool()
+    if form == "numbers":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     expected, found = both(model, "blitz_attn", ids, attention_mask=mask)
     assert torch.equal(found, expected)
-    assert list(TOLD) == ["LlamaAttention: attention by torch instead of blitz_attn, because of padding between the tokens of a sequence"]
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        theirs = model(ids, attention_mask=mask).logits
+    keep = torch.arange(9) != 4
+    assert (found - theirs)[:, keep].abs().max() < 1e-4
+    assert not TOLD
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_position_bias_stands_in_the_graph(masked):
+    layer = small_model("llama").model.layers[0].self_attn
+    q, k, v, bias = (torch.randn(2, *shape) for shape in ((4, 9, 8), (2, 9, 8), (2, 9, 8), (4, 9, 9)))
+    mask = torch.rand(2, 1, 9, 9) < 0.8 if masked else None
+    run = lambda *x: attend_dense(layer, *x[:4], position_bias=x[4])[0]  # noqa: E731
+    with torch.no_grad():
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v, mask, bias)
+    assert torch.equal(found, run(q, k, v, mask, bias))
+    seen = torch.ones(9, 9).tril().bool() if mask is None else mask
+    assert (found - eager(q, k, v, seen, bias)).abs().max() < 1e-5
+    assert not TOLD
 
 
 @pytest.mark.long
@@ -194,21 +220,21 @@ def test_quest_over_a_paged_cache_says_so_and_is_right():
 
 @pytest.mark.long
 def test_what_falls_back_is_traced_and_said_once(caplog):
-    """Padding inside a sequence is seen when the graph runs; a mask that is a matrix when it is made."""
+    """Attention with a matrix as its mask that is differentiated does not end the graph."""
     model, ids = small_model("llama"), tokens_of()
-    holes = torch.ones_like(ids)
-    holes[:, 5] = 0
     matrix = torch.ones(40, 40, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
+    model.set_attn_implementation("blitz_attn")
     with caplog.at_level(logging.WARNING, logger="blitz_attn.integrations.transformers"):
-        for mask, reason in ((holes, "padding between the tokens of a sequence"), (matrix, "a mask that was made as a matrix")):
-            expected, found = both(model, "blitz_attn", ids, attention_mask=mask)
-            assert (found - expected).abs().max() < 1e-5
-            assert sum(reason in x.getMessage() for x in caplog.records) == 1
+        found = torch.compile(model, backend="eager", fullgraph=True)(ids, attention_mask=matrix).logits
+        assert (found - model(ids, attention_mask=matrix).logits).abs().max() < 1e-4
+    assert [x.getMessage() for x in caplog.records] == [
+        "LlamaAttention: attention by torch instead of blitz_attn, because of gradients beside a mask that was made as a matrix"
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_softcaps_and_sinks_beside_holes_are_computed_by_the_models_own_function(name):
+def test_softcaps_and_sinks_beside_holes_stand_in_the_graph(name):
     model, ids = small_model(name), tokens_of()
     holes = torch.ones_like(ids)
     holes[:, 5] = 0
@@ -226,8 +252,10 @@ def test_unsupported_calls_may_be_errors_in_a_graph_too():
     model.set_attn_implementation("blitz_attn")
     holes = torch.ones_like(ids)
     holes[:, 5] = 0
-    with torch.no_grad(), pytest.raises(ValueError, match="expected attention that blitz_attn computes, got padding between"):
-        torch.compile(model, backend="eager")(ids, attention_mask=holes)
+    packed = {name: torch.tensor([0, 30, 80]) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    sentence = "expected attention that blitz_attn computes, got packed sequences beside padding between the tokens of a sequence"
+    with torch.no_grad(), pytest.raises(ValueError, match=sentence):
+        torch.compile(model, backend="eager")(ids, attention_mask=holes, **packed)
 
 
 # ---- Configurations as text -----------------------------------------------------------------------------------------------

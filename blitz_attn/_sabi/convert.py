@@ -48,7 +48,9 @@ def mask_of(rows: np.ndarray, columns: Any, name: str) -> np.ndarray:
 def any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
     """True where any element of a cell of `factors` rows and columns is."""
     rows, columns = mask.shape[-2:]
-    tall = np.logical_or.reduceat(mask, np.arange(0, rows, factors[0]), axis=-2)
+    tall = np.empty((*mask.shape[:-2], -(-rows // factors[0]), columns), bool)
+    for n in range(tall.shape[-2]):  # reduceat of booleans takes up to a hundred times as long
+        mask[..., n * factors[0] : (n + 1) * factors[0], :].any(axis=-2, out=tall[..., n, :])
     return np.logical_or.reduceat(tall, np.arange(0, columns, factors[1]), axis=-1)
 
 

@@ -1,6 +1,7 @@
 """`blitz_attn.integrations.torch`: results and gradients are the library's own to the bit, whatever the tensors' strides.
 
-What the library's own functions give is judged by the other problems."""
+What the library's own functions give is judged by the other problems. The function with torch's signature, which reads masks as rules of the
+library, is judged by the oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ import blitz_attn
 from blitz_attn import nsa
 from blitz_attn.integrations import torch as integration
 
-from . import arrays, checks
+from . import arrays, bias_draws, checks
+from .attention_cases import listed
+from .attention_oracle import Attention, forward
+from .attention_oracle import backward as oracle_backward
 from .draw import Draw
 from .nsa_draws import Setting, as_integers, as_lists, draw_rules, random_lists
 from .problems import Finding, problem
@@ -176,7 +180,16 @@ def torch_attention(draw: Draw) -> None:
             leaves[name] = Leaf(draw, name, draw.rng(name).standard_normal(size), dtype)
         sabi = options.pop("sabi", None)
         with_lse = draw.flag("return_lse")
-        result = integration.block_sparse_attention(*(x.given for x in leaves.values()), sabi, return_lse=with_lse, **options)
+        full, given, placed = (batch, heads, s_q, s_kv), {}, []
+        if draw.flag("mask", 0.4):
+            mask, own_dtype = bias_draws.draw_mask(draw, full, dtype, np.ones(full, np.bool_), spoils=False)
+            place, given["attn_mask"] = bias_draws.place(draw, mask, own_dtype, full)
+            placed.append(place)
+            options["attn_mask"] = bias_draws.plain(mask, own_dtype)
+        if draw.flag("alibi", 0.3):
+            options["alibi_slopes"] = bias_draws.draw_slopes(draw, heads)
+            given["alibi_slopes"] = bias_draws.draw_given_slopes(draw, options["alibi_slopes"])
+        result = integration.block_sparse_attention(*(x.given for x in leaves.values()), sabi, return_lse=with_lse, **options | given)
         out, lse = result if with_lse else (result, None)
         named = "bfloat16" if dtype == "bfloat16" else None
         host = [x.host for x in leaves.values()]
@@ -200,5 +213,81 @@ def torch_attention(draw: Draw) -> None:
             expected = blitz_attn.block_sparse_attention_backward(dout, *host, *own, sabi, dlse=dlse, dtype=named, **options)
             for i, (name, leaf) in enumerate(leaves.items()):
                 compare(f"d{name}", leaf, got.get(name), expected[i])
-    for leaf in leaves.values():
-        leaf.placed.check_unchanged()
+    for x in (*placed, *(leaf.placed for leaf in leaves.values())):
+        x.check_unchanged()
+
+
+def shown_pairs(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
+    """A mask of bool that may be read as runs of keys, or as blocks."""
+    rng, keys = draw.rng("shown"), np.arange(shape[-1])
+    form = draw.pick("shown", ("runs", "runs of entries", "blocks", "gaps", "all"))
+    rows = (*shape[:-1], 1) if form == "runs" else (shape[0], 1, *shape[2:-1], 1)
+    if form in ("runs", "runs of entries"):
+        first, last = (rng.integers(0, shape[-1], rows, endpoint=True) for _ in range(2))
+        return np.broadcast_to((keys >= first) & (keys < last), shape)
+    if form == "blocks":
+        cell = draw.pick("shown.cell", (128, 64, 1))
+        cells = rng.random((*shape[:2], -(-shape[2] // cell), -(-shape[3] // cell))) < 0.5
+        return cells[:, :, np.arange(shape[2]) // cell][..., np.arange(shape[3]) // cell] & (rng.random(shape) < 0.9)
+    return rng.random(shape) < (0.5 if form == "gaps" else 2)
+
+
+@problem("torch.scaled_dot_product_attention", weight=0.7)
+def torch_own_signature(draw: Draw) -> None:
+    dtype = draw.pick("dtype", arrays.FLOATS)
+    batch, kv_heads, group = draw.pick("batch", (1, 2, 3)), draw.pick("kv_heads", (1, 2)), draw.pick("group", (1, 2, 4))
+    s_q, s_kv = (draw.integer(name, 0, 300, likely=(1, 16, 128, 260)) for name in ("s_q", "s_kv"))
+    dim, v_dim = (draw.integer(name, 1, 64, likely=(8, 16)) for name in ("dim", "v_dim"))
+    heads, full = kv_heads * group, (batch, kv_heads * group, s_q, s_kv)
+    window = draw.pick("window", (None, "some"), (3, 1)) and (draw.pick("left", (-1, 0, 50)), draw.pick("right", (-1, 0, 50)))
+    shape = (draw.pick("block_q", (128, 16)), draw.pick("block_kv", (128, 16)))
+    blocks = None
+    if draw.flag("has_sabi", 0.2):
+        blocks = draw.rng("blocks").random((batch, draw.pick("sabi.heads", (1, heads)), -(-s_q // shape[0]), -(-s_kv // shape[1]))) < 0.6
+    ragged = draw.flag("ragged", 0.3)
+    lens = [
+        np.array([draw.integer(f"{name}[{b}]", 0, n, likely=(n,)) if ragged else n for b in range(batch)], np.int64)
+        for name, n in (("q_lens", s_q), ("kv_lens", s_kv))
+    ]
+    values = [arrays.rounded(draw.rng(name).standard_normal(size), dtype) for name, size in (
+        ("q", (batch, heads, s_q, dim)), ("k", (batch, kv_heads, s_kv, dim)), ("v", (batch, kv_heads, s_kv, v_dim)),
+    )]  # fmt: skip
+    a = Attention(dtype, *values, *lens, blocks, shape, draw.pick("scale", (None, 0.3)), False, window)
+    own = "bool"
+    if draw.flag("mask.plain", 0.4):
+        a.mask, own = bias_draws.draw_mask(draw, full, dtype, a.shown(), spoils=False)
+    else:
+        single = [draw.flag(f"mask.one_{n}", 0.3) for n in range(4)]
+        seen = shown_pairs(draw, tuple(1 if one else n for one, n in zip(single, full, strict=True)))
+        own = draw.pick("mask.own", ("bool", *arrays.FLOATS))
+        least = -np.inf if own == "bool" or dtype == "float64" or draw.flag("mask.infinite") else bias_draws.LEAST[own]
+        a.mask = np.where(seen, 0.0, least)
+    stored = arrays.place(draw, "mask", bias_draws.stored(a.mask, own), last_contiguous=False, views=VIEWS)
+    mask = arrays.dressed(stored.array, own, "torch")
+    if draw.flag("mask.expanded", 0.3):
+        mask = mask.expand(full)
+    mask = mask[(0,) * (draw.integer("mask.missing", 0, 4) % (1 + next((n for n, size in enumerate(mask.shape) if size != 1), 4)))]
+    options: dict[str, Any] = {"scale": a.scale, "window": window, "block_shape": shape, "num_threads": checks.threads(draw), "enable_gqa": True}
+    if ragged:
+        options |= {name: as_integers(draw, name, x) for name, x in zip(("q_lens", "kv_lens"), lens, strict=True)}
+    if blocks is not None:
+        options["sabi"] = listed(blocks, "int32", draw.rng("sabi"))
+    with checks.at_level(draw):
+        leaves: dict[str, Leaf | None] = {name: Leaf(draw, name, x, dtype) for name, x in zip("qkv", values, strict=True)}
+        given = [x.given for x in leaves.values()]
+        out, lse = integration.scaled_dot_product_attention(*given, mask, return_lse=True, **options)
+        f = forward(a)
+        numbers = arrays.values_of(out.detach(), dtype), arrays.values_of(lse.detach(), a.real)
+        for name, got, expected, allowed in zip(("out", "lse"), numbers, (f.out, f.lse), (f.allowed_out, f.allowed_lse), strict=True):
+            checks.near(name, got, expected, allowed)
+        if numbers[0][~f.seen.any(axis=-1)].any():
+            raise Finding("out: rows that see nothing are not 0")
+        if any(x.wanted for x in leaves.values()):
+            gradient, dout = upstream_gradient(draw, "dout", out, dtype)
+            got = backward(draw, [out], [gradient], leaves)
+            right = oracle_backward(a, f, arrays.values_of(dout, dtype), *numbers, None)
+            for i, (name, leaf) in enumerate(leaves.items()):
+                if leaf.wanted:
+                    checks.near(f"d{name}", arrays.values_of(got[name], dtype), right[i], right.allowed[i])
+    for x in (stored, *(leaf.placed for leaf in leaves.values())):
+        x.check_unchanged()

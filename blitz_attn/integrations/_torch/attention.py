@@ -13,10 +13,12 @@ from .tensors import (
     integer_of,
     integers_of,
     lists_of,
+    mask_of,
     number_of,
     numbers_list_of,
     numbers_of,
     pair_of,
+    slopes_of,
     text_of,
 )
 
@@ -27,7 +29,7 @@ except ModuleNotFoundError:  # the module can be imported then, and documented; 
 
 __all__ = ["block_sparse_attention", "scaled_dot_product_attention", "select_and_attend_prefill"]
 
-_NAMES = {"q": "query", "k": "key", "v": "value", "kv_ranges": "attn_mask"}
+_NAMES = {"q": "query", "k": "key", "v": "value"}
 
 
 def _rules(
@@ -69,6 +71,8 @@ def block_sparse_attention(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -81,9 +85,14 @@ def block_sparse_attention(
     q, k, v : torch.Tensor
         CPU tensors: float32, float16, bfloat16 or float64.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
-        See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi` and `kv_ranges` are tensors.
+        See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi`, `kv_ranges` and `attn_mask` are tensors.
     kv_ranges : torch.Tensor or array of int, optional
         ``(B, Sq, 2)``, ``(Sq, 2)`` or for layout TND ``(T, 2)``: the run of keys that each query may see.
+    attn_mask : torch.Tensor or array, optional
+        ``(B, H, Sq, Skv)``, or any shape that broadcasts to it: bool, False where a query does not see a key, or numbers that are added to
+        the scores. It gets no gradient. An array is copied, a tensor is not.
+    alibi_slopes : torch.Tensor or sequence of float, optional
+        ``(H,)``: what a token of distance takes from the scores of each head. They get no gradient.
     sinks : torch.Tensor or sequence of float, optional
         ``(H,)``: one more score per head, which takes part in the softmax but has no value. Read as float32; a tensor of any float dtype
         may need a gradient, which then has that dtype.
@@ -137,6 +146,7 @@ def block_sparse_attention(
     )
     out, lse = operators.call(
         "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=lists_of(kv_ranges, "kv_ranges"),
+        attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=slopes_of(alibi_slopes, "alibi_slopes"),
         sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"), return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -194,8 +204,8 @@ def scaled_dot_product_attention(
         ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype and leading axes.
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
         ``causal_upper_left`` is what `is_causal` is, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
-        A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are all 0 or
-        ``-inf``. The keys of each query must have no gap between them, and all heads of a batch entry must see the same.
+        A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
+        scores, and get no gradient. It is read once and not expanded, unless only some of several leading axes have one entry.
     dropout_p : float
         0.
     is_causal : bool
@@ -228,7 +238,13 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        A dropout, a mask without a rule, a tensor that is not in CPU memory, and what `blitz_attn.block_sparse_attention` refuses.
+        A dropout, a mask that needs a gradient, a tensor that is not in CPU memory, and what `blitz_attn.block_sparse_attention` refuses.
+
+    Notes
+    -----
+    A mask of bool, or of 0 and ``-inf``, is passed on as what costs least. Where all heads share it, and the keys of each query have no gap
+    between them, it is a run of keys for each query, and costs no more than `is_causal`. Otherwise, blocks of 128 x 128 pairs of which none
+    is seen are left out. Other masks make a call a tenth to a third longer.
 
     Examples
     --------
@@ -257,7 +273,7 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2 or x.shape[:-3] != query.shape[:-3] or x.dim() != query.dim():
             raise ValueError(f"{name}: expected shape (..., H, S, D) with the leading axes of query, got {tuple(x.shape)}")
-    kv_ranges = _ranges_of_mask(attn_mask, query, key) if has_elements else None
+    mask = _mask_of_pairs(attn_mask, query, key) if has_elements else None
     q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
     if q.shape[1] != k.shape[1] and not flag_of(enable_gqa, "enable_gqa"):
         raise ValueError(f"key: expected {q.shape[1]} heads like query, or enable_gqa=True, got {k.shape[1]}")
@@ -268,8 +284,9 @@ def scaled_dot_product_attention(
         )
     try:
         out, lse = operators.call(
-            "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=kv_ranges, return_lse=return_lse
-        )
+            "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, attn_mask=mask, reads_mask=has_elements,
+            return_lse=return_lse,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, _NAMES) from error
     if query.dim() != 4:
@@ -289,17 +306,17 @@ def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
     return not lower, lower
 
 
-def _ranges_of_mask(mask: Any, query: Any, key: Any) -> Any:
-    """`kv_ranges` that say what a mask does which torch can expand to (..., H, Sq, Skv)."""
-    expect_tensors(attn_mask=mask)
+def _mask_of_pairs(mask: Any, query: Any, key: Any) -> Any:
+    """A mask that torch can expand to (..., H, Sq, Skv) with one axis in place of the leading ones."""
     shape = (*query.shape[:-1], key.shape[-2])
-    if not mask.is_floating_point() and mask.dtype != torch.bool:
-        raise TypeError(f"attn_mask: expected bool or floats, got {mask.dtype}")
-    if mask.requires_grad:
-        raise ValueError("attn_mask: expected a mask without a gradient, got a bias that needs one")
+    mask = mask_of(mask, "attn_mask")
+    if mask.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise TypeError(f"attn_mask: expected bool, float32, float16, bfloat16 or float64, got {mask.dtype}")
     if mask.dim() > len(shape) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"attn_mask: expected a shape that expands to {shape}, got {tuple(mask.shape)}")
-    return torch.ops.blitz_attn.ranges_of_mask(mask, shape)
+    if len(shape) > 4 and any(n != 1 for n in mask.shape[:-3]):
+        mask = mask.expand(*shape[:-3], *mask.shape[-3:])
+    return _four_axes(mask) if mask.dim() > 4 else mask
 
 
 def select_and_attend_prefill(

@@ -2,8 +2,9 @@
 
 A BlockMask lists full blocks, in which every query sees every key, and partial blocks, in which a function of (batch, head, query, key)
 says it for each pair of tokens. A block list has one kind of block, and token rules that cut inside: causal, window, lengths and
-documents, or a run of keys for each query. So a mask becomes a list where some rules cut its partial blocks exactly as its function does
-and no full block at all. The function is evaluated on all tokens of the partial blocks to find that out.
+documents, or a run of keys for each query. So a mask becomes a list with rules that cut its partial blocks exactly as its function does
+and no full block at all, or, where there are none, with a mask that has an element for each pair. The function is evaluated on all tokens
+of the partial blocks to find that out.
 """
 
 from __future__ import annotations
@@ -363,6 +364,18 @@ def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[in
     return ranges.cpu()
 
 
+def _pairs_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
+    """A mask of bool, (B or 1, H or 1, Sq, Skv), of what is seen in the blocks."""
+    shown = torch.zeros((*full.shape[:2], *sizes), dtype=torch.bool)
+    for b, h, row, column in np.argwhere(full).tolist():
+        shown[b, h, row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]] = True
+    for part, *_, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
+        for (b, h, row, column), block in zip(part.tolist(), seen.cpu(), strict=True):
+            view = shown[b, h, row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]]
+            view.copy_(block[: view.shape[0], : view.shape[1]])
+    return shown
+
+
 def from_flex_block_mask(
     block_mask: Any, *, q_lens: Any = None, kv_lens: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None
 ) -> dict[str, Any]:
@@ -370,9 +383,10 @@ def from_flex_block_mask(
 
     Causal masks and windows are recognised: the mask's function is evaluated on all tokens of its partial blocks, and the rules that
     are returned cut them exactly so. So are the lengths of a padded batch, where padding is neither attended nor attends. Where these do
-    not fit, a run of keys for each query may, as for a prefix that sees itself, or documents that are not given. Documents that are given
-    are checked. A mask that these rules cannot express is refused. A mask that was made for any batch (``B=None``) gets arguments that fit
-    any batch.
+    not fit, a run of keys for each query may, as for a prefix that sees itself, or documents that are not given. A mask that none of these
+    express becomes one with a byte for each pair of tokens, which takes the memory of ``B * H * Sq * Skv`` bytes, where B and H are those
+    that the BlockMask was made for (1 for None). Documents and lengths that are given are checked: a mask that does not fit them is
+    refused. A mask that was made for any batch (``B=None``) gets arguments that fit any batch.
 
     Parameters
     ----------
@@ -386,7 +400,8 @@ def from_flex_block_mask(
     Returns
     -------
     dict
-        ``sabi`` (int32 tensor), ``block_shape``, ``causal``, ``window``, ``q_lens`` and ``kv_lens``, or instead of these ``kv_ranges``.
+        ``sabi`` (int32 tensor), ``block_shape``, ``causal``, ``window``, ``q_lens`` and ``kv_lens``, or instead of the last four
+        ``kv_ranges`` or ``attn_mask``.
         For documents ``layout="TND"``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` instead of lengths, for tensors ``(T, H, D)``, and a ``sabi``
         whose rows and columns begin at each document, or None where the mask leaves out nothing of the documents.
 
@@ -395,7 +410,8 @@ def from_flex_block_mask(
     TypeError
         Not a BlockMask.
     ValueError
-        A mask whose partial blocks no rule cuts so, or whose documents begin within a block and whose list leaves out some of them.
+        A mask whose partial blocks no rule cuts so beside the given lengths or documents, or whose documents begin within a block and whose
+        list leaves out some of them.
 
     Examples
     --------
@@ -445,10 +461,11 @@ def from_flex_block_mask(
         ranges = _ranges_of(block_mask, partial, full, shape, sizes, device)
         if ranges is not None:
             return {"block_shape": shape, "sabi": _list_of(kept), "kv_ranges": ranges[0] if len(ranges) == 1 else ranges}
+        return {"block_shape": shape, "sabi": _list_of(kept), "attn_mask": _pairs_of(block_mask, partial, full, shape, sizes, device)}
     if rules is None:
         raise ValueError(
-            "block_mask: expected partial blocks that causal, window, lengths, the given documents or a run of keys for each query "
-            "cut exactly, got a mask_mod that does not"
+            "block_mask: expected partial blocks that causal and window cut exactly beside the given lengths or documents, got a mask_mod "
+            "that does not"
         )
     options: dict[str, Any] = {"block_shape": shape, "causal": rules[0], "window": rules[1]}
     if ends[0] is None:

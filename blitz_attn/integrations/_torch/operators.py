@@ -7,18 +7,15 @@ what shapes come out. Operators that torch differentiates have a formula; the ot
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ... import _arrays
-from ..._sabi.convert import runs_of
 from ..._select.choosers import CHOOSERS, chooser_of, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention, block_sparse_attention_backward
 from ...paged import paged_attention, paged_select_attention
+from .masks import read_mask
 from .tensors import rows, transforms_active
 
 try:
@@ -29,23 +26,24 @@ except ModuleNotFoundError:  # the module can be imported then; nothing is regis
 # Tensors come first: torch differentiates no operator that takes some by keyword only.
 _LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv")
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in _LENGTHS)
+_SHOWN = ("kv_ranges", "attn_mask", "alibi_slopes")
+_PAIRS = ", ".join(f"Tensor? {name}=None" for name in _SHOWN)
 _RULES = """int[] block_shape=[128, 128], float? scale=None, str layout="BNSD", bool causal=False, int[]? window=None,
     int? num_heads=None, int? num_kv_heads=None, int? num_threads=None"""
 
 SCHEMAS = {
-    "block_sparse_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_TENSORS}, Tensor? kv_ranges=None,
-        Tensor? sinks=None, *, {_RULES}, float? softcap=None) -> (Tensor, Tensor)""",
+    "block_sparse_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_TENSORS}, {_PAIRS},
+        Tensor? sinks=None, *, {_RULES}, float? softcap=None, bool reads_mask=False) -> (Tensor, Tensor)""",
     "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-        Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, Tensor? kv_ranges=None, *, {_RULES},
-        float? softcap=None) -> (Tensor, Tensor, Tensor)""",
+        Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, {_PAIRS}, *, {_RULES},
+        float? softcap=None, bool reads_mask=False) -> (Tensor, Tensor, Tensor)""",
     "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, *, {_RULES}, str chooser="pooled", float[]? density=None,
         float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1, int? recent=2, int? last_columns=0,
         int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
-    "ranges_of_mask": "(Tensor mask, SymInt[] shape) -> Tensor",
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
         Tensor? last_page_len=None, Tensor? selected=None, Tensor? counts=None, Tensor? sinks=None, Tensor? k_scale=None,
-        Tensor? v_scale=None, Tensor? q_lens=None, *, float? scale=None, str kv_layout="NHD", int? window=None, float? softcap=None,
-        int? num_threads=None) -> (Tensor, Tensor)""",
+        Tensor? v_scale=None, Tensor? q_lens=None, Tensor? attn_mask=None, Tensor? alibi_slopes=None, *, float? scale=None,
+        str kv_layout="NHD", int? window=None, float? softcap=None, int? num_threads=None) -> (Tensor, Tensor)""",
 }
 
 
@@ -66,12 +64,21 @@ def chooser_text(chooser: Any) -> str:
 
 
 def _named(given: tuple[Any, ...]) -> dict[str, Any]:
-    """The lengths, ranges and sinks by name: the dispatcher leaves out the last ones where they are None."""
-    return dict(zip((*_LENGTHS, "kv_ranges", "sinks"), given, strict=False))
+    """What comes after the list, by name: the dispatcher leaves out the last ones where they are None."""
+    return dict(zip((*_LENGTHS, *_SHOWN, "sinks"), given, strict=False))
+
+
+def _told(q: Any, k: Any, sabi: Any, named: tuple[Any, ...], reads_mask: bool = False, **options: Any) -> dict[str, Any]:
+    """The list, the rules and the options of a call. `reads_mask`: the mask is the only rule that is not about lengths and the diagonal, in
+    layout BNSD, and is passed on as what it can be read as. That is done here since a graph holds no elements."""
+    told = {"sabi": sabi, **_named(named), **options}
+    if reads_mask:
+        told |= {"attn_mask": None} | read_mask(told["attn_mask"], q.shape[2], k.shape[2], q.dtype, lists=sabi is None)
+    return told
 
 
 def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, return_lse: bool = True, **options: Any) -> Any:
-    return block_sparse_attention(rows(q), rows(k), rows(v), sabi, return_lse=return_lse, **_named(named), **options)
+    return block_sparse_attention(rows(q), rows(k), rows(v), return_lse=return_lse, **_told(q, k, sabi, named, **options))
 
 
 def _attend_backward(
@@ -83,8 +90,8 @@ def _attend_backward(
             f"softcap: expected 0 where a gradient is requested, because gradients of capped scores are not computed, got {softcap:g}"
         )
     dout, q, k, v, out, lse = (rows(x) for x in (dout, q, k, v, out, lse))
-    options |= _named(named)
-    return block_sparse_attention_backward(dout, q, k, v, out, lse, sabi, dlse=None if dlse is None else rows(dlse), **options)
+    dlse = None if dlse is None else rows(dlse)
+    return block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **_told(q, k, sabi, named, **options))
 
 
 def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
@@ -92,51 +99,17 @@ def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "po
     return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=return_lse, **_named(lengths), **options)
 
 
-def _ranges_of_mask(mask: Any, shape: Any) -> Any:
-    """The run of keys in each row of a mask that torch can expand to `shape`, (..., H, Sq, Skv): (B, Sq, 2), or (Sq, 2) where all batch
-    entries share it. Works on the mask as it is, not on what it expands to."""
-    queries, keys = shape[-2:]
-    given = mask.reshape((1,) * (len(shape) - mask.dim()) + tuple(mask.shape))
-    if given.is_floating_point():
-        seen = (given == 0).numpy()
-        if not bool(((given == -torch.inf).numpy() | seen).all()):
-            raise ValueError("attn_mask: expected bool, or floats that are all 0 or -inf, got others: biases of scores are not computed")
-    else:
-        seen = given.numpy()
-    if seen.ndim > 2:
-        if (seen != seen[..., :1, :, :]).any():
-            raise ValueError("attn_mask: expected a mask that all heads share, got one for each head")
-        seen = seen[..., 0, :, :] if seen.shape[-3] else np.zeros((*seen.shape[:-3], *seen.shape[-2:]), bool)
-    if seen.shape[-1] == keys:
-        runs = runs_of(seen)
-        if (runs[..., 1] - runs[..., 0] != np.count_nonzero(seen, axis=-1)).any():
-            raise ValueError(
-                "attn_mask: expected rows whose keys have no gap between them, got others: say it by sabi, since lists may have gaps"
-            )
-    else:  # an axis of 1: all keys or none
-        runs = seen * np.array([0, keys])
-    batch = _batch_of_ranges(mask, shape)
-    leading = shape[:-3] if batch else runs.shape[:-2]
-    return torch.from_numpy(np.broadcast_to(runs, (*leading, queries, 2)).reshape(*batch, queries, 2).copy())
-
-
-def _batch_of_ranges(mask: Any, shape: Any) -> tuple[Any, ...]:
-    """The batch axis of the ranges, or no axis where all batch entries share the mask."""
-    return () if all(n == 1 for n in mask.shape[:-3]) else (math.prod(shape[:-3]),)
-
-
-def _ranges_of_mask_shapes(mask: Any, shape: Any) -> Any:
-    return mask.new_empty((*_batch_of_ranges(mask, shape), shape[-2], 2), dtype=torch.int64)
-
-
 def _paged(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, indptr: Any = None, last_page_len: Any = None,
     selected: Any = None, counts: Any = None, sinks: Any = None, k_scale: Any = None, v_scale: Any = None,
-    q_lens: Any = None, return_lse: bool = True, **options: Any,
+    q_lens: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = True, **options: Any,
 ) -> Any:  # fmt: skip
     tables = block_tables if indptr is None else (indptr, block_tables, last_page_len)
     given = rows(q), rows(k_cache), rows(v_cache), tables, seq_lens
-    options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "return_lse": return_lse}
+    options |= {
+        "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes,
+        "return_lse": return_lse,
+    }  # fmt: skip
     if selected is None:
         return paged_attention(*given, **options)
     return paged_select_attention(*given, selected, counts=counts, **options)
@@ -146,7 +119,6 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "block_sparse_attention": _attend,
     "block_sparse_attention_backward": _attend_backward,
     "select_and_attend_prefill": _select_and_attend,
-    "ranges_of_mask": _ranges_of_mask,
     "paged_attention": _paged,
 }
 
@@ -241,7 +213,6 @@ def _register() -> Any:
         (attention, _attend_shapes, _keep, _gradients),
         ("block_sparse_attention_backward", _attend_backward_shapes, _nothing, _refuse(no_second(attention))),
         ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists)),
-        ("ranges_of_mask", _ranges_of_mask_shapes, _nothing, _without("ranges_of_mask", "")),
         ("paged_attention", _paged_shapes, _nothing, _without("paged_attention", "")),
     ):
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._arrays import array, choice, flag, integer, integers, number, readable, refuse_tangent
+from ..._arrays import array, choice, flag, host, integer, integers, number, readable, refuse_gradient, refuse_tangent
 from ..._sabi.lists import some_integers
 from ..._select.choosers import BUDGETS, budget_of
 
@@ -22,6 +22,7 @@ except ModuleNotFoundError:  # the module can be imported then, and documented; 
 LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 MOST = 2**63
 _LISTS = ("uint16", "int16", "int32", "int64")
+_MASKS = ("bool", "float32", "float16", "bfloat16", "float64")
 
 
 def rows(x: Any) -> Any:
@@ -139,6 +140,31 @@ def numbers_of(x: Any, name: str) -> Any:
     return _copied(float32_numbers(x, name))
 
 
+def mask_of(x: Any, name: str) -> Any:
+    """A tensor of what is added to scores, or of bool, none of whose axes is repeated that an array repeats; None stays None."""
+    if x is None or isinstance(x, torch.Tensor):
+        return _without_gradient(x, name)
+    if torch.compiler.is_compiling():
+        return torch.as_tensor(x).clone()
+    given, dtype = host(x, name)
+    if dtype not in _MASKS:
+        raise TypeError(f"{name}: expected bool, float32, float16, bfloat16 or float64, got {dtype}")
+    made = _copied(given[tuple(slice(1) if step == 0 else slice(None) for step in given.strides)])
+    return made.view(torch.bfloat16) if dtype == "bfloat16" else made
+
+
+def slopes_of(x: Any, name: str) -> Any:
+    """`numbers_of` for numbers that get no gradient."""
+    return _without_gradient(numbers_of(x, name), name)
+
+
+def _without_gradient(x: Any, name: str) -> Any:
+    if x is not None:
+        expect_tensors(**{name: x})
+        refuse_gradient(x, name)
+    return x
+
+
 def _of_integers(x: Any, name: str) -> Any:
     if x is not None:
         expect_tensors(**{name: x})
@@ -149,6 +175,7 @@ def _of_integers(x: Any, name: str) -> Any:
     return x
 
 
-def _copied(given: np.ndarray) -> Any:
-    """A tensor with the numbers of an array. Backward reads it, and torch would not see that the array had changed before."""
-    return torch.from_numpy(given.copy())
+def _copied(given: Any) -> Any:
+    """A tensor with the numbers of an array, or of a NumPy scalar. Backward reads it, and torch would not see that an array had changed
+    before."""
+    return torch.from_numpy(np.array(given, order="C"))

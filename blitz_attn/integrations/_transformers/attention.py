@@ -13,11 +13,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ... import _arrays, _core, block_sparse_attention, select_blocks_prefill
+from .._torch.masks import read_mask
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of, _config_of_text
 from .cache import pages_of
 from .fallbacks import tell
-from .masks import MATRIX, RuleMask, Rules, TracedMask, additive
+from .masks import MATRIX, Call, RuleMask, Rules, TracedMask, additive
 from .operators import Traced, attend_in_graph, register_operator
 
 __all__ = ["attend_dense", "attend_sparse"]
@@ -25,11 +26,11 @@ __all__ = ["attend_dense", "attend_sparse"]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_NUMBERS = 576  # of a head
 
-# What models pass on to the attention function and what changes nothing about attention.
+# What models pass on to the attention function and what changes nothing about attention, or is computed.
 _HARMLESS = frozenset({
     "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "labels", "logits_to_keep", "max_length_k",
     "max_length_q", "num_items_in_batch", "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
-    "past_key_value", "past_key_values", "position_embeddings", "position_ids", "return_dict", "seq_idx", "sliding_window",
+    "past_key_value", "past_key_values", "position_bias", "position_embeddings", "position_ids", "return_dict", "seq_idx", "sliding_window",
     "token_type_ids", "use_cache",
 })  # fmt: skip
 
@@ -56,8 +57,20 @@ class _Layer:
     @property
     def differentiated(self) -> bool:
         """Whether torch wants gradients of this call."""
-        tensors = (self.query, self.key, self.value, self.sinks)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        tensors = (self.query, self.key, self.value, self.sinks, self.mask, self.rest.get("position_bias"))
+        return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+
+    @property
+    def by_elements(self) -> bool:
+        """Whether the mask says what is seen by its elements alone."""
+        return self.mask is not None and (not isinstance(self.mask, RuleMask) or self.mask.rules is None)
+
+    @property
+    def added(self) -> list[Any]:
+        """What is added to the scores of pairs, or of bool, where False hides a key: the elements of a mask, and a position bias."""
+        elements = [self.mask.elements() if isinstance(self.mask, RuleMask) else self.mask] if self.by_elements else []
+        bias = self.rest.get("position_bias")
+        return elements if bias is None else [*elements, bias]
 
     @property
     def number(self) -> int | None:
@@ -100,10 +113,6 @@ def _why_not_by_shape(layer: _Layer) -> str | None:
     unknown = _unknown(layer)
     if unknown:
         return f"the model's argument {unknown[0]}"
-    if layer.mask is not None and not isinstance(layer.mask, (RuleMask, TracedMask)):
-        return MATRIX
-    if isinstance(layer.mask, TracedMask) and layer.mask.made is not None:
-        return layer.mask.reason
     if layer.softcap is not None and layer.differentiated:
         return "gradients of attention with a softcap"
     return None
@@ -114,21 +123,49 @@ def _why_not(layer: _Layer) -> str | None:
     reason = _why_not_by_shape(layer)
     if reason is not None:
         return reason
-    if layer.mask is not None and layer.mask.rules is None:
-        return str(layer.mask.reason)
-    if layer.mask is not None and layer.mask.shape[2:] != (layer.query.shape[2], layer.key.shape[2]):
+    if isinstance(layer.mask, RuleMask) and layer.mask.shape[2:] != (layer.query.shape[2], layer.key.shape[2]):
         return f"a mask for {tuple(layer.mask.shape[2:])} queries and keys where the layer has {(layer.query.shape[2], layer.key.shape[2])}"
-    if layer.mask is not None and layer.mask.rules.sequences is not None and layer.mask.shape[0] != layer.query.shape[0]:
-        return "packed sequences of one batch entry for several"
+    added = layer.added
+    reason = _why_not_added(layer, added)
+    if reason is not None:
+        return reason
     rules = _rules_of(layer)
+    if rules.sequences is not None and layer.mask.shape[0] != layer.query.shape[0]:
+        return "packed sequences of one batch entry for several"
     if rules.window is not None and not rules.causal and rules.offset + rules.q_length != layer.key.shape[2]:
         return "a window without a causal mask where queries and keys do not end at the same token"
     packed = rules.sequences is not None or layer.rest.get("cu_seq_lens_q") is not None
-    if layer.block_indices is not None and (packed or any(rules.starts)):
-        return "blocks chosen by the model beside packed sequences or padding on the left"
+    if layer.block_indices is not None and (packed or added or any(rules.starts)):
+        return f"blocks chosen by the model beside {_without_rules(layer) or 'packed sequences or padding on the left'}"
+    if packed and added:
+        return f"packed sequences beside {_without_rules(layer)}"
     whole = not any(rules.starts) and all(end == layer.key.shape[2] for end in rules.ends) and not rules.offset
     if layer.rest.get("cu_seq_lens_q") is not None and not whole:
         return "packed sequences beside padding or a cache"
+    return None
+
+
+def _without_rules(layer: _Layer) -> str:
+    """What the rules of a call leave to be said for pairs of queries and keys; empty where they say all."""
+    if isinstance(layer.mask, RuleMask) and layer.mask.rules is None:
+        return layer.mask.reason
+    if isinstance(layer.mask, TracedMask):
+        return layer.mask.reason if layer.mask.made is not None else ""
+    if layer.mask is not None and not isinstance(layer.mask, RuleMask):
+        return MATRIX
+    return "" if layer.rest.get("position_bias") is None else "a position bias"
+
+
+def _why_not_added(layer: _Layer, added: list[Any]) -> str | None:
+    """Why what is added to the scores is not added here; None where it is."""
+    shape = (*layer.query.shape[:3], layer.key.shape[2])
+    for x in added:
+        if x.dtype not in (torch.bool, *_DTYPES) or x.device.type != "cpu":
+            return f"a mask of {x.dtype} on {x.device}"
+        if x.dim() > 4 or any(n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)):
+            return f"a mask of shape {tuple(x.shape)} where the layer has {shape}"
+        if x.requires_grad and torch.is_grad_enabled():
+            return "gradients of a mask or of a position bias"
     return None
 
 
@@ -161,7 +198,7 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     tensors = (layer.module, layer.query, layer.key, layer.value)
     options = {"dropout": layer.dropout, "scaling": layer.scaling}
     own = getattr(sys.modules.get(layer.source), "eager_attention_forward", None)
-    beyond_sdpa = [name for name in _unknown(layer) if name not in ("indices", "position_bias")]
+    beyond_sdpa = [name for name in _unknown(layer) if name != "indices"]
     if layer.softcap is not None or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
@@ -225,6 +262,8 @@ def _is_causal(layer: _Layer) -> bool:
 def _rules_of(layer: _Layer) -> Rules:
     """The rules of the call."""
     batch, keys = layer.query.shape[0], layer.key.shape[2]
+    if layer.by_elements:
+        return Rules(0, layer.query.shape[2], False, None, None, (0,) * batch, (keys,) * batch)
     if layer.mask is not None:
         rules: Rules = layer.mask.rules
         return rules if len(rules.starts) == batch else replace(rules, starts=rules.starts * batch, ends=rules.ends * batch)
@@ -237,8 +276,8 @@ def _rules_of(layer: _Layer) -> Rules:
 def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape: tuple[int, int], rules: dict[str, Any]) -> Any:
     """The attention operation."""
     attend = differentiable_attention if layer.differentiated else block_sparse_attention
-    options = rules | {"block_shape": block_shape, "num_threads": layer.config.num_threads}
-    return attend(q, k, v, lists, softcap=layer.softcap, sinks=layer.sinks, **options)
+    options = {"sabi": lists, "block_shape": block_shape, "num_threads": layer.config.num_threads} | rules
+    return attend(q, k, v, softcap=layer.softcap, sinks=layer.sinks, **options)
 
 
 def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> tuple[Any, tuple[int, int]]:
@@ -246,7 +285,7 @@ def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> 
     config = layer.config
     if not layer.sparse or layer.query.shape[2] == 1 or keys < config.min_tokens or not config._sparse_in(layer.number):
         return None, (128, 128)
-    if rules.get("kv_ranges") is not None:  # choosers do not know which keys these hide
+    if rules.get("kv_ranges") is not None or layer.added:  # choosers do not know which keys these hide
         return None, (128, 128)
     options = config._options(layer.number, layer.query.shape[1], layer.key.shape[1], layer.query.shape[3])
     lists = select_blocks_prefill(q.detach(), k.detach(), num_threads=config.num_threads, **options, **rules)
@@ -291,6 +330,8 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
     config, length = layer.config, layer.key.shape[2]
     if not layer.sparse or config.decode_budget is None or layer.query.shape[2] != 1 or length < config.min_tokens:
         return None
+    if layer.added:
+        return None
     pages = pages_of(layer.key, layer.value)
     whole = rules.left is None and rules.ranges is None and rules.offset == length - 1 and all(end == length for end in rules.ends)
     if pages is None or not whole or not config._sparse_in(layer.number) or layer.block_indices is not None or layer.differentiated:
@@ -314,6 +355,7 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
     chosen = _attend_pages(layer, rules)
     if chosen is not None:
         return chosen, None
+    added = _sum_of(layer)
     parts = []
     for call in rules.calls():
         longest = max(call.kv_lens)
@@ -325,6 +367,8 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         if rules.ranges is not None:
             ranges = np.broadcast_to(rules.ranges, (layer.query.shape[0], *rules.ranges.shape[1:]))[call.entries]
             options["kv_ranges"] = ranges - call.start
+        if added is not None:
+            options |= _read(layer, added, call, longest, options)
         if layer.block_indices is not None:
             lists = _model_lists(layer, -(-longest // layer.module.indexer.block_size))[call.entries]
             parts.append(_attend_model_lists(layer, q, k, v, lists, options))
@@ -332,6 +376,25 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         lists, shape = _choose(layer, q, k, longest, options)
         parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
     return parts[0] if len(parts) == 1 else torch.cat(parts), None
+
+
+def _sum_of(layer: _Layer) -> Any:
+    """A mask and a position bias as one mask; None where there is neither."""
+    added = layer.added
+    if len(added) < 2:
+        return added[0] if added else None
+    mask, bias = added
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+
+
+def _read(layer: _Layer, mask: Any, call: Call, keys: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for the part of a mask that one call needs."""
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    mask = mask if mask.shape[0] == 1 else mask[call.entries]
+    mask = mask if mask.shape[3] == 1 else mask[..., call.start : call.start + keys]
+    if "kv_ranges" in options:  # which the mask could be read as, too
+        return {"attn_mask": mask}
+    return read_mask(mask, layer.query.shape[2], keys, layer.query.dtype, lists=True)
 
 
 def _with_contiguous_rows(x: Any) -> Any:
@@ -359,30 +422,36 @@ def _attend_outside(reason: str) -> Any:
 
 
 _attend_differentiated = _attend_outside("attention that is differentiated stands in no graph")
+_attend_by_rules = _attend_outside("a mask that was made outside of the graph is no tensor of it")
 _attend_by_quest = _attend_outside("the pages of a paged cache are no tensors of a graph")
 
 
 def _attend_traced(layer: _Layer) -> Any:
     """What stands in the graph while torch traces."""
     mask = layer.mask
-    if _why_not_by_shape(layer) is not None:
-        return _fall_back(layer, str(_why_not_by_shape(layer)))
+    if isinstance(mask, RuleMask):
+        return _attend_by_rules(layer)
+    reason = _why_not_by_shape(layer)
+    if reason is None and layer.differentiated and _without_rules(layer):  # which torch computes in the graph
+        reason = f"gradients beside {_without_rules(layer)}"
+    if reason is not None:
+        return _fall_back(layer, reason)
     if layer.differentiated:
         return _attend_differentiated(layer)
     if layer.sparse and layer.config.decode_budget is not None and layer.query.shape[2] == 1:
         return _attend_by_quest(layer)
-    if mask is None:
+    if not isinstance(mask, TracedMask):
         shape = (layer.query.shape[0], 1, layer.query.shape[2], layer.key.shape[2])
-        mask = TracedMask(shape, _is_causal(layer), None, None, None, None, 0, 0)
+        mask = TracedMask(shape, mask is None and _is_causal(layer), None, None, None, None, 0, 0, mask)
     return attend_in_graph(layer, mask), None
 
 
-def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: RuleMask, options: dict[str, Any]) -> Any:
+def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> Any:
     """The work of the operator."""
-    packed = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    rest = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")}
     layer = _Layer(
         module, *tensors, mask, options.get("scaling"), 0.0, options.get("softcap"), options["sinks"], options["block_indices"],
-        module.is_causal, packed, _config_of_text(options.get("config") or SparseConfig()._text), bool(options.get("sparse")),
+        module.is_causal, rest, _config_of_text(options.get("config") or SparseConfig()._text), bool(options.get("sparse")),
     )  # fmt: skip
     return _attend(layer)[0]
 

@@ -2,7 +2,7 @@
 
 transformers makes a mask once per forward pass and kind of layer, and hands it to the attention of each layer. `make_mask` is registered
 for that. It reads the rule that the mask function stands for (causal, a window, packed sequences, chunks, images whose tokens see one
-another), and the padding, and returns a `RuleMask`. Where there is no such rule, the mask says why, and attention falls back.
+another), and the padding, and returns a `RuleMask`. Where there is no such rule, the mask says why, and attention takes its elements.
 
 While torch traces a model (`torch.compile`), padding and packed sequences are tensors without elements. `make_mask` then returns a
 `TracedMask`, which holds them, and the operator that is called in the graph makes the `RuleMask`.
