@@ -626,7 +626,7 @@ def paged(dtype="float32", cache=None, lens=LENS, queries=21):
     """Three requests over shuffled pages: q, the caches, tables, the options, and K and V of request b as (1, Hkv, tokens, D)."""
     rng = np.random.default_rng(0)
     counts = [-(-n // SIZE) for n in lens]
-    given = [testing.round_to(rng.standard_normal((sum(counts) + 2, SIZE, HKV, D)), dtype) for _ in range(2)]
+    given = [testing.round_to(rng.standard_normal((sum(counts) + 2, SIZE, HKV, D)), "float32" if cache else dtype) for _ in range(2)]
     q = testing.round_to(rng.standard_normal((queries, H, D)), dtype)
     options = bits_option(q)
     scales = [None, None]

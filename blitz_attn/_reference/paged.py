@@ -153,9 +153,10 @@ def _requests(q: np.ndarray, k_cache: Any, v_cache: Any, block_tables: Any, seq_
         raise ValueError(f"q_lens: expected {len(tables)} lengths that add up to {len(q)}, got {q_lens}")
     parts = []
     begins = begins_of(o.q_begin, q_lens, [tokens for _, tokens in tables])
+    kv_dtype = o.dtype if o.kv_dtype is None and np.asarray(k_cache).dtype == np.uint16 else o.kv_dtype
     for (pages, tokens), first, n, begin in zip(tables, np.cumsum([0, *q_lens]), q_lens, begins, strict=False):
-        k = gather(k_cache, o.k_scale, o.kv_layout, o.kv_dtype, pages, tokens)
-        v = gather(v_cache, o.v_scale, o.kv_layout, o.kv_dtype, pages, tokens)
+        k = gather(k_cache, o.k_scale, o.kv_layout, kv_dtype, pages, tokens)
+        v = gather(v_cache, o.v_scale, o.kv_layout, kv_dtype, pages, tokens)
         runs = None if o.kv_ranges is None else np.asarray(o.kv_ranges)[first : first + n]
         parts.append(SequenceParts(q[first : first + n].swapaxes(0, 1), k, v, n, tokens, begin, runs))
     return parts
