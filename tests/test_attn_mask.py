@@ -8,131 +8,32 @@ import pytest
 import blitz_attn
 from blitz_attn import reference, sabi, testing
 from cases import DTYPES, bits_option, poisoned, same_bits
-
-B, H, HKV, Q, KV, D = 2, 4, 2, 130, 210, 32
-UNIT = {"float64": 1e-11, "float32": 5e-5, "float16": 6e-3, "bfloat16": 5e-2}
-SLOPES = np.float32([0.5, 0.25, 0.02, 0.001])
-HAS_ML_DTYPES = testing.round_to([1.0], "bfloat16").dtype != np.uint16
-BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_ML_DTYPES, reason="needs ml_dtypes"))
-
-
-# ---- Masks and what they say ----------------------------------------------------------------------------------------
-
-
-def kept(rng, *shape):
-    """True for most keys; some queries see none."""
-    mask = rng.random(shape) < 0.7
-    return mask & (rng.random((*shape[:-1], 1)) > 0.1)
-
-
-def numbers(rng, *shape):
-    return (rng.standard_normal(shape) * 3).astype(np.float32)
-
-
-def holes(rng, *shape):
-    return np.where(kept(rng, *shape), numbers(rng, *shape), np.float32(-np.inf))
-
-
-MASKS = {
-    "bool, one for all": lambda rng, b, q, kv: kept(rng, q, kv),
-    "bool, per entry": lambda rng, b, q, kv: kept(rng, b, 1, q, kv),
-    "bool, keys": lambda rng, b, q, kv: kept(rng, b, 1, 1, kv),
-    "bool, queries": lambda rng, b, q, kv: rng.random((b, H, q, 1)) < 0.8,
-    "all axes": lambda rng, b, q, kv: holes(rng, b, H, q, kv),
-    "per head": lambda rng, b, q, kv: numbers(rng, H, q, kv),
-    "per head and key": lambda rng, b, q, kv: numbers(rng, 1, H, 1, kv),
-    "per query": lambda rng, b, q, kv: numbers(rng, b, 1, q, 1),
-    "a number": lambda rng, b, q, kv: np.float32([-2.5]),
-}
-
-
-def mask_of(name, batch=B, q_len=Q, kv_len=KV):
-    return MASKS[name](np.random.default_rng(list(MASKS).index(name)), batch, q_len, kv_len)
-
-
-def bias_of(mask):
-    """What a mask adds, in float64."""
-    return np.where(mask, 0.0, -np.inf) if mask.dtype == bool else testing.to_float64(mask)
-
-
-def distances(q_len, kv_len, begin=None):
-    return np.abs(np.arange(q_len)[:, None] + (kv_len - q_len if begin is None else begin) - np.arange(kv_len))
-
-
-def slope_bias(q_len, kv_len, slopes=SLOPES, begin=None):
-    return -np.float64(slopes)[:, None, None] * distances(q_len, kv_len, begin)
-
-
-def expected(q, k, v, bias, dout=None, softcap=None, sinks=None):
-    """Output, log-sum-exp and, with dout, the gradients, in float64. A bias of -inf hides a key."""
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
-    scores = (scores if softcap is None else softcap * np.tanh(scores / softcap)) + bias
-    sink = np.full(scores.shape[:3], -np.inf) if sinks is None else np.broadcast_to(np.float64(sinks)[:, None], scores.shape[:3])
-    top = np.maximum(np.maximum(scores.max(axis=-1), sink), -1e300)[..., None]
-    total = np.exp(scores - top).sum(axis=-1, keepdims=True) + np.exp(sink[..., None] - top)
-    p = np.exp(scores - top) / np.where(total > 0, total, 1)
-    out = p @ v
-    with np.errstate(divide="ignore"):
-        lse = (top + np.log(total))[..., 0]
-    if dout is None:
-        return out, lse
-    ds = p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True)) / np.sqrt(q.shape[3])
-
-    def summed(x):
-        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2)
-
-    return ds @ k, summed(ds.swapaxes(2, 3) @ q), summed(p.swapaxes(2, 3) @ dout)
-
-
-# ---- Arrays in every layout -----------------------------------------------------------------------------------------
-
-
-def problem(dtype="float32", layout="BNSD", q_len=Q, kv_len=KV):
-    """Arrays in the layout and the same in float64 as (B, H, S, D), and the options of the call."""
-    given = testing.make_qkv(B, H, HKV, q_len, kv_len, D, dtype=dtype)
-    exact = [testing.to_float64(x, dtype) for x in given]
-    options = {"layout": layout} | bits_option(given[0])
-    if layout == "BSH":
-        options |= {"num_heads": H, "num_kv_heads": HKV}
-    if layout == "TND":
-        options |= {"cu_seqlens_q": [0, q_len, 2 * q_len], "cu_seqlens_kv": [0, kv_len, 2 * kv_len]}
-    return [laid_out(x, layout) for x in given], exact, options
-
-
-def laid_out(x, layout):
-    return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(-1, x.shape[1], x.shape[3]) if layout == "TND" else testing.to_layout(x, layout)
-
-
-def to_heads(x, layout, heads):
-    """(B, H, S, D), or (B, H, S), of a result."""
-    if layout == "TND":
-        return x.reshape(B, -1, *x.shape[1:]).swapaxes(1, 2)
-    if layout == "BNSD" or x.shape[1] == heads:
-        return x
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
-
-
-def attend(arrays, options, num_threads=1, **more):
-    """(out, lse) of the call, whose bits three threads give as well."""
-    results = [blitz_attn.block_sparse_attention(*arrays, return_lse=True, num_threads=n, **options, **more) for n in (num_threads, 3)]
-    assert all(map(same_bits, *results))
-    return results[0]
-
-
-def gradients(dout, arrays, result, options, **more):
-    """(dq, dk, dv) of the call, whose bits three threads give as well."""
-    call = blitz_attn.block_sparse_attention_backward
-    found = [call(dout, *arrays, *result, num_threads=n, **options, **more) for n in (1, 3)]
-    assert all(map(same_bits, *found))
-    return found[0]
-
-
-def close(found, right, dtype="float32", times=1):
-    for a, b in zip(found, right, strict=True):
-        np.testing.assert_allclose(testing.to_float64(a, dtype), b, rtol=times * UNIT[dtype], atol=times * UNIT[dtype])
-
+from cases_masks import (
+    BFLOAT16,
+    HKV,
+    KV,
+    MASKS,
+    SLOPES,
+    UNIT,
+    B,
+    D,
+    H,
+    Q,
+    attend,
+    bias_of,
+    close,
+    expected,
+    gradients,
+    hiding,
+    holes,
+    kept,
+    laid_out,
+    mask_of,
+    numbers,
+    problem,
+    slope_bias,
+    to_heads,
+)
 
 # ---- Attention ------------------------------------------------------------------------------------------------------
 
@@ -328,14 +229,6 @@ def test_packed_sequences_have_the_numbers_of_sequences_alone(given, isa_level):
 
 
 # ---- What is hidden -------------------------------------------------------------------------------------------------
-
-
-def hiding(kind, hidden):
-    """A mask that hides what is True in `hidden`."""
-    if kind == "bool":
-        return ~hidden
-    least = np.finfo(np.float32).min if kind == "least" else -np.inf
-    return np.where(hidden, least, np.random.default_rng(6).standard_normal(hidden.shape)).astype(np.float32)
 
 
 @pytest.mark.parametrize("kind", ["bool", "-inf", "least"])
@@ -614,195 +507,6 @@ def test_packed_refusals():
     for shape in ((2 * Q, KV), (Q, 2 * KV), (3, 1, Q, KV)):
         with pytest.raises(ValueError, match="^attn_mask: expected shape"):
             blitz_attn.block_sparse_attention(q, k, v, attn_mask=np.zeros(shape, bool), **options)
-
-
-# ---- Paged attention ------------------------------------------------------------------------------------------------
-
-LENS, Q_LENS, SIZE = [70, 33, 1], [20, 0, 1], 16
-DECODE_LENS = [70, 2100, 1]
-
-
-def paged(dtype="float32", cache=None, lens=LENS, queries=21):
-    """Three requests over shuffled pages: q, the caches, tables, the options, and K and V of request b as (1, Hkv, tokens, D)."""
-    rng = np.random.default_rng(0)
-    counts = [-(-n // SIZE) for n in lens]
-    given = [testing.round_to(rng.standard_normal((sum(counts) + 2, SIZE, HKV, D)), "float32" if cache else dtype) for _ in range(2)]
-    q = testing.round_to(rng.standard_normal((queries, H, D)), dtype)
-    options = bits_option(q)
-    scales = [None, None]
-    if cache:
-        (given[0], scales[0]), (given[1], scales[1]) = (blitz_attn.quantize_kv(x, cache) for x in given)
-        options |= {"k_scale": scales[0], "v_scale": scales[1], "kv_dtype": cache}
-    order = rng.permutation(sum(counts) + 2)
-    tables = np.full((len(lens), max(counts)), -1, np.int32)
-    for b, n in enumerate(counts):
-        tables[b, :n] = order[sum(counts[:b]) :][:n]
-
-    def gathered(b):
-        wide = [testing.to_float64(x, dtype) if s is None else reference.dequantize_kv(x, s) for x, s in zip(given, scales, strict=True)]
-        return [x[tables[b, : counts[b]]].reshape(-1, HKV, D)[: lens[b]].swapaxes(0, 1)[None] for x in wide]
-
-    return q, *given, tables, options, gathered
-
-
-def tree(queries, tokens):
-    """A tree of drafted tokens: each sees the tokens before the tree, its own branch, and itself. Node n hangs on node (n - 1) // 2."""
-    mask = np.ones((queries, tokens), bool)
-    mask[:, tokens - queries :] = np.eye(queries, dtype=bool)
-    for n in range(1, queries):
-        mask[n, tokens - queries :] |= mask[(n - 1) // 2, tokens - queries :]
-    return mask
-
-
-@pytest.mark.parametrize(("dtype", "cache"), [*((x, None) for x in DTYPES), ("bfloat16", "int8"), ("float32", "float8_e4m3")])
-def test_a_tree_of_drafted_tokens(dtype, cache, isa_level):
-    """Each request has a tree of its own; rows count its queries, columns its tokens."""
-    lens, q_lens = [70, 33, 40], [15, 0, 6]
-    q, k, v, tables, options, gathered = paged(dtype, cache, lens)
-    mask = np.zeros((3, 1, 18, 75), bool)  # larger than the requests
-    for b, (n, tokens) in enumerate(zip(q_lens, lens, strict=True)):
-        mask[b, 0, :n, :tokens] = tree(n, tokens)
-    numeric = np.where(mask, 0, -np.inf).astype(np.float32)
-    rules = {"q_lens": q_lens} | options
-    results = [
-        blitz_attn.paged_attention(q, k, v, tables, lens, attn_mask=x, return_lse=True, num_threads=n, **rules)
-        for n, x in ((1, mask), (3, mask), (1, numeric))
-    ]
-    assert all(map(same_bits, results[0], results[1]))
-    twin = reference.paged_attention(q, k, v, tables, lens, attn_mask=mask, return_lse=True, **rules)
-    for b, rows in ((0, slice(0, 15)), (2, slice(15, 21))):
-        queries = testing.to_float64(q, dtype)[rows].swapaxes(0, 1)[None]
-        right = [x[0].swapaxes(0, 1) for x in expected(queries, *gathered(b), bias_of(mask[b, :, : q_lens[b], : lens[b]]))]
-        for found in (results[0], results[2]):
-            close([x[rows] for x in found], right, dtype)
-        close([x[rows] for x in twin], right, "float64")
-
-
-PAGED_MASKS = {
-    "bool": lambda rng, q, kv: kept(rng, 3, H, q, kv),
-    "numbers": lambda rng, q, kv: numbers(rng, 3, 1, q, kv),
-    "holes": lambda rng, q, kv: holes(rng, 1, H, q, kv),
-    "keys": lambda rng, q, kv: kept(rng, 3, 1, 1, kv),
-    "per query": lambda rng, q, kv: numbers(rng, H, q, 1),
-}
-
-
-@pytest.mark.parametrize("rule", ["causal", "window", "ranges", "begins"])
-@pytest.mark.parametrize("name", PAGED_MASKS)
-def test_paged_rules(name, rule, isa_level):
-    q, k, v, tables, _, gathered = paged()
-    mask, slopes = PAGED_MASKS[name](np.random.default_rng(7), 20, 70), SLOPES if rule != "causal" else None
-    runs = np.sort(np.random.default_rng(8).integers(0, 70, (21, 2)), axis=-1)
-    rules = {
-        "causal": {}, "window": {"window": 12, "softcap": 2.0, "sinks": np.float32([1, 0, -1, 2])}, "ranges": {"kv_ranges": runs},
-        "begins": {"q_begin": [40, 0, 3]},
-    }[rule] | {"q_lens": Q_LENS, "attn_mask": mask, "alibi_slopes": slopes, "return_lse": True}  # fmt: skip
-    results = [blitz_attn.paged_attention(q, k, v, tables, LENS, num_threads=n, **rules) for n in (1, 3)]
-    assert all(map(same_bits, *results))
-    plan_rules = {name: rules[name] for name in ("q_lens", "window", "softcap", "q_begin") if name in rules}
-    plan = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, **plan_rules)
-    calls = {name: x for name, x in rules.items() if name not in plan_rules}
-    for _ in range(2):
-        assert all(map(same_bits, results[0], plan.attention(q, k, v, **calls)))
-    every = np.broadcast_to(np.array([[4, 0, 1, 3, 2], [2, 1, 0, -1, -1], [0, -1, -1, -1, -1]])[:, None], (3, HKV, 5))
-    assert all(map(same_bits, results[0], blitz_attn.paged_select_attention(q, k, v, tables, LENS, every, **rules)))
-    assert all(map(same_bits, results[0], plan.select_attention(q, k, v, every, **calls)))
-    close(results[0], reference.paged_attention(q, k, v, tables, LENS, **rules))
-    some = every.copy()
-    some[0], some[1, 1] = [3, 4, 0, -1, -1], [1, -1, -1, -1, -1]
-    found = blitz_attn.paged_select_attention(q, k, v, tables, LENS, some, **rules)
-    close(found, reference.paged_select_attention(q, k, v, tables, LENS, some, **rules))
-    if rule == "ranges":
-        return
-    for b, rows in ((0, slice(0, 20)), (2, slice(20, 21))):
-        n, tokens = Q_LENS[b], LENS[b]
-        begin = rules.get("q_begin", [50, 33, 0])[b]
-        away = np.arange(tokens) - (np.arange(n)[:, None] + begin)
-        bias = np.where((away <= 0) & (away >= -rules.get("window", 1000)), 0, -np.inf)
-        bias = bias + bias_of(np.broadcast_to(mask, (3, H, 20, 70))[b, :, :n, :tokens])
-        bias = bias + (0 if slopes is None else slope_bias(n, tokens, begin=begin))
-        queries = q[None, rows].swapaxes(1, 2).astype(float)
-        right = expected(queries, *gathered(b), bias, softcap=rules.get("softcap"), sinks=rules.get("sinks"))
-        close([x[rows] for x in results[0]], [x[0].swapaxes(0, 1) for x in right])
-
-
-@pytest.mark.parametrize("given", ["slopes", "mask", "both"])
-@pytest.mark.parametrize(
-    ("dtype", "cache"), [*((x, None) for x in DTYPES), ("bfloat16", "int8"), ("float16", "int8"), ("float32", "float8_e4m3")]
-)
-def test_one_new_token_each(dtype, cache, given, isa_level):
-    q, k, v, tables, options, gathered = paged(dtype, cache, DECODE_LENS, 3)
-    slopes = None if given == "mask" else SLOPES / 4
-    mask = None if given == "slopes" else holes(np.random.default_rng(1), 3, H, 1, 2100)
-    rules = options | {"alibi_slopes": slopes, "attn_mask": mask, "return_lse": True}
-    results = [blitz_attn.paged_attention(q, k, v, tables, DECODE_LENS, num_threads=n, **rules) for n in (1, 3)]
-    assert all(map(same_bits, *results))
-    for b, n in enumerate(DECODE_LENS):
-        bias = (0 if mask is None else bias_of(mask[b : b + 1, :, :, :n])) + (0 if slopes is None else slope_bias(1, n, slopes))
-        right = expected(testing.to_float64(q, dtype)[b][None, :, None], *gathered(b), bias)
-        close([x[b] for x in results[0]], [x[0, :, 0] for x in right], dtype)
-    twin = reference.paged_attention(q, k, v, tables, DECODE_LENS, **rules)
-    close([results[0][0]], [twin[0]], dtype)
-
-
-@pytest.mark.parametrize("q_lens", [None, [4, 9, 1]])
-@pytest.mark.parametrize(("dtype", "cache"), [("float32", None), ("bfloat16", None), ("float64", None), ("float16", "int8")])
-def test_slopes_in_chunks(dtype, cache, q_lens, isa_level):
-    """Requests whose tokens are attended in chunks have the distances of the whole request."""
-    q, k, v, tables, options, _ = paged(dtype, cache, DECODE_LENS, sum(q_lens or [1, 1, 1]))
-    options |= {"alibi_slopes": SLOPES / 4, "return_lse": True, "q_lens": q_lens}
-    right = reference.paged_attention(q, k, v, tables, DECODE_LENS, **options)
-    every = np.broadcast_to(np.where(np.arange(132) < [[5], [132], [1]], np.arange(132), -1)[:, None], (3, HKV, 132))
-    for split in (2 * SIZE, 32 * SIZE):
-        results = [blitz_attn.paged_attention(q, k, v, tables, DECODE_LENS, kv_split=split, num_threads=n, **options) for n in (1, 3)]
-        assert all(map(same_bits, *results))
-        close(results[0], right, dtype)
-        close(blitz_attn.paged_select_attention(q, k, v, tables, DECODE_LENS, every, kv_split=split, **options), right, dtype)
-
-
-@pytest.mark.parametrize("kind", ["bool", "-inf"])
-@pytest.mark.parametrize("cache", [None, "int8"])
-def test_tokens_that_a_mask_hides_are_not_read(cache, kind, isa_level):
-    lens = [70, 2100, 33]
-    for queries, q_lens in ((3, None), (21, [16, 4, 1])):
-        q, k, v, tables, options, _ = paged("float32", cache, lens, queries)
-        hidden = np.zeros((3, 1, 1, 2100), bool)
-        hidden[..., 16:32] = hidden[1, ..., 1000:1600] = hidden[..., 3] = hidden[2] = True
-        rules = options | {"q_lens": q_lens, "attn_mask": hiding(kind, hidden), "return_lse": True}
-        clean = blitz_attn.paged_attention(q, k, v, tables, lens, **rules)
-        assert not clean[0][-1].any()
-        assert (clean[1][-1] == -np.inf).all()
-        for b, n in enumerate(lens):
-            t = np.flatnonzero(hidden[b, 0, 0, :n])
-            for x in (rules["k_scale"], rules["v_scale"]) if cache else (k, v):
-                x[tables[b, t // SIZE], t % SIZE] = np.nan
-        assert all(map(same_bits, blitz_attn.paged_attention(q, k, v, tables, lens, **rules), clean))
-
-
-def test_paged_refusals():
-    q, k, v, tables, _, _ = paged()
-    plan = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, q_lens=Q_LENS)
-    every = np.zeros((3, HKV, 1), np.int32)
-    calls = [
-        lambda **given: blitz_attn.paged_attention(q, k, v, tables, LENS, q_lens=Q_LENS, **given),
-        lambda **given: blitz_attn.paged_select_attention(q, k, v, tables, LENS, every, q_lens=Q_LENS, **given),
-        lambda **given: plan.attention(q, k, v, **given),
-        lambda **given: plan.select_attention(q, k, v, every, **given),
-    ]
-    shapes = [(2, 1, 20, 70), (3, HKV, 20, 70), (19, 70), (20, 69), (1, 1, 1, 20, 70)]
-    for call in calls:
-        for shape in shapes:
-            with pytest.raises(ValueError, match="^attn_mask: expected"):
-                call(attn_mask=np.zeros(shape, bool))
-        with pytest.raises(TypeError, match="^attn_mask: expected"):
-            call(attn_mask=np.zeros((20, 70), np.int32))
-        with pytest.raises(ValueError, match="^alibi_slopes: expected"):
-            call(alibi_slopes=np.zeros(HKV, np.float32))
-    split = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, q_lens=Q_LENS, kv_split=SIZE)
-    with pytest.raises(ValueError, match="^(attn_mask|kv_split): expected"):
-        calls[0](attn_mask=np.ones((20, 70), bool), kv_split=SIZE)
-    with pytest.raises(ValueError, match="^(attn_mask|kv_split): expected"):
-        split.attention(q, k, v, attn_mask=np.ones((20, 70), bool))
 
 
 TWIN_REFUSED = {

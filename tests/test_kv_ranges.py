@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 import blitz_attn
+import cases_masks
 from blitz_attn import reference, sabi, testing
 from cases import DTYPES, bits_option, same_bits
+from cases_masks import to_heads
 
 Q, KV = 130, 210
 UNIT = {"float64": 1e-11, "float32": 3e-5, "float16": 6e-3, "bfloat16": 5e-2}
@@ -44,23 +46,7 @@ def mask_of(ranges, q_len, kv_len):
 
 def expected(q, k, v, seen, dout=None):
     """Output, log-sum-exp and, with dout, the gradients, in float64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.where(seen, q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3]), -np.inf)
-    top = np.maximum(scores.max(axis=-1, keepdims=True), -1e300)
-    total = np.exp(scores - top).sum(axis=-1, keepdims=True)
-    p = np.exp(scores - top) / np.where(total > 0, total, 1)
-    out = p @ v
-    with np.errstate(divide="ignore"):
-        lse = (top + np.log(total))[..., 0]
-    if dout is None:
-        return out, lse
-    ds = p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True)) / np.sqrt(q.shape[3])
-
-    def summed(x):
-        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2)
-
-    return ds @ k, summed(ds.swapaxes(2, 3) @ q), summed(p.swapaxes(2, 3) @ dout)
+    return cases_masks.expected(q, k, v, np.where(seen, 0, -np.inf), dout)
 
 
 def problem(dtype, layout, q_len=Q, heads=4):
@@ -74,15 +60,6 @@ def problem(dtype, layout, q_len=Q, heads=4):
         laid = [testing.to_layout(x, layout) for x in given]
         options = {"layout": layout} | ({"num_heads": heads, "num_kv_heads": 2} if layout == "BSH" else {})
     return laid, exact, options | bits_option(given[0])
-
-
-def to_heads(x, layout, heads):
-    """(B, H, S, D), or (B, H, S), of a result."""
-    if layout == "TND":
-        return x.reshape(2, -1, *x.shape[1:]).swapaxes(1, 2)
-    if layout == "BNSD" or x.shape[1] == heads:
-        return x
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
@@ -115,9 +92,7 @@ def test_gradients_against_the_mask(kind, dtype, layout, isa_level):
     exact_dout = testing.to_float64(dout, dtype)
     dout = np.ascontiguousarray(dout.swapaxes(1, 2)).reshape(-1, 4, 32) if layout == "TND" else testing.to_layout(dout, layout)
     out, lse = blitz_attn.block_sparse_attention(*arrays, kv_ranges=given, return_lse=True, **options)
-    found = [
-        blitz_attn.block_sparse_attention_backward(dout, *arrays, out, lse, kv_ranges=given, num_threads=n, **options) for n in (1, 3)
-    ]
+    found = [blitz_attn.block_sparse_attention_backward(dout, *arrays, out, lse, kv_ranges=given, num_threads=n, **options) for n in (1, 3)]
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
     right = expected(*exact, mask_of(runs, Q, KV), exact_dout)
     twin = reference.block_sparse_attention_backward(dout, *arrays, out, lse, kv_ranges=given, **options)
