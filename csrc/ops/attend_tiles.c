@@ -202,12 +202,9 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
 
 bool ba_bias_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t place,
                    ba_chunk *chunk) {
-    if (!ba_has_bias(c->problem)) return true;
     const int64_t width = s->width == BA_PANEL_FEW ? BA_FEW_BIAS : c->family->lanes[s->width];
-    char *const bias = w->bias + place * c->tuning->few.keys * BA_FEW_BIAS * c->family->real_size;
-    const ba_bias_effect effect = ba_make_bias(c->problem, c->fill_bias, batch, tile, s->lane, s->lanes, width, chunk->key_index, chunk->keys, bias);
-    chunk->bias = effect == BA_BIAS_NONE ? NULL : bias;
-    return effect != BA_BIAS_HIDES;
+    char *const memory = w->bias + place * c->tuning->few.keys * BA_FEW_BIAS * c->family->real_size;
+    return ba_make_bias(c->problem, c->fill_bias, batch, tile, s, width, chunk, memory, &chunk->bias);
 }
 
 void ba_skip_keys(ba_chunk *chunk, int64_t keys) {

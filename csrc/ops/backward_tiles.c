@@ -123,16 +123,6 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
     return chunk;
 }
 
-/* Makes the bias of a panel for the chunk at `bias`, where the call has one. Returns false where it hides all keys from all lanes. */
-static bool bias_panel(const ba_backward_call *c, int64_t batch, const ba_tile *tile, const ba_panel_state *s, const ba_chunk *chunk, char *bias,
-                       ba_gradient_panel *panel) {
-    if (!ba_has_bias(c->problem)) return true;
-    const int64_t width = c->family->lanes[s->width];
-    const ba_bias_effect effect = ba_make_bias(c->problem, c->fill_bias, batch, tile, s->lane, s->lanes, width, chunk->key_index, chunk->keys, bias);
-    panel->bias = effect == BA_BIAS_NONE ? NULL : bias;
-    return effect != BA_BIAS_HIDES;
-}
-
 /* Computes the weights and slopes of one panel, 0 for keys of the chunk that it does not see, `at` bytes behind the beginning of their scratch
  * memory, and adds to its dQ. */
 static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scratch, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
@@ -148,7 +138,7 @@ static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scra
     chunk.v_rows += begin;
     chunk.key_index += begin;
     ba_gradient_panel panel = s->gradient;
-    if (begin < end && bias_panel(c, batch, tile, s, &chunk, scratch->bias, &panel)) {
+    if (begin < end && ba_make_bias(c->problem, c->fill_bias, batch, tile, s, f->lanes[s->width], &chunk, scratch->bias, &panel.bias)) {
         if (ba_lanes_see_all(s, chunk.key_index, chunk.keys)) panel.lo = panel.hi = NULL;
         f->gradient->gradient[s->width](&panel, &chunk, weights + begin * key_bytes, slopes + begin * key_bytes);
         for (int n = 0; n < 2; n++) {
@@ -221,7 +211,8 @@ static void run_whole_tile(const ba_backward_call *c, const ba_backward_scratch 
                                     .begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo),
                                     .end = ba_first_at_least(chunk->key_index, chunk->keys, s->any.hi)};
         char *const bias = w->bias + s->lane * chunk->keys * c->family->real_size;
-        if (panels[n].begin < panels[n].end && !bias_panel(c, c->plan.item[item].batch, &t->tile, s, chunk, bias, &panels[n].panel))
+        if (panels[n].begin < panels[n].end &&
+            !ba_make_bias(c->problem, c->fill_bias, c->plan.item[item].batch, &t->tile, s, panels[n].width, chunk, bias, &panels[n].panel.bias))
             panels[n].end = panels[n].begin;
         some |= panels[n].begin < panels[n].end;
     }

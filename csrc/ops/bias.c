@@ -1,13 +1,15 @@
 #include "ops/bias.h"
 
-ba_bias_effect ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, const ba_tile *tile, int64_t lane, int64_t lanes, int64_t width,
-                            const int32_t *key_index, int64_t keys, void *bias) {
+bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t width,
+                  const ba_chunk *chunk, void *memory, const void **bias) {
+    *bias = NULL;
+    if (!ba_has_bias(p)) return true;
     const ba_tensor *mask = &p->attn_mask;
     const void *rows[BA_MAX_LANES];
     int32_t places[BA_MAX_LANES];
     float slopes[BA_MAX_LANES];
     for (int64_t i = 0; i < width; i++) {
-        const int64_t at = lane + ba_min(i, lanes - 1); /* a lane without a query is as the last one with a query */
+        const int64_t at = s->lane + ba_min(i, s->lanes - 1); /* a lane without a query is as the last one with a query */
         const int64_t head = ba_lane_head(tile, at), query = ba_lane_query(tile, at);
         if (mask->data) {
             const int64_t row = batch * mask->strides[0] + head * mask->strides[1] + query * mask->strides[2];
@@ -24,5 +26,7 @@ ba_bias_effect ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t b
                                    .stride = mask->strides[3],
                                    .slopes = p->alibi_slopes ? slopes : NULL,
                                    .places = places};
-    return fill(bias, &source, width, key_index, keys);
+    const ba_bias_effect effect = fill(memory, &source, width, chunk->key_index, chunk->keys);
+    if (effect != BA_BIAS_NONE) *bias = memory;
+    return effect != BA_BIAS_HIDES;
 }

@@ -2,13 +2,14 @@
 #ifndef BA_OPS_BIAS_H
 #define BA_OPS_BIAS_H
 
-#include "ops/plan.h"
+#include "ops/tiles.h"
 
 static inline bool ba_has_bias(const ba_problem *p) { return p->attn_mask.data || p->alibi_slopes; }
 
-/* Writes the bias of `lanes` lanes of the tile from `lane` on, `width` numbers for each key, as kernels take it (ba_chunk.bias). fill is that of the
- * vector family of the call's dtype. */
-ba_bias_effect ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, const ba_tile *tile, int64_t lane, int64_t lanes, int64_t width,
-                            const int32_t *key_index, int64_t keys, void *bias);
+/* Makes the bias of a panel for the keys of the chunk in `memory`, `width` numbers for each key, and sets *bias to what its kernel is given:
+ * `memory`, or NULL where the call has no bias, or all numbers are 0. Returns false where the bias hides all keys from all lanes, so that the panel
+ * need not attend them. `fill` is that of the vector family of the call's dtype. */
+bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t width,
+                  const ba_chunk *chunk, void *memory, const void **bias);
 
 #endif

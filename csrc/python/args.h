@@ -125,7 +125,7 @@ int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_
 /* Holds one float32 per head, [heads], or nothing where `object` is None: *numbers is then unchanged. */
 int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers);
 
-/* Holds a mask of at most four axes, or nothing where `object` is None. In *mask it has four: those that it lacks come first and have length 1. */
+/* Holds a mask of at most four axes, or nothing where `object` is None. *mask always has four axes: missing ones are put first, with length 1. */
 int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask);
 
 /* The same, where one integer stands for `count` equal ones. Fails unless there are `count` entries. */

@@ -306,8 +306,8 @@ done:
     return result;
 }
 
-/* The arguments, in order; each gets an index and a name. The slot of each token comes from slot_mapping. Where that is None, it comes from the
- * arguments from block_tables to q_lens, or from block_tables alone if these are opened page tables. q_begin is always None: it stands here because
+/* The arguments, in order; each gets an index and a name. slot_mapping gives the slot of each token. Where it is None, the arguments block_tables to
+ * q_lens give the slots, or block_tables alone if these are opened page tables. q_begin is always None: it stands here because
  * read_requests() takes it. */
 /* clang-format off */
 #define APPEND_ARGUMENTS(X) \

@@ -81,7 +81,7 @@ class Attention:
         return shown if self.mask is None else shown & ~np.isneginf(hiding(self.mask, self.dtype))
 
     def shown(self) -> np.ndarray:
-        """Boolean (B, H, Sq, Skv): whether all but the mask shows a query a key."""
+        """Boolean (B, H, Sq, Skv): whether a query sees a key by all rules other than the mask."""
         (batch, heads, s_q, _), s_kv = self.q.shape, self.k.shape[2]
         i, j = np.arange(s_q)[:, None], np.arange(s_kv)
         q_lens, kv_lens = self.q_lens[:, None, None], self.kv_lens[:, None, None]

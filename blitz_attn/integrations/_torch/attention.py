@@ -244,7 +244,7 @@ def scaled_dot_product_attention(
     -----
     A mask of bool, or of 0 and ``-inf``, is passed on as what costs least. Where all heads share it, and the keys of each query have no gap
     between them, it is a run of keys for each query, and costs no more than `is_causal`. Otherwise, blocks of 128 x 128 pairs of which none
-    is seen are left out. Other masks make a call a tenth to a third longer.
+    is seen are left out. With other masks, a call takes a tenth to a third more time.
 
     Examples
     --------
