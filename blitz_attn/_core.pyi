@@ -78,6 +78,7 @@ def block_sparse_attention_backward(
     routed: Any = ...,
     key_stride: Any = ...,
     key_last: Any = ...,
+    softcap: Any = ...,
 ) -> tuple[Any, Any, Any]:
     """As block_sparse_attention; out and lse are its results. Returns (dq, dk, dv)."""
 

@@ -254,6 +254,7 @@ def block_sparse_attention_backward(
     kv_ranges: Any = None,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
+    softcap: float | None = None,
     dlse: Any = None,
     grads: Any = None,
     accumulate: bool = False,
@@ -264,8 +265,9 @@ def block_sparse_attention_backward(
 
     With ``P = exp(scale * q k^T + bias - lse)`` where a query sees a key and 0 elsewhere, and with the bias of `attn_mask` and
     `alibi_slopes`: ``dS = P * (dout v^T - dout . out + dlse)``,
-    ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. `dk` and `dv` are sums over the query heads that read a
-    key head. A query that sees no key has gradient 0 and adds nothing to `dk` and `dv`.
+    ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. With a `softcap`, ``T = tanh(scale * q k^T / softcap)``,
+    ``softcap * T`` takes the place of ``scale * q k^T``, and dS is multiplied by ``1 - T^2``. `dk` and `dv` are sums over the query
+    heads that read a key head. A query that sees no key has gradient 0 and adds nothing to `dk` and `dv`.
 
     Parameters
     ----------
@@ -278,11 +280,10 @@ def block_sparse_attention_backward(
         What the forward call returned: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
     lse : array
         The log-sum-exp that it returned: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query
-        whose entry is ``-inf`` attended nothing. That of a call with `sinks` holds all that is needed of them; `out` and `lse` of a call
-        with `softcap` give wrong gradients.
+        whose entry is ``-inf`` attended nothing. That of a call with `sinks` holds all that is needed of them.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
-    q_begin, q_total, kv_ranges, attn_mask, alibi_slopes
+    q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap
         As in the forward call: see `block_sparse_attention`. They get no gradients.
     dlse : array, optional
         Gradient of the loss with respect to `lse`, of its shape and dtype, for a loss that uses `lse`, as merged
@@ -370,7 +371,7 @@ def block_sparse_attention_backward(
         num_threads=num_threads, q_begin=q_begin, q_total=q_total, kv_ranges=kv_ranges, attn_mask=attn_mask,
         alibi_slopes=alibi_slopes, dout=_arrays.readable(dout, "dout"),
         out=_arrays.readable(out, "out"), lse=_arrays.readable(lse, "lse"),
-        dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv, accumulate=accumulate,
+        dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv, accumulate=accumulate, softcap=softcap,
     )  # fmt: skip
     dq, dk, dv = (_arrays.finished(result, given, family) for result, given in zip(results, grads, strict=True))
     return dq, dk, dv

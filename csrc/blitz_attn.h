@@ -107,7 +107,7 @@ typedef struct ba_block_sparse_args {
                                    * then attended by the row kernels, which sum in another order, so that a list of all blocks then equals no list only up
                                    * to rounding */
     double scale;                 /* multiplies q k^T; finite. ba_default_scale(D) is the usual one */
-    double softcap;               /* 0: none. Else scores become softcap * tanh(score / softcap). Only the forward call has it */
+    double softcap;               /* 0: none. Else scores become softcap * tanh(score / softcap) */
     const float *sinks;           /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse. So gradients,
                                    * which are computed from lse, need no sinks. None where the lists are routed */
     int causal;                   /* 0 or 1 */

@@ -216,6 +216,8 @@ typedef struct plain_number {
     double value, error;
 } plain_number;
 plain_number score_of(const test_case *c, int64_t lane, int64_t key); /* in units of log2 */
+plain_number rate_of(const test_case *c, int64_t lane,
+                     int64_t key); /* the derivative of the score by what the softcap is applied to; 1 if there is none */
 
 typedef struct plain_row {
     double lse, lse_error;

@@ -74,7 +74,6 @@ static ba_gradient_panel open_gradients(const test_case *c) {
 }
 
 static void draw_numbers(test_case *c) {
-    c->softcap = 0;
     c->scaled = false;
     fill_dout(c, &dout, c->queries, c->v_dim);
     for (int64_t i = 0; i < c->lanes; i++) {
@@ -103,12 +102,13 @@ static void check_panel(const test_case *c) {
                 require(&gradient_records[GRADIENT_UNSEEN], p == 0 && slope == 0, "an unseen key has a weight [key][lane]", j, i);
                 continue;
             }
-            const plain_number s = score_of(c, i, j), dp = slope_sum(c, i, j);
+            const plain_number s = score_of(c, i, j), dp = slope_sum(c, i, j), rate = rate_of(c, i, j);
             const double x = s.value - lse[i];
             compare(&gradient_records[GRADIENT_WEIGHTS], p, exp2(x),
                     2 * weight_error(c, x) + exp2(x) * fmin(expm1(0.6931471805599453 * s.error), 1e6), "weight [key][lane]", j, i);
-            const double error = fabs(p) * (dp.error + 3 * unit(c) * (fabs(dp.value) + fabs(delta[i]))) + tiny(c);
-            compare(&gradient_records[GRADIENT_SLOPES], slope, p * (dp.value - delta[i]), error, "slope [key][lane]", j, i);
+            const double change = p * (dp.value - delta[i]);
+            const double error = fabs(p) * (dp.error + 3 * unit(c) * (fabs(dp.value) + fabs(delta[i]))) + fabs(change) * rate.error + tiny(c);
+            compare(&gradient_records[GRADIENT_SLOPES], slope, change * rate.value, error, "slope [key][lane]", j, i);
         }
         for (int64_t d = 0; d < c->head_dim; d++) {
             double sum = (double)((d * c->lanes + i) % 7) - 3, size = fabs(sum);
@@ -273,7 +273,7 @@ static void check_tile(const test_case *c) {
     tile.dout_rows = packed;
     const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, keys, c->head_dim);
     const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, keys, c->v_dim);
-    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale};
+    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap};
     chunk.k_rows = pack_for_tile(c, f->pack->keys, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim);
     chunk.v_rows = pack_for_tile(c, f->pack->keys, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
     tile.k_columns = pack_for_tile(c, f->pack->values, k_rows, OTHER_O, ROW_MAX, c->head_dim);
@@ -287,12 +287,12 @@ static void check_tile(const test_case *c) {
         for (int64_t j = 0; j < keys; j++) {
             weight[j][i] = slope[j][i] = (plain_number){0, 0};
             if (!sees(c, i, j)) continue;
-            const plain_number s = score_of(c, i, j), dp = slope_sum(c, i, j);
+            const plain_number s = score_of(c, i, j), dp = slope_sum(c, i, j), rate = rate_of(c, i, j);
             const double x = s.value - lse[i], w = exp2(x), t = dp.value - delta[i];
             const double error = 2 * weight_error(c, x) + w * fmin(expm1(0.6931471805599453 * s.error), 1e6);
             weight[j][i] = (plain_number){w, error + weight_unit(c) * w};
-            slope[j][i] = (plain_number){w * t, error * fabs(t) + w * (dp.error + 3 * unit(c) * (fabs(dp.value) + fabs(delta[i]))) +
-                                                    weight_unit(c) * fabs(w * t) + tiny(c)};
+            slope[j][i] = (plain_number){w * t * rate.value, error * fabs(t) + w * (dp.error + 3 * unit(c) * (fabs(dp.value) + fabs(delta[i]))) +
+                                                                 (weight_unit(c) + rate.error) * fabs(w * t) + tiny(c)};
         }
     for (int64_t i = 0; i < c->queries; i++)
         for (int64_t d = 0; d < c->head_dim; d++) {

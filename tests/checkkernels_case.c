@@ -305,7 +305,8 @@ double sum_error(const test_case *c, int64_t n) { return (double)(n + 5) * unit(
 static double k_factor(const test_case *c, int64_t key) { return c->scaled ? c->k_scale[key] : 1; }
 double v_factor(const test_case *c, int64_t key) { return c->scaled ? c->v_scale[key] : 1; }
 
-plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 units */
+/* The score before the softcap. */
+static plain_number product_of(const test_case *c, int64_t lane, int64_t key) {
     double sum = 0, size = 0, other_size = 0;
     for (int64_t d = 0; d < c->head_dim; d++) {
         const double query =
@@ -316,7 +317,11 @@ plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 u
         other_size += fabs(k.value[key][d]);
         if (rounding_of(c->s.f)->flushes) other_size += fabs(query) + fabs(c->scale * k.value[key][d]);
     }
-    plain_number s = {sum, c->fill == EXACT_HUGE ? 0 : sum_error(c, c->head_dim) * size + tiny(c) * ((double)c->head_dim + other_size)};
+    return (plain_number){sum, c->fill == EXACT_HUGE ? 0 : sum_error(c, c->head_dim) * size + tiny(c) * ((double)c->head_dim + other_size)};
+}
+
+plain_number score_of(const test_case *c, int64_t lane, int64_t key) {
+    plain_number s = product_of(c, lane, key);
     if (c->softcap != 0) {
         s.value = c->softcap * tanh(s.value / c->softcap);
         s.error += fabs(s.value) * 8 * unit(c) + c->softcap * tiny(c); /* the quotient may be below the normal range */
@@ -326,6 +331,13 @@ plain_number score_of(const test_case *c, int64_t lane, int64_t key) { /* log2 u
         s.error += c->fill == EXACT_HUGE ? 0 : fabs(s.value) * unit(c);
     }
     return s;
+}
+
+plain_number rate_of(const test_case *c, int64_t lane, int64_t key) {
+    if (c->softcap == 0) return (plain_number){1, 0};
+    const plain_number s = product_of(c, lane, key);
+    const double t = tanh(s.value / c->softcap);
+    return (plain_number){1 - t * t, fmin(2 * fabs(t) * s.error / c->softcap, 2) + 32 * unit(c)}; /* the error of an infinite score is infinite */
 }
 
 /* The error of a weight 2^x, where x is a score minus the maximum: the error of the polynomial, and that of the subtraction. */

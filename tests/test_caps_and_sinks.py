@@ -1,4 +1,4 @@
-"""Softcap and sinks of block-sparse attention: against the twin, with every rule, and what gradients make of sinks."""
+"""Softcap and sinks of block-sparse attention and its gradients: against the twin, with every rule, and against differences."""
 
 import numpy as np
 import pytest
@@ -47,6 +47,50 @@ def test_against_the_twin(options, rules, dtype, isa_level):
     unit = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
     np.testing.assert_allclose(testing.to_float64(out, dtype), exact, rtol=unit, atol=unit)
     np.testing.assert_allclose(lse, exact_lse, rtol=min(unit, 1e-3), atol=min(unit, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("softcap", [0.7, 20.0, 1e5])
+def test_gradients_against_the_twin(softcap, rules, dtype, isa_level):
+    """No element may be further off than the largest error that a plain program of that precision has, by the house's rule for gradients."""
+    q, k, v = testing.make_qkv(2, 4, 2, 100, 150, 32, dtype=dtype)
+    q = testing.round_to(3 * testing.to_float64(q, dtype), dtype)
+    dout = testing.make_qkv(2, 4, 2, 100, 150, 32, dtype=dtype, seed=7)[0]
+    rules = given(rules, q, k) | bits_option(q) | {"softcap": softcap}
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, return_lse=True, **rules)
+    call = (dout, q, k, v, out, lse)
+    exact = reference.block_sparse_attention_backward(*call, **rules)
+    plain = reference.dense_same_precision_backward(*call, **rules)
+    uncapped = reference.block_sparse_attention_backward(*call, **rules | {"softcap": None})
+    results = [blitz_attn.block_sparse_attention_backward(*call, num_threads=n, **rules) for n in (1, 3)]
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    for name, got, right, other, wrong in zip(("dq", "dk", "dv"), results[0], exact, plain, uncapped, strict=True):
+        allowed = 3 * np.abs(other - right).max() + 1e-6 * np.abs(right).max()
+        assert np.abs(testing.to_float64(got, dtype) - right).max() <= allowed, name
+        assert softcap == 1e5 or np.abs(wrong - right).max() > 3 * allowed, name
+
+
+@pytest.mark.parametrize("added", [{}, {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.0])}, {"attn_mask": True}], ids=["", "alibi", "mask"])
+def test_gradients_against_differences(added):
+    """Along a direction in q, k and v together, in float64; the cap bends most scores, and the sinks count in the log-sum-exp."""
+    q, k, v = (x.astype(np.float64) for x in testing.make_qkv(1, 4, 2, 20, 20, 8))
+    rules = {"causal": True, "softcap": 1.5, **added}
+    if "attn_mask" in added:
+        rules["attn_mask"] = np.random.default_rng(5).standard_normal((1, 4, 20, 20))
+    sinks = np.array([0.5, -1.0, 2.0, 0.0])
+    rng = np.random.default_rng(1)
+    dout, dlse, directions = rng.standard_normal(q.shape), rng.standard_normal(q.shape[:3]), [rng.standard_normal(x.shape) for x in (q, k, v)]
+    out, lse = blitz_attn.block_sparse_attention(q, k, v, sinks=sinks, return_lse=True, **rules)
+    gradients = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **rules)
+
+    def loss(step):
+        moved = [x + step * d for x, d in zip((q, k, v), directions, strict=True)]
+        out, lse = reference.block_sparse_attention(*moved, sinks=sinks, return_lse=True, **rules)
+        return (dout * out).sum() + (dlse * lse).sum()
+
+    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True))
+    assert slope == pytest.approx((loss(1e-4) - loss(-1e-4)) / 2e-4, rel=1e-6)
 
 
 def test_few_queries_have_the_numbers_of_paged_calls(isa_level):
@@ -108,6 +152,10 @@ def test_refused(options, error, sentence):
     with pytest.raises(error, match=sentence):
         blitz_attn.block_sparse_attention(q, k, v, out=out, **options)
     assert (out == 7).all()
+    if "softcap" in options:
+        with pytest.raises(error, match=sentence):
+            blitz_attn.block_sparse_attention_backward(q, q, k, v, q, q[..., 0], grads=(out, None, None), **options)
+        assert (out == 7).all()
 
 
 def test_sinks_that_need_a_gradient():

@@ -439,16 +439,9 @@ def test_what_is_not_supported_is_refused_where_that_is_asked(name):
         call(**arguments)
 
 
-def test_gradients_beside_a_softcap_need_an_eager_function():
-    q, k, v = (tensors(1, 2, 9, 8, seed=n).requires_grad_() for n in range(3))
-    module = SimpleNamespace(layer_idx=0, is_causal=True, training=False)
-    reason = "gradients of attention with a softcap"
-    with pytest.raises(ValueError, match=f"expected a model with an eager attention function .* because of {reason}, got none$"):
-        attention.attend_dense(module, q, k, v, make_mask(1, 9, 9), softcap=2.0)
-
-
-def test_gradients_beside_a_softcap_are_those_of_the_model():
-    """Computed by the eager function of the model, which is given the causal mask that no mask stands for."""
+def test_gradients_beside_a_softcap():
+    """Computed here, with the causal mask that no mask stands for."""
+    configure(SparseConfig(on_unsupported="error"))
     layer = small_model("gemma2").model.layers[0].self_attn
     q, k, v = tensors(1, 4, 9, 16).requires_grad_(), tensors(1, 2, 9, 16, seed=1), tensors(1, 2, 9, 16, seed=2)
     out = attention.attend_dense(layer, q, k, v, None, softcap=2.0, scaling=0.3)[0]
@@ -461,7 +454,6 @@ def test_gradients_beside_a_softcap_are_those_of_the_model():
     out.backward(rest)
     expected.backward(rest.double())
     assert (q.grad - wide.grad).abs().max() < 1e-5
-    assert len(TOLD) == 1
 
 
 def test_blocks_of_the_model_beside_left_padding_without_positions():

@@ -45,10 +45,13 @@ def _outer_sum(weights: np.ndarray, rows: np.ndarray, seen: np.ndarray | None) -
     return out
 
 
-def _strip_gradients(q, k, v, dout, lse, delta, seen, bias, scale, name):
+def _strip_gradients(q, k, v, dout, lse, delta, seen, bias, scale, name, softcap):
     """(dq, dk, dv) of a strip of queries and some keys. `name`: the precision that every matrix is rounded to."""
     number = q.dtype.type
     s = round_in_float32(q @ k.T * number(scale), name)
+    tangent = np.tanh(s / number(softcap)) if softcap else None
+    if tangent is not None:
+        s = round_in_float32(number(softcap) * tangent, name)
     if bias is not None:
         s = round_in_float32(s + bias.astype(s.dtype), name)
     p = np.exp(s - lse[:, None])
@@ -56,6 +59,8 @@ def _strip_gradients(q, k, v, dout, lse, delta, seen, bias, scale, name):
         p = np.where(seen, p, number(0))
     p = round_in_float32(p, name)
     slope = p * (round_in_float32(dout @ v.T, name) - delta[:, None])
+    if tangent is not None:
+        slope = slope * (1 - tangent**2)
     if seen is not None:
         slope = np.where(seen, slope, number(0))
     slope = round_in_float32(slope, name)
@@ -64,7 +69,7 @@ def _strip_gradients(q, k, v, dout, lse, delta, seen, bias, scale, name):
     return dq, _outer_sum(slope, q, seen) * number(scale), _outer_sum(p, dout, seen)
 
 
-def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, rules: Rules, scale, name, sums):
+def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, rules: Rules, scale, name, softcap, sums):
     """dq of `head`. Its contributions to the gradients of its KV head are added to `sums`, (dk, dv)."""
     q, k, v, dout, lse, delta = tensors
     dq = np.zeros_like(q)
@@ -84,7 +89,7 @@ def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, r
             seen = (pick >= low[queries - first, None]) & (pick <= high[queries - first, None])
             bias, seen = bias_and_seen(seq, head, 1, queries, pick, seen)
             mine = (q[queries], k[pick], v[pick], dout[queries], lse[queries], delta[queries])
-            dq[queries], dk, dv = _strip_gradients(*mine, None if seen is None or seen.all() else seen, bias, scale, name)
+            dq[queries], dk, dv = _strip_gradients(*mine, None if seen is None or seen.all() else seen, bias, scale, name, softcap)
             sums[0][pick] += dk
             sums[1][pick] += dv
     return round_in_float32(dq, name)
@@ -98,7 +103,7 @@ def _numbers_by_sequence(x: np.ndarray, layout: str, sequences: list[SequencePar
     return [part.T for part in np.split(x, cuts)]
 
 
-def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name):
+def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name, softcap):
     """The common body of the twins. `tensors`: dout, q, k, v, out; `numbers`: lse and dlse, which may be None."""
     dout, q, k, v, out = tensors
     block_q, block_kv = (int(n) for n in block_shape)
@@ -137,7 +142,8 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
                 if numbers[1] is not None:
                     delta = delta - dlses[b][h]
                 own = (seq.q[h], seq.k[h // group], seq.v[h // group], douts[b][h], lses[b][h], delta)
-                dq[h] = _head_gradients(own, seq, h, rows, (block_q, block_kv), rules, scale, name, (dk[h // group], dv[h // group]))
+                sums = (dk[h // group], dv[h // group])
+                dq[h] = _head_gradients(own, seq, h, rows, (block_q, block_kv), rules, scale, name, float(softcap or 0.0), sums)
             for result, gradient in zip(results, (dq, dk, dv), strict=True):
                 result.append(round_in_float32(gradient, name))
     joined = [join_sequences(parts, layout, x.shape) for parts, x in zip(results, (q, k, v), strict=True)]
@@ -180,6 +186,7 @@ def block_sparse_attention_backward(
     kv_ranges=None,
     attn_mask=None,
     alibi_slopes=None,
+    softcap=None,
     dlse=None,
     grads=None,
     accumulate=False,
@@ -191,7 +198,8 @@ def block_sparse_attention_backward(
     numbers = (to_float64(lse), None if dlse is None else to_float64(dlse))
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     bias_args = (attn_mask, alibi_slopes, input_dtype(q, dtype))
-    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, bias_args, "float64")
+    rules = make_rules(causal, window)
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, "float64", softcap)
     return _kept(results, grads, accumulate)
 
 
@@ -220,6 +228,7 @@ def dense_same_precision_backward(
     kv_ranges=None,
     attn_mask=None,
     alibi_slopes=None,
+    softcap=None,
     dlse=None,
     grads=None,
     accumulate=False,
@@ -237,7 +246,7 @@ def dense_same_precision_backward(
     ----------
     dout, q, k, v, out, lse, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads
         See `blitz_attn.block_sparse_attention_backward`.
-    num_kv_heads, q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, dlse, grads, accumulate, dtype, num_threads
+    num_kv_heads, q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap, dlse, grads, accumulate, dtype, num_threads
         See `block_sparse_attention_backward` in this module.
 
     Returns
@@ -265,5 +274,6 @@ def dense_same_precision_backward(
     numbers = (to_float64(lse).astype(kind), None if dlse is None else to_float64(dlse).astype(kind))
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     bias_args = (attn_mask, alibi_slopes, name)
-    results = _run(tensors, numbers, sabi, block_shape, scale, layout, make_rules(causal, window), shape_args, bias_args, name)
+    rules = make_rules(causal, window)
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name, softcap)
     return _kept(results, grads, accumulate)

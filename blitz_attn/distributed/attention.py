@@ -99,7 +99,7 @@ class _Call:
         return calls[key]
 
     def caps(self, sinks: Any, softcap: Any) -> dict[str, Any]:
-        """The sinks and the softcap, checked. Inside the agreement."""
+        """The sinks and the softcap, checked. Inside the agreement. Those of a backward call have no sinks."""
         p = self.problem
         given: dict[str, Any] = {"softcap": None if softcap is None else number(softcap, "softcap") or None, "sinks": None}
         if sinks is not None:
@@ -156,8 +156,8 @@ def context_parallel_attention(
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     sinks, softcap
-        See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients follow from the log-sum-exp where there are sinks; with a
-        softcap there are none.
+        See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients need the softcap; of sinks, the log-sum-exp holds all that
+        they need.
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
         How keys and values travel. "p2p": messages between pairs of ranks, of listed blocks alone. "a2a": the same bytes in one collective
         per stage. "all_gather": everything to everybody. "auto": "p2p" up to 64 ranks, then "a2a".
@@ -248,6 +248,7 @@ def context_parallel_attention_backward(
     dlse: Any = None,
     comm: Any = None,
     scale: float | None = None,
+    softcap: float | None = None,
     comm_type: str = "auto",
     overlap: bool | str = True,
     dtype: Any = None,
@@ -270,7 +271,7 @@ def context_parallel_attention_backward(
         That of the forward call.
     dlse : array, optional
         Gradient of the loss with respect to `lse`, of its shape and dtype, given by all ranks or by none. Default: 0.
-    comm, scale, comm_type, overlap, dtype, num_threads
+    comm, scale, softcap, comm_type, overlap, dtype, num_threads
         As in `context_parallel_attention`.
 
     Returns
@@ -304,6 +305,7 @@ def context_parallel_attention_backward(
     with call.agreement:
         call.read(scale=scale, comm_type=comm_type, overlap=overlap, dtype=dtype, num_threads=num_threads)
         call.agreement.same("dlse", "none" if dlse is None else "given")
+        cap = {"softcap": call.caps(None, softcap)["softcap"]}
         p, real = call.problem, real_of(call.problem.dtype)
         keys, values = call.shard(k, "k", keys=True), call.shard(v, "v", keys=True, values=True)
         inputs = [call.shard(q, "q"), call.shard(dout, "dout", values=True), call.shard(out, "out", values=True)]
@@ -314,7 +316,7 @@ def context_parallel_attention_backward(
         dq, dk, dv = (by_head(_arrays.host(x, "grads", call.bits, True)[0], p.layout, n) for x, (_, n, _) in zip(grads, sizes, strict=True))
 
     if plan.size == 1:
-        block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, grads=tuple(grads), **p.call(), **call.options())
+        block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, grads=tuple(grads), **p.call(), **call.options(), **cap)
         return _finished(grads, family)
 
     stages = call.stages([keys, values], inputs, [dq])
@@ -327,7 +329,7 @@ def context_parallel_attention_backward(
         one_k, one_v = (rows.given(x, keys=True) for x in windows)
         into = (rows.given(piece.outputs[0]), *(rows.given(x, keys=True) for x in sums.parts))
         block_sparse_attention_backward(
-            grad, one, one_k, one_v, result, one_lse, dlse=one_dlse, grads=into, accumulate=True, **rows.arguments, **call.options()
+            grad, one, one_k, one_v, result, one_lse, dlse=one_dlse, grads=into, accumulate=True, **rows.arguments, **call.options(), **cap
         )
 
     stages.run(compute, sums)

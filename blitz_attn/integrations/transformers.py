@@ -248,7 +248,7 @@ def register() -> None:
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
 
-    Where a model needs something else (dropout, gradients of a position bias or with a softcap, returned weights, packed sequences beside a
+    Where a model needs something else (dropout, gradients of a position bias, returned weights, packed sequences beside a
     position bias), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
     Models with attention code of their own (BLOOM, XGLM, RoFormer) run it: a mask that they add to scores becomes the numbers that they
     add with ``"eager"``, and whatever else needs numbers in the mask (MPT, DeepSeek-V4; under `torch.compile` all of them) is a ValueError.

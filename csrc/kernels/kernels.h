@@ -327,6 +327,7 @@ typedef struct ba_row_kernels {
  *
  *     dS^T = P^T (V dO^T - delta)    dQ^T += K^T dS^T    dV += P^T dO    dK += dS^T Q
  *
+ * where the elements of dS are multiplied with the derivatives of their scores' softcap, if there is one.
  * The first two belong to a panel, as in attend; the other two to a query tile, whose panels stand one after the other. */
 typedef struct ba_gradient_panel {
     const void *q;          /* packed by pack_queries, with scale * log2(e) */
@@ -339,7 +340,7 @@ typedef struct ba_gradient_panel {
 } ba_gradient_panel;
 
 /* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what
- * attend promises. softcap is not read, and there are no scales. */
+ * attend promises. There are no scales. */
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
 typedef BA_GRADIENT((*ba_gradient_fn));
 

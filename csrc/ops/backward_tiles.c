@@ -101,7 +101,13 @@ static void find_keys(const ba_problem *p, const ba_view *view, int64_t element_
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t keys) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    ba_chunk chunk = {.keys = keys, .head_dim = p->head_dim, .v_dim = p->v_dim, .key_index = w->key_index, .k_rows = w->k_rows, .v_rows = w->v_rows};
+    ba_chunk chunk = {.keys = keys,
+                      .head_dim = p->head_dim,
+                      .v_dim = p->v_dim,
+                      .key_index = w->key_index,
+                      .k_rows = w->k_rows,
+                      .v_rows = w->v_rows,
+                      .softcap = p->softcap * BA_LOG2_E};
     find_keys(p, &p->k, p->kv_element_size, item, w->key_index, keys, (void **)w->k_rows);
     find_keys(p, &p->v, p->kv_element_size, item, w->key_index, keys, (void **)w->v_rows);
     find_keys(p, &c->dk, f->real_size, item, w->key_index, keys, w->dk_rows);

@@ -326,8 +326,6 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
     sized_view view;
     *g = (ba_gradients){0};
     BA_TRY(ba_open_block_sparse(forward, a));
-    if (p->softcap != 0)
-        return ba_fail(BA_ERROR_VALUE, "softcap: expected 0, because gradients of capped scores are not computed, got %g", p->softcap);
     if (forward->unrounded) return ba_fail(BA_ERROR_VALUE, "unrounded: expected 0 where out is an input, got %d", forward->unrounded);
     BA_TRY(check_given("out", &forward->out, &a->out_shape, true));
     BA_TRY(take_view("out", &forward->out, q_axes(layout), layout, p->heads, &view));

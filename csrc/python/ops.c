@@ -81,7 +81,8 @@ static double default_scale(const ba_block_sparse_args *a) {
 #define TOKEN_ARGUMENTS(X) X(q_begin) X(q_total) X(kv_ranges) X(attn_mask) X(alibi_slopes)
 #define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(key_stride) X(key_last)
 #define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) TOKEN_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X) X(softcap) X(sinks)
-#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) TOKEN_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X)
+#define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) TOKEN_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X) \
+    X(softcap)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
 #define AS_ROUTING_INDEX(name) ROUTING_##name,
@@ -159,13 +160,15 @@ static int check_disjoint(const block_sparse_call *call) {
     return arg_disjoint(&call->lse, &call->out);
 }
 
-/* Reads what the forward function alone takes. */
+static int read_softcap(PyObject *object, ba_block_sparse_args *a) { return object == Py_None ? 0 : arg_double(object, "softcap", &a->softcap); }
+
+/* Reads what the forward function alone takes, and the softcap. */
 static int read_forward(module_state *state, PyObject *const *values, block_sparse_call *call, int *return_lse) {
     ba_block_sparse_args *a = &call->args;
     const int64_t heads = query_heads(a);
     if (arg_flag(values[FORWARD_return_lse], "return_lse", return_lse) < 0) return -1;
     if (arg_out_dtype(values[FORWARD_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
-    if (values[FORWARD_softcap] != Py_None && arg_double(values[FORWARD_softcap], "softcap", &a->softcap) < 0) return -1;
+    if (read_softcap(values[FORWARD_softcap], a) < 0) return -1;
     return heads > 0 ? arg_head_numbers(state, values[FORWARD_sinks], "sinks", heads, &call->sinks, &a->sinks) : 0;
 }
 
@@ -228,7 +231,9 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     ba_status status;
     PyObject *made[GRADIENTS] = {NULL}, *result = NULL;
 
-    if (read_block_sparse(state, values, values + BACKWARD_q_begin, values + BACKWARD_cu_rows, &call, &bits_as) < 0) goto done;
+    if (read_block_sparse(state, values, values + BACKWARD_q_begin, values + BACKWARD_cu_rows, &call, &bits_as) < 0 ||
+        read_softcap(values[BACKWARD_softcap], &call.args) < 0)
+        goto done;
     if (values[BACKWARD_accumulate] != Py_None && arg_flag(values[BACKWARD_accumulate], "accumulate", &a.accumulate) < 0) goto done;
     for (int i = 1; i < GRADIENTS && a.accumulate; i++)
         if (values[BACKWARD_dq + i] == Py_None) {

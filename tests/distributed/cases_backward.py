@@ -27,16 +27,17 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), with_dlse=F
     out, lse = problem.whole()
     dout = testing.round_to(rng.standard_normal(out.shape), dtype_of(out))
     dlse = rng.standard_normal(lse.shape).astype(lse.dtype) if with_dlse else None
+    cap = {name: x for name, x in problem.caps.items() if name == "softcap"}  # sinks are in the log-sum-exp
     whole = blitz_attn.block_sparse_attention_backward(
-        dout, *problem.arrays, out, lse, problem.sabi, dlse=dlse, **problem.call, **problem.heads, **problem.bits
+        dout, *problem.arrays, out, lse, problem.sabi, dlse=dlse, **problem.call, **problem.heads, **cap, **problem.bits
     )
     for name in dispatches:
         counting = Counting(comm)
         plan = ContextParallelPlan(problem.sabi, comm=counting, dispatch=name, **problem.plan)
         q, k, v = (dispatch(x, plan, keys=n > 0) for n, x in enumerate(problem.arrays))
-        o, one = context_parallel_attention(q, k, v, plan, **problem.bits)
+        o, one = context_parallel_attention(q, k, v, plan, **problem.caps, **problem.bits)
         given = dispatch(dout, plan), q, k, v, o, one, plan
-        more = {} if dlse is None else {"dlse": dispatch(dlse, plan, axis=lse_axis(problem))}
+        more = cap if dlse is None else cap | {"dlse": dispatch(dlse, plan, axis=lse_axis(problem))}
         for comm_type in comm_types:
             counting.sent = 0
             mine = context_parallel_attention_backward(*given, comm_type=comm_type, **more, **problem.bits, **options)
@@ -55,6 +56,10 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), with_dlse=F
 def case_lists_of_heads(comm):
     check(comm, Problem(1, 515, density=0.3, list_heads=4, causal=True), with_dlse=True)
     check(comm, Problem(3, 515, density=0.3, list_heads=2, causal=True), ("items",))  # one per KV head
+
+
+def case_softcap_and_sinks(comm):
+    check(comm, Problem(9, 515, density=0.4, causal=True, softcap=3.0, sinks=[0.5, -3.0, 2.0, 9.0]), ("cut", "items"))
 
 
 def case_dtypes_and_layouts(comm):

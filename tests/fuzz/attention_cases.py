@@ -109,7 +109,7 @@ def _ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
 
 
 def draw_problem(
-    draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), capped: bool = False, all_blocks: bool = False
+    draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), forward_only: bool = False, all_blocks: bool = False
 ) -> tuple[Attention, str, bool, bool]:
     dtype = draw.pick("dtype", arrays.FLOATS)
     layout = draw.pick("layout", LAYOUTS)
@@ -146,22 +146,22 @@ def draw_problem(
     )
     if draw.flag("ranges", 0.25):
         problem.ranges = _ranges(draw, batch, s_q, s_kv)
-    if capped and draw.flag("capped", 0.3):
+    if draw.flag("capped", 0.3):
         problem.softcap = draw.pick("softcap", (None, 2.0, 30.0, 1e6))
-        if draw.flag("sinks"):
+        if forward_only and draw.flag("sinks"):
             problem.sinks = arrays.rounded(draw.rng("sinks").standard_normal(kv_heads * group) * 3, "float32")
             problem.sinks[draw.rng("sinks.left").random(kv_heads * group) < 0.2] = -np.inf
     return problem, layout, has_q_lens, has_kv_lens
 
 
-def draw_case(draw: Draw, *, capped: bool = False, **how: Any) -> Case:
-    """`capped`: with what only the forward call takes, and with masks that spoil results; `all_blocks`: lists name all blocks."""
-    problem, layout, has_q_lens, has_kv_lens = draw_problem(draw, capped=capped, **how)
+def draw_case(draw: Draw, *, forward_only: bool = False, **how: Any) -> Case:
+    """`forward_only`: with what only the forward call takes, and with masks that spoil results; `all_blocks`: lists name all blocks."""
+    problem, layout, has_q_lens, has_kv_lens = draw_problem(draw, forward_only=forward_only, **how)
     garbage = draw.pick("garbage", (0.0, np.inf, -np.inf), (2, 1, 1)) if draw.flag("garbage.infinite", 0.3) else np.nan
     bad = draw.rng("bad").random(problem.k.shape[:3]) < draw.pick("bad_keys", (0.0, 0.02, 0.3), (3, 1, 1))
     case = Case(problem, layout, bad, garbage, has_q_lens, has_kv_lens)
     if draw.flag("mask", 0.25):
-        problem.mask, case.mask_dtype = bias_draws.draw_mask(draw, case.mask_sizes, problem.dtype, problem.shown(), spoils=capped)
+        problem.mask, case.mask_dtype = bias_draws.draw_mask(draw, case.mask_sizes, problem.dtype, problem.shown(), spoils=forward_only)
     if draw.flag("alibi", 0.15):
         problem.slopes = bias_draws.draw_slopes(draw, problem.q.shape[1])
     return case

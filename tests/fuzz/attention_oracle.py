@@ -118,6 +118,7 @@ class Forward(NamedTuple):
     allowed_out: np.ndarray
     allowed_lse: np.ndarray
     some: np.ndarray  # (B, H, Sq): whether the row has a score, of a key or of a sink
+    rate: np.ndarray | None  # (B, H, Sq, Skv): the derivative of each score by what the softcap was applied to; None: there is no softcap
     bias_error: np.ndarray | None  # (B, H, Sq, Skv): how far each score may be off because of what is added to it; None: nothing is
 
 
@@ -151,8 +152,10 @@ def forward(a: Attention) -> Forward:
     seen, eps = a.seen(), EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)
     scores = a.factor * (a.q @ k.swapaxes(-1, -2))
+    rate = None
     if a.softcap:
-        scores = a.softcap * np.tanh(scores / a.softcap)
+        tangent = np.tanh(scores / a.softcap)
+        scores, rate = a.softcap * tangent, 1 - tangent**2
     capped, bias_error, spoilt = scores, None, np.zeros(scores.shape[:3], np.bool_)
     if a.mask is not None or a.slopes is not None:
         bias, size = (np.where(seen, x, 0) for x in a.bias())
@@ -191,7 +194,7 @@ def forward(a: Attention) -> Forward:
         allowed_out = allowed_out + grown @ np.abs(v) + grown.sum(axis=-1, keepdims=True) * (weights @ np.abs(v))
         allowed_lse = allowed_lse + grown.sum(axis=-1)
     out[spoilt], lse[spoilt] = np.nan, np.nan
-    return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse, some, bias_error)
+    return Forward(seen, scores, out, lse, score_error, allowed_out, allowed_lse, some, rate, bias_error)
 
 
 class Gradients(NamedTuple):
@@ -206,7 +209,8 @@ def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: n
 
     A probability is off by its score's error, by rounding the difference to `lse`, and by `weight_error`. dout . v and dout . out
     are sums of Dv products, so a slope is off by the probability's error of itself and (Dv + 4) eps of the products' absolute
-    values; slopes are rounded as probabilities are. Each gradient is a sum of n products of these, rounded to the dtype.
+    values; slopes are rounded as probabilities are. Each gradient is a sum of n products of these, rounded to the dtype. The derivative of
+    the softcap, ``1 - tanh(x)^2``, is off by at most twice the error of x and of the tangent.
     """
     eps = EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)
@@ -225,7 +229,11 @@ def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: n
     p_error = grown + weight_error(a.dtype)
     norms = np.linalg.norm(dout, axis=-1)[..., None] * (np.linalg.norm(v, axis=-1)[..., None, :] + np.linalg.norm(out, axis=-1)[..., None])
     size = np.abs(products) + np.abs(free)[..., None]
-    ds_error = p * (p_error * size + eps * (v.shape[-1] + 4) * norms + eps * size) + weight_error(a.dtype) * np.abs(ds)
+    ds_error = p * (p_error * size + eps * (v.shape[-1] + 4) * norms + eps * size)
+    if f.rate is not None:
+        ds_error = ds_error * f.rate + np.abs(ds) * (2 * f.score_error[..., None] / a.softcap + 32 * eps)
+        ds = ds * f.rate
+    ds_error += weight_error(a.dtype) * np.abs(ds)
     n_kv, n_q = f.seen.shape[-1], f.seen.shape[-2] * (a.q.shape[1] // max(a.k.shape[1], 1))
     ds_size = np.abs(ds) + ds_error
     factor = abs(a.factor)

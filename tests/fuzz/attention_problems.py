@@ -82,7 +82,7 @@ def masked_blocks(p: Attention) -> np.ndarray:
 @problem("block_sparse_attention", weight=3)
 def block_sparse_attention(draw: Draw) -> None:
     check = draw.pick("check", CHECKS)
-    case = draw_case(draw, capped=True, all_blocks=check == "dense")
+    case = draw_case(draw, forward_only=True, all_blocks=check == "dense")
     p = case.problem
     out_dtype = p.real if draw.flag("out_dtype", 0.25) else p.dtype
     with checks.at_level(draw):

@@ -97,7 +97,7 @@ def block_sparse_attention(
         ``(H,)``: one more score per head, which takes part in the softmax but has no value. Read as float32; a tensor of any float dtype
         may need a gradient, which then has that dtype.
     softcap : float, optional
-        Replaces each score by ``softcap * tanh(score / softcap)``. Capped scores have no gradients of q, k and v.
+        Replaces each score by ``softcap * tanh(score / softcap)``; 0: scores are not capped.
     return_lse : bool
         Also return the log-sum-exp, which is differentiable too.
     num_threads : int, optional

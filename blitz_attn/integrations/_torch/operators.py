@@ -82,13 +82,8 @@ def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, return_lse: b
 
 
 def _attend_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, softcap: float | None = None,
-    **options: Any,
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, **options: Any
 ) -> Any:  # fmt: skip
-    if softcap:
-        raise RuntimeError(
-            f"softcap: expected 0 where a gradient is requested, because gradients of capped scores are not computed, got {softcap:g}"
-        )
     dout, q, k, v, out, lse = (rows(x) for x in (dout, q, k, v, out, lse))
     dlse = None if dlse is None else rows(dlse)
     return block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **_told(q, k, sabi, named, **options))

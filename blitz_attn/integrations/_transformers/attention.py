@@ -113,8 +113,6 @@ def _why_not_by_shape(layer: _Layer) -> str | None:
     unknown = _unknown(layer)
     if unknown:
         return f"the model's argument {unknown[0]}"
-    if layer.softcap is not None and layer.differentiated:
-        return "gradients of attention with a softcap"
     return None
 
 

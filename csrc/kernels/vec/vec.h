@@ -312,6 +312,13 @@ BA_INLINE vec NAME(v_tanh)(vec x) {
     return NAME(v_select)((ivec)(magnitude < (real)0.5), near, signed_far);
 }
 
+/* The score cap * tanh(score / cap); *rate is set to its derivative by the score. */
+BA_INLINE vec NAME(v_cap)(vec score, real cap, vec *rate) {
+    const vec t = NAME(v_tanh)(score * (1 / cap));
+    *rate = 1 - t * t;
+    return t * cap;
+}
+
 /* Conversion between half precision and float, BA_LANES elements at a time, in integer arithmetic. From half precision it is exact for every
  * input, including subnormals, infinities and NaN. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_CONVERT)
