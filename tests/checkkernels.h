@@ -185,7 +185,7 @@ ba_panel open_panel(const test_case *c);
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
 /* The same, with rows that are longer than what the kernel reads of them. */
 ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim);
-const void *place_bias(const test_case *c, int64_t first, int64_t keys); /* NULL where there is none */
+ba_bias place_bias(const test_case *c, int64_t first, int64_t keys); /* without numbers where there is none */
 void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk);
 
 /* Makes a panel of an empty state fresh, with NaN where its sums will be, in most cases where the family takes such panels. */

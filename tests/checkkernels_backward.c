@@ -90,7 +90,7 @@ static void check_panel(const test_case *c) {
     const int64_t real = c->s.f->real_size, keys = c->keys;
     const ba_gradient_panel panel = open_gradients(c);
     ba_chunk chunk = open_chunk(c, 0, keys);
-    chunk.bias = NULL;
+    chunk.bias = (ba_bias){NULL, false};
     void *weights = chunk.scratch, *slopes = place(SLOPES, keys * c->lanes * real);
     chunk.scratch = NULL;
     c->s.f->gradient->gradient[c->variant](&panel, &chunk, weights, slopes);

@@ -101,8 +101,10 @@ void drop_options(test_case *c) {
 /* Numbers of log2 units for all lanes, and -inf. Where sums are to be exact, only 0 and -inf. */
 static void draw_bias(test_case *c, bool exact) {
     c->biased = c->variant != ROWS && pick(4) == 0;
+    const bool hides = pick(3) > 0;
     for (int64_t j = 0; c->biased && j < c->keys; j++)
-        for (int64_t i = 0; i < BA_MAX_LANES; i++) c->bias[j][i] = pick(4) == 0 ? -INFINITY : exact ? 0 : (float)(uniform() * (pick(16) ? 4 : 100));
+        for (int64_t i = 0; i < BA_MAX_LANES; i++)
+            c->bias[j][i] = hides && pick(4) == 0 ? -INFINITY : exact ? 0 : (float)(uniform() * (pick(16) ? 4 : 100));
 }
 
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim) {
@@ -229,13 +231,18 @@ ba_panel open_panel(const test_case *c) {
     return panel;
 }
 
-const void *place_bias(const test_case *c, int64_t first, int64_t keys) {
-    if (!c->biased) return NULL;
-    const int64_t lanes = c->variant == FEW ? BA_FEW_BIAS : c->lanes;
-    void *bias = place(BIAS, keys * lanes * c->s.f->real_size);
+ba_bias place_bias(const test_case *c, int64_t first, int64_t keys) {
+    if (!c->biased) return (ba_bias){NULL, false};
+    const int64_t stride = BA_FEW_PAD(keys);
+    void *numbers = place(BIAS, (c->variant == FEW ? stride : keys) * c->lanes * c->s.f->real_size);
+    bool hides = false;
     for (int64_t j = 0; j < keys; j++)
-        for (int64_t i = 0; i < lanes; i++) set_element(real_dtype(c), bias, j * lanes + i, (double)c->bias[first + j][i]);
-    return bias;
+        for (int64_t i = 0; i < c->lanes; i++) {
+            const double number = (double)c->bias[first + j][i];
+            set_element(real_dtype(c), numbers, c->variant == FEW ? i * stride + j : j * c->lanes + i, number);
+            hides |= number == -INFINITY;
+        }
+    return (ba_bias){numbers, hides};
 }
 
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys) { return open_chunk_of(c, first, keys, c->head_dim, c->v_dim); }

@@ -206,7 +206,7 @@ void check_together(test_case *c) {
                 chunks[i].k_rows += begin;
                 chunks[i].v_rows += begin;
                 if (all.key_index) chunks[i].key_index += begin;
-                if (all.bias) chunks[i].bias = (const char *)all.bias + begin * c->lanes * f->real_size;
+                if (all.bias.numbers) chunks[i].bias.numbers = (const char *)all.bias.numbers + begin * c->lanes * f->real_size;
                 if (all.k_scale) chunks[i].k_scale += begin;
                 if (all.v_scale) chunks[i].v_scale += begin;
                 chunks[i].keys = i == 0 || pick(2) ? c->keys - begin : 1 + pick(c->keys - begin);

@@ -199,16 +199,23 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
     return from_block_mask(any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width)
 
 
-def runs_of(seen: np.ndarray) -> np.ndarray:
-    """int64 (..., 2): in each row of a mask, bool (..., keys), the first key that is seen and the place after the last one; 0 and 0 where
-    there is none. Keys between these two may be gaps."""
-    keys = seen.shape[-1]
-    runs = np.zeros((*seen.shape[:-1], 2), np.int64)
-    if keys:
-        some = seen.any(axis=-1)
-        runs[..., 0] = np.where(some, seen.argmax(axis=-1), 0)
-        runs[..., 1] = np.where(some, keys - seen[..., ::-1].argmax(axis=-1), 0)
-    return runs
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # of each byte, the highest first
+_FIRST_BIT, _LAST_BIT, _BIT_COUNT = _BITS.argmax(axis=1), 7 - _BITS[:, ::-1].argmax(axis=1), _BITS.sum(axis=1)
+
+
+def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row of a mask, bool (..., keys): int64 (..., 2), the first key that is seen and the place after the last one, or 0 and 0 where
+    there is none; and the number of keys that are seen, which is less than the run where there are gaps."""
+    runs, counts = np.zeros((*seen.shape[:-1], 2), np.int64), np.zeros(seen.shape[:-1], np.int64)
+    if seen.shape[-1]:
+        eights = np.packbits(seen, axis=-1)
+        some = eights != 0
+        first, last = some.argmax(axis=-1), eights.shape[-1] - 1 - some[..., ::-1].argmax(axis=-1)
+        of_first, of_last = (np.take_along_axis(eights, x[..., None], axis=-1)[..., 0] for x in (first, last))
+        runs[..., 0], runs[..., 1] = 8 * first + _FIRST_BIT[of_first], 8 * last + _LAST_BIT[of_last] + 1
+        counts = _BIT_COUNT[eights].sum(axis=-1)
+        runs[counts == 0] = 0
+    return runs, counts
 
 
 def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = None) -> np.ndarray:
@@ -249,14 +256,15 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
     """
     seen = _booleans(mask)
     s_q, s_kv = seen.shape[-2:]
-    ranges = runs_of(seen).astype(np.int32)
+    runs, counts = runs_and_counts(seen)
+    ranges = runs.astype(np.int32)
     if seen.size == 0:
         return ranges
-    keys = np.arange(s_kv)
-    said = (keys >= ranges[..., :1]) & (keys < ranges[..., 1:])
-    if block_shape is not None:
-        said &= to_token_mask(from_token_mask(seen, block_shape), s_q, s_kv, block_shape)
-    gaps = (said != seen).any(axis=-1)
+    gaps = counts != runs[..., 1] - runs[..., 0]
+    if block_shape is not None and gaps.any():
+        keys = np.arange(s_kv)
+        said = (keys >= ranges[..., :1]) & (keys < ranges[..., 1:])
+        gaps = (said & to_token_mask(from_token_mask(seen, block_shape), s_q, s_kv, block_shape) != seen).any(axis=-1)
     if gaps.any():
         at = ", ".join(str(n) for n in np.argwhere(gaps)[0])
         raise ValueError(f"mask: expected rows whose keys are a run, got a gap in row [{at}]")

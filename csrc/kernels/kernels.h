@@ -95,7 +95,6 @@ enum {
     BA_PANEL_WIDTHS = 2,    /* a wide panel, and a narrow one for the queries that do not fill a wide one */
     BA_MAX_LANES = 64,      /* of a panel */
     BA_FEW_QUERIES = 8,     /* the most queries of a few call */
-    BA_FEW_BIAS = 16,       /* numbers for each key in the bias of a few call: one for each query, and more to fill a vector */
     BA_MOST_FEW_HEADS = 16, /* the most heads of a few call */
     BA_FEW_KEY_ALIGN = 16,  /* a few kernel may be given the keys of a chunk from any multiple of this, and of key_align, on */
     BA_CHOOSE_ROWS = 16,    /* rows whose best blocks are chosen together */
@@ -130,6 +129,12 @@ typedef struct ba_prefetch_rows {
     int64_t count, offset, bytes, skip[BA_MOST_REQUESTS];
 } ba_prefetch_rows;
 
+/* What is added to the scores of a panel over a chunk, after the softcap. */
+typedef struct ba_bias {
+    const void *numbers; /* NULL: nothing is. Else real [keys of the chunk][lanes], for few [queries][BA_FEW_PAD(keys)], in log2 units */
+    bool hides;          /* some number is -inf: the lane does not see the key */
+} ba_bias;
+
 /* One chunk of keys. Fields marked "few" are read by few kernels only, and fields marked "panel" by panel kernels only; scales
  * are read by the panel kernels of families with takes_scales, too. */
 typedef struct ba_chunk {
@@ -148,11 +153,10 @@ typedef struct ba_chunk {
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
     const float *k_scale;                          /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
     const float *v_scale;                          /* the same for V */
-    double scale;     /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
-    double softcap;   /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
-    const void *bias; /* panel, few: NULL, or real [keys][lanes], for few [keys][BA_FEW_BIAS], in log2 units: what is added to the scores after the
-                         softcap. A lane does not see a key whose number is -inf */
-    void *scratch;    /* keys * scratch_per_key bytes, of any content */
+    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
+    double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
+    ba_bias bias;   /* panel, few */
+    void *scratch;  /* keys * scratch_per_key bytes, of any content */
 } ba_chunk;
 
 /* Where the bias of a panel comes from: numbers of a mask, and -slope * |place - key_index|. */
@@ -166,12 +170,14 @@ typedef struct ba_bias_source {
 
 typedef enum ba_bias_effect {
     BA_BIAS_NONE, /* all numbers are 0, so that the chunk needs no bias */
-    BA_BIAS_SOME,
-    BA_BIAS_HIDES, /* all numbers are -inf, so that no lane sees a key */
+    BA_BIAS_ADDS, /* no number is -inf */
+    BA_BIAS_HIDES_SOME,
+    BA_BIAS_HIDES_ALL, /* all numbers are -inf, so that no lane sees a key */
 } ba_bias_effect;
 
-/* Writes real bias[keys][width] for the keys of key_index, as ba_chunk.bias; width is BA_FEW_BIAS, or the lanes of a panel. */
-#define BA_FILL_BIAS(name) ba_bias_effect name(void *bias, const ba_bias_source *source, int64_t width, const int32_t *key_index, int64_t keys)
+/* Writes the numbers of a bias for the keys of key_index: fill_bias those of a panel of `lanes` lanes, fill_few_bias those of `lanes` queries of a
+ * few call. */
+#define BA_FILL_BIAS(name) ba_bias_effect name(void *numbers, const ba_bias_source *source, int64_t lanes, const int32_t *key_index, int64_t keys)
 typedef BA_FILL_BIAS((*ba_fill_bias_fn));
 
 /* ---- Packing ------------------------------------------------------------------------------------------------------------ */
@@ -251,7 +257,7 @@ typedef struct ba_panel_kernels {
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */
-    ba_fill_bias_fn fill_bias;                 /* NULL: that of the vector family */
+    ba_fill_bias_fn fill_bias, fill_few_bias;  /* NULL: those of the vector family */
 } ba_panel_kernels;
 
 /* ---- Few queries -------------------------------------------------------------------------------------------------------- */
@@ -267,6 +273,7 @@ typedef struct ba_panel_kernels {
  * A kernel may use a head's scratch as it likes: those on vectors keep scores behind each other and then sums of V, those on tiles keep scores of
  * whole groups of 32 keys, for which the room is just enough. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
+#define BA_FEW_BIAS(keys) (BA_FEW_QUERIES * BA_FEW_PAD(keys)) /* reals that the numbers of a bias need at most */
 #define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
 #define BA_ATTEND_FEW(name) void name(const ba_panel *panels, int64_t queries, const ba_chunk *chunks, int64_t heads)
 typedef BA_ATTEND_FEW((*ba_attend_few_fn));
@@ -336,7 +343,7 @@ typedef struct ba_gradient_panel {
     const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
     void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; added to */
     const int32_t *lo, *hi; /* as in ba_panel */
-    const void *bias;       /* NULL, or real [keys of the chunk][lanes], as that of ba_chunk, which is not read here */
+    ba_bias bias;           /* that of the chunk is not read */
 } ba_gradient_panel;
 
 /* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what

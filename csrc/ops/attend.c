@@ -30,8 +30,8 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     w->packed_v = ba_take_in_page(base, &used, c->pack_v ? packed * pad_v * pack : 0, in_page, in_page);
     w->wide = ba_take(base, &used, c->widen ? BA_WIDE_KEYS * ba_round_up(ba_max(p->head_dim, p->v_dim), BA_PACK_PAD) * f->pack_bytes : 0);
     w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
-    w->bias =
-        ba_take(base, &used, ba_has_bias(p) ? keys * ba_max(f->lanes[BA_PANEL_WIDE], c->plan.grouping.few_heads * BA_FEW_BIAS) * f->real_size : 0);
+    w->bias = ba_take(base, &used,
+                      ba_has_bias(p) ? ba_max(keys * f->lanes[BA_PANEL_WIDE], c->plan.grouping.few_heads * BA_FEW_BIAS(keys)) * f->real_size : 0);
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
@@ -64,6 +64,7 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     const ba_cache_kernels *cache = kernels->cache[p->kv_dtype];
     const bool own = ba_attends_kv_dtype(kernels, f, p);
     c->fill_bias = vectors->panel->fill_bias;
+    c->fill_few_bias = vectors->panel->fill_few_bias;
     c->widen = own && p->kv_dtype != p->dtype ? cache->widen : NULL;
     assert(!c->widen || BA_WIDE_KEYS % f->key_pad == 0);
     c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;

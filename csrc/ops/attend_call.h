@@ -52,7 +52,7 @@ typedef struct ba_attend_call {
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
-    ba_fill_bias_fn fill_bias;
+    ba_fill_bias_fn fill_bias, fill_few_bias;
     const ba_tuning *tuning;
     const ba_request_tuning *few_requests; /* of tuning->few, those of the cache that this level prefetches into */
     int64_t chunk_keys;

@@ -202,9 +202,9 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
 
 bool ba_bias_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t place,
                    ba_chunk *chunk) {
-    const int64_t width = s->width == BA_PANEL_FEW ? BA_FEW_BIAS : c->family->lanes[s->width];
-    char *const memory = w->bias + place * c->tuning->few.keys * BA_FEW_BIAS * c->family->real_size;
-    return ba_make_bias(c->problem, c->fill_bias, batch, tile, s, width, chunk, memory, &chunk->bias);
+    char *const memory = w->bias + place * BA_FEW_BIAS(c->tuning->few.keys) * c->family->real_size;
+    if (s->width == BA_PANEL_FEW) return ba_make_bias(c->problem, c->fill_few_bias, batch, tile, s, s->lanes, chunk, memory, &chunk->bias);
+    return ba_make_bias(c->problem, c->fill_bias, batch, tile, s, c->family->lanes[s->width], chunk, memory, &chunk->bias);
 }
 
 void ba_skip_keys(ba_chunk *chunk, int64_t keys) {

@@ -55,7 +55,7 @@ ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backwa
     s->gradient.delta = w->lanes + (*at * 2 + room) * real;
     s->gradient.lo = w->bounds + *at * 2;
     s->gradient.hi = w->bounds + *at * 2 + room;
-    s->gradient.bias = NULL;
+    s->gradient.bias = (ba_bias){NULL, false};
     *at += room;
     return s;
 }

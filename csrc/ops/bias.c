@@ -1,14 +1,14 @@
 #include "ops/bias.h"
 
-bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t width,
-                  const ba_chunk *chunk, void *memory, const void **bias) {
-    *bias = NULL;
+bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t lanes,
+                  const ba_chunk *chunk, void *memory, ba_bias *bias) {
+    *bias = (ba_bias){NULL, false};
     if (!ba_has_bias(p)) return true;
     const ba_tensor *mask = &p->attn_mask;
     const void *rows[BA_MAX_LANES];
     int32_t places[BA_MAX_LANES];
     float slopes[BA_MAX_LANES];
-    for (int64_t i = 0; i < width; i++) {
+    for (int64_t i = 0; i < lanes; i++) {
         const int64_t at = s->lane + ba_min(i, s->lanes - 1); /* a lane without a query is as the last one with a query */
         const int64_t head = ba_lane_head(tile, at), query = ba_lane_query(tile, at);
         if (mask->data) {
@@ -26,7 +26,7 @@ bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, cons
                                    .stride = mask->strides[3],
                                    .slopes = p->alibi_slopes ? slopes : NULL,
                                    .places = places};
-    const ba_bias_effect effect = fill(memory, &source, width, chunk->key_index, chunk->keys);
-    if (effect != BA_BIAS_NONE) *bias = memory;
-    return effect != BA_BIAS_HIDES;
+    const ba_bias_effect effect = fill(memory, &source, lanes, chunk->key_index, chunk->keys);
+    if (effect != BA_BIAS_NONE) *bias = (ba_bias){memory, effect != BA_BIAS_ADDS};
+    return effect != BA_BIAS_HIDES_ALL;
 }

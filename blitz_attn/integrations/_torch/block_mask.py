@@ -286,8 +286,17 @@ class _Found(NamedTuple):
     ends: np.ndarray  # int64 (2, B): one more than the last query that sees a key, and than the last key that is seen
 
 
-def _looked_at(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], places: Places, device: Any) -> _Found | None:
-    """What the blocks of a mask show; None where something is seen beyond the lengths or in another document."""
+def _has_gap(seen: np.ndarray, hidden: np.ndarray) -> bool:
+    """Whether no window says what is seen: a hidden distance lies between two that are seen."""
+    where = np.flatnonzero(seen)
+    return where.size > 0 and bool(hidden[where[0] : where[-1] + 1].any())
+
+
+def _looked_at(
+    mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], places: Places, device: Any, *, whole: bool
+) -> _Found | None:
+    """What the blocks of a mask show; None where something is seen beyond the lengths or in another document. Unless `whole`, also None as
+    soon as no window says it."""
     sizes = places.sizes
     shift = sum(sizes)
     seen_at, hidden_at = np.zeros((2, 2 * shift + 1), bool)
@@ -299,6 +308,8 @@ def _looked_at(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[in
             return None
         seen_at[distance[seen].cpu().numpy()] = True
         hidden_at[distance[inside & ~seen].cpu().numpy()] = True
+        if not whole and _has_gap(seen_at, hidden_at):
+            return None
         for end, index in zip(ends, (i, j), strict=True):
             last = torch.where(seen, index + 1, 0).flatten(1).amax(1)
             np.maximum.at(end, part[:, 0], last.cpu().numpy())
@@ -323,13 +334,13 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
     """(causal, window) that let a query see exactly the distances that are seen; None where there is none."""
     if found is None:
         return None
+    if _has_gap(found.seen, found.hidden):
+        return None
     seen, hidden = (np.flatnonzero(x) - shift for x in (found.seen, found.hidden))
     if seen.size == 0:
         return (False, None) if hidden.size == 0 else None
     lowest, highest = int(seen.min()), int(seen.max())
     below, above = hidden[hidden < lowest], hidden[hidden > highest]
-    if below.size + above.size < hidden.size:
-        return None  # a gap: keys on both sides of it are seen, so that no window says this
     left = right = -1
     if below.size:
         left = max(0, -lowest)
@@ -349,6 +360,8 @@ def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[in
     its run and no others. None where no such runs exist."""
     first, end = np.full((partial.shape[0], sizes[0]), sizes[1], np.int32), np.zeros((partial.shape[0], sizes[0]), np.int32)
     for _, b, i, j, _, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
+        if bool(((seen[..., 1:] & ~seen[..., :-1]).sum(-1) + seen[..., 0] > 1).any()):
+            return None  # two runs in a row of a block
         at = np.broadcast_arrays(b[..., 0].cpu().numpy(), i[..., 0].cpu().numpy())
         np.minimum.at(first, tuple(at), torch.where(seen, j, sizes[1]).amin(-1).cpu().numpy())
         np.maximum.at(end, tuple(at), torch.where(seen, j + 1, 0).amax(-1).cpu().numpy())
@@ -450,13 +463,13 @@ def from_flex_block_mask(
     if ends[0] is not None and kept.shape[0] != 1:
         raise ValueError(f"block_mask: expected a mask of one packed sequence with documents, got one of a batch of {kept.shape[0]}")
     places = Places.of(sizes, lens, ends, device)
-    found = _looked_at(block_mask, partial, full, shape, places, device)
-    rules = _rules_of(found, sum(sizes))
     given = any(x is not None for x in (*lens, ends[0]))
+    found = _looked_at(block_mask, partial, full, shape, places, device, whole=not given and kept.shape[0] > 1)
+    rules = _rules_of(found, sum(sizes))
     if rules is None and found is not None and not given and kept.shape[0] > 1:  # lengths would bind a mask for any batch to a batch of 1
         lens = found.ends[0], found.ends[1]
         places = Places.of(sizes, lens, ends, device)
-        rules = _rules_of(_looked_at(block_mask, partial, full, shape, places, device), sum(sizes))
+        rules = _rules_of(_looked_at(block_mask, partial, full, shape, places, device, whole=False), sum(sizes))
     if rules is None and not given:
         ranges = _ranges_of(block_mask, partial, full, shape, sizes, device)
         if ranges is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._sabi.convert import any_pool, from_block_mask, runs_of
+from ..._sabi.convert import any_pool, from_block_mask, runs_and_counts
 
 try:
     import torch
@@ -57,8 +57,8 @@ def _ranges_of(seen: np.ndarray, queries: int, keys: int) -> Any:
         return None
     seen = seen[:, 0] if seen.shape[1] else np.zeros((len(seen), *seen.shape[2:]), bool)
     if seen.shape[-1] == keys:
-        runs = runs_of(seen)
-        if (runs[..., 1] - runs[..., 0] != np.count_nonzero(seen, axis=-1)).any():
+        runs, counts = runs_and_counts(seen)
+        if (runs[..., 1] - runs[..., 0] != counts).any():
             return None
     else:  # an axis of 1: all keys or none
         runs = seen * np.array([0, keys])
