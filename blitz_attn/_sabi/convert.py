@@ -204,8 +204,8 @@ _FIRST_BIT, _LAST_BIT, _BIT_COUNT = _BITS.argmax(axis=1), 7 - _BITS[:, ::-1].arg
 
 
 def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row of a mask, bool (..., keys): int64 (..., 2), the first key that is seen and the place after the last one, or 0 and 0 where
-    there is none; and the number of keys that are seen, which is less than the run where there are gaps."""
+    """Of each row of a mask, bool (..., keys): int64 (..., 2), the first key that is seen and the place after the last one (0 and 0 where
+    there is none), and the number of keys that are seen. Where that is less than the run has, there are gaps."""
     runs, counts = np.zeros((*seen.shape[:-1], 2), np.int64), np.zeros(seen.shape[:-1], np.int64)
     if seen.shape[-1]:
         eights = np.packbits(seen, axis=-1)
