@@ -1,10 +1,13 @@
 /* blitz_attn: sparse attention on CPUs. The whole C API; the Python extension uses it and ops/open.h, whose calls are opened first and then run.
  *
- * A program fills a ba_block_sparse_args, calls ba_block_sparse_attention(), and reads `out` and `lse`:
+ * A program begins with ba_block_sparse_args_init(), sets what its call needs, calls ba_block_sparse_attention(), and reads `out` and `lse`:
  *
- *     ba_block_sparse_args a = BA_BLOCK_SPARSE_ARGS_INIT;
+ *     ba_block_sparse_args a = ba_block_sparse_args_init();
  *     a.q = ...; a.k = ...; a.v = ...; a.out = ...;          // tensors: pointer, dtype, dims, element strides
  *     if (ba_block_sparse_attention(&a) != BA_OK) puts(ba_last_error());
+ *
+ * A struct of zeros is not a default where a struct has a function ba_..._args_init(): a window of {0, 0} shows each query one key at most, and a
+ * scale of 0 makes all scores equal. Structs without such a function begin with zeros.
  *
  * Every function checks all of its arguments before it does any work or writes any output. Every function may be called
  * from several threads at once. Inputs are never written. The caller owns all arrays and lists, and must keep them until
@@ -106,7 +109,7 @@ typedef struct ba_block_sparse_args {
     int routed;                   /* the lists route single queries, or small tiles of queries, as in native sparse attention. Rows of few queries are
                                    * then attended by the row kernels, which sum in another order, so that a list of all blocks then equals no list only up
                                    * to rounding */
-    double scale;                 /* multiplies q k^T; finite. ba_default_scale(D) is the usual one */
+    double scale;                 /* multiplies q k^T; finite, or NAN for 1 / sqrt(D) */
     double softcap;               /* 0: none. Else scores become softcap * tanh(score / softcap) */
     const float *sinks;           /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse. So gradients,
                                    * which are computed from lse, need no sinks. None where the lists are routed */
@@ -131,10 +134,8 @@ typedef struct ba_block_sparse_args {
     int num_threads;                 /* threads that the call may use; 0: what ba_get_num_threads() says */
 } ba_block_sparse_args;
 
-#define BA_BLOCK_SPARSE_ARGS_INIT                                                                                                                    \
-    {                                                                                                                                                \
-        .block_q = 128, .block_kv = 128, .window = { -1, -1 }                                                                                        \
-    }
+/* Arguments of blocks of 128 tokens, no bound of the window, and a scale of NAN; the rest is 0. */
+BA_API ba_block_sparse_args ba_block_sparse_args_init(void);
 
 BA_API double ba_default_scale(int64_t head_dim); /* 1 / sqrt(head_dim) */
 
@@ -161,7 +162,7 @@ typedef struct ba_block_sparse_backward_args {
                                    * of listed blocks are read and written */
 } ba_block_sparse_backward_args;
 
-#define BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT {.forward = BA_BLOCK_SPARSE_ARGS_INIT}
+BA_API ba_block_sparse_backward_args ba_block_sparse_backward_args_init(void); /* `forward` as above; the rest is 0 */
 
 /* Checks all inputs, but not dq, dk and dv, and writes the dtypes and shapes that these must have (data NULL, strides unspecified). */
 BA_API ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape,
@@ -199,17 +200,17 @@ typedef struct ba_paged_args {
     int64_t batch;             /* number of requests */
     ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
-    double scale;
-    int64_t window;     /* tokens that a query sees before itself; -1: no bound */
-    double softcap;     /* 0: none. Else scores become softcap * tanh(score / softcap) */
-    const float *sinks; /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse */
-    int unrounded;      /* as in ba_block_sparse_args */
-    ba_tensor out;      /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
-    ba_tensor lse;      /* not given, or written: the natural log-sum-exp, (B, H), with cu_q (T, H); float32, with float64 q float64 */
-    int num_threads;    /* 0: what ba_get_num_threads() says */
+    double scale;                   /* as in ba_block_sparse_args */
+    int64_t window;                 /* tokens that a query sees before itself; -1: no bound */
+    double softcap;                 /* 0: none. Else scores become softcap * tanh(score / softcap) */
+    const float *sinks;             /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse */
+    int unrounded;                  /* as in ba_block_sparse_args */
+    ba_tensor out;                  /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
+    ba_tensor lse;                  /* not given, or written: the natural log-sum-exp, (B, H), with cu_q (T, H); float32, with float64 q float64 */
+    int num_threads;                /* 0: what ba_get_num_threads() says */
 } ba_paged_args;
 
-#define BA_PAGED_ARGS_INIT {.window = -1}
+BA_API ba_paged_args ba_paged_args_init(void); /* a window of -1 and a scale of NAN; the rest is 0 */
 
 /* Checks all inputs, but not out and lse, and writes the dtypes and shapes that the outputs must have (data NULL, strides unspecified). */
 BA_API ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
@@ -334,7 +335,8 @@ typedef struct ba_select_prefill_args {
     ba_tensor scores; /* not given, or written: float32 (B, lists, rows, columns); 0 where a row sees no key of the column */
 } ba_select_prefill_args;
 
-#define BA_SELECT_PREFILL_ARGS_INIT {.call = BA_BLOCK_SPARSE_ARGS_INIT, .pool_q = 1, .pool_k = 1, .largest = 1}
+/* `call` as ba_block_sparse_args_init() returns it, pool_q, pool_k and `largest` 1; the rest is 0. */
+BA_API ba_select_prefill_args ba_select_prefill_args_init(void);
 
 BA_API ba_status ba_select_prefill(const ba_select_prefill_args *args);
 
@@ -422,7 +424,7 @@ typedef struct ba_nsa_select_args {
     int64_t batch;                /* number of sequences, with cu_q */
     int64_t q_begin;              /* token number of query 0, where the queries are a stretch of their sequence; 0 with cu_q */
     int64_t tokens;               /* length of each sequence, queries before q_begin included; not read with cu_q */
-    double scale;
+    double scale;                 /* as in ba_block_sparse_args */
     int causal;
     int64_t compress_block, compress_stride, select_block, tile; /* in tokens */
     int64_t init_blocks, local_blocks;
@@ -432,6 +434,8 @@ typedef struct ba_nsa_select_args {
     int64_t cmp_group;
     int num_threads;
 } ba_nsa_select_args;
+
+BA_API ba_nsa_select_args ba_nsa_select_args_init(void); /* a scale of NAN; the rest is 0 */
 
 BA_API ba_status ba_nsa_select(const ba_nsa_select_args *args);
 

@@ -246,7 +246,7 @@ static int check(const ba_block_sparse_args *a, double tolerance) {
             for (int j = 0; j <= i; j++) {
                 if (j / BLOCK != lists[i / BLOCK][0] && j / BLOCK != lists[i / BLOCK][1]) continue;
                 double score = 0;
-                for (int d = 0; d < D; d++) score += (double)q[h][i][d] * k[j][d] * a->scale;
+                for (int d = 0; d < D; d++) score += (double)q[h][i][d] * k[j][d] * ba_default_scale(D);
                 sum += exp(score);
                 for (int d = 0; d < D; d++) mean[d] += exp(score) * v[j][d];
             }
@@ -272,12 +272,11 @@ int main(void) {
     }
     memset(out, 0xff, sizeof out);
     memset(out16, 0xff, sizeof out16);
-    ba_block_sparse_args a = BA_BLOCK_SPARSE_ARGS_INIT;
+    ba_block_sparse_args a = ba_block_sparse_args_init();
     a.lse = tensor(lse, BA_FLOAT32, H, S, 1);
     a.lse.ndim = 3;
     a.blocks = tensor(lists, BA_INT32, 1, COLUMNS, 2);
     a.block_q = a.block_kv = BLOCK;
-    a.scale = ba_default_scale(D);
     a.causal = 1;
     for (int narrow = 0; narrow < 2; narrow++) {
         const ba_dtype dtype = narrow ? BA_BFLOAT16 : BA_FLOAT32;
@@ -288,6 +287,12 @@ int main(void) {
         a.out = tensor(narrow ? (void *)out16 : out, dtype, H, S, D);
         if (check(&a, narrow ? 0x1p-8 : 1e-5)) return 1;
     }
+    a.scale = 0; /* a number like any other: all keys that a query sees weigh the same */
+    memset(out16, 0xff, sizeof out16);
+    if (ba_block_sparse_attention(&a) != BA_OK || !(fabs(lse[0][S - 1] - log(2 * BLOCK - (COLUMNS * BLOCK - S))) < 1e-5)) return puts("scale 0"), 1;
+    a.scale = INFINITY;
+    if (ba_block_sparse_attention(&a) != BA_ERROR_VALUE || strncmp(ba_last_error(), "scale: ", 7) != 0) return puts(ba_last_error()), 1;
+    a.scale = NAN;
     a.k.dims[3] = D - 1;
     if (ba_block_sparse_attention(&a) != BA_ERROR_VALUE || strncmp(ba_last_error(), "k: ", 3) != 0) return puts(ba_last_error()), 1;
     return printf("right at %s\n", ba_isa_name(ba_isa_active())), 0;
@@ -388,7 +393,25 @@ def test_header_compiles_alone(header, flags, tmp_path):
     run(*compiler("CC"), *flags, "-Werror", *NEEDS.get(header, ()), *include, "-fsyntax-only", source)
 
 
-def test_public_header_is_cxx_too(tmp_path):
+CXX_PROGRAM = """
+#include "blitz_attn.h"
+
+int main() {
+    ba_block_sparse_args a = ba_block_sparse_args_init();
+    ba_block_sparse_backward_args g = ba_block_sparse_backward_args_init();
+    ba_paged_args p = ba_paged_args_init();
+    const ba_select_prefill_args s = ba_select_prefill_args_init();
+    const ba_nsa_select_args n = ba_nsa_select_args_init();
+    a.causal = 1;
+    g.forward = a;
+    p.batch = s.pool_q + n.batch;
+    return ba_block_sparse_attention(&a) == BA_OK || ba_block_sparse_attention_backward(&g) == BA_OK || ba_paged_attention(&p) == BA_OK;
+}
+"""
+
+
+@pytest.mark.parametrize("standard", ["c++11", "c++17"])
+def test_public_header_is_cxx_too(standard, tmp_path):
     source = tmp_path / "alone.cpp"
-    source.write_text('#include "blitz_attn.h"\nint main() { return ba_get_num_threads() < 0; }\n', encoding="utf-8")
-    run(*compiler("CXX"), "-std=c++11", "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{ROOT / 'csrc'}", "-fsyntax-only", source)
+    source.write_text(CXX_PROGRAM, encoding="utf-8")
+    run(*compiler("CXX"), f"-std={standard}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT / 'csrc'}", "-fsyntax-only", source)

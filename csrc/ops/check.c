@@ -123,10 +123,11 @@ ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch
 /* The largest number that a scale or a cap may be. Its reciprocal is the smallest cap. */
 static double most_of(ba_dtype q_dtype) { return q_dtype == BA_FLOAT64 ? 1e300 : 1e37; }
 
-ba_status ba_check_scale(ba_dtype q_dtype, double scale) {
-    if (!isfinite(scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", scale);
+ba_status ba_take_scale(ba_dtype q_dtype, int64_t head_dim, double scale, double *taken) {
+    *taken = isnan(scale) ? ba_default_scale(head_dim) : scale;
+    if (isinf(scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", scale);
     const double most = most_of(q_dtype);
-    if (fabs(scale) <= most) return BA_OK;
+    if (fabs(*taken) <= most) return BA_OK;
     return ba_fail(BA_ERROR_VALUE, "scale: expected a number from %g to %g with a %s q, got %g", -most, most, ba_dtype_name(q_dtype), scale);
 }
 

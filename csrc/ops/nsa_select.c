@@ -23,6 +23,7 @@ typedef struct select_call {
     int64_t sequences, group;
     int64_t list_heads; /* heads of the result: KV heads where by_query, else query heads */
     int64_t dim;
+    double scale;
     int64_t narrow, wide; /* the lengths of a compressed block and of a selected block, in strides */
     int64_t lanes, chunk_keys;
     int64_t most_blocks;      /* blocks of the longest sequence */
@@ -110,7 +111,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const item_
     if (c->by_query) {
         const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
         for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = ba_sequence_row(&c->q, c->args->cu_q, at->sequence, at->first + i, head);
-        f->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale * BA_LOG2_E);
+        f->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->scale * BA_LOG2_E);
         return;
     }
     for (int64_t i = 0; i < at->rows; i++) {
@@ -124,7 +125,7 @@ static void pack_rows(const select_call *c, const select_scratch *s, const item_
         ba_sum_rows(c->kernels, c->q.dtype, s->pointers, s->weights, n, c->dim, s->wide, row);
     }
     for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = s->rows + i * pad * c->real_size;
-    c->family->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->args->scale);
+    c->family->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->scale);
 }
 
 /* Opens the panel of query head `head`, the g-th of its group. Sets how many compressed keys each lane sees, in s->hi, and *most and *least, the
@@ -180,7 +181,7 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
                       .k_rows = rows,
                       .v_rows = rows,
                       .key_index = s->key_index,
-                      .scale = c->args->scale * BA_LOG2_E,
+                      .scale = c->scale * BA_LOG2_E,
                       .scratch = s->chunk};
 }
 
@@ -372,7 +373,7 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
     if (!c->by_query && (a->compress_stride != a->compress_block || a->select_block != a->compress_block))
         return ba_fail(BA_ERROR_VALUE, "compress_stride: expected compress_block_size = %" PRId64 " with tiles, got %" PRId64, a->compress_block,
                        a->compress_stride);
-    BA_TRY(ba_check_scale(a->q.dtype, a->scale));
+    BA_TRY(ba_take_scale(a->q.dtype, c->dim, a->scale, &c->scale));
     c->narrow = a->compress_block / a->compress_stride;
     c->wide = a->select_block / a->compress_stride;
     return ba_check_threads(a->num_threads);

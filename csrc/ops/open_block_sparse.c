@@ -1,6 +1,5 @@
 /* Opens calls of block-sparse attention: checks every shape, relation and range before any work is done. */
 #include <inttypes.h>
-#include <math.h>
 #include <stdio.h>
 
 #include "core/status.h"
@@ -147,8 +146,8 @@ static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tok
     return BA_OK;
 }
 
-static ba_status check_options(const ba_block_sparse_args *args) {
-    BA_TRY(ba_check_scale(args->q.dtype, args->scale));
+static ba_status check_options(const ba_block_sparse_args *args, int64_t head_dim, double *scale) {
+    BA_TRY(ba_take_scale(args->q.dtype, head_dim, args->scale, scale));
     BA_TRY(ba_check_softcap(args->q.dtype, args->softcap));
     if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, "sinks: expected none with routed lists, got some");
     if (args->routed || args->key_stride != 0) {
@@ -251,8 +250,9 @@ static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p
 
 static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, ba_tensor *out_shape, ba_tensor *lse_shape) {
     sized_view q, k, v;
+    double scale;
     BA_TRY(take_inputs(args, &q, &k, &v));
-    BA_TRY(check_options(args));
+    BA_TRY(check_options(args, q.dim, &scale));
 
     *p = (ba_problem){
         .dtype = args->q.dtype,
@@ -269,7 +269,7 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .kv_len = k.tokens,
         .head_dim = q.dim,
         .v_dim = v.dim,
-        .scale = args->scale,
+        .scale = scale,
         .softcap = args->softcap,
         .sinks = args->sinks,
         .alibi_slopes = args->alibi_slopes,
@@ -374,5 +374,3 @@ ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_a
     }
     return BA_OK;
 }
-
-double ba_default_scale(int64_t head_dim) { return head_dim > 0 ? 1 / sqrt((double)head_dim) : 1; }

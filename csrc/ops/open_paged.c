@@ -1,6 +1,5 @@
 /* Opens calls of paged attention: checks every shape, relation and range before any work is done. */
 #include <inttypes.h>
-#include <math.h>
 
 #include "core/status.h"
 #include "kernels/kernels.h"
@@ -50,6 +49,7 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
 static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q;
     ba_caches c;
+    double scale;
     BA_TRY(ba_check_float("q", q));
     if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("q", q));
@@ -72,7 +72,7 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
     if (q->dims[1] % c.heads != 0)
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1], c.heads,
                        ba_shape_text(&args->k_cache).chars);
-    BA_TRY(ba_check_scale(q->dtype, args->scale));
+    BA_TRY(ba_take_scale(q->dtype, q->dims[2], args->scale, &scale));
     BA_TRY(ba_check_softcap(q->dtype, args->softcap));
     if (args->window < -1)
         return ba_fail(BA_ERROR_VALUE, "window: expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
@@ -92,7 +92,7 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
         .q_len = 1,
         .head_dim = q->dims[2],
         .v_dim = c.v_dim,
-        .scale = args->scale,
+        .scale = scale,
         .softcap = args->softcap,
         .sinks = args->sinks,
         .alibi_slopes = args->alibi_slopes,

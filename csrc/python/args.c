@@ -1,6 +1,7 @@
 #include "python/args.h"
 
 #include <limits.h>
+#include <math.h>
 #include <string.h>
 
 #include "ops/check.h"
@@ -573,6 +574,12 @@ int arg_double(PyObject *object, const char *name, double *value) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) return fail_raising(name, "a number", object);
     PyErr_Clear();
     return fail_kind(name, "a number", object);
+}
+
+int arg_scale(PyObject *object, const char *name, double *value) {
+    if (object == Py_None) return 0;
+    if (arg_double(object, name, value) < 0) return -1;
+    return isnan(*value) ? fail(PyExc_ValueError, "%s: expected a finite number, got nan", name) : 0;
 }
 
 int arg_flag(PyObject *object, const char *name, int *value) {

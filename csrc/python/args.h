@@ -96,6 +96,7 @@ int arg_disjoint(const arg_array *output, const arg_array *other);
 int arg_int64(PyObject *object, const char *name, int64_t *value);
 int arg_pair(PyObject *object, const char *name, int64_t value[2]);
 int arg_double(PyObject *object, const char *name, double *value);
+int arg_scale(PyObject *object, const char *name, double *value); /* a number that is no NaN, which means a default in C; None leaves *value */
 int arg_flag(PyObject *object, const char *name, int *value);
 int arg_text(PyObject *object, const char *name, const char **value); /* borrowed from the object */
 int arg_threads(PyObject *object, const char *name, int *value);      /* at least 1; None gives 0 */

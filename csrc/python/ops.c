@@ -65,14 +65,6 @@ static int check_heads(const ba_block_sparse_args *a, const ba_tensor *tensor, i
     return -1;
 }
 
-/* 1 / sqrt(D). Where q has no D, it returns any finite number, because the library refuses q. */
-static double default_scale(const ba_block_sparse_args *a) {
-    if (a->q.ndim < 1) return 1.0;
-    const int64_t last = a->q.dims[a->q.ndim - 1];
-    const int64_t dim = a->layout == BA_BSH && a->num_heads > 0 ? last / a->num_heads : last;
-    return dim > 0 ? ba_default_scale(dim) : 1.0;
-}
-
 /* The arguments of the forward and the backward function, in order. Those that both have come first. Each gets an index and a name. */
 /* clang-format off */
 #define BSA_ARGUMENTS(X) \
@@ -137,8 +129,7 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
     if (check_heads(a, &a->q, a->num_heads, "num_heads", "q") < 0) return -1;
     if (check_heads(a, &a->k, a->num_kv_heads, "num_kv_heads", "k") < 0) return -1;
     if (arg_threads(values[BSA_num_threads], "num_threads", &a->num_threads) < 0) return -1;
-    if (values[BSA_scale] == Py_None) a->scale = default_scale(a);
-    else if (arg_double(values[BSA_scale], "scale", &a->scale) < 0) return -1;
+    if (arg_scale(values[BSA_scale], "scale", &a->scale) < 0) return -1;
     if (arg_lengths(state, values[BSA_q_lens], "q_lens", &call->q_lens) < 0) return -1;
     if (arg_lengths(state, values[BSA_kv_lens], "kv_lens", &call->kv_lens) < 0) return -1;
     if (arg_lengths(state, values[BSA_cu_seqlens_q], "cu_seqlens_q", &call->cu_q) < 0) return -1;
@@ -176,7 +167,7 @@ TAKES(block_sparse_attention, BSA_sabi, FORWARD_ARGUMENTS(AS_TEXT));
 PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(block_sparse_attention, FORWARD_COUNT);
     module_state *state = PyModule_GetState(module);
-    block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
+    block_sparse_call call = {.args = ba_block_sparse_args_init()};
     ba_attention attention = {.num_threads = 0};
     ba_dtype bits_as;
     int return_lse;
@@ -218,8 +209,8 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     static const char *const output_names[GRADIENTS] = {"dq", "dk", "dv"};
     SORT_ARGUMENTS(block_sparse_attention_backward, BACKWARD_COUNT);
     module_state *state = PyModule_GetState(module);
-    block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
-    ba_block_sparse_backward_args a = BA_BLOCK_SPARSE_BACKWARD_ARGS_INIT;
+    block_sparse_call call = {.args = ba_block_sparse_args_init()};
+    ba_block_sparse_backward_args a = ba_block_sparse_backward_args_init();
     arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
     const arg_array *const inputs[] = {&call.q,   &call.k,   &call.v, &call.blocks, &call.kv_ranges, &call.attn_mask, &call.alibi_slopes,
                                        &call.out, &call.lse, &dout,   &dlse};
@@ -358,8 +349,8 @@ PyObject *py_select_prefill(PyObject *module, PyObject *const *args, Py_ssize_t 
     SORT_ARGUMENTS(select_prefill, CHOICE_COUNT);
     PyObject *const none[] = {Py_None, Py_None, Py_None, Py_None, Py_None}; /* as TOKEN_ARGUMENTS, and as ROUTING_ARGUMENTS */
     module_state *state = PyModule_GetState(module);
-    block_sparse_call call = {.args = BA_BLOCK_SPARSE_ARGS_INIT};
-    ba_select_prefill_args a = BA_SELECT_PREFILL_ARGS_INIT;
+    block_sparse_call call = {.args = ba_block_sparse_args_init()};
+    ba_select_prefill_args a = ba_select_prefill_args_init();
     arg_array budgets = {0}, scores = {0};
     ba_prefill prefill;
     ba_dtype bits_as;

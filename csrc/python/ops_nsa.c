@@ -199,14 +199,14 @@ TAKES(nsa_select, SELECT_cu_seqlens, SELECT_ARGUMENTS(AS_TEXT));
 PyObject *py_nsa_select(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(nsa_select, SELECT_COUNT);
     held_call call = {0};
-    ba_nsa_select_args a = {0};
+    ba_nsa_select_args a = ba_nsa_select_args_init();
     PyObject *result = NULL;
     const bool failed =
         begin(&call, module, values[SELECT_dtype]) < 0 || hold(&call, values[SELECT_q], "q", ARG_FLOATS, &a.q) < 0 ||
         hold(&call, values[SELECT_k_cmp], "k_cmp", ARG_FLOATS, &a.k_cmp) < 0 || hold(&call, values[SELECT_lse], "lse", ARG_LSE, &a.lse) < 0 ||
         hold_output(&call, values[SELECT_block_indices], "block_indices", ARG_TABLES, &a.selected) < 0 ||
         hold_output(&call, values[SELECT_cmp_block_indices], "cmp_block_indices", ARG_TABLES, &a.selected_cmp) < 0 ||
-        arg_double(values[SELECT_scale], "scale", &a.scale) < 0 || arg_flag(values[SELECT_causal], "causal", &a.causal) < 0 ||
+        arg_scale(values[SELECT_scale], "scale", &a.scale) < 0 || arg_flag(values[SELECT_causal], "causal", &a.causal) < 0 ||
         read_sizes(values, &a) < 0 || hold_sequences(&call, values[SELECT_cu_seqlens], values[SELECT_cu_blocks], &a.cu_q, &a.cu_cmp, &a.batch) < 0 ||
         arg_threads(values[SELECT_num_threads], "num_threads", &a.num_threads) < 0;
     FINISH(failed, ba_nsa_select(&a));

@@ -102,7 +102,7 @@ PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_
     SORT_ARGUMENTS(open_page_tables, 8);
     module_state *state = PyModule_GetState(module);
     requests r = {0};
-    ba_paged_args a = BA_PAGED_ARGS_INIT;
+    ba_paged_args a = ba_paged_args_init();
     int64_t page_size, num_pages = -1;
     ba_page_tables *tables = NULL;
     PyObject *plan = NULL, *result = NULL;
@@ -229,10 +229,7 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
     if (values[PAGED_softcap] != Py_None && arg_double(values[PAGED_softcap], "softcap", &a->softcap) < 0) return -1;
     if (arg_threads(values[PAGED_num_threads], "num_threads", &a->num_threads) < 0) return -1;
-    if (values[PAGED_scale] != Py_None) return arg_double(values[PAGED_scale], "scale", &a->scale);
-    const int64_t dim = a->q.ndim > 0 ? a->q.dims[a->q.ndim - 1] : 0;
-    a->scale = dim > 0 ? ba_default_scale(dim) : 1.0; /* the library refuses a q without D */
-    return 0;
+    return arg_scale(values[PAGED_scale], "scale", &a->scale);
 }
 
 static int check_paged_disjoint(const paged_call *call) {
@@ -248,7 +245,7 @@ TAKES(paged_attention, PAGED_seq_lens, PAGED_ARGUMENTS(AS_TEXT));
 PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(paged_attention, PAGED_COUNT);
     module_state *state = PyModule_GetState(module);
-    paged_call call = {.args = BA_PAGED_ARGS_INIT};
+    paged_call call = {.args = ba_paged_args_init()};
     ba_attention attention = {.num_threads = 0};
     ba_dtype bits_as;
     int return_lse;
@@ -379,7 +376,7 @@ static int check_append_disjoint(const append_call *call) {
 TAKES(append_paged_kv, APPEND_block_tables, APPEND_ARGUMENTS(AS_TEXT));
 PyObject *py_append_paged_kv(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(append_paged_kv, APPEND_COUNT);
-    append_call call = {.args = BA_PAGED_ARGS_INIT};
+    append_call call = {.args = ba_paged_args_init()};
     const ba_tensor *v;
     ba_status status;
     PyObject *result = NULL;

@@ -39,7 +39,7 @@ static ba_tensor tensor(const void *data, ba_dtype dtype, int ndim, const int64_
 #define INTS(data, ...) tensor(data, BA_INT32, (int)(sizeof((int64_t[]){__VA_ARGS__}) / 8), (int64_t[]){__VA_ARGS__})
 
 static ba_block_sparse_args forward_args(float *out, float *lse, int listed, int threads) {
-    ba_block_sparse_args a = BA_BLOCK_SPARSE_ARGS_INIT;
+    ba_block_sparse_args a = ba_block_sparse_args_init();
     a.q = REALS(q, B, H, TOKENS, D);
     a.k = REALS(k, B, KV_HEADS, TOKENS, D);
     a.v = REALS(v, B, KV_HEADS, TOKENS, D);
@@ -73,7 +73,7 @@ static ba_status backward(room *r, int threads) {
 }
 
 static ba_status paged(room *r, int threads) {
-    ba_paged_args a = BA_PAGED_ARGS_INIT;
+    ba_paged_args a = ba_paged_args_init();
     a.q = REALS(q, B, H, D);
     a.k_cache = REALS(k_cache, PAGES, PAGE, KV_HEADS, D);
     a.v_cache = REALS(v_cache, PAGES, PAGE, KV_HEADS, D);
@@ -128,7 +128,7 @@ static ba_status quantise(room *r, int threads) {
 static ba_status append(room *r, int threads) {
     static const int64_t slots[] = {5, 0, 9, -1, 7};
     const ba_tensor new = REALS(q, 5, KV_HEADS, D);
-    ba_paged_args a = BA_PAGED_ARGS_INIT;
+    ba_paged_args a = ba_paged_args_init();
     a.k_cache = REALS(r->result[0], 1, 10, KV_HEADS, D);
     a.v_cache = REALS(r->result[1], 1, 10, KV_HEADS, D);
     a.num_threads = threads;

@@ -12,7 +12,8 @@ int64_t fz_head_dim(void) {
 
 double fz_scale(int64_t head_dim) {
     if (fz_unusual()) return fz_unusual_real();
-    return fz_once_in(8) ? 0.01 * (double)fz_range(-100, 100) : ba_default_scale(head_dim);
+    if (fz_once_in(8)) return 0.01 * (double)fz_range(-100, 100);
+    return head_dim % 2 ? NAN : ba_default_scale(head_dim); /* two ways to say the same, without a byte of the input */
 }
 
 static int64_t block_size(int64_t tokens) {
@@ -220,7 +221,7 @@ static void draw_rules(ba_block_sparse_args *a, const fz_sizes *s) {
 }
 
 void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
-    *a = (ba_block_sparse_args)BA_BLOCK_SPARSE_ARGS_INIT;
+    *a = ba_block_sparse_args_init();
     *s = draw_sizes();
     a->layout = s->layout;
     a->q = draw_array(FZ_INPUT, s, s->dtype, s->heads, s->q_len, s->dim, 0);

@@ -122,7 +122,7 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
 static ba_status choose(const void *args) { return ba_select_prefill(args); }
 
 void fz_choose(void) {
-    ba_select_prefill_args a = BA_SELECT_PREFILL_ARGS_INIT;
+    ba_select_prefill_args a = ba_select_prefill_args_init();
     fz_sizes s;
     fz_draw_forward(&a.call, &s);
     fz_unseen(&a.call.v);

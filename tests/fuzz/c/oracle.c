@@ -77,6 +77,8 @@ static bool is_listed(const ba_block_sparse_args *a, int64_t heads, int64_t kv_h
 }
 
 /* Whether the range of a query has a key, where ranges are given; `row` counts over the packed queries. */
+static double scale_of(double scale, int64_t dim) { return isnan(scale) ? 1 / sqrt((double)dim) : scale; }
+
 static bool is_in_range(const ba_tensor *ranges, int64_t batch, int64_t row, int64_t key) {
     double ends[2];
     for (int64_t end = 0; end < 2; end++) {
@@ -93,10 +95,11 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
     const int64_t kv_heads = x.head < 0 ? (a->num_kv_heads ? a->num_kv_heads : heads) : a->k.dims[x.head];
     const int64_t batches = packed ? a->batch : a->q.dims[0], last = a->q.ndim - 1;
     const int64_t dim = a->q.dims[last] / (x.head < 0 ? heads : 1), v_dim = a->v.dims[last] / (x.head < 0 ? kv_heads : 1);
-    if (!fz_is_tame() || fz_elements(&a->q) * fz_elements(&a->k) / (double)dim > 2e5 || fabs(a->scale) > 2) return;
+    const double scale = scale_of(a->scale, dim);
+    if (!fz_is_tame() || fz_elements(&a->q) * fz_elements(&a->k) / (double)dim > 2e5 || fabs(scale) > 2) return;
     if (a->alibi_slopes && !(fabsf(a->alibi_slopes[0]) < 2)) return;
-    if (fabs(a->scale) * 4 * (double)dim > 300) return; /* the scores' own rounding is then as large as the differences that count */
-    const double within = tolerance(a->q.dtype) * (1 + fabs(a->scale) * (double)dim / 8);
+    if (fabs(scale) * 4 * (double)dim > 300) return; /* the scores' own rounding is then as large as the differences that count */
+    const double within = tolerance(a->q.dtype) * (1 + fabs(scale) * (double)dim / 8);
     static sums s;
     for (int64_t b = 0; b < batches; b++) {
         const int64_t q_begin = packed ? a->cu_q[b] : 0, kv_begin = packed ? a->cu_kv[b] : 0;
@@ -119,7 +122,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
                     double score = 0;
                     for (int64_t d = 0; d < dim; d++)
                         score += element(a, &a->q, heads, b, h, q_begin + i, d) * element(a, &a->k, kv_heads, b, kv_head, kv_begin + j, d);
-                    score *= a->scale;
+                    score *= scale;
                     if (a->softcap > 0) score = a->softcap * tanh(score / a->softcap);
                     score += bias_of(&a->attn_mask, a->alibi_slopes, b, h, i, j, token);
                     if (score == -INFINITY) continue;
@@ -166,16 +169,17 @@ void fz_compare_paged(const ba_paged_args *a) {
     const bool hnd = a->kv_layout == BA_HND;
     const int64_t heads = a->q.dims[1], dim = a->q.dims[2], v_dim = a->v_cache.dims[3];
     const int64_t page_size = a->k_cache.dims[hnd ? 2 : 1], kv_heads = a->k_cache.dims[hnd ? 1 : 2];
+    const double scale = scale_of(a->scale, dim);
     double work = 0, size = a->k_cache.dtype == BA_INT8 ? 128 : 2;
     for (int64_t b = 0; b < a->batch; b++) work += (double)(a->seq_lens[b] * heads * dim) * (double)(a->cu_q ? a->cu_q[b + 1] - a->cu_q[b] : 1);
     for (int64_t h = 0; a->sinks && h < heads; h++)
         if (!(fabsf(a->sinks[h]) < 1000)) return;
     if (a->k_scale.data) size *= 2;
     if (a->alibi_slopes && !(fabsf(a->alibi_slopes[0]) < 2)) return;
-    if (!fz_is_tame() || work > 2e5 || fabs(a->scale) * 2 * size * (double)dim > 300) return;
+    if (!fz_is_tame() || work > 2e5 || fabs(scale) * 2 * size * (double)dim > 300) return;
     if (a->softcap != 0 && !(a->softcap > 0.1 && a->softcap < 1e6)) return;
     const double within = tolerance(a->q.dtype < a->k_cache.dtype && a->k_cache.dtype <= BA_BFLOAT16 ? a->k_cache.dtype : a->q.dtype) *
-                          (1 + fabs(a->scale) * size * (double)dim / 16);
+                          (1 + fabs(scale) * size * (double)dim / 16);
     static sums s;
     for (int64_t b = 0; b < a->batch; b++) {
         const int64_t q_begin = a->cu_q ? a->cu_q[b] : b, q_len = a->cu_q ? a->cu_q[b + 1] - a->cu_q[b] : 1;
@@ -195,7 +199,7 @@ void fz_compare_paged(const ba_paged_args *a) {
                         const int64_t at[] = {q_begin + i, h, d};
                         score += fz_get(&a->q, at) * cached(a, &a->k_cache, &a->k_scale, page, j % page_size, kv_head, d);
                     }
-                    score *= a->scale;
+                    score *= scale;
                     if (a->softcap > 0) score = a->softcap * tanh(score / a->softcap);
                     score += bias_of(&a->attn_mask, a->alibi_slopes, b, h, i, j, token);
                     if (score == -INFINITY) continue;

@@ -132,7 +132,7 @@ static bool is_heavy(const ba_paged_args *a) {
 }
 
 void fz_paged(void) {
-    ba_paged_args a = BA_PAGED_ARGS_INIT;
+    ba_paged_args a = ba_paged_args_init();
     sizes s = draw_sizes();
     a.kv_layout = fz_unusual() ? (ba_kv_layout)fz_unusual_number() : (ba_kv_layout)fz_range(BA_NHD, BA_HND);
     draw_cache(&a, &s, FZ_INPUT);
@@ -228,7 +228,7 @@ static ba_status append(const void *args) {
 }
 
 void fz_append(void) {
-    append_args a = {.paged = BA_PAGED_ARGS_INIT};
+    append_args a = {.paged = ba_paged_args_init()};
     sizes s = draw_sizes();
     a.paged.kv_layout = fz_unusual() ? (ba_kv_layout)fz_unusual_number() : (ba_kv_layout)fz_range(BA_NHD, BA_HND);
     draw_cache(&a.paged, &s, FZ_PARTIAL);

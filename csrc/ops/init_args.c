@@ -1,0 +1,22 @@
+/* The arguments that a caller begins with, and what a scale of NAN stands for. */
+#include <math.h>
+
+#include "blitz_attn.h"
+
+ba_block_sparse_args ba_block_sparse_args_init(void) {
+    return (ba_block_sparse_args){.block_q = 128, .block_kv = 128, .scale = NAN, .window = {-1, -1}};
+}
+
+ba_block_sparse_backward_args ba_block_sparse_backward_args_init(void) {
+    return (ba_block_sparse_backward_args){.forward = ba_block_sparse_args_init()};
+}
+
+ba_paged_args ba_paged_args_init(void) { return (ba_paged_args){.scale = NAN, .window = -1}; }
+
+ba_select_prefill_args ba_select_prefill_args_init(void) {
+    return (ba_select_prefill_args){.call = ba_block_sparse_args_init(), .pool_q = 1, .pool_k = 1, .largest = 1};
+}
+
+ba_nsa_select_args ba_nsa_select_args_init(void) { return (ba_nsa_select_args){.scale = NAN}; }
+
+double ba_default_scale(int64_t head_dim) { return head_dim > 0 ? 1 / sqrt((double)head_dim) : 1; }
