@@ -4,7 +4,8 @@
 #   make test           builds and tests
 #
 # A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
-# A fourth, make perplexity, shows what choosing blocks costs that model.
+# A fourth, make perplexity, shows what choosing blocks costs that model. For C programs, make lib builds the library and make install-lib
+# installs it (docs/guide/c.rst).
 # ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
 # makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: test-all, bench-record, bench-compare,
 # build, notebooks, checkkernels, check-emulated, check-tiles, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
@@ -19,9 +20,9 @@ COVERAGE_TOOLS = 'coverage>=7.10' 'gcovr>=8.8'
 # Starts a recipe: sets $python.
 find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
-C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.inc')
+C_FILES = $(shell find csrc tests examples -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build lib install-lib checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -90,6 +91,23 @@ fuzz-mistakes: build
 build checkkernels test test-all: export BLITZ_ATTN_LEVELS ?= native
 build:
 	@$(call find_python) "$$python" setup.py -q build_ext --inplace --build-temp build/temp
+
+# The library for C programs, static and shared, in $(LIB): all levels of this architecture, unless BLITZ_ATTN_LEVELS names some. `python3 setup.py
+# build_library` is the same with a Python that has setuptools and nothing else. install-lib compiles nothing, and can run as another user. It replaces
+# a library that a running program uses, and does not write into it.
+LIB = build/lib
+PREFIX = /usr/local
+LIBDIR = $(PREFIX)/lib
+lib:
+	@$(call find_python) "$$python" setup.py -q build_library --build-lib "$(LIB)"
+
+install-lib:
+	@test -e "$(LIB)/libblitz_attn.a" || { echo "make install-lib: expected the library in $(LIB), where make lib puts it, got none" >&2; exit 1; }
+	install -d "$(DESTDIR)$(PREFIX)/include" "$(DESTDIR)$(LIBDIR)/pkgconfig"
+	install -m 644 csrc/blitz_attn.h "$(DESTDIR)$(PREFIX)/include"
+	for file in "$(LIB)"/libblitz_attn.*; do rm -f "$(DESTDIR)$(LIBDIR)/$${file##*/}" && cp -P "$$file" "$(DESTDIR)$(LIBDIR)" || exit; done
+	sed -e 's|@prefix@|$(PREFIX)|' -e 's|@libdir@|$(LIBDIR)|' \
+	  -e "s|@version@|$$(sed -n 's/^#define BA_VERSION "\(.*\)"/\1/p' csrc/blitz_attn.h)|" csrc/blitz_attn.pc.in > "$(DESTDIR)$(LIBDIR)/pkgconfig/blitz_attn.pc"
 
 checkkernels:
 	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/temp

@@ -5,7 +5,8 @@ up) and today's disagree about the licence field of ``[project]``.
 
 Besides the usual commands there are ``python setup.py build_checkkernels``, which builds the kernel check program
 (tests/*.c) over the same sources with the same flags, ``build_fuzz``, which builds the fuzzer of the C API
-(tests/fuzz/c/*.c; it needs clang: make fuzz-c), and ``build_races`` (tests/threads/*.c: make tsan). Environment
+(tests/fuzz/c/*.c; it needs clang: make fuzz-c), ``build_races`` (tests/threads/*.c: make tsan), and ``build_library``, which
+builds the library for C programs (make lib). Environment
 variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come
 last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the
 kernels' own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
@@ -78,6 +79,7 @@ RACE_SOURCES = sorted(glob("tests/threads/*.c"))
 FUZZ_SOURCES = sorted(glob("tests/fuzz/c/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True) + glob("tests/**/*.h", recursive=True))
 
+VERSION = re.search(r'#define BA_VERSION "(.+?)"', Path("csrc/blitz_attn.h").read_text(encoding="utf-8"))[1]
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API before CPython 3.15
 
 
@@ -140,6 +142,34 @@ class BuildRaces(BuildExt):
     def build_extensions(self):
         objects = self.compile_sources([*RACE_SOURCES, *LIBRARY_SOURCES])
         self.compiler.link_executable(objects, "races", self.build_temp, extra_postargs=self.link_flags())
+
+
+class BuildLibrary(BuildExt):
+    """Builds the library for C programs, at <build-lib>: libblitz_attn.a and, where libraries are ELF files, libblitz_attn.so.
+
+    The shared library exports what blitz_attn.h declares, since all else is hidden (COMMON_FLAGS). Its soname has the first two numbers of
+    the version: structs of arguments may grow from one such version to the next.
+    """
+
+    description = "build the library for C programs (make lib)"
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.build_lib, self.build_temp = "build/lib", "build/lib/temp"
+
+    def build_extensions(self):
+        objects = self.compile_sources(LIBRARY_SOURCES)
+        folder = Path(self.build_lib)
+        for old in folder.glob("libblitz_attn.*"):  # an archive would keep objects whose sources have gone
+            old.unlink()
+        self.compiler.create_static_lib(objects, "blitz_attn", str(folder))
+        if sys.platform == "darwin":
+            return
+        names = [f"libblitz_attn.so{suffix}" for suffix in (f".{VERSION}", f".{VERSION.rpartition('.')[0]}", "")]
+        flags = ["-shared", f"-Wl,-soname,{names[1]}", *self.link_flags()]
+        self.compiler.link_executable(objects, names[0], str(folder), extra_postargs=flags)
+        for link, target in zip(names[1:], names, strict=False):
+            (folder / link).symlink_to(target)
 
 
 class BuildFuzz(BuildExt):
@@ -229,7 +259,7 @@ TORCH = ["torch>=2.6"]  # operators with gradients, and a BlockMask that knows i
 
 setup(
     name="blitz_attn",
-    version=re.search(r'#define BA_VERSION "(.+?)"', Path("csrc/blitz_attn.h").read_text(encoding="utf-8"))[1],
+    version=VERSION,
     description="Block-sparse attention on CPUs, NumPy in and out",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -268,7 +298,13 @@ setup(
     packages=find_packages(include=["blitz_attn", "blitz_attn.*"]),
     package_data={"blitz_attn": ["py.typed", "*.pyi"]},
     ext_modules=[extension()],
-    cmdclass={"build_ext": BuildExt, "build_checkkernels": BuildCheckKernels, "build_fuzz": BuildFuzz, "build_races": BuildRaces},
+    cmdclass={
+        "build_ext": BuildExt,
+        "build_checkkernels": BuildCheckKernels,
+        "build_fuzz": BuildFuzz,
+        "build_library": BuildLibrary,
+        "build_races": BuildRaces,
+    },
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
 )

@@ -6,6 +6,8 @@
  *     a.q = ...; a.k = ...; a.v = ...; a.out = ...;          // tensors: pointer, dtype, dims, element strides
  *     if (ba_block_sparse_attention(&a) != BA_OK) puts(ba_last_error());
  *
+ * examples/c/attention.c is a whole program, with the commands that compile it. `make lib` builds the libraries that it is linked with.
+ *
  * A struct of zeros is not a default where a struct has a function ba_..._args_init(): a window of {0, 0} shows each query one key at most, and a
  * scale of 0 makes all scores equal. Structs without such a function begin with zeros.
  *

@@ -1,0 +1,125 @@
+"""The library for C programs: what make install-lib installs and what it exports, and the example, compiled as its comment says."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+
+import pytest
+
+from test_kernels import BUILD, INSTRUMENTED, ROOT, compiler, run
+
+HEADER = ROOT / "csrc/blitz_attn.h"
+EXAMPLE = ROOT / "examples/c/attention.c"
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a source checkout"),
+    pytest.mark.skipif(INSTRUMENTED, reason="links the objects of a release build"),
+    pytest.mark.skipif(sys.platform == "darwin", reason="make lib builds a shared library for systems with ELF files only"),
+]
+
+
+def declared():
+    """(result, name, parameters) of each function of the header."""
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"^BA_API ([\w *]+?)(\w+)\(([^)]*)\);", text, re.MULTILINE)
+    return [(result.strip(), name, parameters) for result, name, parameters in found]
+
+
+def contents(folder):
+    """Name -> bytes of every file below a folder."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if not path.is_dir()}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder that the library is installed in: PREFIX of make install-lib. It is made of the objects of the build in place."""
+    pytest.importorskip("setuptools")
+    compiler("CC")
+    if not shutil.which("make"):
+        pytest.skip("no make")
+    folder = tmp_path_factory.mktemp("library")
+    built, prefix, stage = folder / "built", folder / "usr", folder / "stage"
+    levels = {"BLITZ_ATTN_LEVELS": os.environ.get("BLITZ_ATTN_LEVELS", "native")}  # as make build has them
+    run(sys.executable, "setup.py", "-q", "build_library", "--build-temp", BUILD, "--build-lib", built, cwd=ROOT, environment=levels)
+    install = ["make", "-s", "install-lib", f"LIB={built}", f"PREFIX={prefix}"]
+    no_jobs = {"MAKEFLAGS": "", "MAKELEVEL": "", "DESTDIR": ""}
+    run(*install, cwd=ROOT, environment=no_jobs)
+    run(*install, f"DESTDIR={stage}", cwd=ROOT, environment=no_jobs)
+    staged = stage / prefix.relative_to("/")
+    assert contents(prefix) == contents(staged)  # no file names DESTDIR
+    return prefix
+
+
+def test_what_is_installed(installed):
+    version = re.search(r'BA_VERSION "((\d+\.\d+)\.\d+)"', HEADER.read_text(encoding="utf-8"))
+    shared = {f"lib/libblitz_attn.so{suffix}" for suffix in ("", f".{version[2]}", f".{version[1]}")}
+    assert set(contents(installed)) == {"include/blitz_attn.h", "lib/libblitz_attn.a", "lib/pkgconfig/blitz_attn.pc", *shared}
+    assert (installed / "lib/libblitz_attn.so").resolve().name == f"libblitz_attn.so.{version[1]}"
+
+
+def test_the_shared_library_exports_the_header_and_nothing_else(installed):
+    if not shutil.which("nm"):
+        pytest.skip("no nm")
+    exported = [line.split()[-1] for line in run("nm", "-D", "--defined-only", installed / "lib/libblitz_attn.so").splitlines()]
+    assert sorted(exported) == sorted(name for _, name, _ in declared())
+
+
+def run_linked(installed, program):
+    return run(program, environment={"LD_LIBRARY_PATH": str(installed / "lib")})
+
+
+def commands(installed):
+    """The two commands in the example's comment, with this compiler and all warnings; without pkg-config with what it would say."""
+    found = re.findall(r"^ \*     cc (.+)$", EXAMPLE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(found) == 2
+    if not shutil.which("pkg-config"):
+        said = {"--cflags": f"-I{installed}/include", "--libs": f"-L{installed}/lib -lblitz_attn", "--variable=libdir": f"{installed}/lib"}
+        answer = r"\$\(pkg-config (.+?) blitz_attn\)"
+        found = [re.sub(answer, lambda words: " ".join(said[word] for word in words[1].split()), line) for line in found]
+    return [f"{shlex.join([*compiler('CC'), '-std=c11', *WARNINGS])} {line}" for line in found]
+
+
+@pytest.mark.parametrize("kind", ["shared", "static"])
+def test_the_example_compiles_as_it_says_and_finds_itself_right(kind, installed, tmp_path):
+    command = commands(installed)[kind == "static"]
+    shutil.copy(EXAMPLE, tmp_path)
+    run("sh", "-c", command, cwd=tmp_path, environment={"PKG_CONFIG_PATH": str(installed / "lib/pkgconfig")})
+    if shutil.which("nm"):
+        needs = "U ba_block_sparse_attention" in run("nm", tmp_path / "attention")
+        assert needs == (kind == "shared")
+    output = run_linked(installed, tmp_path / "attention")
+    assert re.fullmatch(r"block-sparse attention: largest difference \d\.\de-\d+\npaged decode: largest difference \d\.\de-\d+\n", output)
+
+
+def build(installed, folder, command, source):
+    """A program that is linked with the shared library."""
+    (folder / source[0]).write_text(source[1], encoding="utf-8")
+    run(*command, *WARNINGS, f"-I{installed}/include", source[0], "-o", "program", f"-L{installed}/lib", "-lblitz_attn", "-lm", cwd=folder)
+    return folder / "program"
+
+
+def test_a_cxx_program(installed, tmp_path):
+    text = """
+#include <blitz_attn.h>
+#include <cstdio>
+
+int main() {
+    float x[] = {1, 2, 3, 4}, out[4] = {};
+    ba_tensor t = {};
+    t.dtype = BA_FLOAT32;
+    t.ndim = 4;
+    for (int i = 0; i < 3; i++) t.dims[i] = t.strides[i] = 1;
+    t.dims[3] = 4;
+    t.strides[3] = 1;
+    t.data = x;
+    ba_block_sparse_args a = ba_block_sparse_args_init();
+    a.q = a.k = a.v = a.out = t;
+    a.out.data = out;
+    if (ba_block_sparse_attention(&a) != BA_OK) return std::puts(ba_last_error()), 1;
+    return out[0] == 1 && out[3] == 4 ? 0 : 1;
+}
+"""
+    run_linked(installed, build(installed, tmp_path, [*compiler("CXX"), "-std=c++17"], ("program.cpp", text)))
