@@ -11,9 +11,15 @@
  * A struct of zeros is not a default where a struct has a function ba_..._args_init(): a window of {0, 0} shows each query one key at most, and a
  * scale of 0 makes all scores equal. Structs without such a function begin with zeros.
  *
- * Every function checks all of its arguments before it does any work or writes any output. Every function may be called
- * from several threads at once. Inputs are never written. The caller owns all arrays and lists, and must keep them until
- * the function returns; the library keeps no pointer to them. An output may not overlap any other array of its call.
+ * Before a function does any work or writes any output, it checks that no pointer to a struct is NULL, but where NULL has a meaning; every dtype,
+ * shape, stride and number; every entry of lists, tables and lengths; and that no two elements of one output share memory.
+ *
+ * It cannot check what the caller promises: a pointer is valid for all that the dims, strides and counts beside it say; an array of numbers is as
+ * long as its comment says; nothing changes or frees the arrays before the function returns; and an output shares no memory with any other array of
+ * its call, of which ba_append_kv() checks a part. Where one does, the results are undefined.
+ *
+ * Every function may be called from several threads at once. Inputs are never written. The caller owns all arrays and lists; the library keeps no
+ * pointer to them.
  */
 #ifndef BLITZ_ATTN_H
 #define BLITZ_ATTN_H
@@ -229,9 +235,9 @@ BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, con
  * goes to slot slots[t], which is page * page_size + place; -1 leaves it out. With slots NULL, the new tokens are the last of their requests: cu_q
  * gives their numbers (NULL: one per request), block_tables, indptr, seq_lens and batch their places, as for ba_paged_attention(). In 8-bit caches, a
  * scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read: what lies beyond the largest number of the
- * dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone. Fails, and writes nothing, where two tokens have one slot, or a
- * number for an 8-bit cache is not finite, or too large for a scale that is written. Of the other members of `args`, kv_layout and num_threads are
- * read. k_cache and v_cache may be views of one array. */
+ * dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone. Fails, and writes nothing, where two tokens have one slot, two
+ * arrays that are written share memory, or a number for an 8-bit cache is not finite, or too large for a scale that is written. Of the other members
+ * of `args`, kv_layout and num_threads are read. k_cache and v_cache may be views of one array. */
 BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args);
 
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-"""The library for C programs: what make install-lib installs and what it exports, and the example, compiled as its comment says."""
+"""The library for C programs: what make install-lib installs and what it exports, the example compiled as its comment says, and NULL."""
 
 import os
 import re
@@ -123,3 +123,30 @@ int main() {
 }
 """
     run_linked(installed, build(installed, tmp_path, [*compiler("CXX"), "-std=c++17"], ("program.cpp", text)))
+
+
+def null_calls():
+    """(parameter, call) of each function with NULL for one of its pointers to structs; all else is zero."""
+    for result, name, parameters in declared():
+        if result != "ba_status":
+            continue
+        types = [re.fullmatch(r"(?:const )?(\w+ \*?)(\w+)", parameter.strip()).groups() for parameter in parameters.split(",")]
+        pointers = [parameter for kind, parameter in types if re.fullmatch(r"ba_\w+ \*", kind)]
+        for null in pointers:
+            if (name, null) != ("ba_append_kv", "v"):  # where NULL says that there are no values
+                values = [f"&zero.{kind[:-2]}" if parameter in pointers and parameter != null else "0" for kind, parameter in types]
+                yield null, f"{name}({', '.join(values)})"
+
+
+def test_null_is_refused_with_a_sentence(installed, tmp_path):
+    calls = list(null_calls())
+    functions = {call.partition("(")[0] for _, call in calls}
+    assert {"ba_block_sparse_attention", "ba_paged_check", "ba_merge_states", "ba_quantize_kv", "ba_gate_backward"} < functions
+    assert len(functions) == 18
+    structs = sorted({kind for _, call in calls for kind in re.findall(r"&zero\.(\w+)", call)})
+    zero = " ".join(f"{kind} {kind};" for kind in structs)
+    text = ["#include <blitz_attn.h>", "#include <stdio.h>", f"static struct {{ {zero} }} zero;", "int main(void) {"]
+    text += [f'    {{ const int refused = {call} == BA_ERROR_VALUE; printf("%d %s\\n", refused, ba_last_error()); }}' for _, call in calls]
+    program = build(installed, tmp_path, compiler("CC"), ("program.c", "\n".join([*text, "    return 0;", "}", ""])))
+    lines = run_linked(installed, program).splitlines()
+    assert lines == [f"1 {parameter}: expected a pointer, got NULL" for parameter, _ in calls]

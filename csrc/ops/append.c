@@ -228,6 +228,8 @@ ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *sl
     ba_caches caches;
     ba_store_call c = {.tokens = 0};
     ba_page_tables tables = {0};
+    BA_TRY(ba_check_pointer("k", k));
+    BA_TRY(ba_check_pointer("args", args));
     BA_TRY(open_call(k, v, args, &caches, &c));
     if (!slots) BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &tables));
     const ba_status status = run(&c, &caches, slots, &tables, false, args->num_threads);

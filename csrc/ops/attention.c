@@ -1,6 +1,7 @@
 /* Block-sparse and paged attention: calls are opened, given their outputs, and run by the drivers. */
 #include "core/status.h"
 #include "ops/attend.h"
+#include "ops/check.h"
 #include "ops/open.h"
 
 ba_status ba_run_attention(const ba_attention *a) {
@@ -19,6 +20,9 @@ void ba_close_attention(ba_attention *a) { ba_close_page_tables(&a->own_tables);
 
 ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {
     ba_attention a;
+    BA_TRY(ba_check_pointer("args", args));
+    BA_TRY(ba_check_pointer("out_shape", out_shape));
+    BA_TRY(ba_check_pointer("lse_shape", lse_shape));
     BA_TRY(ba_open_block_sparse(args, &a));
     *out_shape = a.out_shape;
     *lse_shape = a.lse_shape;
@@ -27,6 +31,7 @@ ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out
 
 ba_status ba_block_sparse_attention(const ba_block_sparse_args *args) {
     ba_attention a;
+    BA_TRY(ba_check_pointer("args", args));
     BA_TRY(ba_open_block_sparse(args, &a));
     BA_TRY(ba_set_block_sparse_outputs(args, &a));
     return ba_run_attention(&a);
@@ -35,6 +40,10 @@ ba_status ba_block_sparse_attention(const ba_block_sparse_args *args) {
 ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape, ba_tensor *dv_shape) {
     ba_attention a;
     ba_gradients gradients;
+    BA_TRY(ba_check_pointer("args", args));
+    BA_TRY(ba_check_pointer("dq_shape", dq_shape));
+    BA_TRY(ba_check_pointer("dk_shape", dk_shape));
+    BA_TRY(ba_check_pointer("dv_shape", dv_shape));
     BA_TRY(ba_open_block_sparse_backward(args, &a, &gradients));
     ba_tensor shapes[3];
     ba_gradient_shapes(args, shapes);
@@ -47,6 +56,7 @@ ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *ar
 ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args *args) {
     ba_attention a;
     ba_gradients gradients;
+    BA_TRY(ba_check_pointer("args", args));
     BA_TRY(ba_open_block_sparse_backward(args, &a, &gradients));
     BA_TRY(ba_set_gradients(args, &a, &gradients));
     return ba_run_attention_backward(&a, &gradients);
@@ -54,6 +64,9 @@ ba_status ba_block_sparse_attention_backward(const ba_block_sparse_backward_args
 
 ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {
     ba_attention a;
+    BA_TRY(ba_check_pointer("args", args));
+    BA_TRY(ba_check_pointer("out_shape", out_shape));
+    BA_TRY(ba_check_pointer("lse_shape", lse_shape));
     BA_TRY(ba_open_paged(args, NULL, &a));
     *out_shape = a.out_shape;
     *lse_shape = a.lse_shape;
@@ -63,6 +76,7 @@ ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_ten
 
 ba_status ba_paged_attention(const ba_paged_args *args) {
     ba_attention a;
+    BA_TRY(ba_check_pointer("args", args));
     BA_TRY(ba_open_paged(args, NULL, &a));
     ba_status status = ba_set_paged_outputs(args, &a);
     if (status == BA_OK) status = ba_run_attention(&a);

@@ -7,6 +7,10 @@
 #include "core/pool.h"
 #include "core/status.h"
 
+ba_status ba_check_pointer(const char *name, const void *pointer) {
+    return pointer ? BA_OK : ba_fail(BA_ERROR_VALUE, "%s: expected a pointer, got NULL", name);
+}
+
 ba_text ba_shape_text(const ba_tensor *t) {
     ba_text out;
     if (t->ndim < 0 || t->ndim > BA_MAX_DIMS) { /* dims holds no more axes than BA_MAX_DIMS */

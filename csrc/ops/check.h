@@ -15,6 +15,9 @@ static inline void ba_drop_unused_strides(ba_tensor *lists) {
 static inline bool ba_is_float(ba_dtype dtype) { return dtype == BA_FLOAT32 || dtype == BA_FLOAT16 || dtype == BA_BFLOAT16 || dtype == BA_FLOAT64; }
 static inline bool ba_is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
 
+/* Refuses NULL where a function of the C API takes a pointer to a struct. */
+ba_status ba_check_pointer(const char *name, const void *pointer);
+
 /* A tensor's shape as text, for a sentence: (2, 8, 4096, 64). */
 typedef struct ba_text {
     char chars[128];

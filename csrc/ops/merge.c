@@ -108,6 +108,10 @@ static void merge_rows(void *context, int64_t item, int worker) {
 }
 
 ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
+    BA_TRY(ba_check_pointer("outs", outs));
+    BA_TRY(ba_check_pointer("lses", lses));
+    BA_TRY(ba_check_pointer("out", out));
+    BA_TRY(ba_check_pointer("lse", lse));
     BA_TRY(check_merge(parts, outs, lses, out, lse));
     for (int i = 0; i < 3; i++)
         if (lse->dims[i] == 0) return BA_OK;

@@ -223,6 +223,7 @@ static void pack_weight(const gate_call *c) {
 }
 
 ba_status ba_gate(const ba_gate_args *a) {
+    BA_TRY(ba_check_pointer("args", a));
     gate_call c = {.weighted = ba_given(&a->weight), .backward = false, .weight = &a->weight};
     const bool combine = ba_given(&a->out);
     const ba_tensor *leading = c.weighted || !combine ? &a->q : &a->branch[0];
@@ -293,6 +294,7 @@ static void sum_dweights(const gate_call *c, const ba_tensor *dweight) {
 }
 
 ba_status ba_gate_backward(const ba_gate_backward_args *a) {
+    BA_TRY(ba_check_pointer("args", a));
     gate_call c = {.weighted = ba_given(&a->weight), .backward = true, .weight = &a->weight};
     BA_TRY(check_backward(a, &c));
     if (!c.weighted && (c.dout.batch == 0 || c.dout.tokens == 0)) return BA_OK;

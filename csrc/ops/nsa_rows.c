@@ -195,6 +195,7 @@ static void means_item(void *context, int64_t index, int worker) {
 }
 
 ba_status ba_block_means(const ba_block_means_args *a) {
+    BA_TRY(ba_check_pointer("args", a));
     means_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu ? a->cu_blocks : NULL, .block = a->block_size, .stride = a->stride},
                     .kernels = ba_kernels_active()};
     const bool packed = a->cu != NULL;
@@ -277,6 +278,7 @@ static void means_backward_item(void *context, int64_t index, int worker) {
 }
 
 ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
+    BA_TRY(ba_check_pointer("args", a));
     means_backward_call c = {
         .s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu ? a->cu_blocks : NULL, .block = a->block_size, .stride = a->stride}};
     const bool packed = a->cu != NULL;

@@ -452,6 +452,7 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
 }
 
 ba_status ba_nsa_select(const ba_nsa_select_args *args) {
+    BA_TRY(ba_check_pointer("args", args));
     select_call c = {.args = args, .cu_k = args->cu_q ? args->cu_cmp : NULL, .by_query = args->tile == 0};
     BA_TRY(check_select(args, &c));
     for (int i = 0; i < args->selected.ndim; i++)

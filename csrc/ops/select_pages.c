@@ -509,7 +509,10 @@ static ba_status select_blocks(const ba_select_args *args, const ba_page_tables 
     return status;
 }
 
-ba_status ba_select_blocks(const ba_select_args *args) { return select_blocks(args, NULL); }
+ba_status ba_select_blocks(const ba_select_args *args) {
+    BA_TRY(ba_check_pointer("args", args));
+    return select_blocks(args, NULL);
+}
 
 ba_status ba_select_by_plan(const ba_select_args *args, const ba_page_tables *plan) {
     ba_select_args planned = *args;

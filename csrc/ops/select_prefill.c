@@ -252,6 +252,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
 
 ba_status ba_select_prefill(const ba_select_prefill_args *args) {
     ba_prefill c;
+    BA_TRY(ba_check_pointer("args", args));
     BA_TRY(ba_open_prefill(args, &c));
     BA_TRY(ba_set_prefill_outputs(args, &c));
     return ba_run_prefill(&c);
@@ -289,6 +290,9 @@ static int64_t fullest_row(const ba_tensor *kept) {
 }
 
 ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_tensor *lists) {
+    BA_TRY(ba_check_pointer("kept", kept));
+    BA_TRY(ba_check_pointer("counts", counts));
+    BA_TRY(ba_check_pointer("lists", lists));
     const ba_tensor row_counts = {.dtype = BA_INT32, .ndim = 3, .dims = {kept->dims[0], kept->dims[1], kept->dims[2]}};
     if (kept->dtype != BA_INT64 || kept->ndim != 4)
         return ba_fail(BA_ERROR_VALUE, "kept: expected int64 (B, lists, rows, words), got %s", ba_shape_text(kept).chars);

@@ -201,6 +201,9 @@ static ba_status check_quantise(const ba_tensor *x, const ba_tensor *values, con
 }
 
 ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads) {
+    BA_TRY(ba_check_pointer("x", x));
+    BA_TRY(ba_check_pointer("values", values));
+    BA_TRY(ba_check_pointer("scale", scale));
     BA_TRY(check_quantise(x, values, scale, num_threads));
     const int64_t rows = x->dims[0], dim = x->dims[1];
     for (int64_t i = 0; i < rows && dim == 0; i++) ((float *)scale->data)[i * ba_step(scale, 0)] = 1; /* x and values have no memory */
