@@ -99,6 +99,9 @@ def test_opcheck_of_paged_attention(dtype):
     torch.library.opcheck(operators.paged_attention.default, paged(dtype), {"window": 12})
     selected = torch.tensor([[[0, 2], [1, -1]], [[1, -1], [0, 1]]])
     torch.library.opcheck(operators.paged_attention.default, (*paged(dtype), None, None, selected))
+    rules = torch.tensor([[5, 20], [0, 3]]), torch.rand(2, 1, 1, 20) < 0.8, torch.rand(4)  # kv_ranges, attn_mask, alibi_slopes
+    for lists in (None, selected):
+        torch.library.opcheck(operators.paged_attention.default, (*paged(dtype), None, None, lists, *[None] * 5, *rules))
 
 
 # ---- In a graph -------------------------------------------------------------------------------------------------------------
@@ -607,6 +610,30 @@ def test_masks_and_slopes_over_a_paged_cache():
             assert torch.equal(run(given[0], *own), blitz_attn.paged_attention(*given, attn_mask=own[0], alibi_slopes=own[1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("q_lens", [None, [5, 2]])
+def test_ranges_over_a_paged_cache(q_lens, dtype):
+    """A run of tokens for each query: tensors and arrays, beside other rules, and in a graph."""
+    q, *rest = paged()
+    q = q if q_lens is None else torch.randn(7, 4, 16)
+    ends = torch.tensor([[10, 17], [2, 7]]) if q_lens is None else torch.tensor([[0, 20], [2, 11], [7, 7], [-4, 5], [19, 40], [0, 9], [1, 4]])
+    runs, selected = ends.to(dtype), torch.arange(2).expand(2, 2, 2).contiguous()
+    calls = ((functions.paged_attention, blitz_attn.paged_attention, ()), (functions.paged_select_attention, blitz_attn.paged_select_attention, (selected,)))
+    for ours, own, lists in calls:
+        for more in ({}, {"window": 12, "attn_mask": torch.rand(5, 20) < 0.8, "alibi_slopes": torch.rand(4), "sinks": torch.rand(4)}):
+            more |= {"q_lens": q_lens, "return_lse": True}
+            expected = own(q, *rest, *lists, kv_ranges=runs, **more)
+            for given in (runs, runs.numpy(), runs.repeat(1, 2)[:, 1:3].flip(1)):
+                assert all(map(torch.equal, ours(q, *rest, *lists, kv_ranges=given, **more), expected))
+            assert not torch.equal(expected[0], own(q, *rest, *lists, **more)[0])
+            twin = getattr(blitz_attn.reference, own.__name__)(*(x.numpy() for x in (q, *rest, *lists)), kv_ranges=runs.numpy(), **more)
+            for a, b in zip(expected, twin, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        run = torch.compile(lambda x, r, f=ours, n=lists: f(x, *rest, *n, kv_ranges=r, q_lens=q_lens), backend="aot_eager", fullgraph=True)
+        for given in (runs, runs + 1):
+            assert torch.equal(run(q, given), own(q, *rest, *lists, kv_ranges=given, q_lens=q_lens))
+
+
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 0, 5), (2, 4, 0), (2, 0, 0), (0, 4, 5)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_masks_without_elements(batch, queries, keys, shared):
@@ -777,3 +804,12 @@ def test_bad_paged_calls():
         functions.paged_attention(q, k_cache, v_cache, tables + 9, lengths)
     with pytest.raises(ValueError, match="^seq_lens: expected None with "):
         functions.paged_attention(q, k_cache, v_cache, (tables, tables, tables), lengths)
+    for call, lists in ((functions.paged_attention, ()), (functions.paged_select_attention, (torch.zeros(2, 2, 1, dtype=torch.int32),))):
+        for error, sentence, runs in (
+            (ValueError, r"expected shape \(2, 2\), got \(1, 2\)", torch.zeros(1, 2, dtype=torch.int64)),
+            (TypeError, "expected int32 or int64, got torch.int16", torch.zeros(2, 2, dtype=torch.int16)),
+            (TypeError, "expected integers, got torch.float32", torch.zeros(2, 2)),
+            (TypeError, "expected an array, got list", [[0, 3], [0, 3]]),
+        ):  # fmt: skip
+            with pytest.raises(error, match=f"^kv_ranges: {sentence}"):
+                call(q, k_cache, v_cache, tables, lengths, *lists, kv_ranges=runs)

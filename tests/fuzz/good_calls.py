@@ -207,6 +207,7 @@ def _paged(a: Arena, v: int) -> dict[str, Any]:
     call = {"q": a.floats(2, _HEADS, _DIM)} | _caches(a, v) | _tables(a, v)
     if v & 16:
         call |= {"out": a.poisoned(2, _HEADS, _DIM), "sinks": a.floats(_HEADS), "softcap": 2.0}
+        call["kv_ranges"] = a.integers([[0, 4], [1, 9]], ("int32", "int64")[v & 1])
     elif v & 1:
         call |= {"q_lens": [1, 1], "window": 3, "return_lse": True, "scale": 0.5}
     if v & 4:

@@ -18,8 +18,9 @@ from . import arrays, bias_draws, checks
 from .attention_cases import listed
 from .attention_oracle import Attention, forward
 from .attention_oracle import backward as oracle_backward
-from .draw import Draw
+from .draw import Discard, Draw
 from .nsa_draws import Setting, as_integers, as_lists, draw_rules, random_lists
+from .paged_problems import Case as PagedCase
 from .problems import Finding, problem
 
 VIEWS = ("plain", "offset", "gaps", "steps", "turned")  # torch has no negative strides
@@ -215,6 +216,36 @@ def torch_attention(draw: Draw) -> None:
                 compare(f"d{name}", leaf, got.get(name), expected[i])
     for x in (*placed, *(leaf.placed for leaf in leaves.values())):
         x.check_unchanged()
+
+
+@problem("torch.paged_attention", weight=0.7)
+def torch_paged(draw: Draw) -> None:
+    """The operator, called as torch's dispatcher calls it or past it, gives the bits of the library's own functions."""
+    case = PagedCase(draw, listed=draw.flag("listed"))
+    p = case.problem
+    if p.begin is not None:
+        raise Discard("q_begin is none of its arguments")
+    tables, lens = case.tables
+    options = {name: x for name, x in {**case.options(), **case.new_options()}.items() if name not in ("dtype", "kv_dtype")}
+    for name in ("q_begin", "kv_split", "out_dtype"):
+        del options[name]
+    options |= {"return_lse": True, "num_threads": checks.threads(draw)}
+    arguments: list[Any] = [case.q.array, case.k.given(), case.v.given()]
+    kinds = p.dtype, case.cache_dtype, case.cache_dtype
+    views = [x if min(x.strides) >= 0 else x.copy() for x in arguments]  # torch has no negative strides
+    given = [arrays.dressed(x, kind, "torch") for x, kind in zip(views, kinds, strict=True)]
+    requests: list[Any] = [tables, lens]
+    if p.selected is not None:
+        selected, options["counts"] = case.lists(draw.rng("order"), draw.flag("counts"))
+        requests.append(selected)
+    names = ("paged_attention", "paged_select_attention")
+    ours, own = (getattr(module, names[p.selected is not None]) for module in (integration, blitz_attn))
+    with checks.at_level(draw):
+        given[0].requires_grad_(draw.flag("dispatched"))  # a call without a gradient goes past the dispatcher
+        out = ours(*given, *requests, **options)
+        expected = own(*(x.detach() for x in given), *requests, **options)
+    checks.same_bits("torch", tuple(x.detach() for x in out), expected)
+    case.check_unchanged()
 
 
 def shown_pairs(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:

@@ -40,10 +40,10 @@ SCHEMAS = {
     "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, *, {_RULES}, str chooser="pooled", float[]? density=None,
         float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1, int? recent=2, int? last_columns=0,
         int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
-    "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
+    "paged_attention": f"""(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
         Tensor? last_page_len=None, Tensor? selected=None, Tensor? counts=None, Tensor? sinks=None, Tensor? k_scale=None,
-        Tensor? v_scale=None, Tensor? q_lens=None, Tensor? attn_mask=None, Tensor? alibi_slopes=None, *, float? scale=None,
-        str kv_layout="NHD", int? window=None, float? softcap=None, int? num_threads=None) -> (Tensor, Tensor)""",
+        Tensor? v_scale=None, Tensor? q_lens=None, {_PAIRS}, *, float? scale=None, str kv_layout="NHD", int? window=None,
+        float? softcap=None, int? num_threads=None) -> (Tensor, Tensor)""",
 }
 
 
@@ -97,13 +97,13 @@ def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "po
 def _paged(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, indptr: Any = None, last_page_len: Any = None,
     selected: Any = None, counts: Any = None, sinks: Any = None, k_scale: Any = None, v_scale: Any = None,
-    q_lens: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = True, **options: Any,
+    q_lens: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = True, **options: Any,
 ) -> Any:  # fmt: skip
     tables = block_tables if indptr is None else (indptr, block_tables, last_page_len)
     given = rows(q), rows(k_cache), rows(v_cache), tables, seq_lens
     options |= {
-        "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes,
-        "return_lse": return_lse,
+        "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "kv_ranges": kv_ranges, "attn_mask": attn_mask,
+        "alibi_slopes": alibi_slopes, "return_lse": return_lse,
     }  # fmt: skip
     if selected is None:
         return paged_attention(*given, **options)

@@ -6,15 +6,15 @@ from typing import Any
 
 from ..._paged_tables import tables_for_core
 from . import operators
-from .tensors import expect_tensors, flag_of, integer_of, integers_of, mask_of, number_of, numbers_of, slopes_of, text_of
+from .tensors import expect_tensors, flag_of, integer_of, integers_of, lists_of, mask_of, number_of, numbers_of, slopes_of, text_of
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
 
 def _attend(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, selected: Any, counts: Any, scale: Any, kv_layout: Any,
-    q_lens: Any, window: Any, attn_mask: Any, alibi_slopes: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, return_lse: Any,
-    num_threads: Any,
+    q_lens: Any, window: Any, kv_ranges: Any, attn_mask: Any, alibi_slopes: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any,
+    return_lse: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     expect_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     return_lse = flag_of(return_lse, "return_lse")
@@ -25,8 +25,9 @@ def _attend(
         "paged_attention", q, k_cache, v_cache, integers_of(tables, "block_tables"), integers_of(seq_lens, "seq_lens"),
         integers_of(indptr, "indptr"), integers_of(last_page_len, "last_page_len"), integers_of(selected, "selected"),
         integers_of(counts, "counts"), numbers_of(sinks, "sinks"), numbers_of(k_scale, "k_scale"), numbers_of(v_scale, "v_scale"),
-        integers_of(q_lens, "q_lens"), mask_of(attn_mask, "attn_mask"), slopes_of(alibi_slopes, "alibi_slopes"),
-        scale=number_of(scale, "scale"), kv_layout=text_of(kv_layout, "kv_layout", ("NHD", "HND")), window=integer_of(window, "window"),
+        integers_of(q_lens, "q_lens"), lists_of(kv_ranges, "kv_ranges"), mask_of(attn_mask, "attn_mask"),
+        slopes_of(alibi_slopes, "alibi_slopes"), scale=number_of(scale, "scale"),
+        kv_layout=text_of(kv_layout, "kv_layout", ("NHD", "HND")), window=integer_of(window, "window"),
         softcap=number_of(softcap, "softcap"), num_threads=integer_of(num_threads, "num_threads"), return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -43,6 +44,7 @@ def paged_attention(
     kv_layout: str = "NHD",
     q_lens: Any = None,
     window: int | None = None,
+    kv_ranges: Any = None,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -58,7 +60,7 @@ def paged_attention(
     ----------
     q, k_cache, v_cache : torch.Tensor
         CPU tensors: see `blitz_attn.paged_attention` for shapes and dtypes.
-    block_tables, seq_lens, scale, kv_layout, q_lens, window, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale
+    block_tables, seq_lens, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale
         See `blitz_attn.paged_attention`. Under `torch.compile`, arrays are tensors.
     return_lse : bool
         Also return the log-sum-exp.
@@ -89,8 +91,8 @@ def paged_attention(
     torch.Size([2, 8, 64])
     """
     return _attend(
-        q, k_cache, v_cache, block_tables, seq_lens, None, None, scale, kv_layout, q_lens, window, attn_mask, alibi_slopes, sinks,
-        softcap, k_scale, v_scale, return_lse, num_threads,
+        q, k_cache, v_cache, block_tables, seq_lens, None, None, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes,
+        sinks, softcap, k_scale, v_scale, return_lse, num_threads,
     )  # fmt: skip
 
 
@@ -107,6 +109,7 @@ def paged_select_attention(
     kv_layout: str = "NHD",
     q_lens: Any = None,
     window: int | None = None,
+    kv_ranges: Any = None,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -122,8 +125,10 @@ def paged_select_attention(
     ----------
     q, k_cache, v_cache : torch.Tensor
         CPU tensors: see `blitz_attn.paged_attention` for shapes and dtypes.
-    block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale
+    block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap
         See `blitz_attn.paged_select_attention`. Under `torch.compile`, arrays are tensors.
+    k_scale, v_scale : torch.Tensor or array_like, optional
+        See `blitz_attn.paged_attention`.
     return_lse : bool
         Also return the log-sum-exp.
     num_threads : int, optional
@@ -155,6 +160,6 @@ def paged_select_attention(
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
     return _attend(
-        q, k_cache, v_cache, block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, attn_mask, alibi_slopes, sinks,
-        softcap, k_scale, v_scale, return_lse, num_threads,
+        q, k_cache, v_cache, block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes,
+        sinks, softcap, k_scale, v_scale, return_lse, num_threads,
     )  # fmt: skip
