@@ -244,7 +244,8 @@ class PagedPlan:
         self, q: Any, k_cache: Any, v_cache: Any, source: Any = None, metadata_block_tables: Any = None, *, k: Any = None,
         budget: Any = None, method: str = "quest", sink: int = 1, recent: Any = 1, per_query_head: bool = False,
         dense_below: int | None = None, tokens_since_metadata_update: Any = -1, sinks: Any = None, k_scale: Any = None,
-        v_scale: Any = None, return_lse: bool = False, return_selected: bool = False, out: Any = None,
+        v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = False,
+        return_selected: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
         """`blitz_attn.select_and_attend` with the tables, the lengths and the options of the plan.
 
@@ -259,7 +260,7 @@ class PagedPlan:
             Summaries of that layer and their tables, see `select_blocks`. None for max.
         k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
             See `select_blocks`.
-        sinks, k_scale, v_scale, return_lse, out
+        sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
         return_selected : bool
             Also return the blocks that were attended.
@@ -280,7 +281,8 @@ class PagedPlan:
 
         Notes
         -----
-        These are the bits of `select_blocks` with the page size as `block_size`, followed by `select_attention`.
+        These are the bits of `select_blocks` with the page size as `block_size`, followed by `select_attention`. Blocks are chosen without
+        the rules that hide tokens or change scores, see `blitz_attn.select_and_attend`.
 
         Examples
         --------
@@ -307,7 +309,7 @@ class PagedPlan:
             per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
             q_lens=None, kv_layout=kv_layout, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
-        result = self.select_attention(
-            q, k_cache, v_cache, selected, counts=counts, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=with_lse, out=out
+        result = self._run(
+            q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, with_lse, out
         )
         return with_lists(result, with_lse, (selected, counts) if with_selected else ())

@@ -6,9 +6,9 @@ from typing import Any
 
 from . import _arrays, _core
 from ._page_selection import integer_empty, select_pages, select_to_attend, with_lists
-from ._paged_call import scales_for_core
+from ._paged_call import attend_requests, scales_for_core
+from ._paged_tables import tables_for_core
 from ._sentences import renamed
-from .paged import paged_select_attention
 
 __all__ = [
     "quest_block_select_paged",
@@ -525,6 +525,9 @@ def select_and_attend(
     softcap: float | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
     return_lse: bool = False,
     return_selected: bool = False,
     out: Any = None,
@@ -544,7 +547,9 @@ def select_and_attend(
         See `select_blocks`: summaries and their tables for quest and mean. For max they are `k_cache` and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
         See `select_blocks`.
-    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, return_lse, out, dtype, kv_dtype, num_threads
+    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse
+        See `paged_attention`.
+    out, dtype, kv_dtype, num_threads
         See `paged_attention`.
     return_selected : bool
         Also return the blocks that were attended.
@@ -566,6 +571,12 @@ def select_and_attend(
     See Also
     --------
     blitz_attn.PagedPlan.select_and_attend : with the tables of a plan, which are checked once for all layers of a step.
+
+    Notes
+    -----
+    Blocks are chosen without `window`, `sinks`, `softcap`, `kv_ranges`, `attn_mask` and `alibi_slopes`; attention over them then has all
+    of these. So a block in which no token is seen may be chosen, and takes one of the places. `attn_mask` has a column for each token of
+    the request, as in `paged_attention`, whichever blocks are chosen.
 
     Examples
     --------
@@ -590,9 +601,10 @@ def select_and_attend(
         per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,
         kv_layout=kv_layout, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
-    result = paged_select_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, scale=scale, kv_layout=kv_layout, q_lens=q_lens,
-        window=window, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=with_lse, out=out, dtype=dtype,
-        kv_dtype=kv_dtype, num_threads=num_threads,
+    requests = (*tables_for_core(block_tables, seq_lens), q_lens, None)
+    result = attend_requests(
+        q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, kv_ranges,
+        attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=with_lse, out_dtype=None, out=out, dtype=dtype, kv_dtype=kv_dtype,
+        num_threads=num_threads,
     )  # fmt: skip
     return with_lists(result, with_lse, (selected, counts) if with_selected else ())

@@ -30,7 +30,7 @@ def attend_paged(case, selected=None, tables=None, **options):
     return out, lse
 
 
-PER_CALL = ("sinks", "k_scale", "v_scale", "counts")  # the options that a plan's calls take; its constructor takes all others
+PER_CALL = ("sinks", "k_scale", "v_scale", "counts", "kv_ranges", "attn_mask", "alibi_slopes")  # the options that a plan's calls take; its constructor takes all others
 
 
 def plan_paged(case, tables=None, **options):

@@ -98,6 +98,85 @@ def test_options_of_the_plan_and_of_the_call(isa_level):
         assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def rules(name, q_lens, rng):
+    """Rules of attention for the queries of a step. Rows of a mask are those of a request's queries, its columns all of the request's tokens."""
+    queries, most = sum(q_lens or [1] * len(LENS)), max(q_lens or [1])
+    runs = np.sort(rng.integers(-5, np.repeat(LENS, q_lens or 1)[:, None] + 6, (queries, 2)), axis=-1)
+    return {
+        "ranges": {"kv_ranges": runs.astype(np.int32)},
+        "mask": {"attn_mask": rng.random((len(LENS), 1, most + 1, max(LENS) + 3)) < 0.7},
+        "numbers": {"attn_mask": np.where(rng.random((8, most, max(LENS))) < 0.8, rng.standard_normal((8, most, max(LENS))), -np.inf).astype(np.float32)},
+        "slopes": {"alibi_slopes": np.linspace(0, 0.5, 8).astype(np.float32)},
+        "all": {
+            "kv_ranges": runs, "attn_mask": rng.standard_normal((1, 1, 1, max(LENS))), "alibi_slopes": np.linspace(-0.1, 0.5, 8).astype(np.float32),
+            "window": 90, "softcap": 3.0, "sinks": np.linspace(-1, 1, 8).astype(np.float32),
+        },
+    }[name]  # fmt: skip
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["ranges", "mask", "numbers", "slopes", "all"])
+@pytest.mark.parametrize("q_lens", [None, [1, 0, 5, 3, 20]])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("method", METHODS)
+def test_rules_against_the_twin(method, kv_layout, q_lens, name, isa_level):
+    """Blocks are chosen without the rules, and attention has them."""
+    step, choice = Step(q_lens, dtype="float64", kv_layout=kv_layout), CHOICES[1]
+    given = rules(name, q_lens, np.random.default_rng(3))
+    both = {"method": method, "return_lse": True, "return_selected": True} | choice
+    arguments = (*step.case.arrays, *step.summaries[method])
+    got = blitz_attn.select_and_attend(*arguments, **both, **step.case.options | given)
+    for found, right in zip(got, reference.select_and_attend(*arguments, **both, **step.case.options | given), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-9, atol=1e-11)
+    plain = blitz_attn.select_and_attend(*arguments, **both, **step.case.options)
+    assert [same_bits(a, b) for a, b in zip(got, plain, strict=True)] == [False, False, True, True]
+    assert all(map(same_bits, got, step.apart(method, choice, **given)))
+    plan, per_call = plan_paged(step.case, **given)
+    assert all(map(same_bits, got, step.together(plan, method, choice, return_lse=True, return_selected=True, **per_call)))
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("float16", "int8"), ("bfloat16", None), ("bfloat16", "float8_e4m3")])
+def test_rules_with_other_dtypes(dtype, kv_dtype, isa_level):
+    q_lens = [1, 0, 5, 3, 20]
+    step, given = Step(q_lens, dtype=dtype, kv_dtype=kv_dtype), {}
+    for name in ("ranges", "numbers", "slopes"):
+        given |= rules(name, q_lens, np.random.default_rng(4))
+    plan, per_call = plan_paged(step.case, **given)
+    for method in ("quest", "mean"):
+        expected = step.apart(method, {"k": 4}, **given)
+        how = {"k": 4, "method": method, "return_lse": True, "return_selected": True} | step.case.options | given
+        for n in (1, 3):
+            got = blitz_attn.select_and_attend(*step.case.arrays, *step.summaries[method], num_threads=n, **how)
+            assert all(map(same_bits, got, expected))
+        got = step.together(plan, method, {"k": 4}, return_lse=True, return_selected=True, **per_call)
+        assert all(map(same_bits, got, expected))
+
+
+def test_refused_rules():
+    """Before anything is written, by the call that is given them."""
+    step = Step([1, 0, 5, 3, 20])
+    plan, per_call = plan_paged(step.case)
+    room = np.full(step.case.q.size, 7, np.float32)
+    out = room.reshape(step.case.q.shape)
+    for error, sentence, given in (
+        (ValueError, r"kv_ranges: expected shape \(29, 2\), got \(5, 2\)", {"kv_ranges": np.zeros((5, 2), int)}),
+        (TypeError, "kv_ranges: expected int32 or int64, got int16", {"kv_ranges": np.zeros((29, 2), np.int16)}),
+        (ValueError, r"attn_mask: expected shape \(5 or 1, 8 or 1, 20 or 1, 600 or 1\), or more queries and keys, got \(1, 1, 29, 64\)",
+         {"attn_mask": np.ones((29, 64), bool)}),  # the tokens of four blocks
+        (TypeError, "attn_mask: expected bool, ", {"attn_mask": np.ones((20, 600), int)}),
+        (ValueError, "alibi_slopes: expected ", {"alibi_slopes": [0.5, 0.25]}),
+        (ValueError, "out: expected memory of its own, got an array that overlaps kv_ranges", {"kv_ranges": room.view(np.int32)[:58].reshape(29, 2)}),
+        (ValueError, "out: expected memory of its own, got an array that overlaps attn_mask", {"attn_mask": room[:600]}),
+    ):  # fmt: skip
+        for call in (
+            lambda given: step.together(plan, "quest", {"k": 4}, out=out, **per_call | given),
+            lambda given: blitz_attn.select_and_attend(*step.case.arrays, *step.summaries["quest"], k=4, out=out, **step.case.options | given),
+        ):
+            with pytest.raises(error, match=f"^{sentence}"):
+                call(given)
+            assert (room == 7).all()
+
+
 @pytest.mark.parametrize("kv_dtype", CACHE_DTYPES)
 def test_caches_of_every_dtype(kv_dtype, isa_level):
     for method in ("quest", "mean"):

@@ -16,6 +16,7 @@ from .problems import Finding, problem
 
 CACHES = ("same", "float32", "float16", "bfloat16", "int8", "float8_e4m3")
 GARBAGE = (0.0, np.nan, np.inf)
+PER_CALL = ("sinks", "k_scale", "v_scale", "kv_ranges", "attn_mask", "alibi_slopes")  # what the calls of a plan take
 
 
 class Cache:
@@ -84,7 +85,7 @@ class Case:
         shared = draw.flag("shared", 0.2)
         own = [order[rng.integers(0, pages, n)] if shared else order[int(counts[:b].sum()) :][:n] for b, n in enumerate(counts)]
         window = draw.pick("window", (None, 0, 5, 100))
-        self.ranges = _ranges(draw, lens.repeat(q_lens)) if not newest and draw.flag("ranges", 0.2) else None
+        self.ranges = _ranges(draw, lens.repeat(q_lens)) if draw.flag("ranges", 0.2) else None
         heads = kv_heads * group
         q = arrays.rounded(draw.rng("q").standard_normal((int(q_lens.sum()), heads, dim)), dtype)
         self.sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
@@ -96,8 +97,7 @@ class Case:
         )  # fmt: skip
         self.kv_split = size * draw.integer("kv_split", 1, 12, likely=(1, 2, 4)) if not newest and draw.flag("split", 0.25) else None
         self.mask_dtype, self.mask, self.slopes = "", None, None
-        if not newest:
-            self.draw_bias(draw)
+        self.draw_bias(draw)
         used = np.zeros((pages, size), np.bool_)
         for b in range(batch):  # tokens that no query of the request sees may hold garbage, as those behind the request may
             first = int(lens[b] - q_lens[b] if begin is None else begin[b])
@@ -152,17 +152,15 @@ class Case:
             bits["kv_dtype"] = None
         return {
             "scale": self.scale, "kv_layout": "HND" if self.hnd else "NHD", "window": p.window, "sinks": self.sinks, "softcap": p.softcap,
-            "k_scale": self.k.scales, "v_scale": self.v.scales, "q_lens": p.q_lens if self.ragged else None, **bits,
+            "k_scale": self.k.scales, "v_scale": self.v.scales, "q_lens": p.q_lens if self.ragged else None, "kv_ranges": self.ranges,
+            "attn_mask": self.mask, "alibi_slopes": self.slopes, **bits,
         }  # fmt: skip
 
     def new_options(self) -> dict[str, Any]:
         """The options that `select_and_attend` does not have."""
         p = self.problem
         begin = None if p.begin is None else p.begin.tolist()
-        return {
-            "kv_ranges": self.ranges, "attn_mask": self.mask, "alibi_slopes": self.slopes, "q_begin": begin, "kv_split": self.kv_split,
-            "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype,
-        }  # fmt: skip
+        return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
 
     def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """The selected blocks in any order, with -1 behind them, or with counts and arbitrary numbers behind them."""
@@ -273,7 +271,7 @@ def check_chunks(draw: Draw, case: Case) -> None:
     """A call with kv_split has the bits of its chunks, each attended as a request of its own, merged node by node."""
     p, size = case.problem, case.problem.k.shape[1]
     split = case.kv_split or size * 3
-    options = {**case.options(), "return_lse": True, "num_threads": 1, "sinks": None, "out_dtype": p.real, "alibi_slopes": case.slopes}
+    options = {**case.options(), "return_lse": True, "num_threads": 1, "sinks": None, "out_dtype": p.real}
     whole = case.call(draw.rng("order"), False, 1, kv_split=split, out_dtype=p.real, sinks=None)
     ends = np.cumsum(p.q_lens)
     for b, end in enumerate(ends):
@@ -298,7 +296,7 @@ def check_chunks(draw: Draw, case: Case) -> None:
 def check_plan(draw: Draw, case: Case, counts: bool, out: Any, lse: Any) -> None:
     """A plan gives the same bits, in its first and in its second call."""
     options = {**case.options(), **case.new_options()}
-    rest = {name: options.pop(name) for name in ("sinks", "k_scale", "v_scale", "kv_ranges", "attn_mask", "alibi_slopes")}
+    rest = {name: options.pop(name) for name in PER_CALL}
     tables, lens = case.tables
     plan = blitz_attn.PagedPlan(tables, lens, page_size=case.problem.k.shape[1], num_pages=case.problem.k.shape[0], **options)
     arguments = [case.q.array, case.k.given(), case.v.given()]

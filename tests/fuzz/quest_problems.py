@@ -15,7 +15,7 @@ from . import quest_oracle as oracle
 from .draw import Discard, Draw
 from .nsa_draws import as_integers, kind_of
 from .paged_oracle import attend
-from .paged_problems import GARBAGE, Case
+from .paged_problems import GARBAGE, PER_CALL, Case
 from .problems import Finding, problem
 from .quest_draws import Batch, Choice, Held, contents, laid_out, named_bits, pages_for, unusual_numbers
 
@@ -440,7 +440,7 @@ def select_and_attend(draw: Draw) -> None:
             None if method == "max" else summary_tables, **how, **attending, out=written and written.array, num_threads=checks.threads(draw),
         )  # fmt: skip
         opened = attending | {"num_threads": draw.pick("other_threads", checks.THREADS), "page_size": size}
-        here = {name: opened.pop(name) for name in ("sinks", "k_scale", "v_scale", "return_lse")}
+        here = {name: opened.pop(name) for name in ("return_lse", *PER_CALL)}
         plan = blitz_attn.PagedPlan(tables, p.seq_lens, **opened)
         planned = plan.select_and_attend(
             case.q.array, case.k.given(), case.v.given(), None if method == "max" else source, None if method == "max" else summary_tables, **how,
