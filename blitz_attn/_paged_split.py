@@ -14,12 +14,14 @@ from ._paged_call import attend_requests, open_requests
 from ._paged_tables import (
     Listed,
     Tables,
+    cache_shape,
     cache_sizes,
     listed_blocks,
     lists_by_unit,
     nearest_begin,
     query_begins,
     query_lengths,
+    refuse_mask_shape,
     sinks_of,
 )
 
@@ -33,10 +35,30 @@ class _Rows(NamedTuple):
     result: ndarray  # of each query: the row in which the merges leave its state
 
 
+class _Part(NamedTuple):
+    """Chunks that one call of the core attends to."""
+
+    requests: Any  # as `attend_requests` takes them
+    rows: Any  # index of the rows of these chunks in the states of all
+    chunks: Any  # index of these chunks in all
+    there: Any = True  # whether each of them is attended, or stands in the place of one that its request does not have
+    columns: slice = slice(None)  # of a mask
+
+    def lists(self, selected: Any, counts: Any) -> tuple[Any, Any]:
+        """(selected, counts) for these chunks, of those for all."""
+        if selected is None:
+            return None, None
+        return selected[self.chunks], np.where(np.reshape(self.there, (-1, 1)), counts[self.chunks], 0)
+
+    def mask(self, whole: Any) -> Any:
+        """What the mask of the requests is for these chunks: a view. An axis of one column holds for all tokens."""
+        return whole if whole is None or tuple(whole.shape[-1:]) in ((), (1,)) else whole[..., self.columns]
+
+
 class Chunks:
     """The chunks of all requests, in the order of the requests. The core attends to each chunk as to a request of its own.
 
-    They depend on tables and lengths alone, so that a plan makes them once for all of its calls. `attend_requests` takes their `requests`.
+    They depend on tables and lengths alone, so that a plan makes them once for all of its calls.
     """
 
     def __init__(self, block_tables: Any, seq_lens: Any, page_size: Any, kv_split: Any, q_lens: Any, q_begin: Any) -> None:
@@ -49,7 +71,8 @@ class Chunks:
         rows = np.ones(len(lengths), np.int64) if q_lens is None else query_lengths(q_lens, lengths, within=begins is None).copy()
         self.batch, self.num_queries = len(lengths), int(rows.sum())
         self.pages_of_request = tables.used
-        self._split_pages = split // size
+        self.sizes = self.batch, int(rows.max(initial=1 if q_lens is None else 0)), int(lengths.max(initial=0))
+        self._split, self._page_size = split, size
         self._rows_of_request = rows
         self._counts = np.maximum(1, -(-lengths // split))  # a request without tokens has one chunk without tokens
         self._first = np.cumsum(self._counts) - self._counts
@@ -57,16 +80,42 @@ class Chunks:
         index = np.arange(len(request)) - self._first[request]  # of each chunk in its request
         self._first_token = index * split  # likewise
 
-        tokens = np.minimum(lengths[request] - self._first_token, split)
-        used = -(-tokens // size)
-        self._pages_request, self._pages_block = request.repeat(used), _state_tree.ranges(index * self._split_pages, used)
+        self._tokens = np.minimum(lengths[request] - self._first_token, split)
+        self._pages_of_chunk = used = -(-self._tokens // size)
+        self._begins = nearest_begin((lengths - rows if begins is None else begins)[request] - self._first_token)
+        self._pages_request, self._pages_block = request.repeat(used), _state_tree.ranges(index * (split // size), used)
         self._pages = pages = tables.at(self._pages_request, self._pages_block)
         self._lowest_page, self._highest_page = int(pages.min(initial=0)), int(pages.max(initial=-1))
-        self.requests, _, _ = open_requests(
-            pages, None, np.concatenate([[0], np.cumsum(used)]), tokens - np.maximum(used - 1, 0) * size,
-            None if q_lens is None else rows[request],
-            nearest_begin((lengths - rows if begins is None else begins)[request] - self._first_token), size,
-        )  # fmt: skip
+        requests = self._opened(pages, self._tokens, None if q_lens is None else rows[request], self._begins)
+        self._whole = [_Part(requests, slice(None), slice(None))]
+
+    def _opened(self, pages: ndarray, tokens: ndarray, q_lens: ndarray | None, q_begin: ndarray) -> Any:
+        """Chunks of so many tokens, which lie on `pages` one chunk after the other, as `attend_requests` takes requests."""
+        used = -(-tokens // self._page_size)
+        last = tokens - np.maximum(used - 1, 0) * self._page_size
+        return open_requests(pages, None, np.concatenate([[0], np.cumsum(used)]), last, q_lens, q_begin, self._page_size)[0]
+
+    def parts(self, attn_mask: Any) -> list[_Part]:
+        """All chunks at once. With a mask, which has entries for requests and not for chunks, those that see the same of its columns."""
+        return self._whole if attn_mask is None else self._by_place
+
+    @cached_property
+    def _by_place(self) -> list[_Part]:
+        """The first chunks of all requests, the second ones, and so on. A request that has no such chunk has one without tokens and queries
+        in its place, so that the requests are those of a mask."""
+        parts = []
+        rows = self._rows_of_request
+        first_row = np.cumsum(rows[self._request]) - rows[self._request]  # of each chunk
+        first_page = np.cumsum(self._pages_of_chunk) - self._pages_of_chunk
+        for place in range(int(self._counts.max(initial=1))):
+            there = place < self._counts
+            chunks = self._first + np.minimum(place, self._counts - 1)
+            tokens, queries, pages = (np.where(there, x, 0) for x in (self._tokens[chunks], rows, self._pages_of_chunk[chunks]))
+            own = self._pages[_state_tree.ranges(first_page[chunks], pages)]
+            requests = self._opened(own, tokens, queries, self._begins[chunks])
+            columns = slice(place * self._split, (place + 1) * self._split)
+            parts.append(_Part(requests, _state_tree.ranges(first_row[chunks], queries), chunks, there, columns))
+        return parts
 
     def refuse_missing(self, num_pages: int) -> None:
         """Refuses pages that a cache of so many pages does not have."""
@@ -101,8 +150,16 @@ class Chunks:
 
     def lists(self, listed: Listed) -> tuple[ndarray, ndarray]:
         """(selected, counts) of each chunk, from the lists of the requests."""
-        unit = self._first[listed.request] + listed.block // self._split_pages
-        return lists_by_unit(unit, listed.head, listed.block % self._split_pages, (len(self._request), listed.rows))
+        pages = self._split // self._page_size
+        unit = self._first[listed.request] + listed.block // pages
+        return lists_by_unit(unit, listed.head, listed.block % pages, (len(self._request), listed.rows))
+
+
+def _in_order(states: list[Any], parts: list[_Part]) -> tuple[ndarray, ndarray]:
+    """The states of all chunks, one after the other, from those of the parts."""
+    order = np.argsort(np.concatenate([part.rows for part in parts]))
+    outs, lses = zip(*states, strict=True)
+    return np.concatenate(outs)[order], np.concatenate(lses)[order]
 
 
 def attend_in_chunks(
@@ -111,8 +168,6 @@ def attend_in_chunks(
     return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
-    if attn_mask is not None:
-        raise ValueError("attn_mask: expected none with kv_split, got some")
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
     chunks.refuse_missing(num_pages)
     return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(dtype)
@@ -124,9 +179,9 @@ def attend_in_chunks(
     wanted_kind = _arrays.dtype_name(out_dtype, "out_dtype") or kind
     if wanted_kind != kind and not (narrow and wanted_kind == "float32"):
         raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
-    v_dim = (_arrays.shape_of(v_cache) or (0,))[-1]
+    v_dim = cache_shape(v_cache, "v_cache")[-1]
     inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "selected": selected}
-    inputs |= {"sinks": sinks, "kv_ranges": kv_ranges, "alibi_slopes": alibi_slopes}
+    inputs |= {"sinks": sinks, "kv_ranges": kv_ranges, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
     results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, inputs)
 
     listed: Listed | None = None
@@ -134,17 +189,26 @@ def attend_in_chunks(
     if selected is not None:
         listed = listed_blocks(selected, counts, chunks.pages_of_request, (kv_heads, queries.shape[1]))
         lists = chunks.lists(listed)
-    rows, ranges = chunks.rows, chunks.ranges(kv_ranges)
+    if attn_mask is not None:
+        attn_mask = _arrays.cut_by_views(attn_mask, "attn_mask")
+        batch, most_queries, most_tokens = chunks.sizes
+        refuse_mask_shape(attn_mask, (batch, queries.shape[1], most_queries, most_tokens))
+    rows, ranges, parts = chunks.rows, chunks.ranges(kv_ranges), chunks.parts(attn_mask)
     try:
-        state, lse = attend_requests(
-            queries[rows.query], k_cache, v_cache, chunks.requests, *lists, scale, kv_layout, window, None, softcap, k_scale, v_scale,
-            ranges, alibi_slopes=alibi_slopes, return_lse=True, out=None, out_dtype="float32" if narrow else None,
-            dtype="bfloat16" if kind == "bfloat16" else dtype, kv_dtype=kv_dtype, num_threads=num_threads,
-        )  # fmt: skip
+        states = [
+            attend_requests(
+                queries[rows.query[part.rows]], k_cache, v_cache, part.requests, *part.lists(*lists), scale, kv_layout, window, None,
+                softcap, k_scale, v_scale, None if ranges is None else ranges[part.rows], attn_mask=part.mask(attn_mask),
+                alibi_slopes=alibi_slopes, return_lse=True, out=None, out_dtype="float32" if narrow else None,
+                dtype="bfloat16" if kind == "bfloat16" else dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+            )
+            for part in parts
+        ]  # fmt: skip
     except ValueError:
         if listed is not None:
             listed.refuse_repeated()  # by the caller's numbers: the call has those of chunks
         raise
+    state, lse = states[0] if len(states) == 1 else _in_order(states, parts)
     rows.merges.run(state, lse)
     state, lse = state[rows.result], lse[rows.result]
     if sinks is not None:

@@ -28,11 +28,17 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
     return block_tables, seq_lens, None, None
 
 
+def cache_shape(cache: Any, name: str) -> tuple[int, ...]:
+    """The shape of k_cache or v_cache, which has four axes."""
+    shape = _arrays.shape_of(cache)
+    if len(shape) != 4:
+        raise ValueError(f"{name}: expected four axes, got shape {shape}")
+    return shape
+
+
 def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
     """Pages, tokens per page and KV heads of a cache."""
-    layout, shape = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND")), _arrays.shape_of(k_cache)
-    if len(shape) != 4:
-        raise ValueError(f"k_cache: expected four axes, got shape {shape}")
+    layout, shape = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND")), cache_shape(k_cache, "k_cache")
     return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])
 
 
@@ -59,6 +65,16 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
     if numbers.shape != (heads,):
         raise ValueError(f"sinks: expected shape ({heads},), one number per query head, got {numbers.shape}")
     return numbers
+
+
+def refuse_mask_shape(mask: Any, sizes: tuple[int, int, int, int]) -> None:
+    """Refuses a mask that does not fit so many requests and heads, and at most so many queries and tokens of a request, by the core's
+    sentence. Masks of more than four axes are left to the core."""
+    given = (1,) * (4 - len(mask.shape)) + tuple(mask.shape)
+    fits = [n in (1, size) or (axis > 1 and n > size) for axis, (n, size) in enumerate(zip(given, sizes, strict=False))]
+    if len(given) == 4 and not all(fits):
+        expected = ", ".join("1" if size == 1 else f"{size} or 1" for size in sizes)
+        raise ValueError(f"attn_mask: expected shape ({expected}), or more queries and keys, got {given}")
 
 
 def query_begins(q_begin: Any, batch: int) -> ndarray:

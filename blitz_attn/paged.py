@@ -108,7 +108,7 @@ def paged_attention(
     attn_mask : array, optional
         ``(B, H, Q, T)``, or any shape that broadcasts to it, with Q at least the most queries of a request and T at least the most tokens:
         row i is that of a request's query i, column j that of its token j. Of bool, where False hides the token as the causal rule does, or
-        of numbers that are added to the scores, as in `block_sparse_attention`: a tree of draft tokens, for example. None with `kv_split`.
+        of numbers that are added to the scores, as in `block_sparse_attention`: a tree of draft tokens, for example.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(p - j)`` is added to the score of token j, where p is the query's own token number.
     kv_split : int, optional
@@ -162,7 +162,8 @@ def paged_attention(
     With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Each chunk is attended by itself,
     and its state (the result and the log-sum-exp, in float32) is merged with others by `merge_states_tree`; then `sinks` take part, and
     the result is rounded once. So these are the bits of calls over single chunks, each as a request of its own with `q_begin` and
-    ``out_dtype="float32"``, whose results are merged in the same way: it does not matter who computes which chunk.
+    ``out_dtype="float32"``, whose results are merged in the same way: it does not matter who computes which chunk. Of `attn_mask`, each
+    chunk has the columns of its tokens, which are read where they lie.
 
     A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
     each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).

@@ -113,6 +113,7 @@ def paged(threads):
     plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=4, num_threads=threads)
     appending = blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 2], num_threads=threads)
     chunked = blitz_attn.PagedPlan(csr, page_size=4, q_begin=[2, 0, 30], kv_split=8, num_threads=threads)
+    mask = np.random.default_rng(7).random((3, 1, 1, 21)) < 0.8
     chosen, counts = np.array([[[0, 2]] * 2, [[0, 0]] * 2, [[1, 3]] * 2], np.int32), np.array([[2, 1], [0, 0], [2, 2]])
     written = [x.copy() for x in case.arrays[1:3]]
     new = [np.random.default_rng(6).standard_normal((3, 2, 8)).astype(np.float32) for _ in range(2)]
@@ -134,6 +135,11 @@ def paged(threads):
             lambda: chunked.attention(*case.arrays[:3], return_lse=True, out=given),
             given,
             lambda: chunked.attention(*case.arrays[:3], out=case.arrays[0]),
+        ),
+        "PagedPlan.attention, in chunks with a mask": Operation(
+            lambda: chunked.attention(*case.arrays[:3], attn_mask=mask, return_lse=True, out=given),
+            given,
+            lambda: chunked.attention(*case.arrays[:3], attn_mask=mask[..., 1:]),
         ),
         "PagedPlan.select_attention": Operation(
             lambda: plan.select_attention(*case.arrays[:3], chosen, counts=counts, return_lse=True, out=given),

@@ -1,12 +1,12 @@
-"""`attn_mask` and `alibi_slopes` over pages: trees of draft tokens, decoding, chunks, and what hides tokens beside them."""
+"""`attn_mask` and `alibi_slopes` over pages: trees of draft tokens, decoding, what hides tokens beside them, and requests in chunks."""
 
 import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import reference, testing
+from blitz_attn import _paged_split, reference, testing
 from cases import DTYPES, bits_option, same_bits
-from cases_masks import HKV, SLOPES, D, H, bias_of, close, expected, hiding, holes, kept, numbers, slope_bias
+from cases_masks import BFLOAT16, HKV, SLOPES, D, H, bias_of, close, expected, hiding, holes, kept, numbers, slope_bias
 
 LENS, Q_LENS, SIZE = [70, 33, 1], [20, 0, 1], 16
 DECODE_LENS = [70, 2100, 1]
@@ -188,8 +188,201 @@ def test_paged_refusals():
             call(attn_mask=np.zeros((20, 70), np.int32))
         with pytest.raises(ValueError, match="^alibi_slopes: expected"):
             call(alibi_slopes=np.zeros(HKV, np.float32))
-    split = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, q_lens=Q_LENS, kv_split=SIZE)
-    with pytest.raises(ValueError, match="^(attn_mask|kv_split): expected"):
-        calls[0](attn_mask=np.ones((20, 70), bool), kv_split=SIZE)
-    with pytest.raises(ValueError, match="^(attn_mask|kv_split): expected"):
-        split.attention(q, k, v, attn_mask=np.ones((20, 70), bool))
+
+
+# ---- Requests in chunks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [SIZE, 2 * SIZE, 4 * SIZE, 8 * SIZE])
+@pytest.mark.parametrize("rule", ["causal", "window", "ranges", "begins"])
+@pytest.mark.parametrize("name", PAGED_MASKS)
+def test_masks_in_chunks(name, rule, split, isa_level):
+    """Against the twin and the call without chunks; whole, listed and by plans."""
+    q, k, v, tables, _, _ = paged()
+    mask, slopes = PAGED_MASKS[name](np.random.default_rng(9), 22, 75), SLOPES if rule != "causal" else None
+    runs = np.sort(np.random.default_rng(8).integers(0, 70, (21, 2)), axis=-1)
+    rules = {
+        "causal": {}, "window": {"window": 40, "softcap": 2.0, "sinks": np.float32([1, 0, -1, 2])}, "ranges": {"kv_ranges": runs},
+        "begins": {"q_begin": [40, 0, 3]},
+    }[rule] | {"q_lens": Q_LENS, "attn_mask": mask, "alibi_slopes": slopes, "return_lse": True}  # fmt: skip
+    results = [blitz_attn.paged_attention(q, k, v, tables, LENS, kv_split=split, num_threads=n, **rules) for n in (1, 3)]
+    assert all(map(same_bits, *results))
+    usual = blitz_attn.paged_attention(q, k, v, tables, LENS, **rules)
+    close(results[0], usual)
+    if split > max(LENS) and rule != "window":  # one chunk; sinks take part after the merges
+        assert all(map(same_bits, results[0], usual))
+    close(results[0], reference.paged_attention(q, k, v, tables, LENS, kv_split=split, **rules))
+    plan_rules = {"kv_split": split} | {name: rules[name] for name in ("q_lens", "window", "softcap", "q_begin") if name in rules}
+    plan = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, **plan_rules)
+    calls = {name: x for name, x in rules.items() if name not in plan_rules}
+    some = np.broadcast_to(np.array([[4, 0, 2, -1], [2, 1, -1, -1], [0, -1, -1, -1]])[:, None], (3, HKV, 4)).copy()
+    some[0, 1] = [1, 3, -1, -1]
+    for lists in (some, np.repeat(some, H // HKV, axis=1)[:, ::-1].copy()):
+        found = blitz_attn.paged_select_attention(q, k, v, tables, LENS, lists, kv_split=split, **rules)
+        close(found, reference.paged_select_attention(q, k, v, tables, LENS, lists, **rules))
+        for _ in range(2):
+            assert all(map(same_bits, found, plan.select_attention(q, k, v, lists, **calls)))
+            assert all(map(same_bits, results[0], plan.attention(q, k, v, **calls)))
+
+
+@pytest.mark.parametrize("q_lens", [None, [4, 9, 1]])
+@pytest.mark.parametrize(("dtype", "cache"), [*((x, None) for x in DTYPES), ("bfloat16", "int8"), ("float32", "float8_e4m3")])
+def test_chunks_by_hand(dtype, cache, q_lens, isa_level):
+    """The bits of calls over single chunks, each with the columns of its tokens, whose states are merged by the tree. The last chunk of the
+    longest request has one token, and one column, which is not taken for one that holds for all tokens."""
+    lens, split, queries = [70, 193, 1], 3 * SIZE, q_lens or [1, 1, 1]
+    q, k, v, tables, options, _ = paged(dtype, cache, lens, sum(queries))
+    options |= {"return_lse": True, "out_dtype": None if dtype == "float64" else "float32"}
+    for mask in (kept(np.random.default_rng(2), 3, H, max(queries), 193), holes(np.random.default_rng(3), max(queries), 193)):
+        found = blitz_attn.paged_attention(q, k, v, tables, lens, attn_mask=mask, q_lens=q_lens, kv_split=split, **options)
+        for b, (end, n, tokens) in enumerate(zip(np.cumsum(queries), queries, lens, strict=True)):
+            states, rows = [], slice(end - n, end)
+            for at in range(0, tokens, split):
+                here = min(split, tokens - at)
+                own = tables[b : b + 1, at // SIZE :][:, : -(-here // SIZE)].copy()
+                part = (mask[b : b + 1] if mask.ndim == 4 else mask)[..., :n, at : at + here]
+                begin = {"q_lens": [n], "q_begin": [tokens - n - at]}
+                states.append(blitz_attn.paged_attention(q[rows], k, v, own, [here], attn_mask=part.copy(), **begin, **options))
+            outs, lses = zip(*states, strict=True)
+            out, lse = blitz_attn.merge_states_tree([x.swapaxes(0, 1)[None].copy() for x in outs], [x.T[None].copy() for x in lses])
+            assert same_bits(np.ascontiguousarray(out[0].swapaxes(0, 1)), found[0][rows])
+            assert same_bits(np.ascontiguousarray(lse[0].T), found[1][rows])
+
+
+@pytest.mark.parametrize("q_lens", [None, Q_LENS])
+def test_a_mask_that_hides_nothing_has_the_bits_of_none(q_lens, isa_level):
+    q, k, v, tables, _, _ = paged(queries=sum(q_lens or [1, 1, 1]))
+    rules = {"q_lens": q_lens, "kv_split": SIZE, "return_lse": True}
+    usual = blitz_attn.paged_attention(q, k, v, tables, LENS, **rules)
+    for shape in ((20, 70), (1,), (3, 1, 1, 1), (1, H, 22, 1), ()):
+        assert all(map(same_bits, usual, blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=np.ones(shape, bool), **rules)))
+
+
+VIEWS = {
+    "plain": lambda x: x,
+    "turned": lambda x: np.ascontiguousarray(x.T).T,
+    "falling": lambda x: np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+    "steps": lambda x: np.repeat(x, 3, axis=-1)[..., ::3],
+    "repeated": lambda x: np.broadcast_to(x[:1, :, :1], x.shape),
+    "read-only": lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("dtype", ["bool", "float32", "float16", "float64", BFLOAT16])
+def test_masks_are_cut_by_views(name, dtype, monkeypatch):
+    """No chunk has a copy of its part of the mask."""
+    rng = np.random.default_rng(4)
+    q, k, v, tables, _, _ = paged()
+    mask = VIEWS[name](kept(rng, 3, H, 20, 70) if dtype == "bool" else testing.round_to(holes(rng, 3, H, 20, 70), dtype))
+    rules = {"q_lens": Q_LENS, "return_lse": True}
+    whole = blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=mask, **rules)
+    attend, parts = _paged_split.attend_requests, []
+
+    def watched(*given, attn_mask, **options):
+        parts.append(attn_mask)
+        return attend(*given, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(_paged_split, "attend_requests", watched)
+    close(blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=mask, kv_split=2 * SIZE, **rules), whole)
+    assert [x.shape[-1] for x in parts] == [32, 32, 6]
+    assert all(np.shares_memory(x, mask) for x in parts)
+    same = mask[..., :1]
+    rules["attn_mask"], parts[:] = same, []
+    close(blitz_attn.paged_attention(q, k, v, tables, LENS, kv_split=2 * SIZE, **rules), blitz_attn.paged_attention(q, k, v, tables, LENS, **rules))
+    assert [x.shape[-1] for x in parts] == [1, 1, 1]
+    assert all(np.shares_memory(x, same) for x in parts)
+
+
+class Exporter:
+    """An array of DLPack alone, which has no slices."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def kinds_of(name, mask):
+    if name == "memoryview":
+        return memoryview(mask)
+    if name == "dlpack":
+        return Exporter(mask)
+    library = pytest.importorskip(name.partition(" ")[0])
+    if name == "jax":
+        return library.numpy.asarray(mask)
+    tensor = library.from_numpy(mask)
+    return tensor.bfloat16() if name == "torch bfloat16" else tensor
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of JAX
+@pytest.mark.parametrize("name", ["torch", "torch bfloat16", "jax", "memoryview", "dlpack"])
+def test_masks_of_any_kind_in_chunks(name):
+    q, k, v, tables, _, _ = paged()
+    mask = kinds_of(name, holes(np.random.default_rng(4), 3, 1, 20, 70))
+    rules = {"q_lens": Q_LENS, "return_lse": True, "attn_mask": mask}
+    whole, found = (blitz_attn.paged_attention(q, k, v, tables, LENS, kv_split=split, **rules) for split in (None, 2 * SIZE))
+    close(found, whole)
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_tokens_that_a_mask_hides_are_not_read_in_chunks(cache, isa_level):
+    lens = [70, 2100, 33]
+    q, k, v, tables, options, _ = paged("float32", cache, lens, 21)
+    hidden = np.zeros((3, 1, 1, 2100), bool)
+    hidden[..., 16:32] = hidden[1, ..., 1000:1600] = hidden[..., 3] = hidden[2] = True
+    rules = options | {"q_lens": [16, 4, 1], "attn_mask": ~hidden, "return_lse": True, "kv_split": 16 * SIZE}
+    clean = blitz_attn.paged_attention(q, k, v, tables, lens, **rules)
+    assert not clean[0][-1].any()
+    assert (clean[1][-1] == -np.inf).all()
+    for b, n in enumerate(lens):
+        t = np.flatnonzero(hidden[b, 0, 0, :n])
+        for x in (rules["k_scale"], rules["v_scale"]) if cache else (k, v):
+            x[tables[b, t // SIZE], t % SIZE] = np.nan
+    assert all(map(same_bits, blitz_attn.paged_attention(q, k, v, tables, lens, **rules), clean))
+
+
+def test_calls_without_requests_or_tokens_in_chunks():
+    q, k, v, tables, _, _ = paged()
+    for q_lens in (None, []):
+        out = blitz_attn.paged_attention(q[:0], k, v, tables[:0], [], q_lens=q_lens, attn_mask=np.ones((0, H, 1, 7), bool), kv_split=SIZE)
+        assert out.shape == (0, H, D)
+    out = blitz_attn.paged_attention(q[:3], k, v, tables, [0, 0, 0], attn_mask=np.ones((3, 1, 1, 0), bool), kv_split=SIZE)
+    assert not out.any()
+
+
+def test_refusals_in_chunks():
+    """The sentences of calls without chunks, before anything is written."""
+    q, k, v, tables, _, _ = paged()
+    every, out = np.zeros((3, HKV, 1), np.int32), np.full((21, H, D), 7, np.float32)
+    plan = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, q_lens=Q_LENS, kv_split=SIZE)
+    calls = [
+        lambda mask, **given: blitz_attn.paged_attention(q, k, v, tables, LENS, q_lens=Q_LENS, attn_mask=mask, out=out, **given),
+        lambda mask, **given: blitz_attn.paged_select_attention(q, k, v, tables, LENS, every, q_lens=Q_LENS, attn_mask=mask, out=out, **given),
+    ]
+    by_plan = [lambda mask: plan.attention(q, k, v, attn_mask=mask, out=out), lambda mask: plan.select_attention(q, k, v, every, attn_mask=mask, out=out)]
+    masks = [np.zeros(shape, bool) for shape in ((2, 1, 20, 70), (3, HKV, 20, 70), (19, 70), (20, 69), (70, 20), (1, 1, 1, 20, 70))]
+    masks += [np.zeros((20, 70), np.int32), np.zeros((20, 70), ">f4"), np.ma.zeros((20, 70)), [[True] * 70] * 20]
+    for mask in masks:
+        for usual, planned in zip(calls, by_plan, strict=True):
+            with pytest.raises((TypeError, ValueError), match="^attn_mask: expected") as expected:
+                usual(mask)
+            for call in (planned, lambda x, f=usual: f(x, kv_split=2 * SIZE)):
+                with pytest.raises(expected.type) as found:
+                    call(mask)
+                assert str(found.value) == str(expected.value)
+    for kv_split in (None, SIZE):
+        with pytest.raises(ValueError, match="^out: expected memory of its own, got an array that overlaps attn_mask$"):
+            calls[0](out.reshape(-1)[:70], kv_split=kv_split)
+    assert (out == 7).all()
+
+
+def test_a_tensor_that_needs_a_gradient_is_refused_in_chunks():
+    torch = pytest.importorskip("torch")
+    q, k, v, tables, _, _ = paged()
+    with pytest.raises(ValueError, match="^attn_mask: expected a tensor that needs no gradient"):
+        blitz_attn.paged_attention(q, k, v, tables, LENS, q_lens=Q_LENS, attn_mask=torch.zeros(20, 70, requires_grad=True), kv_split=SIZE)

@@ -89,8 +89,7 @@ def test_both_forms_of_tables(method, tables, isa_level):
 def test_options_of_the_plan_and_of_the_call(isa_level):
     for method, q_lens in (("quest", None), ("mean", [1, 0, 5, 3, 20])):
         step = Step(q_lens, dtype="bfloat16")
-        options = {"scale": 0.3, "softcap": 5.0, "window": 50, "kv_split": 4 * SIZE, "out_dtype": "float32", "num_threads": 2}
-        options["sinks"] = np.linspace(-1, 1, 8).astype(np.float32)
+        options = {"scale": 0.3, "kv_split": 4 * SIZE, "out_dtype": "float32", "num_threads": 2} | rules("all", q_lens, np.random.default_rng(6))
         plan, per_call = plan_paged(step.case, **options)
         expected = step.apart(method, {"k": 4}, **options)
         got = step.together(plan, method, {"k": 4}, return_lse=True, return_selected=True, **per_call)

@@ -212,6 +212,7 @@ def _paged(a: Arena, v: int) -> dict[str, Any]:
         call |= {"q_lens": [1, 1], "window": 3, "return_lse": True, "scale": 0.5}
     if v & 4:
         call |= {"attn_mask": a.kept(2, 1, 1, 6) if v & 1 else a.floats(_HEADS, 2, 7), "alibi_slopes": a.floats(_HEADS)}
+        call |= {"kv_split": _PAGE} if v & 16 else {}
     return call
 
 
@@ -287,7 +288,7 @@ _OF_PLAN = ("lse", "seq_lens", "q_lens", "block_tables")  # a plan has tables an
 
 
 def _of_plan(make: Callable[[Arena, int], dict[str, Any]]) -> Callable[[Arena, int], dict[str, Any]]:
-    left_out = ("block_tables", "seq_lens", "kv_layout", "softcap", "q_lens", "window", "scale")
+    left_out = ("block_tables", "seq_lens", "kv_layout", "softcap", "q_lens", "window", "scale", "kv_split")
     return lambda a, v: {name: x for name, x in make(a, v & ~10).items() if name not in left_out}
 
 
@@ -735,12 +736,12 @@ if HAS_TORCH:
         ),
         "paged_attention": Good(
             integration.paged_attention,
-            _tensors(_paged, "out", "dtype", "kv_dtype"),
+            _tensors(_paged, "out", "dtype", "kv_dtype", "kv_split"),
             names=("indptr", "indices", "last_page_len"),
         ),
         "paged_select_attention": Good(
             integration.paged_select_attention,
-            _tensors(_paged_select, "out", "dtype", "kv_dtype"),
+            _tensors(_paged_select, "out", "dtype", "kv_dtype", "kv_split"),
             names=("indptr", "indices", "last_page_len", "selected_counts"),
         ),
     }

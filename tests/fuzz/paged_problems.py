@@ -129,7 +129,7 @@ class Case:
     def draw_bias(self, draw: Draw) -> None:
         """Draws a mask, which may be larger than the requests, and slopes."""
         p, heads = self.problem, self.problem.q.shape[1]
-        if self.kv_split is None and draw.flag("mask", 0.25):
+        if draw.flag("mask", 0.25):
             more = draw.pick("mask.rows", (0, 1, 3)), draw.pick("mask.columns", (0, 1, 70))
             longest = p.q_lens.max(initial=0 if self.ragged else 1), p.seq_lens.max(initial=0)
             full = (len(p.q_lens), heads, *(int(n) + m for n, m in zip(longest, more, strict=True)))
@@ -220,7 +220,7 @@ def run(draw: Draw, listed: bool) -> None:
             check_alone(draw, case, out, lse)
         elif check == "rounded":
             check_rounded(draw, case, with_counts)
-        elif check == "chunks" and not listed and p.mask is None:
+        elif check == "chunks" and not listed:
             check_chunks(draw, case)
         elif check == "plan":
             check_plan(draw, case, with_counts, out, lse)
@@ -284,6 +284,9 @@ def check_chunks(draw: Draw, case: Case) -> None:
             mine = options | {"q_lens": [n], "q_begin": [begin - at]}
             if p.ranges is not None:
                 mine["kv_ranges"] = p.ranges[end - n : end].astype(np.int64) - at
+            if p.mask is not None:
+                own = p.mask[b : b + 1] if p.mask.shape[0] > 1 else p.mask
+                mine["attn_mask"] = bias_draws.plain(own if own.shape[3] == 1 else own[..., at : at + here], case.mask_dtype)
             out, lse = blitz_attn.paged_attention(case.q.array[end - n : end], case.k.given(), case.v.given(), pages, [here], **mine)
             nodes.append((out[:, :, None], lse[:, :, None]))
         while len(nodes) > 1:
