@@ -9,7 +9,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _state_tree
-from ._floats import attention_results, written
+from ._floats import attention_results, floats, written
 from ._paged_call import attend_requests, open_requests
 from ._paged_tables import (
     Listed,
@@ -171,7 +171,7 @@ def attend_in_chunks(
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
     chunks.refuse_missing(num_pages)
     return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(dtype)
-    queries, kind = _arrays.host(q, "q", dtype)
+    queries, kind = floats(q, "q", dtype, strided=True)
     if queries.ndim != 3 or len(queries) != chunks.num_queries:
         raise ValueError(f"q: expected shape ({chunks.num_queries}, H, D), got {queries.shape}")
     sinks = sinks_of(sinks, queries.shape[1])

@@ -15,7 +15,7 @@ from ._paged_call import append_tokens, attend_requests, scales_for_core
 from ._paged_plan import PagedPlan
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import cache_sizes, tables_for_core
-from ._sentences import shown
+from ._sentences import renamed, shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
 
@@ -505,9 +505,9 @@ def append_paged_kv(
         return
     if isinstance(block_tables, tuple):
         raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
-    named = _arrays.dtype_name(kv_dtype, "kv_dtype")
+    named, names = _arrays.dtype_name(kv_dtype, "kv_dtype"), {"start_lens": "seq_lens", "dtype": "kv_dtype"}
     if named is None and str(getattr(k_cache, "dtype", None)).endswith("uint16"):  # bits, which `dtype` names, too
-        named = _arrays.dtype_name(dtype)
+        named, names["dtype"] = _arrays.dtype_name(dtype), "dtype"
     ends = _arrays.integers(seq_lens, "seq_lens").copy()
     refresh = partial(
         _core.quest_metadata, _arrays.readable(k_cache, "k_cache", True), block_tables, ends, metadata_block_tables,
@@ -516,7 +516,10 @@ def append_paged_kv(
         k_scale=scales_for_core(k_scale, "k_scale"),
     )  # fmt: skip
     refuse_overlaps({"maxblocks": maxblocks, "minblocks": minblocks}, k=k, v=v, v_cache=v_cache, v_scale=v_scale)
-    refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
+    try:
+        refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from error
     append()
     refresh(start_lens=ends - (1 if q_lens is None else _arrays.integers(q_lens, "q_lens")))
     _arrays.count_writes(maxblocks, minblocks)

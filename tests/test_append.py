@@ -330,6 +330,27 @@ def test_sentences(what):
     assert not cache.any()
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"seq_lens": [-1]}, ValueError, r"seq_lens: expected lengths of at least 0, got -1 at \[0\]"),
+        ({"kv_dtype": "int8"}, TypeError, "k_cache: expected int8 as kv_dtype says, got float32"),
+        ({"kv_dtype": "int9"}, ValueError, "kv_dtype: expected 'float32', .*, got 'int9'"),
+        ({"dtype": "int9"}, ValueError, "dtype: expected 'float32', .*, got 'int9'"),
+    ],
+    ids=str,
+)
+def test_sentences_beside_summaries(changes, error, sentence):
+    """By the caller's names, where the summaries are what refuses."""
+    case = testing.make_paged(1, 4, KV_HEADS, [9], 8, DIM, DIM)
+    caches, k = empty_like(case)[0], new_tokens(1)[0]
+    where = {"block_tables": case.block_tables, "seq_lens": case.seq_lens, "metadata_block_tables": np.array([[0]])}
+    before = [x.copy() for x in caches]
+    with pytest.raises(error, match=f"^{sentence}$"):
+        blitz_attn.append_paged_kv(k, k, *caches, maxblocks=np.zeros((1, 4, KV_HEADS, DIM), np.float32), **where | changes)
+    assert_same(caches, before)
+
+
 def test_refuses_summaries_over_values():
     case = testing.make_paged(1, 4, KV_HEADS, [9], 8, DIM, DIM)
     caches, k = empty_like(case)[0], new_tokens(1)[0]
