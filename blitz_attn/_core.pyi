@@ -116,6 +116,7 @@ def select_prefill(
     per_kv_head: Any,
     index_dtype: Any,
     return_scores: Any,
+    kv_ranges: Any = ...,
 ) -> tuple[Any, Any]:
     """v is k once more and sabi None, as the arguments are read as those of block_sparse_attention. Returns (sabi, scores or None)."""
 

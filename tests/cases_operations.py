@@ -83,11 +83,15 @@ def choosing(threads):
     options = {"block_shape": (16, 16), "causal": True, "q_lens": [70, 33], "kv_lens": (80, 41), "num_threads": threads}
     op, attend = blitz_attn.select_blocks_prefill, blitz_attn.select_and_attend_prefill
     lines, sabi = select.VerticalSlash(20), np.array([[[[0, 2]] * 5]], np.int32)
+    ranges = np.stack([np.arange(70) // 30 * 30, np.arange(70) // 30 * 30 + 30], axis=-1)
     return {
         "select_blocks_prefill": Operation(
             lambda: op(q, k, density=0.5, return_scores=True, **options), refused=lambda: op(q, k, density=0.5, chooser=select.Pooled(5), **options)
         ),
         "select_blocks_prefill, lines": Operation(lambda: op(q, k, top_p=0.8, chooser=lines, **options), refused=lambda: op(q, k, **options)),
+        "select_blocks_prefill, ranges": Operation(
+            lambda: op(q, k, density=0.5, kv_ranges=ranges, **options), refused=lambda: op(q, k, density=0.5, kv_ranges=ranges[1:], **options)
+        ),
         "recall": Operation(lambda: select.recall(q, k, sabi, every=2, **options), refused=lambda: select.recall(q, k, sabi, every=0, **options)),
         "output_error": Operation(
             lambda: select.output_error(q, k, v, sabi, **options), refused=lambda: select.output_error(q, k, v[:, :1], sabi, **options)

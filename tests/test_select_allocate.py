@@ -131,7 +131,7 @@ def test_each_layer_gets_the_chooser_that_serves_it(tmp_path):
         (
             {"sink": 3},
             TypeError,
-            "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, dtype, num_threads, got sink",
+            "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype, num_threads, got sink",
         ),
         ({"chooser": []}, ValueError, "chooser: expected at least one, got an empty list"),
         ({"chooser": "best"}, ValueError, "chooser: expected "),

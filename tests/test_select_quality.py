@@ -168,7 +168,7 @@ def test_calibrate_attends_all_keys_once_per_capture(monkeypatch, measure):
          "layers: expected captures in layout BNSD, BSND or BSH, got shapes (2, 64, 8) and (2, 64, 8) with BNSD"),
         ({"layout": "TND"}, ValueError,
          "layers: expected captures in layout BNSD, BSND or BSH, got shapes (1, 4, 64, 16) and (1, 2, 64, 16) with TND"),
-        ({"sink": 3}, TypeError, "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, dtype, num_threads, got sink"),
+        ({"sink": 3}, TypeError, "rules: expected some of scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype, num_threads, got sink"),
         ({"every": 0}, ValueError, "every: expected at least 1 row of blocks, got 0"),
     ],
     ids=lambda x: str(x)[:40],

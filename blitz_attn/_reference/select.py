@@ -64,11 +64,25 @@ def _antidiagonal(q: np.ndarray, k: np.ndarray, rows: list[slice], groups: list[
     return scores / stride
 
 
-def _seen_by(first: int, last: int, seq: SequenceParts, rules: Rules) -> tuple[int, int]:
-    """Keys that the queries first..last see, as a range that is empty where they see none."""
-    lows, highs = rules.bounds(np.array([first, last]) + seq.begin)
-    low, high = int(max(lows[0], 0)), int(min(highs[1], seq.kv_len - 1)) + 1
-    return (low, high) if low < high else (0, 0)
+def _visible(seq: SequenceParts, rules: Rules) -> np.ndarray:
+    """(queries, 2): the first key that each valid query sees, and the place after the last one; (0, 0) where it sees none."""
+    lows, highs = rules.bounds(np.arange(seq.q_len) + seq.begin)
+    low, end = np.maximum(lows, 0), np.minimum(highs, seq.kv_len - 1) + 1
+    if seq.ranges is not None:
+        low, end = np.maximum(low, seq.ranges[: seq.q_len, 0]), np.minimum(end, seq.ranges[: seq.q_len, 1])
+    return np.where((low < end)[:, None], np.stack([low, end], axis=1), 0)
+
+
+def _hull(visible: np.ndarray) -> tuple[int, int]:
+    """From the first key that some of these queries see to the place after the last one; (0, 0) where they see none."""
+    seeing = visible[visible[:, 0] < visible[:, 1]]
+    return (int(seeing[:, 0].min()), int(seeing[:, 1].max())) if len(seeing) else (0, 0)
+
+
+def _blocks_of(keys: np.ndarray, columns: int, block_kv: int) -> np.ndarray:
+    """(columns,) bool: the blocks that a query which sees these keys sees."""
+    column = np.arange(columns)
+    return (column * block_kv < keys[1]) & ((column + 1) * block_kv > keys[0]) & (keys[0] < keys[1])
 
 
 def _softmax(scores: np.ndarray, seen: np.ndarray) -> np.ndarray:
@@ -80,7 +94,7 @@ def _softmax(scores: np.ndarray, seen: np.ndarray) -> np.ndarray:
     return weights / np.where(total == 0, 1, total)
 
 
-def _row_shares(kind: str, fields: dict[str, Any], bfloat16: bool, q, k, seq, rules, scale, block_shape) -> list[np.ndarray]:
+def _row_shares(kind: str, fields: dict[str, Any], bfloat16: bool, q, k, seq, visible, scale, block_shape) -> list[np.ndarray]:
     """For each block of queries the shares (rows of the block, blocks of keys)."""
     block_q, block_kv = block_shape
     q, k = q[: seq.q_len], k[: seq.kv_len]
@@ -101,7 +115,7 @@ def _row_shares(kind: str, fields: dict[str, Any], bfloat16: bool, q, k, seq, ru
     else:
         scores = _antidiagonal(q, k, rows, groups, fields["stride"])
     starts, stops = np.array([g.start for g in groups]), np.array([g.stop for g in groups])
-    ranges = np.array([_seen_by(r.start, r.stop - 1, seq, rules) for r in rows])
+    ranges = np.array([_hull(visible[r]) for r in rows])
     seen = (starts < ranges[:, 1:]) & (stops > ranges[:, :1])
     shares = _softmax(scores * scale, seen)
     of_blocks = np.stack([shares[:, starts // block_kv == c].sum(axis=1) for c in range(-(-seq.kv_len // block_kv))], axis=1)
@@ -109,11 +123,11 @@ def _row_shares(kind: str, fields: dict[str, Any], bfloat16: bool, q, k, seq, ru
     return [of_blocks[owners == b] for b in range(-(-seq.q_len // block_q))]
 
 
-def _vertical_slash(fields: dict[str, Any], q, k, seq, rules, scale, block_shape) -> list[np.ndarray]:
+def _vertical_slash(fields: dict[str, Any], q, k, seq, visible, scale, block_shape) -> list[np.ndarray]:
     """For each block of queries its scores, as one row."""
     block_q, block_kv = block_shape
     looked_at = range(max(0, seq.q_len - fields["rows"]), seq.q_len)
-    ranges = np.array([_seen_by(i, i, seq, rules) for i in looked_at])
+    ranges = visible[looked_at]
     keys = np.arange(seq.kv_len)
     weights = _softmax(q[looked_at] @ k[: seq.kv_len].T * scale, (keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))
     weights = np.where(np.isnan(weights), 0, weights) / len(looked_at)
@@ -139,26 +153,30 @@ def _vertical_slash(fields: dict[str, Any], q, k, seq, rules, scale, block_shape
 # ---- Budgets --------------------------------------------------------------------------------------------------------
 
 
-def _joined(shares: np.ndarray, over: str, seen: tuple[int, int]) -> np.ndarray:
-    """Scores of a row of blocks, adding up to 1."""
+def _joined(shares: np.ndarray, over: str, inside: np.ndarray) -> np.ndarray:
+    """Scores of a row of blocks, adding up to 1. `inside`: the blocks that it sees."""
     shares = np.where(shares > 0, shares, 0)  # NaN too
     scores = shares.max(axis=0) if over == "largest" else shares.mean(axis=0)
-    inside = (np.arange(scores.size) >= seen[0]) & (np.arange(scores.size) < seen[1])
     scores = np.where(inside, scores, 0)
     return scores / scores.sum() if scores.sum() > 0 else inside / max(1, inside.sum())
 
 
-def _forced(row: int, rows: int, columns: int, seen, seq, block_shape, sink, recent, last_columns, first_rows, last_rows) -> np.ndarray:
+def _forced(row: int, rows: int, inside: np.ndarray, seq, visible, block_shape, frame: tuple[int, ...]) -> np.ndarray:
+    """The blocks that a row of blocks always keeps: what each of its queries asks for, of the blocks that this query sees."""
     block_q, block_kv = block_shape
-    column = np.arange(columns)
-    kept = (column < sink) | (column >= columns - last_columns)
+    sink, recent, last_columns, first_rows, last_rows = frame
+    column = np.arange(inside.size)
+    kept = column >= inside.size - last_columns
     if row < first_rows or row >= rows - last_rows:
         kept[:] = True
-    first = row * block_q + seq.begin
-    last = min((row + 1) * block_q, seq.q_len) - 1 + seq.begin
-    if recent and last >= 0:
-        kept |= (column > max(0, first) // block_kv - recent) & (column <= last // block_kv)
-    return kept & (column >= seen[0]) & (column < seen[1])
+    for i in range(row * block_q, min((row + 1) * block_q, seq.q_len)):
+        own = _blocks_of(visible[i], inside.size, block_kv)
+        begin = 0 if seq.ranges is None else max(0, int(seq.ranges[i, 0])) // block_kv
+        kept |= own & (column >= begin) & (column < begin + sink)
+        newest = min(i + seq.begin, int(visible[i, 1]) - 1)
+        if newest >= visible[i, 0]:
+            kept |= own & (column > newest // block_kv - recent) & (column <= newest // block_kv)
+    return kept & inside
 
 
 def _tails(scores: np.ndarray, free: np.ndarray) -> np.ndarray:
@@ -205,6 +223,7 @@ def select_blocks_prefill(
     cu_seqlens_kv=None,
     num_heads=None,
     num_kv_heads=None,
+    kv_ranges=None,
     sink=1,
     recent=2,
     last_columns=0,
@@ -220,8 +239,10 @@ def select_blocks_prefill(
     block_q, block_kv = (int(n) for n in block_shape)
     queries, keys = to_float64(q, dtype), to_float64(k, dtype)
     shape_args = (layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
-    sequences = sequences_of(queries, keys, keys, *shape_args)
+    sequences = sequences_of(queries, keys, keys, *shape_args, kv_ranges=kv_ranges)
     kind, fields = _rules_of(chooser)
+    if kind == "VerticalSlash" and kv_ranges is not None:
+        raise ValueError("kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges")
     bfloat16 = "bfloat16" in (_arrays.dtype_name(getattr(q, "dtype", None)), _arrays.dtype_name(dtype))
     rules = make_rules(causal, window)
     budgets = {"density": density, "top_p": top_p, "threshold": threshold, "top_k": top_k}
@@ -240,22 +261,22 @@ def select_blocks_prefill(
         factor = 1 / math.sqrt(seq.q.shape[2]) if scale is None else scale
         here = scores[b, :, :own_rows, :own_columns]
         kept, free = np.zeros(here.shape, bool), np.zeros(here.shape, bool)
-        ends = [(r * block_q, min((r + 1) * block_q, seq.q_len) - 1) for r in range(own_rows)]
-        seen = [(low // block_kv, -(-high // block_kv)) for low, high in (_seen_by(*x, seq, rules) for x in ends)]
+        visible = _visible(seq, rules)
+        parts = np.split(visible, range(block_q, seq.q_len, block_q))
+        seen = [np.any([_blocks_of(keys, own_columns, block_kv) for keys in part], axis=0) for part in parts]
+        frame = (sink, recent, last_columns, first_rows, last_rows)
+        always = [_forced(r, own_rows, seen[r], seq, visible, (block_q, block_kv), frame) for r in range(own_rows)]
         for h in range(heads):
-            call = (seq.q[h], seq.k[h // (heads // kv_heads)], seq, rules, factor, (block_q, block_kv))
+            call = (seq.q[h], seq.k[h // (heads // kv_heads)], seq, visible, factor, (block_q, block_kv))
             with np.errstate(all="ignore"):
                 shares = _vertical_slash(fields, *call) if kind == "VerticalSlash" else _row_shares(kind, fields, bfloat16, *call)
             for r in range(own_rows):
                 here[h * lists // heads, r] += _joined(shares[r], fields.get("over", "mean"), seen[r]) * lists / heads
         for x, r in np.ndindex(lists, own_rows):
-            inside = (np.arange(own_columns) >= seen[r][0]) & (np.arange(own_columns) < seen[r][1])
-            kept[x, r] = _forced(
-                r, own_rows, own_columns, seen[r], seq, (block_q, block_kv), sink, recent, last_columns, first_rows, last_rows
-            )
-            if inside.any() and not kept[x, r].any():
-                kept[x, r, np.argmax(np.where(inside, here[x, r], -1))] = True
-            free[x, r] = inside & ~kept[x, r]
+            kept[x, r] = always[r]
+            if seen[r].any() and not kept[x, r].any():
+                kept[x, r, np.argmax(np.where(seen[r], here[x, r], -1))] = True
+            free[x, r] = seen[r] & ~kept[x, r]
             if name != "density":
                 kept[x, r] = _within(name, one_each[x], here[x, r], kept[x, r], free[x, r])
         for share in (range(lists),) if np.ndim(budget) == 0 or np.size(budget) == 1 else [[x] for x in range(lists)]:
@@ -281,7 +302,7 @@ def select_and_attend_prefill(q, k, v, *, return_lse=False, return_sabi=False, o
     """See `blitz_attn.select_and_attend_prefill`."""
     sabi = select_blocks_prefill(q, k, **options)
     names = ["scale", "layout", "causal", "window", "q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv", "num_heads", "num_kv_heads"]
-    attention = {name: options[name] for name in (*names, "dtype") if name in options}
+    attention = {name: options[name] for name in (*names, "kv_ranges", "dtype") if name in options}
     block_shape = options.get("block_shape", (64, 64))
     result = block_sparse_attention(q, k, v, sabi, block_shape=block_shape, return_lse=return_lse, out=out, **attention)
     parts = result if return_lse else (result,)

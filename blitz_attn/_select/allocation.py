@@ -50,8 +50,8 @@ def allocate(
     masses : sequence of float
         The numbers for `top_p` that are tried, rising, above 0 and at most 1.
     **rules
-        scale, layout, causal, window, num_heads, num_kv_heads, dtype and num_threads of the calls: see `select_blocks_prefill`.
-        Captures are whole sequences.
+        scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype and num_threads of the calls: see
+        `select_blocks_prefill`. Captures are whole sequences, and `kv_ranges` are the same in all.
 
     Returns
     -------

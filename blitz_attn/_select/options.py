@@ -21,5 +21,6 @@ class Options:
     cu_seqlens_kv: Any = None
     num_heads: Any = None
     num_kv_heads: Any = None
+    kv_ranges: Any = None
     dtype: Any = None
     num_threads: Any = None

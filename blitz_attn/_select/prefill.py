@@ -34,6 +34,7 @@ def select_blocks_prefill(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    kv_ranges: Any = None,
     sink: int = 1,
     recent: int = 2,
     last_columns: int = 0,
@@ -88,10 +89,16 @@ def select_blocks_prefill(
         Layout TND: ``(B + 1,)`` cumulative lengths that rise from 0 to T.
     num_heads, num_kv_heads : int, optional
         Layout BSH: heads in q and in k. Other layouts check them against the arrays.
+    kv_ranges : array of int, optional
+        ``(B, Sq, 2)``, ``(1, Sq, 2)`` or ``(Sq, 2)``, for layout TND ``(T, 2)``; int32 or int64: the run of keys that each query may see,
+        as in `block_sparse_attention`. Not with `VerticalSlash`, whose lines run through all keys.
     sink : int
-        First blocks of keys that are always kept.
+        First blocks of keys that are always kept. With `kv_ranges`, these are for each query the first ones that its range touches, such
+        as the first blocks of its document.
     recent : int
-        1 always keeps the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries, n also the n - 1 before them.
+        1 always keeps the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries, n also the n - 1 before them. With
+        `kv_ranges`, these are counted for each query from the last key that it sees up to the diagonal. A row keeps what one of its
+        queries asks for, of the blocks that this query sees.
     last_columns : int
         Last blocks of keys that are always kept, such as those of text at the end of a sequence.
     first_rows, last_rows : int
@@ -142,6 +149,11 @@ def select_blocks_prefill(
     whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under
     `density` with the number of pairs of blocks, four bytes each and 600 bytes per row of them.
 
+    With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, also where they lie between blocks that
+    it sees. Queries that a chooser pools to one see all keys from the first to the last that one of them sees, and pools are not cut where
+    ranges begin and end. Documents that fill whole blocks get the lists that they would get alone, up to rounding, under `top_p`,
+    `threshold` and `top_k`; under `density`, all documents of a batch entry share the blocks.
+
     `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after
     XAttention [2]_, `VerticalSlash` after MInference [3]_.
 
@@ -169,7 +181,7 @@ def select_blocks_prefill(
         np.empty, _arrays.readable(q, "q"), keys, keys, None, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q,
         cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads, name, pool_q, pool_k, term, largest,
         budget, numbers, sink, recent, last_columns, first_rows, last_rows, per_kv_head,
-        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores,
+        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores, kv_ranges,
     )  # fmt: skip
     sabi = _arrays.as_kind_of(lists, q)
     return sabi if scores is None else (sabi, _arrays.as_kind_of(scores, q))
@@ -196,6 +208,7 @@ def select_and_attend_prefill(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    kv_ranges: Any = None,
     sink: int = 1,
     recent: int = 2,
     last_columns: int = 0,
@@ -218,7 +231,7 @@ def select_and_attend_prefill(
         How blocks are scored and how many are kept: see `select_blocks_prefill`. Exactly one of the last four.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
-    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges
         What is computed: see `block_sparse_attention`.
     sink, recent, last_columns, first_rows, last_rows
         Blocks that are always kept: see `select_blocks_prefill`.
@@ -270,8 +283,8 @@ def select_and_attend_prefill(
     """
     options = Options(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
-        num_threads=num_threads,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_ranges=kv_ranges,
+        dtype=dtype, num_threads=num_threads,
     )  # fmt: skip
     with_lse, with_sabi = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_sabi, "return_sabi")  # before out is written
     sabi = select_blocks_prefill(

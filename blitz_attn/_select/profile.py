@@ -20,7 +20,7 @@ from .quality import attended_all, attended_kept, checked, error_of, narrow, rec
 __all__ = ["Profile", "calibrate"]
 
 _FORMAT = "blitz_attn profile 1"
-RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "dtype", "num_threads")
+RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "kv_ranges", "dtype", "num_threads")
 
 
 class Profile(NamedTuple):
@@ -257,8 +257,8 @@ def calibrate(
     every : int
         One block of queries in so many is looked at: see `recall`.
     **rules
-        scale, layout, causal, window, num_heads, num_kv_heads, dtype and num_threads of the calls: see `select_blocks_prefill`.
-        Captures are whole sequences.
+        scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype and num_threads of the calls: see
+        `select_blocks_prefill`. Captures are whole sequences, and `kv_ranges` are the same in all.
 
     Returns
     -------

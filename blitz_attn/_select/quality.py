@@ -148,6 +148,7 @@ def recall(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    kv_ranges: Any = None,
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
@@ -166,7 +167,7 @@ def recall(
         Tokens in a block of queries and in a block of keys.
     every : int
         Look at one block of queries in so many, from the first on, which takes as much less time. 1 looks at all.
-    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, dtype
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges, dtype
         As in the call that attends: see `block_sparse_attention`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
@@ -200,8 +201,8 @@ def recall(
     """
     options = Options(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
-        num_threads=num_threads,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_ranges=kv_ranges,
+        dtype=dtype, num_threads=num_threads,
     )  # fmt: skip
     every, v = checked(sabi, every, layout), narrow(k, layout)
     rows = _arrays.shape_of(sabi)[2]
@@ -228,6 +229,7 @@ def output_error(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    kv_ranges: Any = None,
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
@@ -239,7 +241,7 @@ def output_error(
         As in `block_sparse_attention`.
     sabi, block_shape, every
         The block list, and what of it is looked at: see `recall`.
-    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, dtype
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges, dtype
         As in the call that attends: see `block_sparse_attention`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
@@ -272,8 +274,8 @@ def output_error(
     """
     options = Options(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
-        num_threads=num_threads,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_ranges=kv_ranges,
+        dtype=dtype, num_threads=num_threads,
     )  # fmt: skip
     every = checked(sabi, every, layout)
     of_list = attended_kept(q, k, v, sabi, every, options)

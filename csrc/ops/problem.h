@@ -118,6 +118,12 @@ static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int6
     return range;
 }
 
+/* Where the range of a query begins among the keys. There are kv_ranges. */
+static inline int64_t ba_range_begin(const ba_problem *p, int64_t batch, int64_t query) {
+    const int64_t *step = p->kv_ranges.strides;
+    return ba_max(0, ba_list_entry(&p->kv_ranges, batch * step[0] + (ba_q_span(p, batch).begin + query) * step[1]));
+}
+
 /* The keys that a query sees by all token rules, likewise. The ends of kv_ranges may rise and fall. */
 static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64_t query) {
     ba_range range = ba_keys_in_place(p, batch, query);

@@ -10,13 +10,6 @@
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
-ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row) {
-    const int64_t q_valid = ba_q_span(&c->p, batch).valid, first = block_row * c->p.block_q;
-    if (first >= q_valid) return (ba_range){0, 0};
-    const ba_range keys = ba_prefill_keys(c, batch, first, ba_min(first + c->p.block_q, q_valid) - 1);
-    return (ba_range){keys.lo / c->p.block_kv, ba_ceil_div(keys.hi, c->p.block_kv)};
-}
-
 /* ---- Rows ------------------------------------------------------------------------------------------------------- */
 
 /* The offset of a row's first element in kept, counts or scores. */
@@ -68,6 +61,14 @@ static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, i
     const ba_select_prefill_args *a = c->args;
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, kv_valid = ba_kv_span(&c->p, batch).valid;
     const int64_t rows = ba_ceil_div(q_valid, c->p.block_q), columns = ba_prefill_columns(c, batch);
+    if (c->rows.forced) {
+        const uint64_t *forced = c->rows.forced + (batch * c->p.block_rows + block_row) * c->words;
+        for (int64_t word = 0; word < c->words; word++) {
+            r->words[word * r->step] = forced[word];
+            *r->count += __builtin_popcountll(forced[word]);
+        }
+        return;
+    }
     if (block_row < a->first_rows || block_row >= rows - ba_min(rows, a->last_rows)) {
         keep_run(r, seen.lo, seen.hi);
         return;
@@ -178,7 +179,7 @@ static int32_t bits_of(float x) {
     return bits;
 }
 
-/* The outline of the blocks [lo, hi) with these scores; blocks that are always kept have score -1. `counts` is set to the numbers of blocks in the
+/* The outline of the blocks [lo, hi) with these scores; blocks that do not compete have score -1. `counts` is set to the numbers of blocks in the
  * buckets. */
 static void draw_outline(ba_outline *o, const float *scores, int64_t lo, int64_t hi, int32_t *counts) {
     int32_t highest = 0, lowest = INT32_MAX, out = 0;
@@ -279,6 +280,7 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     const ba_select_prefill_args *a = c->args;
     const kept_row r = kept_row_of(c, batch, list, row);
     const ba_range seen = ba_prefill_blocks(c, batch, row);
+    const uint64_t *visible = ba_visible_blocks(c, batch, row);
     for (int64_t w = 0; w < c->words; w++) r.words[w * r.step] = 0;
     *r.count = 0;
     if (ba_given(&a->scores)) {
@@ -303,7 +305,7 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     if (a->budget == BA_BUDGET_TOP_K) {
         int64_t n = 0;
         for (int64_t b = seen.lo; b < seen.hi; b++)
-            if (!is_kept(&r, b)) s->places[n++] = place_in_order(scores[b], b);
+            if (!is_kept(&r, b) && ba_is_visible(visible, b)) s->places[n++] = place_in_order(scores[b], b);
         if (n) sort_places(s->places, s->other_places, n);
         const int64_t kept = ba_min(n, ba_max(0, (int64_t)fmin(budget, INT32_MAX) - *r.count));
         for (int64_t i = 0; i < kept; i++) keep(&r, column_of(s->places[i]));
@@ -314,7 +316,8 @@ void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
     float *free_scores = shares ? tails_of(c, batch, list, row) : s->free_scores;
     memcpy(free_scores + seen.lo, scores + seen.lo, (size_t)(seen.hi - seen.lo) * sizeof *scores);
     for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
-        for (uint64_t left = r.words[word * r.step]; left; left &= left - 1) free_scores[word * 64 + __builtin_ctzll(left)] = -1;
+        for (uint64_t left = r.words[word * r.step] | (visible ? ba_bits_within(word, seen) & ~visible[word] : 0); left; left &= left - 1)
+            free_scores[word * 64 + __builtin_ctzll(left)] = -1;
     ba_outline own, *o = shares ? outline_of(c, batch, list, row) : &own;
     int32_t counts[BUCKETS];
     draw_outline(o, free_scores, seen.lo, seen.hi, counts);
@@ -494,7 +497,7 @@ static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_
     int64_t all = 0, kept = 0;
     for (int64_t row = 0; row < c->p.block_rows; row++) {
         const ba_range seen = ba_prefill_blocks(c, batch, row);
-        all += (seen.hi - seen.lo) * lists;
+        all += ba_count_visible(c, ba_visible_blocks(c, batch, row), seen) * lists;
         for (int64_t list = first; list < first + lists; list++) kept += *kept_row_of(c, batch, list, row).count;
     }
     ba_share *share = share_of(c, batch, first);

@@ -30,6 +30,8 @@ static ba_status check_sizes(const ba_select_prefill_args *a) {
     if ((unsigned)a->term > BA_TERM_BOTH) return ba_fail(BA_ERROR_VALUE, "term: expected mean, bound or both, got %d", (int)a->term);
     const bool pooled = a->chooser == BA_CHOOSER_POOLED;
     const char *name = pooled ? "pool" : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? "stride" : "rows";
+    if (a->chooser == BA_CHOOSER_VERTICAL_SLASH && ba_given(&a->call.kv_ranges))
+        return ba_fail(BA_ERROR_VALUE, "kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges");
     if (a->chooser == BA_CHOOSER_VERTICAL_SLASH)
         return a->pool_q < 1 ? ba_fail(BA_ERROR_VALUE, "rows: expected at least 1 query, got %" PRId64, a->pool_q) : BA_OK;
     if (a->pool_q < 1 || a->call.block_q % a->pool_q != 0)
@@ -63,7 +65,7 @@ static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
 ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     ba_block_sparse_args call = a->call;
     call.v = call.k;
-    call.blocks = call.kv_ranges = call.attn_mask = call.out = call.lse = (ba_tensor){0};
+    call.blocks = call.attn_mask = call.out = call.lse = (ba_tensor){0};
     call.alibi_slopes = NULL;
     call.cu_rows = NULL;
     call.q_begin = call.q_total = NULL;
@@ -173,6 +175,8 @@ static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
     const int64_t lines = lines_bytes(c), shares = shares_in(c), rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
     int64_t used = 0;
     c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    const int64_t notes = ba_rows_lay_out(c, base ? base + used : NULL, &c->rows);
+    used += notes;
     c->groups = ba_take(base, &used, c->pairs * c->pair_bytes);
     c->lines = lines ? ba_take(base, &used, c->pairs * lines) : NULL;
     c->tails_begin = ba_take(base, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
@@ -185,7 +189,7 @@ static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
 }
 
 static ba_status run(ba_prefill *c, int threads) {
-    ba_status status = BA_OK;
+    ba_status status = c->rows.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_row, c) : BA_OK;
     /* All (batch entry, KV head) pairs take turns, as many at once as have room for their groups: c->pairs becomes the number in this round. */
     const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads; /* lists: per pair */
     const int64_t stretches = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), ba_work.choose.groups);

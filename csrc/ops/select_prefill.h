@@ -29,6 +29,13 @@ typedef struct ba_share {
     bool none, has_all; /* no block is kept but the ones that always are; all blocks with exactly the least tail are kept */
 } ba_share;
 
+/* What rows of blocks see where queries have kv_ranges, and what they always keep of it; NULL where there are no kv_ranges: see select_rows.c. */
+typedef struct ba_rows {
+    ba_range *seen; /* [B][row]: from the first block that some query of the row sees to the place after the last one; [0, 0) where there is none */
+    uint64_t *visible; /* [B][row][word]: a bit for each block, 1 where some query of the row sees a key of the block */
+    uint64_t *forced;  /* [B][row][word]: a bit for each block, 1 where it is always kept */
+} ba_rows;
+
 typedef struct ba_prefill {
     const ba_select_prefill_args *args;
     ba_problem p;
@@ -47,9 +54,10 @@ typedef struct ba_prefill {
     /* The (batch entry, KV head) pairs whose groups are in memory, and the bytes of the groups of each. */
     int64_t first_pair, pairs, pair_bytes;
     char *groups;
+    ba_rows rows;
     double *lines;        /* BA_CHOOSER_VERTICAL_SLASH only, else NULL */
     int64_t *tails_begin; /* [B], the first tail of each sequence. NULL, like all up to bins, unless the budget is BA_BUDGET_DENSITY */
-    float *tails;         /* of each sequence [list][row][column]: scores, -1 where a block is always kept; then tails of the middle of the row */
+    float *tails;         /* of each sequence [list][row][column]: scores, -1 where a block does not compete; then tails of the middle of the row */
     ba_outline *outlines; /* [B][list][row] */
     uint64_t *middles;    /* [B][list][row][word]: a bit for each block, 1 in the middle of the row */
     ba_share *shares;     /* [B][lists, or 1 where all lists of a sequence share one density] */
@@ -73,14 +81,38 @@ static inline int64_t ba_prefill_columns(const ba_prefill *c, int64_t batch) { r
  * of a cache. */
 static inline int64_t ba_head_pitch(const ba_prefill *c) { return ba_round_up(c->p.block_columns, 16) + 8; }
 
-/* The blocks of keys that a row of blocks may see: [lo, hi), which is [0, 0) where it sees none. */
+/* ---- What rows see (select_rows.c) ------------------------------------------------------------------------------- */
+
+/* From the first key that one of the queries first .. last may see to the place after the last one: [0, 0) where they see none. With kv_ranges, there
+ * may be keys between that none of them sees. */
+ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64_t first, int64_t last);
+/* The blocks of keys that a row of blocks may see, likewise. */
 ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row);
 
-/* The keys that queries first .. last may see: from the first key of the first query to the last key of the last. There is no gap between. */
-static inline ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64_t first, int64_t last) {
-    const ba_range end = ba_keys_in_place(&c->p, batch, last);
-    return (ba_range){end.hi ? ba_keys_in_place(&c->p, batch, first).lo : 0, end.hi};
+/* The bits of a word that stand for blocks of a range. */
+static inline uint64_t ba_bits_within(int64_t word, ba_range blocks) {
+    const int64_t lo = ba_max(blocks.lo - word * 64, 0), hi = ba_min(blocks.hi - word * 64, 64);
+    return lo < hi ? ~(uint64_t)0 >> (64 - (hi - lo)) << lo : 0;
 }
+
+/* The bits of the blocks between the ends of ba_prefill_blocks() that the row may see: NULL where it may see all. */
+static inline const uint64_t *ba_visible_blocks(const ba_prefill *c, int64_t batch, int64_t block_row) {
+    return c->rows.visible ? c->rows.visible + (batch * c->p.block_rows + block_row) * c->words : NULL;
+}
+static inline bool ba_is_visible(const uint64_t *visible, int64_t block) { return !visible || visible[block / 64] >> block % 64 & 1; }
+
+/* How many blocks a row of blocks may see. */
+static inline int64_t ba_count_visible(const ba_prefill *c, const uint64_t *visible, ba_range seen) {
+    if (!visible) return seen.hi - seen.lo;
+    int64_t n = 0;
+    for (int64_t word = 0; word < c->words; word++) n += __builtin_popcountll(visible[word]);
+    return n;
+}
+
+/* Lays out the notes on rows; they take no memory where there are no kv_ranges. */
+int64_t ba_rows_lay_out(const ba_prefill *c, char *base, ba_rows *rows);
+/* Notes what row item % c->p.block_rows of sequence item / c->p.block_rows sees. For ba_parallel(). */
+void ba_note_row(void *context, int64_t item, int worker);
 
 /* ---- Rows and groups as vectors whose product is the score (select_features.c) --------------------------------- */
 
@@ -116,7 +148,7 @@ typedef struct ba_strip_scratch {
     float *scores;   /* [row of the strip][column]: the scores of the list */
     /* for budgets: */
     uint64_t *places, *other_places, *middle;
-    float *free_scores; /* [column]; -1 where a block is always kept */
+    float *free_scores; /* [column]; -1 where a block does not compete: it is always kept, or not visible */
     int64_t *bins;      /* numbers of blocks by the class of the least tail that they may have, then by that of the largest */
 } ba_strip_scratch;
 

@@ -240,12 +240,15 @@ static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const b
 static void add_head(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
     for (int64_t r = 0; r < strip->rows; r++) {
         const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
-        const double *head = s->head + r * ba_head_pitch(c);
+        const uint64_t *visible = ba_visible_blocks(c, strip->batch, strip->first + r);
+        const int64_t blocks = ba_count_visible(c, visible, seen);
+        double *head = s->head + r * ba_head_pitch(c);
         float *scores = s->scores + r * c->p.block_columns;
         double sum = 0;
+        for (int64_t b = seen.lo; b < seen.hi && visible; b++) head[b] = ba_is_visible(visible, b) ? head[b] : 0;
         for (int64_t b = seen.lo; b < seen.hi; b++) sum += head[b];
-        const double weight = 1 / (sum > 0 ? sum * (double)c->list_heads : (double)(seen.hi - seen.lo) * (double)c->list_heads);
-        for (int64_t b = seen.lo; b < seen.hi; b++) scores[b] += (float)((sum > 0 ? head[b] : 1) * weight);
+        const double weight = 1 / (sum > 0 ? sum * (double)c->list_heads : (double)blocks * (double)c->list_heads);
+        for (int64_t b = seen.lo; b < seen.hi; b++) scores[b] += (float)((sum > 0 ? head[b] : ba_is_visible(visible, b)) * weight);
     }
 }
 

@@ -89,10 +89,10 @@ def _blocks(draw: Draw, batch: int, heads: int, kv_heads: int, rows: int, column
     return mask
 
 
-def _ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
+def draw_ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
     """A run of keys for each query."""
     rng, shape = draw.rng("ranges"), (batch, s_q)
-    kind = draw.pick("ranges.kind", ("any", "chunks", "prefix", "wide", "none"), (4, 2, 2, 1, 1))
+    kind = draw.pick("ranges.kind", ("any", "chunks", "documents", "prefix", "wide", "none"), (4, 2, 2, 2, 1, 1))
     if kind == "any":
         ends = np.sort(rng.integers(-3, s_kv + 4, (*shape, 2)), axis=-1)
         if draw.flag("ranges.empty", 0.3):
@@ -102,6 +102,13 @@ def _ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
     if kind == "chunks":
         size = int(rng.integers(1, max(2, s_kv)))
         return np.stack([place // size * size, place // size * size + size], axis=-1)
+    if kind == "documents":  # of keys one after the other; each query is of any of them, but most are of their neighbour's
+        cuts = np.concatenate([[0], np.sort(rng.integers(0, s_kv + 1, int(rng.integers(4)))), [s_kv]])
+        document = rng.integers(0, len(cuts) - 1, shape)
+        stays = rng.random(shape) < 0.95
+        stays[:, :1] = False
+        document = np.take_along_axis(document, np.maximum.accumulate(np.where(stays, 0, np.arange(s_q)), axis=1), axis=1)
+        return np.stack([cuts[document], cuts[document + 1]], axis=-1)
     if kind == "prefix":
         return np.stack([np.zeros(shape, np.int64), np.maximum(place + 1, rng.integers(0, s_kv + 1, (batch, 1)))], axis=-1)
     info = np.iinfo(np.int32)
@@ -145,7 +152,7 @@ def draw_problem(
         q_lens + draw.pick("q_total", (0, 1, 9, 1000)) if draw.flag("q_total.given", 0.25) else None,
     )
     if draw.flag("ranges", 0.25):
-        problem.ranges = _ranges(draw, batch, s_q, s_kv)
+        problem.ranges = draw_ranges(draw, batch, s_q, s_kv)
     if draw.flag("capped", 0.3):
         problem.softcap = draw.pick("softcap", (None, 2.0, 30.0, 1e6))
         if forward_only and draw.flag("sinks"):

@@ -62,6 +62,12 @@ def _pair_scores(c: Choice, dtype: str, q: np.ndarray, k: np.ndarray, rows: list
     return scores
 
 
+def _hull(mask: np.ndarray) -> tuple[int, int]:
+    """From the first key that some of these queries see to the place after the last one."""
+    keys = np.flatnonzero(mask.any(axis=0))
+    return (int(keys[0]), int(keys[-1]) + 1) if keys.size else (0, 0)
+
+
 def _shares(scores: np.ndarray, seen: np.ndarray) -> np.ndarray:
     shares = np.zeros(scores.shape)
     for i, mask in enumerate(seen):
@@ -91,7 +97,7 @@ def _head_scores(p: Attention, c: Choice, b: int, h: int, mask: np.ndarray) -> n
     rows, groups = _parts(s_q, size), _parts(s_kv, c.keys)
     if c.kind == "sampled_rows":
         rows = [r[-1:] for r in rows]
-    seen = np.array([[mask[np.ix_(r, g)].any() for g in groups] for r in rows])
+    seen = np.array([[any(first <= j < end for j in g) for g in groups] for first, end in (_hull(mask[r]) for r in rows)])
     shares = _shares(_pair_scores(c, p.dtype, q, k, rows, groups) * p.factor, seen)
     of_block = np.array([g[0] // block_kv for g in groups])
     shares = np.stack([shares[:, of_block == j].sum(axis=1) for j in range(len(blocks_kv))], axis=1)
@@ -130,6 +136,17 @@ def scores_of(p: Attention, c: Choice) -> np.ndarray:
     return np.array(every).reshape(batch, lists, -(-p.q.shape[2] // p.block_shape[0]), -(-p.k.shape[2] // p.block_shape[1]))
 
 
+def _forced_for_query(p: Attention, c: Choice, b: int, t: int, mask: np.ndarray) -> list[int]:
+    """The sinks and the recent blocks of a query that sees the keys of `mask`, of the blocks that it sees."""
+    keys, block = np.flatnonzero(mask), p.block_shape[1]
+    begin = max(0, int(p.ranges[b, t, 0])) if p.ranges is not None else 0
+    up_to_diagonal = keys[keys <= t + int(p.kv_lens[b]) - int(p.q_lens[b])]
+    found = {begin // block + n for n in range(min(c.sink, mask.size))}
+    if up_to_diagonal.size:
+        found |= {int(up_to_diagonal[-1]) // block - n for n in range(min(c.recent, mask.size))}
+    return sorted(found & set((keys // block).tolist()))
+
+
 def forced(p: Attention, c: Choice, b: int) -> np.ndarray:
     """Blocks (rows, columns) of an entry that are always kept."""
     mask, blocks = visible(p, b)
@@ -137,13 +154,12 @@ def forced(p: Attention, c: Choice, b: int) -> np.ndarray:
     kept = np.zeros(blocks.shape, bool)
     rows, columns = -(-s_q // block_q), -(-s_kv // block_kv)
     for i in range(rows):
-        kept[i, : c.sink] = True
+        for t in range(i * block_q, min((i + 1) * block_q, s_q)):
+            for_query = _forced_for_query(p, c, b, t, mask[t])
+            kept[i, for_query] = True
         kept[i, max(0, columns - c.last_columns) : columns] = True
         if i < c.first_rows or i >= rows - c.last_rows:
             kept[i] = True
-        diagonal = [t + s_kv - s_q for t in range(i * block_q, min((i + 1) * block_q, s_q)) if t + s_kv - s_q >= 0]
-        if c.recent and diagonal:
-            kept[i, max(0, diagonal[0] // block_kv - c.recent + 1) : diagonal[-1] // block_kv + 1] = True
     return kept & blocks
 
 

@@ -11,7 +11,7 @@ import blitz_attn
 from blitz_attn import select
 
 from . import arrays, checks
-from .attention_cases import LAYOUTS, Arguments, Case, alone, inputs, laid_out, rules
+from .attention_cases import LAYOUTS, Arguments, Case, alone, draw_ranges, inputs, laid_out, rules
 from .attention_oracle import Attention, forward
 from .draw import Discard, Draw
 from .problems import Finding, problem
@@ -92,6 +92,8 @@ def select_blocks_prefill(draw: Draw) -> None:
     check = draw.pick("check", ("oracle", "threads", "alone", "attend"))
     p, layout, has_q_lens, has_kv_lens = draw_problem(draw)
     c, chooser, _ = draw_choice(draw, p)
+    if c.kind != "vertical_slash" and draw.flag("ranges", 0.4):
+        p.ranges = draw_ranges(draw, *p.q.shape[::2], p.k.shape[2])
     case = Case(p, layout, np.zeros(p.k.shape[:3], bool), np.nan, has_q_lens, has_kv_lens)
     made = Arguments(draw, case)
     given = {name: made.arrays[name] for name in ("q", "k")}

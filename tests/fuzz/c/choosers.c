@@ -104,7 +104,7 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     const int64_t heads = s->layout == BA_BSH ? a->call.num_heads : a->call.q.dims[head_axis];
     if (l.kept.data != a->kept.data || l.lists.dims[1] != heads || s->heads != heads) return; /* these are not the lists of this call */
     ba_block_sparse_args call = a->call;
-    call.blocks = call.kv_ranges = call.attn_mask = (ba_tensor){0};
+    call.blocks = call.attn_mask = (ba_tensor){0};
     call.alibi_slopes = NULL;
     call.cu_rows = NULL;
     call.q_begin = call.q_total = NULL;
@@ -127,13 +127,15 @@ void fz_choose(void) {
     fz_draw_forward(&a.call, &s);
     fz_unseen(&a.call.v);
     fz_unseen(&a.call.blocks);
-    fz_unseen(&a.call.kv_ranges);
     fz_unseen(&a.call.attn_mask);
     a.chooser = fz_unusual() ? (ba_chooser)fz_unusual_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_VERTICAL_SLASH);
     a.pool_q = pool_of(a.call.block_q);
     a.pool_k = a.chooser == BA_CHOOSER_POOLED ? pool_of(a.call.block_kv) : a.chooser == BA_CHOOSER_ANTIDIAGONAL ? a.pool_q : 1;
     if (a.chooser == BA_CHOOSER_ANTIDIAGONAL && a.call.block_kv > 0 && a.call.block_kv % (a.pool_q ? a.pool_q : 1)) a.pool_q = a.pool_k = 1;
-    if (a.chooser == BA_CHOOSER_VERTICAL_SLASH && !fz_unusual()) a.pool_q = fz_range(1, 80);
+    if (a.chooser == BA_CHOOSER_VERTICAL_SLASH && !fz_unusual()) {
+        a.pool_q = fz_range(1, 80);
+        a.call.kv_ranges = (ba_tensor){0};
+    }
     a.term = fz_unusual() ? (ba_chooser_term)fz_unusual_number() : (ba_chooser_term)fz_range(BA_TERM_MEAN, BA_TERM_BOTH);
     a.largest = fz_once_in(2);
     a.per_kv_head = fz_once_in(2);
