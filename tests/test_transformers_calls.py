@@ -88,6 +88,53 @@ def test_blocks_that_are_not_chosen_are_left_out_beside_a_softcap(sides, window)
     assert np.abs(dense[:queries] - expected).max() > 1e-3
 
 
+def runs_of_tokens(kind, queries, keys, padding):
+    """A mask in which each query sees a run of keys: chunks (Llama 4), an image in a text (Gemma 3, PaliGemma) or documents beside padding."""
+    valid = torch.ones(1, keys, dtype=torch.bool)
+    valid[:, :padding] = False
+    numbers = torch.full((1, keys), -1)
+    numbers[:, 19:33] = 0
+    parts = torch.arange(keys)[None] // 17
+    function = {
+        "chunks": lambda: masks.chunked_causal_mask_function(13, torch.tensor([padding])),
+        "images": lambda: masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(numbers)),
+        "documents": lambda: masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(parts)),
+    }[kind]()
+    return make_mask(1, queries, keys, keys - queries, mask_function=function, attention_mask=valid)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "past", "padding"),
+    [
+        ("rules", "chunks", 0, 0), ("rules", "chunks", 0, 5), ("rules", "chunks", 11, 5), ("rules", "images", 0, 0), ("rules", "documents", 0, 4),
+        ("elements", "chunks", 0, 0), ("elements", "chunks", 11, 0), ("elements", "images", 0, 0),
+    ],
+)  # fmt: skip
+def test_blocks_are_chosen_among_runs_of_keys(form, kind, past, padding):
+    """Against dense float64 over the list that the chooser gives under the runs that the mask shows."""
+    queries, keys = 48, 48 + past
+    mask = runs_of_tokens(kind, queries, keys, padding)
+    assert mask.rules.ranges is not None
+    q, k, v = tensors(1, 4, queries, 8), tensors(1, 2, keys, 8, seed=1), tensors(1, 2, keys, 8, seed=2)
+    seen = mask.elements()
+    begin = padding  # which is no part of the call
+    options = {"density": 0.5, "block_shape": (8, 4), "chooser": select.Pooled(pool=4), "sink": 0, "recent": 1}
+    configure(SparseConfig(**options, min_tokens=1, on_unsupported="error"))
+    found = call(q, k, v, seen if form == "elements" else mask, "sparse").transpose(1, 2).numpy()
+    real = slice(max(0, padding - past), None)
+    arrays = [x.double().numpy() for x in (q, k[:, :, begin:], v[:, :, begin:])]
+    ranges = mask.rules.ranges - begin if form == "rules" else sabi.kv_ranges_from_token_mask(seen[:, 0].numpy())
+    rules = {"kv_ranges": np.where(np.arange(queries)[:, None] < padding - past, 0, ranges)}  # what padding sees has no meaning
+    lists = select.select_blocks_prefill(q.numpy(), k[:, :, begin:].numpy(), **options, **rules)
+    expected = reference.block_sparse_attention(*arrays, lists, block_shape=(8, 4), **rules)
+    assert np.abs(found - expected)[:, :, real].max() < 1e-5
+    dense = eager(q, k, v, seen).transpose(1, 2).numpy()
+    assert np.abs(dense - expected)[:, :, real].max() > 1e-3
+    configure(SparseConfig(**options | {"chooser": "vertical_slash"}, min_tokens=1, on_unsupported="error"))  # lines are for no runs
+    found = call(q, k, v, mask, "sparse").transpose(1, 2).numpy()
+    assert np.abs(dense - found)[:, :, real].max() < 1e-5
+
+
 @pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 3), (0, 9)])
 def test_pages_that_quest_does_not_choose_are_left_out(starts):
     """A cache grows token by token, with padding on the left; each step against the float64 twin over pages without the padding."""
@@ -212,7 +259,8 @@ def test_masks_without_rules_are_computed_by_their_elements(name, form, implemen
     make, reason = ELEMENTS[name]
     mask = make()
     assert reason is None or (mask.rules is None and mask.reason.startswith(reason.removesuffix(")")))
-    configure(SparseConfig(on_unsupported="error", min_tokens=1, density=0.2, block_shape=(4, 4), chooser=select.Pooled(pool=2), decode_budget=1))
+    density = 1.0 if name == "sequences or blocks" else 0.2  # it shows all keys: a run, of which blocks are chosen
+    configure(SparseConfig(on_unsupported="error", min_tokens=1, density=density, block_shape=(4, 4), chooser=select.Pooled(pool=2), decode_budget=1))
     q, k, v = tensors(2, 4, 9, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
     seen = mask.elements() if isinstance(mask, RuleMask) else mask
     bias = 3 * tensors(1, 4, 9, 9, seed=3) if form == "bias" else torch.zeros(1, 1, 9, 9)

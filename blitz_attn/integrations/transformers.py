@@ -43,7 +43,8 @@ class SparseConfig:
     profile : blitz_attn.select.Profile, optional
         A budget for each layer and head, with the chooser and the block shape that it was found with, which replace those given here.
     chooser : str or chooser
-        How blocks are scored: see `blitz_attn.select_blocks_prefill`.
+        How blocks are scored: see `blitz_attn.select_blocks_prefill`. With ``"vertical_slash"``, layers with chunks of tokens or with
+        images that see themselves keep all blocks.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     sink, recent, first_rows, last_rows, last_columns : int
@@ -230,7 +231,8 @@ def register() -> None:
     """Make ``"blitz_attn"`` and ``"blitz_attn_sparse"`` names that ``attn_implementation=`` takes.
 
     Both read the mask of a model as a rule (causal, a window, padding, packed sequences), so that no matrix of queries times keys is made.
-    A mask without such a rule, and a position bias, are added to the scores as they are; layers that have one keep all blocks and pages.
+    A mask without such a rule, and a position bias, are added to the scores as they are; layers that have one keep all blocks and pages,
+    but choose blocks where the mask shows each query a run of keys.
     ``"blitz_attn"`` attends to all keys that the rule allows. ``"blitz_attn_sparse"`` does so while it decodes, and leaves blocks of
     keys out of prompts; see `SparseConfig`. Calling this again changes nothing.
 

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ... import _arrays, _core, block_sparse_attention, select_blocks_prefill
+from ..._select.choosers import rules_of
 from .._torch.masks import read_mask
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of, _config_of_text
@@ -283,9 +284,11 @@ def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> 
     config = layer.config
     if not layer.sparse or layer.query.shape[2] == 1 or keys < config.min_tokens or not config._sparse_in(layer.number):
         return None, (128, 128)
-    if rules.get("kv_ranges") is not None or layer.added:  # choosers do not know which keys these hide
+    if rules.get("attn_mask") is not None:  # choosers do not know which keys it hides
         return None, (128, 128)
     options = config._options(layer.number, layer.query.shape[1], layer.key.shape[1], layer.query.shape[3])
+    if rules.get("kv_ranges") is not None and rules_of(options["chooser"])[0] == "vertical_slash":  # which takes no ranges
+        return None, (128, 128)
     lists = select_blocks_prefill(q.detach(), k.detach(), num_threads=config.num_threads, **options, **rules)
     return lists, options["block_shape"]
 
