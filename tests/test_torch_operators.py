@@ -91,7 +91,11 @@ def test_opcheck_of_the_gradient():
 def test_opcheck_of_chosen_blocks(layout):
     lengths, options = of_layout(layout)
     options |= {"density": [0.5], "block_shape": [8, 8], "causal": True}
-    torch.library.opcheck(operators.select_and_attend_prefill.default, (*tensors(layout), *lengths), options)
+    given = tensors(layout)
+    torch.library.opcheck(operators.select_and_attend_prefill.default, (*given, *lengths), options)
+    if layout == "BNSD":
+        runs = torch.stack([torch.arange(31) // 8 * 8, torch.arange(31) + 6], dim=-1)
+        torch.library.opcheck(operators.select_and_attend_prefill.default, (*given, *[None] * 4, runs), options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -697,6 +701,24 @@ def test_runs_of_keys_compile():
     for *found, right in zip(*grads, exact, strict=True):
         assert torch.equal(*found)
         np.testing.assert_allclose(found[0], right, atol=1e-5)
+
+
+@pytest.mark.parametrize("chooser", ["pooled", Antidiagonal(4), SampledRows(2)], ids=str)
+def test_blocks_are_chosen_among_runs_of_keys(chooser):
+    """As by the library's own function, also in a graph; ranges may be an array, too."""
+    given = tensors()
+    runs = torch.stack([torch.arange(31) // 8 * 8, torch.arange(31) // 8 * 8 + 13], dim=-1)
+    options = {"chooser": chooser, "density": 0.5, "block_shape": (8, 8), "sink": 0, "recent": 0}
+    expected = blitz_attn.select_and_attend_prefill(*given, kv_ranges=runs, **options)
+    assert not torch.equal(expected, blitz_attn.select_and_attend_prefill(*given, **options))
+
+    def run(q, k, v, runs):
+        return functions.select_and_attend_prefill(q, k, v, kv_ranges=runs, **options)
+
+    assert torch.equal(run(*given, runs.numpy()), expected)
+    for ranges in (runs, runs.to(torch.int32)[None], runs.expand(2, 31, 2)):
+        assert torch.equal(run(*given, ranges), expected)
+    assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(*given, runs), expected)
 
 
 def test_lists_cut_what_is_attended():

@@ -340,6 +340,7 @@ def select_and_attend_prefill(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    kv_ranges: Any = None,
     sink: int = 1,
     recent: int = 2,
     last_columns: int = 0,
@@ -359,6 +360,8 @@ def select_and_attend_prefill(
         See `blitz_attn.select_blocks_prefill`. Exactly one of `density`, `top_p`, `threshold` and `top_k`.
     block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         See `blitz_attn.block_sparse_attention`.
+    kv_ranges : torch.Tensor or array of int, optional
+        A run of keys for each query: see `blitz_attn.select_blocks_prefill`. Under `torch.compile`, a tensor.
     return_lse : bool
         Also return the log-sum-exp.
     num_threads : int, optional
@@ -393,6 +396,7 @@ def select_and_attend_prefill(
     )
     out, lse = operators.call(
         "select_and_attend_prefill", q, k, v, **rules,
+        kv_ranges=lists_of(kv_ranges, "kv_ranges"),
         chooser=operators.chooser_text(chooser),
         density=numbers_list_of(density, "density"),
         top_p=numbers_list_of(top_p, "top_p"),

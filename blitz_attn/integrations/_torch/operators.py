@@ -37,9 +37,9 @@ SCHEMAS = {
     "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
         Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, {_PAIRS}, *, {_RULES},
         float? softcap=None, bool reads_mask=False) -> (Tensor, Tensor, Tensor)""",
-    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, *, {_RULES}, str chooser="pooled", float[]? density=None,
-        float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1, int? recent=2, int? last_columns=0,
-        int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
+    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, Tensor? kv_ranges=None, *, {_RULES},
+        str chooser="pooled", float[]? density=None, float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1,
+        int? recent=2, int? last_columns=0, int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
     "paged_attention": f"""(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
         Tensor? last_page_len=None, Tensor? selected=None, Tensor? counts=None, Tensor? sinks=None, Tensor? k_scale=None,
         Tensor? v_scale=None, Tensor? q_lens=None, {_PAIRS}, *, float? scale=None, str kv_layout="NHD", int? window=None,
@@ -89,9 +89,9 @@ def _attend_backward(
     return block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **_told(q, k, sabi, named, **options))
 
 
-def _select_and_attend(q: Any, k: Any, v: Any, *lengths: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
+def _select_and_attend(q: Any, k: Any, v: Any, *named: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
     made = chooser_of(json.loads(chooser)) if chooser.startswith("{") else chooser
-    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=return_lse, **_named(lengths), **options)
+    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=return_lse, **_named(named), **options)
 
 
 def _paged(
