@@ -29,8 +29,8 @@ from ._nsa.branches import (
     window_attention,
     window_attention_backward,
 )
-from ._nsa.call import BRANCHES, Call, Options, Results, Room, checked, kept_results, run
-from ._nsa.compression import compress_gradients, compress_into, compress_kv, compress_kv_backward
+from ._nsa.call import BRANCHES, Call, Options, Results, Room, checked, compress, kept_results, run
+from ._nsa.compression import compress_gradients, compress_kv, compress_kv_backward
 from ._nsa.gates import compute_gates, gate_and_combine, gating_backward
 from ._nsa.rules import threads_of
 from ._nsa.selection import score_and_select_blocks
@@ -134,7 +134,10 @@ def nsa(
     init_blocks: int = 1,
     local_blocks: int = 2,
     block_indices: Any = None,
+    compressed_kv: Any = None,
     cu_seqlens: Any = None,
+    cu_seqlens_q: Any = None,
+    kv_lens: Any = None,
     out: Any = None,
     return_context: bool = False,
     dtype: Any = None,
@@ -152,7 +155,8 @@ def nsa(
     Parameters
     ----------
     q : array
-        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576.
+        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576. It may have fewer tokens
+        than `k`: they are the last ones.
     k : array
         ``(B, N, Hkv, D)``, same dtype. H must be a multiple of Hkv; query head h reads key head ``h // (H // Hkv)``.
     v : array
@@ -192,13 +196,21 @@ def nsa(
     block_indices : array_like of int, optional
         A selection to use in place of the computed one, such as that of a context: paper ``(B, Hkv, N, n)``, mslk ``(B, H or Hkv, tiles,
         n)``, with `cu_seqlens` without B and with the rows of all sequences one after the other. Rows end at the first -1.
+    compressed_kv : tuple of array, optional
+        ``(k_cmp, v_cmp)``: what `compress_kv` makes of `k` and `v` with the strides and weights of the model, and what is then not computed
+        here. `w_k_compress` and `w_v_compress` must be left out.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and do not see each other. A sequence may
         have any length.
+    cu_seqlens_q : sequence of int, optional
+        The same of `q`, where it has the last tokens of each sequence, while `cu_seqlens` counts those of `k`. Default: `cu_seqlens`.
+    kv_lens : sequence of int, optional
+        Without `cu_seqlens`: ``(B,)`` numbers of tokens of `k` and `v` that are valid, such as those of a cache with room for more. The
+        queries of each sequence are the last of these. `compressed_kv` may have room for more blocks, too.
     out : array, optional
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input.
     return_context : bool
-        Also return what `nsa_backward` needs.
+        Also return what `nsa_backward` needs. Only where `q` has all tokens, and without `compressed_kv` and `kv_lens`.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
@@ -242,6 +254,11 @@ def nsa(
     of a selection are -1 and attend to nothing, where upstream repeats block 0; a query that sees no selected token gets 0 from that
     branch, where upstream gives NaN.
 
+    Queries that are the last tokens of their sequence get, bit for bit, the rows that they have in the call over all of its queries. In
+    mslk mode they must begin where a tile begins, because a tile selects by all of its queries; and later tokens may change the rows of
+    earlier ones there. With `compressed_kv`, such a call reads the compressed keys and values, the selected blocks and the window, and no
+    other tokens.
+
     Of blocks with equal scores the lower is selected. Sums are made in float32 (float64 for float64). A long call without a context is
     computed in pieces of queries, so that the results of the three branches never exist as a whole; memory is linear in the number of
     tokens.
@@ -262,6 +279,13 @@ def nsa(
     >>> exact = reference.nsa(q, k, v, **sizes, block_indices=context.block_indices)
     >>> bool(np.abs(out - exact).max() < 1e-5)
     True
+
+    The last token alone, with compressed keys and values that the caller keeps:
+
+    >>> compressed = nsa.compress_kv(k, v, 16, stride=8)
+    >>> last = nsa.nsa(q[:, -1:], k, v, **sizes, compressed_kv=compressed)
+    >>> bool((last == out[:, -1:]).all())
+    True
     """
     options = Options(
         compress_block_size=compress_block_size,
@@ -281,29 +305,30 @@ def nsa(
         init_blocks=init_blocks,
         local_blocks=local_blocks,
         block_indices=block_indices,
+        compressed_kv=compressed_kv,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        kv_lens=kv_lens,
         dtype=dtype,
         num_threads=num_threads,
     )
     call = checked(q, k, v, options)
     return_context = _arrays.flag(return_context, "return_context")
+    if return_context and not (call.compresses and call.sequences.whole and kv_lens is None):
+        raise ValueError("return_context: expected False where q has not all tokens, or with compressed_kv or kv_lens, got True")
     kind, shape = call.common.kind, (*call.q.shape[:-1], call.v.shape[-1])
     result = Result(shape, kind, q, out, "out", dtype_of(dtype))
     refuse_overlaps(
         {"out": out}, q=call.q, k=call.k, v=call.v, w_k_compress=w_k_compress, w_v_compress=w_v_compress,
-        gate_proj_weight=gate_proj_weight, gates=gates, block_indices=block_indices, cu_seqlens=cu_seqlens,
+        gate_proj_weight=gate_proj_weight, gates=gates, block_indices=block_indices, cu_seqlens=cu_seqlens, cu_seqlens_q=cu_seqlens_q,
+        kv_lens=kv_lens, k_cmp=None if call.compresses else call.k_cmp, v_cmp=None if call.compresses else call.v_cmp,
     )  # fmt: skip
     kept = kept_results(call) if return_context else None
 
-    rules, sequences = call.rules, call.sequences
-    for x, weight, made, names in (
-        (call.k, call.w_k.array, call.k_cmp, ("k", "w_k_compress")),
-        (call.v, call.w_v.array, call.v_cmp, ("v", "w_v_compress")),
-    ):
-        compress_into(x, weight, made, kind, rules.size, rules.stride, sequences, call.common.threads, names)
+    compress(call)
     room, heads = Room(kept), (call.q.shape[-2], call.k.shape[-2])
-    batch, tokens = shape[:2] if sequences.tokens is None else (0, shape[0])
-    for piece in pieces(batch, tokens, sequences, rules.tile, PIECE_ELEMENTS // shape[-1], heads):
+    batch, queries = shape[:2] if call.sequences.queries is None else (0, shape[0])
+    for piece in pieces(batch, queries, call.sequences, call.rules.tile, PIECE_ELEMENTS // shape[-1], heads):
         part = call.of_piece(piece)
         run(part, room.results(part, piece, heads[1]), result.array[piece.queries])
     if kept is None:
@@ -403,7 +428,7 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
         dqs.append(dq_gate)
     for result, total in zip((dk, dv), sums, strict=True):
         round_into(result.array, total, kind)
-    one = (None,) if call.sequences.tokens is not None else ()  # a batch axis: sums know no sequences
+    one = (None,) if call.sequences.queries is not None else ()  # a batch axis: sums know no sequences
     _core.block_means_backward(
         None, dq.array[one], tuple(x[one] for x in dqs), block_size=1, stride=1, dtype=kind, num_threads=common.threads
     )

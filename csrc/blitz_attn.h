@@ -430,8 +430,9 @@ typedef struct ba_nsa_select_args {
     ba_tensor lse;      /* with tile = 0: (B, N, H) or (T, H) real, the natural log-sum-exp of each query over the compressed keys that it sees */
     const int64_t *cu_q, *cu_cmp; /* NULL, or batch + 1 cumulative numbers of the sequences' queries and compressed keys */
     int64_t batch;                /* number of sequences, with cu_q */
-    int64_t q_begin;              /* token number of query 0, where the queries are a stretch of their sequence; 0 with cu_q */
-    int64_t tokens;               /* length of each sequence, queries before q_begin included; not read with cu_q */
+    const int64_t *q_begin;       /* NULL, or the token number of each sequence's query 0, where the queries are a stretch of their sequence */
+    const int64_t *tokens;        /* NULL, or the length of each sequence, tokens that have no query in the call included. k_cmp has the complete
+                                   * blocks of so many; more of them, in a batch entry, are not read */
     double scale;                 /* as in ba_block_sparse_args */
     int causal;
     int64_t compress_block, compress_stride, select_block, tile; /* in tokens */

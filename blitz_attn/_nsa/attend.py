@@ -11,7 +11,7 @@ import numpy as np
 from .. import _core
 from .._sentences import renamed
 from .rules import CMP_GROUP, Rules
-from .sequences import Sequences
+from .sequences import Sequences, block_count
 
 
 class Common(NamedTuple):
@@ -27,12 +27,11 @@ class Branch:
     """Which keys the queries of a branch see."""
 
     causal: bool
-    cu: np.ndarray | None = None  # cumulative lengths of packed queries
-    cu_kv: np.ndarray | None = None  # and of their keys, where those differ
+    sequences: Sequences
     lists: np.ndarray | None = None  # block lists
-    cu_rows: np.ndarray | None = None  # where each sequence's rows of the lists begin
     block_shape: tuple[int, int] = (128, 128)
     window: tuple[int, int] | None = None
+    size: int = 0  # tokens of a compressed key
     stride: int = 0  # tokens from one compressed key's first token to that of the next; 0: keys are tokens
     last: int = 0  # tokens from a compressed key's first token to the first query that sees it
     names: Mapping[str, str] = field(default_factory=dict)  # the core's names of arguments to the caller's, for errors
@@ -41,36 +40,41 @@ class Branch:
 def compressed_branch(rules: Rules, sequences: Sequences, groups: np.ndarray | None = None) -> Branch:
     """All compressed keys, or the groups of them that are listed."""
     names = {"k": "k_cmp", "v": "v_cmp", "sabi": "cmp_block_indices"}
-    every = Branch(rules.causal, cu=sequences.tokens, cu_kv=sequences.blocks, stride=rules.stride, last=rules.last, names=names)
-    return every if groups is None else replace(every, lists=groups, cu_rows=sequences.rows, block_shape=(rules.tile, CMP_GROUP))
+    every = Branch(rules.causal, sequences, size=rules.size, stride=rules.stride, last=rules.last, names=names)
+    return every if groups is None else replace(every, lists=groups, block_shape=(rules.tile, CMP_GROUP))
 
 
 def selected_branch(rules: Rules, sequences: Sequences, lists: np.ndarray | None) -> Branch:
     """The tokens of listed blocks."""
     shape = (rules.tile, rules.select)
     names = {"sabi": "block_indices"}
-    return Branch(rules.causal, cu=sequences.tokens, lists=lists, cu_rows=sequences.rows, block_shape=shape, names=names)
+    return Branch(rules.causal, sequences, lists=lists, block_shape=shape, names=names)
 
 
 def window_branch(size: int, causal: bool, sequences: Sequences) -> Branch:
     """The `size` tokens that end with the query itself; not causal: half as many before it, as many after it, and itself."""
-    return Branch(causal, cu=sequences.tokens, window=(size - 1, 0) if causal else (size // 2, size // 2))
+    return Branch(causal, sequences, window=(size - 1, 0) if causal else (size // 2, size // 2))
 
 
 def _arguments(common: Common, branch: Branch) -> dict[str, Any]:
     """The arguments of the core's two operations that say which keys are seen."""
+    at = branch.sequences
+    lens = at.kv_lens
+    if lens is not None and branch.stride:
+        lens = block_count(lens, branch.size, branch.stride)
     return {
         "sabi": branch.lists,
         "block_shape": branch.block_shape,
         "scale": common.scale,
-        "layout": "BSND" if branch.cu is None else "TND",
+        "layout": "BSND" if at.queries is None else "TND",
         "causal": branch.causal,
         "window": branch.window,
-        "cu_seqlens_q": branch.cu,
-        "cu_seqlens_kv": branch.cu if branch.cu_kv is None else branch.cu_kv,
+        "kv_lens": lens,
+        "cu_seqlens_q": at.queries,
+        "cu_seqlens_kv": at.blocks if branch.stride else at.tokens,
         "dtype": common.kind,
         "num_threads": common.threads,
-        "cu_rows": branch.cu_rows,
+        "cu_rows": None if branch.lists is None else at.rows,
         "routed": branch.lists is not None,
         "key_stride": branch.stride,
         "key_last": branch.last,
@@ -79,20 +83,19 @@ def _arguments(common: Common, branch: Branch) -> dict[str, Any]:
 
 def _by_head(lse: np.ndarray, branch: Branch) -> np.ndarray:
     """The log-sum-exp with its axes as the core has them: heads before tokens where there is a batch axis."""
-    return lse.swapaxes(1, 2) if branch.cu is None else lse
+    return lse.swapaxes(1, 2) if branch.sequences.queries is None else lse
 
 
 def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, common: Common, branch: Branch, begin: int = 0,
-    tokens: int = 0,
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, common: Common, branch: Branch
 ) -> None:  # fmt: skip
-    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. `begin` is the token number of the first query, `tokens`
-    the number of queries of the whole sequence, 0 where all are given: a few queries have the bits that they have among many."""
+    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. A few queries have the bits that they have among as many as
+    their sequence has tokens."""
     lse_out = None if lse is None else _by_head(lse, branch)
     try:
         _core.block_sparse_attention(
-            np.empty, q, k, v, **_arguments(common, branch), return_lse=lse is not None, out=out, lse_out=lse_out, q_begin=begin,
-            q_total=tokens or None,
+            np.empty, q, k, v, **_arguments(common, branch), return_lse=lse is not None, out=out, lse_out=lse_out,
+            q_begin=branch.sequences.begin, q_total=branch.sequences.lengths,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, branch.names) from error

@@ -12,8 +12,8 @@ from .arrays import check_rank, dtype_of, expect_shape, reals, same_kind
 from .attend import Branch, Common, attend, attend_backward, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed
 from .rules import Rules, mode_of, number, scale_of, threads_of
-from .selection import lists_of
-from .sequences import Sequences, cuts, sums_of
+from .selection import last_tokens, lists_of
+from .sequences import Sequences, packed_cuts, sums_of
 
 __all__ = [
     "compressed_attention",
@@ -36,17 +36,31 @@ class Checked(NamedTuple):
 
 
 def _arrays_of(
-    q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, Common, np.ndarray | None]:
-    """Queries, keys, values, what they have in common, and cumulative lengths. `names`: the caller's, of the keys and the values."""
-    dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
+    q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, packed: bool, dtype: Any, num_threads: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Common]:
+    """Queries, keys, values, and what they have in common. `names`: the caller's, of the keys and the values."""
+    dtype = dtype_of(dtype)
     queries, kind = floats(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
-    packed = cu_seqlens is not None
     for x, name in ((queries, "q"), (keys, names[0]), (values, names[1])):
         check_rank(x, name, packed)
-    cu = cuts(cu_seqlens, queries.shape[0]) if packed else None
-    return queries, keys, values, Common(kind, scale_of(scale, queries.shape[-1]), threads_of(num_threads)), cu
+    return queries, keys, values, Common(kind, scale_of(scale, queries.shape[-1]), threads_of(num_threads))
+
+
+def _tokens_of(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, cu_seqlens_q: Any, whole: bool, tile: int = 1) -> Sequences:
+    """The sequences of queries `q`, which are the last of tokens `k`. `whole`: there are as many of both."""
+    if cu_seqlens is not None:
+        if cu_seqlens_q is None:
+            _same_tokens(k, q)
+        cu, own = packed_cuts(cu_seqlens, cu_seqlens_q, q.shape[0], k.shape[0])
+        return Sequences.packed(cu, tile=tile, queries=own)
+    if cu_seqlens_q is not None:
+        raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
+    if whole or len(k) != len(q):
+        _same_tokens(k, q)
+    if k.shape[1] < q.shape[1]:
+        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q, got {k.shape}")
+    return Sequences.batch(q.shape[1], k.shape[1])
 
 
 def _same_tokens(k: np.ndarray, q: np.ndarray) -> None:
@@ -56,37 +70,41 @@ def _same_tokens(k: np.ndarray, q: np.ndarray) -> None:
 
 def _compressed(
     q: Any, k_cmp: Any, v_cmp: Any, compress_block_size: Any, stride: Any, causal: bool, scale: Any, cu_seqlens: Any, mode: Any, dtype: Any,
-    num_threads: Any,
+    num_threads: Any, tokens: Any = None, cu_seqlens_q: Any = None,
 ) -> Checked:  # fmt: skip
     size = number(compress_block_size, "compress_block_size")
     step = size if stride is None else number(stride, "stride")
-    causal, mode = flag(causal, "causal"), mode_of(mode)
-    queries, keys, values, common, cu = _arrays_of(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), scale, cu_seqlens, dtype, num_threads)
-    sequences = Sequences.of(cu, size, step)
-    check_compressed(keys, queries, size, step, sequences)
+    causal, mode, cu_seqlens = flag(causal, "causal"), mode_of(mode), sums_of(cu_seqlens)
+    names = ("k_cmp", "v_cmp")
+    queries, keys, values, common = _arrays_of(q, k_cmp, v_cmp, names, scale, cu_seqlens is not None, dtype, num_threads)
     rules = Rules(mode, size, step, size, 1, 1, 0, 0, causal)
+    sequences = last_tokens(queries, tokens, cu_seqlens, cu_seqlens_q, rules)
+    check_compressed(keys, size, step, sequences)
     return Checked(queries, keys, values, common, compressed_branch(rules, sequences))
 
 
 def _selected(
     q: Any, k: Any, v: Any, block_indices: Any, block_size: Any, q_tile_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any,
-    num_threads: Any,
+    num_threads: Any, cu_seqlens_q: Any = None, whole: bool = True,
 ) -> Checked:  # fmt: skip
     size, tile, causal = number(block_size, "block_size"), number(q_tile_size, "q_tile_size"), flag(causal, "causal")
-    queries, keys, values, common, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
-    _same_tokens(keys, queries)
+    cu_seqlens = sums_of(cu_seqlens)
+    queries, keys, values, common = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens is not None, dtype, num_threads)
+    sequences = _tokens_of(queries, keys, cu_seqlens, cu_seqlens_q, whole, tile)
     rules = Rules("mslk", size, size, size, 1, tile, 0, 0, causal)
-    lengths = [queries.shape[1]] if cu is None else np.diff(cu).tolist()
     heads = tuple(dict.fromkeys((queries.shape[-2], keys.shape[-2])))
-    lists = lists_of(block_indices, rules, heads, queries.shape[0], lengths, cu is not None)
-    return Checked(queries, keys, values, common, selected_branch(rules, Sequences.of(cu, tile=tile), lists))
+    lists = lists_of(block_indices, rules, heads, queries, sequences)
+    return Checked(queries, keys, values, common, selected_branch(rules, sequences, lists))
 
 
-def _window(q: Any, k: Any, v: Any, window_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any) -> Checked:
-    causal, size = flag(causal, "causal"), number(window_size, "window_size")
-    queries, keys, values, common, cu = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens, dtype, num_threads)
-    _same_tokens(keys, queries)
-    return Checked(queries, keys, values, common, window_branch(size, causal, Sequences.of(cu)))
+def _window(
+    q: Any, k: Any, v: Any, window_size: Any, causal: bool, scale: Any, cu_seqlens: Any, dtype: Any, num_threads: Any,
+    cu_seqlens_q: Any = None, whole: bool = True,
+) -> Checked:  # fmt: skip
+    causal, size, cu_seqlens = flag(causal, "causal"), number(window_size, "window_size"), sums_of(cu_seqlens)
+    queries, keys, values, common = _arrays_of(q, k, v, ("k", "v"), scale, cu_seqlens is not None, dtype, num_threads)
+    sequences = _tokens_of(queries, keys, cu_seqlens, cu_seqlens_q, whole)
+    return Checked(queries, keys, values, common, window_branch(size, causal, sequences))
 
 
 def _forward(given: Checked, like: Any, return_lse: bool) -> Any:
@@ -113,7 +131,8 @@ def _backward(given: Checked, dout: Any, out: Any, lse: Any, dtype: Any, like: t
 
 def compressed_attention(
     q: Any, k_cmp: Any, v_cmp: Any, compress_block_size: int, *, stride: int | None = None, causal: bool = True, scale: float | None = None,
-    cu_seqlens: Any = None, mode: str = "paper", return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
+    cu_seqlens: Any = None, mode: str = "paper", tokens: int | None = None, cu_seqlens_q: Any = None, return_lse: bool = False,
+    dtype: Any = None, num_threads: int | None = None,
 ) -> Any:  # fmt: skip
     """The compressed branch: attention over compressed keys and values.
 
@@ -122,7 +141,7 @@ def compressed_attention(
     q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
     k_cmp, v_cmp : array
-        The results of `compress_kv` for the tokens of `q`, same dtype: all complete blocks of a sequence, no fewer and no more.
+        The results of `compress_kv` for the tokens of the sequences, same dtype: all complete blocks of each, no fewer and no more.
     compress_block_size, stride : int
         The sizes that `compress_kv` was called with, in tokens. Default of `stride`: `compress_block_size`.
     causal : bool
@@ -133,6 +152,11 @@ def compressed_attention(
         ``(sequences + 1,)`` numbers of tokens that rise from 0 to T.
     mode : {"paper", "mslk"}
         The causal rule. That of mslk looks up to ``compress_block_size - 1`` tokens ahead.
+    tokens : int, optional
+        Number of tokens of each sequence, of which `q` has the last. Default: as many as `q` has. Only without `cu_seqlens`.
+    cu_seqlens_q : sequence of int, optional
+        The same for packed sequences: ``(sequences + 1,)`` numbers of queries, where `q` has the last tokens of each sequence, and
+        `cu_seqlens` counts all of them.
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional
@@ -161,7 +185,9 @@ def compressed_attention(
     >>> [nsa.compressed_attention(q, kv, kv, 2, mode=mode).ravel().tolist() for mode in ("paper", "mslk")]
     [[0.0, 2.0, 2.0, 3.0], [2.0, 2.0, 3.0, 3.0]]
     """
-    checked = _compressed(q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads)
+    checked = _compressed(
+        q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads, tokens, cu_seqlens_q
+    )
     return _forward(checked, q, return_lse)
 
 
@@ -207,7 +233,7 @@ def compressed_attention_backward(
 
 def selected_attention(
     q: Any, k: Any, v: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1, causal: bool = True, scale: float | None = None,
-    cu_seqlens: Any = None, return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
+    cu_seqlens: Any = None, cu_seqlens_q: Any = None, return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
 ) -> Any:  # fmt: skip
     """The selected branch: attention over the tokens of listed blocks.
 
@@ -215,15 +241,16 @@ def selected_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
+        `q` may have fewer tokens than `k` and `v`: the last ones.
     block_indices : array_like of int
         ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: no block twice per row, which ends at its first -1.
     block_size : int
         Number of tokens per block, at least 1.
     q_tile_size : int
-        Number of queries that share a row: 1 for a selection of ``mode="paper"``.
+        Number of queries that share a row, counted from the first query of `q`: 1 for a selection of ``mode="paper"``.
     causal : bool
         A query sees no token after itself.
-    scale, cu_seqlens, return_lse, dtype, num_threads
+    scale, cu_seqlens, cu_seqlens_q, return_lse, dtype, num_threads
         See `compressed_attention`.
 
     Returns
@@ -248,7 +275,9 @@ def selected_attention(
     >>> nsa.selected_attention(q, q, v, listed, 2).ravel().tolist()
     [0.0, 0.5, 2.0, 1.5]
     """
-    checked = _selected(q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads)
+    checked = _selected(
+        q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads, cu_seqlens_q, whole=False
+    )
     return _forward(checked, q, return_lse)
 
 
@@ -294,7 +323,7 @@ def selected_attention_backward(
 
 def window_attention(
     q: Any, k: Any, v: Any, window_size: int, *, causal: bool = True, scale: float | None = None, cu_seqlens: Any = None,
-    return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
+    cu_seqlens_q: Any = None, return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
 ) -> Any:  # fmt: skip
     """The window branch: attention over the tokens near each query.
 
@@ -302,11 +331,12 @@ def window_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
+        `q` may have fewer tokens than `k` and `v`: the last ones.
     window_size : int
         Number W of keys that a query sees, at least 1; the last is its own.
     causal : bool
         False: a query sees ``W // 2`` keys before it, as many after it, and its own.
-    scale, cu_seqlens, return_lse, dtype, num_threads
+    scale, cu_seqlens, cu_seqlens_q, return_lse, dtype, num_threads
         See `compressed_attention`.
 
     Returns
@@ -330,7 +360,8 @@ def window_attention(
     >>> [nsa.window_attention(q, q, v, 2, causal=causal).ravel().tolist() for causal in (True, False)]
     [[0.0, 0.5, 1.5, 2.5], [0.5, 1.0, 2.0, 2.5]]
     """
-    return _forward(_window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads), q, return_lse)
+    checked = _window(q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads, cu_seqlens_q, whole=False)
+    return _forward(checked, q, return_lse)
 
 
 def window_attention_backward(

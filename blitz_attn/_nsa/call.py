@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _core
+from .. import _arrays, _core
 from .._floats import floats, real_of
 from .arrays import Reals, dtype_of, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
-from .compression import check_weight, compressed_shape
+from .compression import check_compressed, check_weight, compress_into, compressed_shape
 from .gates import gates_as_reals, weight_of
 from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
-from .selection import list_shape, lists_of, select_into
-from .sequences import Piece, Sequences, cuts, sums_of
+from .selection import check_tiles, list_heads, list_shape, lists_of, select_into
+from .sequences import Piece, Sequences, packed_cuts, sums_of
 
 BRANCHES = ("compressed", "selected", "window")
 
@@ -44,6 +44,9 @@ class Options:
     cu_seqlens: Any
     dtype: Any
     num_threads: Any
+    compressed_kv: Any = None
+    cu_seqlens_q: Any = None
+    kv_lens: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class Call:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    k_cmp: np.ndarray  # to be filled
+    k_cmp: np.ndarray  # to be filled, unless the caller gave it
     v_cmp: np.ndarray
     w_k: Reals
     w_v: Reals
@@ -65,8 +68,7 @@ class Call:
     window: int
     most_groups: int | None  # num_cmp_selected_blocks
     sequences: Sequences
-    begin: int = 0  # token number of the first query
-    tokens: int = 0  # of the whole sequence; 0 for packed sequences
+    compresses: bool  # whether k_cmp and v_cmp are to be filled
 
     @property
     def selects(self) -> bool:
@@ -87,15 +89,12 @@ class Call:
             gates=self.gates if gates is None else Reals(gates[piece.queries], self.gates.kind),
             lists=None if self.lists is None else piece.lists(self.lists, self.k.shape[-2]),
             sequences=piece.sequences,
-            begin=piece.begin,
-            tokens=piece.tokens,
         )
 
     @property
     def width(self) -> int:
         """Places in a row of the selection that can be in use: as many as are asked for, or as the longest sequence has blocks."""
-        longest = self.tokens if self.sequences.tokens is None else int(np.diff(self.sequences.tokens).max(initial=0))
-        return max(1, self.rules.init + self.rules.local, min(self.rules.count, -(-longest // self.rules.select)))
+        return max(1, self.rules.init + self.rules.local, min(self.rules.count, -(-self.sequences.longest // self.rules.select)))
 
     @property
     def group_width(self) -> int:
@@ -104,7 +103,8 @@ class Call:
         return max(1, min(self.most_groups, -(-self.k_cmp.shape[-3] // CMP_GROUP)))
 
     def list_shape(self, width: int) -> tuple[int, ...]:
-        return list_shape(self.q, self.k.shape[-2], self.rules, self.sequences, width)
+        heads = list_heads(self.q, self.k.shape[-2], self.rules)
+        return (*list_shape(self.q, heads, self.rules, self.sequences), width)
 
     def branches(self, lists: np.ndarray | None, groups: np.ndarray | None) -> list[tuple[np.ndarray, np.ndarray, Branch]]:
         """(keys, values, which of them are seen) of each of `BRANCHES`."""
@@ -132,9 +132,9 @@ def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
     if dtype is not None and kind != dtype:
         raise TypeError(f"q: expected {dtype} as dtype says, got {kind}")
     cu_seqlens = sums_of(o.cu_seqlens)
-    packed = cu_seqlens is not None
-    _check_shapes(q, k, v, packed)
-    sequences = Sequences.of(cuts(cu_seqlens, q.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
+    _check_shapes(q, k, v, cu_seqlens is not None)
+    sequences = _sequences(q, k, cu_seqlens, o, rules)
+    check_tiles(rules, sequences)
     w_k = check_weight(o.w_k_compress, "w_k_compress", k.shape, dtype, kind)
     w_v = check_weight(o.w_v_compress, "w_v_compress", v.shape, dtype, kind)
     w_gate = weight_of(o.gate_proj_weight, q, dtype, kind)
@@ -144,19 +144,67 @@ def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
     lists = None
     if o.block_indices is not None:
         heads = (k.shape[-2],) if rules.by_query else tuple(dict.fromkeys((q.shape[-2], k.shape[-2])))
-        lengths = [q.shape[1]] if sequences.tokens is None else np.diff(sequences.tokens).tolist()
-        lists = lists_of(o.block_indices, rules, heads, q.shape[0], lengths, packed)
-    common = Common(kind, scale_of(o.scale, q.shape[-1]), threads)
-    k_cmp, v_cmp = (np.empty(compressed_shape(x, rules.size, rules.stride, sequences), storage(kind)) for x in (k, v))
-    return Call(q, k, v, k_cmp, v_cmp, w_k, w_v, w_gate, gates, lists, common, rules, window, most_groups, sequences)
+        lists = lists_of(o.block_indices, rules, heads, q, sequences)
+    common, given = Common(kind, scale_of(o.scale, q.shape[-1]), threads), o.compressed_kv is not None
+    if given:
+        k_cmp, v_cmp = _given_compressed(k, v, o, dtype, kind, rules, sequences)
+    else:
+        k_cmp, v_cmp = (np.empty(compressed_shape(x, rules.size, rules.stride, sequences), storage(kind)) for x in (k, v))
+    return Call(q, k, v, k_cmp, v_cmp, w_k, w_v, w_gate, gates, lists, common, rules, window, most_groups, sequences, not given)
+
+
+def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules: Rules) -> Sequences:
+    """The sequences of a call, whose queries are their last tokens."""
+    if cu_seqlens is not None:
+        if o.kv_lens is not None:
+            raise ValueError("kv_lens: expected None beside cu_seqlens, got some")
+        if o.cu_seqlens_q is None and len(k) != len(q):
+            raise ValueError(f"k: expected the {len(q)} tokens of q without cu_seqlens_q, got {k.shape}")
+        cu, own = packed_cuts(cu_seqlens, o.cu_seqlens_q, len(q), len(k))
+        return Sequences.packed(cu, rules.size, rules.stride, rules.tile, own)
+    if o.cu_seqlens_q is not None:
+        raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
+    queries, room = q.shape[1], k.shape[1]
+    if o.kv_lens is None:
+        return Sequences.batch(queries, room)
+    lens = _arrays.integers(o.kv_lens, "kv_lens")
+    if lens.shape != (len(q),):
+        raise ValueError(f"kv_lens: expected one number per sequence, ({len(q)},), got {lens.shape}")
+    wrong = lens[(lens < queries) | (lens > room)]
+    if wrong.size:
+        raise ValueError(f"kv_lens: expected numbers from the {queries} tokens of q to the {room} of k, got {wrong[0]}")
+    return Sequences.batch(queries, lens.astype(np.int64))
+
+
+def _given_compressed(
+    k: np.ndarray, v: np.ndarray, o: Options, dtype: Any, kind: str, rules: Rules, sequences: Sequences
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compressed keys and values that the caller gave, checked."""
+    pair = o.compressed_kv
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"compressed_kv: expected a pair (k_cmp, v_cmp), got {type(pair).__name__}")
+    for name in ("w_k_compress", "w_v_compress"):
+        if getattr(o, name) is not None:
+            raise ValueError(f"{name}: expected None beside compressed_kv, got some")
+    arrays = []
+    for x, like, name in zip(pair, (k, v), ("k_cmp", "v_cmp"), strict=True):
+        array = same_kind(x, name, dtype, kind, "q")
+        own = array.ndim == like.ndim and array.shape[-2:] == like.shape[-2:]
+        if not own or (sequences.queries is None and len(array) != len(like)):
+            raise ValueError(f"{name}: expected blocks of tokens, else like {name[0]} {like.shape}, got {array.shape}")
+        check_compressed(array, rules.size, rules.stride, sequences, name)
+        arrays.append(array)
+    return arrays[0], arrays[1]
 
 
 def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool) -> None:
     rank, shape = (3, "(T, H, D)") if packed else (4, "(B, N, H, D)")
     if q.ndim != rank:
         raise ValueError(f"q: expected shape {shape}, got {q.shape}")
-    if k.ndim != rank or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+    if k.ndim != rank or (not packed and len(k) != len(q)) or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
+    if not packed and k.shape[1] < q.shape[1]:
+        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q, got {k.shape}")
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
     for x, name in ((q, "q"), (v, "v")):
@@ -230,14 +278,24 @@ class Room:
         )
 
 
-# ---- One piece ------------------------------------------------------------------------------------------------------
+# ---- Compression and one piece ------------------------------------------------------------------------------------------------------
+
+
+def compress(call: Call) -> None:
+    """Fills the compressed keys and values of a call, unless the caller gave them."""
+    if not call.compresses:
+        return
+    rules = call.rules
+    for x, weight, made, names in (
+        (call.k, call.w_k.array, call.k_cmp, ("k", "w_k_compress")),
+        (call.v, call.w_v.array, call.v_cmp, ("v", "w_v_compress")),
+    ):
+        compress_into(x, weight, made, call.common.kind, rules.size, rules.stride, call.sequences, call.common.threads, names)
 
 
 def _select(call: Call, lse: np.ndarray | None, results: Results) -> None:
     assert results.lists is not None
-    select_into(
-        call.q, call.k_cmp, lse, results.lists, results.groups, call.common, call.rules, call.sequences, call.begin, call.tokens
-    )
+    select_into(call.q, call.k_cmp, lse, results.lists, results.groups, call.common, call.rules, call.sequences)
 
 
 def run(call: Call, results: Results, out: np.ndarray) -> None:
@@ -248,7 +306,7 @@ def run(call: Call, results: Results, out: np.ndarray) -> None:
     for c, (keys, values, branch) in enumerate(call.branches(lists, results.groups)):
         if BRANCHES[c] == "selected" and call.selects and call.rules.by_query:  # by the compressed branch's probabilities
             _select(call, results.lse[0], results)
-        attend(call.q, keys, values, results.outs[c], results.lse[c], call.common, branch, call.begin, call.tokens)
+        attend(call.q, keys, values, results.outs[c], results.lse[c], call.common, branch)
     weight = call.w_gate.array
     gates = call.gates.array if weight is None else results.gates
     _core.gate(

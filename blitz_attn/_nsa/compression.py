@@ -18,17 +18,29 @@ __all__ = ["compress_kv", "compress_kv_backward"]
 
 
 def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences) -> tuple[int, ...]:
+    """Shape of what `compress_kv` makes of tokens `x`."""
     if sequences.blocks is not None:
         return (int(sequences.blocks[-1]), *x.shape[1:])
     return (x.shape[0], int(block_count(x.shape[1], size, stride)), *x.shape[2:])
 
 
-def check_compressed(k_cmp: np.ndarray, q: np.ndarray, size: int, stride: int, sequences: Sequences) -> None:
-    """Refuses other numbers of compressed keys than `compress_kv` makes of the tokens of `q`. Too few of them could belong to a shorter
-    sequence or to another stride, and the result would be wrong without a word."""
-    expected = compressed_shape(q, size, stride, sequences)[-3]
-    if k_cmp.shape[-3] != expected:
-        raise ValueError(f"k_cmp: expected {expected} blocks of compress_block_size = {size}, got {k_cmp.shape}")
+def check_compressed(x: np.ndarray, size: int, stride: int, sequences: Sequences, name: str = "k_cmp") -> None:
+    """Refuses other numbers of compressed keys than `compress_kv` makes of the tokens of the sequences. Too few of them could belong to a
+    shorter sequence or to another stride, and the result would be wrong without a word."""
+    if sequences.blocks is not None:
+        expected = int(sequences.blocks[-1])
+    else:
+        expected = int(block_count(sequences.longest, size, stride))
+    if x.shape[-3] != expected and (sequences.kv_lens is None or x.shape[-3] < expected):
+        least = "" if sequences.kv_lens is None else "at least "
+        raise ValueError(f"{name}: expected {least}{expected} blocks of compress_block_size = {size}, got {x.shape}")
+
+
+def _sequences(x: np.ndarray, cu_seqlens: Any, size: int = 1, stride: int = 1) -> Sequences:
+    """The sequences of tokens `x`."""
+    if cu_seqlens is None:
+        return Sequences.batch(x.shape[1], x.shape[1])
+    return Sequences.packed(cuts(cu_seqlens, x.shape[0]), size, stride)
 
 
 def compress_into(
@@ -94,6 +106,9 @@ def compress_kv(
     -----
     Means and products are made in float32 (float64 for float64) and rounded once. No position encoding is added.
 
+    A mean depends on the tokens of its block alone. So the blocks that new tokens complete can be made by themselves, with the same bits:
+    of a sequence of which ``m`` blocks are known, ``compress_kv(k[:, m * stride :], v[:, m * stride :], ...)`` returns the others.
+
     References
     ----------
     .. [1] J. Yuan et al., "Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention", 2025, Eq. 7.
@@ -105,6 +120,11 @@ def compress_kv(
     >>> k = np.arange(10.0).reshape(1, 10, 1, 1)
     >>> nsa.compress_kv(k, k, 4, stride=2)[0].ravel().tolist()
     [1.5, 3.5, 5.5, 7.5]
+
+    The last two of them, where the first two are known:
+
+    >>> nsa.compress_kv(k[:, 2 * 2 :], k[:, 2 * 2 :], 4, stride=2)[0].ravel().tolist()
+    [5.5, 7.5]
     """
     size = number(block_size, "block_size")
     step = size if stride is None else number(stride, "stride")
@@ -117,7 +137,7 @@ def compress_kv(
     check_rank(values, "v", packed)
     if values.shape[:-1] != keys.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {keys.shape}, got {values.shape}")
-    sequences = Sequences.of(cuts(cu_seqlens, keys.shape[0]) if packed else None, size, step)
+    sequences = _sequences(keys, cu_seqlens, size, step)
     pairs = [(x, check_weight(w, name, x.shape, dtype, kind).array) for x, w, name in ((keys, w_k, "w_k"), (values, w_v, "w_v"))]
     results = [Result(compressed_shape(x, size, step, sequences), kind, k) for x, _ in pairs]
     for (x, w), result, names in zip(pairs, results, (("k", "w_k"), ("v", "w_v")), strict=True):
@@ -156,7 +176,7 @@ def compress_gradients(
         dweight = _weight_gradient(means, dy)
         turned = np.ascontiguousarray(weight.swapaxes(1, 2))
         dmeans = means  # whose values are not needed any more
-        alone = Sequences.of(np.array([0, dy.shape[0]])) if dy.ndim == 3 else Sequences(None, None, None)
+        alone = _sequences(dy, [0, dy.shape[0]] if dy.ndim == 3 else None)
         compress_into(dy, turned, dmeans, real, 1, 1, alone, threads, (names[0], names[2]))
         dy = dmeans
     try:
@@ -218,7 +238,7 @@ def compress_kv_backward(
         x = same_kind(x_given, names[1], dtype, kind, "k")
         dy = same_kind(dy_given, names[0], dtype, kind, "k")
         check_rank(x, names[1], packed)
-        sequences = Sequences.of(cuts(cu_seqlens, x.shape[0]) if packed else None, size, step)
+        sequences = _sequences(x, cu_seqlens, size, step)
         expect_shape(dy, names[0], compressed_shape(x, size, step, sequences), "as compress_kv gives it")
         w, own = check_weight(w_given, names[2], x.shape, dtype, kind)
         dx = Result(x.shape, kind, k)

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from .. import _arrays, _core
 from .._floats import floats, real_of
+from .._sentences import shown
 from .arrays import check_rank, dtype_of, expect_shape, reals, same_kind, storage
 from .attend import Common, attend, compressed_branch
 from .compression import check_compressed
-from .rules import CMP_GROUP, Rules, rules_of, scale_of, threads_of
-from .sequences import Sequences, cuts, sums_of
+from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
+from .sequences import Sequences, check_queries, packed_cuts, sums_of
 
 __all__ = ["score_and_select_blocks"]
 
 
-def list_shape(q: np.ndarray, kv_heads: int, rules: Rules, sequences: Sequences, width: int) -> tuple[int, ...]:
-    """Shape of the lists of a selection, each of `width` places."""
-    heads = kv_heads if rules.by_query else q.shape[-2]
+def list_heads(q: np.ndarray, kv_heads: int, rules: Rules) -> int:
+    """Heads of the lists of a selection."""
+    return kv_heads if rules.by_query else q.shape[-2]
+
+
+def list_shape(q: np.ndarray, heads: int, rules: Rules, sequences: Sequences) -> tuple[int, ...]:
+    """Shape of the lists of a selection, without their places."""
     if sequences.rows is not None:
-        return (heads, int(sequences.rows[-1]), width)
-    return (q.shape[0], heads, rules.rows(q.shape[1]), width)
+        return (heads, int(sequences.rows[-1]))
+    return (q.shape[0], heads, rules.rows(q.shape[1]))
 
 
 def select_into(
     q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray | None, out: np.ndarray, groups: np.ndarray | None, common: Common, rules: Rules,
-    sequences: Sequences, begin: int, tokens: int,
+    sequences: Sequences,
 ) -> None:  # fmt: skip
-    """Fills `out`, and `groups` where they are given, for queries of a sequence of `tokens` tokens from token `begin` on."""
+    """Fills `out`, and `groups` where they are given."""
     _core.nsa_select(
         q, k_cmp, lse, block_indices=out, cmp_block_indices=groups, scale=common.scale, causal=rules.causal,
         compress_block_size=rules.size, compress_stride=rules.stride, select_block_size=rules.select,
-        q_tile_size=0 if rules.by_query else rules.tile, init_blocks=rules.init, local_blocks=rules.local, q_begin=begin, tokens=tokens,
-        cmp_group=CMP_GROUP, cu_seqlens=sequences.tokens, cu_blocks=sequences.blocks, dtype=common.kind, num_threads=common.threads,
+        q_tile_size=0 if rules.by_query else rules.tile, init_blocks=rules.init, local_blocks=rules.local, q_begin=sequences.begin,
+        tokens=sequences.lengths, cmp_group=CMP_GROUP, cu_seqlens=sequences.queries,
+        cu_blocks=sequences.blocks, dtype=common.kind, num_threads=common.threads,
     )  # fmt: skip
 
 
@@ -50,8 +55,8 @@ def lse_of(q: np.ndarray, k_cmp: np.ndarray, common: Common, rules: Rules, seque
 def score_and_select_blocks(
     q: Any, k_cmp: Any, num_selected_blocks: int, compress_block_size: int, *, causal: bool = True, q_tile_size: int = 256,
     scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", compress_stride: int | None = None,
-    select_block_size: int | None = None, init_blocks: int = 1, local_blocks: int = 2, lse: Any = None, dtype: Any = None,
-    num_threads: int | None = None,
+    select_block_size: int | None = None, init_blocks: int = 1, local_blocks: int = 2, lse: Any = None, tokens: int | None = None,
+    cu_seqlens_q: Any = None, dtype: Any = None, num_threads: int | None = None,
 ) -> Any:  # fmt: skip
     """The blocks that the selected branch attends to.
 
@@ -60,7 +65,7 @@ def score_and_select_blocks(
     q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
     k_cmp : array
-        Compressed keys of all tokens of `q`, as `compress_kv` returns them, same dtype.
+        Compressed keys of all tokens of the sequences, as `compress_kv` returns them, same dtype.
     num_selected_blocks : int
         Number n of places in a row of the result, at least 1.
     compress_block_size : int
@@ -72,7 +77,7 @@ def score_and_select_blocks(
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``.
     cu_seqlens : sequence of int, optional
-        ``(sequences + 1,)`` numbers that rise from 0 to T.
+        ``(sequences + 1,)`` numbers of tokens that rise from 0 to T.
     mode : {"paper", "mslk"}
         Paper: one row per query and KV head. The score of a block is the sum of the probabilities of the compressed keys that overlap it,
         over the heads of the group (Eq. 9 and 10). mslk: one row per tile and query head. The score is the product of the compressed key
@@ -82,6 +87,8 @@ def score_and_select_blocks(
     lse : array, optional
         Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it. Default:
         computed here.
+    tokens, cu_seqlens_q
+        Where `q` has only the last tokens of the sequences, see `compressed_attention`. In mslk mode they begin where a tile begins.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
     num_threads : int, optional
@@ -122,8 +129,9 @@ def score_and_select_blocks(
     packed = cu_seqlens is not None
     check_rank(queries, "q", packed)
     check_rank(keys, "k_cmp", packed)
-    sequences = Sequences.of(cuts(cu_seqlens, queries.shape[0]) if packed else None, rules.size, rules.stride, rules.tile)
-    check_compressed(keys, queries, rules.size, rules.stride, sequences)
+    sequences = last_tokens(queries, tokens, cu_seqlens, cu_seqlens_q, rules)
+    check_tiles(rules, sequences)
+    check_compressed(keys, rules.size, rules.stride, sequences)
     common = Common(kind, scale_of(scale, queries.shape[-1]), threads)
     known = None
     if rules.by_query and lse is not None:
@@ -131,27 +139,53 @@ def score_and_select_blocks(
         expect_shape(known, "lse", queries.shape[:-1], "of q without D")
     elif rules.by_query:
         known = lse_of(queries, keys, common, rules, sequences)
-    chosen = np.empty(list_shape(queries, keys.shape[-2], rules, sequences, rules.count), np.int32)
-    select_into(queries, keys, known, chosen, None, common, rules, sequences, 0, 0 if packed else queries.shape[1])
+    rows = list_shape(queries, list_heads(queries, keys.shape[-2], rules), rules, sequences)
+    chosen = np.empty((*rows, rules.count), np.int32)
+    select_into(queries, keys, known, chosen, None, common, rules, sequences)
     return chosen
 
 
-def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], batch: int, lengths: list[int], packed: bool) -> np.ndarray:
+def last_tokens(q: np.ndarray, tokens: Any, cu_seqlens: Any, cu_seqlens_q: Any, rules: Rules) -> Sequences:
+    """The sequences of queries `q`, where the number of tokens is not that of an array of tokens."""
+    if cu_seqlens is not None:
+        if tokens is not None:
+            raise ValueError(f"tokens: expected None beside cu_seqlens, got {shown(tokens)}")
+        cu, own = packed_cuts(cu_seqlens, cu_seqlens_q, q.shape[0], None)
+        return Sequences.packed(cu, rules.size, rules.stride, rules.tile, own)
+    if cu_seqlens_q is not None:
+        raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
+    length = q.shape[1] if tokens is None else number(tokens, "tokens", 0)
+    check_queries(q.shape[1], length, "q")
+    return Sequences.batch(q.shape[1], length)
+
+
+def check_tiles(rules: Rules, sequences: Sequences) -> None:
+    """Refuses queries that begin within a tile, whose selection depends on queries that are not there."""
+    if rules.tile == 1:
+        return
+    within = np.atleast_1d(np.asarray(sequences.begin) % rules.tile != 0)
+    if within.any():
+        raise ValueError(
+            f'q: expected in mode "mslk" queries from the beginning of a tile of q_tile_size = {rules.tile} tokens on, got token '
+            f"{np.atleast_1d(sequences.begin)[within][0]}"
+        )
+
+
+def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], q: np.ndarray, sequences: Sequences) -> np.ndarray:
     """A selection that the caller gave, checked: it has a row for every query, and a row names blocks that exist, each once."""
     lists = _arrays.array(block_indices, "block_indices", "an integer array")
     if lists.dtype.kind not in "iu" or lists.dtype.itemsize < 2:
         raise TypeError(f"block_indices: expected int16, int32 or int64, got {lists.dtype}")
-    rows = sum(map(rules.rows, lengths))
-    shapes = [(head, rows) if packed else (batch, head, rows) for head in heads]
+    shapes = [list_shape(q, head, rules, sequences) for head in heads]
     if lists.ndim != len(shapes[0]) + 1 or lists.shape[:-1] not in shapes:
         raise ValueError(f"block_indices: expected shape {' or '.join(f'({str(shape)[1:-1]}, n)' for shape in shapes)}, got {lists.shape}")
     lists = lists.astype(np.int32 if lists.dtype.itemsize < 8 else np.int64, copy=False)
     if ((lists[..., 1:] != -1) & (lists[..., :-1] == -1)).any():  # entries after a row's first -1 do not count
         lists = np.where(np.logical_or.accumulate(lists == -1, axis=-1), lists.dtype.type(-1), lists)
-    for begin, end, tokens in row_ranges(rules, lengths):
+    for some, tokens in _of_sequences(lists, sequences):
         blocks = -(-tokens // rules.select)
-        for at in range(begin, end, 1 << 14):
-            part = lists[..., at : min(at + (1 << 14), end), :]
+        for at in range(0, some.shape[-2], 1 << 14):
+            part = some[..., at : at + (1 << 14), :]
             if part.size and (part.min() < -1 or part.max() >= blocks):
                 wrong = part[(part < -1) | (part >= blocks)][0]
                 raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1}, or -1 after them, got {wrong}")
@@ -162,7 +196,10 @@ def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], batch: in
     return lists
 
 
-def row_ranges(rules: Rules, lengths: list[int]) -> Iterator[tuple[int, int, int]]:
-    """First row, end of rows and number of tokens of each sequence. Without packing all sequences have one length."""
-    edges = [0, *np.cumsum([rules.rows(n) for n in lengths], dtype=np.int64).tolist()]
-    return ((a, b, n) for (a, b), n in zip(pairwise(edges), lengths, strict=True))
+def _of_sequences(lists: np.ndarray, sequences: Sequences) -> Iterator[tuple[np.ndarray, int]]:
+    """The rows of each sequence, or of all that have as many tokens, and this number of tokens."""
+    if isinstance(sequences.lengths, int):
+        yield lists, sequences.lengths
+        return
+    for n, tokens in enumerate(sequences.lengths.tolist()):
+        yield lists[n] if sequences.rows is None else lists[:, sequences.rows[n] : sequences.rows[n + 1]], tokens

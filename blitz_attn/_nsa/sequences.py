@@ -10,21 +10,22 @@ import numpy as np
 from .. import _arrays
 
 
-def sums_of(cu_seqlens: Any) -> Any:
+def sums_of(cu_seqlens: Any, name: str = "cu_seqlens") -> Any:
     """Cumulative lengths as an array, which `cuts` checks; None stays None."""
-    return None if cu_seqlens is None else _arrays.integers(cu_seqlens, "cu_seqlens")
+    return None if cu_seqlens is None else _arrays.integers(cu_seqlens, name)
 
 
-def cuts(cu_seqlens: Any, total: int) -> np.ndarray:
-    """Checked cumulative lengths of `total` tokens, int64."""
-    cu = sums_of(cu_seqlens)
+def cuts(cu_seqlens: Any, total: int | None, name: str = "cu_seqlens") -> np.ndarray:
+    """Checked cumulative lengths of `total` tokens, int64. None: they say themselves how many there are."""
+    cu = sums_of(cu_seqlens, name)
+    expected = f"{name}: expected numbers rising from 0{'' if total is None else f' to {total}'}"
     if cu.ndim != 1 or cu.size == 0:
-        raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got shape {cu.shape}")
-    if cu[0] != 0 or cu[-1] != total:
-        raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got {cu[0]} to {cu[-1]}")
+        raise ValueError(f"{expected}, got shape {cu.shape}")
+    if cu[0] != 0 or (total is not None and cu[-1] != total):
+        raise ValueError(f"{expected}, got {cu[0]} to {cu[-1]}")
     smaller = _arrays.falls(cu)
     if smaller.any():
-        raise ValueError(f"cu_seqlens: expected numbers rising from 0 to {total}, got {cu[1:][smaller][0]} after a larger one")
+        raise ValueError(f"{expected}, got {cu[1:][smaller][0]} after a larger one")
     return cu.copy()  # a context keeps it
 
 
@@ -38,17 +39,64 @@ def block_count(tokens: Any, block_size: int, stride: int) -> Any:
 
 
 class Sequences(NamedTuple):
-    """Where each sequence begins in arrays of tokens, of compressed keys and of list rows. None: sequences have a batch axis."""
+    """Where each sequence begins in packed arrays, and where its queries stand among its tokens: they are its last ones.
 
+    The first four fields are cumulative numbers of queries, tokens, compressed keys and list rows. None: sequences have a batch axis.
+    """
+
+    queries: np.ndarray | None
     tokens: np.ndarray | None
     blocks: np.ndarray | None
     rows: np.ndarray | None
+    begin: int | np.ndarray  # token number of each sequence's first query; a number for all of them
+    lengths: int | np.ndarray  # tokens of each sequence, likewise
 
     @classmethod
-    def of(cls, cu: np.ndarray | None, block_size: int = 1, stride: int = 1, tile: int = 1) -> Sequences:
-        if cu is None:
-            return cls(None, None, None)
-        return cls(cu, cumulative(block_count(np.diff(cu), block_size, stride)), cumulative(-(-np.diff(cu) // tile)))
+    def packed(cls, cu: np.ndarray, block_size: int = 1, stride: int = 1, tile: int = 1, queries: np.ndarray | None = None) -> Sequences:
+        """Sequences one after the other. `queries`: their cumulative numbers, where a sequence has fewer of them than tokens."""
+        own, lengths = cu if queries is None else queries, np.diff(cu)
+        rows = cumulative(-(-np.diff(own) // tile))
+        return cls(own, cu, cumulative(block_count(lengths, block_size, stride)), rows, lengths - np.diff(own), lengths)
+
+    @classmethod
+    def batch(cls, queries: int, lengths: int | np.ndarray) -> Sequences:
+        """Sequences with a batch axis: `lengths` is the number of tokens of all, or an array with that of each."""
+        return cls(None, None, None, None, lengths - queries, lengths)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens are queries."""
+        return self.begin == 0 if isinstance(self.begin, int) else not self.begin.any()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.lengths if isinstance(self.lengths, int) else int(self.lengths.max(initial=0))
+
+    @property
+    def kv_lens(self) -> np.ndarray | None:
+        """Tokens of each entry of a batch whose arrays have room for more."""
+        return None if self.tokens is not None or isinstance(self.lengths, int) else self.lengths
+
+
+def check_queries(queries: Any, lengths: Any, name: str) -> None:
+    """Refuses more queries of a sequence than it has tokens."""
+    more = np.atleast_1d(np.asarray(queries) > np.asarray(lengths))
+    if more.any():
+        n = int(more.argmax())
+        count, most = (int(np.atleast_1d(x)[n if np.ndim(x) else 0]) for x in (queries, lengths))
+        raise ValueError(f"{name}: expected at most the {most} tokens of the sequence, got {count} queries")
+
+
+def packed_cuts(cu_seqlens: Any, cu_seqlens_q: Any, queries: int, tokens: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Checked cumulative lengths of packed tokens and, where they are given, of queries. `tokens`: of all sequences, None: not known."""
+    if cu_seqlens_q is None:
+        return cuts(cu_seqlens, queries), None
+    own, cu = cuts(cu_seqlens_q, queries, "cu_seqlens_q"), cuts(cu_seqlens, tokens)
+    if len(own) != len(cu):
+        raise ValueError(f"cu_seqlens_q: expected {len(cu)} numbers like cu_seqlens, got {len(own)}")
+    check_queries(np.diff(own), np.diff(cu), "cu_seqlens_q")
+    return cu, own
 
 
 class Piece(NamedTuple):
@@ -63,13 +111,12 @@ class Piece(NamedTuple):
     heads: tuple[slice, slice]  # query heads and KV heads
     rows: tuple[Any, ...]  # indices of lists, on the axes before and after that of heads
     sequences: Sequences
-    begin: int  # token number of the first query
-    tokens: int  # of the whole sequence; 0 for packed sequences
 
     def lists(self, array: np.ndarray, kv_heads: int) -> np.ndarray:
         """The piece's rows of lists whose axis of heads has query heads or KV heads."""
         before, after = self.rows
         return array[(*before, self.heads[array.shape[-3] == kv_heads], after)]
+
 
 ALL = slice(None)
 
@@ -91,40 +138,45 @@ def _pieces_of_one(tokens: int, tile: int, most: int, heads: tuple[int, int]) ->
             yield (slice(head * group, end * group), slice(head, end)), begin, min(stop, tokens)
 
 
-def pieces(batch: int, tokens: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
+def pieces(batch: int, queries: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
     """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
 
     Each piece reads all keys of its heads, so heads are separated first, and queries are cut only where one head has too many.
     How a sequence is cut depends on its own shape alone, never on its batch mates, and so do the bits of its result.
     """
-    alone = Sequences(None, None, None)
-    if sequences.tokens is None:
-        fit = most // max(1, tokens * heads[0])  # sequences that fit into one piece; 0: each sequence is cut
+    if sequences.queries is None:
+        begins, lengths = sequences.begin, sequences.lengths
+        fit = most // max(1, queries * heads[0])  # sequences that fit into one piece; 0: each sequence is cut
         for b in range(0, batch, max(1, fit)):
             some = slice(b, min(b + max(1, fit), batch))
+            at, long = (x if isinstance(x, int) else x[some] for x in (begins, lengths))
             if fit:
-                yield Piece((some,), (some,), (some,), (ALL, ALL), ((some,), ALL), alone, 0, tokens)
+                yield Piece((some,), (some,), (some,), (ALL, ALL), ((some,), ALL), Sequences(None, None, None, None, at, long))
                 continue
-            for cut, begin, end in _pieces_of_one(tokens, tile, most, heads):
+            for cut, begin, end in _pieces_of_one(queries, tile, most, heads):
                 rows, keys = slice(begin // tile, -(-end // tile)), (some, ALL, cut[1])
-                yield Piece((some, slice(begin, end), cut[0]), keys, keys, cut, ((some,), rows), alone, begin, tokens)
+                here = Sequences(None, None, None, None, at + begin, long)
+                yield Piece((some, slice(begin, end), cut[0]), keys, keys, cut, ((some,), rows), here)
         return
-    cu, cu_blocks, cu_rows = (np.asarray(x) for x in sequences)
-    at, count, together = 0, len(cu) - 1, max(1, most // heads[0])
+    cu_q, cu, cu_blocks, cu_rows = (np.asarray(x) for x in sequences[:4])
+    begins, lengths = (np.asarray(x) for x in sequences[4:])
+    at, count, together = 0, len(cu_q) - 1, max(1, most // heads[0])
     while at < count:
-        length = int(cu[at + 1] - cu[at])
+        length = int(cu_q[at + 1] - cu_q[at])
         if length > together:
-            whole, inner, lists = (slice(int(x[at]), int(x[at + 1])) for x in (cu, cu_blocks, cu_rows))
+            own, whole, inner, listed = (slice(int(x[at]), int(x[at + 1])) for x in (cu_q, cu, cu_blocks, cu_rows))
             for cut, begin, end in _pieces_of_one(length, tile, most, heads):
-                rows = slice(lists.start + begin // tile, lists.start - (-end // tile))
-                stretch = slice(whole.start + begin, whole.start + end)
+                rows = slice(listed.start + begin // tile, listed.start - (-end // tile))
+                stretch = slice(own.start + begin, own.start + end)
                 tokens_of, blocks_of = (None, whole, cut[1]), (None, inner, cut[1])
-                yield Piece((None, stretch, cut[0]), tokens_of, blocks_of, cut, ((None,), rows), alone, begin, length)
+                here = Sequences(None, None, None, None, int(begins[at]) + begin, int(lengths[at]))
+                yield Piece((None, stretch, cut[0]), tokens_of, blocks_of, cut, ((None,), rows), here)
             at += 1
             continue
-        last = int(np.searchsorted(cu, cu[at] + together, "right")) - 1
+        last = int(np.searchsorted(cu_q, cu_q[at] + together, "right")) - 1
         last = min(max(last, at + 1), count)
-        tokens_, blocks_, rows_ = (slice(int(x[at]), int(x[last])) for x in (cu, cu_blocks, cu_rows))
-        local = Sequences(*(np.ascontiguousarray(x[at : last + 1] - x[at]) for x in (cu, cu_blocks, cu_rows)))
-        yield Piece((tokens_,), (tokens_,), (blocks_,), (ALL, ALL), ((), rows_), local, 0, 0)
+        queries_, tokens_, blocks_, rows_ = (slice(int(x[at]), int(x[last])) for x in (cu_q, cu, cu_blocks, cu_rows))
+        q, k, blocks, lists = (np.ascontiguousarray(x[at : last + 1] - x[at]) for x in (cu_q, cu, cu_blocks, cu_rows))
+        local = Sequences(q, k, blocks, lists, begins[at:last], lengths[at:last])
+        yield Piece((queries_,), (tokens_,), (blocks_,), (ALL, ALL), ((), rows_), local)
         at = last

@@ -43,6 +43,7 @@ class Kept:
     v_cmp: Array
     routing: Array
     groups: Array | None
+    place: core.Place
     gates: Array  # (tokens, H, 3)
     out: list[Array] = field(default_factory=list)
     lse: list[Array] = field(default_factory=list)
@@ -71,18 +72,58 @@ class NSAContext:
 # ---- Checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_arrays(q: Array, k: Array, v: Array, cu_seqlens: Any) -> list[int] | None:
-    packed = cu_seqlens is not None
+def _check_arrays(q: Array, k: Array, v: Array, packed: bool) -> None:
     rank, shape = (3, "(T, H, D)") if packed else (4, "(B, N, H, D)")
     if q.ndim != rank:
         raise ValueError(f"q: expected shape {shape}, got {q.shape}")
-    if k.ndim != rank or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+    if k.ndim != rank or (not packed and len(k) != len(q)) or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
+    if not packed and k.shape[1] < q.shape[1]:
+        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q, got {k.shape}")
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
-    return core.cuts(cu_seqlens, q.shape[0]) if packed else None
+
+
+def _places(q: Array, k: Array, o: dict[str, Any], how: core.Selector) -> tuple[list[core.Place], list[int] | None, list[int] | None]:
+    """Where the queries of each sequence stand, and the cumulative lengths of queries and of tokens where they are packed."""
+    lens = o["kv_lens"]
+    if o["cu_seqlens"] is not None:
+        if lens is not None:
+            raise ValueError("kv_lens: expected None beside cu_seqlens, got some")
+        own = o["cu_seqlens_q"]
+        if own is None and len(k) != len(q):
+            raise ValueError(f"k: expected the {len(q)} tokens of q without cu_seqlens_q, got {k.shape}")
+        where, cu_q, cu = core.places(q, len(k), o["cu_seqlens"], own)
+    else:
+        where, cu_q, cu = core.places(q, k.shape[1], None, o["cu_seqlens_q"])
+        if lens is not None:
+            numbers = [int(n) for n in np.asarray(lens).reshape(-1)]
+            if len(numbers) != len(q) or any(not q.shape[1] <= n <= k.shape[1] for n in numbers):
+                raise ValueError(f"kv_lens: expected {len(q)} numbers from {q.shape[1]} to {k.shape[1]}, got {numbers}")
+            where = [core.Place.of(q.shape[1], n) for n in numbers]
+    for place in where:
+        core.check_tile(place, how)
+    return where, cu_q, cu
+
+
+def _check_compressed(pair: Any, x: list[Array], where: list[core.Place], how: core.Selector, o: dict[str, Any]) -> None:
+    """Checks keys and values that are given compressed. With kv_lens there may be more blocks than the sequences have."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"compressed_kv: expected a pair (k_cmp, v_cmp), got {type(pair).__name__}")
+    for name in ("w_k_compress", "w_v_compress"):
+        if o[name] is not None:
+            raise ValueError(f"{name}: expected None beside compressed_kv, got some")
+    packed, longest = x[0].ndim == 3, [place.tokens for place in where]
+    for name, given, like in zip(("k_cmp", "v_cmp"), pair, x, strict=True):
+        shape = np.shape(given)
+        if len(shape) != like.ndim or shape[-2:] != like.shape[-2:] or (not packed and len(given) != len(like)):
+            raise ValueError(f"{name}: expected the heads and the last axis of {name[0]} {like.shape}, got {shape}")
+        if o["kv_lens"] is None:
+            core.check_compressed(given, longest or ([] if packed else [like.shape[1]]), packed, how.block_size, how.stride, name)
+        elif shape[1] < core.block_count(max(longest, default=0), how.block_size, how.stride):
+            core.check_compressed(given, longest, packed, how.block_size, how.stride, name)
 
 
 def _check_gates(gates: Any, gate_proj_weight: Any, q: Array) -> None:
@@ -95,7 +136,9 @@ def _check_gates(gates: Any, gate_proj_weight: Any, q: Array) -> None:
         raise ValueError(f"gate_proj_weight: expected shape (H, 3, D) = {(heads, 3, dim)}, got {tuple(gate_proj_weight.shape)}")
 
 
-def _check_routing(indices: Any, how: core.Selector, q: Array, kv_heads: int, offsets: list[int] | None) -> list[Array]:
+def _check_routing(
+    indices: Any, how: core.Selector, q: Array, kv_heads: int, offsets: list[int] | None, where: list[core.Place]
+) -> list[Array]:
     """The rows of each sequence, checked: a row names only blocks that exist, and each at most once."""
     indices = np.asarray(indices)
     if indices.dtype.kind not in "iu":
@@ -109,8 +152,8 @@ def _check_routing(indices: Any, how: core.Selector, q: Array, kv_heads: int, of
     if indices.ndim != len(shapes[0]) + 1 or indices.shape[:-1] not in shapes:
         raise ValueError(f"block_indices: expected shape {' or '.join(map(str, shapes))} with n more, got {indices.shape}")
     parts = core.routing_parts(indices, offsets, how.tile)
-    for part, length in zip(parts, lengths, strict=True):
-        blocks = -(-length // how.select_block_size)
+    for part, place in zip(parts, where, strict=True):
+        blocks = -(-place.tokens // how.select_block_size)
         if part.size and (part.min() < -1 or part.max() >= blocks):
             wrong = part[(part < -1) | (part >= blocks)][0]
             raise ValueError(f"block_indices: expected blocks from 0 to {blocks - 1} or -1, got {wrong}")
@@ -128,12 +171,14 @@ def _branches(one: Kept, how: core.Selector, window: int) -> list[tuple[Array, A
     """Keys, values and rule of the three branches of a sequence."""
     rows, heads, kv_heads = one.q.shape[1], one.q.shape[0], one.k.shape[0]
     groups = None if one.groups is None else core.grouped(one.groups, kv_heads)
-    compressed = core.compressed_strips(rows, heads, one.k_cmp.shape[1], how.block_size, how.stride, how.mode, how.causal, groups, how.tile)
-    selected = core.selected_strips(one.routing, rows, heads, kv_heads, how.select_block_size, how.causal, how.tile)
+    compressed = core.compressed_strips(
+        rows, heads, one.k_cmp.shape[1], how.block_size, how.stride, how.mode, how.causal, groups, how.tile, one.place.begin
+    )
+    selected = core.selected_strips(one.routing, rows, heads, kv_heads, how.select_block_size, how.causal, how.tile, one.place)
     return [
         (one.k_cmp, one.v_cmp, compressed),
         (one.k, one.v, selected),
-        (one.k, one.v, core.window_strips(rows, heads, window, how.causal)),
+        (one.k, one.v, core.window_strips(rows, heads, window, how.causal, one.place)),
     ]
 
 
@@ -155,8 +200,11 @@ def _run(q, k, v, name: str, options: dict[str, Any]) -> tuple[Array, NSAContext
     most = None if most is None else core.at_least(1, "num_cmp_selected_blocks", most)
     kind = np.float64 if name == "float64" else np.float32
     q, k, v = (to_float64(x, dtype).astype(kind) for x in (q, k, v))
-    offsets = _check_arrays(q, k, v, o["cu_seqlens"])
-    kv_heads = k.shape[-2]
+    _check_arrays(q, k, v, o["cu_seqlens"] is not None)
+    where, offsets, key_offsets = _places(q, k, o, how)
+    kv_heads, given = k.shape[-2], o["compressed_kv"]
+    if given is not None:
+        _check_compressed(given, [k, v], where, how, o)
     for label, w, x in (("w_k_compress", o["w_k_compress"], k), ("w_v_compress", o["w_v_compress"], v)):
         core.check_weight(label, w, kv_heads, x.shape[-1])
     _check_gates(o["gates"], o["gate_proj_weight"], q)
@@ -170,18 +218,25 @@ def _run(q, k, v, name: str, options: dict[str, Any]) -> tuple[Array, NSAContext
         gates = core.sigmoid_gates(q, weights["gate_proj_weight"], r)
     else:
         gates = to_float64(o["gates"], dtype).astype(kind)
-    parts = [core.split(x, offsets) for x in (q, k, v, gates)]
-    routing = None if o["block_indices"] is None else _check_routing(o["block_indices"], how, q, kv_heads, offsets)
+    parts = [core.split(x, cuts) for x, cuts in ((q, offsets), (k, key_offsets), (v, key_offsets), (gates, offsets))]
+    routing = None if o["block_indices"] is None else _check_routing(o["block_indices"], how, q, kv_heads, offsets, where)
+    inner = None if key_offsets is None else core.compressed_cuts(key_offsets, how.block_size, how.stride)
+    known = None if given is None else [core.split(to_float64(x, dtype).astype(kind), inner) for x in given]
     sequences, outs, listed = [], [], []
     for n, (qs, ks, vs, gs) in enumerate(zip(*parts, strict=True)):
-        k_cmp = core.compress(ks, how.block_size, how.stride, weights["w_k_compress"], r)
-        v_cmp = core.compress(vs, how.block_size, how.stride, weights["w_v_compress"], r)
+        place = where[n]
+        ks, vs = ks[:, : place.tokens], vs[:, : place.tokens]  # fewer with kv_lens
+        if known is None:
+            k_cmp = core.compress(ks, how.block_size, how.stride, weights["w_k_compress"], r)
+            v_cmp = core.compress(vs, how.block_size, how.stride, weights["w_v_compress"], r)
+        else:
+            k_cmp, v_cmp = (x[n][:, : core.block_count(place.tokens, how.block_size, how.stride)] for x in known)
         rows, groups = (None if routing is None else routing[n]), None
         if rows is None or most is not None:
-            scores = core.sequence_scores(qs.astype(np.float64), k_cmp.astype(np.float64), how, scale)
+            scores = core.sequence_scores(qs.astype(np.float64), k_cmp.astype(np.float64), how, scale, place)
             groups = core.cmp_groups(scores, most)
             rows = core.top_blocks(scores, int(o["num_selected_blocks"])) if rows is None else rows
-        one = Kept(qs, ks, vs, k_cmp, v_cmp, rows, groups, _turned(gs))
+        one = Kept(qs, ks, vs, k_cmp, v_cmp, rows, groups, place, _turned(gs))
         for keys, values, strips in _branches(one, how, window):
             out, lse = core.attend(qs, keys, values, strips, scale, r)
             one.out.append(out)
@@ -202,18 +257,19 @@ def _run(q, k, v, name: str, options: dict[str, Any]) -> tuple[Array, NSAContext
         indices = np.concatenate([np.zeros((heads, 0, int(o["num_selected_blocks"])), np.int32), *listed], axis=1)
     else:
         indices = np.stack(listed) if listed else np.zeros((0, heads, -(-q.shape[1] // how.tile), int(o["num_selected_blocks"])), np.int32)
-    given, shapes = o["gates"] is not None, [q.shape, k.shape, v.shape]
-    context = NSAContext(how, window, scale, offsets, weights, given, name, dtype, shapes, shape, sequences, indices, gates, lses)
+    has_gates, shapes = o["gates"] is not None, [q.shape, k.shape, v.shape]
+    context = NSAContext(how, window, scale, offsets, weights, has_gates, name, dtype, shapes, shape, sequences, indices, gates, lses)
     return core.join(outs, packed, shape), context
 
 
 def nsa(
     q, k, v, *, compress_block_size=64, num_selected_blocks=16, window_size=512, w_k_compress=None, w_v_compress=None,
     gate_proj_weight=None, gates=None, causal=True, scale=None, q_tile_size=256, num_cmp_selected_blocks=None, mode="paper",
-    compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, block_indices=None, cu_seqlens=None, out=None,
-    return_context=False, dtype=None, num_threads=None,
+    compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, block_indices=None, compressed_kv=None,
+    cu_seqlens=None, cu_seqlens_q=None, kv_lens=None, out=None, return_context=False, dtype=None, num_threads=None,
 ):  # fmt: skip
-    """See `blitz_attn.nsa.nsa`. The context is of the twin's own kind, for the twin's `nsa_backward`."""
+    """See `blitz_attn.nsa.nsa`. The context is of the twin's own kind, for the twin's `nsa_backward`, which takes that of any call whose
+    queries are all tokens."""
     options = dict(locals())
     result, context = _run(q, k, v, "float64", options)
     result = written(result, out)
@@ -265,6 +321,8 @@ def nsa_backward(dout, ctx, *, num_threads=None):
     """See `blitz_attn.nsa.nsa_backward`. Takes a context of the twin's own `nsa`."""
     if not isinstance(ctx, NSAContext):
         raise TypeError(f"ctx: expected the context that nsa returned, got {type(ctx).__name__}")
+    if ctx.shapes[0][:-2] != ctx.shapes[1][:-2]:
+        raise ValueError(f"ctx: expected that of a call with as many queries as keys, got {ctx.shapes[0]} and {ctx.shapes[1]}")
     if tuple(dout.shape) != ctx.shape:
         raise ValueError(f"dout: expected shape {ctx.shape} of the result that came with ctx, got {tuple(dout.shape)}")
     kind = np.float64 if ctx.name == "float64" else np.float32

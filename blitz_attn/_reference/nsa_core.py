@@ -50,15 +50,45 @@ def compressed_cuts(offsets: list[int], block_size: int, stride: int) -> list[in
     return [0, *np.cumsum(counts, dtype=np.int64).tolist()]
 
 
-def check_compressed(k_cmp: Any, q: Any, cu_seqlens: Any, block_size: int, stride: int) -> None:
-    """Refuses other numbers of compressed keys than `compress` makes of the tokens of `q`."""
-    shape, tokens = tuple(np.shape(k_cmp)), np.shape(q)[-3]
+def check_compressed(x: Any, lengths: list[int], packed: bool, block_size: int, stride: int, name: str = "k_cmp") -> None:
+    """Refuses other numbers of compressed keys than `compress` makes of sequences of these lengths."""
+    counts = [block_count(n, block_size, stride) for n in lengths]
+    expected = sum(counts) if packed else max(counts, default=0)
+    if np.ndim(x) < 3 or np.shape(x)[-3] != expected:
+        raise ValueError(f"{name}: expected {expected} blocks of compress_block_size = {block_size}, got {np.shape(x)}")
+
+
+class Place(NamedTuple):
+    """Where the queries of a sequence stand among its tokens: they are its last ones."""
+
+    begin: int  # token number of the first query
+    tokens: int  # of the sequence
+
+    @classmethod
+    def of(cls, queries: int, tokens: int, name: str = "q") -> Place:
+        if queries > tokens:
+            raise ValueError(f"{name}: expected at most the {tokens} tokens of its sequence, got {queries}")
+        return cls(tokens - queries, tokens)
+
+
+def places(q: Any, tokens: Any, cu_seqlens: Any, cu_seqlens_q: Any) -> tuple[list[Place], list[int] | None, list[int] | None]:
+    """The place of each sequence's queries, and the cumulative lengths of queries and of tokens where they are packed.
+
+    `tokens`: of all sequences together where packed, else of each one; None: as many as there are queries.
+    """
+    queries = np.shape(q)[-3]
     if cu_seqlens is None:
-        expected = block_count(tokens, block_size, stride)
-    else:
-        expected = compressed_cuts(cuts(cu_seqlens, tokens), block_size, stride)[-1]
-    if shape[-3] != expected:
-        raise ValueError(f"k_cmp: expected {expected} blocks of compress_block_size = {block_size}, got {shape}")
+        if cu_seqlens_q is not None:
+            raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
+        return [Place.of(queries, queries if tokens is None else tokens)] * np.shape(q)[0], None, None
+    own = cu_seqlens if cu_seqlens_q is None else cu_seqlens_q
+    cu_q = cuts(own, queries, "cu_seqlens" if cu_seqlens_q is None else "cu_seqlens_q")
+    total = tokens if tokens is not None else int(np.asarray(cu_seqlens).reshape(-1)[-1]) if np.size(cu_seqlens) else 0
+    cu = cuts(cu_seqlens, total)
+    if len(cu) != len(cu_q):
+        raise ValueError(f"cu_seqlens_q: expected {len(cu)} numbers like cu_seqlens, got {len(cu_q)}")
+    lengths = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu), strict=True)]
+    return [Place.of(n, m, "cu_seqlens_q") for n, m in lengths], cu_q, cu
 
 
 def split(x: np.ndarray, offsets: list[int] | None) -> list[np.ndarray]:
@@ -168,9 +198,11 @@ def attend_backward(
 
 
 def compressed_strips(
-    rows: int, heads: int, blocks: int, block_size: int, stride: int, mode: str, causal: bool, kept: np.ndarray | None = None, tile: int = 1
-) -> Iterator[Strip]:
-    """Blocks that a query may see. paper: blocks that end at or before it; mslk: blocks that begin at or before it.
+    rows: int, heads: int, blocks: int, block_size: int, stride: int, mode: str, causal: bool, kept: np.ndarray | None = None,
+    tile: int = 1, first: int = 0,
+) -> Iterator[Strip]:  # fmt: skip
+    """Blocks that a query may see. paper: blocks that end at or before it; mslk: blocks that begin at or before it. `first`: token number
+    of the first query.
 
     `kept` (KV heads, group, tiles, groups of blocks) restricts each tile of queries to the groups that are True.
     """
@@ -180,17 +212,19 @@ def compressed_strips(
         at = np.arange(strip.start, strip.stop)
         seen = np.ones((1, 1, at.size, blocks), bool)
         if causal:
-            seen &= last <= at[:, None]
+            seen &= last <= first + at[:, None]
         if kept is not None:
             seen = seen & kept[:, :, at // tile][..., np.arange(blocks) // CMP_GROUP]
         yield Strip(strip, slice(0, blocks), seen)
 
 
-def selected_strips(indices: np.ndarray, rows: int, heads: int, kv_heads: int, block_size: int, causal: bool, tile: int) -> Iterator[Strip]:
+def selected_strips(
+    indices: np.ndarray, rows: int, heads: int, kv_heads: int, block_size: int, causal: bool, tile: int, place: Place
+) -> Iterator[Strip]:
     """Tokens of the blocks that `indices` (heads or KV heads, tiles, n) lists for a query's tile, none after the query."""
-    blocks = -(-rows // block_size)
-    where = np.arange(rows)
-    for strip in _row_strips(rows, heads, rows):
+    blocks = -(-place.tokens // block_size)
+    where = np.arange(place.tokens)
+    for strip in _row_strips(rows, heads, place.tokens):
         at = np.arange(strip.start, strip.stop)
         listed = indices[:, at // tile]
         member = np.zeros((*listed.shape[:2], blocks + 1), bool)
@@ -199,15 +233,15 @@ def selected_strips(indices: np.ndarray, rows: int, heads: int, kv_heads: int, b
         listed_by_any: np.ndarray = np.logical_or.reduce(member, axis=(0, 1, 2))
         keys = where[listed_by_any[where // block_size]]
         seen = member[..., keys // block_size]
-        yield Strip(strip, keys, seen & (keys <= at[:, None]) if causal else seen)
+        yield Strip(strip, keys, seen & (keys <= place.begin + at[:, None]) if causal else seen)
 
 
-def window_strips(rows: int, heads: int, window: int, causal: bool) -> Iterator[Strip]:
+def window_strips(rows: int, heads: int, window: int, causal: bool, place: Place) -> Iterator[Strip]:
     """`window` keys that end with the query itself; not causal: half as many before it, as many after it, and itself."""
     before, after = (window - 1, 0) if causal else (window // 2, window // 2)
-    for strip in _row_strips(rows, heads, min(rows, 2 * (before + after + 1))):
-        at = np.arange(strip.start, strip.stop)[:, None]
-        a, b = max(0, strip.start - before), min(rows, strip.stop + after)
+    for strip in _row_strips(rows, heads, min(place.tokens, 2 * (before + after + 1))):
+        at = place.begin + np.arange(strip.start, strip.stop)[:, None]
+        a, b = max(0, place.begin + strip.start - before), min(place.tokens, place.begin + strip.stop + after)
         where = np.arange(a, b)
         yield Strip(strip, slice(a, b), ((where >= at - before) & (where <= at + after))[None, None])
 
@@ -292,22 +326,23 @@ class Selector(NamedTuple):
         return tokens // self.block_size if self.mode == "mslk" else -(-tokens // self.select_block_size)
 
 
-def sequence_scores(q: np.ndarray, k_cmp: np.ndarray, how: Selector, scale: float) -> np.ndarray:
-    """(heads, tiles, blocks) in mslk mode, (KV heads, tokens, blocks) in paper mode. A block with -inf cannot be selected, one
+def sequence_scores(q: np.ndarray, k_cmp: np.ndarray, how: Selector, scale: float, place: Place) -> np.ndarray:
+    """(heads, tiles, blocks) in mslk mode, (KV heads, queries, blocks) in paper mode. A block with -inf cannot be selected, one
     with +inf must be."""
-    tokens, kv_heads = q.shape[1], k_cmp.shape[0]
-    blocks, rows = how.blocks(tokens), -(-tokens // how.tile)
+    queries, kv_heads = q.shape[1], k_cmp.shape[0]
+    blocks, rows = how.blocks(place.tokens), -(-queries // how.tile)
     if how.mode == "mslk":
-        means = np.stack([q[:, a : a + how.tile].mean(axis=1) for a in range(0, tokens, how.tile)], axis=1) if tokens else q
+        means = np.stack([q[:, a : a + how.tile].mean(axis=1) for a in range(0, queries, how.tile)], axis=1) if queries else q
         scores = scale * (grouped(means, kv_heads) @ k_cmp[:, None].swapaxes(-1, -2)).reshape(q.shape[0], rows, blocks)
-        ends = (np.arange(rows)[:, None] + 1) * how.tile
+        ends = place.begin + (np.arange(rows)[:, None] + 1) * how.tile
         eligible = np.arange(blocks) * how.block_size < ends if how.causal else np.ones((rows, blocks), bool)
         return np.where(eligible, scores, -np.inf)
     compressed = k_cmp.shape[1]
-    scores = np.zeros((kv_heads, tokens, blocks))
+    scores = np.zeros((kv_heads, queries, blocks))
     first = np.arange(blocks) * (how.select_block_size // how.stride)
     q4 = grouped(q, kv_heads)
-    for strip in compressed_strips(tokens, q.shape[0], compressed, how.block_size, how.stride, "paper", how.causal):
+    sight = compressed_strips(queries, q.shape[0], compressed, how.block_size, how.stride, "paper", how.causal, first=place.begin)
+    for strip in sight:
         if compressed == 0:
             break
         s = _scores(q4[:, :, strip.rows], k_cmp, strip.seen, scale, rounding_of("float64"))
@@ -318,7 +353,7 @@ def sequence_scores(q: np.ndarray, k_cmp: np.ndarray, how: Selector, scale: floa
         for offset, times in how.overlaps:
             inside = (first + offset >= 0) & (first + offset < compressed)
             scores[:, strip.rows, inside] += times * p[..., (first + offset)[inside]]
-    own, block = np.arange(tokens)[:, None] // how.select_block_size, np.arange(blocks)
+    own, block = (place.begin + np.arange(queries)[:, None]) // how.select_block_size, np.arange(blocks)
     if how.causal:
         local = (block > own - how.local_blocks) & (block <= own)
     else:
@@ -398,8 +433,15 @@ def selector(
 # ---- The branches ---------------------------------------------------------------------------------------------------
 
 
+def check_tile(place: Place, how: Selector) -> None:
+    """Refuses queries that begin within a tile, whose selection depends on queries that are not there."""
+    if place.begin % how.tile:
+        expected = f"queries from the beginning of a tile of q_tile_size = {how.tile} tokens on"
+        raise ValueError(f'q: expected in mode "mslk" {expected}, got token {place.begin}')
+
+
 def routing_parts(indices: Any, cu_seqlens: Any, tile: int) -> list[np.ndarray]:
-    """The (heads, tiles, n) of each sequence of a selection, -1 from the first -1 of a row on."""
+    """The (heads, tiles, n) of each sequence of a selection, -1 from the first -1 of a row on. `cu_seqlens`: of the queries."""
     indices = np.asarray(indices)
     if indices.dtype.kind == "i":
         indices = np.where(np.logical_or.accumulate(indices == -1, axis=-1), -1, indices)

@@ -14,6 +14,7 @@ from .nsa_core import (
     block_count,
     check_block_sizes,
     check_compressed,
+    check_tile,
     check_weight,
     combine,
     compress,
@@ -24,6 +25,7 @@ from .nsa_core import (
     default_scale,
     gates_backward,
     join,
+    places,
     rounding_of,
     routing_parts,
     selected_strips,
@@ -94,7 +96,7 @@ def compress_kv_backward(dk_cmp, dv_cmp, k, v, block_size, w_k=None, w_v=None, *
 
 def score_blocks(
     q, k_cmp, num_selected_blocks, compress_block_size, *, causal=True, q_tile_size=256, scale=None, cu_seqlens=None, mode="paper",
-    compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, dtype=None,
+    compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, tokens=None, cu_seqlens_q=None, dtype=None,
 ):  # fmt: skip
     """Scores by which `score_and_select_blocks` selects, one array per sequence.
 
@@ -102,13 +104,13 @@ def score_blocks(
     ----------
     q, k_cmp, num_selected_blocks, compress_block_size, causal, q_tile_size, scale, cu_seqlens, mode, compress_stride, dtype
         See `score_and_select_blocks`.
-    select_block_size, init_blocks, local_blocks
+    select_block_size, init_blocks, local_blocks, tokens, cu_seqlens_q
         Likewise.
 
     Returns
     -------
     list of numpy.ndarray
-        A float64 array a sequence: paper mode (Hkv, tokens, blocks), mslk mode (H, tiles, blocks). ``-inf``: may not be selected;
+        A float64 array a sequence: paper mode (Hkv, queries, blocks), mslk mode (H, tiles, blocks). ``-inf``: may not be selected;
         ``inf``: has to be.
 
     Raises
@@ -128,23 +130,34 @@ def score_blocks(
         mode, compress_block_size, causal, q_tile_size, compress_stride, select_block_size, init_blocks, local_blocks, num_selected_blocks
     )
     q, k_cmp = to_float64(q, dtype), to_float64(k_cmp, dtype)
-    check_compressed(k_cmp, q, cu_seqlens, how.block_size, how.stride)
-    offsets = None if cu_seqlens is None else cuts(cu_seqlens, q.shape[0])
-    inner = None if offsets is None else compressed_cuts(offsets, how.block_size, how.stride)
+    where, cu_q, inner = _compressed_places(q, k_cmp, tokens, cu_seqlens, cu_seqlens_q, how.block_size, how.stride)
     scale = default_scale(scale, q)
-    sequences = zip(split(q, offsets), split(k_cmp, inner), strict=True)
-    return [sequence_scores(q_one, k_one, how, scale) for q_one, k_one in sequences]
+    for place in where:
+        check_tile(place, how)
+    sequences = zip(split(q, cu_q), split(k_cmp, inner), where, strict=True)
+    return [sequence_scores(q_one, k_one, how, scale, place) for q_one, k_one, place in sequences]
+
+
+def _compressed_places(q, k_cmp, tokens, cu_seqlens, cu_seqlens_q, size, stride):
+    """Where the queries of each sequence stand, and the cumulative numbers of queries and of compressed keys."""
+    if tokens is not None and cu_seqlens is not None:
+        raise ValueError(f"tokens: expected None beside cu_seqlens, got {tokens}")
+    where, cu_q, cu = places(q, None if tokens is None else at_least(0, "tokens", tokens), cu_seqlens, cu_seqlens_q)
+    lengths = [place.tokens for place in where] or [np.shape(q)[-3] if tokens is None else tokens]
+    check_compressed(k_cmp, lengths if cu is None or where else [], cu is not None, size, stride)
+    return where, cu_q, None if cu is None else compressed_cuts(cu, size, stride)
 
 
 def score_and_select_blocks(
     q, k_cmp, num_selected_blocks, compress_block_size, *, causal=True, q_tile_size=256, scale=None, cu_seqlens=None, mode="paper",
-    compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, lse=None, dtype=None, num_threads=None,
+    compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, lse=None, tokens=None, cu_seqlens_q=None, dtype=None,
+    num_threads=None,
 ):  # fmt: skip
     """See `blitz_attn.nsa.score_and_select_blocks`."""
     scores = score_blocks(
         q, k_cmp, num_selected_blocks, compress_block_size, causal=causal, q_tile_size=q_tile_size, scale=scale, cu_seqlens=cu_seqlens,
         mode=mode, compress_stride=compress_stride, select_block_size=select_block_size, init_blocks=init_blocks,
-        local_blocks=local_blocks, dtype=dtype,
+        local_blocks=local_blocks, tokens=tokens, cu_seqlens_q=cu_seqlens_q, dtype=dtype,
     )  # fmt: skip
     parts = [top_blocks(x, int(num_selected_blocks)) for x in scores]
     heads = k_cmp.shape[-2] if mode == "paper" else q.shape[-2]
@@ -157,101 +170,104 @@ def score_and_select_blocks(
 # ---- The branches ---------------------------------------------------------------------------------------------------
 
 
-def _forward(q, k, v, key_cuts, cu_seqlens, scale, strips, return_lse, dtype):
+def _forward(q, k, v, cu_q, cu_k, scale, strips, return_lse, dtype):
     """A branch over all sequences: `strips(sequence, queries, heads, keys, KV heads)` is its rule."""
     q, k, v = (to_float64(x, dtype) for x in (q, k, v))
-    offsets = None if cu_seqlens is None else cuts(cu_seqlens, q.shape[0])
-    inner = None if offsets is None else key_cuts(offsets)
     scale, r = default_scale(scale, q), rounding_of("float64")
     outs, lses = [], []
-    for n, (qs, ks, vs) in enumerate(zip(split(q, offsets), split(k, inner), split(v, inner), strict=True)):
+    for n, (qs, ks, vs) in enumerate(zip(split(q, cu_q), split(k, cu_k), split(v, cu_k), strict=True)):
         out, lse = attend(qs, ks, vs, strips(n, qs.shape[1], qs.shape[0], ks.shape[1], ks.shape[0]), scale, r)
         outs.append(out)
         lses.append(lse[..., None])
-    out = join(outs, offsets is not None, (*q.shape[:-1], v.shape[-1]))
-    return (out, join(lses, offsets is not None, (*q.shape[:-1], 1))[..., 0]) if return_lse else out
+    out = join(outs, cu_q is not None, (*q.shape[:-1], v.shape[-1]))
+    return (out, join(lses, cu_q is not None, (*q.shape[:-1], 1))[..., 0]) if return_lse else out
 
 
-def _backward(dout, q, k, v, out, lse, key_cuts, cu_seqlens, scale, strips, dtype):
+def _backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, strips, dtype):
     """The gradients of `_forward`."""
     dout, q, k, v, out = (to_float64(x, dtype) for x in (dout, q, k, v, out))
     lse = np.asarray(lse, np.float64)[..., None]
-    offsets = None if cu_seqlens is None else cuts(cu_seqlens, q.shape[0])
-    inner = None if offsets is None else key_cuts(offsets)
     scale, r = default_scale(scale, q), rounding_of("float64")
     parts = []
     sequences = zip(
-        *(split(x, offsets) for x in (dout, q)), *(split(x, inner) for x in (k, v)), *(split(x, offsets) for x in (out, lse)), strict=True
+        *(split(x, cu_q) for x in (dout, q)), *(split(x, cu_k) for x in (k, v)), *(split(x, cu_q) for x in (out, lse)), strict=True
     )
     for n, (ds, qs, ks, vs, os, ls) in enumerate(sequences):
         rule = strips(n, qs.shape[1], qs.shape[0], ks.shape[1], ks.shape[0])
         parts.append(attend_backward(ds, qs, ks, vs, os, ls[..., 0], rule, scale, r))
-    return tuple(join([one[n] for one in parts], offsets is not None, like.shape) for n, like in enumerate((q, k, v)))
+    return tuple(join([one[n] for one in parts], cu_q is not None, like.shape) for n, like in enumerate((q, k, v)))
 
 
-def _compressed_rule(q, k_cmp, cu_seqlens, block_size, stride, causal, mode):
+def _compressed_rule(q, k_cmp, cu_seqlens, block_size, stride, causal, mode, tokens=None, cu_seqlens_q=None):
     size, step = check_block_sizes(block_size, stride)
-    check_compressed(k_cmp, q, cu_seqlens, size, step)
+    where, cu_q, inner = _compressed_places(q, k_cmp, tokens, cu_seqlens, cu_seqlens_q, size, step)
     if mode not in ("paper", "mslk"):
         raise ValueError(f'mode: expected "paper" or "mslk", got {mode!r}')
-    return (
-        lambda offsets: compressed_cuts(offsets, size, step),
-        lambda n, rows, heads, blocks, kv_heads: compressed_strips(rows, heads, blocks, size, step, mode, causal),
-    )
+
+    def strips(n, rows, heads, blocks, kv_heads):
+        return compressed_strips(rows, heads, blocks, size, step, mode, causal, first=where[n].begin)
+
+    return cu_q, inner, strips
 
 
 def compressed_attention(
-    q, k_cmp, v_cmp, compress_block_size, *, stride=None, causal=True, scale=None, cu_seqlens=None, mode="paper", return_lse=False,
-    dtype=None,
+    q, k_cmp, v_cmp, compress_block_size, *, stride=None, causal=True, scale=None, cu_seqlens=None, mode="paper", tokens=None,
+    cu_seqlens_q=None, return_lse=False, dtype=None,
 ):  # fmt: skip
     """See `blitz_attn.nsa.compressed_attention`."""
-    key_cuts, strips = _compressed_rule(q, k_cmp, cu_seqlens, compress_block_size, stride, causal, mode)
-    return _forward(q, k_cmp, v_cmp, key_cuts, cu_seqlens, scale, strips, return_lse, dtype)
+    rule = _compressed_rule(q, k_cmp, cu_seqlens, compress_block_size, stride, causal, mode, tokens, cu_seqlens_q)
+    cu_q, inner, strips = rule
+    return _forward(q, k_cmp, v_cmp, cu_q, inner, scale, strips, return_lse, dtype)
 
 
 def compressed_attention_backward(
     dout, q, k_cmp, v_cmp, out, lse, compress_block_size, *, stride=None, causal=True, scale=None, cu_seqlens=None, mode="paper", dtype=None
 ):
     """See `blitz_attn.nsa.compressed_attention_backward`."""
-    key_cuts, strips = _compressed_rule(q, k_cmp, cu_seqlens, compress_block_size, stride, causal, mode)
-    return _backward(dout, q, k_cmp, v_cmp, out, lse, key_cuts, cu_seqlens, scale, strips, dtype)
+    cu_q, inner, strips = _compressed_rule(q, k_cmp, cu_seqlens, compress_block_size, stride, causal, mode)
+    return _backward(dout, q, k_cmp, v_cmp, out, lse, cu_q, inner, scale, strips, dtype)
 
 
-def _selected_rule(block_indices, block_size, causal, q_tile_size, cu_seqlens):
+def _selected_rule(q, k, block_indices, block_size, causal, q_tile_size, cu_seqlens, cu_seqlens_q=None):
     size, _ = check_block_sizes(block_size, None)
-    parts = routing_parts(block_indices, cu_seqlens, q_tile_size)
-    return lambda n, rows, heads, keys, kv_heads: selected_strips(parts[n], rows, heads, kv_heads, size, causal, q_tile_size)
+    where, cu_q, cu = places(q, np.shape(k)[-3], cu_seqlens, cu_seqlens_q)
+    parts = routing_parts(block_indices, cu_q, q_tile_size)
+    return cu_q, cu, lambda n, rows, heads, _, kv: selected_strips(parts[n], rows, heads, kv, size, causal, q_tile_size, where[n])
 
 
 def selected_attention(
-    q, k, v, block_indices, block_size, *, q_tile_size=1, causal=True, scale=None, cu_seqlens=None, return_lse=False, dtype=None
-):
+    q, k, v, block_indices, block_size, *, q_tile_size=1, causal=True, scale=None, cu_seqlens=None, cu_seqlens_q=None, return_lse=False,
+    dtype=None,
+):  # fmt: skip
     """See `blitz_attn.nsa.selected_attention`."""
-    strips = _selected_rule(block_indices, block_size, causal, q_tile_size, cu_seqlens)
-    return _forward(q, k, v, list, cu_seqlens, scale, strips, return_lse, dtype)
+    cu_q, cu, strips = _selected_rule(q, k, block_indices, block_size, causal, q_tile_size, cu_seqlens, cu_seqlens_q)
+    return _forward(q, k, v, cu_q, cu, scale, strips, return_lse, dtype)
 
 
 def selected_attention_backward(
     dout, q, k, v, out, lse, block_indices, block_size, *, q_tile_size=1, causal=True, scale=None, cu_seqlens=None, dtype=None
 ):
     """See `blitz_attn.nsa.selected_attention_backward`."""
-    strips = _selected_rule(block_indices, block_size, causal, q_tile_size, cu_seqlens)
-    return _backward(dout, q, k, v, out, lse, list, cu_seqlens, scale, strips, dtype)
+    cu_q, cu, strips = _selected_rule(q, k, block_indices, block_size, causal, q_tile_size, cu_seqlens)
+    return _backward(dout, q, k, v, out, lse, cu_q, cu, scale, strips, dtype)
 
 
-def _window_rule(window_size, causal):
+def _window_rule(q, k, window_size, causal, cu_seqlens, cu_seqlens_q=None):
     window = at_least(1, "window_size", window_size)
-    return lambda n, rows, heads, keys, kv_heads: window_strips(rows, heads, window, causal)
+    where, cu_q, cu = places(q, np.shape(k)[-3], cu_seqlens, cu_seqlens_q)
+    return cu_q, cu, lambda n, rows, heads, *_: window_strips(rows, heads, window, causal, where[n])
 
 
-def window_attention(q, k, v, window_size, *, causal=True, scale=None, cu_seqlens=None, return_lse=False, dtype=None):
+def window_attention(q, k, v, window_size, *, causal=True, scale=None, cu_seqlens=None, cu_seqlens_q=None, return_lse=False, dtype=None):
     """See `blitz_attn.nsa.window_attention`."""
-    return _forward(q, k, v, list, cu_seqlens, scale, _window_rule(window_size, causal), return_lse, dtype)
+    cu_q, cu, strips = _window_rule(q, k, window_size, causal, cu_seqlens, cu_seqlens_q)
+    return _forward(q, k, v, cu_q, cu, scale, strips, return_lse, dtype)
 
 
 def window_attention_backward(dout, q, k, v, out, lse, window_size, *, causal=True, scale=None, cu_seqlens=None, dtype=None):
     """See `blitz_attn.nsa.window_attention_backward`."""
-    return _backward(dout, q, k, v, out, lse, list, cu_seqlens, scale, _window_rule(window_size, causal), dtype)
+    cu_q, cu, strips = _window_rule(q, k, window_size, causal, cu_seqlens)
+    return _backward(dout, q, k, v, out, lse, cu_q, cu, scale, strips, dtype)
 
 
 # ---- Gates ----------------------------------------------------------------------------------------------------------

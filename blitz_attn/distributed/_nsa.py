@@ -200,15 +200,15 @@ def _run(whole: Call, piece: Piece, k: ndarray, v: ndarray) -> None:
     for x, weight, into, names in ((k, weights[0], made[0], ("k", "w_k_compress")), (v, weights[1], made[1], ("v", "w_v_compress"))):
         compress_into(x, weight.array, into, kind, rules.size, rules.stride, whole.sequences, whole.common.threads, names)
     most = max(1, PIECE_ELEMENTS // (out.shape[-1] * group * rules.tile)) * rules.tile
-    room, alone = Room(None), Sequences(None, None, None)
+    room = Room(None)
     for b in range(batch):
         one = slice(b, b + 1)
         for first in range(0, tokens, most):
             stretch = slice(first, min(first + most, tokens))
             part = replace(
                 whole, q=q[one, stretch], k=k[one], v=v[one], k_cmp=made[0][one], v_cmp=made[1][one], w_k=weights[0], w_v=weights[1],
-                w_gate=weights[2], gates=Reals(gates[0][one, stretch] if gates else None, whole.gates.kind), sequences=alone,
-                begin=piece.begin + first, tokens=whole.q.shape[1],
+                w_gate=weights[2], gates=Reals(gates[0][one, stretch] if gates else None, whole.gates.kind),
+                sequences=Sequences(None, None, None, None, piece.begin + first, whole.q.shape[1]),
             )  # fmt: skip
-            place = Part((one, stretch), (one,), (one,), (heads, slice(0, 1)), ((one,), slice(None)), alone, part.begin, part.tokens)
+            place = Part((one, stretch), (one,), (one,), (heads, slice(0, 1)), ((one,), slice(None)), part.sequences)
             run(part, room.results(part, place, 1), out[one, stretch])

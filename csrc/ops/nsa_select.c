@@ -24,10 +24,10 @@ typedef struct select_call {
     int64_t list_heads; /* heads of the result: KV heads where by_query, else query heads */
     int64_t dim;
     double scale;
-    int64_t narrow, wide; /* the lengths of a compressed block and of a selected block, in strides */
-    int64_t lanes, chunk_keys;
-    int64_t most_blocks;      /* blocks of the longest sequence */
-    int64_t width, cmp_width; /* places per row of `selected` and of `selected_cmp` */
+    int64_t narrow, wide;      /* the lengths of a compressed block and of a selected block, in strides */
+    int64_t lanes, chunk_keys; /* lanes of a wide panel */
+    int64_t most_blocks;       /* blocks of the longest sequence */
+    int64_t width, cmp_width;  /* places per row of `selected` and of `selected_cmp` */
     const ba_kernels *kernels;
     const ba_attend_family *family; /* where has_own, the family of q's dtype, else that of real */
     bool has_own;                   /* the family of q's own dtype has add_probabilities, which is used */
@@ -47,6 +47,7 @@ typedef struct select_scratch {
     const void **k_rows, **packed_k_rows;
     char *chunk;    /* scores, then probabilities of a chunk: [key][lane] */
     char *sum;      /* probabilities summed over heads: [key][lane] */
+    char *side;     /* has_own: probabilities of heads that lie side by side: [key][lane] */
     char *scores;   /* scores of blocks: [block][lane] */
     char *means;    /* mean scores of stretches of compressed keys: [stretch][lane] */
     char *keys;     /* scratch of the kernel `choose`: [block][BA_CHOOSE_ROWS] */
@@ -79,6 +80,7 @@ static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scrat
     s->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
     s->chunk = ba_take(base, &used, keys * ba_max(c->family->scratch_per_key, lanes * real));
     s->sum = ba_take(base, &used, c->by_query ? keys * lanes * real : 0);
+    s->side = ba_take(base, &used, c->has_own ? keys * lanes * real : 0);
     s->scores = ba_take(base, &used, c->most_blocks * lanes * real);
     s->means = ba_take(base, &used, stretches * lanes * real);
     s->keys = ba_take(base, &used, c->most_blocks * BA_CHOOSE_ROWS * real);
@@ -94,24 +96,35 @@ typedef struct item_rows {
     int64_t earlier;        /* rows of all sequences before this one, in packed results */
     int64_t first, rows;    /* rows of the sequence's result: the first one, and how many; row first + i is lane i of the panel */
     int64_t queries, keys;  /* of the sequence: queries in this call, and compressed keys */
+    int64_t begin;          /* token number of the sequence's query 0 */
     int64_t blocks;         /* blocks of the sequence that can be selected */
+    int width;              /* of the panels: 0 wide, 1 narrow where that has room for the rows of all heads of the group */
+    int64_t lanes;          /* of such a panel */
+    int64_t side;           /* query heads whose rows lie side by side in a panel: several where the rows leave room for them */
 } item_rows;
 
+/* ba_complete_blocks() with the sizes of the call. */
+static int64_t complete_blocks(const ba_nsa_select_args *a, int64_t tokens) {
+    return ba_complete_blocks(tokens, a->compress_block, a->compress_stride);
+}
+
 static int64_t queries_of(const select_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
-static int64_t keys_of(const select_call *c, int64_t n) { return ba_sequence_length(c->cu_k, c->k.tokens, n); }
 static int64_t rows_of(const select_call *c, int64_t n) { return c->by_query ? queries_of(c, n) : ba_ceil_div(queries_of(c, n), c->args->tile); }
-static int64_t tokens_of(const select_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->args->tokens, n); }
+static int64_t begin_of(const select_call *c, int64_t n) { return c->args->q_begin ? c->args->q_begin[n] : 0; }
+static int64_t tokens_of(const select_call *c, int64_t n) { return c->args->tokens ? c->args->tokens[n] : queries_of(c, n); }
+static int64_t keys_of(const select_call *c, int64_t n) { return complete_blocks(c->args, tokens_of(c, n)); }
 static int64_t blocks_of(const select_call *c, int64_t n) {
     return c->by_query ? ba_ceil_div(tokens_of(c, n), c->args->select_block) : keys_of(c, n);
 }
 
-/* Packs the rows of an item into a panel: queries of one head, or the mean queries of its tiles. */
-static void pack_rows(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, void *panel) {
+/* Packs the rows of an item into a panel: queries of `heads` heads from `head` on, or the mean queries of a head's tiles. */
+static void pack_rows(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, int64_t heads, void *panel) {
     const int64_t pad = dim_pad(c), tile = c->args->tile;
     if (c->by_query) {
         const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
-        for (int64_t i = 0; i < at->rows; i++) s->pointers[i] = ba_sequence_row(&c->q, c->args->cu_q, at->sequence, at->first + i, head);
-        f->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->scale * BA_LOG2_E);
+        for (int64_t i = 0; i < heads * at->rows; i++)
+            s->pointers[i] = ba_sequence_row(&c->q, c->args->cu_q, at->sequence, at->first + i % at->rows, head + i / at->rows);
+        f->pack->queries[at->width](panel, s->pointers, heads * at->rows, c->dim, c->scale * BA_LOG2_E);
         return;
     }
     for (int64_t i = 0; i < at->rows; i++) {
@@ -128,33 +141,34 @@ static void pack_rows(const select_call *c, const select_scratch *s, const item_
     c->family->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->scale);
 }
 
-/* Opens the panel of query head `head`, the g-th of its group. Sets how many compressed keys each lane sees, in s->hi, and *most and *least, the
- * largest and the smallest of these numbers. m becomes the log-sum-exp of each query, so that softmax gives its probabilities. */
-static ba_panel open_panel(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, int64_t g, int64_t *most,
+/* Opens the g-th panel, of `heads` heads from `head` on: lane h * rows + i is row i of the h-th of them. Sets how many compressed keys each lane
+ * sees, in s->hi, and *most and *least, the largest and the smallest of these numbers. m becomes the log-sum-exp of each query, so that softmax gives
+ * its probabilities. */
+static ba_panel open_panel(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, int64_t heads, int64_t g, int64_t *most,
                            int64_t *least) {
     const ba_nsa_select_args *a = c->args;
-    const ba_panel panel = {.q = s->q + g * c->lanes * dim_pad(c) * c->family->q_bytes, .m = s->m + g * c->lanes * c->real_size, .l = s->l};
-    pack_rows(c, s, at, head, panel.q);
+    const ba_panel panel = {.q = s->q + g * at->lanes * dim_pad(c) * c->family->q_bytes, .m = s->m + g * at->lanes * c->real_size, .l = s->l};
+    pack_rows(c, s, at, head, heads, panel.q);
     *most = 0;
     *least = at->keys;
-    for (int64_t i = 0; i < c->lanes; i++) {
+    for (int64_t i = 0; i < at->lanes; i++) {
+        /* s->hi serves all panels of the item, of which the last may have fewer heads: lanes behind those are like the lanes of a head, too */
+        const int64_t query = at->first + i % at->rows, token = at->begin + query;
         int64_t sees = at->keys;
         double lse = INFINITY; /* makes the probabilities 0 */
-        if (i < at->rows && c->by_query) {
-            const int64_t query = at->first + i, token = query + a->q_begin;
-            if (a->causal) sees = token < a->compress_block - 1 ? 0 : ba_min(at->keys, (token - (a->compress_block - 1)) / a->compress_stride + 1);
-            const int64_t *steps = a->lse.strides;
+        if (c->by_query && a->causal)
+            sees = token < a->compress_block - 1 ? 0 : ba_min(at->keys, (token - (a->compress_block - 1)) / a->compress_stride + 1);
+        if (c->by_query && i < heads * at->rows) {
+            const int64_t *steps = a->lse.strides, own = head + i / at->rows;
             const int64_t place =
-                a->cu_q ? (a->cu_q[at->sequence] + query) * steps[0] + head * steps[1] : at->sequence * steps[0] + query * steps[1] + head * steps[2];
+                a->cu_q ? (a->cu_q[at->sequence] + query) * steps[0] + own * steps[1] : at->sequence * steps[0] + query * steps[1] + own * steps[2];
             lse = ba_get_real(a->lse.data, place, c->real_size) * BA_LOG2_E;
             if (lse == -INFINITY) lse = INFINITY;
         }
         s->lo[i] = 0;
         s->hi[i] = (int32_t)sees;
-        if (i < at->rows) {
-            *most = ba_max(*most, sees);
-            *least = ba_min(*least, sees);
-        }
+        *most = ba_max(*most, sees);
+        *least = ba_min(*least, sees);
         ba_set_real(panel.m, i, lse, c->real_size);
         ba_set_real(panel.l, i, 0, c->real_size);
     }
@@ -185,15 +199,39 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
                       .scratch = s->chunk};
 }
 
+/* s->sum[key][row] += the probabilities of `heads` heads that lie side by side, one head after the other, as if each had a panel of its own. */
+static void add_side(const select_call *c, const select_scratch *s, const item_rows *at, int64_t heads, const char *from, int64_t keys) {
+    const int64_t real = c->real_size, line = at->lanes * real;
+    for (int64_t j = 0; j < keys; j++)
+        for (int64_t h = 0; h < heads; h++) ba_add_reals(s->sum + j * line, from + j * line + h * at->rows * real, at->rows, real);
+}
+
+/* Adds the probabilities of a panel of `heads` heads to s->sum, where row i of the item is lane i. */
+static void add_panel(const select_call *c, const select_scratch *s, const item_rows *at, const ba_panel *panel, const ba_chunk *chunk,
+                      int64_t heads) {
+    const int64_t all = chunk->keys * at->lanes;
+    if (c->has_own) {
+        if (at->side > 1) memset(s->side, 0, (size_t)(all * c->real_size));
+        c->family->panel->add_probabilities(panel, chunk, (float *)(at->side > 1 ? s->side : s->sum));
+        if (at->side > 1) add_side(c, s, at, heads, s->side, chunk->keys);
+        return;
+    }
+    c->family->panel->scores[at->width](panel, chunk, s->row_max);
+    c->family->panel->softmax[at->width](panel, chunk, s->lowest, s->alpha); /* `lowest` is never above m, so m stays the log-sum-exp */
+    if (at->side > 1) add_side(c, s, at, heads, s->chunk, chunk->keys);
+    else ba_add_reals(s->sum, s->chunk, all, c->real_size);
+}
+
 /* Scores blocks for rows that are queries: the probabilities of each compressed key, summed over the group's heads, are added to the blocks that the
  * key overlaps. */
 static void score_by_query(const select_call *c, const select_scratch *s, const item_rows *at) {
-    const int64_t real = c->real_size, line = c->lanes * real, head = at->head * c->group;
+    const int64_t real = c->real_size, line = at->lanes * real, head = at->head * c->group;
     int64_t most = 0, least = 0;
     memset(s->scores, 0, (size_t)(at->blocks * line));
-    for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->lowest, i, ba_initial_m(real), real);
+    for (int64_t i = 0; i < at->lanes; i++) ba_set_real(s->lowest, i, ba_initial_m(real), real);
     ba_panel panel = {0};
-    for (int64_t g = 0; g < c->group; g++) panel = open_panel(c, s, at, head + g, g, &most, &least);
+    for (int64_t g = 0; g < c->group; g += at->side)
+        panel = open_panel(c, s, at, head + g, ba_min(at->side, c->group - g), g / at->side, &most, &least);
     for (int64_t begin = 0; begin < most; begin += c->chunk_keys) {
         const int64_t keys = ba_min(c->chunk_keys, most - begin);
         const ba_chunk chunk = open_chunk(c, s, at, at->head, begin, keys);
@@ -202,21 +240,15 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
             panel.hi = s->hi;
         }
         memset(s->sum, 0, (size_t)(keys * line));
-        for (int64_t g = 0; g < c->group; g++) {
-            panel.q = s->q + g * c->lanes * dim_pad(c) * c->family->q_bytes;
-            panel.m = s->m + g * c->lanes * c->real_size;
-            if (c->has_own) {
-                c->family->panel->add_probabilities(&panel, &chunk, (float *)s->sum);
-                continue;
-            }
-            c->family->panel->scores[0](&panel, &chunk, s->row_max);
-            c->family->panel->softmax[0](&panel, &chunk, s->lowest, s->alpha); /* `lowest` is never above m, so m stays the log-sum-exp */
-            ba_add_reals(s->sum, s->chunk, keys * c->lanes, real);
+        for (int64_t g = 0; g < c->group; g += at->side) {
+            panel.q = s->q + g / at->side * at->lanes * dim_pad(c) * c->family->q_bytes;
+            panel.m = s->m + g / at->side * at->lanes * c->real_size;
+            add_panel(c, s, at, &panel, &chunk, ba_min(at->side, c->group - g));
         }
         for (int64_t j = 0; j < keys; j++)
             for (int64_t n = 0; n < c->narrow; n++) {
                 const int64_t block = (begin + j + n) / c->wide;
-                if (block < at->blocks) ba_add_reals(s->scores + block * line, s->sum + j * line, c->lanes, real);
+                if (block < at->blocks) ba_add_reals(s->scores + block * line, s->sum + j * line, at->rows, real);
             }
     }
 }
@@ -224,12 +256,12 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
 /* Scores blocks for rows that are tiles: the products of the compressed keys and the mean query. */
 static void score_by_tile(const select_call *c, const select_scratch *s, const item_rows *at) {
     int64_t most, least;
-    const ba_panel panel = open_panel(c, s, at, at->head, 0, &most, &least);
+    const ba_panel panel = open_panel(c, s, at, at->head, 1, 0, &most, &least);
     for (int64_t begin = 0; begin < at->keys; begin += c->chunk_keys) {
         const int64_t keys = ba_min(c->chunk_keys, at->keys - begin);
         const ba_chunk chunk = open_chunk(c, s, at, at->head / c->group, begin, keys);
         c->family->panel->scores[0](&panel, &chunk, s->row_max);
-        memcpy(s->scores + begin * c->lanes * c->real_size, s->chunk, (size_t)(keys * c->lanes * c->real_size));
+        memcpy(s->scores + begin * at->lanes * c->real_size, s->chunk, (size_t)(keys * at->lanes * c->real_size));
     }
 }
 
@@ -245,10 +277,10 @@ static rules rules_of(const select_call *c, const item_rows *at, int64_t row) {
     const ba_nsa_select_args *a = c->args;
     rules r = {.hi = at->blocks};
     if (!c->by_query) {
-        if (a->causal) r.hi = ba_min(r.hi, ba_ceil_div((at->first + row + 1) * a->tile + a->q_begin, a->compress_block));
+        if (a->causal) r.hi = ba_min(r.hi, ba_ceil_div((at->first + row + 1) * a->tile + at->begin, a->compress_block));
         return r;
     }
-    const int64_t own = (at->first + row + a->q_begin) / a->select_block;
+    const int64_t own = (at->first + row + at->begin) / a->select_block;
     if (a->causal) {
         r.hi = ba_min(r.hi, own + 1);
         r.local_lo = own + 1 - a->local_blocks;
@@ -277,7 +309,7 @@ static void choose(const select_call *c, const select_scratch *s, const item_row
     for (int64_t first = 0; first < at->rows; first += BA_CHOOSE_ROWS) {
         const int64_t rows = ba_min(BA_CHOOSE_ROWS, at->rows - first);
         ba_choice choice = {
-            .scores = scores + first * c->real_size, .stride = c->lanes, .rows = rows, .width = width, .keys = s->keys, .lists = s->lists};
+            .scores = scores + first * c->real_size, .stride = at->lanes, .rows = rows, .width = width, .keys = s->keys, .lists = s->lists};
         for (int64_t i = 0; i < rows; i++) {
             choice.init[i] = (int32_t)r[first + i].init;
             choice.local_lo[i] = (int32_t)r[first + i].local_lo;
@@ -308,12 +340,12 @@ static void choose_stretches(const select_call *c, const select_scratch *s, cons
             double sum = 0;
             int64_t members = 0;
             for (int64_t j = begin; j < ba_min(begin + size, end); j++) {
-                const double score = ba_get_real(s->scores, j * c->lanes + i, c->real_size);
+                const double score = ba_get_real(s->scores, j * at->lanes + i, c->real_size);
                 if (score == -INFINITY) continue;
                 sum += score;
                 members++;
             }
-            ba_set_real(s->means, begin / size * c->lanes + i, members ? sum / (double)members : -INFINITY, c->real_size);
+            ba_set_real(s->means, begin / size * at->lanes + i, members ? sum / (double)members : -INFINITY, c->real_size);
         }
     }
     choose(c, s, at, s->means, r, &c->args->selected_cmp);
@@ -341,6 +373,10 @@ static void select_item(void *context, int64_t item, int worker) {
     at.rows = ba_min(c->lanes, rows_of(c, at.sequence) - at.first);
     at.queries = queries_of(c, at.sequence);
     at.keys = keys_of(c, at.sequence);
+    at.begin = begin_of(c, at.sequence);
+    at.width = c->by_query && !c->has_own && c->group * at.rows <= c->family->lanes[1];
+    at.lanes = c->family->lanes[at.width];
+    at.side = c->by_query ? ba_max(1, ba_min(c->group, at.lanes / at.rows)) : 1;
     at.blocks = blocks_of(c, at.sequence);
     select_scratch s;
     lay_out_nsa_select(c, c->scratch + worker * c->scratch_bytes, &s);
@@ -359,8 +395,7 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
                  {"select_block_size", a->select_block, 1},
                  {"q_tile_size", a->tile, 0},
                  {"init_blocks", a->init_blocks, 0},
-                 {"local_blocks", a->local_blocks, 0},
-                 {"q_begin", a->q_begin, 0}};
+                 {"local_blocks", a->local_blocks, 0}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].least || sizes[i].value > INT32_MAX / 2)
             return ba_fail(BA_ERROR_VALUE, "%s: expected a number from %" PRId64 " to %d, got %" PRId64, sizes[i].name, sizes[i].least, INT32_MAX / 2,
@@ -379,35 +414,37 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
     return ba_check_threads(a->num_threads);
 }
 
-/* ba_complete_blocks() with the sizes of the call. */
-static int64_t complete_blocks(const ba_nsa_select_args *a, int64_t tokens) {
-    return ba_complete_blocks(tokens, a->compress_block, a->compress_stride);
+/* Checks where the queries of each sequence stand among its tokens. */
+static ba_status check_places(const ba_nsa_select_args *a, const select_call *c) {
+    for (int64_t b = 0; b < c->sequences; b++) {
+        const int64_t begin = begin_of(c, b), tokens = tokens_of(c, b), queries = queries_of(c, b);
+        if (begin < 0 || begin > INT32_MAX / 2)
+            return ba_fail(BA_ERROR_VALUE, "q_begin: expected numbers from 0 to %d, got %" PRId64, INT32_MAX / 2, begin);
+        if (tokens > INT32_MAX / 2) return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, INT32_MAX / 2, tokens);
+        if (tokens < begin || tokens - begin < queries)
+            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from token %" PRId64 " on, got %" PRId64, tokens, begin, queries);
+        if (a->cu_q && ba_sequence_length(c->cu_k, 0, b) != keys_of(c, b))
+            return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected %" PRId64 " blocks of sequence %" PRId64 ", got %" PRId64, keys_of(c, b), b,
+                           ba_sequence_length(c->cu_k, 0, b));
+        if (!a->cu_q && c->k.tokens < keys_of(c, b))
+            return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", at least %" PRId64 ", Hkv, D), got %s", c->q.batch, keys_of(c, b),
+                           ba_shape_text(&a->k_cmp).chars);
+    }
+    return BA_OK;
 }
 
 static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     int64_t longest;
+    c->sequences = a->cu_q ? a->batch : c->q.batch;
     if (!a->cu_q) {
-        c->sequences = c->q.batch;
-        if (a->tokens > INT32_MAX / 2)
-            return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, INT32_MAX / 2, a->tokens);
-        if (a->tokens < a->q_begin || a->tokens - a->q_begin < c->q.tokens)
-            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from token %" PRId64 " on, got %" PRId64, a->tokens, a->q_begin,
-                           c->q.tokens);
-        if (c->k.batch != c->q.batch || c->k.tokens != complete_blocks(a, a->tokens))
-            return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", %" PRId64 ", Hkv, D), got %s", c->q.batch, complete_blocks(a, a->tokens),
-                           ba_shape_text(&a->k_cmp).chars);
-        return BA_OK;
+        if (c->k.batch != c->q.batch)
+            return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", blocks, Hkv, D), got %s", c->q.batch, ba_shape_text(&a->k_cmp).chars);
+        return check_places(a, c);
     }
-    c->sequences = a->batch;
     if (!a->cu_cmp) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
     BA_TRY(ba_check_cumulative("cu_seqlens", a->cu_q, a->batch, c->q.tokens, &longest));
-    if (longest > INT32_MAX / 2) return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, INT32_MAX / 2, longest);
     BA_TRY(ba_check_cumulative("cu_blocks", a->cu_cmp, a->batch, c->k.tokens, &longest));
-    for (int64_t b = 0; b < a->batch; b++)
-        if (keys_of(c, b) != complete_blocks(a, queries_of(c, b)))
-            return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected %" PRId64 " blocks of sequence %" PRId64 ", got %" PRId64,
-                           complete_blocks(a, queries_of(c, b)), b, keys_of(c, b));
-    return BA_OK;
+    return check_places(a, c);
 }
 
 static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {

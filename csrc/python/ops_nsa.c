@@ -1,7 +1,7 @@
 /* The operations around the branches of native sparse attention. Callers give all arrays, the outputs included. */
 #include "python/ops.h"
 
-enum { MOST_ARRAYS = 16, MOST_LISTS = 2 };
+enum { MOST_ARRAYS = 16, MOST_LISTS = 4 };
 
 /* The arrays and lists that a call holds. */
 typedef struct held_call {
@@ -187,12 +187,28 @@ static int read_sizes(PyObject *const *values, ba_nsa_select_args *a) {
                  {SELECT_q_tile_size, &a->tile},
                  {SELECT_init_blocks, &a->init_blocks},
                  {SELECT_local_blocks, &a->local_blocks},
-                 {SELECT_q_begin, &a->q_begin},
-                 {SELECT_tokens, &a->tokens},
                  {SELECT_cmp_group, &a->cmp_group}};
     for (size_t i = 0; i < COUNT_OF(sizes); i++)
         if (arg_int64(values[sizes[i].index], arguments_nsa_select.names[sizes[i].index], sizes[i].value) < 0) return -1;
     return 0;
+}
+
+/* Reads one number per sequence, or one for all of them; NULL for None. */
+static int hold_numbers(held_call *call, PyObject *object, const char *name, int64_t count, const int64_t **values) {
+    arg_list *list = &call->list[call->lists];
+    if (arg_numbers(call->state, object, name, count, "one per sequence", list) < 0) return -1;
+    call->lists++;
+    *values = list->values;
+    return 0;
+}
+
+/* Reads where the queries of each sequence stand, once q and the cumulative numbers are read. */
+static int hold_places(held_call *call, PyObject *const *values, ba_nsa_select_args *a) {
+    const int64_t sequences = a->cu_q ? a->batch : a->q.ndim > 0 ? a->q.dims[0] : 0;
+    return hold_numbers(call, values[SELECT_q_begin], "q_begin", sequences, &a->q_begin) < 0 ||
+                   hold_numbers(call, values[SELECT_tokens], "tokens", sequences, &a->tokens) < 0
+               ? -1
+               : 0;
 }
 
 TAKES(nsa_select, SELECT_cu_seqlens, SELECT_ARGUMENTS(AS_TEXT));
@@ -208,6 +224,6 @@ PyObject *py_nsa_select(PyObject *module, PyObject *const *args, Py_ssize_t narg
         hold_output(&call, values[SELECT_cmp_block_indices], "cmp_block_indices", ARG_TABLES, &a.selected_cmp) < 0 ||
         arg_scale(values[SELECT_scale], "scale", &a.scale) < 0 || arg_flag(values[SELECT_causal], "causal", &a.causal) < 0 ||
         read_sizes(values, &a) < 0 || hold_sequences(&call, values[SELECT_cu_seqlens], values[SELECT_cu_blocks], &a.cu_q, &a.cu_cmp, &a.batch) < 0 ||
-        arg_threads(values[SELECT_num_threads], "num_threads", &a.num_threads) < 0;
+        hold_places(&call, values, &a) < 0 || arg_threads(values[SELECT_num_threads], "num_threads", &a.num_threads) < 0;
     FINISH(failed, ba_nsa_select(&a));
 }

@@ -368,6 +368,20 @@ def _native(a: Arena, v: int) -> dict[str, Any]:
     return call | ({"out": a.poisoned(*lead, 2, 8)} if v & 16 else {})
 
 
+def _native_last(a: Arena, v: int) -> dict[str, Any]:
+    """The last two of twelve tokens."""
+    lead, keys = ((2,), (12,)) if v & 1 else ((1, 2), (1, 12))
+    call: dict[str, Any] = {"q": a.floats(*lead, 2, 8), "k": a.floats(*keys, 1, 8), "v": a.floats(*keys, 1, 8), **_SMALL}
+    if v & 1:
+        call |= {"cu_seqlens": [0, 5, 12], "cu_seqlens_q": [0, 1, 2]}
+    elif v & 4:
+        call |= {"kv_lens": [12]}
+    if v & 2:
+        blocks = (3,) if v & 1 else (1, 5)
+        call |= {"compressed_kv": (a.floats(*blocks, 1, 8), a.floats(*blocks, 1, 8))}
+    return call | ({"out": a.poisoned(*lead, 2, 8)} if v & 16 else {})
+
+
 @cache
 def _context() -> Any:
     x = np.ones((1, 12, 2, 8), np.float32)
@@ -664,6 +678,7 @@ GROUPS: dict[str, dict[str, Good]] = {
     },
     "nsa": {
         "nsa": Good(nsa.nsa, _native, ("out",)),
+        "nsa of the last tokens": Good(nsa.nsa, _native_last, ("out",), names=("k_cmp", "v_cmp")),
         "nsa_backward": Good(nsa.nsa_backward, lambda a, v: {"dout": a.floats(1, 12, 2, 8), "ctx": _context()}),
         "compress_kv": Good(nsa.compress_kv, _compress()),
         "compress_kv_backward": Good(nsa.compress_kv_backward, _compress("dk_cmp", "dv_cmp")),

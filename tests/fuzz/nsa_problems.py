@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import blitz_attn.nsa  # noqa: F401 - the module, which the package's name nsa may hide
-from blitz_attn.nsa import NSAContext, nsa, nsa_backward
+from blitz_attn.nsa import NSAContext, compress_kv, nsa, nsa_backward
 
 from . import arrays, checks, nsa_parts_problems  # noqa: F401 - the last one registers its problems
 from . import nsa_oracle as oracle
 from .draw import Draw
-from .nsa_draws import Setting, Tensor, as_lists, draw_rules, list_parts, lists_shape, random_lists
+from .nsa_draws import Setting, Tensor, as_integers, as_lists, draw_rules, list_parts, lists_shape, random_lists
 from .nsa_oracle import Arithmetic, Near, Rules, exact
 from .problems import Finding, problem
 
@@ -225,7 +225,7 @@ def whole_forward(draw: Draw) -> None:
         how = Arithmetic(setting.dtype, level)
         out, context = call.run(return_context=True)
         shape = setting.shape(setting.heads, setting.v_dim)
-        check = draw.pick("check", ("oracle", "threads", "plain", "out", "alone"), (3, 1, 1, 1, 1))
+        check = draw.pick("check", ("oracle", "threads", "plain", "out", "alone", "last"), (3, 1, 1, 1, 1, 2))
         written = setting.result("out", shape) if check == "out" else None
         if check == "threads":
             again, other = call.run(num_threads=draw.pick("other_threads", checks.THREADS), return_context=True)
@@ -240,6 +240,8 @@ def whole_forward(draw: Draw) -> None:
             written[0].check_around()
         elif check == "alone" and setting.lens:
             one_alone(call, out)
+        elif check == "last":
+            last_queries(call, out)
     setting.check_inputs()
     wholes = work_off(call, context, bad, how)
     setting.near("out", out, [x.out for x in wholes], shape=shape, tainted=[x.tainted for x in wholes])
@@ -263,6 +265,48 @@ def one_alone(call: Call, out: Any) -> None:
         options["block_indices"] = part if setting.packed else part[None]
     q, k, v = (arrays.dressed(x.placed.array[tokens], setting.dtype, setting.kind) for x in (call.q, call.k, call.v))
     checks.same_bits("a sequence alone", out[tokens], nsa(q, k, v, **options))
+
+
+def last_queries(call: Call, out: Any) -> None:
+    """The last queries of each sequence have the rows of the whole, also with compressed keys and values that the caller keeps, and where
+    arrays have room for more tokens."""
+    setting, draw, tile = call.setting, call.setting.draw, call.rules.tile
+    rng, options = draw.rng("last"), dict(call.options)
+    length = setting.lens[0] if setting.lens else draw.options["tokens"]
+    lens = np.array(setting.lens if setting.packed else [length], np.int64)
+    begins = (lens - rng.integers(0, np.minimum(lens, draw.pick("last", (1, 2, 8, 1000))), endpoint=True)) // tile * tile
+    where = np.concatenate([np.zeros(0, np.int64), *(np.arange(a, n) + at for a, n, at in zip(begins, lens, setting.cu, strict=False))])
+    rows = where if setting.packed else (slice(None), slice(int(begins[0]), length))
+
+    def dressed(x: Tensor, array: np.ndarray) -> Any:
+        return arrays.dressed(np.ascontiguousarray(array), x.dtype, x.kind)
+
+    if setting.packed:
+        options["cu_seqlens_q"] = as_integers(draw, "cu_seqlens_q", np.concatenate([[0], np.cumsum(lens - begins)]))
+    if call.gates is not None:
+        options["gates"] = dressed(call.gates, call.gates.placed.array[rows])
+    if call.lists is not None:
+        parts = list_parts(setting, call.lists, tile)
+        if setting.packed:
+            cut = [part[:, a // tile :] for part, a in zip(parts, begins, strict=True)]
+            options["block_indices"] = np.concatenate([call.lists[:, :0], *cut], axis=1)
+        else:
+            options["block_indices"] = call.lists[:, :, int(begins[0]) // tile :]
+    k, v = call.k.placed.array, call.v.placed.array
+    if draw.flag("room") and not setting.packed:
+        spare = draw.integer("spare", 0, 40, likely=(0, 1, 16))
+        k, v = (
+            np.concatenate([x, np.full((len(x), spare, *x.shape[2:]), 0x7FC0 if x.dtype == np.uint16 else np.nan, x.dtype)], 1)
+            for x in (k, v)
+        )
+        options["kv_lens"] = as_integers(draw, "kv_lens", np.full(len(k), length))
+    keys, values = dressed(call.k, k), dressed(call.v, v)
+    if draw.flag("keeps_compressed"):
+        weights = [options.pop(name, None) for name in ("w_k_compress", "w_v_compress")]
+        more = {"cu_seqlens": options.get("cu_seqlens"), "dtype": options.get("dtype")}
+        options["compressed_kv"] = compress_kv(keys, values, call.rules.block, *weights, stride=call.rules.stride, **more)
+    some = nsa(dressed(call.q, call.q.placed.array[rows]), keys, values, **options)
+    checks.same_bits("the last queries", out[rows], some)
 
 
 @problem("nsa_backward", weight=2.0)

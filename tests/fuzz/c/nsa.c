@@ -178,6 +178,7 @@ void fz_nsa_select(void) {
     draw_blocks(&a);
     const int64_t list_heads = a.tile ? s.heads : s.kv_heads;
     int64_t keys, rows = a.tile > 0 ? ceil_div(s.tokens, a.tile) : s.tokens;
+    int64_t most = s.tokens; /* tokens of the longest sequence */
     if (s.packed) {
         a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
         a.cu_q = fz_cumulative(a.batch, s.tokens);
@@ -185,9 +186,15 @@ void fz_nsa_select(void) {
         for (int64_t b = rows = 0; a.cu_q && b < a.batch && b < 100; b++) rows += a.tile > 0 ? ceil_div(a.cu_q[b + 1] - a.cu_q[b], a.tile) : 0;
         if (a.tile <= 0) rows = s.tokens;
     } else {
-        if (fz_once_in(4)) a.q_begin = fz_unusual() ? fz_unusual_number() : fz_range(0, 40);
-        a.tokens = fz_unusual() ? fz_unusual_number() : a.q_begin + s.tokens + (fz_once_in(4) ? fz_range(0, 40) : 0);
-        keys = complete_blocks(a.tokens, a.compress_block, a.compress_stride);
+        int64_t *begin = fz_once_in(2) ? fz_numbers(s.batch) : NULL, *tokens = begin || fz_once_in(2) ? fz_numbers(s.batch) : NULL;
+        for (int64_t b = 0; b < s.batch; b++) {
+            if (begin) begin[b] = fz_unusual() ? fz_unusual_number() : fz_range(0, 40);
+            if (tokens) tokens[b] = fz_unusual() ? fz_unusual_number() : (begin ? begin[b] : 0) + s.tokens + (fz_once_in(4) ? fz_range(0, 40) : 0);
+            if (tokens && tokens[b] > most) most = tokens[b];
+        }
+        a.q_begin = begin;
+        a.tokens = tokens;
+        keys = complete_blocks(most, a.compress_block, a.compress_stride);
     }
     if (rows > 1000 || rows < 0) rows = 1000;
     a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
@@ -206,7 +213,7 @@ void fz_nsa_select(void) {
     }
     a.num_threads = fz_threads();
     const double pairs = fz_elements(&a.q) * fz_elements(&a.k_cmp) / (double)s.dim;
-    const double blocks = a.select_block > 0 && !s.packed ? (double)a.tokens / (double)a.select_block : 0;
+    const double blocks = a.select_block > 0 && !s.packed ? (double)most / (double)a.select_block : 0;
     if (too_many(&a.q) || too_many(&a.k_cmp) || too_many(&a.selected) || (pairs > 3e6 && pairs < 1e18) || (blocks > 1e5 && blocks < 1e10))
         fz_count_skipped(FZ_NSA_SELECT);
     else fz_run(FZ_NSA_SELECT, nsa_select, &a, &a.num_threads);
