@@ -1,6 +1,7 @@
 """Native sparse attention: three branches over compressed, selected and nearby keys, summed by gates, forward and backward.
 
-`nsa` is the whole operation; each of its parts is a function, too, with its gradient. Arrays are ``(B, N, H, D)``, or packed
+`nsa` is the whole operation; each of its parts is a function, too, with its gradient. `NsaCache` is for a model that generates text.
+Arrays are ``(B, N, H, D)``, or packed
 ``(T, H, D)`` with ``cu_seqlens``.
 
 >>> import numpy as np
@@ -32,13 +33,15 @@ from ._nsa.branches import (
 from ._nsa.call import BRANCHES, Call, Options, Results, Room, checked, compress, kept_results, run
 from ._nsa.compression import compress_gradients, compress_kv, compress_kv_backward
 from ._nsa.gates import compute_gates, gate_and_combine, gating_backward
-from ._nsa.rules import threads_of
+from ._nsa.rules import rules_of, threads_of
 from ._nsa.selection import score_and_select_blocks
 from ._nsa.sequences import pieces
+from ._nsa.store import Store
 
 __all__ = [
     "NSAContext",
     "NSAGradients",
+    "NsaCache",
     "compress_kv",
     "compress_kv_backward",
     "compressed_attention",
@@ -55,6 +58,12 @@ __all__ = [
     "window_attention_backward",
 ]
 
+
+# What NsaCache hands to each call of nsa.
+RULES = (
+    "num_selected_blocks", "window_size", "gate_proj_weight", "causal", "scale", "q_tile_size", "num_cmp_selected_blocks",
+    "select_block_size", "init_blocks", "local_blocks",
+)  # fmt: skip
 
 PIECE_ELEMENTS = 1 << 22  # elements of one branch's output that a call without a context holds at a time
 
@@ -236,6 +245,7 @@ def nsa(
 
     See Also
     --------
+    NsaCache : keeps the keys of a model that generates text, and their compressed blocks.
     score_and_select_blocks : the selection by itself.
     blitz_attn.reference.nsa : the same in plain float64 NumPy.
 
@@ -334,6 +344,144 @@ def nsa(
     if kept is None:
         return result.value
     return result.value, _context(call, kept, (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates))
+
+
+# ---- Decode -------------------------------------------------------------------------------------------------------
+
+
+class NsaCache:
+    """Keys and values of sequences that grow, their compressed blocks, and the rules by which `nsa` attends to them.
+
+    Memory doubles when it is full, so that appending a token costs the same however long the sequences are. A block is compressed once,
+    when its last token comes. Results are those of `nsa` over all tokens, bit for bit.
+
+    Parameters
+    ----------
+    compress_block_size, compress_stride, w_k_compress, w_v_compress, mode
+        As in `nsa`.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+    num_threads : int, optional
+        Threads for each call. Default: see `set_num_threads`.
+    **options
+        What else `nsa` takes as rules: `num_selected_blocks`, `window_size`, `gate_proj_weight`, `causal`, `scale`, `select_block_size`,
+        `init_blocks`, `local_blocks`, and in mslk mode `q_tile_size` and `num_cmp_selected_blocks`.
+
+    Attributes
+    ----------
+    lens : numpy.ndarray
+        ``(B,)``: tokens of each sequence. Empty before the first `append`.
+
+    See Also
+    --------
+    nsa : the operation; with `compressed_kv` for callers that keep arrays of their own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import nsa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 40, heads, 16), dtype=np.float32) for heads in (4, 2, 2))
+    >>> sizes = {"compress_block_size": 8, "num_selected_blocks": 4, "window_size": 8}
+    >>> cache = nsa.NsaCache(**sizes)
+    >>> out = []
+    >>> for tokens in (slice(0, 30), *(slice(n, n + 1) for n in range(30, 40))):  # a prompt, and then one token after the other
+    ...     cache.append(k[:, tokens], v[:, tokens])
+    ...     out.append(cache.attend(q[:, tokens]))
+    >>> bool((np.concatenate(out, axis=1) == nsa.nsa(q, k, v, **sizes)).all())
+    True
+    """
+
+    def __init__(
+        self, *, compress_block_size: int = 64, compress_stride: int | None = None, w_k_compress: Any = None, w_v_compress: Any = None,
+        mode: str = "paper", dtype: Any = None, num_threads: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        for name in options:
+            if name not in RULES:
+                raise TypeError(f"{name}: expected one of {', '.join(RULES)}, got {name!r}")
+        self._options = {
+            "compress_block_size": compress_block_size, "compress_stride": compress_stride, "mode": mode, "num_threads": num_threads,
+            **options,
+        }  # fmt: skip
+        rules = rules_of(
+            mode, compress_block_size, options.get("num_selected_blocks", 16), options.get("q_tile_size", 256), compress_stride,
+            options.get("select_block_size"), options.get("init_blocks", 1), options.get("local_blocks", 2), options.get("causal", True),
+        )  # fmt: skip
+        self._store = Store(rules, w_k_compress, w_v_compress, dtype_of(dtype), threads_of(num_threads))
+
+    @property
+    def lens(self) -> np.ndarray:
+        return self._store.lens.copy()
+
+    def append(self, k: Any, v: Any, lens: Any = None) -> None:
+        """Takes new tokens behind those of each sequence. The arrays are copied.
+
+        Parameters
+        ----------
+        k, v : array
+            ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``: float32, float16, bfloat16 or float64, the same B, Hkv, D, Dv and dtype each time.
+        lens : sequence of int, optional
+            ``(B,)``: only so many of a sequence's N tokens are new ones, and the others are not looked at. Default: all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument of the wrong kind, shape or range. Nothing has been taken then.
+
+        Examples
+        --------
+        Two prompts, of five tokens and of three:
+
+        >>> import numpy as np
+        >>> from blitz_attn import nsa
+        >>> cache = nsa.NsaCache(compress_block_size=4)
+        >>> k = np.ones((2, 5, 1, 8), np.float32)
+        >>> cache.append(k, k, lens=[5, 3])
+        >>> cache.lens.tolist()
+        [5, 3]
+        """
+        self._store.append(k, v, lens)
+
+    def attend(self, q: Any, *, gates: Any = None, out: Any = None) -> Any:
+        """The results of queries that are the last tokens of each sequence.
+
+        Parameters
+        ----------
+        q : array
+            ``(B, N, H, D)``: the queries of the N tokens that were appended last, or of fewer or of more of them. No sequence may have
+            fewer than N tokens.
+        gates, out
+            As in `nsa`.
+
+        Returns
+        -------
+        array
+            ``(B, N, H, Dv)``, of the dtype and kind of `q`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `nsa`. Also where nothing has been appended.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from blitz_attn import nsa
+        >>> cache = nsa.NsaCache(compress_block_size=4)
+        >>> k = np.ones((2, 5, 1, 8), np.float32)
+        >>> cache.append(k, k)
+        >>> cache.attend(np.ones((2, 1, 4, 8), np.float32)).shape
+        (2, 1, 4, 8)
+        """
+        store = self._store
+        held = store.held
+        if not held:
+            raise ValueError("q: expected tokens appended before the first queries, got none")
+        k, v, *compressed = held
+        return nsa(
+            q, k, v, compressed_kv=compressed, kv_lens=store.ragged_lens, gates=gates, out=out,
+            dtype="bfloat16" if store.kind == "bfloat16" else store.dtype, **self._options,
+        )  # fmt: skip
 
 
 # ---- Backward -----------------------------------------------------------------------------------------------------

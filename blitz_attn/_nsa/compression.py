@@ -21,7 +21,7 @@ def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences
     """Shape of what `compress_kv` makes of tokens `x`."""
     if sequences.blocks is not None:
         return (int(sequences.blocks[-1]), *x.shape[1:])
-    return (x.shape[0], int(block_count(x.shape[1], size, stride)), *x.shape[2:])
+    return (x.shape[0], block_count(x.shape[1], size, stride), *x.shape[2:])
 
 
 def check_compressed(x: np.ndarray, size: int, stride: int, sequences: Sequences, name: str = "k_cmp") -> None:
@@ -30,7 +30,7 @@ def check_compressed(x: np.ndarray, size: int, stride: int, sequences: Sequences
     if sequences.blocks is not None:
         expected = int(sequences.blocks[-1])
     else:
-        expected = int(block_count(sequences.longest, size, stride))
+        expected = block_count(sequences.longest, size, stride)
     if x.shape[-3] != expected and (sequences.kv_lens is None or x.shape[-3] < expected):
         least = "" if sequences.kv_lens is None else "at least "
         raise ValueError(f"{name}: expected {least}{expected} blocks of compress_block_size = {size}, got {x.shape}")
@@ -108,6 +108,7 @@ def compress_kv(
 
     A mean depends on the tokens of its block alone. So the blocks that new tokens complete can be made by themselves, with the same bits:
     of a sequence of which ``m`` blocks are known, ``compress_kv(k[:, m * stride :], v[:, m * stride :], ...)`` returns the others.
+    `NsaCache` does so.
 
     References
     ----------

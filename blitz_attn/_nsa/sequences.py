@@ -34,7 +34,9 @@ def cumulative(counts: Any) -> np.ndarray:
 
 
 def block_count(tokens: Any, block_size: int, stride: int) -> Any:
-    """Number of complete blocks of sequences of `tokens` tokens."""
+    """Number of complete blocks of sequences of `tokens` tokens: a number, or an array."""
+    if isinstance(tokens, int):
+        return 0 if tokens < block_size else (tokens - block_size) // stride + 1
     return np.where(np.asarray(tokens) < block_size, 0, (np.asarray(tokens) - block_size) // stride + 1)
 
 

@@ -382,6 +382,21 @@ def _native_last(a: Arena, v: int) -> dict[str, Any]:
     return call | ({"out": a.poisoned(*lead, 2, 8)} if v & 16 else {})
 
 
+def _cache_append(k: Any, v: Any, lens: Any = None) -> Any:
+    return nsa.NsaCache(**_SMALL).append(k, v, lens)
+
+
+def _cache_attend(q: Any, *, gates: Any = None, out: Any = None) -> Any:
+    cache = nsa.NsaCache(**_SMALL)
+    cache.append(np.ones((1, 12, 1, 8), np.float32), np.ones((1, 12, 1, 8), np.float32))
+    return cache.attend(q, gates=gates, out=out)
+
+
+def _cache(a: Arena, v: int) -> dict[str, Any]:
+    call: dict[str, Any] = {**_SMALL, "mode": ("paper", "mslk")[v & 1]}
+    return call | ({"w_k_compress": a.floats(1, 8, 8), "num_threads": 2, "dtype": "float32", "window_size": 4} if v & 2 else {})
+
+
 @cache
 def _context() -> Any:
     x = np.ones((1, 12, 2, 8), np.float32)
@@ -677,8 +692,14 @@ GROUPS: dict[str, dict[str, Good]] = {
         "select_and_attend": Good(blitz_attn.select_and_attend, _select_and_attend, ("out",), names=("lse", "minblocks"), sizes=("k", "budget")),
     },
     "nsa": {
-        "nsa": Good(nsa.nsa, _native, ("out",)),
+        "nsa": Good(nsa.nsa, _native, ("out",), names=("k_cmp", "v_cmp")),
         "nsa of the last tokens": Good(nsa.nsa, _native_last, ("out",), names=("k_cmp", "v_cmp")),
+        "NsaCache": Good(nsa.NsaCache, _cache),
+        "NsaCache.append": Good(_cache_append, lambda a, v: {"k": a.floats(1, 3, 1, 8), "v": a.floats(1, 3, 1, 8)} | ({"lens": [2]} if v & 1 else {})),
+        "NsaCache.attend": Good(
+            _cache_attend, lambda a, v: {"q": a.floats(1, 2, 2, 8)} | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)}),
+            ("out",), names=("k",),
+        ),
         "nsa_backward": Good(nsa.nsa_backward, lambda a, v: {"dout": a.floats(1, 12, 2, 8), "ctx": _context()}),
         "compress_kv": Good(nsa.compress_kv, _compress()),
         "compress_kv_backward": Good(nsa.compress_kv_backward, _compress("dk_cmp", "dv_cmp")),
