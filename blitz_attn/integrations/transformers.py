@@ -282,7 +282,8 @@ def paged_cache(model: Any, *, page_size: int = 64) -> Any:
     """A cache for a model's `generate` and forward calls that keeps keys and values in pages, which Quest can choose from.
 
     It grows without copying what it holds at every step. Every attention implementation can read it. Layers with a sliding window,
-    and layers of other kinds than attention, get the same layers as in transformers' `DynamicCache`.
+    and layers of other kinds than attention, get the same layers as in transformers' `DynamicCache`. Under torch.autocast, keys and values
+    are kept in its dtype, in which attention is computed.
 
     Parameters
     ----------

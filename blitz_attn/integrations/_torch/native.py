@@ -14,7 +14,7 @@ import numpy as np
 from ...nsa import nsa as _nsa
 from ...nsa import nsa_backward as _nsa_backward
 from .operators import no_second
-from .tensors import expect_tensors, rows, transforms_active
+from .tensors import autocast_dtype, expect_tensors, lowered, rows, transforms_active
 
 __all__ = ["nsa"]
 
@@ -148,4 +148,7 @@ def nsa(
     expect_tensors(**{name: x for name, x in zip(_NSA_TENSORS, tensors, strict=True) if x is not None or name in ("q", "k", "v")})
     if transforms_active():
         raise ValueError("nsa: expected a call outside of torch.func's transforms, which cannot see into it")
+    dtype = autocast_dtype()
+    if dtype is not None:  # weights and gates are read as float32
+        tensors = (*(lowered(x, dtype) for x in tensors[:3]), *tensors[3:])
     return _function().apply(options, *tensors)

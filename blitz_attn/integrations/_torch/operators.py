@@ -16,7 +16,7 @@ from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention, block_sparse_attention_backward
 from ...paged import paged_attention, paged_select_attention
 from .masks import read_mask
-from .tensors import rows, transforms_active
+from .tensors import autocast_dtype, lowered, rows, transforms_active
 
 try:
     import torch
@@ -146,6 +146,35 @@ def _paged_shapes(q: Any, k_cache: Any, v_cache: Any, *rest: Any, **options: Any
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1])), q.new_empty(q.shape[:-1], dtype=_real(q))
 
 
+# ---- Under torch.autocast -----------------------------------------------------------------------------------------
+
+
+def _cast_attention(given: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """As torch casts for its own attention: queries, keys, values, and a mask of numbers. Sinks and slopes are read as float32."""
+    mask = 4 + len(_LENGTHS) + _SHOWN.index("attn_mask")
+    return tuple(lowered(x, dtype) if n < 3 or n == mask else x for n, x in enumerate(given))
+
+
+def _cast_queries(given: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """Queries for a cache, which no call casts: it is as long as all that was said before."""
+    q, k_cache, *rest = given
+    to = dtype if k_cache.dtype.itemsize == 1 else k_cache.dtype
+    return (q if to == torch.float64 else lowered(q, to), k_cache, *rest)
+
+
+def _under_autocast(name: str, cast: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator where autocast is on: its tensors are cast, where torch can differentiate that, and so is its result."""
+    this_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def run(*given: Any, **options: Any) -> Any:
+        dtype = autocast_dtype()
+        with torch._C._ExcludeDispatchKeyGuard(this_key):
+            out, lse = getattr(torch.ops.blitz_attn, name).default(*cast(given, dtype), **options)
+            return lowered(out, dtype), lse
+
+    return run
+
+
 # ---- Gradients ----------------------------------------------------------------------------------------------------
 
 
@@ -204,16 +233,18 @@ def _nothing(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None
 def _register() -> Any:
     library = torch.library.Library("blitz_attn", "FRAGMENT")
     attention, lists = "block_sparse_attention", "; block_sparse_attention has one, with the lists of select_blocks_prefill"
-    for name, shapes, keep, gradient in (
-        (attention, _attend_shapes, _keep, _gradients),
-        ("block_sparse_attention_backward", _attend_backward_shapes, _nothing, _refuse(no_second(attention))),
-        ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists)),
-        ("paged_attention", _paged_shapes, _nothing, _without("paged_attention", "")),
+    for name, shapes, keep, gradient, cast in (
+        (attention, _attend_shapes, _keep, _gradients, _cast_attention),
+        ("block_sparse_attention_backward", _attend_backward_shapes, _nothing, _refuse(no_second(attention)), None),
+        ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists), _cast_attention),
+        ("paged_attention", _paged_shapes, _nothing, _without("paged_attention", ""), _cast_queries),
     ):
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _ON_CPU[name], "CPU")
         torch.library.register_fake(f"blitz_attn::{name}", shapes, lib=library)
         torch.library.register_autograd(f"blitz_attn::{name}", gradient, setup_context=keep, lib=library)
+        if cast is not None:
+            library.impl(name, _under_autocast(name, cast), "AutocastCPU")
     return library
 
 
@@ -227,10 +258,11 @@ _CLASSES = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.P
 
 def _needs_dispatch(*given: Any, **options: Any) -> bool:
     """Whether torch would do more for a call than pass it on to the CPU: whether it follows a tensor for a gradient, a tensor is of a class
-    of its own, a mode or torch's profiler watches operators, or a graph is made of them."""
+    of its own, autocast is on, a mode or torch's profiler watches operators, or a graph is made of them."""
     return (
         torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*given, **options))
+        or torch.is_autocast_enabled("cpu")
         or not _CLASSES.issuperset(map(type, (*given, *options.values())))
         or torch._C._len_torch_function_stack() > 0
         or torch._C._len_torch_dispatch_stack() > 0

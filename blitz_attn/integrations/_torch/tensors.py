@@ -45,6 +45,21 @@ def expect_tensors(**arguments: Any) -> None:
         _refuse_transform(x, name)
 
 
+def autocast_dtype() -> Any:
+    """The dtype that torch.autocast casts CPU tensors to; None where it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def lowered(x: Any, dtype: Any) -> Any:
+    """The tensor as torch.autocast casts it: tensors of bool, of integers and of float64 stay. Axes that repeat what they hold are cast
+    once."""
+    if x is None or x.dtype == dtype or not x.is_cpu or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    if 0 not in x.stride():
+        return x.to(dtype)
+    return x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())].to(dtype).expand(x.shape)
+
+
 def transforms_active() -> bool:
     """Whether the call is within a transform of torch.func. A graph that is made of one is none of ours to look into."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -15,6 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from ... import _arrays, _core, block_sparse_attention, select_blocks_prefill
 from ..._select.choosers import rules_of
 from .._torch.masks import read_mask
+from .._torch.tensors import autocast_dtype, lowered
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of, _config_of_text
 from .cache import pages_of
@@ -411,6 +412,18 @@ def _of_one_batch(layer: _Layer) -> None:
         layer.query, layer.key, layer.value = (x.expand(batch, *x.shape[1:]) for x in given[:3])
 
 
+def _under_autocast(layer: _Layer) -> None:
+    """Cast, as autocast casts what torch's own attention is given. Keys and values that a paged cache holds are in its dtype already."""
+    dtype = autocast_dtype()
+    if dtype is None:
+        return
+    layer.query, layer.key, layer.value = (lowered(x, dtype) for x in (layer.query, layer.key, layer.value))
+    if isinstance(layer.mask, torch.Tensor) and not isinstance(layer.mask, RuleMask):
+        layer.mask = lowered(layer.mask, dtype)
+    if layer.rest.get("position_bias") is not None:
+        layer.rest["position_bias"] = lowered(layer.rest["position_bias"], dtype)
+
+
 def _attend_outside(reason: str) -> Any:
     """`_attend` where it cannot stand in a graph of torch.compile: the graph ends before it, and the next begins after it."""
 
@@ -472,6 +485,7 @@ def _attention(sparse: bool) -> Any:
         if isinstance(attention_mask, TracedMask) and not torch.compiler.is_compiling():  # the graph has ended between mask and attention
             layer.mask = attention_mask.as_rules()
         _of_one_batch(layer)
+        _under_autocast(layer)
         return _attend_traced(layer) if torch.compiler.is_compiling() else _attend(layer)
 
     return attend

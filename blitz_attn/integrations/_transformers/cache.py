@@ -9,6 +9,7 @@ import torch
 from transformers import cache_utils
 
 from ... import quest_prefill_metadata, select_and_attend
+from .._torch.tensors import autocast_dtype, lowered
 
 __all__ = ["PagedCache", "PagedLayer", "pages_of"]
 
@@ -19,7 +20,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     """Keys and values of one layer, in pages of `page_size` tokens.
 
     The pages of a batch entry lie one after the other in its own row of a buffer. All its keys are therefore one view, which `update`
-    returns and any attention can read; and pages may begin at any token, behind padding on the left.
+    returns and any attention can read; and pages may begin at any token, behind padding on the left. They have the dtype in which attention
+    is computed: that of torch.autocast where it is on, else that of the latest keys and values.
     """
 
     is_sliding = False
@@ -48,8 +50,15 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("past_key_values: expected a call under torch.no_grad() for a paged cache, got keys that need gradients")
+        dtype = autocast_dtype()
+        if dtype is not None:
+            key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif (self._keys.dtype, self._values.dtype) != (key_states.dtype, value_states.dtype):
+            self.dtype = key_states.dtype
+            self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
+            self._forget_summaries()
         begin, self.length = self.length, self.length + key_states.shape[2]
         if self.length > self._keys.shape[1] - self.page_size:  # a page more than are needed, because they may begin at any token
             pages = -(-self.length // self.page_size)
