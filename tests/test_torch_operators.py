@@ -738,6 +738,61 @@ def test_gradients_as_torchs():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+AXES = [
+    # leading axes of query, key and value
+    ((2, 4), (1, 4), (1, 4)), ((1, 4), (2, 4), (2, 4)), ((2, 4), (1, 1), (1, 1)), ((2, 4), (2, 1), (2, 1)), ((2, 4), (2, 1), (2, 4)),
+    ((2, 1), (2, 4), (2, 4)), ((1, 4), (1, 4), (2, 4)), ((2, 4), (4,), (4,)), ((2, 4), (), ()), ((), (4,), (4,)), ((4,), (1,), (1,)),
+    ((4,), (), (4,)), ((3, 2, 4), (1, 2, 4), (3, 1, 1)), ((3, 2, 4), (2, 4), (2, 4)), ((3, 1, 4), (2, 1), (1, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_leading_axes_that_broadcast(axes, causal):
+    """As torch's own attention takes them; forward and backward."""
+    torch.manual_seed(4)
+    given = [torch.randn(*lead, tokens, 16, requires_grad=True) for lead, tokens in zip(axes, (9, 11, 11), strict=True)]
+    ours = functions.scaled_dot_product_attention(*given, is_causal=causal)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal)
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.randn_like(ours)
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), given) for x in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    out, lse = functions.scaled_dot_product_attention(*given, is_causal=causal, return_lse=True)
+    assert torch.equal(out, ours)
+    assert lse.shape == ours.shape[:-1]
+    scores = torch.broadcast_shapes(*(x.shape[:-2] for x in given[:2]))
+    if not causal and scores == ours.shape[:-2]:  # of others torch takes no mask
+        mask = torch.randn(*ours.shape[:-1], 11)
+        theirs = torch.nn.functional.scaled_dot_product_attention(*given, mask)
+        torch.testing.assert_close(functions.scaled_dot_product_attention(*given, mask), theirs)
+
+
+@pytest.mark.parametrize("axes", [((2, 4), (1, 2), (1, 2)), ((2, 4), (2, 1), (2, 2)), ((2, 4), (1, 1), (1, 1)), ((4,), (2,), (2,)),
+                                  ((2, 4), (2,), (2,)), ((3, 2, 4), (1, 1, 2), (3, 2, 1))], ids=str)  # fmt: skip
+def test_leading_axes_that_broadcast_beside_grouped_heads(axes):
+    torch.manual_seed(4)
+    given = [torch.randn(*lead, tokens, 16) for lead, tokens in zip(axes, (9, 11, 11), strict=True)]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*given, enable_gqa=True)
+    torch.testing.assert_close(functions.scaled_dot_product_attention(*given, enable_gqa=True), theirs)
+
+
+def test_what_broadcasts_is_not_copied():
+    """One set of keys for a batch of 64: their bytes do not show in the memory that a call takes."""
+    q, k, v = torch.randn(64, 4, 1, 64), *(torch.randn(1, 1, 4096, 64) for _ in range(2))
+    with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
+        out = functions.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert sum(max(0, event.cpu_memory_usage) for event in profile.events()) < k.nbytes
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_leading_axes_broadcast_in_a_graph(dynamic):
+    given = torch.randn(2, 4, 9, 16), torch.randn(1, 1, 11, 16), torch.randn(4, 11, 16)
+    run = torch.compile(functions.scaled_dot_product_attention, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert torch.equal(run(*given), functions.scaled_dot_product_attention(*given))
+
+
 # ---- What is refused ----------------------------------------------------------------------------------------------------------------
 
 
@@ -748,7 +803,7 @@ def test_gradients_as_torchs():
         ({"attn_mask": torch.ones(31, 36, dtype=torch.bool)}, ValueError,
          r"attn_mask: expected a shape that expands to \(.*31, 37\), got \(31, 36\)"),
         ({"attn_mask": torch.zeros(31, 37, requires_grad=True)}, ValueError, "attn_mask: expected a tensor that needs no gradient, got one with"),
-        ({"attn_mask": torch.ones(37, dtype=torch.bool), "key": torch.ones(8)}, ValueError, "key: expected shape"),
+        ({"attn_mask": torch.ones(37, dtype=torch.bool), "key": torch.ones(8)}, ValueError, r"key: expected shape \(..., H, S, D\), got \(8,\)"),
         ({"attn_mask": torch.ones(31, 37, dtype=torch.int64)}, TypeError,
          "attn_mask: expected bool, float32, float16, bfloat16 or float64, got torch.int64"),
         ({"attn_mask": torch.ones(31, 37).to(torch.float8_e4m3fn)}, TypeError,
@@ -761,7 +816,12 @@ def test_gradients_as_torchs():
          r"attn_mask: expected a CausalBias for 31 queries and 37 keys, got one for \(31, 36\)"),
         ({"attn_mask": 3}, TypeError, "attn_mask: expected None, a tensor or a CausalBias, got int"),
         ({"enable_gqa": False}, ValueError, "key: expected 4 heads like query, or enable_gqa=True, got 2"),
-        ({"value": torch.ones(2, 37, 8)}, ValueError, r"value: expected shape \(..., H, S, D\) with the leading axes of query, got \(2, 37, 8\)"),
+        ({"value": torch.ones(3, 2, 37, 8)}, ValueError,
+         r"value: expected leading axes that broadcast with those of query \(2, 4, 31, 16\) and key \(2, 2, 37, 16\), got shape \(3, 2, 37, 8\)"),
+        ({"key": torch.ones(3, 2, 37, 16)}, ValueError,
+         r"key: expected leading axes that broadcast with those of query \(2, 4, 31, 16\), got shape \(3, 2, 37, 16\)"),
+        ({"value": torch.ones(8)}, ValueError, r"value: expected shape \(..., H, S, D\), got \(8,\)"),
+        ({"value": torch.ones(2, 3, 37, 8)}, ValueError, r"value: expected 2 heads like key, or 1, got 3"),
         ({"key": torch.ones(2, 2, 37, 8)}, ValueError, "key: expected shape .* like query"),
         ({"query": torch.ones(2, 4, 31, 16, device="meta")}, TypeError, "query: expected a dense tensor in CPU memory, got one of layout torch.strided on meta"),
         ({"query": np.ones((2, 4, 31, 16))}, TypeError, "query: expected a torch tensor, got ndarray"),

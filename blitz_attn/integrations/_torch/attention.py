@@ -159,6 +159,48 @@ def _four_axes(x: Any) -> Any:
     return x if x.dim() == 4 else x.flatten(0, -4)
 
 
+def _shape_error(name: str, x: Any, given: dict[str, Any]) -> ValueError:
+    others = [f"{other} {tuple(y.shape)}" for other, y in given.items()]
+    return ValueError(f"{name}: expected leading axes that broadcast with those of {' and '.join(others)}, got shape {tuple(x.shape)}")
+
+
+def _broadcast(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any]:
+    """Views whose leading axes are equal. Keys and values may keep fewer heads than queries: one, or with `enable_gqa` any number."""
+    given = {"query": query, "key": key, "value": value}
+    for name, x in given.items():
+        if x.dim() < 2:
+            raise ValueError(f"{name}: expected shape (..., H, S, D), got {tuple(x.shape)}")
+    if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        return query, key, value
+    if query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and query.dim() == key.dim() == value.dim():
+        lead: tuple[Any, ...] = tuple(query.shape[:-3])
+    else:
+        axes: list[Any] = [1] * (max(x.dim() for x in given.values()) - 3)
+        before: dict[str, Any] = {}
+        for name, x in given.items():
+            for n, size in enumerate(reversed(x.shape[:-3]), 1):
+                if size != 1 and axes[-n] not in (1, size):
+                    raise _shape_error(name, x, before)
+                axes[-n] = axes[-n] if size == 1 else size
+            before[name] = x
+        lead = tuple(axes)
+    heads, of_keys, of_values = (x.shape[-3] if x.dim() > 2 else 1 for x in given.values())
+    if of_keys != of_values and 1 not in (of_keys, of_values):
+        raise ValueError(f"value: expected {of_keys} heads like key, or 1, got {of_values}")
+    kv_heads = of_values if of_keys == 1 else of_keys
+    if heads == 1 and kv_heads != 1 and not enable_gqa:
+        heads = kv_heads
+    if kv_heads not in (1, heads) and not enable_gqa:
+        raise ValueError(f"key: expected {heads} heads like query, or enable_gqa=True, got {kv_heads}")
+    wanted = (heads, kv_heads, kv_heads)
+    q, k, v = (_expanded(x, (*lead, n, *x.shape[-2:])) for x, n in zip(given.values(), wanted, strict=True))
+    return q, k, v
+
+
+def _expanded(x: Any, shape: tuple[Any, ...]) -> Any:
+    return x if x.shape == shape else x.expand(shape)
+
+
 def _upper_left(query: Any, key: Any, window: Any, q_lens: Any, kv_lens: Any) -> tuple[bool, Any, Any, Any]:
     """torch's `is_causal`, query i sees key j when j <= i, as the library's causal, window and lengths, which are aligned to the end."""
     queries, keys = query.shape[2], key.shape[2]
@@ -201,7 +243,8 @@ def scaled_dot_product_attention(
     query : torch.Tensor
         ``(..., H, Sq, D)``: a CPU tensor, float32, float16, bfloat16 or float64.
     key, value : torch.Tensor
-        ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype and leading axes.
+        ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype. Leading axes of the three broadcast, without copies, as do one head
+        of `key` and `value`, or of `query`.
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
         ``causal_upper_left`` is what `is_causal` is, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
         A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
@@ -214,7 +257,7 @@ def scaled_dot_product_attention(
     scale : float, optional
         Factor of ``query key^T``. Default: ``1 / sqrt(D)``.
     enable_gqa : bool
-        Allows fewer heads in `key` and `value` than in `query`.
+        Allows fewer heads in `key` and `value` than in `query`, and more than one.
     sabi : torch.Tensor or array of int, optional
         Block list ``(B or 1, H or 1, ceil(Sq / block_shape[0]), W)``: see `blitz_attn.block_sparse_attention`.
     block_shape : (int, int)
@@ -270,13 +313,9 @@ def scaled_dot_product_attention(
         if made_for != sizes:
             raise ValueError(f"attn_mask: expected a CausalBias for {sizes[0]} queries and {sizes[1]} keys, got one for {made_for}")
     return_lse = flag_of(return_lse, "return_lse")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() < 2 or x.shape[:-3] != query.shape[:-3] or x.dim() != query.dim():
-            raise ValueError(f"{name}: expected shape (..., H, S, D) with the leading axes of query, got {tuple(x.shape)}")
+    query, key, value = _broadcast(query, key, value, flag_of(enable_gqa, "enable_gqa"))
     mask = _mask_of_pairs(attn_mask, query, key) if has_elements else None
     q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
-    if q.shape[1] != k.shape[1] and not flag_of(enable_gqa, "enable_gqa"):
-        raise ValueError(f"key: expected {q.shape[1]} heads like query, or enable_gqa=True, got {k.shape[1]}")
     rules = _rules(block_shape, scale, "BNSD", lower_right, window, q_lens, kv_lens, None, None, None, None, num_threads)
     if is_causal:
         rules["causal"], rules["window"], rules["q_lens"], rules["kv_lens"] = _upper_left(
