@@ -23,9 +23,10 @@ def merge_states(
     Parameters
     ----------
     out_a, out_b : array
-        Attention outputs, ``(B, H, S, Dv)``: float32, float16, bfloat16 or float64, both of one dtype.
+        Attention outputs, ``(..., Dv)`` with up to three leading axes, such as ``(B, H, S, Dv)``, or ``(T, H, Dv)`` of paged calls:
+        float32, float16, bfloat16 or float64, both of one dtype.
     lse_a, lse_b : array
-        Their log-sum-exp, natural log, ``(B, H, S)``: float32 (float64 for float64). ``-inf`` marks a row whose part saw no
+        Their log-sum-exp, natural log, ``(...)``: float32 (float64 for float64). ``-inf`` marks a row whose part saw no
         key; its output is not read.
     out, lse_out : array, optional
         Where to write the results; they may share no memory with an input.
@@ -35,9 +36,9 @@ def merge_states(
     Returns
     -------
     out : array
-        ``(B, H, S, Dv)``, dtype and kind of `out_a`. Rows that are empty in both parts are 0.
+        ``(..., Dv)``, dtype and kind of `out_a`. Rows that are empty in both parts are 0.
     lse : array
-        ``(B, H, S)``; ``-inf`` where both parts are empty.
+        ``(...)``; ``-inf`` where both parts are empty.
 
     Raises
     ------
@@ -83,9 +84,10 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     Parameters
     ----------
     outs : iterable of array
-        Attention outputs, each ``(B, H, S, Dv)``, all of one dtype; or one array with the parts along its first axis.
+        Attention outputs, each ``(..., Dv)`` with up to three leading axes, all of one dtype; or one array with the parts along its first
+        axis.
     lses : iterable of array
-        Their log-sum-exp, each ``(B, H, S)``, in the same order.
+        Their log-sum-exp, each ``(...)``, in the same order.
     out, lse_out : array, optional
         Where to write the results; they may share no memory with an input.
     dtype : str or dtype, optional
@@ -94,9 +96,9 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     Returns
     -------
     out : array
-        ``(B, H, S, Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
+        ``(..., Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
     lse : array
-        ``(B, H, S)``; ``-inf`` where every part is empty.
+        ``(...)``; ``-inf`` where every part is empty.
 
     Raises
     ------
@@ -142,17 +144,17 @@ def merge_states_tree(outs: Iterable[Any], lses: Iterable[Any]) -> tuple[Any, An
     Parameters
     ----------
     outs : iterable of array
-        Attention outputs, each ``(B, H, S, Dv)``, all of one dtype, float32 or float64 (``out_dtype="float32"`` gives these from 16-bit
-        inputs); or one array with the parts along its first axis.
+        Attention outputs, each ``(..., Dv)`` with up to three leading axes, all of one dtype, float32 or float64 (``out_dtype="float32"``
+        gives these from 16-bit inputs); or one array with the parts along its first axis.
     lses : iterable of array
-        Their log-sum-exp, each ``(B, H, S)``, in the same order.
+        Their log-sum-exp, each ``(...)``, in the same order.
 
     Returns
     -------
     out : array
-        ``(B, H, S, Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
+        ``(..., Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
     lse : array
-        ``(B, H, S)``; ``-inf`` where every part is empty.
+        ``(...)``; ``-inf`` where every part is empty.
 
     Raises
     ------

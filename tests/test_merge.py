@@ -108,6 +108,40 @@ def test_strided_parts(dtype):
         assert same_bits(np.ascontiguousarray(got), np.ascontiguousarray(expected))
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (3, 8, 64), (0, 4, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fewer_axes(dtype, shape):
+    """The bits of the same rows with more axes; results of paged calls are (n, H, D). Outputs may be views."""
+    outs, lses = states(np.random.default_rng(6), 3, shape, dtype)
+    lses = [np.asarray(x) for x in lses]
+    more = (None,) * (4 - len(shape))
+    named = bits_option(outs[0])
+    expected = blitz_attn.merge_states_n([x[more] for x in outs], [x[more] for x in lses], **named)
+    wide, wide_lse = poisoned((*shape[:-1], 2, shape[-1]), outs[0]), np.full((*shape[:-1], 3), np.nan, lses[0].dtype)
+    for given in ({}, {"out": wide[..., 1, :], "lse_out": wide_lse[..., 2]}):
+        out, lse = blitz_attn.merge_states_n(outs, lses, **given, **named)
+        assert out.shape == shape
+        assert lse.shape == shape[:-1]
+        assert same_bits(np.ascontiguousarray(out[more]), expected[0])
+        assert same_bits(np.ascontiguousarray(lse[more]), expected[1])
+        assert_merged(out, np.asarray(lse), outs, lses)
+    assert np.isnan(wide_lse[..., :2]).all()
+    pair = blitz_attn.merge_states(outs[0], lses[0], outs[1], lses[1], **named)
+    assert_merged(pair[0], np.asarray(pair[1]), outs[:2], lses[:2])
+    if dtype in ("float32", "float64"):
+        tree = blitz_attn.merge_states_tree(outs, lses)
+        assert_merged(tree[0], np.asarray(tree[1]), outs, lses)
+
+
+def test_results_of_paged_calls_in_tensors():
+    torch = pytest.importorskip("torch")
+    outs, lses = states(np.random.default_rng(7), 2, (3, 8, 64), "float32")
+    out, lse = blitz_attn.merge_states(*(torch.from_numpy(x) for pair in zip(outs, lses, strict=True) for x in pair))
+    expected, expected_lse = blitz_attn.merge_states(outs[0], lses[0], outs[1], lses[1])
+    assert same_bits(out.numpy(), expected)
+    assert same_bits(lse.numpy(), expected_lse)
+
+
 def test_a_nan_stays_in_its_row():
     outs, lses = states(np.random.default_rng(4), 2, (1, 2, 6, 8), "float32", empty=0.0)
     clean, clean_lse = blitz_attn.merge_states_n(outs, lses)
@@ -151,7 +185,15 @@ def test_sentences():
         blitz_attn.merge_states_n([], Unending())
     with pytest.raises(TypeError, match="^outs: expected a sequence of arrays, got NoneType$"):
         blitz_attn.merge_states_n(None, None)
-    with pytest.raises(ValueError, match=r"^lses\[1\]: expected shape \(1, 2, 8\) like the first three axes of outs\[0\], got \(1, 2\)$"):
+    with pytest.raises(ValueError, match=r"^lses\[1\]: expected shape \(1, 2, 8\) like the leading axes of outs\[0\], got \(1, 2\)$"):
         blitz_attn.merge_states_n([out, out], [lse, lse[..., 0]])
     with pytest.raises(TypeError, match=r"^lses\[1\]: expected dtype float32 with outs\[0\] of 32 bits or fewer, got float64$"):
         blitz_attn.merge_states_n([out, out], [lse, lse.astype(np.float64)])
+    with pytest.raises(ValueError, match=r"^outs\[1\]: expected shape \(2, 8, 8\) like outs\[0\], got \(2, 8, 7\)$"):
+        blitz_attn.merge_states_n([out[0], out[0, ..., :7]], [lse[0], lse[0]])
+    with pytest.raises(ValueError, match=r"^lse_out: expected shape \(2, 8\) like the leading axes of outs\[0\], got \(1, 2, 8\)$"):
+        blitz_attn.merge_states_n([out[0]], [lse[0]], lse_out=lse.copy())
+    with pytest.raises(ValueError, match=r"^out_a: expected shape \(..., Dv\), got \(\)$"):
+        blitz_attn.merge_states(np.float32(1), np.float32(1), out, lse)
+    with pytest.raises(ValueError, match=r"^outs\[0\]: expected at most 4 dimensions, got 5$"):
+        blitz_attn.merge_states_n([out[None]], [lse[None]])

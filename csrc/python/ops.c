@@ -3,6 +3,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/status.h"
+#include "ops/check.h"
 #include "ops/open.h"
 #include "ops/select_prefill.h"
 
@@ -446,6 +448,40 @@ static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dt
     return 0;
 }
 
+/* Whether an array has the shape of outs[0], or that of its leading axes. */
+static ba_status check_merge_shape(const char *name, const ba_tensor *t, const ba_tensor *first, bool is_lse) {
+    ba_tensor expected = *first;
+    expected.ndim -= is_lse;
+    bool same = t->ndim == expected.ndim;
+    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected.dims[i];
+    if (same) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(&expected).chars,
+                   is_lse ? "the leading axes of outs[0]" : "outs[0]", ba_shape_text(t).chars);
+}
+
+/* Axes of length 1 in front, up to `ndim` axes: the library merges tensors of four. */
+static void add_axes(ba_tensor *t, int ndim) {
+    const int added = ndim - t->ndim;
+    for (int i = ndim - 1; i >= 0; i--) {
+        t->dims[i] = i < added ? 1 : t->dims[i - added];
+        t->strides[i] = i < added ? 0 : t->strides[i - added];
+    }
+    t->ndim = ndim;
+}
+
+/* Checks the shapes of all arrays, as the caller gave them, and makes them those that the library takes. */
+static ba_status fit_merge(merge_call *call) {
+    const ba_tensor first = call->tensors[0];
+    if (first.ndim == 0) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (..., Dv), got ()");
+    for (Py_ssize_t i = 0; i < 2 * call->parts; i++) BA_TRY(check_merge_shape(call->names[i], &call->tensors[i], &first, i >= call->parts));
+    BA_TRY(check_merge_shape("out", &call->out.tensor, &first, false));
+    BA_TRY(check_merge_shape("lse", &call->lse.tensor, &first, true));
+    for (Py_ssize_t i = 0; i < 2 * call->parts; i++) add_axes(&call->tensors[i], i < call->parts ? 4 : 3);
+    add_axes(&call->out.tensor, 4);
+    add_axes(&call->lse.tensor, 3);
+    return BA_OK;
+}
+
 TAKES(merge_states, 3, "empty", "outs", "lses", "out", "lse_out", "dtype");
 PyObject *py_merge_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(merge_states, 6);
@@ -465,6 +501,7 @@ PyObject *py_merge_states(PyObject *module, PyObject *const *args, Py_ssize_t na
     for (Py_ssize_t i = 0; i < 2 * call.parts; i++)
         if (arg_disjoint(&call.out, &call.arrays[i]) < 0 || arg_disjoint(&call.lse, &call.arrays[i]) < 0) goto done;
 
+    if (arg_check(fit_merge(&call)) < 0) goto done;
     INTERRUPTIBLE(status, ba_merge_states(call.parts, call.tensors, call.tensors + call.parts, &call.out.tensor, &call.lse.tensor));
     if (arg_check(status) < 0) goto done;
     result = PyTuple_Pack(2, out, lse);

@@ -29,6 +29,7 @@ def merge_states(draw: Draw) -> None:
     kind = draw.pick("kind", arrays.kinds_for(dtype))
     parts = draw.integer("parts", 1, 9, likely=(2,))
     shape = tuple(draw.integer(name, 0, high, likely=(1,)) for name, high in (("batch", 3), ("heads", 5), ("tokens", 40)))
+    shape = shape[draw.pick("fewer_axes", (0, 1, 2)) :]
     dim = draw.integer("v_dim", 1, 576, likely=(64, 128))
     real = "float64" if dtype == "float64" else "float32"
     rng = draw.rng("values")
