@@ -798,3 +798,10 @@ def test_a_paged_cache_keeps_no_gradients():
         model(torch.arange(3, 9)[None], past_key_values=paged_cache(model))
 
 
+def test_a_cache_of_a_smaller_model():
+    """A draft model's cache, given to the model itself."""
+    model = small_model("llama")
+    cache = paged_cache(transformers.LlamaConfig(num_hidden_layers=1))
+    sentence = "^past_key_values: expected a paged_cache of the model itself, got one of a model with 1 layers for layer number 1, counted from 0$"
+    with pytest.raises(ValueError, match=sentence):
+        forward(model, "blitz_attn", torch.arange(3, 9)[None], past_key_values=cache, use_cache=True)

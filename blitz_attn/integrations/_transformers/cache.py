@@ -184,6 +184,15 @@ class PagedCache(cache_utils.Cache):
         own = cache_utils.DynamicCache(config=config).layers
         super().__init__(layers=[PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in own])
 
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"past_key_values: expected a paged_cache of the model itself, got one of a model with {len(self.layers)} layers for layer "
+                f"number {layer_idx}, counted from 0"
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
 
 def pages_of(keys: Any, values: Any) -> PagedLayer | None:
     """The layer whose pages hold these keys and values, where it still holds exactly them."""
