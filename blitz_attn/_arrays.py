@@ -134,9 +134,18 @@ def _as_bits(x: Any, name: str) -> Any:
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     if _is_torch(x):
         return _tensor_as_bits(x, name)
+    refuse_block_mask(x, name)
     if _is_jax(x) and isinstance(x, sys.modules["jax"].core.Tracer):
         raise TypeError(f"{name}: expected an array of numbers, got a tracer of JAX: jit, grad and vmap of JAX cannot see into this call")
     return x
+
+
+def refuse_block_mask(x: Any, name: str) -> None:
+    """Refuses FlexAttention's BlockMask, of which arguments can be made."""
+    if type(x).__name__ == "BlockMask":
+        raise TypeError(
+            f"{name}: expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments of it"
+        )
 
 
 def _tensor_as_bits(x: Any, name: str) -> Any:

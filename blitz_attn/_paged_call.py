@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from numpy import empty, floating, integer, ndarray
+from numpy import empty, float32, floating, integer, ndarray
 
 from . import _arrays, _core
 from ._arrays import bias_for_core, is_registered
 from ._sentences import renamed
 
 _CORE_NAMES = {"selected_counts": "counts"}
+_OTHER_FLOATS = ("float64", "float16", "bfloat16")
 
 
-def scales_for_core(scale: Any, name: str) -> Any:
-    """k_scale or v_scale: a number as an array, which the core can read; anything else as it is."""
-    number = isinstance(scale, (float, int, floating, integer)) or (type(scale) is ndarray and scale.ndim == 0)
-    return _arrays.float32_numbers(scale, name) if number else scale
+def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
+    """k_scale or v_scale as the core can read it: numbers and other floats as arrays of float32. Beside a `cache` of 16 bits or more, which
+    has no scale, the number 1 means none."""
+    number = isinstance(scale, (float, int, floating, integer)) or getattr(scale, "ndim", None) == 0
+    if number:
+        made = _arrays.float32_numbers(scale, name)
+        return None if made == 1 and getattr(getattr(cache, "dtype", None), "itemsize", 1) > 1 else made
+    other = type(scale) is not ndarray or scale.dtype != float32
+    return _arrays.float32_numbers(scale, name) if other and str(getattr(scale, "dtype", "")).rpartition(".")[2] in _OTHER_FLOATS else scale
 
 
 def _is_written(scale: Any) -> bool:
@@ -24,11 +30,13 @@ def _is_written(scale: Any) -> bool:
     return scale is not None and len(_arrays.shape_of(scale)) > 1
 
 
-def _scales_to_append(scale: Any, name: str) -> Any:
+def _scales_to_append(scale: Any, name: str, cache: Any) -> Any:
     """k_scale or v_scale as the core takes it for appending."""
     if scale is None:
         return None
-    return scales_for_core((_arrays.writable if _is_written(scale) else _arrays.readable)(scale, name), name)
+    if _is_written(scale):
+        return _arrays.writable(scale, name)
+    return scales_for_core(_arrays.readable(scale, name), name, cache)
 
 
 def open_requests(
@@ -50,7 +58,7 @@ def attend_requests(
     `q_begin`, or what `open_requests` gives."""
     tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
     if k_scale is not None or v_scale is not None:
-        k_scale, v_scale = scales_for_core(k_scale, "k_scale"), scales_for_core(v_scale, "v_scale")
+        k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
     if not (attn_mask is alibi_slopes is None):
@@ -97,7 +105,7 @@ def append_tokens(
     _core.append_paged_kv(
         _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache", True),
         writable(v_cache, "v_cache", True), slot_mapping, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_layout,
-        _scales_to_append(k_scale, "k_scale"), _scales_to_append(v_scale, "v_scale"),
+        _scales_to_append(k_scale, "k_scale", k_cache), _scales_to_append(v_scale, "v_scale", v_cache),
         _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
     )  # fmt: skip
     _arrays.count_writes(k_cache, v_cache, *(x for x in (k_scale, v_scale) if _is_written(x)))

@@ -8,7 +8,7 @@ from typing import Any
 from numpy import empty, ndarray
 
 from . import _arrays, _core
-from ._arrays import bias_for_core, is_registered
+from ._arrays import bias_for_core, is_registered, refuse_block_mask
 from ._floats import refuse_overlaps
 
 __all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
@@ -195,6 +195,8 @@ def block_sparse_attention(
     """
     if sinks is not None:
         sinks = _arrays.float32_numbers(sinks, "sinks")
+    if sabi is not None and type(sabi) is not ndarray:
+        refuse_block_mask(sabi, "sabi")
     if not (attn_mask is alibi_slopes is None):
         attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     if (  # plain NumPy arrays: nothing to translate
@@ -349,6 +351,8 @@ def block_sparse_attention_backward(
     >>> [bool(np.abs(ours - theirs).max() < 1e-5) for ours, theirs in zip((dq, dk, dv), exact)]
     [True, True, True]
     """
+    if sabi is not None and type(sabi) is not ndarray:
+        refuse_block_mask(sabi, "sabi")
     if not (attn_mask is alibi_slopes is None):
         attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     family = _arrays.family_of(q)

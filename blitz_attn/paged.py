@@ -95,8 +95,8 @@ def paged_attention(
     softcap : float, optional
         Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
     k_scale, v_scale : array of float32, or float, optional
-        The factors of int8 and float8 e4m3 caches, which other dtypes refuse: ``(pages, page_size, Hkv)``, one for each token and head,
-        ``(Hkv,)``, one for each head, or one number.
+        The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
+        or one number. Arrays of other floats are converted. Caches of other dtypes refuse all but the number 1, which changes nothing.
     q_begin : sequence of int, optional
         ``(B,)``: token number of each request's query 0, which may be negative, where the cache holds a stretch of a longer request and its
         first token counts as 0: query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens. Default:
@@ -513,7 +513,7 @@ def append_paged_kv(
         _core.quest_metadata, _arrays.readable(k_cache, "k_cache", True), block_tables, ends, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
         dtype=named, num_threads=num_threads,
-        k_scale=scales_for_core(k_scale, "k_scale"),
+        k_scale=scales_for_core(k_scale, "k_scale", k_cache),
     )  # fmt: skip
     refuse_overlaps({"maxblocks": maxblocks, "minblocks": minblocks}, k=k, v=v, v_cache=v_cache, v_scale=v_scale)
     try:

@@ -117,7 +117,7 @@ def quest_prefill_metadata(
         _arrays.readable(k_cache, "k_cache", True), block_tables, seq_lens, metadata_block_tables,
         maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"),
         meanblocks=_arrays.writable(meanblocks, "meanblocks"), start_lens=start_lens, kv_layout=kv_layout, dtype=_arrays.dtype_name(dtype),
-        num_threads=num_threads, k_scale=scales_for_core(k_scale, "k_scale"),
+        num_threads=num_threads, k_scale=scales_for_core(k_scale, "k_scale", k_cache),
     )  # fmt: skip
     _arrays.count_writes(maxblocks, minblocks, meanblocks)
 
@@ -402,7 +402,7 @@ def select_blocks(
         The same in tokens, at least 1: ``max(1, budget // block_size)`` blocks. Give exactly one of `k` and `budget`.
     method : {"quest", "mean", "max"}
         The score of a block. quest: an upper bound of ``q.k`` from the largest and the smallest value of each channel. mean: the product of
-        ``q`` and the mean key. max: the largest ``q.k`` of its keys, which reads all keys.
+        ``q`` and the mean key. max: the largest ``q.k`` of its keys, which reads all keys, and does not take 8-bit caches.
     sink : int
         Number of blocks at the start of a request that are always selected, at least 0.
     recent : int or sequence of int
@@ -544,7 +544,8 @@ def select_and_attend(
     k_cache, v_cache, block_tables, seq_lens
         See `paged_attention`. `block_tables` must be an array.
     source, metadata_block_tables : optional
-        See `select_blocks`: summaries and their tables for quest and mean. For max they are `k_cache` and `block_tables`.
+        See `select_blocks`: summaries and their tables for quest and mean. For max, which does not take 8-bit caches, they are `k_cache`
+        and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
         See `select_blocks`.
     scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse

@@ -224,10 +224,14 @@ CASES = [
     ("threads_many", ValueError, r"^num_threads: expected .*, got 1000000", lambda a: {"num_threads": 1000000}),
     ("threads_float", TypeError, r"^num_threads: expected an integer, got float", lambda a: {"num_threads": 2.0}),
     # ---- other layouts
-    ("bsh_without_heads", ValueError, r"^num_heads: expected", lambda a: {"q": a["q"][0], "k": a["k"][0], "v": a["v"][0], "layout": "BSH"}),
+    ("bsh_without_heads", ValueError, r"^num_heads: expected num_heads= with layout BSH, whose last axis holds all heads, got no num_heads$",
+     lambda a: {"q": a["q"][0], "k": a["k"][0], "v": a["v"][0], "layout": "BSH"}),
+    ("bsh_no_heads", ValueError, r"^num_heads: expected .*, got 0$", lambda a: {"q": a["q"][0], "layout": "BSH", "num_heads": 0}),
     ("bsh_heads", ValueError, r"^q: expected a last axis that 5 heads divide", lambda a: {"q": a["q"][0], "layout": "BSH", "num_heads": 5}),
-    ("tnd_without_lengths", ValueError, r"^cu_seqlens_q: expected", lambda a: tnd(a, cu_seqlens_q=None)),
-    ("tnd_without_kv_lengths", ValueError, r"^cu_seqlens_kv: expected", lambda a: tnd(a, cu_seqlens_kv=None)),
+    ("tnd_without_lengths", ValueError, r"^cu_seqlens_q: expected cu_seqlens_q= and cu_seqlens_kv= with layout TND, got no cu_seqlens_q$",
+     lambda a: tnd(a, cu_seqlens_q=None)),
+    ("tnd_without_kv_lengths", ValueError, r"^cu_seqlens_kv: expected cu_seqlens_q= and cu_seqlens_kv= with layout TND, got no cu_seqlens_kv$",
+     lambda a: tnd(a, cu_seqlens_kv=None)),
     ("tnd_q_lens", ValueError, r"^q_lens: expected none with layout TND", lambda a: tnd(a, q_lens=[1])),
     ("tnd_empty", ValueError, r"^cu_seqlens_q: expected at least one number", lambda a: tnd(a, cu_seqlens_q=[], cu_seqlens_kv=[])),
     ("tnd_counts", ValueError, r"^cu_seqlens_kv: expected 2 entries, as many as cu_seqlens_q has, got 3",
@@ -452,7 +456,7 @@ def states():
 
 
 MERGE_CASES = [
-    ("rank", ValueError, r"^out_a: expected shape \(B, H, S, Dv\), got", lambda a: {"out_a": a["out_a"][0]}),
+    ("rank", ValueError, r"^out_b: expected shape \(4, 96, 16\) like out_a, got \(2, 4, 96, 16\)$", lambda a: {"out_a": a["out_a"][0]}),
     ("shape", ValueError, r"^out_b: expected shape \(2, 4, 96, 16\) like out_a, got", lambda a: {"out_b": a["out_b"][..., :8]}),
     ("dtype", TypeError, r"^out_b: expected dtype float32 like", lambda a: {"out_b": a["out_b"].astype(np.float16)}),
     ("kind", TypeError, r"^out_b: expected float32, .*, got int64", lambda a: {"out_b": a["out_b"].astype(np.int64)}),

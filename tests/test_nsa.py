@@ -772,3 +772,13 @@ def test_a_bad_argument_of_the_library_is_named(error, name, changes):
     arguments |= changes(arguments)
     with pytest.raises(error, match=rf"^{name}: expected "):
         library.nsa(**arguments)
+
+
+def test_a_default_is_named():
+    """Nobody gave the stride that does not fit."""
+    x = np.ones((1, 40, 1, 8), np.float32)
+    sentence = "^compress_stride: expected a divisor of compress_block_size = 9, got the default compress_block_size // 2 = 4$"
+    with pytest.raises(ValueError, match=sentence):
+        blitz_attn.nsa.nsa(x, x, x, compress_block_size=9, num_selected_blocks=3)
+    with pytest.raises(ValueError, match="^compress_stride: expected a divisor of compress_block_size = 9, got 4$"):
+        blitz_attn.nsa.nsa(x, x, x, compress_block_size=9, num_selected_blocks=3, compress_stride=4)

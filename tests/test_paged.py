@@ -487,6 +487,50 @@ def test_scales_of_seen_tokens_show(dtype, kv_dtype, q_lens, isa_level):
             np.testing.assert_array_equal(np.isfinite(testing.to_float64(x, dtype) if x.dtype == np.uint16 else x), np.isfinite(y), f"{name} {bits:x}")
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3"])
+@pytest.mark.parametrize("real", ["float64", "float16"])
+def test_scales_of_other_floats_are_converted(kv_dtype, real):
+    case = testing.make_paged(2, 4, 2, [40, 17], 16, 32, 32, "float32", kv_dtype)
+    for shape in (case.k_cache.shape[:3], (2,), ()):
+        given = {name: np.random.default_rng(n).uniform(0.3, 0.9, shape).astype(real) for n, name in enumerate(("k_scale", "v_scale"))}
+        rounded = {name: np.asarray(x, np.float32) for name, x in given.items()}
+        assert_same(attend_paged(case, **given), attend_paged(case, **rounded))
+
+
+@pytest.mark.parametrize("one", [1, 1.0, np.float32(1), np.array(1.0)], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scale_of_one_is_none(dtype, one):
+    """Layers of vLLM always have a scale. Caches of 16 bits and more have none."""
+    case = testing.make_paged(2, 4, 2, [40, 17], 16, 32, 32, dtype, dtype)
+    assert_same(attend_paged(case, k_scale=one, v_scale=one), attend_paged(case))
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16)
+    named = bits_option(case.k_cache)
+    assert_same([plan.attention(*case.arrays[:3], k_scale=one, v_scale=one, **named)], [plan.attention(*case.arrays[:3], **named)])
+    tokens = [case.k_cache[0, :2].copy(), case.v_cache[0, :2].copy()]
+    caches = [[x.copy() for x in case.arrays[1:3]] for _ in range(2)]
+    for own, given in zip(caches, ({}, {"k_scale": one, "v_scale": one}), strict=True):
+        blitz_attn.append_paged_kv(*tokens, *own, block_tables=case.block_tables, seq_lens=case.seq_lens, **given, **named)
+    assert_same(*caches)
+    summaries = [[np.zeros((2, 16, 2, 32), case.k_cache.dtype) for _ in range(2)] for _ in range(2)]
+    for own, given in zip(summaries, ({}, {"k_scale": one}), strict=True):
+        blitz_attn.quest_prefill_metadata(case.k_cache, case.block_tables, case.seq_lens, np.array([[0], [1]], np.int32), *own, **given, **named)
+    assert_same(*summaries)
+
+
+def test_a_scale_of_one_in_tensors():
+    torch = pytest.importorskip("torch")
+    from blitz_attn.integrations.torch import paged_attention
+
+    case = testing.make_paged(2, 4, 2, [40, 17], 16, 32)
+    given = [torch.from_numpy(np.array(x)) for x in (*case.arrays[:3], case.block_tables, case.seq_lens)]
+    expected = paged_attention(*given)
+    for one in (1.0, torch.tensor(1.0)):
+        for call in (paged_attention, blitz_attn.paged_attention):
+            assert torch.equal(call(*given, k_scale=one, v_scale=one), expected)
+    with pytest.raises(ValueError, match="^k_scale: expected none with float32 k_cache"):
+        paged_attention(*given, k_scale=torch.tensor(2.0))
+
+
 # ---- Bad pages ----------------------------------------------------------------------------------------------------
 
 

@@ -227,7 +227,7 @@ def test_selection_by_them_is_that_of_the_float_keys(dtype, isa_level):
 BAD = [
     (ValueError, r"^k_scale: expected scales of shape \(\d+, 16, 3\), \(3,\) or \(\) for int8 k_cache, got none", {"k_scale": None}),
     (ValueError, r"^k_scale: expected shape \(\d+, 16, 3\) like k_cache, .*, got \(2,\)", {"k_scale": np.ones(2, np.float32)}),
-    (TypeError, r"^k_scale: expected float32, got float64", {"k_scale": np.ones(3)}),
+    (TypeError, r"^k_scale: expected float32, got int64", {"k_scale": np.ones(3, np.int64)}),
     (ValueError, r"^k_scale: expected positive numbers within the range of float32, got -1", {"k_scale": -1.0}),
     (TypeError, r"^k_scale: expected", {"k_scale": "x"}),
     (TypeError, r"^maxblocks: expected dtype float32 with k_cache of int8, got float16", {"maxblocks": np.ones((9, 3, 3, 24), np.float16)}),
@@ -276,7 +276,7 @@ def test_a_dtype_that_the_cache_does_not_have_is_refused(cache, named):
 
 def test_uint8_without_a_name_is_refused():
     keys, maxima = np.zeros((1, 2, 1, 8), np.uint8), np.zeros((1, 2, 1, 8), np.float32)
-    with pytest.raises(TypeError, match=r"^k_cache: expected .*, got uint8 \(named \"float8_e4m3\", uint8 holds float8 bits\)$"):
+    with pytest.raises(TypeError, match=r"^k_cache: expected .*, got uint8 \(for uint8 that holds float8 bits, pass kv_dtype=\"float8_e4m3\", or dtype= where there is no kv_dtype\)$"):
         blitz_attn.quest_prefill_metadata(keys, np.array([[0]]), [2], np.array([[0]]), maxima, None, k_scale=1.0)
 
 

@@ -7,8 +7,14 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.attention import flex_attention as flex  # noqa: E402
 
+import blitz_attn  # noqa: E402
 from blitz_attn import sabi  # noqa: E402
-from blitz_attn.integrations.torch import block_sparse_attention, from_flex_block_mask, to_flex_block_mask  # noqa: E402
+from blitz_attn.integrations.torch import (  # noqa: E402
+    block_sparse_attention,
+    from_flex_block_mask,
+    scaled_dot_product_attention,
+    to_flex_block_mask,
+)
 
 ENDS = torch.tensor([0, 19, 19, 50, 90])
 DOCUMENTS = torch.searchsorted(ENDS[1:], torch.arange(90), right=True)
@@ -343,3 +349,16 @@ def test_compiled_flex_attention():
     mask = to_flex_block_mask(lists, 256, block_shape=(64, 64), causal=True)
     ours = block_sparse_attention(q, k, v, lists, block_shape=(64, 64), causal=True)
     torch.testing.assert_close(torch.compile(flex.flex_attention)(q, k, v, block_mask=mask), ours, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_mask_is_no_argument_of_attention():
+    """The sentence names what makes arguments of it."""
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu")
+    q = torch.randn(1, 2, 64, 16)
+    sentence = "expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments of it$"
+    for call in (block_sparse_attention, scaled_dot_product_attention, blitz_attn.block_sparse_attention):
+        for name in ("sabi", "attn_mask"):
+            with pytest.raises(TypeError, match=f"^{name}: {sentence}"):
+                call(q, q, q, **{name: mask})
+    with pytest.raises(TypeError, match=f"^sabi: {sentence}"):
+        blitz_attn.block_sparse_attention(q.numpy(), q.numpy(), q.numpy(), mask)

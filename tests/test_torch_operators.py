@@ -895,3 +895,10 @@ def test_bad_paged_calls():
         ):  # fmt: skip
             with pytest.raises(error, match=f"^kv_ranges: {sentence}"):
                 call(q, k_cache, v_cache, tables, lengths, *lists, kv_ranges=runs)
+
+
+@pytest.mark.parametrize("ranges", [np.zeros((37, 2), np.uint16), np.zeros((37, 2)), np.zeros((37, 2), np.int8)], ids=lambda x: str(x.dtype))
+def test_kinds_of_ranges(ranges):
+    """The sentence says what is taken."""
+    with pytest.raises(TypeError, match=f"^kv_ranges: expected int32 or int64, got {ranges.dtype}$"):
+        functions.block_sparse_attention(*tensors(), kv_ranges=ranges)

@@ -189,8 +189,8 @@ def test_no_graph_break(backend):
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"sinks": [1.0]}, ValueError, r"sinks: expected a contiguous array of shape \(4,\), one number per head, got shape \(1,\)"),
-        ({"sinks": torch.ones(3)}, ValueError, r"sinks: expected a contiguous array of shape \(4,\), one number per head, got"),
+        ({"sinks": [1.0]}, ValueError, r"sinks: expected shape \(4,\), one number per head, got \(1,\)$"),
+        ({"sinks": torch.ones(3)}, ValueError, r"sinks: expected shape \(4,\), one number per head, got \(3,\)$"),
         ({"sinks": ["a"] * 4}, TypeError, "sinks: expected numbers, got list"),
         ({"sinks": torch.ones(4, device="meta")}, TypeError, "sinks: expected a dense tensor in CPU memory, got one of layout torch.strided on meta"),
         ({"softcap": -1.0}, ValueError, "softcap: expected a positive finite number, or 0 for none, got -1"),

@@ -84,7 +84,8 @@ def rules_of(
     stride, select = stride or max(1, size // 2), select or size
     for name, value in (("compress_block_size", size), ("select_block_size", select)):
         if value % stride:
-            raise ValueError(f"compress_stride: expected a divisor of {name} = {value}, got {stride}")
+            own = "" if compress_stride is not None else "the default compress_block_size // 2 = "
+            raise ValueError(f"compress_stride: expected a divisor of {name} = {value}, got {own}{stride}")
     if init + local > count:
         raise ValueError(f"num_selected_blocks: expected at least init_blocks + local_blocks = {init + local}, got {count}")
     return Rules(mode, size, stride, select, count, 1, init, local, causal)

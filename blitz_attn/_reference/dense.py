@@ -278,7 +278,7 @@ def add_biases(sequences: Sequence[SequenceParts], attn_mask: Any, alibi_slopes:
         fits = [n in (1, full) or (longer and axis > 1 and n > full) for axis, (n, full) in enumerate(zip(mask.shape, sizes, strict=False))]
         if mask.ndim != 4 or not all(fits):
             expected = ", ".join(f"{full} or 1" for full in sizes)
-            raise ValueError(f"attn_mask: expected shape ({expected}), got {mask.shape}")
+            raise ValueError(f"attn_mask: expected shape ({expected}), got {np.shape(attn_mask)}")
         masks = list(np.broadcast_to(mask, [full if n == 1 else n for n, full in zip(mask.shape, sizes, strict=True)]))
     slopes = None
     if alibi_slopes is not None:

@@ -73,6 +73,18 @@ int arg_check(ba_status status) {
     }
 }
 
+int arg_check_masked(ba_status status, const arg_array *mask) {
+    static const char begin[] = "attn_mask: expected shape ", rest[] = ", got (";
+    const char *const sentence = ba_last_error(), *got = NULL;
+    if (status != BA_ERROR_VALUE || mask->tensor.ndim == BA_MAX_DIMS || strncmp(sentence, begin, sizeof begin - 1) != 0) return arg_check(status);
+    for (const char *at = sentence; (at = strstr(at, rest)) != NULL; at++) got = at;
+    if (got == NULL) return arg_check(status);
+    char text[1024]; /* PyErr_Format() knows no %.*s */
+    PyOS_snprintf(text, sizeof text, "%.*s, got %s", (int)(got - sentence), sentence, ba_shape_text(&mask->tensor).chars);
+    PyErr_SetString(PyExc_ValueError, text);
+    return -1;
+}
+
 /* ---- The call ---------------------------------------------------------------------------------------------- */
 
 void arg_forget(module_state *state, int index, const arg_names *arguments) {
@@ -422,7 +434,8 @@ int arg_hold(module_state *state, PyObject *object, const char *name, arg_role r
     if (!role_takes(role, dtype)) {
         const char *hint = "";
         if (is_value && dtype == BA_UINT16) hint = " (dtype=\"bfloat16\" reads uint16 as bfloat16 bits)";
-        if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1) hint = " (named \"float8_e4m3\", uint8 holds float8 bits)";
+        if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1)
+            hint = " (for uint8 that holds float8 bits, pass kv_dtype=\"float8_e4m3\", or dtype= where there is no kv_dtype)";
         fail_elements(object, array, role_text[role], hint);
         goto error;
     }
@@ -481,9 +494,10 @@ int arg_head_numbers(module_state *state, PyObject *object, const char *name, in
     if (object == Py_None) return 0;
     if (arg_hold(state, object, name, ARG_SCALES, BA_UINT16, array) < 0) return -1;
     const ba_tensor *t = &array->tensor;
-    if (t->ndim != 1 || t->dims[0] != heads || t->strides[0] != 1)
-        return fail(PyExc_ValueError, "%s: expected a contiguous array of shape (%lld,), one number per head, got shape %s", name, (long long)heads,
-                    ba_shape_text(t).chars);
+    if (t->ndim != 1 || t->dims[0] != heads)
+        return fail(PyExc_ValueError, "%s: expected shape (%lld,), one number per head, got %s", name, (long long)heads, ba_shape_text(t).chars);
+    if (t->strides[0] != 1)
+        return fail(PyExc_ValueError, "%s: expected a contiguous array, got a stride of %lld elements", name, (long long)t->strides[0]);
     *numbers = t->data;
     return 0;
 }

@@ -146,4 +146,7 @@ int64_t *arg_cumulative(const arg_list *lengths);
  * BA_INTERRUPTED the exception of the signal handler is already set. */
 int arg_check(ba_status status);
 
+/* arg_check() for a call with a mask of arg_mask(), whose shape it reports as the caller gave it: with fewer axes than the library was given. */
+int arg_check_masked(ba_status status, const arg_array *mask);
+
 #endif

@@ -44,7 +44,13 @@ static int set_lengths(module_state *state, PyObject *q_begin, PyObject *q_total
     a->cu_rows = call->cu_rows.values;
     if (a->layout == BA_TND) {
         a->batch = call->cu_q.count - 1; /* without entries this is -1, which the library refuses */
-        if (call->cu_q.values == NULL) return 0;
+        /* Any other q is refused by the library, before it reads lengths. */
+        if (a->q.ndim == 3 && (a->cu_q == NULL || a->cu_kv == NULL)) {
+            const char *const missing = a->cu_q == NULL ? "cu_seqlens_q" : "cu_seqlens_kv";
+            PyErr_Format(PyExc_ValueError, "%s: expected cu_seqlens_q= and cu_seqlens_kv= with layout TND, got no %s", missing, missing);
+            return -1;
+        }
+        if (a->cu_q == NULL) return 0;
         if (arg_expect_count(&call->cu_rows, "cu_rows", call->cu_q.count, "as many as cu_seqlens_q has") < 0) return -1;
         if (arg_expect_count(&call->cu_kv, "cu_seqlens_kv", call->cu_q.count, "as many as cu_seqlens_q has") < 0) return -1;
         return read_positions(state, q_begin, q_total, a->batch, "one per sequence", call);
@@ -128,6 +134,10 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
     if (values[BSA_window] != Py_None && arg_pair(values[BSA_window], "window", a->window) < 0) return -1;
     if (read_optional_int64(values[BSA_num_heads], "num_heads", &a->num_heads) < 0) return -1;
     if (read_optional_int64(values[BSA_num_kv_heads], "num_kv_heads", &a->num_kv_heads) < 0) return -1;
+    if (a->layout == BA_BSH && values[BSA_num_heads] == Py_None) {
+        PyErr_SetString(PyExc_ValueError, "num_heads: expected num_heads= with layout BSH, whose last axis holds all heads, got no num_heads");
+        return -1;
+    }
     if (check_heads(a, &a->q, a->num_heads, "num_heads", "q") < 0) return -1;
     if (check_heads(a, &a->k, a->num_kv_heads, "num_kv_heads", "k") < 0) return -1;
     if (arg_threads(values[BSA_num_threads], "num_threads", &a->num_threads) < 0) return -1;
@@ -179,7 +189,7 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
     if (read_block_sparse(state, values, values + FORWARD_q_begin, values + FORWARD_cu_rows, &call, &bits_as) < 0 ||
         read_forward(state, values, &call, &return_lse) < 0)
         goto done;
-    if (arg_check(ba_open_block_sparse(&call.args, &attention)) < 0) goto done;
+    if (arg_check_masked(ba_open_block_sparse(&call.args, &attention), &call.attn_mask) < 0) goto done;
 
     out = arg_hold_or_make_output(state, values[FORWARD_out], values[BSA_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
@@ -242,7 +252,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     a.forward.lse = call.lse.tensor;
     a.dout = dout.tensor;
     a.dlse = dlse.tensor;
-    if (arg_check(ba_open_block_sparse_backward(&a, &attention, &gradients)) < 0) goto done;
+    if (arg_check_masked(ba_open_block_sparse_backward(&a, &attention, &gradients), &call.attn_mask) < 0) goto done;
 
     ba_gradient_shapes(&a, shapes);
     for (int i = 0; i < GRADIENTS; i++) {

@@ -255,7 +255,7 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
     if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || read_paged(state, values, &call, &bits_as) < 0) goto done;
     if (call.plan != NULL) status = ba_open_paged(&call.args, call.plan, &attention);
     else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long, so checking them may take time */
-    if (arg_check(status) < 0) goto done;
+    if (arg_check_masked(status, &call.attn_mask) < 0) goto done;
 
     out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;

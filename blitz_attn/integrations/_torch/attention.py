@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..._arrays import refuse_block_mask
 from ..._sentences import renamed
 from . import operators
 from .tensors import (
     LAYOUTS,
+    RANGES,
     expect_tensors,
     flag_of,
     integer_of,
@@ -145,7 +147,7 @@ def block_sparse_attention(
         block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
     )
     out, lse = operators.call(
-        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=lists_of(kv_ranges, "kv_ranges"),
+        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=lists_of(kv_ranges, "kv_ranges", RANGES),
         attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=slopes_of(alibi_slopes, "alibi_slopes"),
         sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"), return_lse=return_lse,
     )  # fmt: skip
@@ -337,6 +339,7 @@ def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
     """Whether a `CausalBias` is causal from the first query and key on, or up to the last ones."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
+    refuse_block_mask(attn_mask, "attn_mask")
     if not isinstance(attn_mask, CausalBias):
         raise TypeError(f"attn_mask: expected None, a tensor or a CausalBias, got {type(attn_mask).__name__}")
     if is_causal:

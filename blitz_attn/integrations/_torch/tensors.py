@@ -22,6 +22,7 @@ except ModuleNotFoundError:  # the module can be imported then, and documented; 
 LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 MOST = 2**63
 _LISTS = ("uint16", "int16", "int32", "int64")
+RANGES = ("int32", "int64")
 _MASKS = ("bool", "float32", "float16", "bfloat16", "float64")
 
 
@@ -130,15 +131,15 @@ def integers_of(x: Any, name: str) -> Any:
     return _copied(integers(x, name))
 
 
-def lists_of(x: Any, name: str) -> Any:
-    """A tensor of a block list of any kind; None stays None."""
+def lists_of(x: Any, name: str, kinds: tuple[str, ...] = _LISTS) -> Any:
+    """A tensor of a block list, or of other integers of these kinds; None stays None."""
     if x is None or isinstance(x, torch.Tensor):
         return _of_integers(x, name)
     if torch.compiler.is_compiling():
         return torch.as_tensor(x).clone()
     given = array(readable(x, name), name, "an array")
-    if str(given.dtype) not in _LISTS:
-        raise TypeError(f"{name}: expected uint16, int16, int32 or int64, got {given.dtype}")
+    if str(given.dtype) not in kinds:
+        raise TypeError(f"{name}: expected {', '.join(kinds[:-1])} or {kinds[-1]}, got {given.dtype}")
     return _copied(given)
 
 
