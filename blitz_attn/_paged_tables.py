@@ -74,7 +74,7 @@ def refuse_mask_shape(mask: Any, sizes: tuple[int, int, int, int]) -> None:
     fits = [n in (1, size) or (axis > 1 and n > size) for axis, (n, size) in enumerate(zip(given, sizes, strict=False))]
     if len(given) == 4 and not all(fits):
         expected = ", ".join("1" if size == 1 else f"{size} or 1" for size in sizes)
-        raise ValueError(f"attn_mask: expected shape ({expected}), or more queries and keys, got {given}")
+        raise ValueError(f"attn_mask: expected shape ({expected}), or more queries and keys, got {tuple(mask.shape)}")
 
 
 def query_begins(q_begin: Any, batch: int) -> ndarray:

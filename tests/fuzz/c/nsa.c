@@ -178,6 +178,7 @@ void fz_nsa_select(void) {
     draw_blocks(&a);
     const int64_t list_heads = a.tile ? s.heads : s.kv_heads;
     int64_t keys, rows = a.tile > 0 ? ceil_div(s.tokens, a.tile) : s.tokens;
+    a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
     int64_t most = s.tokens; /* tokens of the longest sequence */
     if (s.packed) {
         a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
@@ -186,8 +187,9 @@ void fz_nsa_select(void) {
         for (int64_t b = rows = 0; a.cu_q && b < a.batch && b < 100; b++) rows += a.tile > 0 ? ceil_div(a.cu_q[b + 1] - a.cu_q[b], a.tile) : 0;
         if (a.tile <= 0) rows = s.tokens;
     } else {
-        int64_t *begin = fz_once_in(2) ? fz_numbers(s.batch) : NULL, *tokens = begin || fz_once_in(2) ? fz_numbers(s.batch) : NULL;
-        for (int64_t b = 0; b < s.batch; b++) {
+        const int64_t batch = a.q.dims[0];
+        int64_t *begin = fz_once_in(2) ? fz_numbers(batch) : NULL, *tokens = begin || fz_once_in(2) ? fz_numbers(batch) : NULL;
+        for (int64_t b = 0; (begin || tokens) && b < batch; b++) {
             if (begin) begin[b] = fz_unusual() ? fz_unusual_number() : fz_range(0, 40);
             if (tokens) tokens[b] = fz_unusual() ? fz_unusual_number() : (begin ? begin[b] : 0) + s.tokens + (fz_once_in(4) ? fz_range(0, 40) : 0);
             if (tokens && tokens[b] > most) most = tokens[b];
@@ -197,7 +199,6 @@ void fz_nsa_select(void) {
         keys = complete_blocks(most, a.compress_block, a.compress_stride);
     }
     if (rows > 1000 || rows < 0) rows = 1000;
-    a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
     a.k_cmp = draw_rows(FZ_INPUT, &s, s.dtype, keys < 1000 || fz_unusual() ? keys : 1000, s.kv_heads, s.dim);
     const int64_t lse[] = {s.batch, s.tokens, s.heads};
     if (a.tile == 0 || fz_unusual())
