@@ -165,7 +165,7 @@ def block_sparse_attention(
     a few queries have a kernel of their own.
 
     Gradients come from the log-sum-exp, so `block_sparse_attention_backward` needs no `sinks`; their own gradient is
-    ``-(np.exp(sinks - lse) * (dout * out).sum(-1))``, summed over the queries of a head. Capped scores have no gradients here.
+    ``-(np.exp(sinks - lse) * (dout * out).sum(-1))``, summed over the queries of a head.
 
     The operation and the index format follow the BlitzSparseAttention operator of the CANN operator library [1]_; the
     online softmax follows FlashAttention [2]_.

@@ -285,7 +285,15 @@ def native(threads):
     gates = nsa.compute_gates(q, w_gate)
     branches, options = (o_cmp, o_slc, o_win), {"num_threads": threads}
     short = q[:, :-1]
+
+    def decoded(values):
+        cache = nsa.NsaCache(**sizes, **weights)
+        cache.append(k, values)
+        return cache.attend(q[:, -3:], out=last)
+
+    last = np.zeros_like(q[:, -3:])
     return {
+        "NsaCache": Operation(lambda: decoded(v), (last,), lambda: decoded(v[:, 1:])),
         "nsa": Operation(lambda: nsa.nsa(q, k, v, out=out, **sizes, **weights), (out,), lambda: nsa.nsa(q, k, v[:, 1:], **sizes)),
         "nsa, mslk": Operation(lambda: nsa.nsa(q, k, v, mode="mslk", q_tile_size=16, **sizes)),
         "nsa, packed": Operation(lambda: nsa.nsa(*packed, cu_seqlens=[0, 13, tokens], **sizes)),

@@ -55,8 +55,8 @@ MISTAKES = [
         "slopes",
         "keys behind a query get nearer with their distance",
         "csrc/kernels/panel/bias_tmpl.inc",
-        "x -= slope * NAME(v_max)(distance, -distance);",
-        "x -= slope * distance;",
+        "- slope * NAME(v_max)(far, -far);",
+        "- slope * far;",
     ),
     Mistake(
         "window",
@@ -132,7 +132,7 @@ MISTAKES = [
         "stretches",
         "stretches of a packed run read the first sequence's block lists",
         "blitz_attn/_nsa/sequences.py",
-        "rows = slice(lists.start + begin // tile, lists.start - (-end // tile))",
+        "rows = slice(listed.start + begin // tile, listed.start - (-end // tile))",
         "rows = slice(begin // tile, -(-end // tile))",
     ),
     Mistake(
