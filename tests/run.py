@@ -3,9 +3,10 @@
     python tests/run.py [PYTEST ARGUMENTS]
 
 BLITZ_ATTN_TEST_PROCESSES says how many. Every process collects all tests; a file belongs to the process that comes to it first, so that all
-are busy to the end whatever the files take. A line tells of every file that is done, and now and then of one that is not. What pytest
-says of failures and of skipped tests follows at the end, and the last line is a summary like pytest's. The exit status is 0 where tests ran,
-none failed and no process broke down. Where the arguments name tests or files, or want more than a run, pytest runs alone.
+are busy to the end whatever the files take. A few files go to one process together. A line tells of every file that is done, and now and then
+of one that is not. What pytest says of failures and of skipped tests follows at the end, and the last line is a summary like pytest's. The exit
+status is 0 where tests ran, none failed and no process broke down. Where the arguments name tests or files, or want more than a run, pytest runs
+alone.
 """
 
 import collections
@@ -23,9 +24,11 @@ import sampling
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+# One process takes all of these: torch's compiler takes seconds to import and to warm up.
+TOGETHER = ("test_transformers_compile", "test_torch_operators", "test_torch_sinks")
 LONG = (  # begin with these
-    "test_transformers_compile", "test_attention", "test_matrix", "test_nsa_backward", "test_lse", "test_kernels", "test_benchmark_peers", "test_benchmark",
-    "test_nsa", "test_memory",
+    *TOGETHER, "test_attention", "test_matrix", "test_nsa_backward", "test_lse", "test_kernels", "test_benchmark_peers", "test_benchmark",
+    "test_interrupt", "test_nsa", "test_memory",
 )  # fmt: skip
 ALONE = ("-h", "--help", "--version", "--collect-only", "--co", "--fixtures", "--markers", "--pdb", "-s", "--lf", "--ff", "--sw")
 ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "error")  # pytest's
@@ -41,13 +44,14 @@ class Share:
 
     def takes(self, path):
         """Whether the tests of a file are this process's: the first to come takes it."""
-        if path not in self.mine:
+        name = TOGETHER[0] if path.stem in TOGETHER else path.name
+        if name not in self.mine:
             try:
-                (self.folder / path.name).touch(exist_ok=False)
-                self.mine[path] = True
+                (self.folder / name).touch(exist_ok=False)
+                self.mine[name] = True
             except FileExistsError:
-                self.mine[path] = False
-        return self.mine[path]
+                self.mine[name] = False
+        return self.mine[name]
 
     def tell(self, so_far=""):
         self.told = time.monotonic()

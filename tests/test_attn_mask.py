@@ -8,7 +8,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, sabi, testing
-from cases import DTYPES, bits_option, poisoned, same_bits
+from cases import DTYPES, ISA_LEVELS, bits_option, poisoned, same_bits
 from cases_masks import (
     BFLOAT16,
     HKV,
@@ -72,6 +72,7 @@ def test_gradients_against_softmax(name, dtype, layout, isa_level):
             np.testing.assert_allclose(a, b, rtol=2 * UNIT[dtype], atol=8 * UNIT[dtype])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mask_dtype", ["bool", "float32", "float16", BFLOAT16, "float64"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_of_a_mask(dtype, mask_dtype, isa_level):
@@ -107,17 +108,19 @@ def test_few_queries(dtype, q_len, kv_len, name, isa_level):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_many_queries_of_half_precision(dtype, isa_level):
+def test_many_queries_of_half_precision(dtype):
     """Where there are this many queries, keys are packed once for all queries, and heads of a group go together."""
     q, k, v = testing.make_qkv(1, 8, 2, 700, 900, D, dtype=dtype)
     rng = np.random.default_rng(3)
     slopes = np.float32(2.0 ** -np.arange(1, 9))
     for mask in (kept(rng, 1, 8, 700, 900), numbers(rng, 700, 900)):
-        found = attend((q, k, v), bits_option(q), attn_mask=mask, alibi_slopes=slopes)
-        exact = [testing.to_float64(x, dtype) for x in (q, k, v)]
-        close(found, expected(*exact, bias_of(mask) + slope_bias(700, 900, slopes)), dtype)
+        right = expected(*(testing.to_float64(x, dtype) for x in (q, k, v)), bias_of(mask) + slope_bias(700, 900, slopes))
+        for level in ISA_LEVELS:
+            with blitz_attn.isa(level):
+                close(attend((q, k, v), bits_option(q), attn_mask=mask, alibi_slopes=slopes), right, dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("given", ["mask", "slopes", "both"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("block_shape", [(1, 1), (16, 32), (64, 64)])
@@ -168,6 +171,7 @@ def test_after_the_softcap_and_beside_sinks(q_len, dtype, isa_level):
 # ---- Distances ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["BSH", "TND"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("begin", [None, 0, -7, 100])
@@ -232,6 +236,7 @@ def test_packed_sequences_have_the_numbers_of_sequences_alone(given, isa_level):
 # ---- What is hidden -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["bool", "-inf", "least"])
 @pytest.mark.parametrize("q_len", [1, 5, Q])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
@@ -254,6 +259,7 @@ def test_what_a_mask_hides_is_not_read(dtype, q_len, kind, isa_level):
     assert not any(testing.to_float64(x, dtype)[np.broadcast_to(hidden[:, 0, 0, None], x.shape[:3])].any() for x in found[1:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
 @pytest.mark.parametrize("q_len", [3, Q])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -275,6 +281,7 @@ def test_a_bad_key_reaches_the_queries_that_see_it(dtype, q_len, kind, isa_level
         assert np.isnan(testing.to_float64(a, dtype if a.ndim == 4 else "float32")[saw]).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
 @pytest.mark.parametrize("q_len", [1, 4, Q])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -410,6 +417,7 @@ def test_rows_without_a_bias_beside_others(q_len, dtype, given, isa_level):
     assert all(same_bits(a, b[:, :, first:].copy()) for a, b in zip(found, whole[0], strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("first", [16, 32, 64])
 def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, dtype, isa_level):

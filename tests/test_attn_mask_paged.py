@@ -79,6 +79,7 @@ PAGED_MASKS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", ["causal", "window", "ranges", "begins"])
 @pytest.mark.parametrize("name", PAGED_MASKS)
 def test_paged_rules(name, rule, isa_level):
@@ -118,6 +119,7 @@ def test_paged_rules(name, rule, isa_level):
         close([x[rows] for x in results[0]], [x[0].swapaxes(0, 1) for x in right])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("given", ["slopes", "mask", "both"])
 @pytest.mark.parametrize(
     ("dtype", "cache"), [*((x, None) for x in DTYPES), ("bfloat16", "int8"), ("float16", "int8"), ("float32", "float8_e4m3")]
@@ -137,6 +139,7 @@ def test_one_new_token_each(dtype, cache, given, isa_level):
     close([results[0][0]], [twin[0]], dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("q_lens", [None, [4, 9, 1]])
 @pytest.mark.parametrize(("dtype", "cache"), [("float32", None), ("bfloat16", None), ("float64", None), ("float16", "int8")])
 def test_slopes_in_chunks(dtype, cache, q_lens, isa_level):

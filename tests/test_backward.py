@@ -164,16 +164,17 @@ def test_every_head_dim_is_right(dtype, n):
     check(*testing.make_qkv(1, 2, 1, 35, 70, HEAD_DIMS[n], v_dim, dtype=dtype, seed=n), causal=True)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("block_shape", [(1, 64), (1, 1), (3, 5), (17, 33), (32, 32), (64, 64), (128, 32), (128, 128), (200, 7), (256, 512)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_block_shapes(dtype, block_shape):
+def test_block_shapes(dtype, block_shape, heads):
     """Lists of a head each and lists that heads share, over several tiles, items and chunks."""
     q_len, kv_len = (150, 260) if min(block_shape) < 8 else (430, 600)
     q, k, v = testing.make_qkv(1, 4, 2, q_len, kv_len, 48, dtype=dtype)
     grid = -(-q_len // block_shape[0]), -(-kv_len // block_shape[1])
-    for heads in (1, 4):
-        lists = random_lists(np.random.default_rng(heads), 1, heads, *grid, share=0.4, empty=0.1)
-        check(q, k, v, lists, block_shape=block_shape, causal=heads == 4, levels=ISA_LEVELS[-2:])
+    lists = random_lists(np.random.default_rng(heads), 1, heads, *grid, share=0.4, empty=0.1)
+    check(q, k, v, lists, block_shape=block_shape, causal=heads == 4, levels=ISA_LEVELS[-2:])
 
 
 @pytest.mark.parametrize("level", ISA_LEVELS)

@@ -31,6 +31,7 @@ def given(rules, q, k):
     return rules | {"sabi": lists}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -49,6 +50,7 @@ def test_against_the_twin(options, rules, dtype, isa_level):
     np.testing.assert_allclose(lse, exact_lse, rtol=min(unit, 1e-3), atol=min(unit, 1e-3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("softcap", [0.7, 20.0, 1e5])

@@ -27,6 +27,7 @@ SPARSE_CELLS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "dtype", "block_shape"), DENSE_CELLS)
 def test_joint_dense(shape, dtype, block_shape):
     q, k, v = inputs(shape, dtype)
@@ -34,6 +35,7 @@ def test_joint_dense(shape, dtype, block_shape):
     assert_close(out, lse, shape, dtype, None, block_shape, out_atol=OUT_ATOL[dtype], lse_atol=LSE_ATOL[dtype])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "sparsity", "block_shape"), SPARSE_CELLS)
 def test_joint_sparse(shape, sparsity, block_shape):
     q, k, v = inputs(shape, "bfloat16")

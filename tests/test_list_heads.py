@@ -27,6 +27,7 @@ def test_lists_of_key_heads_are_right(dtype, layout):
     check_gradients(q, k, v, lists, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repeated_for_each_query_head_they_give_the_same_bits(dtype, layout, isa_level):

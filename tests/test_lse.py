@@ -76,6 +76,7 @@ def test_lse_sparse_multihead(shape, sparsity, block_shape):
     check_sparse(shape, sparsity, block_shape, NO_FRAME)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "dtype", "block_shape"), ZERO_CELLS)
 def test_lse_zero_input(shape, dtype, block_shape):
     """All scores equal: the log-sum-exp is the log of the number of keys."""

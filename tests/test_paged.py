@@ -214,6 +214,7 @@ def test_torch_caches_of_eight_bits():
 # ---- The same bits ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["one query", "ragged", "selected"])
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
@@ -452,6 +453,7 @@ def test_error_of_quantised_caches(kv_dtype):
     assert error.relative < {"int8": 0.01, "float8_e4m3": 0.05}[kv_dtype]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 17]])  # few queries, also with bounds of their own, and panels
@@ -471,6 +473,7 @@ def test_scales_of_hidden_tokens_do_not_matter(dtype, kv_dtype, q_lens, isa_leve
             assert_same([np.delete(x, seeing, 0) for x in got], [np.delete(x, seeing, 0) for x in clean])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 17]])

@@ -37,6 +37,7 @@ def assert_rounds_to_the_usual(q, k, v, lists, options):
     return wide
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", ["none", "causal window", "causal lengths", "no keys"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", NARROW)
@@ -103,6 +104,7 @@ def test_unrounded_results_of_paged_attention(isa_level):
 # ---- Gradients that are added up ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulated_gradients(dtype, layout, isa_level):

@@ -113,13 +113,14 @@ def check_metadata(case, rows, kv_heads, dim):
         assert same_bits(one, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_metadata(dtype, kv_layout, isa_level):
+@pytest.mark.parametrize(("page_size", "rows", "dim"), [(16, 16, 64), (1, 3, 1), (7, 64, 33), (128, 8, 128), (64, 5, 17), (256, 1, 40)])
+def test_metadata(page_size, rows, dim, dtype, kv_layout, isa_level):
     """Exact elements of K over the tokens in use; zeros up to the end of the last summary page; nothing else is touched."""
-    for (page_size, rows), dim in zip([(16, 16), (1, 3), (7, 64), (128, 8), (64, 5), (256, 1)], (64, 1, 33, 128, 17, 40), strict=True):
-        lens = [1, 0, page_size, page_size + 1, 5 * page_size - 1, 9 * page_size + 3]
-        check_metadata(testing.make_paged(6, 2, 2, lens, page_size, dim, dtype=dtype, kv_layout=kv_layout), rows, 2, dim)
+    lens = [1, 0, page_size, page_size + 1, 5 * page_size - 1, 9 * page_size + 3]
+    check_metadata(testing.make_paged(6, 2, 2, lens, page_size, dim, dtype=dtype, kv_layout=kv_layout), rows, 2, dim)
 
 
 def test_metadata_of_equal_and_negative_values(isa_level):
@@ -174,20 +175,22 @@ def test_metadata_in_spare_pages_of_the_cache(isa_level):
 # ---- Selection ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_selection(dtype, per_query_head, isa_level):
+@pytest.mark.parametrize("k", [1, 2, 5, 8, 40])
+@pytest.mark.parametrize("shape", [(4, 4, 16, 16, 64), (6, 2, 7, 3, 33), (8, 1, 128, 128, 128), (12, 4, 1, 50, 1), (20, 2, 32, 5, 80)], ids=str)
+def test_selection(shape, k, dtype, per_query_head, isa_level):
     """Any dim, page size, rows a summary page, number of pages and k."""
-    shapes = [(4, 4, 16, 16, 64), (6, 2, 7, 3, 33), (8, 1, 128, 128, 128), (12, 4, 1, 50, 1), (20, 2, 32, 5, 80)]
-    for n, ((heads, kv_heads, size, rows, dim), k) in enumerate(itertools.product(shapes, (1, 2, 5, 8, 40))):
-        lens = [1, 0, size * 3, size * 17 - size // 2, size * 40 + 1]
-        problem = drawn(5, heads, kv_heads, lens, size, dim, dtype, rows, seed=n)
-        selected = select(problem, k, per_query_head=per_query_head, block_size=size)
-        check_selection(selected, problem, size, per_query_head=per_query_head)
-        ascending = select(problem, k, per_query_head=per_query_head, block_size=size, ascending=True)
-        for one, other in zip(selected.reshape(-1, k), ascending.reshape(-1, k), strict=True):
-            used = one[one >= 0]
-            assert other.tolist() == [*sorted(used.tolist()), *[-1] * (k - used.size)]
+    heads, kv_heads, size, rows, dim = shape
+    lens = [1, 0, size * 3, size * 17 - size // 2, size * 40 + 1]
+    problem = drawn(5, heads, kv_heads, lens, size, dim, dtype, rows, seed=dim + k)
+    selected = select(problem, k, per_query_head=per_query_head, block_size=size)
+    check_selection(selected, problem, size, per_query_head=per_query_head)
+    ascending = select(problem, k, per_query_head=per_query_head, block_size=size, ascending=True)
+    for one, other in zip(selected.reshape(-1, k), ascending.reshape(-1, k), strict=True):
+        used = one[one >= 0]
+        assert other.tolist() == [*sorted(used.tolist()), *[-1] * (k - used.size)]
 
 
 def whole_numbers(seed, batch=3, heads=4, kv_heads=2, lens=(900, 77, 500), size=16, dim=8, spread=2):

@@ -101,16 +101,18 @@ class Cache:
         np.testing.assert_allclose(outputs[2], mean, rtol=2.0**-22, atol=2.0**-20 * np.nanmax(np.abs(largest), initial=1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("hnd", [False, True])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_summaries_of_products(dtype, hnd, scales, isa_level):
-    for n, (size, rows, dim, lens) in enumerate(
-        [(16, 3, 24, (1, 0, 16, 77)), (1, 4, 1, (5, 3, 1, 0)), (7, 1, 33, (20, 7, 8)), (64, 2, 128, (300,)), (1024, 2, 576, (1500, 9)), (5, 40, 100, (400,))]
-    ):
-        cache = Cache(dtype, scales, lens, size, dim, rows, hnd, seed=n)
-        cache.check(cache.summarise())
-        cache.check(cache.summarise(reference.quest_prefill_metadata))
+@pytest.mark.parametrize(
+    ("size", "rows", "dim", "lens"),
+    [(16, 3, 24, (1, 0, 16, 77)), (1, 4, 1, (5, 3, 1, 0)), (7, 1, 33, (20, 7, 8)), (64, 2, 128, (300,)), (1024, 2, 576, (1500, 9)), (5, 40, 100, (400,))],
+)
+def test_summaries_of_products(size, rows, dim, lens, dtype, hnd, scales, isa_level):
+    cache = Cache(dtype, scales, lens, size, dim, rows, hnd, seed=dim)
+    cache.check(cache.summarise())
+    cache.check(cache.summarise(reference.quest_prefill_metadata))
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)

@@ -103,31 +103,36 @@ class Whole:
         return selected, scores
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_list_for_all_queries_of_a_request(dtype, method, per_query_head, isa_level):
-    for n, (k, sink, recent) in enumerate([(1, 0, 0), (4, 0, 0), (6, 1, 1), (9, 2, 3), (3, 2, 2), (30, 0, 0)]):
-        problem = Whole(dtype, hnd=n % 2 == 1, dim=(24, 1, 33, 64, 128, 40)[n], seed=n)
-        options = {"sink": sink, "recent": recent, "per_query_head": per_query_head, "return_scores": True}
-        selected, counts, scores = problem.select(method, k, **options)
-        expected, exact = problem.expected(method, k, per_query_head, sink, recent)
-        np.testing.assert_array_equal(selected, expected)
-        np.testing.assert_array_equal(scores, exact)
-        np.testing.assert_array_equal(counts, (expected >= 0).sum(axis=2))
-        twin = problem.select(method, k, op=reference.select_blocks, **options)
-        for one, other in zip(twin, (expected, counts, exact), strict=True):
-            np.testing.assert_array_equal(one, other)
+@pytest.mark.parametrize(
+    ("k", "sink", "recent", "dim", "hnd"),
+    [(1, 0, 0, 24, False), (4, 0, 0, 1, True), (6, 1, 1, 33, False), (9, 2, 3, 64, True), (3, 2, 2, 128, False), (30, 0, 0, 40, True)],
+)
+def test_one_list_for_all_queries_of_a_request(k, sink, recent, dim, hnd, dtype, method, per_query_head, isa_level):
+    problem = Whole(dtype, hnd=hnd, dim=dim, seed=k)
+    options = {"sink": sink, "recent": recent, "per_query_head": per_query_head, "return_scores": True}
+    selected, counts, scores = problem.select(method, k, **options)
+    expected, exact = problem.expected(method, k, per_query_head, sink, recent)
+    np.testing.assert_array_equal(selected, expected)
+    np.testing.assert_array_equal(scores, exact)
+    np.testing.assert_array_equal(counts, (expected >= 0).sum(axis=2))
+    twin = problem.select(method, k, op=reference.select_blocks, **options)
+    for one, other in zip(twin, (expected, counts, exact), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_more_queries_than_a_pass_takes(method, per_query_head, isa_level):
+@pytest.mark.parametrize(("group", "dim", "lens", "q_lens"), [(1, 16, [700 * SIZE, 40], [9, 17]), (4, 576, [50], [7])])
+def test_more_queries_than_a_pass_takes(group, dim, lens, q_lens, method, per_query_head, isa_level):
     """Many queries, heads and dims, so that entries are scored in several passes, and rows in several chunks."""
-    for group, kv_heads, dim, lens, q_lens in [(1, KV_HEADS, 16, [700 * SIZE, 40], [9, 17]), (4, KV_HEADS, 576, [50], [7])]:
-        problem = Whole(lens=lens, q_lens=q_lens, dim=dim, group=group, kv_heads=kv_heads)
-        selected, _ = problem.select(method, 7, sink=0, recent=0, per_query_head=per_query_head)
-        np.testing.assert_array_equal(selected, problem.expected(method, 7, per_query_head, 0, 0)[0])
+    problem = Whole(lens=lens, q_lens=q_lens, dim=dim, group=group)
+    selected, _ = problem.select(method, 7, sink=0, recent=0, per_query_head=per_query_head)
+    np.testing.assert_array_equal(selected, problem.expected(method, 7, per_query_head, 0, 0)[0])
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])

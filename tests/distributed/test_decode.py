@@ -200,6 +200,7 @@ def test_bad_input_raises_the_same_on_all_ranks(name):
 # ---- Selection ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("content", ["random", "ties", "not finite"])
 @pytest.mark.parametrize("method", ["quest", "mean", "max"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
