@@ -25,7 +25,7 @@ import sampling
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 # One process takes all of these: torch's compiler takes seconds to import and to warm up.
-TOGETHER = ("test_transformers_compile", "test_torch_operators", "test_torch_sinks")
+TOGETHER = ("test_transformers_compile", "test_torch_operators", "test_torch_sdpa", "test_torch_sinks")
 LONG = (  # begin with these
     *TOGETHER, "test_attention", "test_matrix", "test_nsa_backward", "test_lse", "test_kernels", "test_benchmark_peers", "test_benchmark",
     "test_interrupt", "test_nsa", "test_memory",
