@@ -62,7 +62,7 @@ def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, nda
 
     As in a call without chunks, a sink is infinite where its exponent of 2 is, and an infinite one leaves nothing of finite scores."""
     with np.errstate(over="ignore"):
-        exponents = (sinks * np.log2(np.e)).astype(lse.dtype)
+        exponents = (sinks.astype(np.float64) * np.log2(np.e)).astype(lse.dtype)
     scores = np.where(np.isinf(exponents), exponents, sinks.astype(lse.dtype))
     shares = np.broadcast_to(scores, lse.shape)
     joined, joined_lse = merged(out, lse, np.zeros_like(out), np.ascontiguousarray(shares))
