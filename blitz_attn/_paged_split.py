@@ -96,7 +96,8 @@ class Chunks:
         return open_requests(pages, None, np.concatenate([[0], np.cumsum(used)]), last, q_lens, q_begin, self._page_size)[0]
 
     def parts(self, attn_mask: Any) -> list[_Part]:
-        """All chunks at once. With a mask, which has entries for requests and not for chunks, those that see the same of its columns."""
+        """One part with all chunks. With a mask, which has an entry for each request and none for each chunk, one part for the first
+        chunks of all requests, one for the second chunks, and so on: the chunks of a part read the same columns of the mask."""
         return self._whole if attn_mask is None else self._by_place
 
     @cached_property

@@ -11,6 +11,14 @@ from cases import dtype_of
 GRADIENTS = reference.NSAGradients._fields
 WEIGHTS = ("w_k_compress", "w_v_compress", "gate_proj_weight", "gates")
 
+# Options of `nsa` at sizes for tests.
+PAPER = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 21}
+MSLK = {"mode": "mslk", "compress_block_size": 16, "num_selected_blocks": 3, "window_size": 21, "q_tile_size": 32}
+PAPER_STRIDES = {
+    "compress_block_size": 12, "compress_stride": 4, "select_block_size": 20, "num_selected_blocks": 5, "init_blocks": 2, "local_blocks": 1,
+    "window_size": 8,
+}  # fmt: skip
+
 # Tolerances of the upstream suite, by what they are for.
 UPSTREAM = {
     "compress_float32": 1e-5,

@@ -116,6 +116,19 @@ class Dlpack:
         return [_capsule_name(capsule).decode() for capsule in self.capsules]
 
 
+class OnlyDlpack:
+    """An array that tells nothing but DLPack, and has no slices."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
 class StoppedDlpack:
     """Raises when asked for its memory."""
 

@@ -9,6 +9,7 @@ import blitz_attn
 from blitz_attn import _paged_split, reference, testing
 from cases import DTYPES, bits_option, same_bits
 from cases_masks import BFLOAT16, HKV, SLOPES, D, H, bias_of, close, expected, hiding, holes, kept, numbers, slope_bias
+from exporters import OnlyDlpack
 
 LENS, Q_LENS, SIZE = [70, 33, 1], [20, 0, 1], 16
 DECODE_LENS = [70, 2100, 1]
@@ -155,23 +156,28 @@ def test_slopes_in_chunks(dtype, cache, q_lens, isa_level):
         close(blitz_attn.paged_select_attention(q, k, v, tables, DECODE_LENS, every, kv_split=split, **options), right, dtype)
 
 
+def check_what_is_hidden(cache, kind, queries, q_lens, **options):
+    """NaN in tokens that a mask hides, or in their scales, changes no bit. The last request sees nothing."""
+    lens = [70, 2100, 33]
+    q, k, v, tables, scales, _ = paged("float32", cache, lens, queries)
+    hidden = np.zeros((3, 1, 1, 2100), bool)
+    hidden[..., 16:32] = hidden[1, ..., 1000:1600] = hidden[..., 3] = hidden[2] = True
+    rules = scales | options | {"q_lens": q_lens, "attn_mask": hiding(kind, hidden), "return_lse": True}
+    clean = blitz_attn.paged_attention(q, k, v, tables, lens, **rules)
+    assert not clean[0][-1].any()
+    assert (clean[1][-1] == -np.inf).all()
+    for b, n in enumerate(lens):
+        t = np.flatnonzero(hidden[b, 0, 0, :n])
+        for x in (rules["k_scale"], rules["v_scale"]) if cache else (k, v):
+            x[tables[b, t // SIZE], t % SIZE] = np.nan
+    assert all(map(same_bits, blitz_attn.paged_attention(q, k, v, tables, lens, **rules), clean))
+
+
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_tokens_that_a_mask_hides_are_not_read(cache, kind, isa_level):
-    lens = [70, 2100, 33]
-    for queries, q_lens in ((3, None), (21, [16, 4, 1])):
-        q, k, v, tables, options, _ = paged("float32", cache, lens, queries)
-        hidden = np.zeros((3, 1, 1, 2100), bool)
-        hidden[..., 16:32] = hidden[1, ..., 1000:1600] = hidden[..., 3] = hidden[2] = True
-        rules = options | {"q_lens": q_lens, "attn_mask": hiding(kind, hidden), "return_lse": True}
-        clean = blitz_attn.paged_attention(q, k, v, tables, lens, **rules)
-        assert not clean[0][-1].any()
-        assert (clean[1][-1] == -np.inf).all()
-        for b, n in enumerate(lens):
-            t = np.flatnonzero(hidden[b, 0, 0, :n])
-            for x in (rules["k_scale"], rules["v_scale"]) if cache else (k, v):
-                x[tables[b, t // SIZE], t % SIZE] = np.nan
-        assert all(map(same_bits, blitz_attn.paged_attention(q, k, v, tables, lens, **rules), clean))
+    check_what_is_hidden(cache, kind, 3, None)
+    check_what_is_hidden(cache, kind, 21, [16, 4, 1])
 
 
 def test_paged_refusals():
@@ -299,24 +305,11 @@ def test_masks_are_cut_by_views(name, dtype, monkeypatch):
     assert all(np.shares_memory(x, same) for x in parts)
 
 
-class Exporter:
-    """An array of DLPack alone, which has no slices."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
 def kinds_of(name, mask):
     if name == "memoryview":
         return memoryview(mask)
     if name == "dlpack":
-        return Exporter(mask)
+        return OnlyDlpack(mask)
     library = pytest.importorskip(name.partition(" ")[0])
     if name == "jax":
         return library.numpy.asarray(mask)
@@ -336,19 +329,7 @@ def test_masks_of_any_kind_in_chunks(name):
 
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_tokens_that_a_mask_hides_are_not_read_in_chunks(cache, isa_level):
-    lens = [70, 2100, 33]
-    q, k, v, tables, options, _ = paged("float32", cache, lens, 21)
-    hidden = np.zeros((3, 1, 1, 2100), bool)
-    hidden[..., 16:32] = hidden[1, ..., 1000:1600] = hidden[..., 3] = hidden[2] = True
-    rules = options | {"q_lens": [16, 4, 1], "attn_mask": ~hidden, "return_lse": True, "kv_split": 16 * SIZE}
-    clean = blitz_attn.paged_attention(q, k, v, tables, lens, **rules)
-    assert not clean[0][-1].any()
-    assert (clean[1][-1] == -np.inf).all()
-    for b, n in enumerate(lens):
-        t = np.flatnonzero(hidden[b, 0, 0, :n])
-        for x in (rules["k_scale"], rules["v_scale"]) if cache else (k, v):
-            x[tables[b, t // SIZE], t % SIZE] = np.nan
-    assert all(map(same_bits, blitz_attn.paged_attention(q, k, v, tables, lens, **rules), clean))
+    check_what_is_hidden(cache, "bool", 21, [16, 4, 1], kv_split=16 * SIZE)
 
 
 def test_calls_without_requests_or_tokens_in_chunks():

@@ -7,16 +7,10 @@ import pytest
 
 from blitz_attn import nsa
 from cases import DTYPES, bits_option, same_bits
-from cases_nsa import WEIGHTS, problem
-
-PAPER = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 21}
-STRIDES = {
-    "compress_block_size": 12, "compress_stride": 4, "select_block_size": 20, "num_selected_blocks": 5, "init_blocks": 2, "local_blocks": 1,
-    "window_size": 8,
-}  # fmt: skip
+from cases_nsa import PAPER, PAPER_STRIDES, WEIGHTS, problem
 
 
-@pytest.mark.parametrize("rules", [PAPER, STRIDES], ids=["paper", "strides"])
+@pytest.mark.parametrize("rules", [PAPER, PAPER_STRIDES], ids=["paper", "strides"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cache(rules, dtype):
     """A prompt in chunks, then token after token: each result is that of the call over all tokens so far."""

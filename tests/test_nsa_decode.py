@@ -9,17 +9,12 @@ import pytest
 import blitz_attn
 from blitz_attn import nsa, reference, testing
 from cases import DTYPES, ISA_LEVELS, bits_option, poisoned, same_bits
-from cases_nsa import WEIGHTS, problem
+from cases_nsa import MSLK, PAPER, PAPER_STRIDES, WEIGHTS, problem
 from cases_nsa_library import IS_REFERENCE, errors_close, library
 
-PAPER = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 21}
-MSLK = {"mode": "mslk", "compress_block_size": 16, "num_selected_blocks": 3, "window_size": 21, "q_tile_size": 32}
 MODES = {
     "paper": PAPER,
-    "paper_strides": {
-        "compress_block_size": 12, "compress_stride": 4, "select_block_size": 20, "num_selected_blocks": 5, "init_blocks": 2,
-        "local_blocks": 1, "window_size": 8,
-    },
+    "paper_strides": PAPER_STRIDES,
     "paper_not_causal": {**PAPER, "causal": False},
     "mslk": MSLK,
     "mslk_groups": {**MSLK, "compress_block_size": 1, "num_cmp_selected_blocks": 1},

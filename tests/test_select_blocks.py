@@ -7,6 +7,7 @@ import blitz_attn
 from blitz_attn import reference, testing
 from cases import DTYPES, bits_option, dtype_of, same_bits
 from cases_paged import attend_paged
+from exporters import OnlyDlpack
 
 SIZE, DIM = 16, 32
 LENS = [1, 0, 37, 130, 600]
@@ -206,19 +207,6 @@ def test_decode_loop():
         few = blitz_attn.select_and_attend(q, k_cache, v_cache, tables, lens, (high, low), summary_tables, budget=32)
         assert np.isfinite(few).all()
         assert same_bits(few, out) == (step <= 32)
-
-
-class OnlyDlpack:
-    """An array that tells nothing but DLPack."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **options):
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

@@ -13,7 +13,7 @@ from .attend import Branch, Common, attend, attend_backward, compressed_branch, 
 from .compression import check_compressed
 from .rules import Rules, mode_of, number, scale_of, threads_of
 from .selection import last_tokens, lists_of
-from .sequences import Sequences, packed_cuts, sums_of
+from .sequences import Sequences, packed_cuts, refuse_cuts_of_queries, sums_of
 
 __all__ = [
     "compressed_attention",
@@ -54,8 +54,7 @@ def _tokens_of(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, cu_seqlens_q: Any,
             _same_tokens(k, q)
         cu, own = packed_cuts(cu_seqlens, cu_seqlens_q, q.shape[0], k.shape[0])
         return Sequences.packed(cu, tile=tile, queries=own)
-    if cu_seqlens_q is not None:
-        raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
+    refuse_cuts_of_queries(cu_seqlens_q)
     if whole or len(k) != len(q):
         _same_tokens(k, q)
     if k.shape[1] < q.shape[1]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _arrays, _core
+from .. import _core
 from .._floats import floats, real_of
 from .arrays import Reals, dtype_of, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
@@ -15,7 +15,7 @@ from .compression import check_compressed, check_weight, compress_into, compress
 from .gates import gates_as_reals, weight_of
 from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
 from .selection import check_tiles, list_heads, list_shape, lists_of, select_into
-from .sequences import Piece, Sequences, packed_cuts, sums_of
+from .sequences import Piece, Sequences, lengths_within, packed_cuts, refuse_cuts_of_queries, sums_of
 
 BRANCHES = ("compressed", "selected", "window")
 
@@ -162,18 +162,12 @@ def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules:
             raise ValueError(f"k: expected the {len(q)} tokens of q without cu_seqlens_q, got {k.shape}")
         cu, own = packed_cuts(cu_seqlens, o.cu_seqlens_q, len(q), len(k))
         return Sequences.packed(cu, rules.size, rules.stride, rules.tile, own)
-    if o.cu_seqlens_q is not None:
-        raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
+    refuse_cuts_of_queries(o.cu_seqlens_q)
     queries, room = q.shape[1], k.shape[1]
     if o.kv_lens is None:
         return Sequences.batch(queries, room)
-    lens = _arrays.integers(o.kv_lens, "kv_lens")
-    if lens.shape != (len(q),):
-        raise ValueError(f"kv_lens: expected one number per sequence, ({len(q)},), got {lens.shape}")
-    wrong = lens[(lens < queries) | (lens > room)]
-    if wrong.size:
-        raise ValueError(f"kv_lens: expected numbers from the {queries} tokens of q to the {room} of k, got {wrong[0]}")
-    return Sequences.batch(queries, lens.astype(np.int64))
+    bounds = f"the {queries} tokens of q to the {room} of k"
+    return Sequences.batch(queries, lengths_within(o.kv_lens, "kv_lens", len(q), queries, room, bounds))
 
 
 def _given_compressed(

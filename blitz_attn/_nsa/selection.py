@@ -14,7 +14,7 @@ from .arrays import check_rank, dtype_of, expect_shape, reals, same_kind, storag
 from .attend import Common, attend, compressed_branch
 from .compression import check_compressed
 from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
-from .sequences import Sequences, check_queries, packed_cuts, sums_of
+from .sequences import Sequences, check_queries, packed_cuts, refuse_cuts_of_queries, sums_of
 
 __all__ = ["score_and_select_blocks"]
 
@@ -152,8 +152,7 @@ def last_tokens(q: np.ndarray, tokens: Any, cu_seqlens: Any, cu_seqlens_q: Any, 
             raise ValueError(f"tokens: expected None beside cu_seqlens, got {shown(tokens)}")
         cu, own = packed_cuts(cu_seqlens, cu_seqlens_q, q.shape[0], None)
         return Sequences.packed(cu, rules.size, rules.stride, rules.tile, own)
-    if cu_seqlens_q is not None:
-        raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
+    refuse_cuts_of_queries(cu_seqlens_q)
     length = q.shape[1] if tokens is None else number(tokens, "tokens", 0)
     check_queries(q.shape[1], length, "q")
     return Sequences.batch(q.shape[1], length)

@@ -63,7 +63,12 @@ class Sequences(NamedTuple):
     @classmethod
     def batch(cls, queries: int, lengths: int | np.ndarray) -> Sequences:
         """Sequences with a batch axis: `lengths` is the number of tokens of all, or an array with that of each."""
-        return cls(None, None, None, None, lengths - queries, lengths)
+        return cls.stretch(lengths - queries, lengths)
+
+    @classmethod
+    def stretch(cls, begin: int | np.ndarray, lengths: int | np.ndarray) -> Sequences:
+        """The same, where the queries are any stretch of the tokens, from token `begin` on."""
+        return cls(None, None, None, None, begin, lengths)
 
     @property
     def whole(self) -> bool:
@@ -79,6 +84,23 @@ class Sequences(NamedTuple):
     def kv_lens(self) -> np.ndarray | None:
         """Tokens of each entry of a batch whose arrays have room for more."""
         return None if self.tokens is not None or isinstance(self.lengths, int) else self.lengths
+
+
+def lengths_within(x: Any, name: str, count: int, least: int, most: int, expected: str) -> np.ndarray:
+    """Checked lengths of `count` sequences, int64. `expected`: the bounds, for a sentence."""
+    lengths = _arrays.integers(x, name)
+    if lengths.shape != (count,):
+        raise ValueError(f"{name}: expected one number per sequence, ({count},), got {lengths.shape}")
+    wrong = lengths[(lengths < least) | (lengths > most)]
+    if wrong.size:
+        raise ValueError(f"{name}: expected numbers from {expected}, got {wrong[0]}")
+    return lengths.astype(np.int64)
+
+
+def refuse_cuts_of_queries(cu_seqlens_q: Any) -> None:
+    """Refuses cumulative numbers of queries in a call without those of tokens."""
+    if cu_seqlens_q is not None:
+        raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
 
 
 def check_queries(queries: Any, lengths: Any, name: str) -> None:
@@ -153,11 +175,11 @@ def pieces(batch: int, queries: int, sequences: Sequences, tile: int, most: int,
             some = slice(b, min(b + max(1, fit), batch))
             at, long = (x if isinstance(x, int) else x[some] for x in (begins, lengths))
             if fit:
-                yield Piece((some,), (some,), (some,), (ALL, ALL), ((some,), ALL), Sequences(None, None, None, None, at, long))
+                yield Piece((some,), (some,), (some,), (ALL, ALL), ((some,), ALL), Sequences.stretch(at, long))
                 continue
             for cut, begin, end in _pieces_of_one(queries, tile, most, heads):
                 rows, keys = slice(begin // tile, -(-end // tile)), (some, ALL, cut[1])
-                here = Sequences(None, None, None, None, at + begin, long)
+                here = Sequences.stretch(at + begin, long)
                 yield Piece((some, slice(begin, end), cut[0]), keys, keys, cut, ((some,), rows), here)
         return
     cu_q, cu, cu_blocks, cu_rows = (np.asarray(x) for x in sequences[:4])
@@ -171,7 +193,7 @@ def pieces(batch: int, queries: int, sequences: Sequences, tile: int, most: int,
                 rows = slice(listed.start + begin // tile, listed.start - (-end // tile))
                 stretch = slice(own.start + begin, own.start + end)
                 tokens_of, blocks_of = (None, whole, cut[1]), (None, inner, cut[1])
-                here = Sequences(None, None, None, None, int(begins[at]) + begin, int(lengths[at]))
+                here = Sequences.stretch(int(begins[at]) + begin, int(lengths[at]))
                 yield Piece((None, stretch, cut[0]), tokens_of, blocks_of, cut, ((None,), rows), here)
             at += 1
             continue

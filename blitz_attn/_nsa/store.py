@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays
 from .._floats import floats
 from .arrays import Reals, check_rank, same_kind, storage
 from .compression import check_weight, compress_into
 from .rules import Rules
-from .sequences import Sequences, block_count
+from .sequences import Sequences, block_count, lengths_within
 
 LEAST = 64  # tokens that a store has room for from the first one on
 
@@ -97,17 +96,12 @@ class Store:
         if lens is None:
             counts = np.full(len(keys), keys.shape[1], np.int64)
         else:
-            counts = _arrays.integers(lens, "lens")
-            if counts.shape != (len(keys),):
-                raise ValueError(f"lens: expected one number per sequence, ({len(keys)},), got {counts.shape}")
-            wrong = counts[(counts < 0) | (counts > keys.shape[1])]
-            if wrong.size:
-                raise ValueError(f"lens: expected numbers from 0 to the {keys.shape[1]} tokens of k, got {wrong[0]}")
+            counts = lengths_within(lens, "lens", len(keys), 0, keys.shape[1], f"0 to the {keys.shape[1]} tokens of k")
         self._begin(keys, values, kind)
-        return [keys, values], counts.astype(np.int64)
+        return [keys, values], counts
 
     def _begin(self, keys: np.ndarray, values: np.ndarray, kind: str) -> None:
-        """Makes arrays for the first tokens, and holds those that follow against them."""
+        """Makes the arrays when the first tokens come, and checks later tokens against them."""
         if not self._room:
             pairs = zip((keys, values), self._given.items(), strict=True)
             self._weights = [check_weight(w, name, x.shape, self.dtype, kind) for x, (name, w) in pairs]

@@ -162,7 +162,7 @@ def _joined(shares: np.ndarray, over: str, inside: np.ndarray) -> np.ndarray:
 
 
 def _forced(row: int, rows: int, inside: np.ndarray, seq, visible, block_shape, frame: tuple[int, ...]) -> np.ndarray:
-    """The blocks that a row of blocks always keeps: what each of its queries asks for, of the blocks that this query sees."""
+    """The blocks that a row of blocks always keeps: those that are forced for one of its queries, and that this query sees."""
     block_q, block_kv = block_shape
     sink, recent, last_columns, first_rows, last_rows = frame
     column = np.arange(inside.size)

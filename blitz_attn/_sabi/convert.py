@@ -200,7 +200,7 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
 
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # of each byte, the highest first
-_FIRST_BIT, _LAST_BIT, _BIT_COUNT = _BITS.argmax(axis=1), 7 - _BITS[:, ::-1].argmax(axis=1), _BITS.sum(axis=1)
+_FIRST_BIT, _LAST_BIT, _BIT_COUNT = _BITS.argmax(axis=1), 7 - _BITS[:, ::-1].argmax(axis=1), _BITS.sum(axis=1, dtype=np.int64)
 
 
 def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -97,8 +97,8 @@ def select_blocks_prefill(
         as the first blocks of its document.
     recent : int
         1 always keeps the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries, n also the n - 1 before them. With
-        `kv_ranges`, these are counted for each query from the last key that it sees up to the diagonal. A row keeps what one of its
-        queries asks for, of the blocks that this query sees.
+        `kv_ranges`, these are counted for each query from the last key that it sees up to the diagonal. A row of blocks always keeps a
+        block that is forced for one of its queries, if that query sees it.
     last_columns : int
         Last blocks of keys that are always kept, such as those of text at the end of a sequence.
     first_rows, last_rows : int

@@ -11,9 +11,8 @@ from numpy import ndarray
 from .. import _arrays
 from .._arrays import choice, flag
 from .._floats import floats
-from .._nsa.arrays import Reals, storage
-from .._nsa.call import Call, Options, Room, checked, run
-from .._nsa.compression import compress_into
+from .._nsa.arrays import Reals
+from .._nsa.call import Call, Options, Room, checked, compress, run
 from .._nsa.rules import Rules
 from .._nsa.sequences import Piece as Part
 from .._nsa.sequences import Sequences
@@ -188,7 +187,7 @@ def _looks_back(rules: Rules) -> bool:
 
 def _run(whole: Call, piece: Piece, k: ndarray, v: ndarray) -> None:
     """Computes the rows of a piece, some at a time."""
-    rules, kind, head = whole.rules, whole.common.kind, piece.head
+    head = piece.head
     q, *gates = (x.swapaxes(1, 2) for x in piece.inputs)
     (out,) = (x.swapaxes(1, 2) for x in piece.outputs)
     batch, tokens, group, _ = q.shape
@@ -196,19 +195,19 @@ def _run(whole: Call, piece: Piece, k: ndarray, v: ndarray) -> None:
     weights = [Reals(None if w.array is None else w.array[part], w.kind) for w, part in (
         (whole.w_k, slice(head, head + 1)), (whole.w_v, slice(head, head + 1)), (whole.w_gate, heads),
     )]  # fmt: skip
-    made = [np.empty((*whole_x.shape[:2], 1, x.shape[-1]), storage(kind)) for whole_x, x in ((whole.k_cmp, k), (whole.v_cmp, v))]
-    for x, weight, into, names in ((k, weights[0], made[0], ("k", "w_k_compress")), (v, weights[1], made[1], ("v", "w_v_compress"))):
-        compress_into(x, weight.array, into, kind, rules.size, rules.stride, whole.sequences, whole.common.threads, names)
-    most = max(1, PIECE_ELEMENTS // (out.shape[-1] * group * rules.tile)) * rules.tile
+    made = [np.empty((*whole_x.shape[:2], 1, x.shape[-1]), whole_x.dtype) for whole_x, x in ((whole.k_cmp, k), (whole.v_cmp, v))]
+    of_head = replace(whole, k=k, v=v, k_cmp=made[0], v_cmp=made[1], w_k=weights[0], w_v=weights[1], w_gate=weights[2])
+    compress(of_head)
+    most = max(1, PIECE_ELEMENTS // (out.shape[-1] * group * whole.rules.tile)) * whole.rules.tile
     room = Room(None)
     for b in range(batch):
         one = slice(b, b + 1)
         for first in range(0, tokens, most):
             stretch = slice(first, min(first + most, tokens))
             part = replace(
-                whole, q=q[one, stretch], k=k[one], v=v[one], k_cmp=made[0][one], v_cmp=made[1][one], w_k=weights[0], w_v=weights[1],
-                w_gate=weights[2], gates=Reals(gates[0][one, stretch] if gates else None, whole.gates.kind),
-                sequences=Sequences(None, None, None, None, piece.begin + first, whole.q.shape[1]),
+                of_head, q=q[one, stretch], k=k[one], v=v[one], k_cmp=made[0][one], v_cmp=made[1][one],
+                gates=Reals(gates[0][one, stretch] if gates else None, whole.gates.kind),
+                sequences=Sequences.stretch(piece.begin + first, whole.q.shape[1]),
             )  # fmt: skip
             place = Part((one, stretch), (one,), (one,), (heads, slice(0, 1)), ((one,), slice(None)), part.sequences)
             run(part, room.results(part, place, 1), out[one, stretch])

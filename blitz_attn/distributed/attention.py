@@ -99,7 +99,7 @@ class _Call:
         return calls[key]
 
     def caps(self, sinks: Any, softcap: Any) -> dict[str, Any]:
-        """The sinks and the softcap, checked. Inside the agreement. Those of a backward call have no sinks."""
+        """The sinks and the softcap, checked. Inside the agreement."""
         p = self.problem
         given: dict[str, Any] = {"softcap": None if softcap is None else number(softcap, "softcap") or None, "sinks": None}
         if sinks is not None:
@@ -305,7 +305,7 @@ def context_parallel_attention_backward(
     with call.agreement:
         call.read(scale=scale, comm_type=comm_type, overlap=overlap, dtype=dtype, num_threads=num_threads)
         call.agreement.same("dlse", "none" if dlse is None else "given")
-        cap = {"softcap": call.caps(None, softcap)["softcap"]}
+        softcap = call.caps(None, softcap)["softcap"]
         p, real = call.problem, real_of(call.problem.dtype)
         keys, values = call.shard(k, "k", keys=True), call.shard(v, "v", keys=True, values=True)
         inputs = [call.shard(q, "q"), call.shard(dout, "dout", values=True), call.shard(out, "out", values=True)]
@@ -316,7 +316,9 @@ def context_parallel_attention_backward(
         dq, dk, dv = (by_head(_arrays.host(x, "grads", call.bits, True)[0], p.layout, n) for x, (_, n, _) in zip(grads, sizes, strict=True))
 
     if plan.size == 1:
-        block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, grads=tuple(grads), **p.call(), **call.options(), **cap)
+        block_sparse_attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, grads=tuple(grads), softcap=softcap, **p.call(), **call.options()
+        )
         return _finished(grads, family)
 
     stages = call.stages([keys, values], inputs, [dq])
@@ -329,8 +331,9 @@ def context_parallel_attention_backward(
         one_k, one_v = (rows.given(x, keys=True) for x in windows)
         into = (rows.given(piece.outputs[0]), *(rows.given(x, keys=True) for x in sums.parts))
         block_sparse_attention_backward(
-            grad, one, one_k, one_v, result, one_lse, dlse=one_dlse, grads=into, accumulate=True, **rows.arguments, **call.options(), **cap
-        )
+            grad, one, one_k, one_v, result, one_lse, dlse=one_dlse, grads=into, accumulate=True, softcap=softcap, **rows.arguments,
+            **call.options(),
+        )  # fmt: skip
 
     stages.run(compute, sums)
     for array, total in zip((dk, dv), sums.totals, strict=True):

@@ -231,8 +231,8 @@ def register() -> None:
     """Make ``"blitz_attn"`` and ``"blitz_attn_sparse"`` names that ``attn_implementation=`` takes.
 
     Both read the mask of a model as a rule (causal, a window, padding, packed sequences), so that no matrix of queries times keys is made.
-    A mask without such a rule, and a position bias, are added to the scores as they are; layers that have one keep all blocks and pages,
-    but choose blocks where the mask shows each query a run of keys.
+    A mask without such a rule, and a position bias, are added to the scores as they are. Layers with a position bias keep all blocks and
+    pages. So do layers with such a mask, unless it shows each query one run of keys: they choose blocks.
     ``"blitz_attn"`` attends to all keys that the rule allows. ``"blitz_attn_sparse"`` does so while it decodes, and leaves blocks of
     keys out of prompts; see `SparseConfig`. Calling this again changes nothing.
 
@@ -250,8 +250,8 @@ def register() -> None:
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
 
-    Where a model needs something else (dropout, gradients of a position bias, returned weights, packed sequences beside a
-    position bias), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
+    Where a model needs something else (dropout, gradients of a position bias, returned weights, packed sequences beside a position
+    bias), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
     Models with attention code of their own (BLOOM, XGLM, RoFormer) run it: a mask that they add to scores becomes the numbers that they
     add with ``"eager"``, and whatever else needs numbers in the mask (MPT, DeepSeek-V4; under `torch.compile` all of them) is a ValueError.
     For the first of these, `on_unsupported` of the configuration for all models counts. transformers itself refuses some (Falcon,

@@ -199,7 +199,8 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
                       .scratch = s->chunk};
 }
 
-/* s->sum[key][row] += the probabilities of `heads` heads that lie side by side, one head after the other, as if each had a panel of its own. */
+/* Adds probabilities to s->sum[key][row]. `from` has those of `heads` heads side by side, [key][head][row]. The heads are added one after the other,
+ * which gives the bits that a panel for each head gives. */
 static void add_side(const select_call *c, const select_scratch *s, const item_rows *at, int64_t heads, const char *from, int64_t keys) {
     const int64_t real = c->real_size, line = at->lanes * real;
     for (int64_t j = 0; j < keys; j++)

@@ -118,19 +118,18 @@ static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int6
     return range;
 }
 
-/* Where the range of a query begins among the keys. There are kv_ranges. */
-static inline int64_t ba_range_begin(const ba_problem *p, int64_t batch, int64_t query) {
+/* One end of a query's range in kv_ranges: 0 for its first key, 1 for the place after the last one. There are kv_ranges. */
+static inline int64_t ba_range_end(const ba_problem *p, int64_t batch, int64_t query, int end) {
     const int64_t *step = p->kv_ranges.strides;
-    return ba_max(0, ba_list_entry(&p->kv_ranges, batch * step[0] + (ba_q_span(p, batch).begin + query) * step[1]));
+    return ba_list_entry(&p->kv_ranges, batch * step[0] + (ba_q_span(p, batch).begin + query) * step[1] + end * step[2]);
 }
 
 /* The keys that a query sees by all token rules, likewise. The ends of kv_ranges may rise and fall. */
 static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64_t query) {
     ba_range range = ba_keys_in_place(p, batch, query);
     if (!p->kv_ranges.data) return range;
-    const int64_t *step = p->kv_ranges.strides, at = batch * step[0] + (ba_q_span(p, batch).begin + query) * step[1];
-    range.lo = ba_max(range.lo, ba_list_entry(&p->kv_ranges, at));
-    range.hi = ba_min(range.hi, ba_list_entry(&p->kv_ranges, at + step[2]));
+    range.lo = ba_max(range.lo, ba_range_end(p, batch, query, 0));
+    range.hi = ba_min(range.hi, ba_range_end(p, batch, query, 1));
     return range.lo < range.hi ? range : (ba_range){0, 0};
 }
 

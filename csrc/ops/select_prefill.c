@@ -175,8 +175,7 @@ static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
     const int64_t lines = lines_bytes(c), shares = shares_in(c), rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
     int64_t used = 0;
     c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
-    const int64_t notes = ba_rows_lay_out(c, base ? base + used : NULL, &c->rows);
-    used += notes;
+    used += ba_rows_lay_out(c, base ? base + used : NULL, &c->rows);
     c->groups = ba_take(base, &used, c->pairs * c->pair_bytes);
     c->lines = lines ? ba_take(base, &used, c->pairs * lines) : NULL;
     c->tails_begin = ba_take(base, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);

@@ -1,6 +1,6 @@
-/* What rows of blocks see. Without kv_ranges, what a row of queries sees moves on from one query to the next, so it follows from the first query and
- * the last. With kv_ranges, every query may see a run of keys anywhere: the blocks that a row of blocks sees, and those that it always keeps, are
- * noted once for all heads. */
+/* What rows of blocks see. Without kv_ranges, both ends of what a query sees never fall from one query to the next, so that the first and the last
+ * query of a row say what the row sees. With kv_ranges, each query may see any run of keys. What a row of blocks sees and always keeps is then noted
+ * before the scores are made, once for all heads. */
 #include <string.h>
 
 #include "core/pool.h"
@@ -66,7 +66,7 @@ void ba_note_row(void *context, int64_t item, int worker) {
         seen.hi = ba_max(seen.hi, own.hi);
         /* The query's sinks are counted from where its range begins, and its recent blocks from the diagonal, or from the last key that it sees where
          * this lies before the diagonal. */
-        const int64_t begin = ba_range_begin(&c->p, batch, query) / block, newest = ba_min(ba_diagonal(&c->p, batch, query), keys.hi - 1);
+        const int64_t begin = ba_max(0, ba_range_end(&c->p, batch, query, 0)) / block, newest = ba_min(ba_diagonal(&c->p, batch, query), keys.hi - 1);
         set_run(forced, ba_max(own.lo, begin), ba_min(own.hi, begin + ba_min(a->sink, columns)));
         if (a->recent == 0 || newest < keys.lo) continue;
         set_run(forced, ba_max(own.lo, newest / block - ba_min(newest / block, a->recent - 1)), newest / block + 1);

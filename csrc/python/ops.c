@@ -479,7 +479,7 @@ static void add_axes(ba_tensor *t, int ndim) {
     t->ndim = ndim;
 }
 
-/* Checks the shapes of all arrays, as the caller gave them, and makes them those that the library takes. */
+/* Checks the shapes that the caller gave, and gives all arrays the numbers of axes that the library takes. */
 static ba_status fit_merge(merge_call *call) {
     const ba_tensor first = call->tensors[0];
     if (first.ndim == 0) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (..., Dv), got ()");

@@ -205,10 +205,8 @@ static int hold_numbers(held_call *call, PyObject *object, const char *name, int
 /* Reads where the queries of each sequence stand, once q and the cumulative numbers are read. */
 static int hold_places(held_call *call, PyObject *const *values, ba_nsa_select_args *a) {
     const int64_t sequences = a->cu_q ? a->batch : a->q.ndim > 0 ? a->q.dims[0] : 0;
-    return hold_numbers(call, values[SELECT_q_begin], "q_begin", sequences, &a->q_begin) < 0 ||
-                   hold_numbers(call, values[SELECT_tokens], "tokens", sequences, &a->tokens) < 0
-               ? -1
-               : 0;
+    if (hold_numbers(call, values[SELECT_q_begin], "q_begin", sequences, &a->q_begin) < 0) return -1;
+    return hold_numbers(call, values[SELECT_tokens], "tokens", sequences, &a->tokens);
 }
 
 TAKES(nsa_select, SELECT_cu_seqlens, SELECT_ARGUMENTS(AS_TEXT));

@@ -303,9 +303,9 @@ done:
     return result;
 }
 
-/* The arguments, in order; each gets an index and a name. slot_mapping gives the slot of each token. Where it is None, the arguments block_tables to
- * q_lens give the slots, or block_tables alone if these are opened page tables. q_begin is always None: it stands here because
- * read_requests() takes it. */
+/* The arguments, in order; each gets an index and a name. The slot of each token comes from slot_mapping. Where slot_mapping is None, it comes from
+ * block_tables if these are opened page tables, and otherwise from block_tables, seq_lens, indptr, last_page_len and q_lens. q_begin is always None:
+ * it stands here because read_requests() takes it. */
 /* clang-format off */
 #define APPEND_ARGUMENTS(X) \
     X(k) X(v) X(k_cache) X(v_cache) X(slot_mapping) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_layout) X(k_scale) \

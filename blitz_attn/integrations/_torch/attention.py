@@ -9,7 +9,6 @@ from ..._sentences import renamed
 from . import operators
 from .tensors import (
     LAYOUTS,
-    RANGES,
     expect_tensors,
     flag_of,
     integer_of,
@@ -20,6 +19,7 @@ from .tensors import (
     numbers_list_of,
     numbers_of,
     pair_of,
+    ranges_of,
     slopes_of,
     text_of,
 )
@@ -147,7 +147,7 @@ def block_sparse_attention(
         block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
     )
     out, lse = operators.call(
-        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=lists_of(kv_ranges, "kv_ranges", RANGES),
+        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=ranges_of(kv_ranges),
         attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=slopes_of(alibi_slopes, "alibi_slopes"),
         sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"), return_lse=return_lse,
     )  # fmt: skip
@@ -438,7 +438,7 @@ def select_and_attend_prefill(
     )
     out, lse = operators.call(
         "select_and_attend_prefill", q, k, v, **rules,
-        kv_ranges=lists_of(kv_ranges, "kv_ranges"),
+        kv_ranges=ranges_of(kv_ranges),
         chooser=operators.chooser_text(chooser),
         density=numbers_list_of(density, "density"),
         top_p=numbers_list_of(top_p, "top_p"),

@@ -22,7 +22,7 @@ except ModuleNotFoundError:  # the module can be imported then, and documented; 
 LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 MOST = 2**63
 _LISTS = ("uint16", "int16", "int32", "int64")
-RANGES = ("int32", "int64")
+_RANGES = ("int32", "int64")
 _MASKS = ("bool", "float32", "float16", "bfloat16", "float64")
 
 
@@ -141,6 +141,11 @@ def lists_of(x: Any, name: str, kinds: tuple[str, ...] = _LISTS) -> Any:
     if str(given.dtype) not in kinds:
         raise TypeError(f"{name}: expected {', '.join(kinds[:-1])} or {kinds[-1]}, got {given.dtype}")
     return _copied(given)
+
+
+def ranges_of(kv_ranges: Any) -> Any:
+    """A tensor of a run of keys for each query; None stays None."""
+    return lists_of(kv_ranges, "kv_ranges", _RANGES)
 
 
 def numbers_of(x: Any, name: str) -> Any:
