@@ -79,8 +79,10 @@ def block_sparse_attention_backward(
     key_stride: Any = ...,
     key_last: Any = ...,
     softcap: Any = ...,
-) -> tuple[Any, Any, Any]:
-    """As block_sparse_attention; out and lse are its results. Returns (dq, dk, dv)."""
+    bias_grads: Any = ...,
+) -> tuple[Any, ...]:
+    """As block_sparse_attention; out and lse are its results. Returns (dq, dk, dv). With bias_grads, which makes arrays as empty does, the
+    gradients of attn_mask and of alibi_slopes follow: None for one that is not given or is of bool."""
 
 def select_prefill(
     empty: Callable[[tuple[int, ...], str], Any],

@@ -259,17 +259,19 @@ def block_sparse_attention_backward(
     softcap: float | None = None,
     dlse: Any = None,
     grads: Any = None,
+    bias_grads: bool = False,
     accumulate: bool = False,
     dtype: Any = None,
     num_threads: int | None = None,
-) -> tuple[Any, Any, Any]:
-    """Gradients of `block_sparse_attention` with respect to q, k and v.
+) -> tuple[Any, ...]:
+    """Gradients of `block_sparse_attention` with respect to q, k and v, and with `bias_grads` to what is added to the scores.
 
     With ``P = exp(scale * q k^T + bias - lse)`` where a query sees a key and 0 elsewhere, and with the bias of `attn_mask` and
     `alibi_slopes`: ``dS = P * (dout v^T - dout . out + dlse)``,
     ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. With a `softcap`, ``T = tanh(scale * q k^T / softcap)``,
-    ``softcap * T`` takes the place of ``scale * q k^T``, and dS is multiplied by ``1 - T^2``. `dk` and `dv` are sums over the query
-    heads that read a key head. A query that sees no key has gradient 0 and adds nothing to `dk` and `dv`.
+    ``softcap * T`` takes the place of ``scale * q k^T``, and in dq and dk dS is multiplied by ``1 - T^2``. `dk` and `dv` are sums over the
+    query heads that read a key head. The gradient of a number of `attn_mask` is the sum of dS over all pairs that it is added to, and that
+    of a slope the sum of ``-abs(d - j) * dS``. A query that sees no key has gradient 0 and adds nothing to any other gradient.
 
     Parameters
     ----------
@@ -286,13 +288,16 @@ def block_sparse_attention_backward(
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
     q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap
-        As in the forward call: see `block_sparse_attention`. They get no gradients.
+        As in the forward call: see `block_sparse_attention`.
     dlse : array, optional
         Gradient of the loss with respect to `lse`, of its shape and dtype, for a loss that uses `lse`, as merged
         partial results and distillation do. Default: 0.
     grads : tuple of array, optional
         Where to write the results: ``(dq, dk, dv)``, each writable, of the shape and dtype of q, k or v, sharing no memory with any other
         array of the call; any of them may be None.
+    bias_grads : bool
+        Also return the gradients of `attn_mask` and `alibi_slopes`, for biases that are learned (a table of relative positions, say). They
+        are a pass of their own: the call takes 1.5 to 3 times as long. Default: False.
     accumulate : bool
         Add the gradients of k and v to what `dk` and `dv` of `grads` hold, which must then be given and be float32 (float64 for float64),
         whatever the dtype of k and v. Rows of blocks that no list names are neither read nor written. Sums over several calls are then
@@ -307,6 +312,11 @@ def block_sparse_attention_backward(
     dq, dk, dv : array
         Of the shapes, layout and dtype of q, k and v, and the same kind of array as `q`. With `accumulate`, `dk` and `dv` are the arrays of
         `grads`.
+    dattn_mask, dalibi_slopes : array or None
+        With `bias_grads`: of the shape and dtype of `attn_mask`, and ``(H,)`` of float32, both the kind of array that `attn_mask` is, or
+        `q` where there is no mask. None for one that is not given, and for a mask of
+        bool. Where the mask has one number for several heads, batch entries, queries or keys, that gets the sum of their gradients. A
+        number of -inf gets 0.
 
     Raises
     ------
@@ -350,12 +360,26 @@ def block_sparse_attention_backward(
     >>> exact = blitz_attn.reference.block_sparse_attention_backward(dout, q, k, v, out, lse, causal=True)
     >>> [bool(np.abs(ours - theirs).max() < 1e-5) for ours, theirs in zip((dq, dk, dv), exact)]
     [True, True, True]
+
+    A bias that is learned, here one number for each distance between a query and a key:
+
+    >>> table = np.linspace(-1, 1, 511, dtype=np.float32)
+    >>> distance = 255 + np.arange(256)[:, None] - np.arange(256)  # 0 .. 510
+    >>> out, lse = blitz_attn.block_sparse_attention(q, k, v, attn_mask=table[distance], return_lse=True)
+    >>> grads = blitz_attn.block_sparse_attention_backward(
+    ...     dout, q, k, v, out, lse, attn_mask=table[distance], bias_grads=True
+    ... )
+    >>> dtable = np.bincount(distance.ravel(), grads[3].ravel())
+    >>> grads[3].shape, dtable.shape
+    ((256, 256), (511,))
     """
     if sabi is not None and type(sabi) is not ndarray:
         refuse_block_mask(sabi, "sabi")
+    family = _arrays.family_of(q)
+    bias_grads = _arrays.flag(bias_grads, "bias_grads")
+    bias_family = family if attn_mask is None else _arrays.family_of(attn_mask)
     if not (attn_mask is alibi_slopes is None):
         attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
-    family = _arrays.family_of(q)
     if grads is None:
         grads = (None, None, None)
     elif not isinstance(grads, tuple) or len(grads) != 3:
@@ -376,6 +400,7 @@ def block_sparse_attention_backward(
         alibi_slopes=alibi_slopes, dout=_arrays.readable(dout, "dout"),
         out=_arrays.readable(out, "out"), lse=_arrays.readable(lse, "lse"),
         dlse=None if dlse is None else _arrays.readable(dlse, "dlse"), dq=dq, dk=dk, dv=dv, accumulate=accumulate, softcap=softcap,
+        bias_grads=bias_family.empty if bias_grads else None,
     )  # fmt: skip
-    dq, dk, dv = (_arrays.finished(result, given, family) for result, given in zip(results, grads, strict=True))
-    return dq, dk, dv
+    dq, dk, dv = (_arrays.finished(result, given, family) for result, given in zip(results, grads, strict=False))
+    return (dq, dk, dv, *(None if x is None else _arrays.finished(x, None, bias_family) for x in results[3:]))

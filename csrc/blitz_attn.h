@@ -158,6 +158,7 @@ BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
  *
  *     dS = P (dout v^T - dout . out + dlse)    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
  *
+ * With a softcap, dS of dq and dk is multiplied with its derivative. dattn_mask and dalibi_slopes are sums of dS, and of dS times -|d - j|.
  * dk and dv are sums over the query heads of a KV head. A query that sees no key, or whose lse is -inf, contributes 0. A query and a key
  * that it does not see add exactly nothing to each other's gradients, whatever values they hold. The bits of all gradients are the same for
  * any number of threads. */
@@ -168,6 +169,9 @@ typedef struct ba_block_sparse_backward_args {
     ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
     int accumulate;               /* 1: the gradients of k and v are added to what dk and dv hold, which are float32 (float64 for float64). Only rows
                                    * of listed blocks are read and written */
+    ba_tensor dattn_mask;         /* not given: not wanted. Else written: the shape and dtype of forward.attn_mask, which may not be of bool, with a
+                                   * contiguous last axis. An element that stands for several heads, say, gets the sum of their gradients */
+    float *dalibi_slopes;         /* NULL: not wanted. Else written, [H] */
 } ba_block_sparse_backward_args;
 
 BA_API ba_block_sparse_backward_args ba_block_sparse_backward_args_init(void); /* `forward` as above; the rest is 0 */

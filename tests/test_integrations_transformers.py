@@ -198,9 +198,8 @@ def test_packed_sentences_of_an_encoder():
     assert (found - apart).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("how", ["plain", "cached", "graph"])
-def test_position_biases_of_t5(how):
-    """Encoder, decoder and cross attention: a bias for each head beside padding and the causal mask."""
+def small_t5():
+    """The model, and the arguments of a call: ids, a mask with padding, and ids for the decoder."""
     torch.manual_seed(0)
     shape = {"vocab_size": 97, "d_model": 48, "d_kv": 12, "d_ff": 32, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, decoder_start_token_id=0)).eval()
@@ -212,6 +211,27 @@ def test_position_biases_of_t5(how):
     ids, decoded = (torch.from_numpy(rng.integers(3, 97, shape)) for shape in ((2, 17), (2, 9)))
     mask = torch.ones_like(ids)
     mask[1, 11:] = 0
+    return model, ids, mask, decoded
+
+
+def test_position_biases_of_t5_are_trained():
+    model, ids, mask, decoded = small_t5()
+    found = []
+    for implementation in ("eager", "blitz_attn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(input_ids=ids, attention_mask=mask, labels=decoded).loss.backward()
+        found.append({name: x.grad for name, x in model.named_parameters()})
+    for name, right in found[0].items():
+        assert (found[1][name] - right).abs().max() <= 1e-4 * right.abs().max(), name
+    assert any("relative_attention_bias" in name and x.abs().max() > 0 for name, x in found[1].items())
+    assert not TOLD
+
+
+@pytest.mark.parametrize("how", ["plain", "cached", "graph"])
+def test_position_biases_of_t5(how):
+    """Encoder, decoder and cross attention: a bias for each head beside padding and the causal mask."""
+    model, ids, mask, decoded = small_t5()
     found = []
     for implementation in ("eager", "blitz_attn"):
         model.set_attn_implementation(implementation)

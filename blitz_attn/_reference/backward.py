@@ -46,7 +46,7 @@ def _outer_sum(weights: np.ndarray, rows: np.ndarray, seen: np.ndarray | None) -
 
 
 def _strip_gradients(q, k, v, dout, lse, delta, seen, bias, scale, name, softcap):
-    """(dq, dk, dv) of a strip of queries and some keys. `name`: the precision that every matrix is rounded to."""
+    """(dq, dk, dv, dbias) of a strip of queries and some keys. `name`: the precision that every matrix is rounded to."""
     number = q.dtype.type
     s = round_in_float32(q @ k.T * number(scale), name)
     tangent = np.tanh(s / number(softcap)) if softcap else None
@@ -59,18 +59,18 @@ def _strip_gradients(q, k, v, dout, lse, delta, seen, bias, scale, name, softcap
         p = np.where(seen, p, number(0))
     p = round_in_float32(p, name)
     slope = p * (round_in_float32(dout @ v.T, name) - delta[:, None])
-    if tangent is not None:
-        slope = slope * (1 - tangent**2)
+    slopes = [slope, slope if tangent is None else slope * (1 - tangent**2)]  # of the scores with and before their bias and softcap
     if seen is not None:
-        slope = np.where(seen, slope, number(0))
-    slope = round_in_float32(slope, name)
+        slopes = [np.where(seen, x, number(0)) for x in slopes]
+    dbias, slope = (round_in_float32(x, name) for x in slopes)
     mirrored = None if seen is None else seen.T
     dq = _outer_sum(slope.T, k, mirrored) * number(scale)
-    return dq, _outer_sum(slope, q, seen) * number(scale), _outer_sum(p, dout, seen)
+    return dq, _outer_sum(slope, q, seen) * number(scale), _outer_sum(p, dout, seen), dbias
 
 
-def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, rules: Rules, scale, name, softcap, sums):
-    """dq of `head`. Its contributions to the gradients of its KV head are added to `sums`, (dk, dv)."""
+def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, rules: Rules, scale, name, softcap, sums, dbias):
+    """dq of `head`. Its contributions to the gradients of its KV head are added to `sums`, (dk, dv), and those to the gradient of each
+    score's bias, (tokens, tokens), to `dbias` unless that is None."""
     q, k, v, dout, lse, delta = tensors
     dq = np.zeros_like(q)
     block_q, block_kv = block_shape
@@ -89,9 +89,12 @@ def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, r
             seen = (pick >= low[queries - first, None]) & (pick <= high[queries - first, None])
             bias, seen = bias_and_seen(seq, head, 1, queries, pick, seen)
             mine = (q[queries], k[pick], v[pick], dout[queries], lse[queries], delta[queries])
-            dq[queries], dk, dv = _strip_gradients(*mine, None if seen is None or seen.all() else seen, bias, scale, name, softcap)
+            shown = None if seen is None or seen.all() else seen
+            dq[queries], dk, dv, own = _strip_gradients(*mine, shown, bias, scale, name, softcap)
             sums[0][pick] += dk
             sums[1][pick] += dv
+            if dbias is not None:
+                dbias[queries[:, None], pick] += own
     return round_in_float32(dq, name)
 
 
@@ -103,8 +106,34 @@ def _numbers_by_sequence(x: np.ndarray, layout: str, sequences: list[SequencePar
     return [part.T for part in np.split(x, cuts)]
 
 
-def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name, softcap):
-    """The common body of the twins. `tensors`: dout, q, k, v, out; `numbers`: lse and dlse, which may be None."""
+class _BiasSums:
+    """The gradients of a mask (B or 1, H or 1, Sq or 1, Skv or 1) and of the slopes (H,), None for one that is not given, or is of bool."""
+
+    def __init__(self, attn_mask, alibi_slopes):
+        shape = np.shape(attn_mask)
+        bool_mask = attn_mask is None or dtype_name(attn_mask.dtype) == "bool"
+        self.shape = None if bool_mask else shape
+        self.mask = None if bool_mask else np.zeros((1,) * (4 - len(shape)) + shape)
+        self.slopes = None if alibi_slopes is None else np.zeros(len(alibi_slopes))
+
+    def add(self, b, h, seq, dbias):
+        """Adds the gradient of the bias of one head of a batch entry, (tokens, tokens)."""
+        if self.mask is not None:
+            place = self.mask[min(b, self.mask.shape[0] - 1), min(h, self.mask.shape[1] - 1)]
+            shared = tuple(axis for axis, n in enumerate(place.shape) if n == 1)
+            total = dbias.sum(axis=shared, keepdims=True)
+            place[: total.shape[0], : total.shape[1]] += total
+        if self.slopes is not None:
+            queries, keys = (np.arange(n) for n in dbias.shape)
+            self.slopes[h] -= (dbias * np.abs(queries[:, None] + seq.begin - keys)).sum()
+
+    def results(self):
+        return (None if self.mask is None else self.mask.reshape(self.shape)), self.slopes
+
+
+def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name, softcap, bias_sums=None):
+    """The common body of the twins. `tensors`: dout, q, k, v, out; `numbers`: lse and dlse, which may be None. The gradients of the biases
+    are added to `bias_sums` unless that is None."""
     dout, q, k, v, out = tensors
     block_q, block_kv = (int(n) for n in block_shape)
     if min(block_q, block_kv) < 1:
@@ -143,7 +172,11 @@ def _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, 
                     delta = delta - dlses[b][h]
                 own = (seq.q[h], seq.k[h // group], seq.v[h // group], douts[b][h], lses[b][h], delta)
                 sums = (dk[h // group], dv[h // group])
-                dq[h] = _head_gradients(own, seq, h, rows, (block_q, block_kv), rules, scale, name, float(softcap or 0.0), sums)
+                dbias = None if bias_sums is None else np.zeros((seq.q.shape[1], seq.k.shape[1]))
+                cap = float(softcap or 0.0)
+                dq[h] = _head_gradients(own, seq, h, rows, (block_q, block_kv), rules, scale, name, cap, sums, dbias)
+                if bias_sums is not None:
+                    bias_sums.add(b, h, seq, dbias)
             for result, gradient in zip(results, (dq, dk, dv), strict=True):
                 result.append(round_in_float32(gradient, name))
     joined = [join_sequences(parts, layout, x.shape) for parts, x in zip(results, (q, k, v), strict=True)]
@@ -189,6 +222,7 @@ def block_sparse_attention_backward(
     softcap=None,
     dlse=None,
     grads=None,
+    bias_grads=False,
     accumulate=False,
     dtype=None,
     num_threads=None,
@@ -199,8 +233,9 @@ def block_sparse_attention_backward(
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     bias_args = (attn_mask, alibi_slopes, input_dtype(q, dtype))
     rules = make_rules(causal, window)
-    results = _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, "float64", softcap)
-    return _kept(results, grads, accumulate)
+    sums = _BiasSums(attn_mask, alibi_slopes) if bias_grads else None
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, "float64", softcap, sums)
+    return _kept(results, grads, accumulate) + (sums.results() if sums else ())
 
 
 def dense_same_precision_backward(
@@ -231,6 +266,7 @@ def dense_same_precision_backward(
     softcap=None,
     dlse=None,
     grads=None,
+    bias_grads=False,
     accumulate=False,
     dtype=None,
     num_threads=None,
@@ -275,5 +311,6 @@ def dense_same_precision_backward(
     shape_args = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     bias_args = (attn_mask, alibi_slopes, name)
     rules = make_rules(causal, window)
-    results = _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name, softcap)
-    return _kept(results, grads, accumulate)
+    sums = _BiasSums(attn_mask, alibi_slopes) if bias_grads else None
+    results = _run(tensors, numbers, sabi, block_shape, scale, layout, rules, shape_args, bias_args, name, softcap, sums)
+    return _kept(results, grads, accumulate) + (sums.results() if sums else ())

@@ -334,20 +334,21 @@ typedef struct ba_row_kernels {
  *
  *     dS^T = P^T (V dO^T - delta)    dQ^T += K^T dS^T    dV += P^T dO    dK += dS^T Q
  *
- * where the elements of dS are multiplied with the derivatives of their scores' softcap, if there is one.
+ * where the elements of dS are multiplied with the derivatives of their scores' softcap, if there is one. What is added to a score after the softcap
+ * has the gradient dS without that factor.
  * The first two belong to a panel, as in attend; the other two to a query tile, whose panels stand one after the other. */
 typedef struct ba_gradient_panel {
     const void *q;          /* packed by pack_queries, with scale * log2(e) */
     const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
     const void *lse;        /* real [lanes], in log2 units; +inf where nothing was attended, so that all weights are 0 */
     const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
-    void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; added to */
+    void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; added to. NULL, for `gradient` only: see there */
     const int32_t *lo, *hi; /* as in ba_panel */
     ba_bias bias;           /* that of the chunk is not read */
 } ba_gradient_panel;
 
 /* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what
- * attend promises. There are no scales. */
+ * attend promises. There are no scales. Where dq is NULL, slopes are those of the bias: not multiplied with the derivative of the softcap. */
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
 typedef BA_GRADIENT((*ba_gradient_fn));
 

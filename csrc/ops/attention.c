@@ -10,8 +10,9 @@ ba_status ba_run_attention(const ba_attention *a) {
 }
 
 ba_status ba_run_attention_backward(const ba_attention *a, const ba_gradients *gradients) {
-    if (a->problem.batch == 0 || (a->problem.q_len == 0 && a->problem.kv_len == 0)) return BA_OK;
-    return ba_attend_backward(&a->problem, gradients, a->num_threads);
+    if (a->problem.batch > 0 && (a->problem.q_len > 0 || a->problem.kv_len > 0))
+        BA_TRY(ba_attend_backward(&a->problem, gradients, a->num_threads));
+    return ba_attend_bias_backward(&a->problem, gradients, a->num_threads);
 }
 
 void ba_close_attention(ba_attention *a) { ba_close_page_tables(&a->own_tables); }

@@ -55,7 +55,7 @@ static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba
             s.gradient.delta = r->lane_delta + (lane + s.lane) * real;
             s.gradient.lo = r->lane_lo + lane + s.lane;
             s.gradient.hi = r->lane_hi + lane + s.lane;
-            ba_open_gradient_lanes(c, &r->common, item, &t, &s);
+            ba_open_gradient_lanes(c, &r->common, item, &t, &s, c->problem->scale);
         }
         for (int64_t i = t.tile.lanes; i < c->row_lanes; i++) r->lane_lo[lane + i] = r->lane_hi[lane + i] = 0;
     }

@@ -21,7 +21,7 @@ static void open_tile(const ba_backward_call *c, const ba_backward_scratch *w, c
     t->q = w->q_rows + at * pad_k * real;
     t->dout = w->dout_rows + at * pad_v * real;
     for (int64_t lane = 0; lane < t->tile.lanes; lane += t->panel[t->panels - 1].lanes)
-        ba_open_gradient_lanes(c, w, item, t, ba_add_gradient_panel(c, w, t, lane, &at));
+        ba_open_gradient_lanes(c, w, item, t, ba_add_gradient_panel(c, w, t, lane, &at), c->problem->scale);
     assert(at <= (index - item->first_tile + 1) * ba_gradient_tile_room(c)); /* or the last panel would reach into the next tile's memory */
 }
 

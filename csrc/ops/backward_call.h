@@ -54,10 +54,15 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
 /* Adds a panel to the tile, for its lanes from `lane` on. *at counts the lanes of the scratch memory that are in use. */
 ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t, int64_t lane, int64_t *at);
 
-/* Sets the keys that each lane of a panel sees, and its log-sum-exp and delta. A query whose log-sum-exp is -inf sees no key. */
-void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s);
+/* Sets the keys that each lane of a panel sees, its log-sum-exp, and its delta, times `scale`, with which dout is packed, too. A query whose
+ * log-sum-exp is -inf sees no key. */
+void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s,
+                            double scale);
 
-/* Packs a tile's queries as columns and as rows. w->rows are their rows of q, w->more_rows their rows of dout. */
+/* Packs a tile's queries as columns, those of dout times `scale`. w->rows are their rows of q, w->more_rows their rows of dout. */
+void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratch *w, const ba_tile_state *t, double scale);
+
+/* Packs a tile's queries as columns and as rows, likewise. */
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t);
 
 /* Clears the dQ of all panels of a tile. */
@@ -68,6 +73,11 @@ void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_fi
 
 /* Finds the rows of the `keys` keys in w->key_index and of their gradients, and packs K and V. Returns the chunk as kernels take it. */
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t keys);
+
+/* Runs the kernel `gradient` for a panel of a vector family. Returns the keys of the chunk, by their places in it, whose weights and slopes it has
+ * written: the others are not seen by any lane. */
+ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
+                               const ba_chunk *whole, char *weights, char *slopes);
 
 /* Adds the contributions of a tile and a chunk to dQ, dK and dV. *turn says whether the item's turn for the keys of the chunk has come; where it has
  * not, the function waits for it before it adds to dK and dV. */

@@ -13,7 +13,8 @@ static double query_real(const ba_backward_call *c, const ba_view *view, int64_t
     return ba_get_real(ba_query_row(c->problem, view, c->family->real_size, batch, head, query), 0, c->family->real_size);
 }
 
-void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s) {
+void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s,
+                            double scale) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, room = c->family->lanes[s->width];
     int32_t *lo = (int32_t *)s->gradient.lo, *hi = (int32_t *)s->gradient.hi;
@@ -29,7 +30,7 @@ void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch
         ba_range seen = ba_visible_keys(p, item->batch, query);
         if (sum == -INFINITY) seen = (ba_range){0, 0};
         ba_set_real(lse, i, sum == -INFINITY ? INFINITY : sum * BA_LOG2_E, real);
-        ba_set_real(delta, i, (ba_get_real(delta, i, real) - dlse) * p->scale, real);
+        ba_set_real(delta, i, (ba_get_real(delta, i, real) - dlse) * scale, real);
         ba_set_lane(s, i, seen, lo, hi);
     }
     for (int64_t i = s->lanes; i < room; i++) {
@@ -60,16 +61,22 @@ ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backwa
     return s;
 }
 
-void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
+void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratch *w, const ba_tile_state *t, double scale) {
     const ba_problem *p = c->problem;
-    const ba_attend_family *f = c->family;
-    t->finite_q = f->gradient->pack_tile(t->q, w->rows, t->tile.lanes, p->head_dim);
-    t->finite_dout = f->gradient->pack_tile(t->dout, w->more_rows, t->tile.lanes, p->v_dim);
+    const ba_pack_kernels *pack = c->family->pack;
     for (int n = 0; n < t->panels; n++) {
         const ba_panel_state *s = &t->panel[n];
-        f->pack->queries[s->width]((void *)s->gradient.q, w->rows + s->lane, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
-        f->pack->queries[s->width]((void *)s->gradient.dout, w->more_rows + s->lane, s->lanes, p->v_dim, p->scale);
+        pack->queries[s->width]((void *)s->gradient.q, w->rows + s->lane, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
+        pack->queries[s->width]((void *)s->gradient.dout, w->more_rows + s->lane, s->lanes, p->v_dim, scale);
     }
+}
+
+void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
+    const ba_problem *p = c->problem;
+    const ba_gradient_kernels *f = c->family->gradient;
+    t->finite_q = f->pack_tile(t->q, w->rows, t->tile.lanes, p->head_dim);
+    t->finite_dout = f->pack_tile(t->dout, w->more_rows, t->tile.lanes, p->v_dim);
+    ba_pack_gradient_panels(c, w, t, p->scale);
 }
 
 void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t) {
@@ -110,8 +117,8 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
                       .softcap = p->softcap * BA_LOG2_E};
     find_keys(p, &p->k, p->kv_element_size, item, w->key_index, keys, (void **)w->k_rows);
     find_keys(p, &p->v, p->kv_element_size, item, w->key_index, keys, (void **)w->v_rows);
-    find_keys(p, &c->dk, f->real_size, item, w->key_index, keys, w->dk_rows);
-    find_keys(p, &c->dv, f->real_size, item, w->key_index, keys, w->dv_rows);
+    if (c->dk.data) find_keys(p, &c->dk, f->real_size, item, w->key_index, keys, w->dk_rows);
+    if (c->dv.data) find_keys(p, &c->dv, f->real_size, item, w->key_index, keys, w->dv_rows);
     if (f->gradient->gradient_tile) {
         f->pack->values(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
         chunk.scale = p->scale * BA_LOG2_E;
@@ -129,32 +136,37 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
     return chunk;
 }
 
-/* Computes the weights and slopes of one panel, 0 for keys of the chunk that it does not see, `at` bytes behind the beginning of their scratch
- * memory, and adds to its dQ. */
-static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scratch, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
-                      const ba_chunk *whole, int64_t at, ba_weights *w, ba_weights *sl) {
-    char *const weights = scratch->weights + at, *const slopes = scratch->slopes + at;
+ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
+                               const ba_chunk *whole, char *weights, char *slopes) {
     const ba_attend_family *f = c->family;
     const int64_t begin = ba_first_at_least(whole->key_index, whole->keys, s->any.lo);
     const int64_t end = ba_first_at_least(whole->key_index, whole->keys, s->any.hi), key_bytes = f->lanes[s->width] * f->real_size;
-    *w = (ba_weights){.data = weights, .width = f->lanes[s->width], .lanes = s->lanes};
     ba_chunk chunk = *whole;
     chunk.keys = end - begin;
     chunk.k_rows += begin;
     chunk.v_rows += begin;
     chunk.key_index += begin;
     ba_gradient_panel panel = s->gradient;
-    if (begin < end && ba_make_bias(c->problem, c->fill_bias, batch, tile, s, f->lanes[s->width], &chunk, scratch->bias, &panel.bias)) {
-        if (ba_lanes_see_all(s, chunk.key_index, chunk.keys)) panel.lo = panel.hi = NULL;
-        f->gradient->gradient[s->width](&panel, &chunk, weights + begin * key_bytes, slopes + begin * key_bytes);
-        for (int n = 0; n < 2; n++) {
-            char *const data = n ? slopes : weights;
-            memset(data, 0, (size_t)(begin * key_bytes));
-            memset(data + end * key_bytes, 0, (size_t)((whole->keys - end) * key_bytes));
-        }
-        w->begin = begin;
-        w->end = end;
+    if (begin >= end || !ba_make_bias(c->problem, c->fill_bias, batch, tile, s, f->lanes[s->width], &chunk, w->bias, &panel.bias))
+        return (ba_range){0, 0};
+    if (ba_lanes_see_all(s, chunk.key_index, chunk.keys)) panel.lo = panel.hi = NULL;
+    f->gradient->gradient[s->width](&panel, &chunk, weights + begin * key_bytes, slopes + begin * key_bytes);
+    return (ba_range){begin, end};
+}
+
+/* Computes the weights and slopes of one panel, 0 for keys of the chunk that it does not see, `at` bytes behind the beginning of their scratch
+ * memory, and adds to its dQ. */
+static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scratch, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
+                      const ba_chunk *whole, int64_t at, ba_weights *w, ba_weights *sl) {
+    char *const weights = scratch->weights + at, *const slopes = scratch->slopes + at;
+    const int64_t width = c->family->lanes[s->width], key_bytes = width * c->family->real_size;
+    const ba_range keys = ba_run_gradient_panel(c, scratch, batch, tile, s, whole, weights, slopes);
+    for (int n = 0; n < 2 && keys.lo < keys.hi; n++) {
+        char *const data = n ? slopes : weights;
+        memset(data, 0, (size_t)(keys.lo * key_bytes));
+        memset(data + keys.hi * key_bytes, 0, (size_t)((whole->keys - keys.hi) * key_bytes));
     }
+    *w = (ba_weights){.data = weights, .width = width, .lanes = s->lanes, .begin = keys.lo, .end = keys.hi};
     *sl = *w;
     sl->data = slopes;
 }

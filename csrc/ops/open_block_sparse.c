@@ -351,6 +351,18 @@ void ba_gradient_shapes(const ba_block_sparse_backward_args *args, ba_tensor sha
     }
 }
 
+static ba_status set_bias_gradients(const ba_block_sparse_backward_args *args, const ba_problem *p, ba_gradients *g) {
+    if (args->dalibi_slopes && !p->alibi_slopes) return ba_fail(BA_ERROR_VALUE, "dalibi_slopes: expected none without alibi_slopes, got some");
+    g->alibi_slopes = args->dalibi_slopes;
+    if (!ba_given(&args->dattn_mask)) return BA_OK;
+    const ba_tensor *mask = &args->forward.attn_mask;
+    if (!ba_given(mask)) return ba_fail(BA_ERROR_VALUE, "dattn_mask: expected none without attn_mask, got some");
+    if (mask->dtype == BA_BOOL) return ba_fail(BA_ERROR_TYPE, "dattn_mask: expected none where attn_mask is of bool, got some");
+    BA_TRY(ba_check_output("dattn_mask", &args->dattn_mask, mask, true));
+    g->attn_mask = args->dattn_mask;
+    return BA_OK;
+}
+
 ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_attention *a, ba_gradients *g) {
     const ba_block_sparse_args *forward = &args->forward;
     const struct {
@@ -372,5 +384,5 @@ ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_a
         BA_TRY(take_view(outputs[i].name, outputs[i].output, "", forward->layout, outputs[i].heads, &view));
         *outputs[i].view = view.view;
     }
-    return BA_OK;
+    return set_bias_gradients(args, &a->problem, g);
 }

@@ -505,12 +505,7 @@ int arg_head_numbers(module_state *state, PyObject *object, const char *name, in
 int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask) {
     if (object == Py_None) return 0;
     if (arg_hold(state, object, name, ARG_MASK, BA_UINT16, array) < 0) return -1;
-    const ba_tensor *t = &array->tensor;
-    *mask = (ba_tensor){.data = t->data, .dtype = t->dtype, .ndim = BA_MAX_DIMS, .dims = {1, 1, 1, 1}};
-    for (int i = 0; i < t->ndim; i++) {
-        mask->dims[BA_MAX_DIMS - t->ndim + i] = t->dims[i];
-        mask->strides[BA_MAX_DIMS - t->ndim + i] = t->strides[i];
-    }
+    *mask = arg_four_axes(&array->tensor);
     return 0;
 }
 

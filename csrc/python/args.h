@@ -126,8 +126,18 @@ int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_
 /* Holds one float32 per head, [heads], or nothing where `object` is None: *numbers is then unchanged. */
 int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers);
 
-/* Holds a mask of at most four axes, or nothing where `object` is None. *mask always has four axes: missing ones are put first, with length 1. */
+/* Holds a mask of at most four axes, or nothing where `object` is None. *mask always has four axes. */
 int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask);
+
+/* The same array with four axes: missing ones are put first, with length 1. */
+static inline ba_tensor arg_four_axes(const ba_tensor *t) {
+    ba_tensor four = {.data = t->data, .dtype = t->dtype, .ndim = BA_MAX_DIMS, .dims = {1, 1, 1, 1}};
+    for (int i = 0; i < t->ndim; i++) {
+        four.dims[BA_MAX_DIMS - t->ndim + i] = t->dims[i];
+        four.strides[BA_MAX_DIMS - t->ndim + i] = t->strides[i];
+    }
+    return four;
+}
 
 /* The same, where one integer stands for `count` equal ones. Fails unless there are `count` entries. */
 int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list);

@@ -82,7 +82,7 @@ static int check_heads(const ba_block_sparse_args *a, const ba_tensor *tensor, i
 #define ROUTING_ARGUMENTS(X) X(cu_rows) X(routed) X(key_stride) X(key_last)
 #define FORWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) TOKEN_ARGUMENTS(X) X(return_lse) X(out_dtype) X(out) X(lse_out) ROUTING_ARGUMENTS(X) X(softcap) X(sinks)
 #define BACKWARD_ARGUMENTS(X) BSA_ARGUMENTS(X) TOKEN_ARGUMENTS(X) X(dout) X(out) X(lse) X(dlse) X(dq) X(dk) X(dv) X(accumulate) ROUTING_ARGUMENTS(X) \
-    X(softcap)
+    X(softcap) X(bias_grads)
 /* clang-format on */
 #define AS_INDEX(name) BSA_##name,
 #define AS_ROUTING_INDEX(name) ROUTING_##name,
@@ -214,7 +214,23 @@ done:
 
 /* ---- Gradients of block-sparse attention --------------------------------------------------------------------- */
 
-enum { GRADIENTS = 3 };
+enum { GRADIENTS = 3, BIAS_GRADIENTS = 2 };
+
+/* Makes the arrays for the gradients of attn_mask and alibi_slopes, by empty(): None for one that is not given, or is a mask of bool. */
+static int make_bias_gradients(module_state *state, PyObject *empty, const block_sparse_call *call, ba_block_sparse_backward_args *a,
+                               arg_array held[BIAS_GRADIENTS], PyObject *made[BIAS_GRADIENTS]) {
+    const bool wanted[BIAS_GRADIENTS] = {ba_given(&a->forward.attn_mask) && a->forward.attn_mask.dtype != BA_BOOL, a->forward.alibi_slopes != NULL};
+    const ba_tensor shapes[BIAS_GRADIENTS] = {call->attn_mask.tensor, call->alibi_slopes.tensor};
+    static const char *const names[BIAS_GRADIENTS] = {"dattn_mask", "dalibi_slopes"};
+    for (int i = 0; i < BIAS_GRADIENTS; i++) {
+        made[i] =
+            wanted[i] ? arg_hold_or_make_output(state, Py_None, empty, &shapes[i], names[i], ARG_FLOATS, BA_UINT16, &held[i]) : Py_NewRef(Py_None);
+        if (made[i] == NULL) return -1;
+    }
+    if (wanted[0]) a->dattn_mask = arg_four_axes(&held[0].tensor);
+    if (wanted[1]) a->dalibi_slopes = held[1].tensor.data;
+    return 0;
+}
 
 TAKES(block_sparse_attention_backward, BSA_sabi, BACKWARD_ARGUMENTS(AS_TEXT));
 PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
@@ -223,7 +239,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = ba_block_sparse_args_init()};
     ba_block_sparse_backward_args a = ba_block_sparse_backward_args_init();
-    arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}};
+    arg_array dout = {0}, dlse = {0}, outputs[GRADIENTS] = {{0}}, bias_outputs[BIAS_GRADIENTS] = {{0}};
     const arg_array *const inputs[] = {&call.q,   &call.k,   &call.v, &call.blocks, &call.kv_ranges, &call.attn_mask, &call.alibi_slopes,
                                        &call.out, &call.lse, &dout,   &dlse};
     ba_tensor shapes[GRADIENTS];
@@ -232,7 +248,8 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     ba_gradients gradients;
     ba_dtype bits_as;
     ba_status status;
-    PyObject *made[GRADIENTS] = {NULL}, *result = NULL;
+    const bool bias_grads = values[BACKWARD_bias_grads] != Py_None;
+    PyObject *made[GRADIENTS] = {NULL}, *bias_made[BIAS_GRADIENTS] = {NULL}, *result = NULL;
 
     if (read_block_sparse(state, values, values + BACKWARD_q_begin, values + BACKWARD_cu_rows, &call, &bits_as) < 0 ||
         read_softcap(values[BACKWARD_softcap], &call.args) < 0)
@@ -265,10 +282,12 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
         for (int k = 0; k < i; k++)
             if (arg_disjoint(&outputs[i], &outputs[k]) < 0) goto done;
     }
+    if (bias_grads && make_bias_gradients(state, values[BACKWARD_bias_grads], &call, &a, bias_outputs, bias_made) < 0) goto done;
     if (arg_check(ba_set_gradients(&a, &attention, &gradients)) < 0) goto done;
     INTERRUPTIBLE(status, ba_run_attention_backward(&attention, &gradients));
     if (arg_check(status) < 0) goto done;
-    result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2]);
+    if (bias_grads) result = PyTuple_Pack(GRADIENTS + BIAS_GRADIENTS, made[0], made[1], made[2], bias_made[0], bias_made[1]);
+    else result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2]);
 done:
     ba_close_attention(&attention);
     release_block_sparse(&call);
@@ -277,6 +296,10 @@ done:
     for (int i = 0; i < GRADIENTS; i++) {
         arg_release(&outputs[i]);
         Py_XDECREF(made[i]);
+    }
+    for (int i = 0; i < BIAS_GRADIENTS; i++) {
+        arg_release(&bias_outputs[i]);
+        Py_XDECREF(bias_made[i]);
     }
     return result;
 }

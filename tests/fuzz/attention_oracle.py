@@ -202,6 +202,22 @@ class Gradients(NamedTuple):
     dk: np.ndarray
     dv: np.ndarray
     allowed: tuple[np.ndarray, np.ndarray, np.ndarray]
+    dbias: np.ndarray  # (B, H, Sq, Skv): the gradient of what is added to each score, and how far it may be off
+    dbias_error: np.ndarray
+
+    def of_mask(self, shape: tuple[int, ...], dtype: str, real: str) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient of a mask of four axes, in its dtype, and how far it may be off. `real`: the dtype of sums over batch and heads."""
+        shared = tuple(axis for axis, n in enumerate(shape) if n == 1)
+        total, size, error = (x.sum(axis=shared, keepdims=True) for x in (self.dbias, np.abs(self.dbias), self.dbias_error))
+        terms = self.dbias.shape[0] * self.dbias.shape[1] + 4
+        smallest = SMALL + (2.0**-24 if dtype == "float16" else 0)
+        return total, error + terms * EPSILON[real] * size + 2 * EPSILON[dtype] * np.abs(total) + smallest
+
+    def of_slopes(self, away: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The gradients of the slopes (H,), and how far they may be off. `away`: distances (B, Sq, Skv)."""
+        distance = np.abs(away)[:, None]
+        total, size, error = ((x * distance).sum(axis=(0, 2, 3)) for x in (self.dbias, np.abs(self.dbias), self.dbias_error))
+        return -total, error + 8 * EPSILON["float32"] * size + SMALL
 
 
 def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None) -> Gradients:
@@ -230,6 +246,7 @@ def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: n
     norms = np.linalg.norm(dout, axis=-1)[..., None] * (np.linalg.norm(v, axis=-1)[..., None, :] + np.linalg.norm(out, axis=-1)[..., None])
     size = np.abs(products) + np.abs(free)[..., None]
     ds_error = p * (p_error * size + eps * (v.shape[-1] + 4) * norms + eps * size)
+    dbias, dbias_error = ds, ds_error
     if f.rate is not None:
         ds_error = ds_error * f.rate + np.abs(ds) * (2 * f.score_error[..., None] / a.softcap + 32 * eps)
         ds = ds * f.rate
@@ -244,4 +261,4 @@ def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: n
     tiny = SMALL + (2.0**-24 if a.dtype == "float16" else 0)
     rounding = 2 * EPSILON[a.dtype]
     allowed = tuple(e + rounding * np.abs(x) + tiny for x, e in ((dq, dq_error), (dk, dk_error), (dv, dv_error)))
-    return Gradients(dq, dk, dv, allowed)
+    return Gradients(dq, dk, dv, allowed, dbias, dbias_error)

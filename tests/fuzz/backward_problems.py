@@ -11,7 +11,7 @@ import blitz_attn
 
 from . import arrays, checks
 from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of, slice_of
-from .attention_oracle import Forward, backward, forward
+from .attention_oracle import Forward, Gradients, backward, forward
 from .draw import Draw
 from .problems import Finding, problem
 
@@ -39,13 +39,14 @@ class Given(NamedTuple):
         return laid
 
 
-def gradients(case: Case, given: Given, rng: np.random.Generator, num_threads: int = 1) -> tuple[Any, Any, Any]:
+def gradients(case: Case, given: Given, rng: np.random.Generator, num_threads: int = 1, bias_grads: bool = False) -> tuple[Any, ...]:
     """Computes the gradients again with plain arrays, and with the entries of the lists in another order."""
     qkv, options = plain_arguments(case, rng)
     others = given.laid_out(case)
     dlse = others.pop("dlse", None)
     call = blitz_attn.block_sparse_attention_backward
-    return call(others["dout"], *qkv.values(), others["out"], others["lse"], **options, dlse=dlse, num_threads=num_threads)
+    options |= {"dlse": dlse, "num_threads": num_threads, "bias_grads": bias_grads}
+    return call(others["dout"], *qkv.values(), others["out"], others["lse"], **options)
 
 
 def draw_given(draw: Draw, case: Case, f: Forward) -> Given:
@@ -66,7 +67,24 @@ def draw_given(draw: Draw, case: Case, f: Forward) -> Given:
     return Given(dout, out, lse, dlse)
 
 
-def check_numbers(case: Case, f: Forward, given: Given, got: dict[str, Any]) -> None:
+def check_bias(case: Case, expected: Gradients, mask: Any, dmask: Any, dslopes: Any) -> None:
+    """The gradients of a mask as it was given, and of the slopes."""
+    p = case.problem
+    if (dmask is None) != (mask is None or case.mask_dtype == "bool") or (dslopes is None) != (p.slopes is None):
+        raise Finding("gradients of biases: others than those of what was given")
+    if dmask is not None:
+        values = arrays.values_of(dmask, case.mask_dtype)
+        if values.shape != tuple(getattr(mask, "shape", values.shape)):
+            raise Finding(f"dattn_mask: {values.shape} as the gradient of {tuple(mask.shape)}")
+        values = values.reshape((1,) * (4 - values.ndim) + values.shape)
+        right, allowed = expected.of_mask(values.shape, case.mask_dtype, p.real)
+        off = np.abs(right) + allowed > LARGEST.get(case.mask_dtype, np.inf)
+        checks.near("dattn_mask", np.where(off, 0, values), np.where(off, 0, right), allowed)
+    if dslopes is not None:
+        checks.near("dalibi_slopes", arrays.values_of(dslopes, "float32"), *expected.of_slopes(p.away()))
+
+
+def check_numbers(case: Case, f: Forward, given: Given, got: dict[str, Any]) -> Gradients:
     p = case.problem
     expected = backward(p, f, *given)
     shown = f.seen & (given.lse > -np.inf)[..., None]
@@ -81,6 +99,7 @@ def check_numbers(case: Case, f: Forward, given: Given, got: dict[str, Any]) -> 
         checks.near(name, np.where(off, 0, ours), np.where(off, 0, values), allowed)
         if ours[~some].any():
             raise Finding(f"{name}: not 0 where nothing was attended")
+    return expected
 
 
 @problem("block_sparse_attention_backward", weight=2)
@@ -100,17 +119,20 @@ def block_sparse_attention_backward(draw: Draw) -> None:
         written = {"none": (), "all": ("dq", "dk", "dv"), "some": ("dk",)}[draw.pick("grads", ("none", "all", "some"))]
         outputs = Outputs(made, shapes, dict.fromkeys(shapes, p.dtype), written)
         grads = tuple(outputs.given.get(name) for name in shapes) if written else None
-        call, x = blitz_attn.block_sparse_attention_backward, made.arrays
+        call, x, bias_grads = blitz_attn.block_sparse_attention_backward, made.arrays, draw.flag("bias_grads")
         found = call(
             *(x[name] for name in ("dout", "q", "k", "v", "out", "lse")),
             **made.options,
             dlse=x.get("dlse"),
             grads=grads,
+            bias_grads=bias_grads,
             num_threads=checks.threads(draw),
         )
-        got = dict(zip(shapes, found, strict=True))
+        got = dict(zip(shapes, found[:3], strict=True))
         outputs.check(got)
-        check_numbers(case, f, given, got)
+        expected = check_numbers(case, f, given, got)
+        if bias_grads:
+            check_bias(case, expected, made.options.get("attn_mask"), *found[3:])
         rng = draw.rng("again")
         if check == "alone":
             check_alone(draw, case, given, got)
@@ -119,9 +141,13 @@ def block_sparse_attention_backward(draw: Draw) -> None:
         elif check == "sums":
             check_sums(draw, case, given, found)
         elif check == "threads":
-            checks.same_bits("another number of threads", found, gradients(case, given, rng, draw.pick("other_threads", checks.THREADS)))
+            mine = found if made.options.get("attn_mask") is None else found[:3]  # a mask may be repeated, and its gradient then, too
+            again = gradients(case, given, rng, draw.pick("other_threads", checks.THREADS), bias_grads)
+            for ours, theirs in zip(mine, again, strict=False):
+                if ours is not None:
+                    checks.same_bits("another number of threads", ours, theirs)
         elif check == "permute" and p.blocks is not None:
-            checks.same_bits("other order", found, gradients(case, given, rng))
+            checks.same_bits("other order", found[:3], gradients(case, given, rng))
         elif check == "dense" and p.blocks is not None:
             dense = gradients(dataclasses.replace(case, problem=dataclasses.replace(p, blocks=None)), given, rng)
             same = 3 if p.block_shape[0] % 128 == 0 else 1
@@ -165,7 +191,7 @@ def check_sums(draw: Draw, case: Case, given: Given, found: tuple[Any, Any, Any]
         others["dout"], *qkv.values(), others["out"], others["lse"], **options, dlse=dlse, grads=(None, *(x.array for x in sums)),
         accumulate=True, num_threads=draw.pick("other_threads", checks.THREADS),
     )  # fmt: skip
-    for name, placed, usual, x in zip(("dk", "dv"), sums, found[1:], (p.k, p.v), strict=True):
+    for name, placed, usual, x in zip(("dk", "dv"), sums, found[1:3], (p.k, p.v), strict=True):
         placed.check_around()
         held = laid_out(np.broadcast_to(listed[..., None], x.shape), case.layout, p.kv_lens)
         got, theirs = arrays.values_of(placed.array, p.real), arrays.stored(arrays.values_of(usual, p.dtype), p.dtype)

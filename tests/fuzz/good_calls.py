@@ -117,7 +117,7 @@ def _attention_backward(a: Arena, v: int) -> dict[str, Any]:
     if v & 4:
         call |= {"grads": (a.poisoned(*shape, dtype=dtype), a.poisoned(*kv_shape, dtype=dtype), None)}
     if v & 8:
-        call |= {"attn_mask": a.floats(2, 1, 24) if v & 1 else a.kept(1, 1, 16, 24), "alibi_slopes": a.floats(2)}
+        call |= {"attn_mask": a.floats(2, 1, 24) if v & 1 else a.kept(1, 1, 16, 24), "alibi_slopes": a.floats(2), "bias_grads": True}
     return call
 
 

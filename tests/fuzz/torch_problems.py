@@ -294,8 +294,11 @@ def torch_own_signature(draw: Draw) -> None:
         least = -np.inf if own == "bool" or dtype == "float64" or draw.flag("mask.infinite") else bias_draws.LEAST[own]
         a.mask = np.where(seen, 0.0, least)
     stored = arrays.place(draw, "mask", bias_draws.stored(a.mask, own), last_contiguous=False, views=VIEWS)
-    mask = arrays.dressed(stored.array, own, "torch")
-    if draw.flag("mask.expanded", 0.3):
+    mask = learned = arrays.dressed(stored.array, own, "torch")
+    learns = own != "bool" and draw.flag("mask.learns")
+    learned.requires_grad_(learns)
+    expanded = draw.flag("mask.expanded", 0.3)
+    if expanded:
         mask = mask.expand(full)
     mask = mask[(0,) * (draw.integer("mask.missing", 0, 4) % (1 + next((n for n, size in enumerate(mask.shape) if size != 1), 4)))]
     options: dict[str, Any] = {"scale": a.scale, "window": window, "block_shape": shape, "num_threads": checks.threads(draw), "enable_gqa": True}
@@ -313,10 +316,15 @@ def torch_own_signature(draw: Draw) -> None:
             checks.near(name, got, expected, allowed)
         if numbers[0][~f.seen.any(axis=-1)].any():
             raise Finding("out: rows that see nothing are not 0")
-        if any(x.wanted for x in leaves.values()):
+        if learns or any(x.wanted for x in leaves.values()):
             gradient, dout = upstream_gradient(draw, "dout", out, dtype)
-            got = backward(draw, [out], [gradient], leaves)
             right = oracle_backward(a, f, arrays.values_of(dout, dtype), *numbers, None)
+            if learns:
+                dmask = arrays.values_of(torch.autograd.grad([out], [learned], [gradient], retain_graph=True)[0], own)
+                expected, allowed = right.of_mask(dmask.shape, own, own if expanded else a.real)  # torch adds up what it expanded
+                off = np.abs(expected) + allowed > (65504.0 if own == "float16" else np.inf)
+                checks.near("dattn_mask", np.where(off, 0, dmask), np.where(off, 0, expected), allowed)
+            got = backward(draw, [out], [gradient], leaves)
             for i, (name, leaf) in enumerate(leaves.items()):
                 if leaf.wanted:
                     checks.near(f"d{name}", arrays.values_of(got[name], dtype), right[i], right.allowed[i])

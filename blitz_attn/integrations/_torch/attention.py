@@ -20,7 +20,6 @@ from .tensors import (
     numbers_of,
     pair_of,
     ranges_of,
-    slopes_of,
     text_of,
 )
 
@@ -80,7 +79,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     num_threads: int | None = None,
 ) -> Any:
-    """`blitz_attn.block_sparse_attention` on torch tensors, differentiable in q, k, v and sinks.
+    """`blitz_attn.block_sparse_attention` on torch tensors, differentiable in q, k, v, attn_mask, alibi_slopes and sinks.
 
     Parameters
     ----------
@@ -92,9 +91,9 @@ def block_sparse_attention(
         ``(B, Sq, 2)``, ``(Sq, 2)`` or for layout TND ``(T, 2)``: the run of keys that each query may see.
     attn_mask : torch.Tensor or array, optional
         ``(B, H, Sq, Skv)``, or any shape that broadcasts to it: bool, False where a query does not see a key, or numbers that are added to
-        the scores. It gets no gradient. An array is copied, a tensor is not.
+        the scores. A tensor of numbers may need a gradient. An array is copied, a tensor is not.
     alibi_slopes : torch.Tensor or sequence of float, optional
-        ``(H,)``: what a token of distance takes from the scores of each head. They get no gradient.
+        ``(H,)``: what a token of distance takes from the scores of each head. Read as float32; a tensor may need a gradient.
     sinks : torch.Tensor or sequence of float, optional
         ``(H,)``: one more score per head, which takes part in the softmax but has no value. Read as float32; a tensor of any float dtype
         may need a gradient, which then has that dtype.
@@ -148,7 +147,7 @@ def block_sparse_attention(
     )
     out, lse = operators.call(
         "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=ranges_of(kv_ranges),
-        attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=slopes_of(alibi_slopes, "alibi_slopes"),
+        attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=numbers_of(alibi_slopes, "alibi_slopes"),
         sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"), return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -250,7 +249,7 @@ def scaled_dot_product_attention(
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
         ``causal_upper_left`` is what `is_causal` is, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
         A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
-        scores, and get no gradient. It is read once and not expanded, unless only some of several leading axes have one entry.
+        scores, and may need a gradient. It is read once and not expanded, unless only some of several leading axes have one entry.
     dropout_p : float
         0.
     is_causal : bool

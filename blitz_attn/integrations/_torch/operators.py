@@ -36,7 +36,7 @@ SCHEMAS = {
         Tensor? sinks=None, *, {_RULES}, float? softcap=None, bool reads_mask=False) -> (Tensor, Tensor)""",
     "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
         Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, {_PAIRS}, *, {_RULES},
-        float? softcap=None, bool reads_mask=False) -> (Tensor, Tensor, Tensor)""",
+        float? softcap=None, bool reads_mask=False, bool bias_grads=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
     "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, Tensor? kv_ranges=None, *, {_RULES},
         str chooser="pooled", float[]? density=None, float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1,
         int? recent=2, int? last_columns=0, int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
@@ -82,11 +82,14 @@ def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, return_lse: b
 
 
 def _attend_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, **options: Any
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, bias_grads: bool = False,
+    reads_mask: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     dout, q, k, v, out, lse = (rows(x) for x in (dout, q, k, v, out, lse))
     dlse = None if dlse is None else rows(dlse)
-    return block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **_told(q, k, sabi, named, **options))
+    told = _told(q, k, sabi, named, reads_mask and not bias_grads, **options)  # what a mask is read as has no gradient
+    grads = block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, bias_grads=bias_grads, **told)
+    return (*grads[:3], *(q.new_empty(0) if x is None else x for x in (*grads[3:], None, None)[:2]))
 
 
 def _select_and_attend(q: Any, k: Any, v: Any, *named: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
@@ -138,8 +141,15 @@ def _attend_shapes(
     return q.new_empty(out), q.new_empty(lse, dtype=_real(q))
 
 
-def _attend_backward_shapes(dout: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+def _attend_backward_shapes(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, bias_grads: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
+    given = _named(named)
+    mask, slopes = (given.get(name) if bias_grads else None for name in ("attn_mask", "alibi_slopes"))
+    dmask = q.new_empty(0) if mask is None or mask.dtype == torch.bool else mask.new_empty(mask.shape)
+    dslopes = q.new_empty(0) if slopes is None else slopes.new_empty(slopes.shape, dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape), dmask, dslopes
 
 
 def _paged_shapes(q: Any, k_cache: Any, v_cache: Any, *rest: Any, **options: Any) -> Any:
@@ -187,14 +197,19 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
     q, k, v, out, lse, *lists, sinks = ctx.saved_tensors  # read once: under torch.utils.checkpoint, each reading computes them again
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = (None, None, None)
-    if any(ctx.needs_input_grad[:3]):
-        grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse, *lists, **ctx.options)
-    wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
+    slopes = lists[-1]
+    needs = (*ctx.needs_input_grad, *[False] * (4 + len(lists)))  # it has no entries for arguments left out
+    needs_mask, needs_slopes = (needs[3 + len(lists) + n] for n in (-2, -1))
+    grads: tuple[Any, ...] = (None,) * 5
+    if any(needs[:3]) or needs_mask or needs_slopes:
+        told = ctx.options | {"bias_grads": needs_mask or needs_slopes}
+        grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse, *lists, **told)
+    dq, dk, dv = (x if needed else None for x, needed in zip(grads[:3], needs[:3], strict=True))
+    dmask, dslopes = grads[3] if needs_mask else None, grads[4].to(slopes.dtype) if needs_slopes else None
     dsinks = None
-    if sinks is not None and ctx.needs_input_grad[3 + len(lists)]:  # has no entry for an argument left out
+    if sinks is not None and needs[3 + len(lists)]:
         dsinks = _gradient_of_sinks(sinks, dout, out, lse, dlse, ctx.options["layout"])
-    return (*wanted, *[None] * len(lists), dsinks)
+    return (dq, dk, dv, *[None] * (len(lists) - 2), dmask, dslopes, dsinks)
 
 
 def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, layout: str) -> Any:

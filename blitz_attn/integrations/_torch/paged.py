@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._paged_tables import tables_for_core
 from . import operators
-from .tensors import expect_tensors, flag_of, integer_of, integers_of, mask_of, number_of, numbers_of, ranges_of, slopes_of, text_of
+from .tensors import expect_tensors, flag_of, integer_of, integers_of, mask_of, number_of, numbers_of, ranges_of, text_of
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -26,7 +26,7 @@ def _attend(
         integers_of(indptr, "indptr"), integers_of(last_page_len, "last_page_len"), integers_of(selected, "selected"),
         integers_of(counts, "counts"), numbers_of(sinks, "sinks"), numbers_of(k_scale, "k_scale"), numbers_of(v_scale, "v_scale"),
         integers_of(q_lens, "q_lens"), ranges_of(kv_ranges), mask_of(attn_mask, "attn_mask"),
-        slopes_of(alibi_slopes, "alibi_slopes"), scale=number_of(scale, "scale"),
+        numbers_of(alibi_slopes, "alibi_slopes"), scale=number_of(scale, "scale"),
         kv_layout=text_of(kv_layout, "kv_layout", ("NHD", "HND")), window=integer_of(window, "window"),
         softcap=number_of(softcap, "softcap"), num_threads=integer_of(num_threads, "num_threads"), return_lse=return_lse,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._arrays import array, choice, flag, host, integer, integers, number, readable, refuse_gradient, refuse_tangent
+from ..._arrays import array, choice, flag, host, integer, integers, number, readable, refuse_tangent
 from ..._sabi.lists import some_integers
 from ..._select.choosers import BUDGETS, budget_of
 
@@ -163,8 +163,11 @@ def numbers_of(x: Any, name: str) -> Any:
 
 def mask_of(x: Any, name: str) -> Any:
     """A tensor of what is added to scores, or of bool, none of whose axes is repeated that an array repeats; None stays None."""
-    if x is None or isinstance(x, torch.Tensor):
-        return _without_gradient(x, name)
+    if x is None:
+        return None
+    if isinstance(x, torch.Tensor):
+        expect_tensors(**{name: x})
+        return x
     if torch.compiler.is_compiling():
         return torch.as_tensor(x).clone()
     given, dtype = host(x, name)
@@ -172,18 +175,6 @@ def mask_of(x: Any, name: str) -> Any:
         raise TypeError(f"{name}: expected bool, float32, float16, bfloat16 or float64, got {dtype}")
     made = _copied(given[tuple(slice(1) if step == 0 else slice(None) for step in given.strides)])
     return made.view(torch.bfloat16) if dtype == "bfloat16" else made
-
-
-def slopes_of(x: Any, name: str) -> Any:
-    """`numbers_of` for numbers that get no gradient."""
-    return _without_gradient(numbers_of(x, name), name)
-
-
-def _without_gradient(x: Any, name: str) -> Any:
-    if x is not None:
-        expect_tensors(**{name: x})
-        refuse_gradient(x, name)
-    return x
 
 
 def _of_integers(x: Any, name: str) -> Any:

@@ -164,8 +164,6 @@ def _why_not_added(layer: _Layer, added: list[Any]) -> str | None:
             return f"a mask of {x.dtype} on {x.device}"
         if x.dim() > 4 or any(n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)):
             return f"a mask of shape {tuple(x.shape)} where the layer has {shape}"
-        if x.requires_grad and torch.is_grad_enabled():
-            return "gradients of a mask or of a position bias"
     return None
 
 
@@ -394,7 +392,8 @@ def _read(layer: _Layer, mask: Any, call: Call, keys: int, options: dict[str, An
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     mask = mask if mask.shape[0] == 1 else mask[call.entries]
     mask = mask if mask.shape[3] == 1 else mask[..., call.start : call.start + keys]
-    if "kv_ranges" in options:  # which the mask could be read as, too
+    # what the mask could be read as may be given already, or it may need a gradient, which what it is read as has not
+    if "kv_ranges" in options or (mask.requires_grad and torch.is_grad_enabled()):
         return {"attn_mask": mask}
     return read_mask(mask, layer.query.shape[2], keys, layer.query.dtype, lists=True)
 

@@ -307,6 +307,9 @@ static void run_backward(ba_block_sparse_args *forward_args, const fz_sizes *s) 
     a.dq = draw_array(FZ_OUTPUT, s, s->dtype, s->heads, s->q_len, s->dim, 0);
     a.dk = draw_array(FZ_OUTPUT, s, sums, s->kv_heads, s->kv_len, s->dim, 0);
     a.dv = draw_array(FZ_OUTPUT, s, sums, s->kv_heads, s->kv_len, s->v_dim, 0);
+    const ba_tensor *mask = &a.forward.attn_mask;
+    if (fz_once_in(2) && (mask->ndim == 4 || fz_unusual())) a.dattn_mask = fz_tensor(FZ_OUTPUT, mask->dtype, mask->ndim, mask->dims, 0);
+    if (fz_once_in(2) && (a.forward.alibi_slopes || fz_unusual())) a.dalibi_slopes = fz_array(4096, sizeof(float));
     if (a.accumulate) fz_expect_any_order(); /* the two runs add to different numbers */
     fz_run(FZ_BACKWARD, backward, &a, &a.forward.num_threads);
 }
