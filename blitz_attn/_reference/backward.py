@@ -282,13 +282,13 @@ def dense_same_precision_backward(
     ----------
     dout, q, k, v, out, lse, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads
         See `blitz_attn.block_sparse_attention_backward`.
-    num_kv_heads, q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap, dlse, grads, accumulate, dtype, num_threads
+    num_kv_heads, q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap, dlse, grads, bias_grads, accumulate, dtype, num_threads
         See `block_sparse_attention_backward` in this module.
 
     Returns
     -------
     dq, dk, dv : numpy.ndarray
-        Like `block_sparse_attention_backward`: float64 arrays, holding the rounded values.
+        And the gradients of the biases with `bias_grads`, like `block_sparse_attention_backward`: float64 arrays, holding the rounded values.
 
     Raises
     ------
