@@ -1,14 +1,19 @@
-# The two that a user needs, on a fresh machine too:
+# For users; all of these work on a fresh machine, too:
 #
-#   make benchmark      a table as it goes, a picture at the end
-#   make test           builds and tests
+#   make benchmark      measures this machine: a table row by row, then a figure
+#   make test           builds the library and runs the tests
+#   make roofline       what this machine can do at most, and how near the operations come
+#   make peers          the same calls by this library and by others
+#   make smollm2        a real language model decodes through a paged cache (TORCH="torch==2.13.0" names a release)
+#   make perplexity     what choosing blocks costs that model
+#   make docs           the documentation as a web site
+#   make lib            the library for C programs; make install-lib installs it (docs/guide/c.rst)
 #
-# A third, make smollm2, lets a real language model decode through a paged cache (TORCH="torch==2.13.0" names a release).
-# A fourth, make perplexity, shows what choosing blocks costs that model. For C programs, make lib builds the library and make install-lib
-# installs it (docs/guide/c.rst).
-# ARGS="..." goes to the script or pytest; PYTHON=/path/to/python says which Python, else scripts/setup-env.sh finds or
-# makes one. Beside make benchmark stand make roofline and make peers; make docs builds the documentation as a web site. For developers: test-all, bench-record, bench-compare,
-# build, notebooks, checkkernels, check-emulated, check-tiles, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean. Kernel checks for another architecture, by name:
+# For developers (CONTRIBUTING.md says what each does): build, test-all, bench-record, bench-compare, notebooks, checkkernels, check-emulated,
+# check-tiles, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean.
+#
+# ARGS="..." goes to the script or to pytest. PYTHON=/path/to/python names the Python to use; without it, scripts/setup-env.sh finds or makes one.
+# The kernel checks of another architecture, where ARGS names what is checked:
 # make checkkernels CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu" ARGS=float16_neon.
 
 export PYTHON

@@ -64,10 +64,10 @@ def block_sparse_attention(
         list for each query head, for each key head, whose query heads share it, or for all. With layout TND, rows are counted from the
         start of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with the most queries. Each row
         lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad:
-        65535 for uint16, any negative entry for int16, int32 and int64. None sees every block.
+        65535 for uint16, any negative entry for int16, int32 and int64. None: every block is listed.
     block_shape : (int, int)
         Number of tokens per block of queries and per block of keys, at least 1 each: the shape that `sabi` was made for, since a list does
-        not say its own. The last block of either axis may be partial.
+        not record it. The last block of either axis may be partial.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     layout : {"BNSD", "BSND", "BSH", "TND"}
@@ -114,8 +114,8 @@ def block_sparse_attention(
     return_lse : bool
         Also return the log-sum-exp.
     out_dtype : str or dtype, optional
-        ``"float32"`` with float16 and bfloat16 inputs gives the accumulated result before it is rounded: rounded once, it has the bits of
-        the usual call. Default: the dtype of `q`.
+        ``"float32"`` with float16 and bfloat16 inputs returns the float32 result before rounding; rounding it gives exactly the default
+        result. Default: the dtype of `q`.
     out : array, optional
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
         `return_lse`, also a pair ``(out, lse)``, either of which may be None.
@@ -284,7 +284,7 @@ def block_sparse_attention_backward(
         What the forward call returned: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
     lse : array
         The log-sum-exp that it returned: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query
-        whose entry is ``-inf`` attended nothing. That of a call with `sinks` holds all that is needed of them.
+        whose entry is ``-inf`` attended nothing. If the forward call had `sinks`, `lse` already includes them.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
     q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap

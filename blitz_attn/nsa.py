@@ -173,7 +173,7 @@ def nsa(
     compress_block_size : int
         Number l of tokens per compressed block. Tokens after the last complete block are in no compressed block.
     num_selected_blocks : int
-        Largest number n of blocks that are selected, including forced ones. A context's lists have n places, however few blocks there are.
+        Largest number n of blocks that are selected, including forced ones. The lists in a context always have n places.
     window_size : int
         Number W of keys in the window, which ends with the query's own key. Not causal: ``W // 2`` keys before the query, as many after it,
         and its own.
@@ -206,8 +206,8 @@ def nsa(
         A selection to use in place of the computed one, such as that of a context: paper ``(B, Hkv, N, n)``, mslk ``(B, H or Hkv, tiles,
         n)``, with `cu_seqlens` without B and with the rows of all sequences one after the other. Rows end at the first -1.
     compressed_kv : tuple of array, optional
-        ``(k_cmp, v_cmp)``: what `compress_kv` makes of `k` and `v` with the strides and weights of the model, and what is then not computed
-        here. `w_k_compress` and `w_v_compress` must be left out.
+        ``(k_cmp, v_cmp)``: the result of `compress_kv` for `k` and `v` with the model's stride and weights; it is then not computed again.
+        `w_k_compress` and `w_v_compress` must be left out.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and do not see each other. A sequence may
         have any length.
@@ -253,8 +253,9 @@ def nsa(
     -----
     ``mode="paper"`` follows the paper [1]_: compressed block i holds tokens ``[i d, i d + l)`` and is visible to query t when it is
     complete, ``i d + l - 1 <= t``. The probabilities of the compressed branch, summed over the heads of a KV group, score the blocks of
-    l' tokens: block j gets ``p[(l'/d) j + m - n]`` for all ``m < l'/d`` and ``n < l/d`` (Eq. 9 and 10), which is how often the two
-    overlap. Each query and KV head selects n blocks that begin at or before it.
+    l' tokens: block j gets the sum of ``p[(l'/d) j + a - b]`` over all ``a < l'/d`` and ``b < l/d`` (m and n in Eq. 9 and 10), so that a
+    compressed block counts once for each stride of d tokens that it shares with block j. Each query and KV head selects n blocks that begin
+    at or before it.
 
     ``mode="mslk"`` follows upstream's reference [2]_: blocks do not overlap, block j is visible from its *first* token on, and each tile
     of queries and query head selects by the product of the compressed keys with the tile's mean query, among complete blocks that begin
@@ -414,7 +415,7 @@ class NsaCache:
         return self._store.lens.copy()
 
     def append(self, k: Any, v: Any, lens: Any = None) -> None:
-        """Takes new tokens behind those of each sequence. The arrays are copied.
+        """Appends new tokens to each sequence. The arrays are copied.
 
         Parameters
         ----------

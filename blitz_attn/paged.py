@@ -65,8 +65,8 @@ def paged_attention(
     """Attention of each request's newest queries over its own pages of a key/value cache.
 
     Token t of request b lies in page ``block_tables[b, t // page_size]``, at place ``t % page_size``. The queries are the
-    last of the request's tokens, so that query i of n sees token j when ``j <= i + seq_len - n``. Pages that no table
-    names within its request's length are never read.
+    last of the request's tokens, so that query i of n sees token j when ``j <= i + seq_len - n``. Only pages within a request's length are
+    read.
 
     Parameters
     ----------
@@ -96,11 +96,11 @@ def paged_attention(
         Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
     k_scale, v_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
-        or one number. Arrays of other floats are converted. Caches of other dtypes refuse all but the number 1, which changes nothing.
+        or one number. Arrays of other floats are converted. For other caches only the number 1 is accepted, and has no effect.
     q_begin : sequence of int, optional
-        ``(B,)``: token number of each request's query 0, which may be negative, where the cache holds a stretch of a longer request and its
-        first token counts as 0: query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens. Default:
-        the queries are the last tokens.
+        ``(B,)``: token number of each request's query 0; may be negative. It is for a cache that holds a stretch of a longer request, whose
+        first token there counts as 0. Query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens.
+        Default: the queries are the last tokens.
     kv_ranges : array of int, optional
         ``(B, 2)``, with `q_lens` ``(T, 2)``; int32 or int64: query i sees the tokens ``kv_ranges[i, 0] <= j < kv_ranges[i, 1]`` of its
         request instead of those up to itself, for prompts in which an image or a prefix sees itself. `window` still holds. Ranges may be
@@ -117,8 +117,8 @@ def paged_attention(
     return_lse : bool
         Also return the log-sum-exp.
     out_dtype : str or dtype, optional
-        ``"float32"`` with float16 and bfloat16 queries gives the accumulated result before it is rounded: rounded once, it has the bits of
-        the usual call. Default: the dtype of `q`.
+        ``"float32"`` with float16 and bfloat16 queries returns the float32 result before rounding; rounding it gives exactly the default
+        result. Default: the dtype of `q`.
     out : array, optional
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
         `return_lse`, also a pair ``(out, lse)``, either of which may be None.

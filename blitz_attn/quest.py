@@ -40,8 +40,8 @@ def quest_prefill_metadata(
 ) -> None:
     """Summarise the blocks of a paged cache: the largest and the smallest key of each block, channel by channel.
 
-    Row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of request b. Rows after the last block of
-    a request, up to the end of their page, are set to 0; other pages are not written.
+    With rows summaries in each summary page, row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of request
+    b. Rows after the last block of a request, up to the end of their page, are set to 0; other pages are not written.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ def allocate(
     ----------
     layers : iterable of sequence of (q, k, v, dout)
         For each layer the captures of some texts: queries, keys and values as `block_sparse_attention` takes them, and the gradient
-        of the model's loss with respect to the dense output, shaped as the output. A generator holds one layer at a time.
+        of the model's loss with respect to the dense output, shaped as the output. Pass a generator to keep only one layer in memory.
     density : float
         Share of the blocks that all layers and heads together are to keep in the captures, above 0 and at most 1. Where the least of
         `masses` keeps more, it is exceeded.

@@ -132,7 +132,7 @@ def select_blocks_prefill(
         An argument of the wrong shape or out of range: a pool, stride or number of rows that does not divide the block, no
         budget or two, a density or mass outside (0, 1]. The text names the argument, what was expected and what came.
     MemoryError
-        The scratch memory could not be had.
+        The scratch memory could not be allocated.
 
     See Also
     --------
@@ -144,10 +144,10 @@ def select_blocks_prefill(
     Notes
     -----
     A row that sees any block keeps at least one: the best, where none is forced. Of blocks that tie, the lower column is kept;
-    under `density`, the lower head, then row, then column. What is not a number scores 0; a row without any number scores all that it
-    sees alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
-    whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under
-    `density` with the number of pairs of blocks, four bytes each and 600 bytes per row of them.
+    under `density`, the lower head, then row, then column. A NaN score counts as 0; a row whose scores are all NaN scores all blocks that
+    it sees alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
+    whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under `density`
+    with the number of pairs of blocks, four bytes each and 600 bytes per row of them.
 
     With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, also where they lie between blocks that
     it sees. Queries that a chooser pools to one see all keys from the first to the last that one of them sees, and pools are not cut where

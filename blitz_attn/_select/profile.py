@@ -241,7 +241,8 @@ def calibrate(
     Parameters
     ----------
     layers : iterable of sequence of (q, k, v)
-        For each layer the captures of some texts, as `block_sparse_attention` takes them. A generator holds one layer at a time.
+        For each layer the captures of some texts, as `block_sparse_attention` takes them. Pass a generator to keep only one layer in
+        memory.
     target : float
         What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output.
     measure : {"mass", "error"}
@@ -255,7 +256,7 @@ def calibrate(
     steps : int
         Halvings of the range from 0 to 1: numbers are multiples of ``2**-steps``, from 1 to 20. Thresholds below that are powers of two.
     every : int
-        One block of queries in so many is looked at: see `recall`.
+        Only every n-th block of queries is looked at: see `recall`.
     **rules
         scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype and num_threads of the calls: see
         `select_blocks_prefill`. Captures are whole sequences, and `kv_ranges` are the same in all.
@@ -263,8 +264,8 @@ def calibrate(
     Returns
     -------
     Profile
-        The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model. A head that meets
-        it with none has the number that keeps the most: 1, or ``2**-149`` of thresholds, which keeps every block whose score is not 0.
+        The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model. A head that no
+        number satisfies gets the one that keeps the most: 1, or ``2**-149`` of thresholds, which keeps every block whose score is not 0.
 
     Raises
     ------

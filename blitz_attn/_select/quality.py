@@ -166,7 +166,7 @@ def recall(
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     every : int
-        Look at one block of queries in so many, from the first on, which takes as much less time. 1 looks at all.
+        Look at every n-th block of queries, where n is this number, beginning with the first; the time falls in proportion. 1 looks at all.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges, dtype
         As in the call that attends: see `block_sparse_attention`.
     num_threads : int, optional

@@ -188,8 +188,8 @@ class DecodePlan:
     Raises
     ------
     TypeError, ValueError
-        As `blitz_attn.paged_attention`, on all ranks with the sentence of the lowest rank that refuses; also where
-        ranks disagree, and where no rank holds some page.
+        As `blitz_attn.paged_attention`, on all ranks, with the message of the lowest rank that raised; also where ranks disagree, and where
+        no rank holds some page.
 
     See Also
     --------
@@ -343,8 +343,8 @@ class DecodePlan:
         Raises
         ------
         TypeError, ValueError, MemoryError
-            As `blitz_attn.paged_select_attention`, on all ranks with the sentence of the lowest rank that refuses. No output
-            has been written then.
+            As `blitz_attn.paged_select_attention`, on all ranks, with the message of the lowest rank that raised. No output has been
+            written then.
 
         Examples
         --------
@@ -502,8 +502,8 @@ def decode_context_parallel_attention(
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `blitz_attn.paged_select_attention`, on all ranks with the sentence of the lowest rank that refuses; also where ranks
-        disagree, where no rank holds some page, or where ranks use different instruction sets.
+        As `blitz_attn.paged_select_attention`, on all ranks, with the message of the lowest rank that raised; also where ranks disagree,
+        where no rank holds some page, or where ranks use different instruction sets.
     ModuleNotFoundError
         `comm` is None and mpi4py is not installed.
 

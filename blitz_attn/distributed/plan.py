@@ -46,7 +46,7 @@ class ContextParallelPlan:
     ----------
     sabi : array_like of int, optional
         Block lists of the whole sequence, ``(B or 1; H, Hkv or 1; ceil(s_q / block_shape[0]); W)``: see
-        `blitz_attn.block_sparse_attention`. None sees every block that the token rules allow.
+        `blitz_attn.block_sparse_attention`. None: every block that the token rules allow is listed.
     s_q, s_kv : int, optional
         Numbers of query and key tokens of the whole sequence. `s_kv` defaults to `s_q`. Layout TND has `cu_seqlens_q` instead.
     comm : communicator, optional

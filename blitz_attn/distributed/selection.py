@@ -81,7 +81,7 @@ def select_blocks_distributed(
     Raises
     ------
     TypeError, ValueError
-        As `blitz_attn.select_blocks`, on all ranks with the sentence of the lowest rank that refuses; also where ranks disagree.
+        As `blitz_attn.select_blocks`, on all ranks, with the message of the lowest rank that raised; also where ranks disagree.
     ModuleNotFoundError
         `comm` is None and mpi4py is not installed.
 

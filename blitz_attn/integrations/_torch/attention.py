@@ -93,7 +93,7 @@ def block_sparse_attention(
         ``(B, H, Sq, Skv)``, or any shape that broadcasts to it: bool, False where a query does not see a key, or numbers that are added to
         the scores. A tensor of numbers may need a gradient. An array is copied, a tensor is not.
     alibi_slopes : torch.Tensor or sequence of float, optional
-        ``(H,)``: what a token of distance takes from the scores of each head. Read as float32; a tensor may need a gradient.
+        ``(H,)``: how much the score of each head falls per token of distance. Read as float32; a tensor may need a gradient.
     sinks : torch.Tensor or sequence of float, optional
         ``(H,)``: one more score per head, which takes part in the softmax but has no value. Read as float32; a tensor of any float dtype
         may need a gradient, which then has that dtype.
@@ -249,7 +249,8 @@ def scaled_dot_product_attention(
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
         ``causal_upper_left`` is what `is_causal` is, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
         A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
-        scores, and may need a gradient. It is read once and not expanded, unless only some of several leading axes have one entry.
+        scores, and may need a gradient. It is read once. It is expanded only if it has several leading axes and some, but not all, of them
+        have length 1.
     dropout_p : float
         0.
     is_causal : bool
