@@ -63,7 +63,7 @@ class PagedPlan:
     >>> bool((plan.attention(q, *layers[0]) == exact).all())
     True
 
-    A plan with the options of the call has its bits:
+    A plan with the options of the call returns exactly its result:
 
     >>> options = {"q_begin": [35, 60], "kv_split": 32}
     >>> plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, **options)
@@ -263,7 +263,7 @@ class PagedPlan:
         sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
         return_selected : bool
-            Also return the blocks that were attended.
+            Also return which blocks were selected.
 
         Returns
         -------
@@ -281,8 +281,8 @@ class PagedPlan:
 
         Notes
         -----
-        These are the bits of `select_blocks` with the page size as `block_size`, followed by `select_attention`. Blocks are chosen without
-        the rules that hide tokens or change scores, see `blitz_attn.select_and_attend`.
+        The results are bit-identical to those of `select_blocks` with the page size as `block_size`, followed by `select_attention`. Blocks
+        are chosen without the rules that hide tokens or change scores, see `blitz_attn.select_and_attend`.
 
         Examples
         --------

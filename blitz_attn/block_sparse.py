@@ -159,8 +159,8 @@ def block_sparse_attention(
     their last axis is contiguous; nothing of size Sq x Skv is ever built. The result is the same bit for bit whatever
     the number of threads and whatever else is in the batch.
 
-    A slice of the queries, from row a on, has the bits of these rows of the whole call, however many rows it has: give it the same
-    keys, the rows ``a // block_shape[0]`` and later of `sabi`, where a is a multiple of ``block_shape[0]``,
+    The result of a slice of the queries, from row a on, is bit-identical to these rows of the whole call's, however many rows it has: give
+    it the same keys, the rows ``a // block_shape[0]`` and later of `sabi`, where a is a multiple of ``block_shape[0]``,
     ``q_begin = a + kv_len - q_len`` of the whole call, and ``q_total = q_len``. Without `q_total`, a slice may differ by rounding, because
     a few queries have a kernel of their own.
 
@@ -187,7 +187,7 @@ def block_sparse_attention(
     >>> bool(np.abs(out - exact).max() < 1e-5), bool(np.abs(lse - exact_lse).max() < 1e-5)
     (True, True)
 
-    The second block of queries by itself has the same bits:
+    The result of the second block of queries by itself is bit-identical:
 
     >>> part = blitz_attn.block_sparse_attention(q[:, :, 128:], k, v, sabi[:, :, 1:], causal=True, q_begin=128, q_total=256)
     >>> bool((part == out[:, :, 128:]).all())
@@ -284,7 +284,7 @@ def block_sparse_attention_backward(
         What the forward call returned: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
     lse : array
         The log-sum-exp that it returned: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query
-        whose entry is ``-inf`` attended nothing. If the forward call had `sinks`, `lse` already includes them.
+        whose entry is ``-inf`` attended to no key. If the forward call had `sinks`, `lse` already includes them.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
     q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap
@@ -340,8 +340,9 @@ def block_sparse_attention_backward(
     for float64), for float16 and bfloat16 in scratch memory of 4 bytes per element of k and v. The results are the same
     bit for bit whatever the number of threads and whatever else is in the batch. With every block listed, `dq` is that
     of ``sabi=None`` bit for bit; so are `dk` and `dv` where ``block_shape[0]`` is a multiple of 128. For other sizes their sums are
-    taken in another order. `dq` of a slice of the queries has the bits of the whole call's (see the notes of `block_sparse_attention`);
-    `dk` and `dv` are the slice's share of the sums. What a query does not see, NaN and infinity included, adds exactly nothing.
+    taken in another order. `dq` of a slice of the queries is bit-identical to that part of the whole call's (see the notes of
+    `block_sparse_attention`); `dk` and `dv` are the slice's share of the sums. What a query does not see, NaN and infinity included, adds
+    exactly nothing.
 
     The recomputation and the role of ``dout . out`` follow FlashAttention-2 [1]_, algorithm 2.
 

@@ -138,7 +138,7 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
 def merge_states_tree(outs: Iterable[Any], lses: Iterable[Any]) -> tuple[Any, Any]:
     """`merge_states_n` in a fixed order: pairs of neighbours are merged, then pairs of the results, and so on.
 
-    A part's place decides with what it is merged, so the result has the same bits whoever has merged which part of the tree: the state of
+    A part's place decides with what it is merged, so the result is bit-identical whoever has merged which part of the tree: the state of
     2**l neighbouring parts, the first of which has a number that 2**l divides, may be computed anywhere.
 
     Parameters

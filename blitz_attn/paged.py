@@ -159,11 +159,11 @@ def paged_attention(
     parts, which are merged by their log-sum-exp. Where a request is cut depends on that request alone: the result is the same bit for bit
     whatever else is in the batch and whatever the number of threads.
 
-    With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Each chunk is attended by itself,
-    and its state (the result and the log-sum-exp, in float32) is merged with others by `merge_states_tree`; then `sinks` take part, and
-    the result is rounded once. So these are the bits of calls over single chunks, each as a request of its own with `q_begin` and
-    ``out_dtype="float32"``, whose results are merged in the same way: it does not matter who computes which chunk. Of `attn_mask`, each
-    chunk has the columns of its tokens, which are read where they lie.
+    With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Attention over each chunk is
+    computed by itself, and its state (the result and the log-sum-exp, in float32) is merged with others by `merge_states_tree`; then
+    `sinks` take part, and the result is rounded once. So the result is bit-identical to that of calls over single chunks, each as a request
+    of its own with `q_begin` and ``out_dtype="float32"``, whose results are merged in the same way: it does not matter who computes which
+    chunk. Of `attn_mask`, each chunk has the columns of its tokens, which are read where they lie.
 
     A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
     each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).
@@ -272,8 +272,9 @@ def paged_select_attention(
 
     Notes
     -----
-    The last block of a request may be listed at any place; only its valid tokens are seen. A list of all blocks gives the bits of
-    `paged_attention`. One list per key/value head is faster than one per query head, whose heads do not share reads of the cache.
+    The last block of a request may be listed at any place; only its valid tokens are seen. With a list of all blocks, the result is
+    bit-identical to that of `paged_attention`. One list per key/value head is faster than one per query head, whose heads do not share
+    reads of the cache.
 
     Examples
     --------

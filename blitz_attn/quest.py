@@ -84,8 +84,8 @@ def quest_prefill_metadata(
     Notes
     -----
     Summaries cover the valid tokens of a block, so the last block of a request is summarised as far as it is filled. Largest and smallest
-    values are bits of the keys and ignore NaN, unless a channel has nothing else; a mean with NaN is NaN. The keys of 8-bit caches are the
-    products of numbers and scales in float32, as `dequantize_kv` gives them.
+    values are elements of the keys, unrounded; NaN is ignored, unless a channel has nothing else; a mean with NaN is NaN. The keys of 8-bit
+    caches are the products of numbers and scales in float32, as `dequantize_kv` gives them.
 
     Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
     and other dtypes are additions.
@@ -553,7 +553,7 @@ def select_and_attend(
     out, dtype, kv_dtype, num_threads
         See `paged_attention`.
     return_selected : bool
-        Also return the blocks that were attended.
+        Also return which blocks were selected.
 
     Returns
     -------

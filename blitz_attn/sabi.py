@@ -1,11 +1,10 @@
 """Block lists (sabi: sparse attention block indices): build, convert, combine, measure and show them.
 
 A block list is an integer array (B or 1, H or Hkv or 1, R, W): for each of the R = ceil(s_q / block_q) blocks of queries, the
-column numbers of the blocks of keys that it attends. A row ends at its first pad, which is 65535 in uint16 and any negative
-number in the signed types; functions here write -1. Builders return (1, 1, R, W), or more where they are given heads or
-batches, with columns rising, and uint16 where the columns fit. Token rules (causal, window, lengths) cut exactly inside the
-listed blocks when they are passed to the attention call: a builder lists every block that such a rule leaves at least one
-token of.
+column numbers of the blocks of keys that it attends to. A row ends at its first pad, which is 65535 in uint16 and any negative number in
+the signed types; functions here write -1. Builders return (1, 1, R, W), or more where they are given heads or batches, with columns rising,
+and uint16 where the columns fit. Token rules (causal, window, lengths) cut exactly inside the listed blocks when they are passed to the
+attention call: a builder lists every block that such a rule leaves at least one token of.
 
 Lists over more than 65534 columns are int32.
 """

@@ -293,7 +293,7 @@ def is_block_sparse_pattern_feasible(
 
 
 def token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: tuple[int, int] = (128, 128)) -> np.ndarray:
-    """Boolean (..., s_q, s_kv) mask of a block list, True = attended: `sabi.to_token_mask`.
+    """Boolean (..., s_q, s_kv) mask of a block list, True where a query attends to a key: `sabi.to_token_mask`.
 
     Parameters
     ----------

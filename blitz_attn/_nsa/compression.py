@@ -106,9 +106,9 @@ def compress_kv(
     -----
     Means and products are made in float32 (float64 for float64) and rounded once. No position encoding is added.
 
-    A mean depends on the tokens of its block alone. So the blocks that new tokens complete can be made by themselves, with the same bits:
-    of a sequence of which ``m`` blocks are known, ``compress_kv(k[:, m * stride :], v[:, m * stride :], ...)`` returns the others.
-    `NsaCache` does so.
+    A mean depends on the tokens of its block alone. So the blocks that new tokens complete can be made by themselves, bit-identical to
+    those of a call over all tokens: of a sequence of which ``m`` blocks are known,
+    ``compress_kv(k[:, m * stride :], v[:, m * stride :], ...)`` returns the others. `NsaCache` does so.
 
     References
     ----------

@@ -83,7 +83,7 @@ def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, r
         for first, last in strips(band_first, band_last, keys.size):
             low, high = seen_bounds(rules, seq, np.arange(first, last))
             pick = keys[(keys >= low.min()) & (keys <= high.max())]
-            queries = np.arange(first, last)[lse[first:last] != -np.inf]  # the other queries attended no key
+            queries = np.arange(first, last)[lse[first:last] != -np.inf]  # the other queries attended to no key
             if pick.size == 0 or queries.size == 0:
                 continue
             seen = (pick >= low[queries - first, None]) & (pick <= high[queries - first, None])

@@ -127,7 +127,7 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
 
 
 def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128)) -> np.ndarray:
-    """Boolean mask over tokens, True = attended. For small problems: it has s_q * s_kv elements per head.
+    """Boolean mask over tokens, True where a query attends to a key. For small problems: it has s_q * s_kv elements per head.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
     Parameters
     ----------
     mask : array_like of bool
-        (..., s_q, s_kv), True = attended.
+        (..., s_q, s_kv), True where a query attends to a key.
     block_shape : (int, int)
         Number of tokens per block of queries and of keys, at least 1 each.
     dtype, width
@@ -224,7 +224,7 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
     Parameters
     ----------
     mask : array_like of bool
-        (..., s_q, s_kv), True = attended. In each row the keys must be a run, that is, have no gap between them.
+        (..., s_q, s_kv), True where a query attends to a key. In each row the keys must be a run, that is, have no gap between them.
     block_shape : (int, int), optional
         Where the ranges are used beside the list of ``from_token_mask(mask, block_shape)``. Blocks that this list leaves out may be gaps
         in a run then. Default: no list.

@@ -1,4 +1,4 @@
-"""Choosing blocks for prefill, and attending them."""
+"""Choosing blocks for prefill, and attention over them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def select_blocks_prefill(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """Choose the blocks of keys that each block of queries attends, from the queries and keys themselves.
+    """Choose the blocks of keys that each block of queries attends to, from the queries and keys themselves.
 
     Scores of a row of blocks are not negative and add up to 1: what a chooser takes for the share of the row's softmax mass that
     lies in each block. Exactly one of `density`, `top_p`, `threshold` and `top_k` says which blocks are kept beside the forced ones.
@@ -221,7 +221,7 @@ def select_and_attend_prefill(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """Choose blocks with `select_blocks_prefill` and attend them with `block_sparse_attention`, in one call.
+    """Choose blocks with `select_blocks_prefill` and compute attention over them with `block_sparse_attention`, in one call.
 
     Parameters
     ----------

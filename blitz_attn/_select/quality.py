@@ -168,7 +168,7 @@ def recall(
     every : int
         Look at every n-th block of queries, where n is this number, beginning with the first; the time falls in proportion. 1 looks at all.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges, dtype
-        As in the call that attends: see `block_sparse_attention`.
+        As in the attention call: see `block_sparse_attention`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -242,7 +242,7 @@ def output_error(
     sabi, block_shape, every
         The block list, and what of it is looked at: see `recall`.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges, dtype
-        As in the call that attends: see `block_sparse_attention`.
+        As in the attention call: see `block_sparse_attention`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 

@@ -1,4 +1,4 @@
-"""What ``python -m blitz_attn.distributed`` reports and tests: where ranks run, and that they compute the bits of one process."""
+"""What ``python -m blitz_attn.distributed`` reports and tests: where ranks run, and whether they compute what one process computes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Counting:
 
 
 def check_prefill(comm: Any) -> None:
-    """Attention of a whole sequence has the bits of one process, and sends the bytes that its plan says."""
+    """Attention of a whole sequence is bit-identical to that of one process, and sends the bytes that its plan says."""
     from .attention import context_parallel_attention, dispatch
     from .plan import ContextParallelPlan
 
@@ -163,7 +163,7 @@ def check_prefill(comm: Any) -> None:
 
 
 def check_decode(comm: Any) -> None:
-    """Decoding has the bits of one process for any owner."""
+    """Decoding is bit-identical to that of one process for any owner."""
     from .decode import decode_context_parallel_attention
 
     for kind in ("float32", "float16", "bfloat16"):

@@ -57,7 +57,7 @@ def nsa(
 ) -> Any:
     """`blitz_attn.nsa.nsa` over sequences whose tokens are spread over the ranks of a communicator. Collective.
 
-    The result has the bits of one call over the whole sequence, for any number of ranks.
+    The result is bit-identical to that of one call over the whole sequence, for any number of ranks.
 
     Parameters
     ----------

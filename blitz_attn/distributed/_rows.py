@@ -12,7 +12,7 @@ from ._problem import Problem
 
 
 class RowCall:
-    """The arguments of a call for some rows of one KV head, whose bits are those of the rows in the call over the whole sequence.
+    """The arguments of a call for some rows of one KV head, bit-identical to these rows of the call over the whole sequence.
 
     Arrays are given and taken as views (entries, heads, tokens, dims), with one entry for layout TND, whose sequences stand one after
     the other on the axis of tokens.

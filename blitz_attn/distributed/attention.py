@@ -277,9 +277,9 @@ def context_parallel_attention_backward(
     Returns
     -------
     dq, dk, dv : array
-        Of the shapes, layout and dtype of this rank's q, k and v, and the same kind of array as `q`. `dq` has the bits of one call over the
-        whole sequence, for any number of ranks. `dk` and `dv` are the same from run to run for one number of ranks and one dispatch; for
-        others they differ by rounding.
+        Of the shapes, layout and dtype of this rank's q, k and v, and the same kind of array as `q`. `dq` is bit-identical to that of one
+        call over the whole sequence, for any number of ranks. `dk` and `dv` are the same from run to run for one number of ranks and one
+        dispatch; for others they differ by rounding.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Decoding over a cache that ranks share by tokens: the same bits for any number of ranks, whoever holds which tokens."""
+"""Decoding over a cache that ranks share by tokens: results are bit-identical for any number of ranks, whoever holds which tokens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Shards:
         return np.where(number > 0, self.rank, -1)
 
     def agree_owners(self, comm: Any) -> None:
-        """Learn who holds each chunk; of several ranks the lowest attends it. Raises the same error on all ranks where nobody does."""
+        """Learn who holds each chunk; of several ranks the lowest computes it. Raises the same error on all ranks where nobody does."""
         if self.interleave is not None or not len(self.owner):
             return
         held = np.empty((self.size, -(-len(self.owner) // 8)), np.uint8)
@@ -111,7 +111,7 @@ class Shards:
         return self.tables[requests, pages if self.interleave is None else self._turn(pages)[1]]
 
     def own_pages(self) -> tuple[ndarray, ndarray]:
-        """(request, page) of all pages that this rank holds and attends, in rising order."""
+        """(request, page) of all pages that this rank holds and attends to, in rising order."""
         chunk = (self.owner == self.rank).nonzero()[0]
         starts = self.index[chunk] * self.split_pages
         pages = np.minimum(self.split_pages, self.used[self.request[chunk]] - starts)
@@ -154,8 +154,8 @@ class DecodePlan:
     ----------
     block_tables : array of int32 or int64
         ``(B, W)``, in one of two forms. With `interleave`: this rank's own pages of each request, in order. Without: all pages of each
-        request, where -1 stands for pages of other ranks; which rank holds which chunk is free. Of a chunk that several ranks
-        hold, as copies, the lowest rank attends.
+        request, where -1 stands for pages of other ranks; which rank holds which chunk is free. Where several ranks hold a chunk, as
+        copies, the lowest rank computes attention over it.
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request, on all ranks together. The same on all ranks, as all that follows but `num_threads`.
     page_size : int
@@ -166,7 +166,8 @@ class DecodePlan:
         Ranks take turns along each request: tokens from 0 on are rank 0's, the next `interleave` ones rank 1's, and so on. A multiple of
         `kv_split`.
     kv_split : int
-        Number of tokens per chunk, a multiple of `page_size`: each is attended by itself, and the chunks are merged by a fixed tree.
+        Number of tokens per chunk, a multiple of `page_size`: attention over each is computed by itself, and the results are merged by a
+        fixed tree.
     q_lens, scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads
         See `blitz_attn.paged_attention`. They hold for all calls of the plan.
 
@@ -294,7 +295,7 @@ class DecodePlan:
         return _Units(place, request, queries, ends - queries - begin * size, (indptr, indices, last))
 
     def own_pages(self) -> tuple[ndarray, ndarray]:
-        """The pages that this rank holds and attends.
+        """The pages that this rank holds and attends to.
 
         Returns
         -------
@@ -463,7 +464,7 @@ def decode_context_parallel_attention(
     """Attention of each request's newest queries over a paged cache whose tokens several ranks hold. All ranks call it together.
 
     Each rank attends to its own chunks of `kv_split` tokens, merges what forms whole nodes of a fixed binary tree over the chunks of a
-    request, and sends those; then every rank merges the rest. The result has the same bits for any number of ranks, whoever holds which
+    request, and sends those; then every rank merges the rest. The result is bit-identical for any number of ranks, whoever holds which
     chunks.
 
     Parameters

@@ -49,7 +49,7 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     """Run a collective piece of work until it has ended well on all ranks that are alive.
 
     Where ranks die, the survivors give up the communicator, agree on one without the dead, and run the work again on that, as often
-    as it takes. The work makes its plans anew each time: results have the same bits for any number of ranks. All ranks call this together.
+    as it takes. The work makes its plans anew each time: results are bit-identical for any number of ranks. All ranks call this together.
 
     Parameters
     ----------

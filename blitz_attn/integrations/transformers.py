@@ -31,7 +31,7 @@ _FORCED = ("sink", "recent", "first_rows", "last_rows", "last_columns")
 
 @dataclass(frozen=True)
 class SparseConfig:
-    """How the models attend that run with ``attn_implementation="blitz_attn_sparse"``.
+    """How models that run with ``attn_implementation="blitz_attn_sparse"`` compute attention.
 
     At most one of `density`, `top_p`, `threshold`, `top_k` and `profile` says how many blocks a prompt keeps. Without any, each row of
     blocks keeps the fewest that hold 0.93 of its estimated softmax mass.
@@ -54,9 +54,9 @@ class SparseConfig:
     dense_layers : tuple of int
         Numbers of layers that keep everything, from 0.
     min_tokens : int
-        Sequences of fewer keys than this are attended densely.
+        Sequences of fewer keys than this are computed densely.
     decode_budget : int, optional
-        How many tokens of the cache each KV head attends when one new token is decoded over a `paged_cache`; Quest chooses their pages.
+        How many tokens of the cache each KV head attends to when one new token is decoded over a `paged_cache`; Quest chooses their pages.
         Default: all.
     on_unsupported : {"fallback", "error"}
         What happens where a model needs what the operations lack: torch computes it, and the reason is logged once; or ValueError.
@@ -176,7 +176,7 @@ def _config_of(module: Any) -> SparseConfig:
 
 
 def configure(config: SparseConfig | None, model: Any = None) -> None:
-    """Set how models attend: one model, or all that have no configuration of their own.
+    """Set how models compute attention: one model, or all that have no configuration of their own.
 
     Parameters
     ----------
@@ -245,7 +245,7 @@ def register() -> None:
     -----
     Sinks and softcaps are exact; blocks are chosen by scores without the softcap. Packed sequences are taken
     from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
-    chooses itself (``block_indices`` of MiniMax-M3) are attended as they are, whatever the configuration.
+    chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration.
 
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.

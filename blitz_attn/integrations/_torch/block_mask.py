@@ -203,7 +203,7 @@ def to_flex_block_mask(
     cu_seqlens_kv: Any = None,
     kv_ranges: Any = None,
 ) -> Any:
-    """FlexAttention's BlockMask for what a call of `block_sparse_attention` attends.
+    """FlexAttention's BlockMask of the pairs of queries and keys that a call of `block_sparse_attention` computes.
 
     Parameters
     ----------
@@ -392,14 +392,14 @@ def _pairs_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int
 def from_flex_block_mask(
     block_mask: Any, *, q_lens: Any = None, kv_lens: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None
 ) -> dict[str, Any]:
-    """The arguments of `block_sparse_attention` that attend what a BlockMask of FlexAttention does.
+    """The arguments of `block_sparse_attention` that stand for a BlockMask of FlexAttention.
 
     Causal masks and windows are recognised: the mask's function is evaluated on all tokens of its partial blocks, and the rules that
-    are returned cut them exactly so. So are the lengths of a padded batch, where padding is neither attended nor attends. Where these do
-    not fit, a run of keys for each query may, as for a prefix that sees itself, or documents that are not given. A mask that none of these
-    express becomes one with a byte for each pair of tokens, which takes the memory of ``B * H * Sq * Skv`` bytes, where B and H are those
-    that the BlockMask was made for (1 for None). Documents and lengths that are given are checked: a mask that does not fit them is
-    refused. A mask that was made for any batch (``B=None``) gets arguments that fit any batch.
+    are returned cut them exactly so. So are the lengths of a padded batch, where padding attends to nothing, and nothing attends to it.
+    Where these do not fit, a run of keys for each query may, as for a prefix that sees itself, or documents that are not given. A mask that
+    none of these express becomes one with a byte for each pair of tokens, which takes the memory of ``B * H * Sq * Skv`` bytes, where B and
+    H are those that the BlockMask was made for (1 for None). Documents and lengths that are given are checked: a mask that does not fit
+    them is refused. A mask that was made for any batch (``B=None``) gets arguments that fit any batch.
 
     Parameters
     ----------
