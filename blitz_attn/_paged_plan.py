@@ -17,6 +17,8 @@ __all__ = ["PagedPlan"]
 class PagedPlan:
     """Page tables and lengths of one decoding step, checked and copied once for the calls of all layers.
 
+    A plan belongs to its process: it can neither be pickled nor deep-copied.
+
     Parameters
     ----------
     block_tables, seq_lens

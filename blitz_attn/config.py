@@ -26,12 +26,12 @@ def set_num_threads(num_threads: int | None) -> None:
     Parameters
     ----------
     num_threads : int or None
-        At least 1. None restores the default, which the environment sets.
+        From 1 to 1024. None restores the default, which the environment sets.
 
     Raises
     ------
     TypeError, ValueError
-        Not a positive integer.
+        Not an integer from 1 to 1024, and not None.
 
     Notes
     -----
@@ -241,6 +241,8 @@ def show_config(mode: str = "text") -> dict[str, Any] | None:
 
     Raises
     ------
+    TypeError
+        `mode` is not a string.
     ValueError
         Another mode.
 

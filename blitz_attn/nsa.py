@@ -94,6 +94,9 @@ class NSAContext:
         Log-sum-exp by branch (``"compressed"``, ``"selected"``, ``"window"``): ``(B, N, H)`` or ``(T, H)``.
     shape : tuple of int
         Of the result.
+    call, branches, groups, like
+        What else the gradients need: the arrays and rules of the call, the results of the branches, and the arrays as they were given. They
+        are not for callers, and may change.
     """
 
     block_indices: np.ndarray
@@ -368,11 +371,6 @@ class NsaCache:
         What else `nsa` takes as rules: `num_selected_blocks`, `window_size`, `gate_proj_weight`, `causal`, `scale`, `select_block_size`,
         `init_blocks`, `local_blocks`, and in mslk mode `q_tile_size` and `num_cmp_selected_blocks`.
 
-    Attributes
-    ----------
-    lens : numpy.ndarray
-        ``(B,)``: tokens of each sequence. Empty before the first `append`.
-
     See Also
     --------
     nsa : the operation; with `compressed_kv` for callers that keep arrays of their own.
@@ -412,6 +410,7 @@ class NsaCache:
 
     @property
     def lens(self) -> np.ndarray:
+        """``(B,)``: tokens of each sequence. Empty before the first `append`."""
         return self._store.lens.copy()
 
     def append(self, k: Any, v: Any, lens: Any = None) -> None:

@@ -187,8 +187,8 @@ def quest_block_select_paged(
     Returns
     -------
     array
-        int32 ``(B, N, k)``, with `per_query_head` ``(B, H, k)``, of the same kind as `query`: numbers of blocks within the request. Of
-        blocks with equal scores the lower comes first. Unused places hold -1.
+        int32 ``(B, N, k)``, with `per_query_head` ``(B, H, k)``: numbers of blocks within the request; a torch tensor where `query` is one,
+        else a NumPy array. Of blocks with equal scores the lower comes first. Unused places hold -1.
 
     Raises
     ------

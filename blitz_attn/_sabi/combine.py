@@ -247,6 +247,8 @@ def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: An
 
     Raises
     ------
+    TypeError
+        `a`, `factors`, `rows` or `columns` do not hold integers.
     ValueError
         `rows` or `columns` do not fit `a` and `factors`.
 

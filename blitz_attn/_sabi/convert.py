@@ -145,6 +145,8 @@ def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Seq
 
     Raises
     ------
+    TypeError
+        `sabi`, `s_q`, `s_kv` or `block_shape` do not hold integers.
     ValueError
         Rows or columns that do not fit the sizes.
 
