@@ -61,10 +61,10 @@ def block_sparse_attention(
         Values, ``(B, Hkv, Skv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
     sabi : array of int, optional
         Sparse attention block indices, an array of four axes: B or 1; H, Hkv or 1; ``ceil(Sq / block_shape[0])`` rows; W. So there is a
-        list for each query head, for each key head, whose query heads share it, or for all. With layout TND, rows are counted from the
-        start of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with the most queries. Each row
-        lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad:
-        65535 for uint16, any negative entry for int16, int32 and int64. None: every block is listed.
+        list for each query head, for each key head, whose query heads share it, or for all. With layout TND, B is the number of sequences,
+        rows are counted from the start of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with
+        the most queries. Each row lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row
+        ends at the first pad: 65535 for uint16, any negative entry for int16, int32 and int64. None: every block is listed.
     block_shape : (int, int)
         Number of tokens per block of queries and per block of keys, at least 1 each: the shape that `sabi` was made for, since a list does
         not record it. The last block of either axis may be partial.
