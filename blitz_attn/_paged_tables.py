@@ -69,12 +69,18 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
 
 def refuse_mask_shape(mask: Any, sizes: tuple[int, int, int, int]) -> None:
     """Refuses a mask that does not fit so many requests and heads, and at most so many queries and tokens of a request, by the core's
-    sentence. Masks of more than four axes are left to the core."""
+    sentences. Masks of more than four axes are left to the core."""
     given = (1,) * (4 - len(mask.shape)) + tuple(mask.shape)
     fits = [n in (1, size) or (axis > 1 and n > size) for axis, (n, size) in enumerate(zip(given, sizes, strict=False))]
     if len(given) == 4 and not all(fits):
         expected = ", ".join("1" if size == 1 else f"{size} or 1" for size in sizes)
         raise ValueError(f"attn_mask: expected shape ({expected}), or more queries and keys, got {tuple(mask.shape)}")
+    batch, _, queries, tokens = sizes
+    if len(mask.shape) == 1 and mask.shape[0] > max(1, tokens):
+        raise ValueError(
+            f"attn_mask: expected {tokens} tokens in a mask of one axis, or shape ({batch}, 1, {queries}, {tokens}), a matrix of queries "
+            f"and tokens for each request, got ({mask.shape[0]},)"
+        )
 
 
 def query_begins(q_begin: Any, batch: int) -> ndarray:

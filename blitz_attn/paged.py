@@ -108,7 +108,8 @@ def paged_attention(
     attn_mask : array, optional
         ``(B, H, Q, T)``, or any shape that broadcasts to it, with Q at least the most queries of a request and T at least the most tokens:
         row i is that of a request's query i, column j that of its token j. Of bool, where False hides the token as the causal rule does, or
-        of numbers that are added to the scores, as in `block_sparse_attention`: a tree of draft tokens, for example.
+        of numbers that are added to the scores, as in `block_sparse_attention`: a tree of draft tokens, for example. A mask of one axis
+        has one element per token of the longest request and no more, so that a flattened mask of queries and tokens is refused.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(p - j)`` is added to the score of token j, where p is the query's own token number.
     kv_split : int, optional

@@ -201,6 +201,45 @@ def test_paged_refusals():
             call(alibi_slopes=np.zeros(HKV, np.float32))
 
 
+@pytest.mark.parametrize("kv_split", [None, 2 * SIZE])
+def test_a_flattened_mask_is_refused(kv_split):
+    """FlashInfer's custom_mask, all pairs of a query and a token in one axis, is not taken for a mask of tokens, whose first elements it would be."""
+    q, k, v, tables, _, _ = paged()
+    every, out, flat = np.zeros((3, HKV, 1), np.int32), np.full((21, H, D), 7, np.float32), np.ones(20 * 70 + 1, bool)
+    plan = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, q_lens=Q_LENS, kv_split=kv_split)
+    rules = {"q_lens": Q_LENS, "kv_split": kv_split}
+    for call in (
+        lambda mask: blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=mask, out=out, **rules),
+        lambda mask: blitz_attn.paged_select_attention(q, k, v, tables, LENS, every, attn_mask=mask, out=out, **rules),
+        lambda mask: plan.attention(q, k, v, attn_mask=mask, out=out),
+        lambda mask: plan.select_attention(q, k, v, every, attn_mask=mask, out=out),
+    ):
+        for mask in (flat, flat[:71], flat[::2], np.zeros(len(flat), np.float32)):
+            expected = "70 tokens in a mask of one axis, or shape (3, 1, 20, 70), a matrix of queries and tokens for each request"
+            with pytest.raises(ValueError, match=f"^{re.escape(f'attn_mask: expected {expected}, got ({len(mask)},)')}$"):
+                call(mask)
+    with pytest.raises(ValueError, match=r"^attn_mask: expected 70 tokens in a mask of one axis, got \(1401,\)$"):
+        reference.paged_attention(q, k, v, tables, LENS, attn_mask=flat, **rules)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("kv_split", [None, 2 * SIZE])
+def test_a_mask_of_one_axis_has_an_element_for_each_token(kv_split):
+    """A longer mask of tokens has an axis of queries, too."""
+    q, k, v, tables, _, _ = paged()
+    shown = np.random.default_rng(3).random(75) < 0.5
+    rules = {"q_lens": Q_LENS, "kv_split": kv_split, "return_lse": True}
+    plan = blitz_attn.PagedPlan(tables, LENS, page_size=SIZE, q_lens=Q_LENS, kv_split=kv_split)
+    found = blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=shown[:70], **rules)
+    for mask in (shown[None], shown[None, :70], shown[:70]):
+        assert all(map(same_bits, found, plan.attention(q, k, v, attn_mask=mask, return_lse=True)))
+        close(reference.paged_attention(q, k, v, tables, LENS, attn_mask=mask, **rules), found)
+    one = [blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=mask, **rules) for mask in (np.ones(1, bool), None)]
+    assert all(map(same_bits, *one))
+    nothing = {"attn_mask": np.ones(1, bool), "kv_split": kv_split}  # one element holds for any number of tokens
+    assert not blitz_attn.paged_attention(q[:3], k, v, tables, [0, 0, 0], **nothing).any()
+
+
 # ---- Requests in chunks ---------------------------------------------------------------------------------------------
 
 

@@ -267,7 +267,8 @@ def _mask_array(attn_mask: Any) -> np.ndarray:
 
 
 def add_biases(sequences: Sequence[SequenceParts], attn_mask: Any, alibi_slopes: Any, inputs: str, *, longer: bool = False) -> None:
-    """Gives each batch entry what is added to its scores. `inputs`: the dtype of q; `longer`: a mask may have more rows and columns."""
+    """Gives each batch entry what is added to its scores. `inputs`: the dtype of q; `longer`: a mask of two axes or
+    more may have more rows and columns."""
     if not sequences or (attn_mask is None and alibi_slopes is None):
         return
     heads = sequences[0].q.shape[0]
@@ -279,6 +280,8 @@ def add_biases(sequences: Sequence[SequenceParts], attn_mask: Any, alibi_slopes:
         if mask.ndim != 4 or not all(fits):
             expected = ", ".join(f"{full} or 1" for full in sizes)
             raise ValueError(f"attn_mask: expected shape ({expected}), got {np.shape(attn_mask)}")
+        if len(np.shape(attn_mask)) == 1 and mask.shape[3] > max(1, sizes[3]):
+            raise ValueError(f"attn_mask: expected {sizes[3]} tokens in a mask of one axis, got {np.shape(attn_mask)}")
         masks = list(np.broadcast_to(mask, [full if n == 1 else n for n, full in zip(mask.shape, sizes, strict=True)]))
     slopes = None
     if alibi_slopes is not None:

@@ -241,6 +241,17 @@ static int check_paged_disjoint(const paged_call *call) {
     return arg_disjoint(&call->lse, &call->out);
 }
 
+/* A mask of one axis holds for all queries, and has one element for each token. A longer one is refused, as a longer one of more axes is not: it may
+ * be the mask of all queries and tokens in one axis, as other libraries take it, of which only the first elements would be read. */
+static int check_flat_mask(const ba_tensor *mask, const ba_problem *p) {
+    if (mask->ndim != 1 || mask->dims[0] <= ba_max(1, p->kv_len)) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "attn_mask: expected %lld tokens in a mask of one axis, or shape (%lld, 1, %lld, %lld), a matrix of queries and tokens for each "
+                 "request, got (%lld,)",
+                 (long long)p->kv_len, (long long)p->batch, (long long)p->q_len, (long long)p->kv_len, (long long)mask->dims[0]);
+    return -1;
+}
+
 TAKES(paged_attention, PAGED_seq_lens, PAGED_ARGUMENTS(AS_TEXT));
 PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(paged_attention, PAGED_COUNT);
@@ -255,7 +266,7 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
     if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || read_paged(state, values, &call, &bits_as) < 0) goto done;
     if (call.plan != NULL) status = ba_open_paged(&call.args, call.plan, &attention);
     else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long, so checking them may take time */
-    if (arg_check_masked(status, &call.attn_mask) < 0) goto done;
+    if (arg_check_masked(status, &call.attn_mask) < 0 || check_flat_mask(&call.attn_mask.tensor, &attention.problem) < 0) goto done;
 
     out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;

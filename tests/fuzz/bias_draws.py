@@ -68,8 +68,9 @@ def plain(mask: np.ndarray, dtype: str) -> Any:
     return arrays.dressed(stored(mask, dtype), dtype, BFLOAT16_KINDS[0] if dtype == "bfloat16" else "numpy")
 
 
-def place(draw: Draw, mask: np.ndarray, dtype: str, full: Sequence[int]) -> tuple[arrays.Placed, Any]:
-    """The mask as a drawn view and kind of array. Leading axes of 1 may be missing, and other axes of 1 repeated by a stride of 0."""
+def place(draw: Draw, mask: np.ndarray, dtype: str, full: Sequence[int], most_missing: int = 4) -> tuple[arrays.Placed, Any]:
+    """The mask as a drawn view and kind of array. Leading axes of 1 may be missing, at most `most_missing` of them, and other axes of 1
+    repeated by a stride of 0."""
     kind = draw.pick("mask.dressed", BFLOAT16_KINDS if dtype == "bfloat16" else arrays.kinds_for(dtype))
     placed = arrays.place(draw, "mask", stored(mask, dtype), last_contiguous=False, views=arrays.views_for(kind))
     if draw.flag("mask.repeated", 0.2):
@@ -77,7 +78,7 @@ def place(draw: Draw, mask: np.ndarray, dtype: str, full: Sequence[int]) -> tupl
             if mask.shape[axis] == 1 < n:
                 arrays.repeated(placed, axis, n)
     leading = next((axis for axis, n in enumerate(placed.array.shape) if n != 1), 4)
-    missing = draw.integer("mask.missing", 0, 4) % (leading + 1)
+    missing = draw.integer("mask.missing", 0, 4) % (min(leading, most_missing) + 1)
     return placed, arrays.dressed(placed.array[(0,) * missing + (...,)], dtype, kind)
 
 

@@ -137,7 +137,8 @@ class Case:
             for b, h in np.ndindex(full[:2]):
                 shown[b, h, : p.q_lens[b], : p.seq_lens[b]] = p.shown(b, h)
             p.mask, self.mask_dtype = bias_draws.draw_mask(draw, full, p.dtype, shown, spoils=False)
-            self.mask_placed, self.mask = bias_draws.place(draw, p.mask, self.mask_dtype, full)
+            most_missing = 2 if more[1] else 4  # a mask of one axis has no more columns than there are tokens
+            self.mask_placed, self.mask = bias_draws.place(draw, p.mask, self.mask_dtype, full, most_missing)
         if draw.flag("alibi", 0.15):
             p.slopes = bias_draws.draw_slopes(draw, heads)
             self.slopes = bias_draws.draw_given_slopes(draw, p.slopes)
