@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from ._paged_tables import (
     query_lengths,
     refuse_mask_shape,
     sinks_of,
+    tables_for_core,
 )
 
 
@@ -215,3 +217,13 @@ def attend_in_chunks(
     if sinks is not None:
         state, lse = _state_tree.with_sinks(state, lse, sinks)
     return written(results, _state_tree.rounded(state, wanted_kind), lse)
+
+
+def whole_or_in_chunks(
+    k_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: Any, q_lens: Any, q_begin: Any, kv_split: Any
+) -> tuple[Callable[..., Any], Any]:
+    """The function that attends, and what it takes as `requests`."""
+    if kv_split is None:
+        return attend_requests, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
+    page_size = max(1, cache_sizes(k_cache, kv_layout)[1])  # the core refuses pages without tokens
+    return attend_in_chunks, Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)

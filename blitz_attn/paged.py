@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,10 @@ from numpy import ndarray
 
 from . import _arrays, _core, _formats
 from ._floats import refuse_overlaps
-from ._paged_call import append_tokens, attend_requests, scales_for_core
+from ._paged_call import append_tokens, scales_for_core
 from ._paged_plan import PagedPlan
-from ._paged_split import Chunks, attend_in_chunks
-from ._paged_tables import cache_sizes, tables_for_core
+from ._paged_split import whole_or_in_chunks
+from ._paged_tables import tables_for_core
 from ._sentences import renamed, shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
@@ -23,16 +22,6 @@ _QUANTISED = ("int8", "float8_e4m3")
 
 
 # ---- Attention ----------------------------------------------------------------------------------------------------
-
-
-def _whole_or_in_chunks(
-    k_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: Any, q_lens: Any, q_begin: Any, kv_split: Any
-) -> tuple[Callable[..., Any], Any]:
-    """The function that attends, and what it takes as `requests`."""
-    if kv_split is None:
-        return attend_requests, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
-    page_size = max(1, cache_sizes(k_cache, kv_layout)[1])  # the core refuses pages without tokens
-    return attend_in_chunks, Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
 
 
 def paged_attention(
@@ -200,7 +189,7 @@ def paged_attention(
     >>> bool(np.abs(joined - blitz_attn.paged_attention(q, k_cache, v_cache, tables, [40, 48])).max() < 1e-5)
     True
     """
-    attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
+    attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
         q, k_cache, v_cache, requests, None, None, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
         kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
@@ -293,7 +282,7 @@ def paged_select_attention(
     """
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
-    attend, requests = _whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
+    attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
         q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
         kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,

@@ -6,8 +6,8 @@ from typing import Any
 
 from . import _arrays, _core
 from ._page_selection import integer_empty, select_pages, select_to_attend, with_lists
-from ._paged_call import attend_requests, scales_for_core
-from ._paged_tables import tables_for_core
+from ._paged_call import scales_for_core
+from ._paged_split import whole_or_in_chunks
 from ._sentences import renamed
 
 __all__ = [
@@ -528,8 +528,10 @@ def select_and_attend(
     kv_ranges: Any = None,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
+    kv_split: int | None = None,
     return_lse: bool = False,
     return_selected: bool = False,
+    out_dtype: Any = None,
     out: Any = None,
     dtype: Any = None,
     kv_dtype: Any = None,
@@ -548,9 +550,9 @@ def select_and_attend(
         and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
         See `select_blocks`.
-    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse
+    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, kv_split, return_lse
         See `paged_attention`.
-    out, dtype, kv_dtype, num_threads
+    out_dtype, out, dtype, kv_dtype, num_threads
         See `paged_attention`.
     return_selected : bool
         Also return which blocks were selected.
@@ -579,6 +581,9 @@ def select_and_attend(
     of these. So a block in which no token is seen may be chosen, and takes one of the places. `attn_mask` has a column for each token of
     the request, as in `paged_attention`, whichever blocks are chosen.
 
+    Queries are the last tokens of their requests, from which `recent` blocks are counted. Where the cache holds a stretch of a longer
+    request, choose with `select_blocks`, and attend with `paged_select_attention`, which has `q_begin`.
+
     Examples
     --------
     >>> import numpy as np
@@ -597,15 +602,15 @@ def select_and_attend(
     True
     """
     with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
+    attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, None, kv_split)
     selected, counts = select_to_attend(
         q, k_cache, block_tables, seq_lens, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
         per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,
         kv_layout=kv_layout, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
-    requests = (*tables_for_core(block_tables, seq_lens), q_lens, None)
-    result = attend_requests(
+    result = attend(
         q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, kv_ranges,
-        attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=with_lse, out_dtype=None, out=out, dtype=dtype, kv_dtype=kv_dtype,
+        attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=with_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype,
         num_threads=num_threads,
     )  # fmt: skip
     return with_lists(result, with_lse, (selected, counts) if with_selected else ())

@@ -92,9 +92,36 @@ def test_options_of_the_plan_and_of_the_call(isa_level):
         options = {"scale": 0.3, "kv_split": 4 * SIZE, "out_dtype": "float32", "num_threads": 2} | rules("all", q_lens, np.random.default_rng(6))
         plan, per_call = plan_paged(step.case, **options)
         expected = step.apart(method, {"k": 4}, **options)
-        got = step.together(plan, method, {"k": 4}, return_lse=True, return_selected=True, **per_call)
-        assert got[0].dtype == np.float32
-        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+        both = {"return_lse": True, "return_selected": True}
+        call = both | step.case.options | options | {"k": 4, "method": method}
+        for got in (
+            step.together(plan, method, {"k": 4}, **both, **per_call),
+            blitz_attn.select_and_attend(*step.case.arrays, *step.summaries[method], **call),
+        ):
+            assert got[0].dtype == np.float32
+            assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+@pytest.mark.parametrize("kv_split", [SIZE, 8 * SIZE])
+@pytest.mark.parametrize("q_lens", [None, [1, 0, 5, 3, 20]])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_and_accumulated_results(dtype, method, q_lens, kv_split, out_dtype, isa_level):
+    """`kv_split` and `out_dtype` of the call and of the twin, as of attention over lists."""
+    step, choice = Step(q_lens, dtype=dtype), {"k": 4}
+    options = {"kv_split": kv_split, "out_dtype": None if dtype == "float64" else out_dtype}
+    expected = step.apart(method, choice, **options)
+    call = {"method": method, "return_lse": True, "return_selected": True} | choice | step.case.options | options
+    arguments = (*step.case.arrays, *step.summaries[method])
+    out = poisoned(expected[0].shape, expected[0])
+    got = blitz_attn.select_and_attend(*arguments, out=out, **call)
+    assert got[0] is out
+    assert all(map(same_bits, got, expected))
+    if dtype == "float64":
+        for found, right in zip(got, reference.select_and_attend(*arguments, **call), strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-9, atol=1e-11)
 
 
 def rules(name, q_lens, rng):
@@ -159,7 +186,7 @@ def test_refused_rules():
     out = room.reshape(step.case.q.shape)
     for error, sentence, given in (
         (ValueError, r"kv_ranges: expected shape \(29, 2\), got \(5, 2\)", {"kv_ranges": np.zeros((5, 2), int)}),
-        (TypeError, "kv_ranges: expected int32 or int64, got int16", {"kv_ranges": np.zeros((29, 2), np.int16)}),
+        (TypeError, "kv_ranges: expected (an array of )?int32 or int64, got int16", {"kv_ranges": np.zeros((29, 2), np.int16)}),
         (ValueError, r"attn_mask: expected shape \(5 or 1, 8 or 1, 20 or 1, 600 or 1\), or more queries and keys, got \(29, 64\)",
          {"attn_mask": np.ones((29, 64), bool)}),  # the tokens of four blocks
         (TypeError, "attn_mask: expected bool, ", {"attn_mask": np.ones((20, 600), int)}),
@@ -167,13 +194,21 @@ def test_refused_rules():
         (ValueError, "out: expected memory of its own, got an array that overlaps kv_ranges", {"kv_ranges": room.view(np.int32)[:58].reshape(29, 2)}),
         (ValueError, "out: expected memory of its own, got an array that overlaps attn_mask", {"attn_mask": room[:600]}),
     ):  # fmt: skip
-        for call in (
-            lambda given: step.together(plan, "quest", {"k": 4}, out=out, **per_call | given),
-            lambda given: blitz_attn.select_and_attend(*step.case.arrays, *step.summaries["quest"], k=4, out=out, **step.case.options | given),
-        ):
+        calls = [lambda given: step.together(plan, "quest", {"k": 4}, out=out, **per_call | given)]
+        for options in (step.case.options, step.case.options | {"kv_split": 3 * SIZE}):
+            calls.append(lambda given, o=options: blitz_attn.select_and_attend(*step.case.arrays, *step.summaries["quest"], k=4, out=out, **o | given))
+        for call in calls:
             with pytest.raises(error, match=f"^{sentence}"):
                 call(given)
             assert (room == 7).all()
+    for sentence, options in (
+        ("kv_split: expected a positive multiple of the 16 tokens of a page, got 24", {"kv_split": 24}),
+        ("out_dtype: expected 'float32' like q, got 'float16'", {"out_dtype": "float16"}),
+        ("out_dtype: expected 'float32' like q, got 'float16'", {"out_dtype": "float16", "kv_split": SIZE}),
+    ):
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            blitz_attn.select_and_attend(*step.case.arrays, *step.summaries["quest"], k=4, out=out, **step.case.options | options)
+        assert (room == 7).all()
 
 
 @pytest.mark.parametrize("kv_dtype", CACHE_DTYPES)

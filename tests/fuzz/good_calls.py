@@ -341,6 +341,8 @@ def _select_and_attend(a: Arena, v: int) -> dict[str, Any]:
     call = {"q": a.floats(2, _HEADS, _DIM)} | _caches(a, v & 2) | _tables(a, v & 1) | {"k": 2, "return_selected": bool(v & 16)}
     if v & 1:
         call |= {"kv_ranges": a.integers([[0, 4], [1, 9]]), "attn_mask": a.kept(2, 1, 1, 6), "alibi_slopes": a.floats(_HEADS)}
+    if v & 8:
+        call |= {"kv_split": _PAGE, "out_dtype": "float32"}
     if v & 4:
         return call | {"method": "max", "out": a.poisoned(2, _HEADS, _DIM)}
     summaries = _summaries(a)

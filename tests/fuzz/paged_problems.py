@@ -158,7 +158,7 @@ class Case:
         }  # fmt: skip
 
     def new_options(self) -> dict[str, Any]:
-        """The options that `select_and_attend` does not have."""
+        """The options that cases for `select_and_attend` do not draw: `q_begin`, which it does not have, and what changes no chosen block."""
         p = self.problem
         begin = None if p.begin is None else p.begin.tolist()
         return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}

@@ -457,6 +457,16 @@ def select_and_attend(draw: Draw) -> None:
             case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, selected, counts=counts, **attending, num_threads=1
         )
         checks.same_bits("selecting and attending apart", (out, lse), apart)
+        if draw.flag("split", 0.25):
+            cut = attending | {"kv_split": size * draw.integer("kv_split", 1, 12, likely=(1, 2, 4)), "out_dtype": p.real}
+            arguments = case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens
+            checks.same_bits(
+                "in chunks",
+                blitz_attn.paged_select_attention(*arguments, selected, counts=counts, **cut),
+                blitz_attn.select_and_attend(
+                    *arguments, None if method == "max" else source, None if method == "max" else summary_tables, **how, **cut
+                ),
+            )
     case.check_unchanged()
 
 
