@@ -119,6 +119,7 @@ def select_prefill(
     index_dtype: Any,
     return_scores: Any,
     kv_ranges: Any = ...,
+    q_begin: Any = ...,
 ) -> tuple[Any, Any]:
     """v is k once more and sabi None, as the arguments are read as those of block_sparse_attention. Returns (sabi, scores or None)."""
 

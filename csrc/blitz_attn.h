@@ -328,8 +328,8 @@ typedef enum ba_budget {
 } ba_budget;
 
 typedef struct ba_select_prefill_args {
-    ba_block_sparse_args call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_begin, q_total, key_stride, key_last
-                                * are not read. BA_CHOOSER_VERTICAL_SLASH takes no kv_ranges */
+    ba_block_sparse_args call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_total, key_stride, key_last are not
+                                * read. BA_CHOOSER_VERTICAL_SLASH takes no kv_ranges */
     ba_chooser chooser;
     int64_t pool_q, pool_k; /* tokens or rows, as the chooser says, 1 where it names neither. They must divide block_q and block_kv, but not for
                              * BA_CHOOSER_VERTICAL_SLASH */
@@ -349,7 +349,8 @@ typedef struct ba_select_prefill_args {
 
 /* `call` as ba_block_sparse_args_init() returns it, pool_q, pool_k and `largest` 1; the rest is 0. */
 BA_API ba_select_prefill_args ba_select_prefill_args_init(void);
-/* With kv_ranges, sinks are counted from where the range of a query begins, and recent columns from the last key up to the diagonal. */
+/* With kv_ranges, sinks are counted from where the range of a query begins. With these or q_begin, recent columns are counted from the last
+ * key that a query sees up to the diagonal. */
 BA_API ba_status ba_select_prefill(const ba_select_prefill_args *args);
 
 /* Writes the blocks that are `kept` as index lists, for `blocks` of ba_block_sparse_args: `lists` is (B, H, rows, W), uint16, int16, int32 or int64.

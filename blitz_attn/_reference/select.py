@@ -223,6 +223,7 @@ def select_blocks_prefill(
     cu_seqlens_kv=None,
     num_heads=None,
     num_kv_heads=None,
+    q_begin=None,
     kv_ranges=None,
     sink=1,
     recent=2,
@@ -238,8 +239,8 @@ def select_blocks_prefill(
     """See `blitz_attn.select_blocks_prefill`."""
     block_q, block_kv = (int(n) for n in block_shape)
     queries, keys = to_float64(q, dtype), to_float64(k, dtype)
-    shape_args = (layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads)
-    sequences = sequences_of(queries, keys, keys, *shape_args, kv_ranges=kv_ranges)
+    shape_args = (layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
+    sequences = sequences_of(queries, keys, keys, *shape_args)
     kind, fields = _rules_of(chooser)
     if kind == "VerticalSlash" and kv_ranges is not None:
         raise ValueError("kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges")
@@ -298,13 +299,14 @@ def select_blocks_prefill(
     return (sabi, scores) if return_scores else sabi
 
 
-def select_and_attend_prefill(q, k, v, *, return_lse=False, return_sabi=False, out=None, **options):
+def select_and_attend_prefill(q, k, v, *, q_total=None, return_lse=False, return_sabi=False, out_dtype=None, out=None, **options):
     """See `blitz_attn.select_and_attend_prefill`."""
     sabi = select_blocks_prefill(q, k, **options)
     names = ["scale", "layout", "causal", "window", "q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv", "num_heads", "num_kv_heads"]
-    attention = {name: options[name] for name in (*names, "kv_ranges", "dtype") if name in options}
+    attention = {name: options[name] for name in (*names, "q_begin", "kv_ranges", "dtype") if name in options}
+    attention |= {"q_total": q_total, "return_lse": return_lse, "out_dtype": out_dtype, "out": out}
     block_shape = options.get("block_shape", (64, 64))
-    result = block_sparse_attention(q, k, v, sabi, block_shape=block_shape, return_lse=return_lse, out=out, **attention)
+    result = block_sparse_attention(q, k, v, sabi, block_shape=block_shape, **attention)
     parts = result if return_lse else (result,)
     parts = (*parts, sabi) if return_sabi else parts
     return parts if len(parts) > 1 else parts[0]

@@ -34,6 +34,7 @@ def select_blocks_prefill(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    q_begin: Any = None,
     kv_ranges: Any = None,
     sink: int = 1,
     recent: int = 2,
@@ -80,7 +81,7 @@ def select_blocks_prefill(
     layout : {"BNSD", "BSND", "BSH", "TND"}
         Order of the axes of q and k, as in `block_sparse_attention`.
     causal : bool
-        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``.
+        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``, or ``j <= i + q_begin``.
     window : (int, int), optional
         Tokens that are seen before and after that diagonal; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
@@ -89,6 +90,9 @@ def select_blocks_prefill(
         Layout TND: ``(B + 1,)`` cumulative lengths that rise from 0 to T.
     num_heads, num_kv_heads : int, optional
         Layout BSH: heads in q and in k. Other layouts check them against the arrays.
+    q_begin : int or sequence of int, optional
+        Token number of query 0, where the queries are a slice of a longer sequence, as in `block_sparse_attention`: see the notes. Default:
+        the queries are the last tokens.
     kv_ranges : array of int, optional
         ``(B, Sq, 2)``, ``(1, Sq, 2)`` or ``(Sq, 2)``, for layout TND ``(T, 2)``; int32 or int64: the run of keys that each query may see,
         as in `block_sparse_attention`. Not with `VerticalSlash`, whose lines run through all keys.
@@ -97,8 +101,8 @@ def select_blocks_prefill(
         as the first blocks of its document.
     recent : int
         1 always keeps the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries, n also the n - 1 before them. With
-        `kv_ranges`, these are counted for each query from the last key that it sees up to the diagonal. A row of blocks always keeps a
-        block that is forced for one of its queries, if that query sees it.
+        `kv_ranges` or `q_begin`, these are counted for each query from the last key that it sees up to the diagonal. A row of blocks
+        always keeps a block that is forced for one of its queries, if that query sees it.
     last_columns : int
         Last blocks of keys that are always kept, such as those of text at the end of a sequence.
     first_rows, last_rows : int
@@ -154,6 +158,10 @@ def select_blocks_prefill(
     ranges begin and end. Documents that fill whole blocks get the lists that they would get alone, up to rounding, under `top_p`,
     `threshold` and `top_k`; under `density`, all documents of a batch entry share the blocks.
 
+    A slice of the queries, from row a on, has the lists of these rows in the whole call, bit for bit, where a is a multiple of
+    ``block_shape[0]`` and ``q_begin = a + kv_len - q_len`` of the whole call. This does not hold for what looks at all queries: `density`,
+    `VerticalSlash`, `first_rows` and `last_rows` take those of the slice.
+
     `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after
     XAttention [2]_, `VerticalSlash` after MInference [3]_.
 
@@ -181,7 +189,7 @@ def select_blocks_prefill(
         np.empty, _arrays.readable(q, "q"), keys, keys, None, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q,
         cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads, name, pool_q, pool_k, term, largest,
         budget, numbers, sink, recent, last_columns, first_rows, last_rows, per_kv_head,
-        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores, kv_ranges,
+        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores, kv_ranges, q_begin,
     )  # fmt: skip
     sabi = _arrays.as_kind_of(lists, q)
     return sabi if scores is None else (sabi, _arrays.as_kind_of(scores, q))
@@ -208,6 +216,8 @@ def select_and_attend_prefill(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    q_begin: Any = None,
+    q_total: Any = None,
     kv_ranges: Any = None,
     sink: int = 1,
     recent: int = 2,
@@ -217,6 +227,7 @@ def select_and_attend_prefill(
     per_kv_head: bool = False,
     return_lse: bool = False,
     return_sabi: bool = False,
+    out_dtype: Any = None,
     out: Any = None,
     dtype: Any = None,
     num_threads: int | None = None,
@@ -231,7 +242,7 @@ def select_and_attend_prefill(
         How blocks are scored and how many are kept: see `select_blocks_prefill`. Exactly one of the last four.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
-    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, q_total, kv_ranges
         What is computed: see `block_sparse_attention`.
     sink, recent, last_columns, first_rows, last_rows
         Blocks that are always kept: see `select_blocks_prefill`.
@@ -241,6 +252,8 @@ def select_and_attend_prefill(
         Also return the log-sum-exp.
     return_sabi : bool
         Also return the block list.
+    out_dtype : str or dtype, optional
+        ``"float32"`` with float16 and bfloat16 inputs gives the accumulated result before it is rounded. Default: the dtype of `q`.
     out : array, optional
         Where to write the result, as in `block_sparse_attention`; with `return_lse` also a pair.
     dtype : str or dtype, optional
@@ -289,9 +302,11 @@ def select_and_attend_prefill(
     with_lse, with_sabi = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_sabi, "return_sabi")  # before out is written
     sabi = select_blocks_prefill(
         q, k, chooser=chooser, density=density, top_p=top_p, threshold=threshold, top_k=top_k, sink=sink, recent=recent,
-        last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, **vars(options),
+        last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, q_begin=q_begin, **vars(options),
     )  # fmt: skip
-    result = block_sparse_attention(q, k, v, sabi, return_lse=with_lse, out=out, **vars(options))
+    result = block_sparse_attention(
+        q, k, v, sabi, q_begin=q_begin, q_total=q_total, return_lse=with_lse, out_dtype=out_dtype, out=out, **vars(options)
+    )
     parts = result if with_lse else (result,)
     parts = (*parts, sabi) if with_sabi else parts
     return parts if len(parts) > 1 else parts[0]

@@ -14,15 +14,17 @@ typedef struct lines {
     double *slash;      /* [distance]: first the mass of each distance, then the sum of all masses up to it */
     double *slash_sums; /* [distance]: the sum of all elements of slash up to it */
     int64_t behind, distances;
+    int64_t shift; /* query i stands at token i + shift */
 } lines;
 
 int64_t ba_lines_doubles(const ba_prefill *c) { return c->p.block_columns + 2 * (c->p.kv_len + ba_min(c->args->pool_q, c->p.q_len)); }
 
 static lines lines_of(const ba_prefill *c, int64_t batch, int64_t here) {
-    const int64_t queries = ba_min(c->args->pool_q, ba_q_span(&c->p, batch).valid), keys = ba_kv_span(&c->p, batch).valid;
+    const int64_t q_valid = ba_q_span(&c->p, batch).valid, queries = ba_min(c->args->pool_q, q_valid), keys = ba_kv_span(&c->p, batch).valid;
     double *begin = c->lines + here * ba_lines_doubles(c);
-    lines l = {.columns = begin, .slash = begin + c->p.block_columns, .behind = queries - 1, .distances = keys + queries - 1};
+    lines l = {.columns = begin, .slash = begin + c->p.block_columns, .distances = keys + queries - 1, .shift = ba_diagonal(&c->p, batch, 0)};
     l.slash_sums = l.slash + l.distances;
+    l.behind = keys - 1 - (q_valid - queries + l.shift); /* of the first of these queries and the last key */
     return l;
 }
 
@@ -59,7 +61,7 @@ bool ba_lines_find(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch
                 end = ba_min(begin + c->chunk, at.hi);
                 ba_point_to_groups(c, s, groups, begin, end);
                 ba_panel_score(c, s, &at, &(ba_group_range){begin, begin, end, end, end}, 1, s->chunk, s->alphas);
-                if (pass == 1) add_weights(c, s, &l, rows, first + keys - q_valid, begin, end, 1 / (double)queries);
+                if (pass == 1) add_weights(c, s, &l, rows, first + l.shift, begin, end, 1 / (double)queries);
             }
             at.known = true;
             if (pass == 0)
@@ -87,16 +89,16 @@ static double sums_to(const lines *l, int64_t d) {
 
 /* A block's score is the mass of its keys and, as the mean over its queries, the mass of the distances from a query to the block's keys.
  *
- * Query i stands at token i + keys - q_valid, and key j lies at the distance i + keys - q_valid - j from it. Let M(d) be the mass of all distances up
- * to d. For one query at token t, the distances to keys from .. to - 1 have the mass M(t - from) - M(t - to). Let S(d) = sums_to(d) be the sum of
- * M(x) over all x up to d. For all queries first .. end - 1 together, with shift = keys - q_valid - 1, the mass is
+ * Query i stands at token i + l.shift, and key j lies at the distance i + l.shift - j from it. Let M(d) be the mass of all distances up to d. For
+ * one query at token t, the distances to keys from .. to - 1 have the mass M(t - from) - M(t - to). Let S(d) = sums_to(d) be the sum of M(x) over
+ * all x up to d. For all queries first .. end - 1 together, with shift = l.shift - 1, the mass is
  *
  *     S(end + shift - from) - S(first + shift - from) - S(end + shift - to) + S(first + shift - to). */
 void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head) {
     const int64_t q_valid = ba_q_span(&c->p, strip->batch).valid, keys = ba_kv_span(&c->p, strip->batch).valid;
     const lines l = lines_of(c, strip->batch, strip->batch * c->p.heads + head - c->first_pair * c->p.group);
     for (int64_t r = 0; r < strip->rows; r++) {
-        const int64_t first = (strip->first + r) * c->p.block_q, end = ba_min(first + c->p.block_q, q_valid), shift = keys - q_valid - 1;
+        const int64_t first = (strip->first + r) * c->p.block_q, end = ba_min(first + c->p.block_q, q_valid), shift = l.shift - 1;
         const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
         for (int64_t b = seen.lo; b < seen.hi; b++) {
             const int64_t from = b * c->p.block_kv, to = ba_min(from + c->p.block_kv, keys);

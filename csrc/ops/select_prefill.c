@@ -68,7 +68,7 @@ ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     call.blocks = call.attn_mask = call.out = call.lse = (ba_tensor){0};
     call.alibi_slopes = NULL;
     call.cu_rows = NULL;
-    call.q_begin = call.q_total = NULL;
+    call.q_total = NULL;
     call.key_stride = call.key_last = 0;
     *c = (ba_prefill){.args = a};
     ba_attention attention = {0};

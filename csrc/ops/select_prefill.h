@@ -29,7 +29,7 @@ typedef struct ba_share {
     bool none, has_all; /* no block is kept but the ones that always are; all blocks with exactly the least tail are kept */
 } ba_share;
 
-/* What rows of blocks see where queries have kv_ranges, and what they always keep of it; NULL where there are no kv_ranges: see select_rows.c. */
+/* What rows of blocks see where queries have kv_ranges or q_begin, and what they always keep of it; NULL where they have neither: select_rows.c. */
 typedef struct ba_rows {
     ba_range *seen; /* [B][row]: from the first block that some query of the row sees to the place after the last one; [0, 0) where there is none */
     uint64_t *visible; /* [B][row][word]: a bit for each block, 1 where some query of the row sees a key of the block */
@@ -109,7 +109,7 @@ static inline int64_t ba_count_visible(const ba_prefill *c, const uint64_t *visi
     return n;
 }
 
-/* Lays out the notes on rows; they take no memory where there are no kv_ranges. */
+/* Lays out the notes on rows; they take no memory where there are neither kv_ranges nor q_begin. */
 int64_t ba_rows_lay_out(const ba_prefill *c, char *base, ba_rows *rows);
 /* Notes what row item % c->p.block_rows of sequence item / c->p.block_rows sees. For ba_parallel(). */
 void ba_note_row(void *context, int64_t item, int worker);

@@ -1,14 +1,17 @@
-/* What rows of blocks see. Without kv_ranges, both ends of what a query sees never fall from one query to the next, so that the first and the last
- * query of a row say what the row sees. With kv_ranges, each query may see any run of keys. What a row of blocks sees and always keeps is then noted
- * before the scores are made, once for all heads. */
+/* What rows of blocks see. Where the queries are the last tokens and have no kv_ranges, both ends of what a query sees never fall from one query to
+ * the next, and the last query sees some key, so that the first and the last query of a row say what the row sees. With kv_ranges, each query may see
+ * any run of keys, and with q_begin, queries may stand so far behind the keys that a window shows them none. What a row of blocks sees and always
+ * keeps is then noted before the scores are made, once for all heads. */
 #include <string.h>
 
 #include "core/pool.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
+static bool are_noted(const ba_prefill *c) { return c->p.kv_ranges.data || c->p.q_begin; }
+
 ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64_t first, int64_t last) {
-    if (!c->p.kv_ranges.data) {
+    if (!are_noted(c)) {
         const ba_range end = ba_keys_in_place(&c->p, batch, last);
         return (ba_range){end.hi ? ba_keys_in_place(&c->p, batch, first).lo : 0, end.hi};
     }
@@ -31,7 +34,7 @@ ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row
 }
 
 int64_t ba_rows_lay_out(const ba_prefill *c, char *base, ba_rows *rows) {
-    const int64_t n = c->p.kv_ranges.data ? c->p.batch * c->p.block_rows : 0, bits = n * c->words * (int64_t)sizeof(uint64_t);
+    const int64_t n = are_noted(c) ? c->p.batch * c->p.block_rows : 0, bits = n * c->words * (int64_t)sizeof(uint64_t);
     int64_t used = 0;
     *rows = (ba_rows){0};
     if (n == 0) return 0;
@@ -66,7 +69,8 @@ void ba_note_row(void *context, int64_t item, int worker) {
         seen.hi = ba_max(seen.hi, own.hi);
         /* The query's sinks are counted from where its range begins, and its recent blocks from the diagonal, or from the last key that it sees where
          * this lies before the diagonal. */
-        const int64_t begin = ba_max(0, ba_range_end(&c->p, batch, query, 0)) / block, newest = ba_min(ba_diagonal(&c->p, batch, query), keys.hi - 1);
+        const int64_t begin = c->p.kv_ranges.data ? ba_max(0, ba_range_end(&c->p, batch, query, 0)) / block : 0;
+        const int64_t newest = ba_min(ba_diagonal(&c->p, batch, query), keys.hi - 1);
         set_run(forced, ba_max(own.lo, begin), ba_min(own.hi, begin + ba_min(a->sink, columns)));
         if (a->recent == 0 || newest < keys.lo) continue;
         set_run(forced, ba_max(own.lo, newest / block - ba_min(newest / block, a->recent - 1)), newest / block + 1);

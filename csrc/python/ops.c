@@ -309,7 +309,7 @@ done:
 /* clang-format off */
 #define CHOICE_ARGUMENTS(X) \
     BSA_ARGUMENTS(X) X(chooser) X(pool_q) X(pool_k) X(term) X(largest) X(budget) X(budgets) X(sink) X(recent) X(last_columns) X(first_rows) \
-    X(last_rows) X(per_kv_head) X(index_dtype) X(return_scores) X(kv_ranges)
+    X(last_rows) X(per_kv_head) X(index_dtype) X(return_scores) X(kv_ranges) X(q_begin)
 /* clang-format on */
 #define AS_CHOICE_INDEX(name) CHOICE_##name,
 enum { CHOICE_ARGUMENTS(AS_CHOICE_INDEX) CHOICE_COUNT };
@@ -382,8 +382,8 @@ static PyObject *make_lists(module_state *state, PyObject *empty, const ba_selec
 TAKES(select_prefill, CHOICE_kv_ranges, CHOICE_ARGUMENTS(AS_TEXT));
 PyObject *py_select_prefill(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(select_prefill, CHOICE_COUNT);
-    PyObject *const none[] = {Py_None, Py_None, Py_None, Py_None};                             /* as ROUTING_ARGUMENTS */
-    PyObject *const tokens[] = {Py_None, Py_None, values[CHOICE_kv_ranges], Py_None, Py_None}; /* as TOKEN_ARGUMENTS */
+    PyObject *const none[] = {Py_None, Py_None, Py_None, Py_None};                                            /* as ROUTING_ARGUMENTS */
+    PyObject *const tokens[] = {values[CHOICE_q_begin], Py_None, values[CHOICE_kv_ranges], Py_None, Py_None}; /* as TOKEN_ARGUMENTS */
     module_state *state = PyModule_GetState(module);
     block_sparse_call call = {.args = ba_block_sparse_args_init()};
     ba_select_prefill_args a = ba_select_prefill_args_init();

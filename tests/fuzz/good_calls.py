@@ -136,7 +136,7 @@ def _choice(a: Arena, v: int) -> dict[str, Any]:
         call |= {"causal": True, "window": (20, -1), "sink": 0, "recent": 1, "last_columns": 1, "first_rows": 1, "last_rows": 1}
     if v & 4:
         call |= {"q_lens": [40], "kv_lens": a.integers([30], "int64"), "scale": 0.3, "num_threads": 2}
-    return call
+    return call | ({"q_begin": a.integers([-3], "int64") if v & 1 else 5} if v & 16 else {})
 
 
 def _choice_of(a: Arena, v: int) -> dict[str, Any]:
@@ -148,6 +148,7 @@ def _choice_and_attention(a: Arena, v: int) -> dict[str, Any]:
     call = _choice(a, v)
     dtype = call["q"].dtype.name
     call["v"] = a.floats(1, 1 + v % 2, 48, 4, dtype=dtype)
+    call |= {"q_total": [60], "out_dtype": dtype} if v & 16 else {}
     return call | ({"out": a.poisoned(1, 2, 40, 4, dtype=dtype), "return_sabi": True} if v & 8 else {"return_lse": True})
 
 
@@ -770,7 +771,9 @@ if HAS_TORCH:
         "nsa": Good(integration.nsa, _tensors(_native, "out")),
         "scaled_dot_product_attention": Good(integration.scaled_dot_product_attention, _torchs_own, names=("q", "k", "v", "causal")),
         "select_and_attend_prefill": Good(
-            integration.select_and_attend_prefill, _tensors(_choice_and_attention, "out", "dtype", "return_sabi"), names=_CHOICE
+            integration.select_and_attend_prefill,
+            _tensors(_choice_and_attention, "out", "dtype", "return_sabi", "q_begin", "q_total", "out_dtype"),
+            names=_CHOICE,
         ),
         "paged_attention": Good(
             integration.paged_attention,

@@ -86,7 +86,7 @@ def _head_scores(p: Attention, c: Choice, b: int, h: int, mask: np.ndarray) -> n
     if c.kind == "vertical_slash":
         last = np.arange(max(0, s_q - c.rows), s_q)
         shares = _shares(q[last] @ k.T * p.factor, mask[last]) / max(1, len(last))
-        token = np.arange(s_q) + s_kv - s_q
+        token = np.arange(s_q) + (s_kv - s_q if p.begin is None else int(p.begin[b]))
         away = token[:, None] - np.arange(s_kv)
         slash = {int(d): shares[away[last] == d].sum() for d in np.unique(away[last])}
         for i, r in enumerate(blocks_q):
@@ -140,7 +140,8 @@ def _forced_for_query(p: Attention, c: Choice, b: int, t: int, mask: np.ndarray)
     """The sinks and the recent blocks of a query that sees the keys of `mask`, of the blocks that it sees."""
     keys, block = np.flatnonzero(mask), p.block_shape[1]
     begin = max(0, int(p.ranges[b, t, 0])) if p.ranges is not None else 0
-    up_to_diagonal = keys[keys <= t + int(p.kv_lens[b]) - int(p.q_lens[b])]
+    first = int(p.kv_lens[b]) - int(p.q_lens[b]) if p.begin is None else int(p.begin[b])
+    up_to_diagonal = keys[keys <= t + first]
     found = {begin // block + n for n in range(min(c.sink, mask.size))}
     if up_to_diagonal.size:
         found |= {int(up_to_diagonal[-1]) // block - n for n in range(min(c.recent, mask.size))}

@@ -45,6 +45,8 @@ def draw_problem(draw: Draw) -> tuple[Attention, str, bool, bool]:
     shape = (0, 0)  # the chooser's
     scale = draw.pick("scale", (None, 1.0, 0.0, -0.3), (4, 1, 1, 1))
     p = Attention(dtype, *values, *lens.values(), None, shape, scale, draw.flag("causal"), window if draw.flag("window", 0.4) else None)
+    if draw.flag("q_begin", 0.3):
+        p.begin = np.array([draw.integer(f"q_begin[{b}]", -20, s_kv + 20, likely=(0,)) for b in range(batch)], np.int64)
     return p, layout, has["q_lens"], has["kv_lens"]
 
 

@@ -107,7 +107,7 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     call.blocks = call.attn_mask = (ba_tensor){0};
     call.alibi_slopes = NULL;
     call.cu_rows = NULL;
-    call.q_begin = call.q_total = NULL;
+    call.q_total = NULL;
     call.key_stride = call.key_last = 0;
     call.routed = 0;
     fz_set_role(&l.lists, FZ_INPUT);
