@@ -17,7 +17,10 @@ _OTHER_FLOATS = ("float64", "float16", "bfloat16")
 def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
     """k_scale or v_scale as the core can read it: numbers and other floats as arrays of float32. Beside a `cache` of 16 bits or more, which
     has no scale, the number 1 means none."""
-    number = isinstance(scale, (float, int, floating, integer)) or getattr(scale, "ndim", None) == 0
+    if type(scale) is ndarray:
+        number = scale.ndim == 0
+    else:  # of what has dimensions, some cannot say how many, such as a released memoryview, which is refused as a number
+        number = isinstance(scale, (float, int, floating, integer)) or (hasattr(type(scale), "ndim") and not _arrays.shape_of(scale))
     if number:
         made = _arrays.float32_numbers(scale, name)
         return None if made == 1 and getattr(getattr(cache, "dtype", None), "itemsize", 1) > 1 else made

@@ -6,6 +6,7 @@ import pytest
 import blitz_attn
 from blitz_attn import reference
 from cases import same_bits
+from exporters import released_view
 
 EIGHT_BITS = ["int8", "float8_e4m3"]
 SCALES = ["token", "head", "number"]
@@ -264,6 +265,18 @@ def test_memory_that_is_shared():
     same = pool.reshape(-1)[: k_cache.size].reshape(k_cache.shape)
     with pytest.raises(ValueError, match="^maxblocks: expected .*k_cache"):
         blitz_attn.quest_prefill_metadata(same, *call[1:], pool.view(np.float32), None, k_scale=1.0)
+
+
+def test_a_released_view_is_no_scale():
+    cache = Cache("int8")
+    k_cache, k_scale = cache.given()
+    q, lens = np.ones((len(cache.lens), 2 * k_cache.shape[2], k_cache.shape[3]), np.float32), (cache.block_tables, cache.lens)
+    for call in (
+        lambda scale: blitz_attn.quest_prefill_metadata(k_cache, *lens, cache.tables, cache.blank(), None, k_scale=scale),
+        lambda scale: blitz_attn.paged_attention(q, k_cache, k_cache, *lens, k_scale=scale, v_scale=k_scale),
+    ):
+        with pytest.raises(TypeError, match="^k_scale: expected numbers, got memoryview$"):
+            call(released_view())
 
 
 @pytest.mark.parametrize(("cache", "named"), [(np.int8, "float8_e4m3"), (np.int8, "bfloat16"), (np.float32, "float8_e4m3"), (np.float32, "bfloat16")])
