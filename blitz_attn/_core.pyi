@@ -143,7 +143,9 @@ def open_page_tables(
 ) -> tuple[Any, int, int]:
     """Checks and copies tables, lengths and the places of queries. Returns (opened tables, number of requests, number of queries)."""
 
-def page_table_lengths(tables: Any) -> list[int]: ...
+def page_table_lengths(tables: Any) -> tuple[list[int], list[int]]:
+    """Of each request of opened tables: its tokens, and its queries."""
+
 def paged_attention(
     empty: Callable[[tuple[int, ...], str], Any],
     q: Any,
@@ -213,7 +215,9 @@ def quest_metadata(
     dtype: Any = ...,
     num_threads: Any = ...,
     k_scale: Any = ...,
-) -> None: ...
+) -> None:
+    """block_tables may be opened tables; seq_lens is then None."""
+
 def select_blocks(
     empty: Callable[[tuple[int, ...], str], Any],
     method: str,

@@ -43,7 +43,7 @@ def budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, 
         if k is None and one // size > _MOST:
             raise ValueError(f"budget: expected at most {_MOST} blocks of {size} tokens, got {one} tokens")
         return one if k is not None else max(1, one // size), None
-    lengths = _arrays.integers(_core.page_table_lengths(seq_lens.tables) if isinstance(seq_lens, Opened) else seq_lens, "seq_lens")
+    lengths = _arrays.integers(_core.page_table_lengths(seq_lens.tables)[0] if isinstance(seq_lens, Opened) else seq_lens, "seq_lens")
     wanted = _arrays.integers(one, name)
     if wanted.shape not in ((), lengths.shape) or lengths.ndim != 1:
         raise ValueError(f"{name}: expected a number, or {lengths.size} of them, one per request, got shape {wanted.shape}")

@@ -28,20 +28,6 @@ def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
     return _arrays.float32_numbers(scale, name) if other and str(getattr(scale, "dtype", "")).rpartition(".")[2] in _OTHER_FLOATS else scale
 
 
-def _is_written(scale: Any) -> bool:
-    """Whether appending writes k_scale or v_scale, which it does where there is one per token and head, and reads it otherwise."""
-    return scale is not None and len(_arrays.shape_of(scale)) > 1
-
-
-def _scales_to_append(scale: Any, name: str, cache: Any) -> Any:
-    """k_scale or v_scale as the core takes it for appending."""
-    if scale is None:
-        return None
-    if _is_written(scale):
-        return _arrays.writable(scale, name)
-    return scales_for_core(_arrays.readable(scale, name), name, cache)
-
-
 def open_requests(
     block_tables: Any, seq_lens: Any, indptr: Any, last_page_len: Any, q_lens: Any, q_begin: Any, page_size: Any, num_pages: Any = None
 ) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
@@ -95,20 +81,3 @@ def attend_requests(
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
-
-
-def append_tokens(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, requests: tuple[Any, ...], kv_layout: Any, k_scale: Any, v_scale: Any,
-    dtype: Any, kv_dtype: Any, num_threads: Any,
-) -> None:  # fmt: skip
-    """Writes new tokens by one call of the core, with arrays of any kind. `requests`: as for `attend_requests`; they are read where
-    `slot_mapping` is None."""
-    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
-    writable = _arrays.writable
-    _core.append_paged_kv(
-        _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache", True),
-        writable(v_cache, "v_cache", True), slot_mapping, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_layout,
-        _scales_to_append(k_scale, "k_scale", k_cache), _scales_to_append(v_scale, "v_scale", v_cache),
-        _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads,
-    )  # fmt: skip
-    _arrays.count_writes(k_cache, v_cache, *(x for x in (k_scale, v_scale) if _is_written(x)))

@@ -7,7 +7,8 @@ from typing import Any
 
 from . import _arrays
 from ._page_selection import Opened, select_to_attend, with_lists
-from ._paged_call import append_tokens, attend_requests, open_requests
+from ._paged_append import Summaries, append_tokens
+from ._paged_call import attend_requests, open_requests
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import tables_for_core
 
@@ -107,7 +108,8 @@ class PagedPlan:
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
 
     def append(
-        self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, dtype: Any = None
+        self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, maxblocks: Any = None,
+        minblocks: Any = None, meanblocks: Any = None, metadata_block_tables: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         """`append_paged_kv` with the tables, the lengths and the options of the plan: the new tokens are those of the queries.
 
@@ -119,6 +121,8 @@ class PagedPlan:
             The caches of one layer, with the `page_size` of the plan, written in place.
         k_scale, v_scale
             See `append_paged_kv`.
+        maxblocks, minblocks, meanblocks, metadata_block_tables : array, optional
+            Summaries of that layer and their tables, kept up to date as by `append_paged_kv`.
         dtype : str or dtype, optional
             Of `k` and `v`, see `append_paged_kv`. Default: the plan's.
 
@@ -139,8 +143,9 @@ class PagedPlan:
         """
         _, kv_layout, _, _, _, own, kv_dtype, num_threads = self._options
         append_tokens(
-            k, v, k_cache, v_cache, None, self._tables, kv_layout, k_scale, v_scale, own if dtype is None else dtype, kv_dtype, num_threads
-        )
+            k, v, k_cache, v_cache, None, self._tables, kv_layout, k_scale, v_scale,
+            Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables), own if dtype is None else dtype, kv_dtype, num_threads,
+        )  # fmt: skip
 
     def _run(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, counts: Any, sinks: Any, k_scale: Any, v_scale: Any, kv_ranges: Any,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _core, _formats
-from ._floats import refuse_overlaps
-from ._paged_call import append_tokens, scales_for_core
+from ._paged_append import Summaries, append_tokens
 from ._paged_plan import PagedPlan
 from ._paged_split import whole_or_in_chunks
 from ._paged_tables import tables_for_core
-from ._sentences import renamed, shown
+from ._sentences import shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
 
@@ -417,6 +415,7 @@ def append_paged_kv(
     v_scale: Any = None,
     maxblocks: Any = None,
     minblocks: Any = None,
+    meanblocks: Any = None,
     metadata_block_tables: Any = None,
     dtype: Any = None,
     kv_dtype: Any = None,
@@ -446,9 +445,9 @@ def append_paged_kv(
         Required with int8 and float8 e4m3 caches, see `paged_attention`. An array with one scale per token and head is written in place:
         each row gets the scale that `quantize_kv` computes. One number, or one per head, is read: ``x / scale`` is rounded, and what lies
         beyond the dtype's largest number, 127 or 448, becomes that number.
-    maxblocks, minblocks, metadata_block_tables : array, optional
+    maxblocks, minblocks, meanblocks, metadata_block_tables : array, optional
         See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; those of 8-bit caches from what is in
-        the cache, in float32. Only with `block_tables`.
+        the cache, in float32. Only with `block_tables`, which must then be an array.
     dtype, kv_dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
         Either defaults to the other where that is bfloat16.
@@ -486,31 +485,9 @@ def append_paged_kv(
         for name, given in (("seq_lens", seq_lens), ("q_lens", q_lens), ("metadata_block_tables", metadata_block_tables)):
             if given is not None:
                 raise ValueError(f"{name}: expected None with slot_mapping, got {type(given).__name__}")
-    if metadata_block_tables is None and not (maxblocks is None and minblocks is None):
-        raise ValueError("metadata_block_tables: expected the tables of maxblocks and minblocks, got None")
-    append = partial(
-        append_tokens, k, v, k_cache, v_cache, slot_mapping, requests, kv_layout, k_scale, v_scale, dtype, kv_dtype, num_threads
-    )
-    if metadata_block_tables is None:
-        append()
-        return
-    if isinstance(block_tables, tuple):
+    summaries = Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables)
+    if isinstance(block_tables, tuple) and metadata_block_tables is not None:
         raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")
-    named, names = _arrays.dtype_name(kv_dtype, "kv_dtype"), {"start_lens": "seq_lens", "dtype": "kv_dtype"}
-    if named is None and str(getattr(k_cache, "dtype", None)).endswith("uint16"):  # bits, which `dtype` names, too
-        named, names["dtype"] = _arrays.dtype_name(dtype), "dtype"
-    ends = _arrays.integers(seq_lens, "seq_lens").copy()
-    refresh = partial(
-        _core.quest_metadata, _arrays.readable(k_cache, "k_cache", True), block_tables, ends, metadata_block_tables,
-        maxblocks=_arrays.writable(maxblocks, "maxblocks"), minblocks=_arrays.writable(minblocks, "minblocks"), kv_layout=kv_layout,
-        dtype=named, num_threads=num_threads,
-        k_scale=scales_for_core(k_scale, "k_scale", k_cache),
+    append_tokens(
+        k, v, k_cache, v_cache, slot_mapping, requests, kv_layout, k_scale, v_scale, summaries, dtype, kv_dtype, num_threads
     )  # fmt: skip
-    refuse_overlaps({"maxblocks": maxblocks, "minblocks": minblocks}, k=k, v=v, v_cache=v_cache, v_scale=v_scale)
-    try:
-        refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
-    except (TypeError, ValueError) as error:
-        raise renamed(error, names) from error
-    append()
-    refresh(start_lens=ends - (1 if q_lens is None else _arrays.integers(q_lens, "q_lens")))
-    _arrays.count_writes(maxblocks, minblocks)

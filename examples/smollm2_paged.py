@@ -85,10 +85,8 @@ class PagedModel:
         """Put new tokens (T, H_kv, D), the last of the request, into a layer's pages, and the pages' summaries up to date."""
         arrays = k, v, self.k[layer], self.v[layer]
         tables = {"block_tables": self.tables, "seq_lens": self.length, "q_lens": [len(k)]}
-        summaries = {"metadata_block_tables": self.summary_tables, "maxblocks": self.high[layer], "minblocks": self.low[layer]}
-        blitz_attn.append_paged_kv(*arrays, **tables, **summaries)
-        means = {"meanblocks": self.means[layer], "start_lens": self.length - len(k)}
-        blitz_attn.quest_prefill_metadata(self.k[layer], self.tables, self.length, self.summary_tables, None, None, **means)
+        summaries = {"maxblocks": self.high[layer], "minblocks": self.low[layer], "meanblocks": self.means[layer]}
+        blitz_attn.append_paged_kv(*arrays, **tables, **summaries, metadata_block_tables=self.summary_tables)
 
     def fill(self, past: Any) -> None:
         """Take over the keys and values that transformers' cache `past` holds."""

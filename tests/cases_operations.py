@@ -124,6 +124,8 @@ def paged(threads):
     quantised, scales = [np.zeros((6, 4, 2, 8), np.int8) for _ in range(2)], [np.zeros((6, 4, 2), np.float32) for _ in range(2)]
     values, scale = blitz_attn.quantize_kv(new[0], "int8")
     slots, append = [3, 17, 9], blitz_attn.append_paged_kv
+    kept = [np.zeros((3, 8, 2, 8), np.float32) for _ in range(3)]
+    summaries = {"maxblocks": kept[0], "minblocks": kept[1], "meanblocks": kept[2], "metadata_block_tables": np.array([[1], [0], [2]])}
     tables = {"block_tables": np.array([[1, 2], [3, 4], [5, 0]], np.int32), "seq_lens": [3, 7, 5]}
     return {
         "paged_attention": Operation(
@@ -152,6 +154,9 @@ def paged(threads):
         ),
         "PagedPlan.append": Operation(
             lambda: appending.append(*new, *written), tuple(written), lambda: appending.append(new[0][1:], new[1][1:], *written)
+        ),
+        "PagedPlan.append, summaries": Operation(
+            lambda: appending.append(*new, *written, **summaries), (*written, *kept), lambda: appending.append(*new, kept[0], written[1], **summaries)
         ),
         "PagedPlan": Operation(
             lambda: blitz_attn.PagedPlan(csr, page_size=4, q_lens=[1, 0, 1]).batch, refused=lambda: blitz_attn.PagedPlan(csr, page_size=0)

@@ -106,25 +106,39 @@ def test_step_by_step_is_the_whole(kv_dtype):
         assert testing.error_of(attend_paged(filled)[0][request], exact[0, :, 0]).relative < limit
 
 
+@pytest.mark.parametrize("by", ["tables", "plan", "plan of a triple"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_dtype", DTYPES)
-def test_summaries_follow(kv_dtype, kv_layout):
-    """After every append the summaries are what summarising the whole gives."""
+def test_summaries_follow(kv_dtype, kv_layout, by):
+    """After every append, by the function or by a plan, the summaries are what summarising the whole gives."""
     case = testing.make_paged(2, 4, KV_HEADS, [30, 23], 4, DIM, V_DIM, kv_dtype, kv_dtype, kv_layout, poison=False)
     caches, _ = empty_like(case)
     named = {name: case.options[name] for name in ("kv_layout", "kv_dtype") if name in case.options}
     bits = {"dtype": "bfloat16"} if caches[0].dtype == np.uint16 else {}
     rows, tables = 3, np.array([[4, 0, 2], [1, 5, 3]], np.int32)
-    high, low, exact_high, exact_low = (testing.round_to(np.full((6, rows, KV_HEADS, DIM), np.nan), dtype_of(caches[0])) for _ in range(4))
+    empty = testing.round_to(np.full((6, rows, KV_HEADS, DIM), np.nan), dtype_of(caches[0]))
+    high, low, mean, exact_high, exact_low, exact_mean = (empty.copy() for _ in range(6))
+    kept = {"maxblocks": high, "minblocks": low, "meanblocks": mean, "metadata_block_tables": tables}
     ends = np.array([0, 0])
     for n, new in enumerate([[5, 4], [0, 1], [1, 0], [13, 7], [1, 1], [1, 1], [9, 9]]):
         ends = ends + new
         tokens = new_tokens(sum(new), kv_dtype, seed=n)
-        where = {"block_tables": case.block_tables, "seq_lens": ends, "q_lens": new}
-        blitz_attn.append_paged_kv(*tokens, *caches, maxblocks=high, minblocks=low, metadata_block_tables=tables, **where, **named)
-        reference.quest_prefill_metadata(caches[0], case.block_tables, ends, tables, exact_high, exact_low, kv_layout=kv_layout, **bits)
+        if by == "tables":
+            where = {"block_tables": case.block_tables, "seq_lens": ends, "q_lens": new}
+            blitz_attn.append_paged_kv(*tokens, *caches, **kept, **where, **named)
+        else:
+            given = case.block_tables, ends
+            if by == "plan of a triple":
+                used = -(-ends // 4)
+                pages = np.concatenate([row[:n] for row, n in zip(case.block_tables, used, strict=True)])
+                given = (np.concatenate([[0], np.cumsum(used)]), pages, ends - 4 * np.maximum(used - 1, 0)), None
+            blitz_attn.PagedPlan(*given, page_size=4, q_lens=new, **named).append(*tokens, *caches, **kept)
+        whole = caches[0], case.block_tables, ends, tables
+        reference.quest_prefill_metadata(*whole, exact_high, exact_low, kv_layout=kv_layout, **bits)
+        blitz_attn.quest_prefill_metadata(*whole, None, None, meanblocks=exact_mean, kv_layout=kv_layout, **bits)
         assert same_bits(high, exact_high), new
         assert same_bits(low, exact_low), new
+        assert same_bits(mean, exact_mean), new
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -136,7 +150,8 @@ def test_summaries_of_the_twin(dtype, kv_layout):
     axes = (8, 4, KV_HEADS) if kv_layout == "NHD" else (8, KV_HEADS, 4)
     block_tables, tables = np.array([[5, 1, 2], [0, 7, 3], [4, 0, 0]], np.int32), np.array([[3], [1], [0]], np.int32)
     got, expected = ([np.zeros((*axes, dim), kind) for dim in (DIM, V_DIM)] for _ in range(2))
-    got_pages, expected_pages = ([np.zeros((4, 3, KV_HEADS, DIM), kind) for _ in range(2)] for _ in range(2))
+    got_pages, expected_pages = ([np.zeros((4, 3, KV_HEADS, DIM), kind) for _ in range(3)] for _ in range(2))
+    names = ("maxblocks", "minblocks", "meanblocks")
     for seq_lens, q_lens in (([9, 5, 0], [9, 5, 0]), ([10, 6, 1], None), ([10, 8, 3], [0, 2, 2])):
         tokens = [
             testing.round_to(rng.standard_normal((sum(q_lens or [1] * 3), KV_HEADS, dim)), "bfloat16" if named else dtype).view(kind)
@@ -144,9 +159,11 @@ def test_summaries_of_the_twin(dtype, kv_layout):
         ]
         where = {"block_tables": block_tables, "seq_lens": seq_lens, "q_lens": q_lens, "kv_layout": kv_layout}
         where["metadata_block_tables"] = tables
-        blitz_attn.append_paged_kv(*tokens, *got, maxblocks=got_pages[0], minblocks=got_pages[1], **where, **named)
-        reference.append_paged_kv(*tokens, *expected, maxblocks=expected_pages[0], minblocks=expected_pages[1], **where, **named)
-        assert_same(got + got_pages, expected + expected_pages)
+        blitz_attn.append_paged_kv(*tokens, *got, **dict(zip(names, got_pages, strict=True)), **where, **named)
+        reference.append_paged_kv(*tokens, *expected, **dict(zip(names, expected_pages, strict=True)), **where, **named)
+        assert_same(got + got_pages[:2], expected + expected_pages[:2])
+        mean, exact = (testing.to_float64(x[2], "bfloat16" if named else dtype) for x in (got_pages, expected_pages))
+        np.testing.assert_allclose(mean, exact, rtol={"float32": 1e-6, "float16": 1e-3}.get(dtype, 1e-2), atol=1e-6)
     assert all(x[[0, 1, 3]].any() for x in got_pages)
 
 
@@ -246,6 +263,64 @@ def test_a_plan_appends_its_queries_tokens():
         plan.append(*new_tokens(2), *caches, **scales)
     with pytest.raises(ValueError, match="^k_cache: expected pages of 4 tokens as the plan has them, got pages of 8"):
         blitz_attn.PagedPlan(np.array([[0]]), [3], page_size=4, kv_layout="HND").append(*new_tokens(1), *caches, **scales)
+
+
+def test_steps_by_plans_alone(isa_level):
+    """A server's steps over an 8-bit cache: new tokens and summaries, chosen pages, and attention, by the plan of a step as by the functions."""
+    tables, summary_tables = np.array([[4, 0, 6, 2, 9], [1, 3, 5, 7, 8]]), np.array([[2, 0], [1, 3]])
+    by_call, by_plan = (
+        {
+            "caches": [np.zeros((10, 8, KV_HEADS, dim), np.int8) for dim in (DIM, V_DIM)],
+            "scales": {name: np.zeros((10, 8, KV_HEADS), np.float32) for name in ("k_scale", "v_scale")},
+            "summaries": {name: np.zeros((4, 3, KV_HEADS, DIM), np.float32) for name in ("maxblocks", "minblocks", "meanblocks")},
+        }
+        for _ in range(2)
+    )
+    lens = np.array([0, 0])
+    for new in ([29, 3], [1, 1], [3, 0], [1, 2]):
+        lens = lens + new
+        tokens = new_tokens(sum(new), seed=lens[0])
+        q = np.random.default_rng(lens[0]).standard_normal((sum(new), 4, DIM), dtype=np.float32)
+        call, plan = by_call, blitz_attn.PagedPlan(tables, lens, page_size=8, q_lens=new)
+        where = {"block_tables": tables, "seq_lens": lens, "q_lens": new, "metadata_block_tables": summary_tables}
+        blitz_attn.append_paged_kv(*tokens, *call["caches"], **call["scales"], **call["summaries"], **where)
+        plan.append(*tokens, *by_plan["caches"], **by_plan["scales"], **by_plan["summaries"], metadata_block_tables=summary_tables)
+        for method in ("quest", "mean"):
+            how, sources = {"method": method, "k": 3, "return_lse": True, "return_selected": True}, []
+            for side in (by_call, by_plan):
+                high, low, mean = side["summaries"].values()
+                sources.append(((high, low) if method == "quest" else mean, summary_tables))
+            expected = blitz_attn.select_and_attend(q, *call["caches"], tables, lens, *sources[0], q_lens=new, **call["scales"], **how)
+            assert_same(plan.select_and_attend(q, *by_plan["caches"], *sources[1], **by_plan["scales"], **how), expected)
+        for name in ("scales", "summaries"):
+            assert_same(by_plan[name].values(), by_call[name].values())
+
+
+def test_a_plan_refuses_summaries_before_anything_is_written():
+    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, DIM)
+    caches, k = empty_like(case)[0], new_tokens(2)[0]
+    high, tables = np.full((2, 4, KV_HEADS, DIM), 7, np.float32), np.array([[0], [1]])
+    page = int(case.block_tables[1, 2])
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8)
+    coarse = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16)
+    begun = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8, q_begin=[8, 19])
+    before, good = [x.copy() for x in caches], {"maxblocks": high, "metadata_block_tables": tables}
+    for refused, error, sentence, given in (
+        (plan, ValueError, "metadata_block_tables: expected the tables of maxblocks, minblocks and meanblocks, got None", {"meanblocks": high}),
+        (plan, ValueError, "maxblocks: expected a summary to write, got none", {"metadata_block_tables": tables}),
+        (plan, ValueError, r"metadata_block_tables: expected shape \(2, W\), got \(1, 1\)", good | {"metadata_block_tables": tables[1:]}),
+        (plan, ValueError, "metadata_block_tables: expected pages that nothing else uses, got 1, which is listed twice", good | {"metadata_block_tables": tables * 0 + 1}),
+        (plan, ValueError, f"metadata_block_tables: expected pages that nothing else uses, got {page}, which holds keys",
+         {"maxblocks": caches[0], "metadata_block_tables": np.array([[page], [1]])}),
+        (plan, ValueError, "meanblocks: expected memory of its own, got an array that overlaps k", {"meanblocks": k, "metadata_block_tables": tables}),
+        (plan, TypeError, "maxblocks: expected dtype float32 like k_cache, got float64", good | {"maxblocks": high.astype(float)}),
+        (coarse, ValueError, "k_cache: expected pages of 16 tokens as the plan has them, got pages of 8", good),
+        (begun, ValueError, "q_begin: expected none where tokens are written, which are the last of their requests, got some", good),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{sentence}"):
+            refused.append(k, k.copy(), *caches, **given)
+        assert_same(caches, before)
+        assert (high == 7).all()
 
 
 def test_tokens_without_a_slot_are_not_read():

@@ -83,6 +83,7 @@ def append_paged_kv(
     v_scale=None,
     maxblocks=None,
     minblocks=None,
+    meanblocks=None,
     metadata_block_tables=None,
     dtype=None,
     kv_dtype=None,
@@ -115,7 +116,7 @@ def append_paged_kv(
         news = [1] * len(seq_lens) if q_lens is None else q_lens
         starts = [n if new == 0 else 0 for n, new in zip(seq_lens, news, strict=True)]
         summaries = (metadata_block_tables, maxblocks, minblocks)
-        how = {"kv_layout": kv_layout, "k_scale": k_scale, "dtype": kv_dtype}
+        how = {"kv_layout": kv_layout, "k_scale": k_scale, "dtype": kv_dtype, "meanblocks": meanblocks}
         quest_prefill_metadata(k_cache, block_tables, seq_lens, *summaries, start_lens=starts, **how)
 
 

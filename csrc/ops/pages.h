@@ -2,6 +2,7 @@
 #ifndef BA_OPS_PAGES_H
 #define BA_OPS_PAGES_H
 
+#include "ops/page_tables.h"
 #include "ops/problem.h"
 
 /* A cache, or an array of summaries, as rows by (page, row, head), whatever its layout. */
@@ -17,6 +18,11 @@ static inline char *ba_page_row(const ba_pages *p, int64_t page, int64_t row, in
 /* Page number `index` of a request's table. */
 static inline int64_t ba_table_page(const ba_tensor *table, int64_t batch, int64_t index) {
     return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]);
+}
+
+/* The same from opened tables, or, where `plan` is NULL, from the request's own. */
+static inline int64_t ba_request_page(const ba_page_tables *plan, const ba_tensor *table, int64_t batch, int64_t index) {
+    return plan ? plan->page[plan->first[batch] + index] : ba_table_page(table, batch, index);
 }
 
 /* Checks the dtype, the shape and the strides of such an array, and fills `out`. */

@@ -161,8 +161,7 @@ static void load_all_entries(const select_call *c, const select_scratch *s, cons
 
 /* Page number `index` of a request, among the pages that are scored. */
 static int64_t page_of(const select_call *c, int64_t batch, int64_t index) {
-    if (c->plan && c->args->method == BA_SELECT_MAX) return c->plan->page[c->plan->first[batch] + index];
-    return ba_table_page(&c->args->tables, batch, index);
+    return ba_request_page(c->args->method == BA_SELECT_MAX ? c->plan : NULL, &c->args->tables, batch, index);
 }
 
 /* Finds where the rows from `begin` to `end` of a request lie, for head 0. */

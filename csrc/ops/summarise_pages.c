@@ -1,4 +1,6 @@
 /* Makes summaries of pages: the largest, the smallest and the mean element of each channel of their keys. */
+#include "ops/summarise_pages.h"
+
 #include <inttypes.h>
 #include <string.h>
 
@@ -14,6 +16,7 @@
 
 typedef struct summary_call {
     const ba_quest_metadata_args *args;
+    const ba_page_tables *plan;          /* opened tables, or NULL */
     ba_pages k, largest, smallest, mean; /* data NULL: not given */
     ba_dtype dtype;                      /* of the summaries */
     ba_view scale;                       /* of quantised keys; data NULL: none */
@@ -90,16 +93,15 @@ static void summarise_item(void *context, int64_t item, int worker) {
             if (mean) memset(mean, 0, bytes);
             continue;
         }
-        const int64_t physical = ba_table_page(&a->block_tables, batch, page);
+        const int64_t physical = ba_request_page(c->plan, &a->block_tables, batch, page);
         for (int64_t t = 0; t < tokens; t++) rows[t] = ba_page_row(&c->k, physical, t, head);
         if (c->widen) widen_rows(c, physical, head, tokens, rows, worker);
         c->summarise(rows, tokens, c->k.dim, high, low, mean);
     }
 }
 
-ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
-    summary_call c = {.args = a};
-    BA_TRY(ba_check_pointer("args", a));
+static ba_status summarise(const ba_quest_metadata_args *a, const ba_page_tables *plan) {
+    summary_call c = {.args = a, .plan = plan};
     if ((unsigned)a->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)a->kv_layout);
     BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
     if (c.k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
@@ -115,7 +117,11 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
         if (a->begin[b] < 0)
             return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
     BA_TRY(ba_check_threads(a->num_threads));
-    BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
+    if (plan && plan->page_size != c.k.rows)
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, plan->page_size,
+                       c.k.rows);
+    if (plan) BA_TRY(ba_check_page_numbers(plan, c.k.count));
+    else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
     BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows, rows));
     c.summarise = ba_kernels_active()->cache[c.dtype]->summarise;
     if (ba_is_quantised(a->k_cache.dtype)) c.widen = ba_kernels_active()->cache[a->k_cache.dtype]->pack;
@@ -137,4 +143,16 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *a) {
     const ba_status status = ba_parallel(threads, items, summarise_item, &c);
     ba_arena_release();
     return status;
+}
+
+ba_status ba_quest_metadata(const ba_quest_metadata_args *args) {
+    BA_TRY(ba_check_pointer("args", args));
+    return summarise(args, NULL);
+}
+
+ba_status ba_quest_metadata_by_plan(const ba_quest_metadata_args *args, const ba_page_tables *plan) {
+    ba_quest_metadata_args planned = *args;
+    planned.end = plan->seq_lens;
+    planned.batch = plan->batch;
+    return summarise(&planned, plan);
 }

@@ -137,12 +137,19 @@ PyObject *py_page_table_lengths(PyObject *module, PyObject *const *args, Py_ssiz
     SORT_ARGUMENTS(page_table_lengths, 1);
     const ba_page_tables *tables = page_tables_of(values[0]);
     if (tables == NULL) return PyErr_Format(PyExc_TypeError, "tables: expected opened page tables, got something else");
-    PyObject *lengths = PyList_New((Py_ssize_t)tables->batch);
-    for (int64_t b = 0; lengths != NULL && b < tables->batch; b++) {
-        PyObject *length = PyLong_FromLongLong(tables->seq_lens[b]);
-        if (length == NULL || PyList_SetItem(lengths, (Py_ssize_t)b, length) < 0) Py_CLEAR(lengths);
+    PyObject *const lists[] = {PyList_New((Py_ssize_t)tables->batch), PyList_New((Py_ssize_t)tables->batch)};
+    bool made = lists[0] != NULL && lists[1] != NULL;
+    for (int64_t b = 0; made && b < tables->batch; b++) {
+        const int64_t numbers[] = {tables->seq_lens[b], tables->cu_q ? tables->cu_q[b + 1] - tables->cu_q[b] : 1};
+        for (int i = 0; made && i < 2; i++) {
+            PyObject *number = PyLong_FromLongLong(numbers[i]);
+            made = number != NULL && PyList_SetItem(lists[i], (Py_ssize_t)b, number) == 0;
+        }
     }
-    return lengths;
+    PyObject *result = made ? PyTuple_Pack(2, lists[0], lists[1]) : NULL;
+    Py_XDECREF(lists[0]);
+    Py_XDECREF(lists[1]);
+    return result;
 }
 
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */

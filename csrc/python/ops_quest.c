@@ -4,12 +4,14 @@
 #include <string.h>
 
 #include "ops/select_pages.h"
+#include "ops/summarise_pages.h"
 
 /* ---- Summaries of pages -------------------------------------------------------------------------------------------- */
 
 typedef struct metadata_call {
     arg_array k_cache, k_scale, block_tables, metadata_tables, largest, smallest, mean;
     arg_list begin, end;
+    const ba_page_tables *plan; /* opened tables, or NULL */
     ba_quest_metadata_args args;
 } metadata_call;
 
@@ -35,11 +37,11 @@ static bool same_pool(const ba_tensor *a, const ba_tensor *b) {
 
 /* Marks the pages that a table uses with `mark`. Stops at a page that already has a mark of `taken`: returns -1 and sets *page to its number. Skips
  * numbers out of range, which the library refuses. */
-static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, const arg_list *tokens, int64_t page_size, uint8_t mark, uint8_t taken,
-                      int64_t *page) {
-    if (table->ndim != 2 || table->dims[0] != tokens->count) return 0;
+static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, const ba_quest_metadata_args *a, int64_t page_size, uint8_t mark,
+                      uint8_t taken, int64_t *page) {
+    if (table->ndim != 2 || table->dims[0] != a->batch) return 0;
     for (int64_t b = 0; b < table->dims[0]; b++) {
-        const int64_t length = tokens->values[b] < INT32_MAX ? tokens->values[b] : INT32_MAX; /* the library refuses such long requests */
+        const int64_t length = a->end[b] < INT32_MAX ? a->end[b] : INT32_MAX; /* the library refuses such long requests */
         for (int64_t i = 0; i < table->dims[1] && i <= (length - 1) / page_size && length > 0; i++) {
             *page = table_entry(table, b, i);
             if (*page < 0 || *page >= count) continue;
@@ -48,6 +50,12 @@ static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, con
         }
     }
     return 0;
+}
+
+/* The same with the pages of opened tables, all of which are in use. */
+static void mark_opened(uint8_t *marks, int64_t count, const ba_page_tables *tables, uint8_t mark) {
+    for (int64_t i = 0; i < tables->first[tables->batch]; i++)
+        if (tables->page[i] >= 0 && tables->page[i] < count) marks[tables->page[i]] |= mark;
 }
 
 /* Checks that no summary page is listed twice, and that none holds keys, where the summaries are in the same pool of pages as the keys. */
@@ -64,8 +72,9 @@ static int check_summary_pages(const metadata_call *call) {
         return -1;
     }
     int64_t page = 0;
-    if (pool) mark_pages(marks, count, &a->block_tables, &call->end, size, 1, 0, &page);
-    const int status = mark_pages(marks, count, &a->metadata_tables, &call->end, size * rows, 2, 1 | 2, &page);
+    if (pool && call->plan) mark_opened(marks, count, call->plan, 1);
+    else if (pool) mark_pages(marks, count, &a->block_tables, a, size, 1, 0, &page);
+    const int status = mark_pages(marks, count, &a->metadata_tables, a, size * rows, 2, 1 | 2, &page);
     if (status < 0)
         PyErr_Format(PyExc_ValueError, "metadata_block_tables: expected pages that nothing else uses, got %lld, which %s", (long long)page,
                      marks[page] & 1 ? "holds keys" : "is listed twice");
@@ -94,6 +103,7 @@ static int hold_summary(module_state *state, PyObject *object, const char *name,
     return 0;
 }
 
+/* Opened tables in the place of block_tables have the lengths, too: seq_lens is then None. */
 /* clang-format off */
 #define METADATA_ARGUMENTS(X) \
     X(k_cache) X(block_tables) X(seq_lens) X(metadata_block_tables) X(maxblocks) X(minblocks) X(meanblocks) X(start_lens) X(kv_layout) X(dtype) \
@@ -115,11 +125,17 @@ static int read_metadata(module_state *state, PyObject *const *values, metadata_
         if (arg_hold(state, values[METADATA_k_scale], names[METADATA_k_scale], ARG_SCALES, BA_UINT16, &call->k_scale) < 0) return -1;
         a->k_scale = call->k_scale.tensor;
     }
-    if (arg_hold(state, values[METADATA_block_tables], names[METADATA_block_tables], ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
-    a->block_tables = call->block_tables.tensor;
-    if (arg_lengths(state, values[METADATA_seq_lens], names[METADATA_seq_lens], &call->end) < 0) return -1;
-    a->end = call->end.values;
-    a->batch = call->end.count;
+    call->plan = page_tables_of(values[METADATA_block_tables]);
+    if (call->plan != NULL) {
+        a->end = call->plan->seq_lens;
+        a->batch = call->plan->batch;
+    } else {
+        if (arg_hold(state, values[METADATA_block_tables], names[METADATA_block_tables], ARG_TABLES, BA_UINT16, &call->block_tables) < 0) return -1;
+        a->block_tables = call->block_tables.tensor;
+        if (arg_lengths(state, values[METADATA_seq_lens], names[METADATA_seq_lens], &call->end) < 0) return -1;
+        a->end = call->end.values;
+        a->batch = call->end.count;
+    }
     if (arg_hold(state, values[METADATA_metadata_block_tables], names[METADATA_metadata_block_tables], ARG_TABLES, BA_UINT16,
                  &call->metadata_tables) < 0)
         return -1;
@@ -142,7 +158,7 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
     ba_status status = BA_OK;
     int failed = read_metadata(PyModule_GetState(module), values, &call);
     if (failed == 0) {
-        INTERRUPTIBLE(status, ba_quest_metadata(&call.args));
+        INTERRUPTIBLE(status, call.plan ? ba_quest_metadata_by_plan(&call.args, call.plan) : ba_quest_metadata(&call.args));
         failed = arg_check(status);
     }
     release_metadata(&call);

@@ -204,7 +204,8 @@ class Append:
         self.kv_dtype = cache_dtype if cache_kind == "bits" else draw.pick("kv_dtype", (None, cache_dtype))
         self.dtype = "bfloat16" if any(x.named[1] == "bits" for x in self.sides) else None
         self.summaries: dict[str, Held] = {}
-        if not self.by_slots and isinstance(self.tables, arrays.Placed) and draw.flag("summaries"):
+        self.by_plan = not self.by_slots and draw.flag("plan", 0.3)
+        if not self.by_slots and (self.by_plan or isinstance(self.tables, arrays.Placed)) and draw.flag("summaries"):
             self._summaries(draw, dims[0])
 
     def _places(self, draw: Draw) -> None:
@@ -252,17 +253,20 @@ class Append:
         scales = {f"{name}_scale": x.fixed if x.scale is None else x.scale.given() for name, x in zip("kv", self.sides, strict=True)}
         return {"kv_layout": "HND" if self.hnd else "NHD", "kv_dtype": self.kv_dtype, **scales}
     def call(self, tokens: Any = slice(None), lens: Any = None, new: Any = None) -> None:
-        """Appends all tokens, or the given ones, as the last tokens of requests of these lengths."""
+        """Appends all tokens, or the given ones, as the last tokens of requests of these lengths, by the function or by a plan."""
         where: dict[str, Any] = {"slot_mapping": integers_as(self.numbers_as, self.slots[tokens])}
         if not self.by_slots:
             lens, new = (integers_as(self.numbers_as, x) for x in (self.lens if lens is None else lens, self.new if new is None else new))
             tables = self.tables.array if isinstance(self.tables, arrays.Placed) else self.tables
             where = {"block_tables": tables, "seq_lens": lens if isinstance(self.tables, arrays.Placed) else None, "q_lens": new if self.ragged else None}
+        append, options = blitz_attn.append_paged_kv, self.options() | {"num_threads": self.threads}
+        if self.by_plan:
+            of_plan = where | {name: options.pop(name) for name in ("kv_layout", "kv_dtype", "num_threads")}
+            append, where = blitz_attn.PagedPlan(**of_plan, page_size=self.size).append, {}
         if self.summaries:
             where |= {name: x.given(written=True) for name, x in self.summaries.items()} | {"metadata_block_tables": self.summary_tables.array}
-        result = blitz_attn.append_paged_kv(
-            *(x.given(tokens) for x in self.sides), *(x.cache.given(written=True) for x in self.sides), **where, **self.options(), dtype=self.dtype,
-            num_threads=self.threads,
+        result = append(
+            *(x.given(tokens) for x in self.sides), *(x.cache.given(written=True) for x in self.sides), **where, **options, dtype=self.dtype
         )
         if result is not None:
             raise Finding(f"returned {type(result).__name__}")
@@ -355,7 +359,7 @@ def refused_append(draw: Draw) -> None:
                 raise Discard("no slot is met twice")
         else:
             raise Discard("the new tokens lie on one page")
-    elif mistake == "length" and case.ragged and not case.by_slots and len(case.lens):
+    elif mistake == "length" and case.ragged and not case.by_slots and not case.by_plan and len(case.lens):
         case.new = case.new + rng.permutation(np.arange(len(case.lens)) == 0)
     elif mistake == "infinite" and case.v.eight and len(used):  # tokens that go nowhere are not read
         heads, dim = case.v.tokens.array.shape[1:]

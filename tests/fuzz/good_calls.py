@@ -229,13 +229,18 @@ def _append(a: Arena, v: int) -> dict[str, Any]:
         return call | {"slot_mapping": a.integers([5, -1], "int64") if v & 1 else [5, 11]}
     call |= _tables(a, v)
     if v & 1 and not v & 12:
-        call |= {"metadata_block_tables": a.integers([[1], [0]]), "q_lens": [1, 1]}
-        call |= {name: a.floats(2, 2, _KV_HEADS, _DIM) for name in ("maxblocks", "minblocks")}
+        call |= _kept_summaries(a) | {"q_lens": [1, 1]}
     return call
+
+
+def _kept_summaries(a: Arena) -> dict[str, Any]:
+    arrays = {name: a.floats(2, 2, _KV_HEADS, _DIM) for name in ("maxblocks", "minblocks", "meanblocks")}
+    return arrays | {"metadata_block_tables": a.integers([[1], [0]])}
 
 
 def _append_by_plan(a: Arena, v: int) -> dict[str, Any]:
     call = {"k": a.floats(2, _KV_HEADS, _DIM), "v": a.floats(2, _KV_HEADS, _DIM)} | _caches(a, v & ~2)
+    call |= _kept_summaries(a) if v & 1 and not v & 12 else {}
     return {name: x for name, x in call.items() if name not in ("kv_layout", "kv_dtype")}
 
 
@@ -285,6 +290,7 @@ _plan_attention.__signature__ = inspect.signature(_made_plan().attention)  # typ
 _plan_select_attention.__signature__ = inspect.signature(_made_plan().select_attention)  # type: ignore[attr-defined]
 
 
+_APPENDED = ("k_cache", "v_cache", "k_scale", "v_scale", "maxblocks", "minblocks", "meanblocks")
 _OF_PLAN = ("lse", "seq_lens", "q_lens", "block_tables")  # a plan has tables and lengths, which a call may not fit
 
 
@@ -676,14 +682,11 @@ GROUPS: dict[str, dict[str, Good]] = {
         "paged_select_attention": Good(
             blitz_attn.paged_select_attention, _paged_select, ("out",), names=("lse", "indptr", "indices", "last_page_len")
         ),
-        "append_paged_kv": Good(
-            blitz_attn.append_paged_kv, _append, ("k_cache", "v_cache", "k_scale", "v_scale", "maxblocks", "minblocks"),
-            names=("indptr", "indices", "last_page_len"),
-        ),
+        "append_paged_kv": Good(blitz_attn.append_paged_kv, _append, _APPENDED, names=("indptr", "indices", "last_page_len")),
         "quantize_kv": Good(blitz_attn.quantize_kv, _quantize),
         "dequantize_kv": Good(blitz_attn.dequantize_kv, _dequantize),
         "PagedPlan": Good(blitz_attn.PagedPlan, _plan, names=("indptr", "indices", "last_page_len")),
-        "PagedPlan.append": Good(_plan_append, _append_by_plan, ("k_cache", "v_cache", "k_scale", "v_scale"), names=_OF_PLAN),
+        "PagedPlan.append": Good(_plan_append, _append_by_plan, _APPENDED, names=_OF_PLAN),
         "PagedPlan.attention": Good(_plan_attention, _of_plan(_paged), ("out",), names=_OF_PLAN),
         "PagedPlan.select_attention": Good(_plan_select_attention, _of_plan(_paged_select), ("out",), names=_OF_PLAN),
         "PagedPlan.select_and_attend": Good(

@@ -173,9 +173,9 @@ MISTAKES = [
     Mistake(
         "refresh",
         "an append refreshes the summary of each request's newest token alone",
-        "blitz_attn/paged.py",
-        'refresh(start_lens=ends - (1 if q_lens is None else _arrays.integers(q_lens, "q_lens")))',
-        "refresh(start_lens=ends - (1 if q_lens is None else np.minimum(_arrays.integers(q_lens, \"q_lens\"), 1)))",
+        "blitz_attn/_paged_append.py",
+        "refresh(start_lens=ends - new)",
+        "refresh(start_lens=ends - (new > 0))",
     ),
 ]
 
