@@ -241,6 +241,8 @@ def select_blocks(
     return_scores: Any,
     dtype: Any,
     num_threads: Any,
+    k_scale: Any = ...,
+    kv_dtype: Any = ...,
 ) -> Any:
     """Returns selected, or a tuple of it and of counts and scores, where these are wanted. k is the width of a result that is made
     here; budget is in blocks, one per request. seq_lens may be opened page tables, which then also replace q_lens, block_size and, for

@@ -8,6 +8,7 @@ import numpy as np
 from numpy import empty
 
 from . import _arrays, _core
+from ._paged_call import scales_for_core
 from ._sentences import renamed, shown
 
 _MOST = 2**31 - 1  # blocks in a row of the result
@@ -67,7 +68,7 @@ def block_size_of(pages: Any, kv_layout: Any, name: str, needed: bool = True) ->
 def select_pages(
     q: Any, source: Any, tables: Any, seq_lens: Any, k: Any, *, budget: Any, method: Any, sink: Any, recent: Any, per_query_head: Any,
     dense_below: Any, tokens_since_metadata_update: Any, q_lens: Any, ascending: Any, block_size: Any, kv_layout: Any, return_scores: Any,
-    dtype: Any, num_threads: Any,
+    k_scale: Any, dtype: Any, kv_dtype: Any, num_threads: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """See `blitz_attn.select_blocks`. `seq_lens` may be opened page tables."""
     if not isinstance(method, str):
@@ -87,14 +88,15 @@ def select_pages(
     if size is not None and size < 1:
         raise ValueError(f"block_size: expected at least 1 token, got {size}")
     width, blocks = budgets(k, budget, dense_below, seq_lens, size or 1)
+    k_scale = None if k_scale is None else scales_for_core(k_scale, "k_scale", first)
     try:
         return _core.select_blocks(
-            integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source"),
+            integer_empty(q), method, _arrays.readable(q, "query"), _arrays.readable(first, "source", method == "max"),
             None if second is None else _arrays.readable(second, "minblocks"), tables,
             seq_lens.tables if isinstance(seq_lens, Opened) else seq_lens, width, size, per_query_head, sink,
-            0 if recent is None else recent, tokens_since_metadata_update, q_lens, budget=blocks, ascending=ascending, kv_layout=kv_layout,
-            selected_indices=None, return_counts=True, return_scores=return_scores, dtype=_arrays.dtype_name(dtype),
-            num_threads=num_threads,
+            0 if recent is None else recent, tokens_since_metadata_update, q_lens, blocks, ascending, kv_layout, None, return_counts=True,
+            return_scores=return_scores, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+            k_scale=k_scale, kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, _NAMES) from error
@@ -102,7 +104,7 @@ def select_pages(
 
 def select_to_attend(
     q: Any, k_cache: Any, block_tables: Any, seq_lens: Any, source: Any, metadata_block_tables: Any, k: Any, *, method: Any,
-    kv_layout: Any, dtype: Any, kv_dtype: Any, **choice: Any,
+    kv_layout: Any, k_scale: Any, dtype: Any, kv_dtype: Any, **choice: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The selection of `select_and_attend`. `seq_lens` may be opened page tables, which have the block tables."""
     size = seq_lens.page_size if isinstance(seq_lens, Opened) else None
@@ -110,20 +112,20 @@ def select_to_attend(
         for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
             if given is not None:
                 raise ValueError(f"{name}: expected None for method 'max', which reads k_cache itself, got {type(given).__name__}")
-        source, tables = k_cache, block_tables
+        source, tables, of_keys = k_cache, block_tables, {"k_scale": k_scale, "kv_dtype": kv_dtype}
         names = {"source": "k_cache", "tables": "block_tables", "block_size": "k_cache"}
     else:
         for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
             if given is None:
                 raise ValueError(f"{name}: expected summaries and their tables for method {shown(method)}, got None")
-        tables = metadata_block_tables
+        tables, of_keys = metadata_block_tables, {"k_scale": None, "kv_dtype": None}
         size = block_size_of(k_cache, kv_layout, "k_cache") if size is None else size
         names = {"tables": "metadata_block_tables", "block_size": "k_cache"}
     bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")) else None
     try:
         return select_pages(
             q, source, tables, seq_lens, k, method=method, ascending=True, block_size=size, kv_layout=kv_layout, return_scores=False,
-            dtype=bits, **choice,
+            dtype=bits, **of_keys, **choice,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from error

@@ -314,7 +314,7 @@ class PagedPlan:
         selected, counts = select_to_attend(
             q, k_cache, None, self._opened, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
             per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
-            q_lens=None, kv_layout=kv_layout, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+            q_lens=None, kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
         result = self._run(
             q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, with_lse, out

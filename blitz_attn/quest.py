@@ -379,7 +379,9 @@ def select_blocks(
     block_size: int | None = None,
     kv_layout: str = "NHD",
     return_scores: bool = False,
+    k_scale: Any = None,
     dtype: Any = None,
+    kv_dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[Any, ...]:
     """The blocks of each request that matter most to its queries, by one of three scores.
@@ -391,7 +393,7 @@ def select_blocks(
         float16, bfloat16 or float64.
     source : array or tuple of array
         What the scores are computed from: for quest the pair ``(maxblocks, minblocks)``, for mean the ``meanblocks`` of
-        `quest_prefill_metadata`, for max the key cache.
+        `quest_prefill_metadata`, for max the key cache, which may be one of 8 bits.
     tables : array of int32 or int64
         ``(B, M)``: page numbers of `source`, which are ``metadata_block_tables``, or for max ``block_tables``.
     seq_lens : sequence of int
@@ -402,7 +404,7 @@ def select_blocks(
         The same in tokens, at least 1: ``max(1, budget // block_size)`` blocks. Give exactly one of `k` and `budget`.
     method : {"quest", "mean", "max"}
         The score of a block. quest: an upper bound of ``q.k`` from the largest and the smallest value of each channel. mean: the product of
-        ``q`` and the mean key. max: the largest ``q.k`` of its keys, which reads all keys, and does not take 8-bit caches.
+        ``q`` and the mean key. max: the largest ``q.k`` of its keys, which reads all keys.
     sink : int
         Number of blocks at the start of a request that are always selected, at least 0.
     recent : int or sequence of int
@@ -426,8 +428,11 @@ def select_blocks(
         Layout of the key cache for max.
     return_scores : bool
         Also return the score of each selected block.
-    dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+    k_scale : array of float32, or float, optional
+        The factors of int8 and float8 e4m3 keys for max, see `paged_attention`.
+    dtype, kv_dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for `source`, ``"float8_e4m3"`` says that a cache of uint8 holds such
+        bits. `kv_dtype` defaults to `dtype`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -496,7 +501,8 @@ def select_blocks(
     return select_pages(
         q, source, tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
         dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens, ascending=ascending,
-        block_size=block_size, kv_layout=kv_layout, return_scores=return_scores, dtype=dtype, num_threads=num_threads,
+        block_size=block_size, kv_layout=kv_layout, return_scores=return_scores, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype,
+        num_threads=num_threads,
     )  # fmt: skip
 
 
@@ -546,8 +552,7 @@ def select_and_attend(
     k_cache, v_cache, block_tables, seq_lens
         See `paged_attention`. `block_tables` must be an array.
     source, metadata_block_tables : optional
-        See `select_blocks`: summaries and their tables for quest and mean. For max, which does not take 8-bit caches, they are `k_cache`
-        and `block_tables`.
+        See `select_blocks`: summaries and their tables for quest and mean. For max, they are `k_cache` and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
         See `select_blocks`.
     scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, kv_split, return_lse
@@ -606,7 +611,7 @@ def select_and_attend(
     selected, counts = select_to_attend(
         q, k_cache, block_tables, seq_lens, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
         per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,
-        kv_layout=kv_layout, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+        kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
     result = attend(
         q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, kv_ranges,

@@ -277,6 +277,7 @@ typedef struct ba_select_args {
     ba_select_method method;
     ba_tensor q;             /* (B, H, D), one query per request; with cu_q (T, H, D) */
     ba_tensor a, b;          /* what the method scores: summaries, (summary pages, rows, H_kv, D); for BA_SELECT_MAX a cache in kv_layout */
+    ba_tensor k_scale;       /* BA_SELECT_MAX: as in ba_paged_args, for a quantised cache */
     ba_kv_layout kv_layout;  /* of a, for BA_SELECT_MAX; summaries are always BA_NHD */
     ba_tensor tables;        /* (B, M) int32 or int64: metadata_tables; for BA_SELECT_MAX block_tables */
     const int64_t *seq_lens; /* [batch]: tokens of each request */

@@ -34,6 +34,8 @@ class Step:
         case = self.case
         source, tables = self.summaries[method] or (case.k_cache, case.block_tables)
         layout = {"kv_layout": case.options["kv_layout"], **bits_option(case.q)}
+        if method == "max":
+            layout |= {name: case.options.get(name) for name in ("k_scale", "kv_dtype")}
         selected, counts = blitz_attn.select_blocks(
             case.q, source, tables, case.seq_lens, method=method, block_size=SIZE, q_lens=self.q_lens, **choice, **layout
         )
@@ -168,7 +170,7 @@ def test_rules_with_other_dtypes(dtype, kv_dtype, isa_level):
     for name in ("ranges", "numbers", "slopes"):
         given |= rules(name, q_lens, np.random.default_rng(4))
     plan, per_call = plan_paged(step.case, **given)
-    for method in ("quest", "mean"):
+    for method in METHODS:
         expected = step.apart(method, {"k": 4}, **given)
         how = {"k": 4, "method": method, "return_lse": True, "return_selected": True} | step.case.options | given
         for n in (1, 3):
@@ -213,7 +215,7 @@ def test_refused_rules():
 
 @pytest.mark.parametrize("kv_dtype", CACHE_DTYPES)
 def test_caches_of_every_dtype(kv_dtype, isa_level):
-    for method in ("quest", "mean"):
+    for method in METHODS:
         step = Step([1, 0, 5, 3, 20], kv_dtype=kv_dtype)
         plan, per_call = plan_paged(step.case)
         got = step.together(plan, method, {"k": 4}, return_lse=True, return_selected=True, **per_call)

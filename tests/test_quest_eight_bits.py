@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import reference
-from cases import same_bits
+from blitz_attn import reference, testing
+from cases import bits_option, same_bits
 from exporters import released_view
 
 EIGHT_BITS = ["int8", "float8_e4m3"]
@@ -309,3 +309,115 @@ def test_tokens_named_bfloat16_beside_another_cache(cache):
     found = reference.to_float64(maxima[0, 0, 0], "bfloat16")
     np.testing.assert_allclose(found, 1, rtol=1e-6)
 
+
+
+# ---- Blocks by their best keys --------------------------------------------------------------------------------------
+
+
+def best_keys(cache, q, op=blitz_attn.select_blocks, **options):
+    """(selected, counts, scores) of the method max."""
+    k_cache, k_scale = cache.given()
+    named = {"kv_dtype": cache.bits["dtype"]} if cache.bits else {}
+    how = {"method": "max", "k_scale": k_scale, "kv_layout": "HND" if cache.hnd else "NHD", "return_scores": True} | named | bits_option(q)
+    return op(q, k_cache, cache.block_tables, cache.lens, **how | options)
+
+
+def score_bounds(cache, q, q_lens, per_query_head):
+    """By how much the score of each request's blocks may err: float32's rounding of sums of products."""
+    wide = np.abs(testing.to_float64(q, "bfloat16" if q.dtype == np.uint16 else None))
+    rows = wide if per_query_head else wide.reshape(len(wide), KV_HEADS, -1, cache.dim).mean(axis=2)
+    largest = np.abs(np.nan_to_num(cache.numbers)).max(axis=(0, 1))  # (N, D)
+    products = (rows * np.repeat(largest, rows.shape[1] // KV_HEADS, axis=0)).sum(axis=-1)
+    ends = np.cumsum(q_lens)
+    return np.array([products[end - n : end].max(axis=0, initial=0) for end, n in zip(ends, q_lens, strict=True)])[..., None] * 2.0**-20
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("q_lens", [None, [1, 0, 9, 3]])
+@pytest.mark.parametrize("q_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("hnd", [False, True])
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize(("size", "dim", "lens"), [(16, 24, (1, 0, 16, 77)), (1, 64, (1, 0, 16, 77)), (5, 7, (3, 0, 40, 1300))])
+def test_best_keys(size, dim, lens, dtype, hnd, scales, q_dtype, q_lens, per_query_head, isa_level):
+    """Scores and lists against the twin over numbers times scales, and over these as a float32 cache."""
+    cache = Cache(dtype, scales, lens, size, dim, hnd=hnd)
+    count = sum(q_lens) if q_lens else len(lens)
+    q = testing.round_to(np.random.default_rng(2).standard_normal((count, 2 * KV_HEADS, dim)), q_dtype)
+    options = {"per_query_head": per_query_head, "q_lens": q_lens, "sink": 0, "recent": 0}
+    every = {"k": int(cache.blocks.max()), **options}
+    selected, counts, scores = best_keys(cache, q, num_threads=1, **every)
+    exact_selected, exact_counts, exact = best_keys(cache, q, reference.select_blocks, **every)
+    assert same_bits(selected, exact_selected.astype(np.int32))
+    assert same_bits(counts, exact_counts.astype(np.int32))
+    allowed = score_bounds(cache, q, q_lens or [1] * len(lens), per_query_head)
+    unused = np.isneginf(exact)
+    assert (np.isneginf(scores) == unused).all()
+    assert (np.abs(np.where(unused, 0, scores - np.where(unused, 0, exact))) <= allowed)[~unused].all()
+    assert all(map(same_bits, (selected, counts, scores), best_keys(cache, q, num_threads=3, **every)))
+    few, few_counts, few_scores = best_keys(cache, q, k=2, **options)
+    for b, h in np.ndindex(few.shape[:2]):  # the two best of all scores
+        own = scores[b, h, : counts[b, h]]
+        wanted = np.sort(np.argsort(-own, kind="stable")[: few_counts[b, h]])
+        assert (few[b, h, : few_counts[b, h]] == wanted).all()
+        assert (few_scores[b, h, : few_counts[b, h]] == own[wanted]).all()
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_choosing_by_best_keys_and_attending(dtype, scales, isa_level):
+    """The bits of the two calls, by the function and by a plan."""
+    cache = Cache(dtype, scales)
+    k_cache, k_scale = cache.given()
+    q = np.random.default_rng(3).standard_normal((4, 2 * KV_HEADS, cache.dim), dtype=np.float32)
+    named = {"kv_dtype": "float8_e4m3"} if dtype == "float8_e4m3" else {}
+    whole = q, k_cache, k_cache, cache.block_tables, cache.lens
+    selected, counts, _ = best_keys(cache, q, k=3)
+    expected = blitz_attn.paged_select_attention(*whole, selected, counts=counts, k_scale=k_scale, v_scale=k_scale, return_lse=True, **named)
+    how = {"method": "max", "k": 3, "k_scale": k_scale, "v_scale": k_scale, "return_lse": True, "return_selected": True}
+    plan = blitz_attn.PagedPlan(cache.block_tables, cache.lens, page_size=cache.size, **named)
+    for got in (blitz_attn.select_and_attend(*whole, **how, **named), plan.select_and_attend(*whole[:3], **how)):
+        assert all(map(same_bits, got, (*expected, selected, counts)))
+    twin = reference.select_and_attend(*whole, **how, **named)
+    assert all(map(same_bits, (selected, counts), (x.astype(np.int32) for x in twin[2:])))
+
+
+def test_a_scale_that_is_no_number_makes_its_block_the_last():
+    cache = Cache("int8", lens=(77,))
+    q = np.random.default_rng(4).standard_normal((1, 2 * KV_HEADS, cache.dim), dtype=np.float32)
+    cache.scale[cache.own[0][1], 3, 2] = np.nan
+    selected, _, scores = best_keys(cache, q, k=5, sink=0, recent=0, ascending=False)
+    assert np.isnan(scores[0, 2, -1])
+    assert selected[0, 2, -1] == 1
+    assert np.isfinite(scores[0, :2]).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "changes"),
+    [
+        (ValueError, r"k_scale: expected scales of shape \(\d+, 16, 3\), \(3,\) or \(\) for int8 k_cache, got none", {"k_scale": None}),
+        (ValueError, r"k_scale: expected shape \(\d+, 16, 3\) like source, .*, got \(2,\)", {"k_scale": np.ones(2, np.float32)}),
+        (ValueError, r"k_scale: expected positive numbers within the range of float32, got -1", {"k_scale": -1.0}),
+        (TypeError, "k_scale: expected numbers, got memoryview", {"k_scale": "released"}),
+        (TypeError, "source: expected float8_e4m3 as kv_dtype says, got int8", {"kv_dtype": "float8_e4m3"}),
+        (TypeError, "source: expected float64 with q of float64, got int8", {"q": np.ones((4, 6, 24))}),
+        (ValueError, "kv_dtype: expected 'float32', .*, got 'int9'", {"kv_dtype": "int9"}),
+        (TypeError, "source: expected float32, float16, bfloat16 or float64, got int8", {"method": "mean"}),
+    ],
+)
+def test_best_keys_refuse(error, sentence, changes):
+    cache = Cache("int8")
+    k_cache, k_scale = cache.given()
+    q = np.ones((4, 2 * KV_HEADS, cache.dim), np.float32)
+    call = {"q": q, "source": k_cache, "tables": cache.block_tables, "seq_lens": cache.lens, "k": 2, "method": "max", "k_scale": k_scale} | changes
+    if isinstance(call["k_scale"], str):
+        call["k_scale"] = released_view()
+    with pytest.raises(error, match=f"^{sentence}"):
+        blitz_attn.select_blocks(**call)
+
+
+def test_summaries_have_no_scale():
+    means, q = np.ones((1, 4, KV_HEADS, 24), np.float32), np.ones((1, 2 * KV_HEADS, 24), np.float32)
+    with pytest.raises(ValueError, match="^k_scale: expected none with float32 meanblocks, got shape"):
+        blitz_attn.select_blocks(q, means, np.array([[0]]), [4], k=1, method="mean", k_scale=np.ones(KV_HEADS, np.float32))

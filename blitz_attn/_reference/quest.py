@@ -145,8 +145,9 @@ def _summary_rows(array: Any, table: np.ndarray, pages: int, dtype: Any) -> np.n
 
 
 def _page_scores(
-    query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", dtype=None, q_lens=None
-) -> list[np.ndarray]:
+    query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", k_scale=None, dtype=None, kv_dtype=None,
+    q_lens=None,
+) -> list[np.ndarray]:  # fmt: skip
     """(rows, pages) scores of each request's own pages: the largest by any of its queries, NaN where one is. No pages where it has none.
 
     `sources` are the arrays that the method reads: (maxblocks, minblocks) for quest, (meanblocks,) for mean, (k_cache,)
@@ -162,7 +163,8 @@ def _page_scores(
     for own, table, tokens in zip(per_request, np.asarray(tables), np.asarray(seq_lens), strict=True):
         n = -(-int(tokens) // page_size)
         if method == "max":
-            k = gather(sources[0], None, kv_layout, dtype, np.asarray(table, np.int64)[:n], int(tokens))
+            named = dtype if kv_dtype is None else kv_dtype
+            k = gather(sources[0], k_scale, kv_layout, named, np.asarray(table, np.int64)[:n], int(tokens))
             parts: list = [k]
         else:
             parts = [_summary_rows(x, table, n, dtype) for x in sources]
@@ -288,7 +290,9 @@ def select_blocks(
     block_size=None,
     kv_layout="NHD",
     return_scores=False,
+    k_scale=None,
     dtype=None,
+    kv_dtype=None,
     num_threads=None,
 ):
     """See `blitz_attn.select_blocks`. Scores are summed in float64: blocks whose scores differ by less than float32 rounding may be
@@ -304,6 +308,7 @@ def select_blocks(
         slots = np.where(lengths < dense_below, -(-lengths // size), slots)
     newest = np.maximum(_newest(recent, lengths, q_lens, size), _unsummarised(lengths, tokens_since_metadata_update, size))
     how = {"method": method, "per_query_head": per_query_head, "kv_layout": kv_layout, "dtype": dtype, "q_lens": q_lens}
+    how |= {"k_scale": k_scale, "kv_dtype": kv_dtype}
     scores = _page_scores(q, sources, tables, lengths, size, **how)
     selected, counts = _select(scores, max(1, int(slots.max(initial=1))), int(sink), newest, ascending, slots)
     if not return_scores:
@@ -370,7 +375,9 @@ def select_and_attend(
         q_lens=q_lens,
         block_size=size,
         kv_layout=kv_layout,
-        dtype=dtype if dtype is not None else kv_dtype,
+        k_scale=k_scale if method == "max" else None,
+        dtype=dtype if dtype is not None or method == "max" else kv_dtype,
+        kv_dtype=kv_dtype if method == "max" else None,
     )
     result = paged_select_attention(
         q,

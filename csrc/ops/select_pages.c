@@ -1,6 +1,7 @@
 /* Selects pages by their summaries (Quest's bounds or mean keys), or by their keys. */
 #include "ops/select_pages.h"
 
+#include <assert.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -13,6 +14,7 @@
 #include "kernels/prefetch_rows.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/kv_cache.h"
 #include "ops/pages.h"
 #include "ops/scratch.h"
 
@@ -25,6 +27,7 @@ typedef struct select_call {
     const ba_select_args *args;
     const ba_page_tables *plan; /* opened tables, or NULL */
     ba_pages a, b;
+    ba_view k_scale; /* of quantised keys; data NULL: none */
     int64_t heads, kv_heads, group, dim, most_pages;
     int64_t rows;                   /* rows of the result per request */
     int64_t stretch, stretches;     /* pages per stretch; the largest number of stretches in a request */
@@ -52,7 +55,7 @@ typedef struct select_scratch {
     char *means;     /* [entry]: means that wait to be packed */
     char *scores;
     struct rows_at {
-        const void **a, **b;
+        const void **a, **b; /* b: the rows of the call's b, or the scales of quantised keys */
         int64_t count;
     } rows[2];      /* the rows of the current chunk, and of the next one */
     float *largest; /* [most_pages]: for best_keys() */
@@ -92,11 +95,12 @@ static int64_t first_query(const select_call *c, int64_t batch) { return c->args
 static int64_t queries_of(const select_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch + 1] - c->args->cu_q[batch] : 1; }
 
 /* Decides how many heads and entries read each row together. Quest's bound has only a kernel in which several heads and entries share one pass over
- * the rows. For products, that kernel serves single entries; the kernel for few queries is faster for more. Where the heads of a row do not lie
- * side by side, one head reads all rows before the next head does. */
+ * the rows. For products, that kernel serves single entries, but not of quantised keys; the kernel for few queries is faster for more. Where the
+ * heads of a row do not lie side by side, one head reads all rows before the next head does. */
 static sharing share_rows(const select_call *c, int64_t entries) {
     const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
-    if (entries > 1 && c->args->method != BA_SELECT_QUEST) return (sharing){0, BA_FEW_QUERIES, ba_work.quest.single_chunk_rows, 0};
+    if (!c->cache->score_heads || (entries > 1 && c->args->method != BA_SELECT_QUEST))
+        return (sharing){0, BA_FEW_QUERIES, ba_work.quest.single_chunk_rows, 0};
     sharing h = {.entries_at_once = ba_min(entries, ba_min(most, BA_FEW_QUERIES)), .chunk_rows = ba_work.quest.chunk_rows};
     h.heads_at_once = c->a.head_stride >= c->a.row_stride ? 1 : ba_max(1, ba_min(c->kv_heads, most / h.entries_at_once));
     h.ahead = ba_min(ba_work.quest.ahead_rows, ba_ceil_div(ba_work.quest.ahead_bytes, h.heads_at_once * c->dim * ba_dtype_size(c->args->a.dtype)));
@@ -172,6 +176,9 @@ static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_
         const char *a = ba_page_row(&c->a, page, row, 0), *b = c->args->method == BA_SELECT_QUEST ? ba_page_row(&c->b, page, row, 0) : NULL;
         for (int64_t i = at - begin; i < at - begin + some; i++, a += c->a.row_stride) rows->a[i] = a;
         for (int64_t i = at - begin; b && i < at - begin + some; i++, b += c->b.row_stride) rows->b[i] = b;
+        const ba_view *scales = &c->k_scale;
+        const float *scale = scales->data ? (const float *)scales->data + page * scales->batch_stride + row * scales->token_stride : NULL;
+        for (int64_t i = at - begin; scale && i < at - begin + some; i++, scale += scales->token_stride) rows->b[i] = scale;
         at += some;
     }
 }
@@ -193,6 +200,11 @@ static void prefetch_rows(const select_call *c, const ba_pages *p, const void *c
         const ba_prefetch_rows ahead = rows_ahead(c, p, head, rows, count);
         ba_prefetch_to_keep(c->cache->prefetch_level, ahead.rows, ahead.count, ahead.offset, ahead.bytes, false);
     }
+}
+
+/* Multiplies scores of one head's quantised keys by the scales of these keys. */
+static void scale_scores(const select_call *c, const struct rows_at *rows, int64_t head, float *scores) {
+    for (int64_t i = 0; i < rows->count; i++) scores[i] *= ((const float *)rows->b[i])[head * c->k_scale.head_stride];
 }
 
 /* Raises a page's score to that by another query; a NaN of either remains. */
@@ -237,7 +249,11 @@ static void score_stretch(const select_call *c, select_scratch *s, const sharing
         find_rows(c, batch, at + h->chunk_rows, ba_min(end, at + 2 * h->chunk_rows), &s->rows[!here]);
         for (int64_t head = 0; head < c->kv_heads; head++) {
             score_rows(c, &c->a, h, s->q, entries, head, rows->a, rows->count, next->a, next->count, s->scores);
-            for (int64_t e = 0; e < entries; e++) keep_entry(c, head, first + e, at, rows->count, s->scores + e * h->chunk_rows * real, 1, pages);
+            for (int64_t e = 0; e < entries; e++) {
+                char *scores = s->scores + e * h->chunk_rows * real;
+                if (c->k_scale.data) scale_scores(c, rows, head, (float *)(void *)scores);
+                keep_entry(c, head, first + e, at, rows->count, scores, 1, pages);
+            }
         }
     }
 }
@@ -246,6 +262,7 @@ static void score_stretch(const select_call *c, select_scratch *s, const sharing
 static void score_heads(const select_call *c, select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries, int64_t begin,
                         int64_t end, float *pages) {
     const int64_t real = c->family->real_size, sides = c->args->method == BA_SELECT_QUEST ? 2 : 1;
+    assert(!c->k_scale.data);
     struct rows_at *rows = &s->rows[0];
     for (int64_t at = begin; at < end; at += h->chunk_rows) {
         const int64_t count = ba_min(h->chunk_rows, end - at);
@@ -418,13 +435,14 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     if (c->plan && q->dims[0] != c->plan->queries)
         return ba_fail(BA_ERROR_VALUE, "query: expected %" PRId64 " queries as the plan has them, got %s", c->plan->queries, ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("query", q));
-    BA_TRY(ba_take_pages(a_name, &a->a, tokens ? a->kv_layout : BA_NHD, &c->a));
+    BA_TRY(tokens ? ba_take_cache_pages(a_name, &a->a, a->kv_layout, &c->a) : ba_take_pages(a_name, &a->a, BA_NHD, &c->a));
     if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
         return ba_fail(BA_ERROR_TYPE, "%s: expected %s with query of %s, got %s", a_name,
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16 or bfloat16", ba_dtype_name(q->dtype), ba_dtype_name(a->a.dtype));
     if (c->a.dim != q->dims[2] || q->dims[1] % c->a.heads != 0)
         return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", a_name,
                        q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
+    BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, a_name, &a->a, tokens ? a->kv_layout : BA_NHD, c->a.heads, &c->k_scale));
     if (quest) {
         BA_TRY(ba_take_pages("minblocks", &a->b, BA_NHD, &c->b));
         bool same = a->b.dtype == a->a.dtype;

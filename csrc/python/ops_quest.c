@@ -172,13 +172,13 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
 #define SELECT_ARGUMENTS(X) \
     X(empty) X(method) X(query) X(a) X(b) X(tables) X(seq_lens) X(k) X(block_size) X(per_query_head) X(sink) X(recent) \
     X(tokens_since_metadata_update) X(q_lens) X(budget) X(ascending) X(kv_layout) X(selected_indices) X(return_counts) X(return_scores) X(dtype) \
-    X(num_threads)
+    X(num_threads) X(k_scale) X(kv_dtype)
 /* clang-format on */
 #define AS_SELECT_INDEX(name) SELECT_##name,
 enum { SELECT_ARGUMENTS(AS_SELECT_INDEX) SELECT_COUNT };
 
 typedef struct select_call {
-    arg_array q, a, b, tables, selected, counts, scores;
+    arg_array q, a, b, k_scale, tables, selected, counts, scores;
     arg_list seq_lens, q_lens, recent, since, budget;
     int64_t *cu_q;
     const ba_page_tables *plan; /* opened tables, or NULL */
@@ -186,7 +186,7 @@ typedef struct select_call {
 } select_call;
 
 static void release_select(select_call *call) {
-    arg_array *const arrays[] = {&call->q, &call->a, &call->b, &call->tables, &call->selected, &call->counts, &call->scores};
+    arg_array *const arrays[] = {&call->q, &call->a, &call->b, &call->k_scale, &call->tables, &call->selected, &call->counts, &call->scores};
     arg_list *const lists[] = {&call->seq_lens, &call->q_lens, &call->recent, &call->since, &call->budget};
     for (size_t i = 0; i < COUNT_OF(arrays); i++) arg_release(arrays[i]);
     for (size_t i = 0; i < COUNT_OF(lists); i++) PyMem_Free(lists[i]->values);
@@ -288,15 +288,22 @@ static int read_select_requests(module_state *state, PyObject *const *values, se
 /* Everything that is read before outputs exist. */
 static int read_select(module_state *state, PyObject *const *values, select_call *call) {
     ba_select_args *a = &call->args;
-    ba_dtype dtype;
+    ba_dtype dtype, kv_dtype;
     if (arg_method(values[SELECT_method], &a->method) < 0 || arg_dtype(values[SELECT_dtype], "dtype", ARG_FLOATS, &dtype) < 0) return -1;
+    if (arg_dtype(values[SELECT_kv_dtype], "kv_dtype", ARG_CACHE, &kv_dtype) < 0) return -1;
     const bool quest = a->method == BA_SELECT_QUEST, tokens = a->method == BA_SELECT_MAX;
-    const ba_dtype bits_as = arg_bits(dtype);
+    const ba_dtype bits_as = arg_bits(dtype), a_bits_as = kv_dtype == BA_DTYPE_COUNT ? bits_as : arg_bits(kv_dtype);
+    const char *const a_name = quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks";
     if (arg_hold(state, values[SELECT_query], "query", ARG_FLOATS, bits_as, &call->q) < 0) return -1;
     a->q = call->q.tensor;
-    if (arg_hold(state, values[SELECT_a], quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks", ARG_FLOATS, bits_as, &call->a) < 0) return -1;
+    if (arg_hold(state, values[SELECT_a], a_name, tokens ? ARG_CACHE : ARG_FLOATS, a_bits_as, &call->a) < 0) return -1;
     a->a = call->a.tensor;
-    if (quest && arg_hold(state, values[SELECT_b], "minblocks", ARG_FLOATS, bits_as, &call->b) < 0) return -1;
+    if (arg_expect_dtype(a_name, a->a.dtype, "kv_dtype", kv_dtype) < 0) return -1;
+    if (values[SELECT_k_scale] != Py_None) {
+        if (arg_hold(state, values[SELECT_k_scale], "k_scale", ARG_SCALES, BA_UINT16, &call->k_scale) < 0) return -1;
+        a->k_scale = call->k_scale.tensor;
+    }
+    if (quest && arg_hold(state, values[SELECT_b], "minblocks", ARG_FLOATS, a_bits_as, &call->b) < 0) return -1;
     a->b = call->b.tensor;
     if (read_select_requests(state, values, call, tokens) < 0) return -1;
     if (arg_kv_layout(values[SELECT_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
@@ -330,7 +337,7 @@ static int result_shape(const ba_select_args *a, PyObject *k, ba_tensor *shape) 
     return 0;
 }
 
-TAKES(select_blocks, SELECT_COUNT, SELECT_ARGUMENTS(AS_TEXT));
+TAKES(select_blocks, SELECT_k_scale, SELECT_ARGUMENTS(AS_TEXT));
 PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(select_blocks, SELECT_COUNT);
     module_state *state = PyModule_GetState(module);
@@ -361,7 +368,7 @@ PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t n
         if (scores == NULL) goto done;
         call.args.scores = call.scores.tensor;
     }
-    const arg_array *const inputs[] = {&call.q, &call.a, &call.b, &call.tables};
+    const arg_array *const inputs[] = {&call.q, &call.a, &call.b, &call.k_scale, &call.tables};
     for (size_t i = 0; i < COUNT_OF(inputs); i++)
         if (arg_disjoint(&call.selected, inputs[i]) < 0) goto done;
 

@@ -336,7 +336,8 @@ def _select(a: Arena, v: int) -> dict[str, Any]:
     summaries = _summaries(a)
     call |= {"source": (summaries["maxblocks"], summaries["minblocks"]), "tables": summaries["metadata_block_tables"]}
     if v & 1:
-        call |= {"source": a.floats(_PAGES, _PAGE, _KV_HEADS, _DIM), "tables": a.integers([[3, 1], [0, 2]]), "method": "max"}
+        keys = _caches(a, v & 4)
+        call |= {"source": keys["k_cache"], "k_scale": keys.get("k_scale"), "tables": a.integers([[3, 1], [0, 2]]), "method": "max"}
     elif v & 2:
         call |= {"source": summaries["maxblocks"], "method": "mean"}
     call |= {"seq_lens": [8, 4], "k": (2, [2, 1])[v // 4 % 2]} if v & 8 else {"seq_lens": a.integers([8, 4], "int64"), "budget": 8}

@@ -412,8 +412,6 @@ def select_and_attend(draw: Draw) -> None:
     q_lens = case.problem.q_lens if case.ragged else None
     p, method, per_query_head = case.problem, draw.pick("method", ("quest", "mean", "max")), draw.flag("per_query_head")
     size, tables = p.k.shape[1], case.tables[0]
-    if method == "max" and case.cache_dtype in ("int8", "float8_e4m3"):
-        raise Discard("max looks at float caches")
     choice = Choice(draw, p.seq_lens, size, p.q_lens)
     source, summary_tables = case.k.given(), tables
     if method != "max":
@@ -429,10 +427,11 @@ def select_and_attend(draw: Draw) -> None:
     bits = "bfloat16" if p.dtype == "bfloat16" or case.cache_dtype == "bfloat16" else None
     how = choice.given() | {"method": method, "per_query_head": per_query_head}
     attending = case.options() | {"return_lse": True}
+    of_keys = {name: attending.get(name) for name in ("k_scale", "kv_dtype")} if method == "max" else {}
     with checks.at_level(draw):
         selected, counts = blitz_attn.select_blocks(
-            case.q.array, source, summary_tables, p.seq_lens, **how, block_size=size, kv_layout="HND" if case.hnd else "NHD", dtype=bits,
-            num_threads=1, ascending=draw.flag("ascending"), q_lens=q_lens,
+            case.q.array, source, summary_tables, p.seq_lens, **how, **of_keys, block_size=size, kv_layout="HND" if case.hnd else "NHD",
+            dtype=bits, num_threads=1, ascending=draw.flag("ascending"), q_lens=q_lens,
         )  # fmt: skip
         written = arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype) if draw.flag("out") else None
         out, lse = blitz_attn.select_and_attend(

@@ -48,14 +48,15 @@ static bool is_heavy(const ba_tensor *a, const ba_tensor *table, const int64_t *
     return (fz_elements(a) > 1e6 && fz_elements(a) < 1e18) || fz_elements(table) > 1e6 || (tokens > 1e5 && tokens < 1e12);
 }
 
+static const int64_t eight_bits[] = {BA_INT8, BA_FLOAT8_E4M3};
+
 static ba_status metadata(const void *args) { return ba_quest_metadata(args); }
 
 void fz_quest_metadata(void) {
-    static const int64_t dtypes[] = {BA_INT8, BA_FLOAT8_E4M3};
     sizes s = draw_sizes();
     ba_quest_metadata_args a = {.kv_layout = (ba_kv_layout)fz_range(BA_NHD, BA_HND), .batch = fz_unusual() ? fz_unusual_number() : s.batch};
     const bool eight = fz_once_in(4);
-    a.k_cache = draw_cache(&s, eight ? (ba_dtype)fz_pick(dtypes, 2) : s.dtype, a.kv_layout);
+    a.k_cache = draw_cache(&s, eight ? (ba_dtype)fz_pick(eight_bits, 2) : s.dtype, a.kv_layout);
     if (eight) s.dtype = BA_FLOAT32; /* of the summaries */
     if (eight != fz_unusual()) a.k_scale = fz_scales(a.k_cache.dims, s.kv_heads, FZ_INPUT);
     if (fz_unusual()) a.kv_layout = (ba_kv_layout)fz_unusual_number();
@@ -97,7 +98,7 @@ void fz_select(void) {
     static const fz_op ops[] = {FZ_SELECT_QUEST, FZ_SELECT_MEAN, FZ_SELECT_MAX};
     const sizes s = draw_sizes();
     ba_select_args a = {.method = (ba_select_method)fz_range(BA_SELECT_QUEST, BA_SELECT_MAX), .page_size = s.page_size};
-    const bool tokens = a.method == BA_SELECT_MAX;
+    const bool tokens = a.method == BA_SELECT_MAX, eight = tokens && fz_once_in(4);
     fz_op op = ops[a.method];
     a.batch = fz_unusual() ? fz_unusual_number() : s.batch;
     a.kv_layout = (ba_kv_layout)fz_range(BA_NHD, BA_HND);
@@ -105,7 +106,8 @@ void fz_select(void) {
     a.seq_lens = fz_lengths(a.batch, s.width * s.page_size);
     if (fz_once_in(3)) a.cu_q = draw_queries(&a, &q[0]);
     a.q = fz_tensor(FZ_INPUT, s.dtype, 3, q, 0);
-    a.a = tokens ? draw_cache(&s, s.dtype, a.kv_layout) : draw_summaries(&s, FZ_INPUT);
+    a.a = tokens ? draw_cache(&s, eight ? (ba_dtype)fz_pick(eight_bits, 2) : s.dtype, a.kv_layout) : draw_summaries(&s, FZ_INPUT);
+    if (eight != fz_unusual()) a.k_scale = fz_scales(a.a.dims, s.kv_heads, FZ_INPUT);
     if (a.method == BA_SELECT_QUEST) a.b = draw_summaries(&s, FZ_INPUT);
     if (fz_unusual()) a.kv_layout = (ba_kv_layout)fz_unusual_number();
     a.tables = draw_table(&s, tokens ? s.width : s.summary_width, tokens ? s.pages : s.summary_pages, fz_once_in(2));
