@@ -6,7 +6,8 @@
 #include "ops/problem.h"
 
 /* Computes out, and lse where its data is given, of a checked problem. Fails only for a bad list entry or where memory cannot be had, and then
- * before it writes; or because the caller's poll function stops it. num_threads 0: what ba_get_num_threads() says. */
+ * before it writes (but a call that takes two passes may find no memory for the second one); or because the caller's poll function stops it.
+ * num_threads 0: what ba_get_num_threads() says. */
 ba_status ba_attend(const ba_problem *problem, int num_threads);
 
 /* The same for valid queries only, with the kernels of one family. Does not write the outputs of padding. */
