@@ -1,4 +1,5 @@
-"""The library for C programs: what make install-lib installs and what it exports, the example compiled as its comment says, and NULL."""
+"""The library for C programs: what make install-lib installs and what it exports, the example compiled as its comment says, and what only C
+programs can do: pass NULL and other numbers that the package never passes, and change the level while other threads compute."""
 
 import os
 import re
@@ -150,3 +151,84 @@ def test_null_is_refused_with_a_sentence(installed, tmp_path):
     program = build(installed, tmp_path, compiler("CC"), ("program.c", "\n".join([*text, "    return 0;", "}", ""])))
     lines = run_linked(installed, program).splitlines()
     assert lines == [f"1 {parameter}: expected a pointer, got NULL" for parameter, _ in calls]
+
+
+PRELUDE = """
+#define _XOPEN_SOURCE 700
+#include <blitz_attn.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static inline ba_tensor tensor(void *data, ba_dtype dtype, int ndim, int64_t a, int64_t b, int64_t c, int64_t d) {
+    ba_tensor t = {.data = data, .dtype = dtype, .ndim = ndim, .dims = {a, b, c, d}};
+    for (int64_t i = ndim - 1, step = 1; i >= 0; step *= t.dims[i--]) t.strides[i] = step;
+    return t;
+}
+static inline void report(ba_status status) { printf("%d %s\\n", status, status == BA_OK ? "" : ba_last_error()); }
+"""
+
+
+def output_of(installed, folder, text):
+    """The lines that a C program prints. It begins with PRELUDE."""
+    command = [*compiler("CC"), "-std=c11", "-pthread"]
+    return run_linked(installed, build(installed, folder, command, ("program.c", PRELUDE + text))).splitlines()
+
+
+def test_the_level_may_change_while_calls_run(installed, tmp_path):
+    """A call uses one level from its beginning to its end: with quantised caches, families of some levels read rows that others do not make."""
+    text = """
+enum { QUERIES = 8, HEADS = 4, TOKENS = 32, DIM = 16, OUT = QUERIES * HEADS * DIM };
+static _Atomic int done;
+static void *change_the_level(void *unused) {
+    while (!done) {
+        ba_isa_set_cap(BA_ISA_PORTABLE);
+        ba_isa_set_cap(BA_ISA_COUNT - 1);
+    }
+    return unused;
+}
+
+int main(void) {
+    uint16_t q[OUT];
+    int8_t k[TOKENS * DIM], v[TOKENS * DIM];
+    float out[OUT], wanted[BA_ISA_COUNT][OUT], scale = 0.01f;
+    int32_t table[1] = {0};
+    int64_t length = TOKENS, queries[] = {0, QUERIES};
+    for (int i = 0; i < OUT; i++) q[i] = (uint16_t)(0x3f00 + i * 37 % 128 + (i % 2 << 15));
+    for (int i = 0; i < TOKENS * DIM; i++) {
+        k[i] = (int8_t)(i * 53 % 255 - 127);
+        v[i] = (int8_t)(i * 91 % 255 - 127);
+    }
+    ba_paged_args a = ba_paged_args_init();
+    a.q = tensor(q, BA_BFLOAT16, 3, QUERIES, HEADS, DIM, 0);
+    a.k_cache = tensor(k, BA_INT8, 4, 1, TOKENS, 1, DIM);
+    a.v_cache = tensor(v, BA_INT8, 4, 1, TOKENS, 1, DIM);
+    a.k_scale = a.v_scale = tensor(&scale, BA_FLOAT32, 0, 0, 0, 0, 0);
+    a.block_tables = tensor(table, BA_INT32, 2, 1, 1, 0, 0);
+    a.seq_lens = &length;
+    a.cu_q = queries;
+    a.batch = a.num_threads = a.unrounded = 1;
+    for (int level = 0; level < BA_ISA_COUNT; level++) {
+        ba_isa_set_cap((ba_isa)level);
+        a.out = tensor(wanted[level], BA_FLOAT32, 3, QUERIES, HEADS, DIM, 0);
+        if (ba_paged_attention(&a) != BA_OK) return 1;
+    }
+    a.out.data = out;
+    pthread_t changer;
+    pthread_create(&changer, NULL, change_the_level, NULL);
+    int wrong = 0;
+    for (int call = 0; call < CALLS; call++) {
+        if (ba_paged_attention(&a) != BA_OK) return 1;
+        int right = 0;
+        for (int level = 0; level < BA_ISA_COUNT; level++) right |= !memcmp(out, wanted[level], sizeof out);
+        wrong += !right;
+    }
+    done = 1;
+    pthread_join(changer, NULL);
+    printf("%d\\n", wrong);
+    return 0;
+}
+"""
+    assert output_of(installed, tmp_path, text.replace("CALLS", "50000")) == ["0"]

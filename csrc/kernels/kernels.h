@@ -542,7 +542,7 @@ typedef struct ba_kernels {
 
 /* The table of a level. It has, for each dtype, the kernels of the highest level up to this one that has any and that the CPU supports. */
 const ba_kernels *ba_kernels_at(ba_isa level);
-/* The table that calls use now. */
+/* The table of the level in use. Another thread may change the level at any time, so a call reads it once: by this function or by ba_isa_active(). */
 const ba_kernels *ba_kernels_active(void);
 
 /* ---- Numbers that tune speed (tuning.c has a block for each level) ------------------------------------------------------ */

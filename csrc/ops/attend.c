@@ -1,5 +1,5 @@
-/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It looks kernels and numbers up by the level in
- * use and by dtype, but branches on neither. attend_batch.c decides which batch entries it is called for. */
+/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It looks kernels and numbers up by the call's
+ * level and by dtype, but branches on neither. attend_batch.c reads the level, and decides which batch entries this is called for. */
 #include "core/arena.h"
 #include "core/status.h"
 #include "kernels/prefetch_rows.h"
@@ -79,7 +79,7 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     c->order_few = c->own_few ? native->few->order_queries : cache->order_few;
 }
 
-/* Chooses the numbers: those of the family's level, but those for few queries of the level in use. They are copied to `own`. */
+/* Chooses the numbers: those of the family's level, but those for few queries of the call's level. They are copied to `own`. */
 static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const ba_tuning *of_level = ba_tuning_at(level);
     *own = *ba_tuning_at(c->family->isa);
@@ -141,8 +141,7 @@ static int64_t lay_out_call(ba_attend_call *c, int threads, char *base) {
     return used;
 }
 
-ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *problem, int threads) {
-    const ba_isa level = ba_isa_active();
+ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_problem *problem, int threads) {
     if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, family->rows ? family : ba_kernels_at(level)->vector[problem->dtype], threads);
 
     ba_attend_call c = {.problem = problem, .family = family};

@@ -10,8 +10,9 @@
  * num_threads 0: what ba_get_num_threads() says. */
 ba_status ba_attend(const ba_problem *problem, int num_threads);
 
-/* The same for valid queries only, with the kernels of one family. Does not write the outputs of padding. */
-ba_status ba_attend_with(const ba_attend_family *family, const ba_problem *problem, int threads);
+/* The same for valid queries only, at this level and with the kernels of one of its families. Does not write the outputs of padding. The level is
+ * what the caller has chosen the family by: the level in use may have changed since. */
+ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_problem *problem, int threads);
 
 /* Whether a family of these kernels attends K and V of the problem's dtype itself. Otherwise the level's vector family does. */
 bool ba_attends_kv_dtype(const ba_kernels *kernels, const ba_attend_family *family, const ba_problem *problem);

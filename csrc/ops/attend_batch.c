@@ -26,8 +26,8 @@ static double pairs_per_key(const ba_problem *p, int64_t batch) {
 
 /* Runs the call in two passes, where some batch entries are for one family and the others for the other family. Each pass treats the other pass's
  * queries as padding. The first pass reads and checks all lists, so that nothing is written if one is wrong. */
-static ba_status attend_in_two_passes(const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem, int64_t least_pairs,
-                                      int threads) {
+static ba_status attend_in_two_passes(ba_isa level, const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem,
+                                      int64_t least_pairs, int threads) {
     const size_t bytes = (size_t)problem->batch * sizeof(int64_t);
     int64_t *lens = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
     if (!lens) return ba_fail(BA_ERROR_MEMORY, "scratch: expected %zu bytes of memory, got none", bytes);
@@ -39,21 +39,24 @@ static ba_status attend_in_two_passes(const ba_attend_family *packed, const ba_a
             lens[b] = pays == (pass == 0) ? ba_q_span(problem, b).valid : 0;
         }
         part.q_lens = lens;
-        status = ba_attend_with(pass == 0 ? packed : vectors, &part, threads);
+        status = ba_attend_with(level, pass == 0 ? packed : vectors, &part, threads);
     }
     free(lens);
     return status;
 }
 
+/* Reads the level in use, once: another thread may change it at any time, and the kernels of one call must be those of one level. */
 static ba_status attend_valid(const ba_problem *problem, int threads) {
-    const ba_kernels *kernels = ba_kernels_active();
+    const ba_isa level = ba_isa_active();
+    const ba_kernels *kernels = ba_kernels_at(level);
     const ba_attend_family *family = kernels->attend[problem->dtype], *vectors = kernels->vector[problem->dtype];
-    if (!ba_attends_kv_dtype(kernels, family, problem)) return ba_attend_with(vectors, problem, threads);
+    if (!ba_attends_kv_dtype(kernels, family, problem)) return ba_attend_with(level, vectors, problem, threads);
     const int64_t least_pairs = ba_tuning_at(family->isa)->least_pairs[problem->dtype];
     int64_t pay = 0;
     for (int64_t b = 0; least_pairs > 0 && b < problem->batch; b++) pay += pairs_per_key(problem, b) >= least_pairs;
-    if (least_pairs == 0 || pay == problem->batch) return ba_attend_with(family, problem, threads);
-    return pay == 0 ? ba_attend_with(vectors, problem, threads) : attend_in_two_passes(family, vectors, problem, least_pairs, threads);
+    if (least_pairs == 0 || pay == problem->batch) return ba_attend_with(level, family, problem, threads);
+    if (pay == 0) return ba_attend_with(level, vectors, problem, threads);
+    return attend_in_two_passes(level, family, vectors, problem, least_pairs, threads);
 }
 
 /* Writes output 0 and log-sum-exp -inf for the queries behind the valid length. An item is one head of one batch entry. */

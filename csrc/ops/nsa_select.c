@@ -496,10 +496,10 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     for (int i = 0; i < args->selected.ndim; i++)
         if (args->selected.dims[i] == 0) return BA_OK;
     const ba_dtype real = ba_real_of(args->q.dtype);
-    const ba_isa level = ba_level_with_parts(real);
+    const ba_isa active = ba_isa_active(), level = ba_level_with_parts(active, real);
     c.kernels = ba_kernels_at(level);
     c.family = c.kernels->vector[real];
-    const ba_attend_family *own = ba_kernels_active()->attend[args->q.dtype];
+    const ba_attend_family *own = ba_kernels_at(active)->attend[args->q.dtype];
     c.has_own = c.by_query && own->panel->add_probabilities;
     if (c.has_own) c.family = own;
     c.real_size = c.family->real_size;

@@ -215,7 +215,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     if (c->p.block_columns == 0) keep_nothing(c);
     if (c->p.batch == 0 || c->p.block_rows == 0 || c->p.block_columns == 0) return BA_OK;
     c->real = ba_real_of(c->p.dtype);
-    const ba_isa level = ba_level_with_parts(c->real);
+    const ba_isa level = ba_level_with_parts(ba_isa_active(), c->real);
     c->kernels = ba_kernels_at(level);
     const ba_attend_family *own = c->kernels->attend[c->p.dtype];
     const bool pairs = c->p.dtype == BA_BFLOAT16 && own->panel->sum_blocks && !own->pack->keys;

@@ -154,8 +154,7 @@ static bool store_one(const ba_store_call *c, ba_stored_rows *r, const row_scrat
 static void check_rows(void *context, int64_t item, int worker) { visit_rows(context, item, worker, check_one); }
 static void store_rows(void *context, int64_t item, int worker) { visit_rows(context, item, worker, store_one); }
 
-static void choose_kernels(ba_stored_rows *r) {
-    const ba_kernels *kernels = ba_kernels_active();
+static void choose_kernels(ba_stored_rows *r, const ba_kernels *kernels) {
     r->pack = kernels->cache[r->from_dtype]->pack;
     r->magnitude = kernels->cache[r->to_dtype]->magnitude;
     r->quantise = kernels->cache[r->to_dtype]->quantise;
@@ -163,7 +162,8 @@ static void choose_kernels(ba_stored_rows *r) {
 }
 
 ba_status ba_store_rows(ba_store_call *c, int num_threads) {
-    for (int i = 0; i < c->arrays; i++) choose_kernels(&c->rows[i]);
+    const ba_kernels *kernels = ba_kernels_active();
+    for (int i = 0; i < c->arrays; i++) choose_kernels(&c->rows[i], kernels);
     const bool quantised = is_quantised(&c->rows[0]);
     const int64_t token_numbers = c->heads * ba_max(c->rows[0].dim, c->rows[c->arrays - 1].dim);
     c->item_tokens = ba_max(1, ba_work.stored_numbers / token_numbers);

@@ -123,8 +123,9 @@ static ba_status summarise(const ba_quest_metadata_args *a, const ba_page_tables
     if (plan) BA_TRY(ba_check_page_numbers(plan, c.k.count));
     else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
     BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows, rows));
-    c.summarise = ba_kernels_active()->cache[c.dtype]->summarise;
-    if (ba_is_quantised(a->k_cache.dtype)) c.widen = ba_kernels_active()->cache[a->k_cache.dtype]->pack;
+    const ba_kernels *kernels = ba_kernels_active();
+    c.summarise = kernels->cache[c.dtype]->summarise;
+    if (ba_is_quantised(a->k_cache.dtype)) c.widen = kernels->cache[a->k_cache.dtype]->pack;
     double tokens = 0;
     for (int64_t b = 0; b < a->batch; b++) {
         const int64_t begin = a->begin ? a->begin[b] : 0;
