@@ -344,7 +344,7 @@ typedef struct ba_select_prefill_args {
     int per_kv_head;  /* 1: one list per KV head, from the mean score of its query heads. 0: one list per query head */
     ba_tensor kept;   /* written: int64 (B, lists, rows, words), with ceil(columns / 64) words: column c of a row is kept where bit c % 64 of word
                        * c / 64 is set */
-    ba_tensor counts; /* written: int32 (B, lists, rows) */
+    ba_tensor counts; /* written: int32 (B, lists, rows), how many blocks each row keeps */
     ba_tensor scores; /* not given, or written: float32 (B, lists, rows, columns); 0 where a row sees no key of the column */
 } ba_select_prefill_args;
 
@@ -354,9 +354,9 @@ BA_API ba_select_prefill_args ba_select_prefill_args_init(void);
  * key that a query sees up to the diagonal. */
 BA_API ba_status ba_select_prefill(const ba_select_prefill_args *args);
 
-/* Writes the blocks that are `kept` as index lists, for `blocks` of ba_block_sparse_args: `lists` is (B, H, rows, W), uint16, int16, int32 or int64.
- * H is a multiple of the number of lists in `kept`; W is at least the largest of `counts`. */
-BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_tensor *lists);
+/* Writes the blocks that are `kept` as index lists, for `blocks` of ba_block_sparse_args: `lists` is (B, H, rows, W), of uint16, int16, int32 or
+ * int64, which must hold the columns. H is a multiple of the number of lists in `kept`; W is at least the largest of the `counts` beside it. */
+BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
 
 /* ---- Native sparse attention: the steps around its three attention branches ----------------------------------- */
 

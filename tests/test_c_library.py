@@ -232,3 +232,36 @@ int main(void) {
 }
 """
     assert output_of(installed, tmp_path, text.replace("CALLS", "50000")) == ["0"]
+
+
+def test_lists_hold_the_columns_that_are_kept(installed, tmp_path):
+    text = """
+static int64_t kept[1 << 10];
+static void list(int64_t column, ba_dtype dtype) {
+    int64_t lists[2] = {77, 77};
+    const ba_tensor words = tensor(kept, BA_INT64, 4, 1, 1, 1, 1 << 10);
+    const ba_tensor entries = tensor(lists, dtype, 4, 1, 1, 1, 2);
+    kept[column / 64] = (int64_t)((uint64_t)1 << column % 64);
+    const ba_status status = ba_list_kept(&words, &entries);
+    const int64_t entry = dtype == BA_UINT16 ? *(uint16_t *)lists : dtype == BA_INT16 ? *(int16_t *)lists : *(int32_t *)lists;
+    printf("%" PRId64 " ", entry);
+    report(status);
+    kept[column / 64] = 0;
+}
+
+int main(void) {
+    list(65534, BA_UINT16);
+    list(65535, BA_UINT16);
+    list(32767, BA_INT16);
+    list(32768, BA_INT16);
+    list(65535, BA_INT32);
+    return 0;
+}
+"""
+    assert output_of(installed, tmp_path, text) == [
+        "65534 0 ",
+        "77 2 sabi: expected a dtype that holds column 65535, got uint16",
+        "32767 0 ",
+        "77 2 sabi: expected a dtype that holds column 32768, got int16",
+        "65535 0 ",
+    ]

@@ -272,35 +272,48 @@ static void set_entry(const ba_tensor *lists, int64_t place, int64_t column) {
     }
 }
 
+static int64_t largest_entry(ba_dtype dtype) {
+    switch (dtype) {
+    case BA_UINT16: return UINT16_MAX - 1; /* UINT16_MAX is the pad */
+    case BA_INT16: return INT16_MAX;
+    case BA_INT32: return INT32_MAX;
+    default: return INT64_MAX;
+    }
+}
+
 /* The words of a row; NULL where there are none. */
 static const uint64_t *words_of(const ba_tensor *kept, int64_t batch, int64_t list, int64_t row) {
     if (kept->dims[3] == 0) return NULL;
     return (const uint64_t *)kept->data + batch * kept->strides[0] + list * kept->strides[1] + row * kept->strides[2];
 }
 
-/* The most blocks that a row keeps. */
-static int64_t fullest_row(const ba_tensor *kept) {
-    int64_t most = 0;
+/* Checks that the lists have room for the fullest row, and a dtype that holds the last column of all rows. */
+static ba_status check_room(const ba_tensor *kept, const ba_tensor *lists) {
+    int64_t fullest = 0, last = -1;
     for (int64_t b = 0; b < kept->dims[0]; b++)
         for (int64_t l = 0; l < kept->dims[1]; l++)
             for (int64_t r = 0; r < kept->dims[2]; r++) {
                 const uint64_t *words = words_of(kept, b, l, r);
                 int64_t n = 0;
-                for (int64_t w = 0; w < kept->dims[3]; w++) n += __builtin_popcountll(words[w * kept->strides[3]]);
-                most = ba_max(most, n);
+                for (int64_t w = 0; w < kept->dims[3]; w++) {
+                    const uint64_t word = words[w * kept->strides[3]];
+                    n += __builtin_popcountll(word);
+                    if (word) last = ba_max(last, w * 64 + 63 - __builtin_clzll(word));
+                }
+                fullest = ba_max(fullest, n);
             }
-    return most;
+    if (fullest > lists->dims[3])
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, fullest, lists->dims[3]);
+    if (last <= largest_entry(lists->dtype)) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "sabi: expected a dtype that holds column %" PRId64 ", got %s", last, ba_dtype_name(lists->dtype));
 }
 
-ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_tensor *lists) {
+ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists) {
     BA_TRY(ba_check_pointer("kept", kept));
-    BA_TRY(ba_check_pointer("counts", counts));
     BA_TRY(ba_check_pointer("lists", lists));
-    const ba_tensor row_counts = {.dtype = BA_INT32, .ndim = 3, .dims = {kept->dims[0], kept->dims[1], kept->dims[2]}};
     if (kept->dtype != BA_INT64 || kept->ndim != 4)
         return ba_fail(BA_ERROR_VALUE, "kept: expected int64 (B, lists, rows, words), got %s", ba_shape_text(kept).chars);
     BA_TRY(ba_check_extent("kept", kept));
-    BA_TRY(ba_check_same("counts", counts, &row_counts, false));
     if (lists->dtype != BA_UINT16 && lists->dtype != BA_INT16 && lists->dtype != BA_INT32 && lists->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(lists->dtype));
     if (lists->ndim != 4 || lists->dims[0] != kept->dims[0] || lists->dims[2] != kept->dims[2] ||
@@ -308,8 +321,8 @@ ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *counts, const ba_
         return ba_fail(BA_ERROR_VALUE, "sabi: expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
     BA_TRY(ba_check_extent("sabi", lists));
     BA_TRY(ba_check_places("sabi", lists));
-    const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3], fullest = fullest_row(kept);
-    if (fullest > width) return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, fullest, width);
+    BA_TRY(check_room(kept, lists));
+    const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
     for (int64_t b = 0; b < kept->dims[0]; b++)
         for (int64_t l = 0; l < kept->dims[1]; l++)
             for (int64_t r = 0; r < kept->dims[2]; r++) {

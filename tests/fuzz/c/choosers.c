@@ -64,12 +64,12 @@ static void compare_lists(const ba_tensor *kept, const ba_tensor *lists) {
 }
 
 typedef struct list_args {
-    ba_tensor kept, counts, lists;
+    ba_tensor kept, lists;
 } list_args;
 
 static ba_status list(const void *args) {
     const list_args *a = args;
-    return ba_list_kept(&a->kept, &a->counts, &a->lists);
+    return ba_list_kept(&a->kept, &a->lists);
 }
 
 static ba_status forward(const void *args) { return ba_block_sparse_attention(args); }
@@ -81,7 +81,7 @@ static ba_status check_forward(const void *args) {
 /* Writes what was chosen as lists, which attention must accept where it accepts the same call without lists. */
 static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_UINT16, BA_INT16, BA_INT64};
-    list_args l = {.kept = a->kept, .counts = a->counts};
+    list_args l = {.kept = a->kept};
     int64_t at[BA_MAX_DIMS] = {0}, widest = 0;
     for (at[0] = 0; at[0] < a->counts.dims[0]; at[0]++)
         for (at[1] = 0; at[1] < a->counts.dims[1]; at[1]++)
@@ -97,7 +97,6 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     fz_set_role(&a->scores, FZ_INPUT);
     l.lists = fz_tensor(FZ_OUTPUT, (ba_dtype)fz_pick(dtypes, 4), 4, dims, FZ_FREE_LAST);
     if (fz_unusual()) l.kept = fz_tensor(FZ_INPUT, BA_INT64, 4, a->kept.dims, FZ_FREE_LAST);
-    if (fz_unusual()) l.counts = fz_tensor(FZ_INPUT, BA_INT32, 3, a->kept.dims, FZ_FREE_LAST);
     if (!fz_run(FZ_LIST_KEPT, list, &l, NULL)) return;
     compare_lists(&l.kept, &l.lists);
     const int head_axis = s->layout == BA_BSND ? 2 : 1;
