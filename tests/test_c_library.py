@@ -265,3 +265,24 @@ int main(void) {
         "77 2 sabi: expected a dtype that holds column 32768, got int16",
         "65535 0 ",
     ]
+
+
+def test_selection_refuses_a_layout_that_is_none(installed, tmp_path):
+    text = """
+int main(void) {
+    float q[8] = {0}, cache[4 * 8] = {0};
+    int32_t table = 0, selected = 77;
+    int64_t length = 4;
+    ba_select_args a = {.method = BA_SELECT_MAX, .kv_layout = (ba_kv_layout)7, .seq_lens = &length, .batch = 1, .page_size = 4};
+    a.q = tensor(q, BA_FLOAT32, 3, 1, 1, 8, 0);
+    a.a = tensor(cache, BA_FLOAT32, 4, 1, 1, 4, 8);
+    a.tables = tensor(&table, BA_INT32, 2, 1, 1, 0, 0);
+    a.selected = tensor(&selected, BA_INT32, 3, 1, 1, 1, 0);
+    report(ba_select_blocks(&a));
+    a.kv_layout = BA_HND;
+    report(ba_select_blocks(&a));
+    printf("%d\\n", (int)selected);
+    return 0;
+}
+"""
+    assert output_of(installed, tmp_path, text) == ["2 kv_layout: expected NHD or HND, got 7", "0 ", "0"]

@@ -12,6 +12,7 @@ ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layou
 }
 
 ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out) {
+    if ((unsigned)layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)layout);
     BA_TRY(ba_check_cache_dtype(name, t));
     if (t->ndim != 4 || t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM || t->dims[1] < 1 || t->dims[2] < 1)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name,

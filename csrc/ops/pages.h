@@ -28,7 +28,7 @@ static inline int64_t ba_request_page(const ba_page_tables *plan, const ba_tenso
 /* Checks the dtype, the shape and the strides of such an array, and fills `out`. */
 ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
 
-/* The same for a cache, which may also be quantised. */
+/* The same for a cache, which may also be quantised, and whose layout is checked, too. */
 ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
 
 /* Checks a table of pages: for each request b, it must have pages for tokens[b] tokens, and these must be among the `count` pages of the array. A
