@@ -286,3 +286,22 @@ int main(void) {
 }
 """
     assert output_of(installed, tmp_path, text) == ["2 kv_layout: expected NHD or HND, got 7", "0 ", "0"]
+
+
+def test_appending_refuses_a_negative_batch(installed, tmp_path):
+    text = """
+int main(void) {
+    float k = 0, cache[4] = {0};
+    int32_t table = 0;
+    int64_t number = 0;
+    ba_paged_args a = ba_paged_args_init();
+    const ba_tensor rows = tensor(&k, BA_FLOAT32, 3, 1, 1, 1, 0);
+    a.k_cache = tensor(cache, BA_FLOAT32, 4, 1, 4, 1, 1);
+    a.block_tables = tensor(&table, BA_INT32, 1, 1, 0, 0, 0);
+    a.indptr = a.seq_lens = &number;
+    a.batch = -1;
+    report(ba_append_kv(&rows, NULL, NULL, &a));
+    return 0;
+}
+"""
+    assert output_of(installed, tmp_path, text) == ["2 batch: expected at least 0 requests, got -1"]

@@ -118,6 +118,7 @@ ba_status ba_check_page_numbers(const ba_page_tables *t, int64_t pages) {
 
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *t) {
     int64_t used = 0;
+    if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "batch: expected at least 0 requests, got %" PRId64, args->batch);
     BA_TRY(ba_check_begins(args->q_begin, args->batch));
     BA_TRY(check_requests(args, page_size, &used));
     BA_TRY(ba_check_queries(args->cu_q, args->seq_lens, args->q_begin, args->batch, queries));
