@@ -305,3 +305,33 @@ int main(void) {
 }
 """
     assert output_of(installed, tmp_path, text) == ["2 batch: expected at least 0 requests, got -1"]
+
+
+def test_a_program_that_has_all_keys_keeps_its_values(installed, tmp_path):
+    """Each thread frees its scratch memory when it ends, by a key of pthreads. Where none is left, no key of the program stands in for it."""
+    text = """
+static pthread_key_t keys[1 << 16];
+static int count, changed;
+
+static void *attend(void *unused) {
+    float x[4] = {1, 2, 3, 4}, out[4];
+    for (int i = 0; i < count; i++) pthread_setspecific(keys[i], &keys[i]);
+    ba_block_sparse_args a = ba_block_sparse_args_init();
+    a.q = a.k = a.v = a.out = tensor(x, BA_FLOAT32, 4, 1, 1, 1, 4);
+    a.out.data = out;
+    a.num_threads = 1;
+    for (int call = 0; call < 2; call++) changed += ba_block_sparse_attention(&a) != BA_OK || out[3] != 4;
+    for (int i = 0; i < count; i++) changed += pthread_getspecific(keys[i]) != &keys[i];
+    return unused;
+}
+
+int main(void) {
+    pthread_t thread;
+    while (count < 1 << 16 && pthread_key_create(&keys[count], NULL) == 0) count++;
+    pthread_create(&thread, NULL, attend, NULL);
+    pthread_join(thread, NULL);
+    printf("%d %d\\n", count > 0, changed);
+    return 0;
+}
+"""
+    assert output_of(installed, tmp_path, text) == ["1 0"]
