@@ -222,6 +222,15 @@ def test_probes_measure_rates_above_zero():
         assert _core.probe_read(level, b"a few bytes", 0.01, 1) == 0
 
 
+def test_probes_say_0_where_they_cannot_measure():
+    for size, threads in ((1 << 62, 4), (1 << 62, 1), ((1 << 63) - 100, 1)):  # bytes of all threads, or rounded up, beyond 64 bits
+        assert _core.probe_read("portable", size, 0.01, threads) == 0
+    too_many = 1025
+    assert _core.probe_flops("portable", 0.001, too_many) == 0
+    assert _core.probe_read("portable", 1 << 16, 0.001, too_many) == 0
+    assert _core.probe_read("portable", np.ones(1 << 20, np.uint8), None, too_many) == 0
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [

@@ -67,14 +67,18 @@ static void run_probe(void *context, int64_t item, int worker) {
     p->rate[item] = done / elapsed;
 }
 
-static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes, double seconds, int num_threads) {
+/* The number of threads that measure; 0 for a number that calls refuse. */
+static int threads_of(int num_threads) { return num_threads < 0 || num_threads > BA_MAX_THREADS ? 0 : ba_threads_for(num_threads); }
+
+static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes, double seconds, int threads) {
+    int64_t own_bytes;
     if ((unsigned)level >= BA_ISA_COUNT || level > ba_isa_detected() || seconds < 0 || (seconds <= 0 && !bytes) || bytes < 0) return 0;
-    const int threads = ba_threads_for(num_threads);
+    if (!threads || __builtin_mul_overflow(bytes, threads, &own_bytes)) return 0;
     probe p = {.kernels = ba_kernels_at(level)->probes, .seconds = seconds, .bytes = bytes, .threads = threads};
     p.flops = tiles ? p.kernels->tile_flops : p.kernels->flops;
     if (!p.flops) return 0;
     p.rate = ba_fault(BA_FAULT_MEMORY) ? NULL : calloc((size_t)threads, sizeof *p.rate);
-    if (bytes && !data && !ba_fault(BA_FAULT_MEMORY)) p.own_memory = aligned_alloc(BA_ALIGN, (size_t)bytes * (size_t)threads);
+    if (bytes && !data && !ba_fault(BA_FAULT_MEMORY)) p.own_memory = aligned_alloc(BA_ALIGN, (size_t)own_bytes);
     p.data = data ? data : (const char *)p.own_memory;
     double best = 0;
     /* The best of a few slices is the limit: in any one slice, two threads may have shared a core until the system moved one of them. */
@@ -91,12 +95,13 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
     return best;
 }
 
-double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, false, NULL, 0, seconds, num_threads); }
+double ba_probe_flops(ba_isa level, double seconds, int num_threads) { return measure(level, false, NULL, 0, seconds, threads_of(num_threads)); }
 
-double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads) { return measure(level, true, NULL, 0, seconds, num_threads); }
+double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads) { return measure(level, true, NULL, 0, seconds, threads_of(num_threads)); }
 
 double ba_probe_read(ba_isa level, const void *data, int64_t bytes, double seconds, int num_threads) {
-    if (data) bytes /= ba_threads_for(num_threads);
-    bytes = data ? bytes - bytes % PROBE_STEP : ba_round_up(bytes, PROBE_STEP);
-    return bytes > 0 ? measure(level, false, data, bytes, seconds, num_threads) : 0;
+    const int threads = threads_of(num_threads);
+    if (!threads || bytes > INT64_MAX - PROBE_STEP) return 0;
+    bytes = data ? bytes / threads - bytes / threads % PROBE_STEP : ba_round_up(bytes, PROBE_STEP);
+    return bytes > 0 ? measure(level, false, data, bytes, seconds, threads) : 0;
 }
