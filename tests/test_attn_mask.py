@@ -320,6 +320,23 @@ def test_numbers_that_are_as_good_as_infinite(isa_level):
     np.testing.assert_allclose(out, np.broadcast_to(np.repeat(exact[2], 2, axis=1).mean(axis=2, keepdims=True), out.shape), atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["bool", "-inf", "least"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_a_hidden_key_stays_hidden_whatever_its_distance_adds(q_len, dtype, kind, isa_level):
+    """Two tokens away, such a slope adds more than float32 holds, but the mask hides that token. What it adds to the others is finite."""
+    if kind == "least" and dtype == "float64":
+        kind = "-inf"  # a number like others there
+    q, k, v = testing.make_qkv(1, 1, 1, q_len, 3, D, dtype=dtype)
+    mask = hiding(kind, np.array([True, False, False]))
+    options = {"attn_mask": mask, "alibi_slopes": np.float32([-1.5e38]), "q_begin": [2]} | bits_option(q)
+    result = blitz_attn.block_sparse_attention(q, k, v, return_lse=True, **options)
+    assert np.array_equal(testing.to_float64(result[0][:, :, 0], dtype), testing.to_float64(v[:, :, 1], dtype))
+    np.testing.assert_allclose(result[1][0, 0, 0], 1.5e38, rtol=1e-5)
+    found = blitz_attn.block_sparse_attention_backward(q, q, k, v, *result, **options | {"q_lens": [1]})
+    assert not any(testing.to_float64(x, dtype)[:, :, 0].any() for x in found[1:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [2, Q])
 def test_nan_in_a_mask(q_len, dtype, isa_level):

@@ -55,8 +55,8 @@ MISTAKES = [
         "slopes",
         "keys behind a query get nearer with their distance",
         "csrc/kernels/panel/bias_tmpl.inc",
-        "- slope * NAME(v_max)(far, -far);",
-        "- slope * far;",
+        "- slope * NAME(v_max)(far, -far));",
+        "- slope * far);",
     ),
     Mistake(
         "window",
