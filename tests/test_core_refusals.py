@@ -73,6 +73,12 @@ def packed_attention(**changes):
     return {"q": q, "k": q, "v": q, "out": unwritten(64, 2, 8), "sabi": lists, "cu_rows": [0, 2]} | ends | changes
 
 
+def paged():
+    q, cache = zeros(2, 2, 8), zeros(4, 16, 1, 8)
+    given = {"empty": np.empty, "q": q, "k_cache": cache, "v_cache": cache, "block_tables": np.array([[0, 1], [2, 3]]), "seq_lens": [20, 32]}
+    return given | {"selected": np.array([[[0, -1]], [[1, 0]]]), "kv_layout": "NHD", "return_lse": False, "out": unwritten(2, 2, 8)}
+
+
 def merge():
     return {"empty": np.empty, "outs": (X,), "lses": (zeros(1, 12, 2),)}
 
@@ -105,6 +111,7 @@ CALLS = {
     "gate_backward": gate_backward,
     "nsa_select": select,
     "block_sparse_attention": attention,
+    "paged_attention": paged,
     "merge_states": merge,
     "select_prefill": choose,
     "select_blocks": select_pages,
@@ -190,6 +197,17 @@ CASES = [
      {"key_stride": 2}),
     ("block_sparse_attention", ValueError, r"window: expected no bound where key_stride is given, got \(3, 4\)",
      {"key_stride": 2, "q_begin": [0], "window": (3, 4)}),
+    ("block_sparse_attention", ValueError, r"sabi: expected block columns from 0 to 1, or a pad, got 2 at \[0, 0, 1, 0\]$",
+     {"sabi": np.array([[[[0], [2]]]])}),
+    ("block_sparse_attention", ValueError, r"sabi: expected block columns from 0 to 1, or a pad, got 2 at \[1, 1, 0\]$",
+     packed_attention(sabi=np.array([[[0], [1]], [[0], [2]]]))),
+    ("block_sparse_attention", ValueError, r"sabi: expected each block column once per row, got 1 again at \[0, 1, 1\]$",
+     packed_attention(sabi=np.array([[[0, 1], [1, 1]]]))),
+    ("paged_attention", ValueError, r"selected: expected pages from 0 to 1, or a pad, got 2 at \[1, 0, 1\]$",
+     {"selected": np.array([[[0, -1]], [[1, 2]]])}),
+    ("paged_attention", ValueError, r"selected: expected pages from 0 to 1, got -1 at \[0, 0, 1\]$", {"counts": np.array([[2], [2]])}),
+    ("paged_attention", ValueError, r"selected: expected each page once per row, got 1 again at \[1, 0, 1\]$",
+     {"selected": np.array([[[0, -1]], [[1, 1]]])}),
     ("merge_states", ValueError, "lses: expected 2 arrays, one for each of outs, got 1", {"outs": (X, X)}),
     ("select_prefill", ValueError, "chooser: expected pooled or another of that kind, got 'best'", {"chooser": "best"}),
     ("select_prefill", ValueError, "term: expected mean or another of that kind, got 'most'", {"term": "most"}),

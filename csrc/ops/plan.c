@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <math.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -383,6 +384,25 @@ void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used) {
     plan->bitmaps = ba_take(base, used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
 }
 
+/* Fails for the entry at `bad`, which says where it stands in p->blocks. The sentence has the indices of the caller's array. */
+static ba_status refuse_entry(const ba_problem *p, const int64_t bad[4]) {
+    const ba_tensor *t = &p->blocks;
+    const int added_axis = p->page_size ? 2 : p->cu_rows ? 0 : -1; /* the axis of p->blocks that the caller's array does not have */
+    int64_t at = 0;
+    char where[128]; /* four numbers of 19 digits fit */
+    size_t used = 0;
+    for (int i = 0; i < 4; i++) {
+        at += bad[i] * t->strides[i];
+        if (i != added_axis) used += (size_t)snprintf(where + used, sizeof where - used, used ? ", %" PRId64 : "%" PRId64, bad[i]);
+    }
+    const int64_t column = ba_list_entry(t, at), columns = ba_list_columns(p, bad[0]);
+    if (column < 0 || column >= columns)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]", p->list_name,
+                       p->page_size ? "pages" : "block columns", columns - 1, p->block_counts ? "" : ", or a pad", column, where);
+    return ba_fail(BA_ERROR_VALUE, "%s: expected each %s once per row, got %" PRId64 " again at [%s]", p->list_name,
+                   p->page_size ? "page" : "block column", column, where);
+}
+
 ba_status ba_plan_make(ba_plan *plan, int threads) {
     const ba_problem *problem = plan->problem;
     survey s = {.plan = plan, .lock = PTHREAD_MUTEX_INITIALIZER};
@@ -405,21 +425,7 @@ ba_status ba_plan_make(ba_plan *plan, int threads) {
     BA_TRY(ba_parallel(survey_threads, plan->items, survey_item, &s));
     if (problem->listed && problem->q_lens && !plan->tiling.gradients)
         BA_TRY(ba_parallel(survey_threads, problem->batch * problem->blocks.dims[1], survey_padding, &s));
-    if (s.failed) {
-        const ba_tensor *t = &problem->blocks;
-        const int64_t column =
-            ba_list_entry(t, s.bad[0] * t->strides[0] + s.bad[1] * t->strides[1] + s.bad[2] * t->strides[2] + s.bad[3] * t->strides[3]);
-        const int64_t columns = ba_list_columns(problem, s.bad[0]);
-        const bool out_of_range = column < 0 || column >= columns;
-        if (out_of_range)
-            return ba_fail(BA_ERROR_VALUE,
-                           "%s: expected block columns from 0 to %" PRId64 ", or a pad, got %" PRId64 " at [%" PRId64 ", %" PRId64 ", %" PRId64
-                           ", %" PRId64 "]",
-                           problem->list_name, columns - 1, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
-        return ba_fail(BA_ERROR_VALUE,
-                       "%s: expected each block column once per row, got %" PRId64 " again at [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
-                       problem->list_name, column, s.bad[0], s.bad[1], s.bad[2], s.bad[3]);
-    }
+    if (s.failed) return refuse_entry(problem, s.bad);
     for (int64_t i = 0; i < n; i++) {
         if (plan->item[i].part > 0) plan->item[i].cost = plan->item[i - 1].cost;
         plan->cost += plan->item[i].cost;
