@@ -12,7 +12,8 @@
  * scale of 0 makes all scores equal. Structs without such a function begin with zeros.
  *
  * Before a function does any work or writes any output, it checks that no pointer to a struct is NULL, but where NULL has a meaning; every dtype,
- * shape, stride and number; every entry of lists, tables and lengths; and that no two elements of one output share memory.
+ * shape, stride and number; every entry of lists, tables and lengths that the call needs; and that no two elements of one output share memory. What
+ * no query reads, such as the list row of a request without queries, need not be valid; some of it is checked all the same.
  *
  * It cannot check what the caller promises: a pointer is valid for all that the dims, strides and counts beside it say; an array of numbers is as
  * long as its comment says; nothing changes or frees the arrays before the function returns; and an output shares no memory with any other array of

@@ -88,8 +88,8 @@ int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch);
 /* Lays out the memory of a plan (scratch.h), as the next parts of its call's block. */
 void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used);
 
-/* Makes the items, in the memory that ba_plan_lay_out() has handed out for so many threads. Checks every entry of the lists on up to `threads`
- * threads, and fails for the first bad one. */
+/* Makes the items, in the memory that ba_plan_lay_out() has handed out for so many threads. Checks the entries of list rows that have queries, on up
+ * to `threads` threads, and fails for the first bad one. (Rows whose queries are all padding are checked, too, where q_lens makes them padding.) */
 ba_status ba_plan_make(ba_plan *plan, int threads);
 
 /* Tile number `tile` of one (batch, KV head). */
