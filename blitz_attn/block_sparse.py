@@ -107,7 +107,8 @@ def block_sparse_attention(
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(d - j)`` is added to the score of query i and key j, where d is the query's place among
         the keys, as in `causal`.
     sinks : array_like, optional
-        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. One
+        beyond about +-2.3e38 counts as infinite, unless `q` is float64.
     softcap : float, optional
         Replaces each score by ``softcap * tanh(score / softcap)``; positive, 1e-37 to 1e37 (for float64
         1e-300 to 1e300). None or 0: scores are not capped.

@@ -78,7 +78,8 @@ def paged_attention(
     window : int, optional
         Number of tokens before itself that a query sees, at least 0. Default, and -1: all.
     sinks : array_like, optional
-        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it.
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. One
+        beyond about +-2.3e38 counts as infinite, unless `q` is float64.
     softcap : float, optional
         Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
     k_scale, v_scale : array of float32, or float, optional

@@ -175,3 +175,17 @@ def test_sinks_are_an_input():
     out = np.zeros((1, 4, 1, 1), np.float32)
     with pytest.raises(ValueError, match="^out: expected memory of its own, got an array that overlaps sinks"):
         blitz_attn.block_sparse_attention(q, k, v, sinks=out.reshape(4), out=out)
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinks_that_are_as_good_as_infinite(dtype, q_len, isa_level):
+    """Also where a query sees no key. For float64 they are numbers."""
+    q, k, v = testing.make_qkv(1, 2, 2, q_len, 8, 16, dtype=dtype)
+    for kv_lens in ([8], [0]):
+        options = {"kv_lens": kv_lens, "return_lse": True} | bits_option(q)
+        most, infinite = (blitz_attn.block_sparse_attention(q, k, v, sinks=np.float32([x, -x]), **options) for x in (3e38, np.inf))
+        assert all(map(same_bits, most, infinite))
+    q, k, v = testing.make_qkv(1, 2, 2, q_len, 8, 16, dtype="float64")
+    _, lse = blitz_attn.block_sparse_attention(q, k, v, kv_lens=[0], return_lse=True, sinks=np.float32([3e38, -3e38]))
+    np.testing.assert_allclose(lse[0, :, 0], [3e38, -3e38], rtol=1e-6)
