@@ -761,7 +761,7 @@ int arg_expect_count(const arg_list *list, const char *name, int64_t count, cons
 
 int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list) {
     int64_t value;
-    if (object == Py_None || PySequence_Check(object) || !PyIndex_Check(object)) {
+    if (!PyIndex_Check(object) || PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method)) { /* arrays have __index__, too */
         if (arg_lengths(state, object, name, list) < 0) return -1;
         if (arg_expect_count(list, name, count, meaning) == 0) return 0;
         PyMem_Free(list->values);

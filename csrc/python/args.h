@@ -1,4 +1,4 @@
-/* Reading Python arguments. No other file examines a PyObject that a caller passed.
+/* Reading Python arguments. Other files examine an object of the caller themselves only where it is None, a tuple, a capsule or a probe's memory.
  *
  * Every arg_* function that returns int returns 0 on success. On failure it returns -1 with a Python exception set, whose text is
  * `name: expected ..., got ...`: a TypeError where the argument is of a wrong kind, a ValueError where its shape or value is wrong.
@@ -76,7 +76,7 @@ typedef struct arg_array {
  * read: as BA_BFLOAT16, as BA_FLOAT8_E4M3, or, with BA_UINT16, as the integers that they are. */
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
-/* The same for an array that will be written. It must be writable, and no two of its elements may share memory. */
+/* The same for an array that will be written. It must be writable. (The library refuses one whose elements share memory.) */
 int arg_hold_output(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
 /* Holds the caller's output `given`, or, where that is None, a new array: the result of empty(shape, dtype name), with the dims and the dtype
@@ -120,6 +120,9 @@ typedef struct arg_list {
 /* Copies a sequence of integers or a 1-d integer array. On failure, nothing is allocated. */
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list);
 
+/* The same, where one integer stands for `count` equal ones. Fails unless there are `count` entries. */
+int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list);
+
 /* Checks that an array has the dtype that the caller has named in an argument; BA_DTYPE_COUNT: none. */
 int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named);
 
@@ -138,9 +141,6 @@ static inline ba_tensor arg_four_axes(const ba_tensor *t) {
     }
     return four;
 }
-
-/* The same, where one integer stands for `count` equal ones. Fails unless there are `count` entries. */
-int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list);
 
 /* As arg_lengths, for a 2-d integer array, row by row. Writes its shape to `dims`, unless the argument is None. */
 int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t dims[2], arg_list *list);

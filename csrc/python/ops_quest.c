@@ -206,26 +206,6 @@ static int arg_method(PyObject *object, ba_select_method *value) {
     return -1;
 }
 
-/* Reads one number per request, or one number that holds for all requests. */
-static int read_per_request(module_state *state, PyObject *object, const char *name, int64_t batch, arg_list *list) {
-    const bool is_array =
-        PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method); /* arrays have __index__, too, so this decides */
-    if (!PyIndex_Check(object) || is_array) {
-        if (arg_lengths(state, object, name, list) < 0) return -1;
-        return arg_expect_count(list, name, batch, "one per request");
-    }
-    int64_t value;
-    if (arg_int64(object, name, &value) < 0) return -1;
-    list->values = PyMem_Malloc((size_t)(batch + 1) * sizeof *list->values);
-    if (list->values == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    list->count = (Py_ssize_t)batch;
-    for (int64_t b = 0; b < batch; b++) list->values[b] = value;
-    return 0;
-}
-
 /* With several queries per request, `recent` counts from the page of each query's own token. Together these are the newest pages, from `recent` - 1
  * before the page of the first query on. */
 static void add_queries(select_call *call) {
@@ -313,8 +293,9 @@ static int read_select(module_state *state, PyObject *const *values, select_call
     if (arg_flag(values[SELECT_per_query_head], "per_query_head", &a->per_query_head) < 0) return -1;
     if (arg_flag(values[SELECT_ascending], "ascending", &a->ascending) < 0) return -1;
     if (arg_int64(values[SELECT_sink], "sink", &a->sink) < 0) return -1;
-    if (read_per_request(state, values[SELECT_recent], "recent", a->batch, &call->recent) < 0) return -1;
-    if (read_per_request(state, values[SELECT_tokens_since_metadata_update], "tokens_since_metadata_update", a->batch, &call->since) < 0) return -1;
+    PyObject *const recent = values[SELECT_recent], *const since = values[SELECT_tokens_since_metadata_update];
+    if (arg_numbers(state, recent, "recent", a->batch, "one per request", &call->recent) < 0) return -1;
+    if (arg_numbers(state, since, "tokens_since_metadata_update", a->batch, "one per request", &call->since) < 0) return -1;
     add_queries(call);
     if (arg_lengths(state, values[SELECT_budget], "budget", &call->budget) < 0) return -1;
     if (arg_expect_count(&call->budget, "budget", a->batch, "one per request") < 0 || add_window(call) < 0) return -1;
