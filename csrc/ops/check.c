@@ -62,11 +62,16 @@ ba_status ba_check_last_axis(const char *name, const ba_tensor *t) {
 }
 
 ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
+bool ba_same_shape(const ba_tensor *a, const ba_tensor *b) {
+    bool same = a->ndim == b->ndim;
+    for (int i = 0; same && i < a->ndim; i++) same = a->dims[i] == b->dims[i];
+    return same;
+}
+
     if (t->dtype != expected->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
-    bool same = t->ndim == expected->ndim;
-    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
-    if (!same) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
+    if (!ba_same_shape(t, expected))
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
     if (contiguous_last_axis) BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }

@@ -43,6 +43,8 @@ static inline int64_t ba_step(const ba_tensor *t, int axis) {
     return !empty && t->dims[axis] > 1 ? t->strides[axis] : 0;
 }
 
+bool ba_same_shape(const ba_tensor *a, const ba_tensor *b);
+
 /* Checks that an array has the dtype and the shape of `expected`, which follow from other arguments, and, where `contiguous_last_axis`, that
  * its last axis is contiguous. */
 ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);

@@ -24,9 +24,7 @@ typedef struct merge_call {
 /* Checks that a tensor has the shape and the dtype of `expected`. `like` names the array that the shape comes from, and `with` ends the sentence
  * about the dtype. */
 static ba_status check_like(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like, const char *with) {
-    bool same = t->ndim == expected->ndim;
-    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected->dims[i];
-    if (!same)
+    if (!ba_same_shape(t, expected))
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(expected).chars, like, ba_shape_text(t).chars);
     if (t->dtype != expected->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s %s, got %s", name, ba_dtype_name(expected->dtype), with, ba_dtype_name(t->dtype));

@@ -445,9 +445,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, a_name, &a->a, tokens ? a->kv_layout : BA_NHD, c->a.heads, &c->k_scale));
     if (quest) {
         BA_TRY(ba_take_pages("minblocks", &a->b, BA_NHD, &c->b));
-        bool same = a->b.dtype == a->a.dtype;
-        for (int i = 0; i < 4; i++) same = same && a->b.dims[i] == a->a.dims[i];
-        if (!same)
+        if (a->b.dtype != a->a.dtype || !ba_same_shape(&a->b, &a->a))
             return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars,
                            ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
     }

@@ -485,9 +485,7 @@ static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dt
 static ba_status check_merge_shape(const char *name, const ba_tensor *t, const ba_tensor *first, bool is_lse) {
     ba_tensor expected = *first;
     expected.ndim -= is_lse;
-    bool same = t->ndim == expected.ndim;
-    for (int i = 0; same && i < t->ndim; i++) same = t->dims[i] == expected.dims[i];
-    if (same) return BA_OK;
+    if (ba_same_shape(t, &expected)) return BA_OK;
     return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(&expected).chars,
                    is_lse ? "the leading axes of outs[0]" : "outs[0]", ba_shape_text(t).chars);
 }

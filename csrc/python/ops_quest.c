@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "ops/check.h"
 #include "ops/select_pages.h"
 #include "ops/summarise_pages.h"
 
@@ -30,8 +31,8 @@ static int64_t table_entry(const ba_tensor *table, int64_t row, int64_t column) 
 
 /* Whether both arrays are the same pool of pages. */
 static bool same_pool(const ba_tensor *a, const ba_tensor *b) {
-    bool same = a->data == b->data && a->ndim == b->ndim && a->dtype == b->dtype;
-    for (int i = 0; same && i < a->ndim; i++) same = a->dims[i] == b->dims[i] && a->strides[i] == b->strides[i];
+    bool same = a->data == b->data && a->dtype == b->dtype && ba_same_shape(a, b);
+    for (int i = 0; same && i < a->ndim; i++) same = a->strides[i] == b->strides[i];
     return same;
 }
 
