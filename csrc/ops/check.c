@@ -6,6 +6,7 @@
 
 #include "core/pool.h"
 #include "core/status.h"
+#include "ops/problem.h"
 
 ba_status ba_check_pointer(const char *name, const void *pointer) {
     return pointer ? BA_OK : ba_fail(BA_ERROR_VALUE, "%s: expected a pointer, got NULL", name);
@@ -61,13 +62,13 @@ ba_status ba_check_last_axis(const char *name, const ba_tensor *t) {
     return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[last]);
 }
 
-ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
 bool ba_same_shape(const ba_tensor *a, const ba_tensor *b) {
     bool same = a->ndim == b->ndim;
     for (int i = 0; same && i < a->ndim; i++) same = a->dims[i] == b->dims[i];
     return same;
 }
 
+ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
     if (t->dtype != expected->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
     if (!ba_same_shape(t, expected))
@@ -156,9 +157,9 @@ ba_status ba_check_threads(int num_threads) {
 
 ba_status ba_check_begins(const int64_t *q_begin, int64_t batch) {
     for (int64_t b = 0; q_begin && b < batch; b++)
-        if (q_begin[b] < -INT32_MAX / 2 || q_begin[b] > INT32_MAX / 2)
-            return ba_fail(BA_ERROR_VALUE, "q_begin: expected token numbers from %d to %d, got %" PRId64 " at [%" PRId64 "]", -INT32_MAX / 2,
-                           INT32_MAX / 2, q_begin[b], b);
+        if (q_begin[b] < -BA_MOST_TOKENS || q_begin[b] > BA_MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "q_begin: expected token numbers from %d to %d, got %" PRId64 " at [%" PRId64 "]", -BA_MOST_TOKENS,
+                           BA_MOST_TOKENS, q_begin[b], b);
     return BA_OK;
 }
 

@@ -13,6 +13,7 @@
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/nsa.h"
+#include "ops/problem.h"
 #include "ops/scratch.h"
 
 typedef struct select_call {
@@ -398,9 +399,9 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
                  {"init_blocks", a->init_blocks, 0},
                  {"local_blocks", a->local_blocks, 0}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].value < sizes[i].least || sizes[i].value > INT32_MAX / 2)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected a number from %" PRId64 " to %d, got %" PRId64, sizes[i].name, sizes[i].least, INT32_MAX / 2,
-                           sizes[i].value);
+        if (sizes[i].value < sizes[i].least || sizes[i].value > BA_MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "%s: expected a number from %" PRId64 " to %d, got %" PRId64, sizes[i].name, sizes[i].least,
+                           BA_MOST_TOKENS, sizes[i].value);
     if (a->compress_block % a->compress_stride || a->select_block % a->compress_stride)
         return ba_fail(BA_ERROR_VALUE,
                        "compress_stride: expected a divisor of compress_block_size = %" PRId64 " and of select_block_size = %" PRId64
@@ -419,9 +420,10 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
 static ba_status check_places(const ba_nsa_select_args *a, const select_call *c) {
     for (int64_t b = 0; b < c->sequences; b++) {
         const int64_t begin = begin_of(c, b), tokens = tokens_of(c, b), queries = queries_of(c, b);
-        if (begin < 0 || begin > INT32_MAX / 2)
-            return ba_fail(BA_ERROR_VALUE, "q_begin: expected numbers from 0 to %d, got %" PRId64, INT32_MAX / 2, begin);
-        if (tokens > INT32_MAX / 2) return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, INT32_MAX / 2, tokens);
+        if (begin < 0 || begin > BA_MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "q_begin: expected numbers from 0 to %d, got %" PRId64, BA_MOST_TOKENS, begin);
+        if (tokens > BA_MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, BA_MOST_TOKENS, tokens);
         if (tokens < begin || tokens - begin < queries)
             return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from token %" PRId64 " on, got %" PRId64, tokens, begin, queries);
         if (a->cu_q && ba_sequence_length(c->cu_k, 0, b) != keys_of(c, b))

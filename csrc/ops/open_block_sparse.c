@@ -140,8 +140,8 @@ static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tok
         BA_TRY(check_lengths("q_lens", args->q_lens, p->batch, p->q_len));
         BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
     }
-    if (p->q_len > INT32_MAX / 2 || p->kv_len > INT32_MAX / 2)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", INT32_MAX / 2,
+    if (p->q_len > BA_MOST_TOKENS || p->kv_len > BA_MOST_TOKENS)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", BA_MOST_TOKENS,
                        ba_max(p->q_len, p->kv_len));
     return BA_OK;
 }
@@ -205,8 +205,8 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
         return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
                        args->block_kv);
     p->listed = ba_given(t);
-    p->block_q = ba_min(args->block_q, INT32_MAX / 2); /* any size above the longest sequence means the same */
-    p->block_kv = ba_min(args->block_kv, INT32_MAX / 2);
+    p->block_q = ba_min(args->block_q, BA_MOST_TOKENS); /* any size above the longest sequence means the same */
+    p->block_kv = ba_min(args->block_kv, BA_MOST_TOKENS);
     p->block_rows = ba_ceil_div(p->q_len, p->block_q);
     p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
     if (!p->listed) return BA_OK;
@@ -234,10 +234,10 @@ static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p
     p->q_total = args->q_total;
     BA_TRY(ba_check_begins(args->q_begin, p->batch));
     for (int64_t b = 0; args->q_total && b < p->batch; b++)
-        if (args->q_total[b] < ba_q_span(p, b).valid || args->q_total[b] > INT32_MAX / 2)
+        if (args->q_total[b] < ba_q_span(p, b).valid || args->q_total[b] > BA_MOST_TOKENS)
             return ba_fail(BA_ERROR_VALUE,
                            "q_total: expected at least the %" PRId64 " queries of the call and at most %d, got %" PRId64 " at [%" PRId64 "]",
-                           ba_q_span(p, b).valid, INT32_MAX / 2, args->q_total[b], b);
+                           ba_q_span(p, b).valid, BA_MOST_TOKENS, args->q_total[b], b);
     if (args->key_stride < 0 || args->key_last < 0)
         return ba_fail(BA_ERROR_VALUE, "key_stride, key_last: expected at least 0, got %" PRId64 " and %" PRId64, args->key_stride, args->key_last);
     if (args->key_stride == 0) return BA_OK;

@@ -7,8 +7,7 @@
 #include "core/faults.h"
 #include "core/status.h"
 #include "ops/check.h"
-
-enum { MOST_TOKENS = INT32_MAX / 2 };
+#include "ops/problem.h"
 
 /* Checks the kind and shape of the tables and the length of each request. Adds the number of pages in use to *used. */
 static ba_status check_requests(const ba_paged_args *args, int64_t page_size, int64_t *used) {
@@ -27,8 +26,8 @@ static ba_status check_requests(const ba_paged_args *args, int64_t page_size, in
     if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     for (int64_t b = 0; b < args->batch; b++) {
         const int64_t width = indptr ? indptr[b + 1] - indptr[b] : tables->dims[1];
-        if (seq_lens[b] > MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected lengths of at most %d tokens, got %" PRId64 " at [%" PRId64 "]", MOST_TOKENS,
+        if (seq_lens[b] > BA_MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected lengths of at most %d tokens, got %" PRId64 " at [%" PRId64 "]", BA_MOST_TOKENS,
                            seq_lens[b], b);
         if (seq_lens[b] < 0 || ba_ceil_div(seq_lens[b], page_size) > width)
             return ba_fail(BA_ERROR_VALUE,

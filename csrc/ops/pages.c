@@ -27,18 +27,17 @@ ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout
 }
 
 ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t unit, int64_t units) {
-    enum { MOST_TOKENS = INT32_MAX / 2 };
     int64_t page_tokens, most_tokens;
-    if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = MOST_TOKENS;
+    if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = BA_MOST_TOKENS;
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64)
         return ba_fail(BA_ERROR_TYPE, "%s: expected int32 or int64, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 2 || t->dims[0] != batch)
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape (%" PRId64 ", W), got %s", name, batch, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent(name, t));
-    if (__builtin_mul_overflow(t->dims[1], page_tokens, &most_tokens)) most_tokens = MOST_TOKENS;
+    if (__builtin_mul_overflow(t->dims[1], page_tokens, &most_tokens)) most_tokens = BA_MOST_TOKENS;
     for (int64_t b = 0; b < batch; b++) {
-        if (tokens[b] > MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected at most %d tokens, got %" PRId64 " at [%" PRId64 "]", (int)MOST_TOKENS, tokens[b], b);
+        if (tokens[b] > BA_MOST_TOKENS)
+            return ba_fail(BA_ERROR_VALUE, "seq_lens: expected at most %d tokens, got %" PRId64 " at [%" PRId64 "]", BA_MOST_TOKENS, tokens[b], b);
         const int64_t needed = ba_ceil_div(tokens[b], page_tokens);
         if (tokens[b] < 0 || needed > t->dims[1])
             return ba_fail(BA_ERROR_VALUE,

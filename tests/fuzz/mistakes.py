@@ -69,7 +69,7 @@ MISTAKES = [
         "overflow",
         "a product of page sizes may wrap",
         "csrc/ops/pages.c",
-        "if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = MOST_TOKENS;",
+        "if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = BA_MOST_TOKENS;",
         "page_tokens = (int64_t)((uint64_t)unit * (uint64_t)units);",
     ),
     Mistake(
