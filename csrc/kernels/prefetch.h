@@ -69,15 +69,6 @@ static inline void ba_prefetch_advance(const ba_prefetcher *a, ba_prefetch_reque
     if (request->at >= request->stop) *request = ba_prefetch_request_from(a, request->row + request->rows);
 }
 
-/* Prefetches the next line of the farthest request. Returns false where there is none. */
-static inline bool ba_prefetch_line(ba_prefetcher *a) {
-    ba_prefetch_request *farthest = &a->request[a->farthest];
-    if (farthest->row == a->end) return false;
-    __builtin_prefetch(farthest->at, 0, BA_PREFETCH_LEVEL);
-    ba_prefetch_advance(a, farthest, BA_LINE_BYTES);
-    return true;
-}
-
 /* Prefetches the next `bytes` bytes of a request, over as many runs as it takes. */
 static __attribute__((noinline, unused)) void ba_prefetch_bytes(const ba_prefetcher *a, ba_prefetch_request *request, int64_t bytes) {
     while (bytes > 0 && request->row != a->end) {

@@ -208,13 +208,12 @@ bool ba_bias_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t 
 }
 
 void ba_skip_keys(ba_chunk *chunk, int64_t keys) {
+    assert(!chunk->k_next); /* the rows of the next chunk are set afterwards: they have nothing to do with this chunk's keys */
     chunk->keys -= keys;
     chunk->place += keys;
     chunk->key_index += keys;
     chunk->k_rows += keys;
     chunk->v_rows += keys;
-    if (chunk->k_next) chunk->k_next += keys;
-    if (chunk->v_next) chunk->v_next += keys;
     if (chunk->k_scale) chunk->k_scale += keys;
     if (chunk->v_scale) chunk->v_scale += keys;
 }

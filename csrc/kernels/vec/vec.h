@@ -508,18 +508,12 @@ BA_INLINE vec NAME(v_sum_each)(vec *rows) {
 #undef BA_EACH_LANE
 #undef BA_INTERLEAVE
 
-/* Loads n floats or ints as reals, or as integers of real's size. n may be more than BA_LANES; if it is less, the other lanes are 0. */
+/* Loads n floats as reals. n may be more than BA_LANES; if it is less, the other lanes are 0. */
 BA_INLINE vec NAME(v_load_floats)(const float *p, int64_t n) {
     typedef float floats __attribute__((vector_size(BA_LANES * sizeof(float))));
     floats a = {0};
     memcpy(&a, p, (size_t)ba_min(n, BA_LANES) * sizeof *p);
     return __builtin_convertvector(a, vec);
-}
-BA_INLINE ivec NAME(v_load_ints)(const int32_t *p, int64_t n) {
-    typedef int32_t ints __attribute__((vector_size(BA_LANES * sizeof(int32_t))));
-    ints a = {0};
-    memcpy(&a, p, (size_t)ba_min(n, BA_LANES) * sizeof *p);
-    return __builtin_convertvector(a, ivec);
 }
 
 /* The natural logarithm of l * 2^m; -inf where l is 0, which means that nothing was attended. */
