@@ -140,7 +140,7 @@ typedef struct ba_bias {
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM; pack_queries and scores of families whose rows are reals take any head_dim */
-    const void *const *k_rows; /* [keys]: in the input dtype where the family reads K in place, otherwise as pack_keys has set them */
+    const void *const *k_rows; /* [keys]: in the input dtype where the family reads K in place, otherwise as pack->keys has set them */
     const void *const *v_rows; /* [keys], likewise */
     int64_t k_offset;          /* few: bytes from k_rows[j] to the head's row; all heads of a token share the pointer */
     int64_t v_offset;
@@ -301,9 +301,9 @@ typedef struct ba_few_kernels {
 /* attend for any number of queries that have just this one chunk in common; each keeps its own state. `lanes` names the queries, all different.
  *
  * panel->q is [lane][round_up(head_dim, dim_pad)]: reals, as pack_queries makes them, or, where there is no pack_queries, rows in the input dtype
- * followed by zeros. o is [lane][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [lane]. Rows of K and V are as pack_keys and pack_values have set them, with
- * room for round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) elements of the size of q's. Of each BA_ROW_KEYS keys only the first row's pointer is
- * read: it is where the room of these keys begins. Scratch, offsets, scales and next rows are not read. */
+ * followed by zeros. o is [lane][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [lane]. Rows of K and V are as rows->pack_keys and rows->pack_values have
+ * set them, with room for round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) elements of the size of q's. Of each BA_ROW_KEYS keys only the first
+ * row's pointer is read: it is where the room of these keys begins. Scratch, offsets, scales and next rows are not read. */
 #define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
 
