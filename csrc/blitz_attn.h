@@ -1,4 +1,5 @@
-/* blitz_attn: sparse attention on CPUs. The whole C API; the Python extension uses it and ops/open.h, whose calls are opened first and then run.
+/* blitz_attn: sparse attention on CPUs. The whole C API. The Python extension also uses functions of csrc/ops that check a call, or page tables,
+ * first and run the call later.
  *
  * A program begins with ba_block_sparse_args_init(), sets what its call needs, calls ba_block_sparse_attention(), and reads `out` and `lse`:
  *
@@ -110,18 +111,20 @@ typedef struct ba_block_sparse_args {
     ba_tensor lse;     /* not given, or written: the natural log-sum-exp, (B, H, Sq), for BA_TND (T, H); float32, with float64 q float64 */
     ba_layout layout;
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: as many as in q) */
-    ba_tensor blocks;                /* not given: every block is attended. Else the lists, (B or 1, H, H_kv or 1, ceil(Sq / block_q), W), one row per
-                                      * block of queries: the columns of its key blocks in any order, no column twice. A row ends at its first pad */
-    const int64_t *cu_rows;          /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows. `blocks` is then (H or 1, rows, W) and
-                                      * holds the rows of the sequences one after the other */
-    int64_t block_q, block_kv;       /* tokens per block of queries, and per block of keys */
+    ba_tensor blocks;             /* not given: every block is attended. Else the lists, (B or 1, heads, ceil(Sq / block_q), W), where `heads` is H,
+                                   * H_kv or 1. One row per block of queries: the columns of its key blocks in any order, no column twice. A row
+                                   * ends at its first pad */
+    const int64_t *cu_rows;       /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows. `blocks` is then (heads, rows, W) and
+                                   * holds the rows of the sequences one after the other */
+    int64_t block_q, block_kv;    /* tokens per block of queries, and per block of keys */
     int routed;                   /* the lists route single queries, or small tiles of queries, as in native sparse attention. Rows of few queries are
                                    * then attended by the row kernels, which sum in another order, so that a list of all blocks then equals no list only up
                                    * to rounding */
     double scale;                 /* multiplies q k^T; finite, or NAN for 1 / sqrt(D) */
     double softcap;               /* 0: none. Else scores become softcap * tanh(score / softcap) */
     const float *sinks;           /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse. So gradients,
-                                   * which are computed from lse, need no sinks. None where the lists are routed */
+                                   * which are computed from lse, need no sinks. Unless q is float64, one beyond about +-2.3e38 counts as infinite.
+                                   * None where the lists are routed */
     int causal;                   /* 0 or 1 */
     int64_t window[2];            /* tokens that a query sees before and after the diagonal; -1: no bound */
     const int64_t *q_begin;       /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0,
@@ -130,11 +133,12 @@ typedef struct ba_block_sparse_args {
                                    * own: kernels are chosen as for so many queries, so that a slice of whole block rows has the bits of the whole */
     int64_t key_stride, key_last; /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
                                    * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
-    ba_tensor kv_ranges; /* not given, or int32 or int64, (B, Sq, 2) or (Sq, 2), for BA_TND (T, 2): the first key that each query may see, and the
-                          * place after the last one, counted in its own sequence. Any numbers: those beyond the keys mean the nearest key */
+    ba_tensor kv_ranges; /* not given, or int32 or int64, (B or 1, Sq, 2) or (Sq, 2), for BA_TND (T, 2): the first key that each query may see, and
+                          * the place after the last one, counted in its own sequence. Any numbers: those beyond the keys mean the nearest key */
     ba_tensor attn_mask; /* not given, or (B or 1, H or 1, Sq or 1, Skv or 1), for BA_TND with the lengths of the longest sequences: float32,
                           * float16, bfloat16 or float64 numbers that are added to the scores after the softcap, or BA_BOOL. 0 (false) and -inf
-                          * hide the key from the query. Any strides. None where the lists are routed, or key_stride is given */
+                          * hide the key from the query, and so does, unless q is float64, any number below about -2.3e38. Any strides. None where
+                          * the lists are routed, or key_stride is given */
     const float *alibi_slopes;       /* NULL, or [H]: -slope * |d - j| is added to the scores, likewise */
     int unrounded;                   /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
@@ -216,7 +220,7 @@ typedef struct ba_paged_args {
     double scale;                   /* as in ba_block_sparse_args */
     int64_t window;                 /* tokens that a query sees before itself; -1: no bound */
     double softcap;                 /* 0: none. Else scores become softcap * tanh(score / softcap) */
-    const float *sinks;             /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse */
+    const float *sinks;             /* NULL, or [H], as in ba_block_sparse_args */
     int unrounded;                  /* as in ba_block_sparse_args */
     ba_tensor out;                  /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
     ba_tensor lse;                  /* not given, or written: the natural log-sum-exp, (B, H), with cu_q (T, H); float32, with float64 q float64 */
@@ -505,8 +509,7 @@ BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
 BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
 /* Measures reads, over and over for about `seconds`, and returns bytes/s of all threads together. The threads share out the `bytes` bytes of
  * `data`; where `data` is NULL, each thread reads `bytes` bytes of its own. Also returns 0 where `data` has fewer than 512 bytes per thread, or where
- * there is no memory. With
- * seconds = 0, `data` is read once: data that is in no cache is then measured from memory. */
+ * there is no memory. With seconds = 0, `data` is read once: data that is in no cache is then measured from memory. */
 BA_API double ba_probe_read(ba_isa level, const void *data, int64_t bytes, double seconds, int num_threads);
 
 #ifdef __cplusplus

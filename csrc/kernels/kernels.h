@@ -266,9 +266,9 @@ typedef struct ba_panel_kernels {
  *
  * panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes bytes, as pack_queries and order_queries have left it; o is
  * [query][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [BA_FEW_QUERIES]; K and V are read in place, in their own dtype. Each head's scratch has
- * BA_FEW_SCRATCH reals. The chunks agree in everything but offsets, scales and scratch, the panels in lo and hi. The first chunk says what to
- * prefetch. Offsets, scratch, q and o are evenly spaced, so that the address of a row follows from the head's number: a load of the address would
- * wait behind the loads of rows from memory, and the row with it. A head's bits do not depend on the heads beside it.
+ * BA_FEW_SCRATCH reals. The chunks differ only in offsets, scales, scratch and the numbers of their bias. All panels have the same lo and hi.
+ * The first chunk says what to prefetch. Offsets, scratch, q and o are evenly spaced, so that the address of a row follows from the head's number: a
+ * load of the address would wait behind the loads of rows from memory, and the row with it. A head's bits do not depend on the heads beside it.
  *
  * A kernel may use a head's scratch as it likes: those on vectors keep scores behind each other and then sums of V, those on tiles keep scores of
  * whole groups of 32 keys, for which the room is just enough. */
@@ -567,13 +567,13 @@ typedef struct ba_few_tuning {
 } ba_few_tuning;
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;       /* keys of a chunk */
-    int64_t list_keys;        /* the same where a list row has one panel and the family has cuts: a multiple of BA_CUT_KEYS. chunk_keys is one, too */
-    int64_t tile_queries;     /* queries of a query tile: a multiple of the wide panel */
-    int64_t item_tiles;       /* query tiles of an item, which walk their lists side by side and find K and V in cache */
-    int64_t most_item_tiles;  /* the same at most, where short list rows make the query tiles smaller: an item keeps its number of queries */
-    int64_t gradient_keys;    /* keys of a chunk of the backward pass */
-    int64_t gradient_queries; /* queries of a query tile of the backward pass */
+    int64_t chunk_keys;           /* keys of a chunk */
+    int64_t list_keys;            /* the same where a list row has one panel and the family has cuts: both are then multiples of BA_CUT_KEYS */
+    int64_t tile_queries;         /* queries of a query tile: a multiple of the wide panel */
+    int64_t item_tiles;           /* query tiles of an item, which walk their lists side by side and find K and V in cache */
+    int64_t most_item_tiles;      /* the same at most, where short list rows make the query tiles smaller: an item keeps its number of queries */
+    int64_t gradient_keys;        /* keys of a chunk of the backward pass */
+    int64_t gradient_queries;     /* queries of a query tile of the backward pass */
     int64_t gradient_item_tiles;  /* query tiles of an item of the backward pass */
     int64_t by_block_lanes;       /* queries of an item that is attended block by block: their states stay in L2 */
     int64_t by_block_most_lanes;  /* the same at most, where a block would otherwise be attended by fewer than by_block_least_lanes queries */
@@ -589,7 +589,8 @@ typedef struct ba_tuning {
     ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
 } ba_tuning;
 
-/* A family is tuned by the block of its own level; few calls by that of the level in use. */
+/* The block of a level. A family is tuned by that of its own level, also where a higher level uses it; few calls, and gradients that are not computed
+ * block by block, by that of the level in use. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

@@ -95,6 +95,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
                 w->chunks[n] = ba_head_chunk(c, w, head, n, here);
                 lanes = s->lanes;
                 if (!ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n])) continue; /* so for all heads or for none: they see the same keys */
+                /* A head whose keys the bias hides is attended all the same, because the heads of a kernel call are evenly spaced in memory. */
                 ba_bias_chunk(c, w, item->batch, &w->tiles[head * item->tiles + i].tile, s, n, &w->chunks[n]);
                 n++;
             }

@@ -69,8 +69,8 @@ ba_status ba_check_threads(int num_threads);
 /* Checks the token numbers of the queries of `batch` sequences; NULL: there are none. */
 ba_status ba_check_begins(const int64_t *q_begin, int64_t batch);
 
-/* Checks the kv_ranges of a call, (batch, queries, 2) or (queries, 2), with batch -1 the latter alone, and makes `ranges`, (batch, queries, 2), of
- * them; nothing where none are given. Their numbers may be any. */
+/* Checks the kv_ranges of a call, (batch or 1, queries, 2) or (queries, 2), with batch -1 the latter alone, and makes `ranges`, (batch, queries, 2),
+ * of them; nothing where none are given. Their numbers may be any. */
 ba_status ba_check_kv_ranges(const ba_tensor *t, int64_t batch, int64_t queries, ba_tensor *ranges);
 
 /* Checks the attn_mask of a call, (batch or 1, heads or 1, queries or 1, keys or 1), and makes `mask` of it, whose strides are 0 where there is one

@@ -38,7 +38,7 @@ typedef struct gate_scratch {
     char *row;         /* one row of dq, as reals */
     char *dlogits;     /* [head][3][ba_work.nsa.gradient_tokens] reals */
     char *wide;        /* rows of q as reals, for ba_sum_rows() */
-    const void **rows; /* rows of several tokens, or of the three gates */
+    const void **rows; /* rows of several tokens */
 } gate_scratch;
 
 /* Lays out the scratch memory of one worker. */
@@ -51,7 +51,7 @@ static int64_t lay_out_gate(const gate_call *c, char *base, gate_scratch *s) {
     s->row = ba_take(base, &used, widest * real);
     s->dlogits = ba_take(base, &used, sums_dweights ? c->heads * GATES * ba_work.nsa.gradient_tokens * real : 0);
     s->wide = ba_take(base, &used, sums_dweights ? BA_ROWS_AT_ONCE * widest * real : 0);
-    s->rows = ba_take(base, &used, ba_max(ba_work.nsa.gradient_tokens, GATES) * (int64_t)sizeof(void *));
+    s->rows = ba_take(base, &used, ba_work.nsa.gradient_tokens * (int64_t)sizeof(void *));
     return used;
 }
 

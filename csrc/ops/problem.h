@@ -110,7 +110,8 @@ static inline int64_t ba_diagonal(const ba_problem *p, int64_t batch, int64_t qu
     return query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
 }
 
-/* The keys that the place of a query lets it see: [0, 0) where there are none. From one query to the next, neither end falls but to that. */
+/* The keys that the place of a query lets it see: [0, 0) where there are none. From one query to the next, neither end falls, except
+ * to [0, 0). */
 static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int64_t query) {
     const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid, diagonal = ba_diagonal(p, batch, query);
     ba_range range = {0, kv_valid};

@@ -265,7 +265,8 @@ enum { OCTAVES = 16, CLASS_SHIFT = 18, CLASS_ZERO = (127 - OCTAVES) << (23 - CLA
 
 static int class_of(double tail) { return (int)ba_min(BA_TAIL_CLASSES - 1, ba_max(0, (bits_of((float)tail) >> CLASS_SHIFT) - CLASS_ZERO)); }
 
-/* Adds the blocks of a row to the bins by the class of the least tail that they may have, and to those behind by the largest. */
+/* Counts each block of a row twice: in the first BA_TAIL_CLASSES bins by the class of the least tail that it may have, and in as many bins behind
+ * these by the class of the largest. */
 static void count_buckets(int64_t *bins, const ba_outline *o, const int32_t *counts) {
     for (int i = 0, class = class_of(o->bounds[0]); i < BUCKETS; i++) {
         const int below = class_of(o->bounds[i + 1]);
@@ -447,7 +448,7 @@ static void count_tails(void *context, int64_t item, int worker) {
 static void find_digit(const ba_prefill *c, ba_share *share) {
     const int64_t *bins = bins_of(c, share);
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
-    for (; bin > 0 && bins[bin] < share->places; bin--) /* there are bins enough, unless elements of the caller's `counts` overlap in memory */
+    for (; bin > 0 && bins[bin] < share->places; bin--) /* bin 0 ends it only where the caller's `counts` shares memory with another array */
         share->places -= bins[bin];
     share->least |= bin << digits[c->digit].shift;
     share->has_all = bins[bin] == share->places;
