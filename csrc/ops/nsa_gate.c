@@ -17,8 +17,8 @@ enum {
 };
 
 typedef struct gate_call {
-    ba_rows q, branch[GATES], out, gates; /* data NULL: not given */
-    ba_rows dout, dbranch[GATES], dgates, dq;
+    ba_token_rows q, branch[GATES], out, gates; /* data NULL: not given */
+    ba_token_rows dout, dbranch[GATES], dgates, dq;
     bool weighted; /* the weight is given */
     bool backward;
     int64_t batch, tokens, heads, dim;
@@ -159,14 +159,14 @@ static void backward_item(void *context, int64_t item, int worker) {
 /* ---- The calls ------------------------------------------------------------------------------------------------------------ */
 
 /* Checks an array (.., H, 3) of reals that has the tokens and heads of `like`. */
-static ba_status take_reals(const char *name, const ba_tensor *t, bool packed, const ba_rows *like, ba_dtype real, ba_rows *out) {
+static ba_status take_reals(const char *name, const ba_tensor *t, bool packed, const ba_token_rows *like, ba_dtype real, ba_token_rows *out) {
     BA_TRY(ba_take_rows(name, t, packed ? "(T, H, 3)" : "(B, N, H, 3)", packed, out));
     if (t->dtype != real) return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(real), ba_dtype_name(t->dtype));
     return ba_rows_like(name, out, like, "the other arrays", GATES);
 }
 
 /* Checks an array (.., H, D) that has the dtype, tokens and heads of `like`, and, where dim > 0, `dim` elements per row. */
-static ba_status take_like(const char *name, const ba_tensor *t, bool packed, const ba_rows *like, int64_t dim, ba_rows *out) {
+static ba_status take_like(const char *name, const ba_tensor *t, bool packed, const ba_token_rows *like, int64_t dim, ba_token_rows *out) {
     BA_TRY(ba_take_rows(name, t, packed ? "(T, H, D)" : "(B, N, H, D)", packed, out));
     if (t->dtype != like->dtype)
         return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like the other arrays, got %s", name, ba_dtype_name(like->dtype),
@@ -175,15 +175,17 @@ static ba_status take_like(const char *name, const ba_tensor *t, bool packed, co
 }
 
 /* The dtype and the shape of the weight, and of its gradient. */
-static ba_tensor weight_shape(const ba_rows *q) { return (ba_tensor){.dtype = ba_real_of(q->dtype), .ndim = 3, .dims = {q->heads, GATES, q->dim}}; }
+static ba_tensor weight_shape(const ba_token_rows *q) {
+    return (ba_tensor){.dtype = ba_real_of(q->dtype), .ndim = 3, .dims = {q->heads, GATES, q->dim}};
+}
 
-static ba_status check_weight(const ba_tensor *t, const ba_rows *q) {
+static ba_status check_weight(const ba_tensor *t, const ba_token_rows *q) {
     const ba_tensor expected = weight_shape(q);
     return ba_check_same("gate_proj_weight", t, &expected, true);
 }
 
 /* Sets the sizes and the kernels of a call whose arrays have the batch, tokens, heads and dtype of `like`. */
-static void set_sizes(gate_call *c, const ba_rows *like) {
+static void set_sizes(gate_call *c, const ba_token_rows *like) {
     c->batch = like->batch;
     c->tokens = like->tokens;
     c->heads = like->heads;
@@ -229,7 +231,7 @@ ba_status ba_gate(const ba_gate_args *a) {
     const ba_tensor *leading = c.weighted || !combine ? &a->q : &a->branch[0];
     const bool packed = leading->ndim == 3;
     const char *axes = packed ? "(T, H, D)" : "(B, N, H, D)";
-    const ba_rows *like = leading == &a->q ? &c.q : &c.branch[0];
+    const ba_token_rows *like = leading == &a->q ? &c.q : &c.branch[0];
     if (leading == &a->q) BA_TRY(ba_take_rows("q", &a->q, axes, packed, &c.q));
     else BA_TRY(ba_take_rows("o_cmp", &a->branch[0], axes, packed, &c.branch[0]));
     if (c.weighted) BA_TRY(check_weight(&a->weight, &c.q));

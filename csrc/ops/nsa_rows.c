@@ -13,7 +13,7 @@
 
 /* ---- Rows --------------------------------------------------------------------------------------------------------- */
 
-ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_rows *out) {
+ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_token_rows *out) {
     const int rank = packed ? 3 : 4;
     BA_TRY(ba_check_float(name, t));
     if (t->ndim != rank) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
@@ -24,19 +24,19 @@ ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, b
                        BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
     BA_TRY(ba_check_last_axis(name, t));
     BA_TRY(ba_check_extent(name, t));
-    *out = (ba_rows){.data = t->data,
-                     .dtype = t->dtype,
-                     .batch = packed ? 1 : t->dims[0],
-                     .tokens = dims[0],
-                     .heads = dims[1],
-                     .dim = dims[2],
-                     .batch_step = packed ? 0 : ba_step(t, 0) * size,
-                     .token_step = ba_step(t, first) * size,
-                     .head_step = ba_step(t, first + 1) * size};
+    *out = (ba_token_rows){.data = t->data,
+                           .dtype = t->dtype,
+                           .batch = packed ? 1 : t->dims[0],
+                           .tokens = dims[0],
+                           .heads = dims[1],
+                           .dim = dims[2],
+                           .batch_step = packed ? 0 : ba_step(t, 0) * size,
+                           .token_step = ba_step(t, first) * size,
+                           .head_step = ba_step(t, first + 1) * size};
     return BA_OK;
 }
 
-ba_status ba_rows_like(const char *name, const ba_rows *r, const ba_rows *like, const char *like_name, int64_t dim) {
+ba_status ba_rows_like(const char *name, const ba_token_rows *r, const ba_token_rows *like, const char *like_name, int64_t dim) {
     if (r->batch == like->batch && r->tokens == like->tokens && r->heads == like->heads && (dim == 0 || r->dim == dim)) return BA_OK;
     return ba_fail(BA_ERROR_VALUE,
                    "%s: expected %" PRId64 " x %" PRId64 " tokens and %" PRId64 " heads like %s, and a last axis of %" PRId64 ", got %" PRId64
@@ -72,7 +72,7 @@ typedef struct sequences {
     int64_t block, stride;         /* tokens per block, and from one block to the next */
 } sequences;
 
-static ba_status check_sequences(sequences *s, const ba_rows *tokens, const ba_tensor *blocks, const char *blocks_name) {
+static ba_status check_sequences(sequences *s, const ba_token_rows *tokens, const ba_tensor *blocks, const char *blocks_name) {
     if (s->block < 1) return ba_fail(BA_ERROR_VALUE, "block_size: expected at least 1 token, got %" PRId64, s->block);
     if (s->stride < 1) return ba_fail(BA_ERROR_VALUE, "stride: expected at least 1 token, got %" PRId64, s->stride);
     s->tokens = tokens->tokens;
@@ -127,7 +127,7 @@ static int64_t count_stretches(const sequences *s, int64_t (*length)(const seque
 
 typedef struct means_call {
     sequences s;
-    ba_rows x, out;
+    ba_token_rows x, out;
     const ba_tensor *weight; /* NULL: not given */
     const ba_kernels *kernels;
     int64_t blocks_per_item, scratch_bytes;
@@ -232,7 +232,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
 
 typedef struct means_backward_call {
     sequences s;
-    ba_rows dout, dx, more[BA_MOST_SUMMANDS];
+    ba_token_rows dout, dx, more[BA_MOST_SUMMANDS];
     int64_t summands; /* arrays of `more` that are given */
     ba_merge_row_fn merge_row;
     int64_t scratch_bytes;
