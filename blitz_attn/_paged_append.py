@@ -71,13 +71,13 @@ def append_tokens(
 ) -> None:  # fmt: skip
     """Writes new tokens, and updates the summaries that are given. `requests`: as for `attend_requests`; they are read where `slot_mapping`
     is None."""
-    write = partial(_write, k, v, k_cache, v_cache, slot_mapping, requests, kv_layout, k_scale, v_scale, dtype, kv_dtype, num_threads)
-    arrays = summaries.arrays()
+    call = k, v, k_cache, v_cache, slot_mapping, requests, kv_layout, k_scale, v_scale, dtype, kv_dtype, num_threads
     if summaries.tables is None:
-        if any(x is not None for x in arrays.values()):
+        if not (summaries.maxblocks is summaries.minblocks is summaries.meanblocks is None):
             raise ValueError("metadata_block_tables: expected the tables of maxblocks, minblocks and meanblocks, got None")
-        write()
+        _write(*call)
         return
+    arrays = summaries.arrays()
     named, names = _arrays.dtype_name(kv_dtype, "kv_dtype"), {"start_lens": "seq_lens", "dtype": "kv_dtype"}
     if named is None and str(getattr(k_cache, "dtype", None)).endswith("uint16"):  # bits, which `dtype` names, too
         named, names["dtype"] = _arrays.dtype_name(dtype), "dtype"
@@ -92,6 +92,6 @@ def append_tokens(
         refresh(start_lens=ends)  # an empty range: all checks but no work, so that nothing is written where the call below would fail
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from error
-    write()
+    _write(*call)
     refresh(start_lens=ends - new)
     _arrays.count_writes(*arrays.values())
