@@ -1,6 +1,7 @@
 """`integrations.torch.scaled_dot_product_attention`, with torch's own function as the oracle: masks of every form, gradients, leading axes that
 broadcast, and what torch's function lacks."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -47,20 +48,49 @@ def test_causal_biases(sizes):
         assert (ours[:, :, ~seen] == 0).all()
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(31, 31), (31, 37), (37, 31)])
-@pytest.mark.parametrize("window", [None, (4, -1), (0, 0)])
-def test_causal_with_lengths_and_windows(queries, keys, window):
-    """Valid queries and keys of a sequence: the smaller of its lengths. The diagonal starts at the first query and key."""
-    q, k, v = tensors(queries=queries, keys=keys)
-    q_lens, kv_lens = torch.tensor([queries, 9]), [min(queries, keys), 21]
-    ours = functions.scaled_dot_product_attention(q, k, v, is_causal=True, window=window, q_lens=q_lens, kv_lens=kv_lens, enable_gqa=True)
+@pytest.mark.parametrize(("queries", "keys"), [(31, 31), (31, 37), (37, 31), (16, 4), (3, 40)])
+@pytest.mark.parametrize("window", [None, (4, -1), (0, 0), (-1, 3)])
+@pytest.mark.parametrize("given", ["neither", "q_lens", "kv_lens", "both"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_causal_with_lengths_and_windows(queries, keys, window, given, listed):
+    """The diagonal starts at the first query and key, whatever the lengths, which hide queries and keys and move nothing."""
+    qkv = tensors(queries=queries, keys=keys, grad=True)
+    lens = {"q_lens": torch.tensor([queries, queries // 3]), "kv_lens": [keys // 2, keys]}
+    lens = {name: x for name, x in lens.items() if given in (name, "both")}
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
-    left = keys if window is None or window[0] < 0 else window[0]
-    for b, ends in enumerate(torch.minimum(q_lens, torch.tensor(kv_lens)).tolist()):
-        allowed = (j <= i) & (i - j <= left)
-        theirs = dense(q[b, :, :ends], k[b, :, :ends], v[b, :, :ends], allowed[:ends, :ends])
-        torch.testing.assert_close(ours[b, :, :ends], theirs)
-        assert (ours[b, :, ends:] == 0).all()
+    left = queries if window is None or window[0] < 0 else window[0]
+    q_lens, kv_lens = (torch.as_tensor(lens.get(name, [n, n]))[:, None, None, None] for name, n in (("q_lens", queries), ("kv_lens", keys)))
+    seen = ((j <= i) & (i - j <= left) & (i < q_lens) & (j < kv_lens)).expand(2, 4, queries, keys)
+    options = {"is_causal": True, "window": window, "enable_gqa": True, **lens}
+    if listed:
+        kept = np.random.default_rng(2).random((2, 4, -(-queries // 8), -(-keys // 8))) < 0.6
+        options |= {"sabi": torch.from_numpy(sabi.from_block_mask(kept, dtype="int32")), "block_shape": (8, 8)}
+        seen = seen & torch.from_numpy(kept.repeat(8, 2).repeat(8, 3)[:, :, :queries, :keys])
+    ours = functions.scaled_dot_product_attention(*qkv, **options)
+    any_seen = seen.any(-1, keepdim=True)
+    theirs = dense(*qkv, torch.zeros(seen.shape).masked_fill(~seen & any_seen, -torch.inf)) * any_seen
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.randn(ours.shape)
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), qkv) for x in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(31, 31), (31, 37), (37, 31)])
+def test_causal_with_lengths_compiles(queries, keys, dynamic):
+    qkv, lens = tensors(queries=queries, keys=keys, grad=True), torch.tensor([3, keys - 2])
+    weight = torch.randn(2, 4, queries, 8)
+
+    def attend(q, k, v, kv_lens):
+        return functions.scaled_dot_product_attention(q, k, v, is_causal=True, window=(9, 0), kv_lens=kv_lens, enable_gqa=True)
+
+    torch._dynamo.reset()  # the cases would count as graphs of one function
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    made = [(f(*qkv, kv_lens) * weight).sum() for kv_lens in (lens, None) for f in (run, attend)]
+    grads = [torch.autograd.grad(x, qkv) for x in made]
+    for n in (0, 2):
+        assert torch.equal(made[n], made[n + 1])
+        assert all(torch.equal(a, b) for a, b in zip(*grads[n : n + 2], strict=True))
 
 
 MASKS = {

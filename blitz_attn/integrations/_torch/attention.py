@@ -202,21 +202,15 @@ def _expanded(x: Any, shape: tuple[Any, ...]) -> Any:
     return x if x.shape == shape else x.expand(shape)
 
 
-def _upper_left(query: Any, key: Any, window: Any, q_lens: Any, kv_lens: Any) -> tuple[bool, Any, Any, Any]:
-    """torch's `is_causal`, query i sees key j when j <= i, as the library's causal, window and lengths, which are aligned to the end."""
-    queries, keys = query.shape[2], key.shape[2]
-    if q_lens is None and kv_lens is None and queries == keys:
-        return True, window, None, None
-    if q_lens is None and kv_lens is None and queries > keys:
-        if window is not None:
-            raise ValueError(f"window: expected no more queries than keys with is_causal=True, got {queries} and {keys}")
-        return False, [-1, queries - keys], None, None
-    batch = query.shape[0]
-    ends = torch.full((batch,), min(queries, keys), dtype=torch.int64)
-    for lengths in (q_lens, kv_lens):
-        ends = ends if lengths is None else torch.minimum(ends, lengths.to(torch.int64))
-    whole = q_lens is None and kv_lens is None  # more keys than queries: the last keys are seen by none
-    return True, window, None if whole else ends, ends
+def _upper_left(query: Any, key: Any, rules: dict[str, Any]) -> dict[str, Any]:
+    """torch's `is_causal`, query i sees key j when j <= i. Without `q_begin`, the library's diagonal ends at the last query and key."""
+    queries, keys, whole = query.shape[2], key.shape[2], rules["kv_lens"] is None
+    if whole and rules["q_lens"] is None and queries == keys:
+        return {"causal": True}
+    upper_left: dict[str, Any] = {"causal": True, "q_begin": 0}
+    if whole and queries < keys:  # no query sees the last keys, which take time unless a length leaves them out
+        upper_left["kv_lens"] = torch.full((query.shape[0],), queries, dtype=torch.int64)
+    return upper_left
 
 
 def scaled_dot_product_attention(
@@ -254,8 +248,7 @@ def scaled_dot_product_attention(
     dropout_p : float
         0.
     is_causal : bool
-        As torch means it: query i sees key j when ``j <= i``, whatever the numbers of queries and keys. With lengths, a sequence has
-        as many valid queries and keys as the smaller of its two lengths says.
+        As torch means it: query i sees key j when ``j <= i``, whatever the numbers of queries and keys, and whatever the lengths.
     scale : float, optional
         Factor of ``query key^T``. Default: ``1 / sqrt(D)``.
     enable_gqa : bool
@@ -320,9 +313,7 @@ def scaled_dot_product_attention(
     q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
     rules = _rules(block_shape, scale, "BNSD", lower_right, window, q_lens, kv_lens, None, None, None, None, num_threads)
     if is_causal:
-        rules["causal"], rules["window"], rules["q_lens"], rules["kv_lens"] = _upper_left(
-            q, k, rules["window"], rules["q_lens"], rules["kv_lens"]
-        )
+        rules |= _upper_left(q, k, rules)
     try:
         out, lse = operators.call(
             "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, attn_mask=mask, reads_mask=has_elements,

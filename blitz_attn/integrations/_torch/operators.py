@@ -33,10 +33,10 @@ _RULES = """int[] block_shape=[128, 128], float? scale=None, str layout="BNSD", 
 
 SCHEMAS = {
     "block_sparse_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_TENSORS}, {_PAIRS},
-        Tensor? sinks=None, *, {_RULES}, float? softcap=None, bool reads_mask=False) -> (Tensor, Tensor)""",
+        Tensor? sinks=None, *, {_RULES}, float? softcap=None, bool reads_mask=False, int? q_begin=None) -> (Tensor, Tensor)""",
     "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
         Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, {_PAIRS}, *, {_RULES},
-        float? softcap=None, bool reads_mask=False, bool bias_grads=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
+        float? softcap=None, bool reads_mask=False, int? q_begin=None, bool bias_grads=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
     "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, Tensor? kv_ranges=None, *, {_RULES},
         str chooser="pooled", float[]? density=None, float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1,
         int? recent=2, int? last_columns=0, int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
