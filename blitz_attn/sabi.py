@@ -7,6 +7,10 @@ and uint16 where the columns fit. Token rules (causal, window, lengths) cut exac
 attention call: a builder lists every block that such a rule leaves at least one token of.
 
 Lists over more than 65534 columns are int32.
+
+`causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries, which is the number of rows times the width
+of the fullest one. Long sequences with small blocks are therefore within their reach where rows are short. The other builders, and
+functions that convert or combine lists, hold a whole grid of rows and columns, of at most 2**28 blocks in all.
 """
 
 from ._sabi.build import causal, dense, dilated, document, sink_local, sliding_window, vertical_slash

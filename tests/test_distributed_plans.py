@@ -296,8 +296,36 @@ BAD = [
     ({"window": (-2, 0)}, ValueError, "window: expected two numbers of tokens (before, after), -1 for no bound, got (-2, 0)"),
     ({"link": 0.0}, ValueError, "link: expected a positive number, got 0.0"),
     ({"rate": "x"}, TypeError, "rate: expected a number, got str"),
-    ({"s_q": 1 << 40}, ValueError, "block_shape: expected blocks so large that a grid has at most 268435456 of them, got 8589934592 x 8589934592"),
+    ({"s_q": 1 << 40}, ValueError, "block_shape: expected blocks so large that there are at most 4194304 rows and columns, got 8589934592 x 8589934592"),
+    ({"s_q": 1 << 24, "sabi": np.zeros((1, 1, 1, 1), int)}, ValueError,
+     "block_shape: expected blocks so large that a grid has at most 4294967296 blocks beside a list, got 131072 x 131072"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_without_a_list_is_that_of_the_full_list(seed):
+    rng = np.random.default_rng(seed)
+    s_q, s_kv, block_shape = int(rng.integers(1, 400)), int(rng.integers(1, 400)), tuple(rng.integers(1, 40, 2).tolist())
+    options = {"num_heads": 4, "num_kv_heads": 2, "block_shape": block_shape, "causal": bool(rng.integers(2)), "size": int(rng.integers(1, 6))}
+    if rng.integers(2):
+        options["window"] = tuple(rng.integers(-1, 60, 2).tolist())
+    if rng.integers(2):
+        options |= {"batch": 2, "q_lens": rng.integers(0, s_q + 1, 2), "kv_lens": rng.integers(0, s_kv + 1, 2)}
+    one, other = (ContextParallelPlan(lists, s_q, s_kv, **options) for lists in (None, sabi.dense(s_q, s_kv, block_shape)))
+    assert one.dispatch == other.dispatch
+    assert (one.loads == other.loads).all()
+    assert (one.bytes == other.bytes).all()
+    assert (one.backward_bytes == other.backward_bytes).all()
+
+
+def test_plans_of_a_million_tokens_in_small_blocks():
+    """Their grids have more than 2**28 blocks."""
+    window, options = (4096, 0), {"size": 8, "block_shape": (64, 64), "causal": True, "dispatch": "cut"}
+    one = ContextParallelPlan(None, 1_100_000, window=window, **options)
+    other = ContextParallelPlan(sabi.sliding_window(1_100_000, block_shape=(64, 64), window=window), 1_100_000, window=window, **options)
+    assert one.balance < 1.02
+    assert (one.bytes == other.bytes).all()
+    assert ContextParallelPlan(None, 1_100_000, **options).balance < 1.02
 
 
 @pytest.mark.parametrize(("changed", "kind", "text"), BAD)

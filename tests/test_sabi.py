@@ -173,6 +173,25 @@ def test_large_list_is_quick():
     assert time.perf_counter() - start < 10  # about half a second; the rest is for busy machines
 
 
+def test_lists_of_million_tokens_in_small_blocks():
+    """Grids of more than 2**28 blocks, of which the lists name few."""
+    tokens, shape = 1_100_000, (64, 64)
+    rows = np.arange(17188)[:, None]
+    near = rows + np.arange(-64, 1)
+    local = sabi.sliding_window(tokens, block_shape=shape, window=(4096, 0), dtype="int32")
+    assert np.array_equal(np.sort(local[0, 0], axis=1), np.sort(np.where(near >= 0, near, -1), axis=1))
+    both = sabi.sink_local(tokens, block_shape=shape, sink=64, local=4096, dtype="int32")
+    assert np.array_equal(both[0, 0, 70:], np.concatenate([np.zeros_like(rows), near], axis=1)[70:])
+    each = sabi.document([6400] * 171, block_shape=shape)
+    assert (each[0, 0] == rows[:17100] // 100 * 100 + np.arange(100)).all()
+    assert (sabi.check(local, tokens, block_shape=shape) == local).all()
+    most = "block_shape: expected blocks so large that a list has at most 268435456 entries, got 17188 rows of up to 17188"
+    with pytest.raises(ValueError, match=most):
+        sabi.causal(tokens, block_shape=shape)
+    with pytest.raises(ValueError, match="block_shape: expected blocks so large that a grid has at most 16777216 rows and 268435456 columns"):
+        sabi.sliding_window(1 << 40, window=(0, 0))
+
+
 # ---- Conversions ---------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,19 @@ import numpy as np
 from .._arrays import flag, integer, integers
 from .._sentences import shown
 from .convert import from_block_mask
-from .lists import MOST_SIDE, MOST_TOKENS, checked_shape, grid_of, padded, tokens_of, two_integers
+from .lists import (
+    MOST_BLOCKS,
+    MOST_SIDE,
+    MOST_TOKENS,
+    blocks_of,
+    checked_shape,
+    filled,
+    grid_of,
+    padded,
+    sides_of,
+    tokens_of,
+    two_integers,
+)
 
 __all__ = [
     "causal",
@@ -34,11 +46,40 @@ def _keys_seen(s_q: int, s_kv: int, block_q: int) -> tuple[np.ndarray, np.ndarra
     return first + s_kv - s_q, np.minimum(first + block_q, s_q) - 1 + s_kv - s_q
 
 
+def _span(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first block of keys that holds any of the positions low..high (inclusive), and the place after the last one."""
+    first = np.maximum(low // block_kv, 0)
+    end = np.minimum(high // block_kv + 1, blocks_of(s_kv, block_kv))
+    return first, np.where((low <= high) & (low < s_kv), np.maximum(end, first), first)
+
+
 def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> np.ndarray:
-    """Blocks of keys that hold any of the positions low..high (inclusive), one row per pair."""
-    first = np.arange(0, s_kv, block_kv)
-    last = np.minimum(first + block_kv, s_kv) - 1
-    return (first <= high[:, None]) & (last >= low[:, None]) & (low <= high)[:, None]
+    """The same as a mask, one row per pair."""
+    first, end = _span(low, high, s_kv, block_kv)
+    column = np.arange(blocks_of(s_kv, block_kv))
+    return (column >= first[:, None]) & (column < end[:, None])
+
+
+def _list_of_spans(row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], dtype: Any, width: Any) -> np.ndarray:
+    """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; of the spans of a row
+    that have any columns, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may have
+    far more blocks than the list."""
+    kept = end > first
+    row, first, end = row[kept], first[kept], end[kept]
+    again = np.append(False, row[1:] == row[:-1])
+    first = np.maximum(first, np.where(again, np.append(0, end[:-1]), 0))
+    counts = np.maximum(end - first, 0)
+    rows, columns = grid
+    of_rows = np.zeros(rows, np.int64)
+    np.add.at(of_rows, row, counts)
+    fullest = max(1, int(of_rows.max()))
+    if rows * fullest > MOST_BLOCKS:
+        raise ValueError(
+            f"block_shape: expected blocks so large that a list has at most {MOST_BLOCKS} entries, got {rows} rows of up to {fullest}"
+        )
+    before = np.cumsum(counts) - counts
+    listed = np.arange(counts.sum(), dtype=np.int32) - np.repeat((before - first).astype(np.int32), counts)
+    return padded(filled(of_rows, listed, width)[None, None], columns, dtype)
 
 
 def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None) -> np.ndarray:
@@ -144,13 +185,13 @@ def sliding_window(
     if min(left, right) < -1:
         raise ValueError(f"window: expected two counts of tokens or -1, got {(left, right)}")
     block_q, block_kv = checked_shape(block_shape)
-    grid_of(s_q, s_kv, block_shape)
+    grid = sides_of(s_q, s_kv, block_shape)
     s_q, s_kv = tokens_of(s_q, s_kv)
     left, right = min(left, s_q + s_kv), min(right, s_q + s_kv)
     low, high = _keys_seen(s_q, s_kv, block_q)
     low = np.zeros_like(low) if left == -1 else low - left
     high = np.full_like(high, s_kv) if right == -1 else high + right
-    return _one_head(_span_mask(low, high, s_kv, block_kv), dtype, width)
+    return _list_of_spans(np.arange(grid[0]), *_span(low, high, s_kv, block_kv), grid, dtype, width)
 
 
 def sink_local(
@@ -197,13 +238,15 @@ def sink_local(
     if min(sink, local) < 0:
         raise ValueError(f"sink, local: expected numbers of tokens from 0 on, got {sink}, {local}")
     block_q, block_kv = checked_shape(block_shape)
-    grid_of(s_q, s_kv, block_shape)
+    grid = sides_of(s_q, s_kv, block_shape)
     s_q, s_kv = tokens_of(s_q, s_kv)
     sink, local = min(sink, s_q + s_kv), min(local, s_q + s_kv)
     low, high = _keys_seen(s_q, s_kv, block_q)
     start = np.full_like(high, sink - 1)
-    mask = _span_mask(np.zeros_like(low), np.minimum(start, high) if causal else start, s_kv, block_kv)
-    return _one_head(mask | _span_mask(low - local, high + (0 if causal else local), s_kv, block_kv), dtype, width)
+    sinks = _span(np.zeros_like(low), np.minimum(start, high) if causal else start, s_kv, block_kv)
+    near = _span(low - local, high + (0 if causal else local), s_kv, block_kv)
+    first, end = (np.stack(pair, axis=1).reshape(-1) for pair in zip(sinks, near, strict=True))
+    return _list_of_spans(np.repeat(np.arange(grid[0]), 2), first, end, grid, dtype, width)
 
 
 def document(
@@ -257,16 +300,15 @@ def document(
             raise ValueError(f"{name}: expected 1 to {MOST_TOKENS} tokens in all, got {sum(map(int, sizes))}")
     s_q, s_kv = int(q_sizes.sum()), int(kv_sizes.sum())
     block_q, block_kv = checked_shape(block_shape)
-    mask = np.zeros(grid_of(s_q, s_kv, block_shape), bool)
-    start = kv_start = 0
-    for size, kv_size in zip(q_sizes.tolist(), kv_sizes.tolist(), strict=True):
-        if size:
-            rows = np.arange(start // block_q, (start + size - 1) // block_q + 1)
-            last = np.minimum((rows + 1) * block_q, start + size) - 1 - start  # the document's last query in each row
-            high = last + kv_size - size if causal else np.full_like(last, kv_size - 1)
-            mask[rows] |= _span_mask(np.full_like(high, kv_start), kv_start + high, s_kv, block_kv)
-        start, kv_start = start + size, kv_start + kv_size
-    return _one_head(mask, dtype, width)
+    grid = sides_of(s_q, s_kv, block_shape)
+    start, kv_start = np.cumsum(q_sizes) - q_sizes, np.cumsum(kv_sizes) - kv_sizes
+    first = start // block_q
+    counts = np.where(q_sizes > 0, (start + q_sizes - 1) // block_q + 1 - first, 0)  # rows that hold queries of each document
+    at = np.repeat(np.arange(len(q_sizes)), counts)
+    row = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    last = np.minimum((row + 1) * block_q, (start + q_sizes)[at]) - 1 - start[at]  # the document's last query in each row
+    high = last + (kv_sizes - q_sizes)[at] if causal else kv_sizes[at] - 1
+    return _list_of_spans(row, *_span(kv_start[at], kv_start[at] + high, s_kv, block_kv), grid, dtype, width)
 
 
 def dilated(

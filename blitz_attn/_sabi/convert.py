@@ -11,7 +11,7 @@ import numpy as np
 from .._arrays import array as array_of
 from .._arrays import falls, integers
 from .._sentences import shown
-from .lists import MOST_BLOCKS, checked_shape, columns_of, grid_of, padded, signed, tokens_of, width_of
+from .lists import MOST_BLOCKS, checked_shape, columns_of, filled, grid_of, padded, signed, tokens_of
 
 __all__ = [
     "from_block_mask",
@@ -119,11 +119,8 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
     """
     array = _booleans(mask)
     counts = array.sum(axis=-1).reshape(-1)
-    width = width_of(width, int(counts.max(initial=0)), counts.size)
-    row, column = np.nonzero(array.reshape(counts.size, array.shape[-1]))
-    rows = np.full((counts.size, width), -1, np.int64)
-    rows[row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)] = column
-    return padded(rows.reshape(*array.shape[:-1], width), array.shape[-1], dtype)
+    rows = filled(counts, np.nonzero(array.reshape(counts.size, array.shape[-1]))[1], width)
+    return padded(rows.reshape(*array.shape[:-1], rows.shape[1]), array.shape[-1], dtype)
 
 
 def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128)) -> np.ndarray:
@@ -362,10 +359,8 @@ def from_csr(
     lead_size = math.prod(axes.tolist()) if axes.ndim == 1 and axes.min(initial=1) > 0 else 0
     if lead_size < 1 or counts.size % lead_size:
         raise ValueError(f"lead: expected axes that divide {counts.size} rows, got {shown(axes.tolist())}")
-    width = width_of(width, int(counts.max(initial=0)), counts.size)
-    rows = np.full((counts.size, width), -1, np.int64)
-    rows[np.repeat(np.arange(counts.size), counts), np.arange(flat.size) - np.repeat(starts[:-1], counts)] = flat
-    return padded(rows.reshape(*axes, counts.size // lead_size, width), count, dtype)
+    rows = filled(counts, flat, width)
+    return padded(rows.reshape(*axes, counts.size // lead_size, rows.shape[1]), count, dtype)
 
 
 def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,8 @@ __all__ = [
 
 PAD_UINT16 = 65535
 
-MOST_BLOCKS = 1 << 28  # most blocks of a grid: more would take gigabytes while a list is made
+MOST_BLOCKS = 1 << 28  # most entries of a list, and blocks of a grid that is held as a mask: more would take gigabytes
+MOST_ROWS = 1 << 24  # most rows of a list
 
 MOST_TOKENS = 1 << 48  # sums of such numbers fit in 64 bits
 MOST_SIDE = 1 << 20  # of what Python loops over: heads, and rows or columns of a grid with a frame
@@ -66,11 +67,20 @@ def tokens_of(s_q: Any, s_kv: Any) -> tuple[int, int]:
     return sizes
 
 
-def grid_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
+def sides_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
     """Rows and columns of the block grid, after checking what makes it."""
     block_q, block_kv = checked_shape(block_shape)
     sizes = tokens_of(s_q, s_kv)
     rows, columns = blocks_of(sizes[0], block_q), blocks_of(sizes[1], block_kv)
+    if rows > MOST_ROWS or columns > MOST_BLOCKS:
+        most = f"{MOST_ROWS} rows and {MOST_BLOCKS} columns"
+        raise ValueError(f"block_shape: expected blocks so large that a grid has at most {most}, got {rows} x {columns}")
+    return rows, columns
+
+
+def grid_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
+    """`sides_of` a grid that is to be held as a mask."""
+    rows, columns = sides_of(s_q, s_kv, block_shape)
     if rows * columns > MOST_BLOCKS:
         raise ValueError(f"block_shape: expected blocks so large that a grid has at most {MOST_BLOCKS} of them, got {rows} x {columns}")
     return rows, columns
@@ -148,6 +158,13 @@ def width_of(width: Any, fullest: int, rows: int) -> int:
     return width
 
 
+def filled(counts: np.ndarray, columns: np.ndarray, width: Any) -> np.ndarray:
+    """A list (rows, width), padded with -1, whose rows take `counts` of the columns, one row after the other."""
+    rows = np.full((counts.size, width_of(width, int(counts.max(initial=0)), counts.size)), -1, columns.dtype)
+    rows[np.arange(rows.shape[1]) < counts[:, None]] = columns
+    return rows
+
+
 def check(
     sabi: Any,
     s_q: int,
@@ -197,7 +214,7 @@ def check(
     ValueError: sabi: expected columns in 0..1, got 2 in row (0, 0, 1)
     """
     rows = signed(sabi)
-    count, columns = grid_of(s_q, s_kv, block_shape)
+    count, columns = sides_of(s_q, s_kv, block_shape)
     block_q, _ = checked_shape(block_shape)
     if rows.ndim != 4:
         raise ValueError(f"sabi: expected shape (B or 1, H or 1, rows, width), got {rows.shape}")

@@ -11,11 +11,14 @@ from numpy import ndarray
 
 from .._arrays import array as array_of
 from .._arrays import choice, dtype_name, falls, flag, integer, integers
-from .._sabi.lists import MOST_BLOCKS, PAD_UINT16, blocks_of, checked_shape, two_integers
+from .._sabi.lists import PAD_UINT16, blocks_of, checked_shape, two_integers
 from .._sabi.lists import check as check_lists
 from ._dispatch import Cut
 
 LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
+MOST_SIDE = 1 << 22  # most rows and most columns: 268 million tokens in blocks of 64
+MOST_LISTED = 1 << 32  # most blocks of a grid with a list, which is held as bits
+_STRIPE = 1 << 20  # blocks that are looked at at once
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
@@ -62,8 +65,12 @@ class Problem:
             self._read_batched(s_q, s_kv, batch, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv)
         block_q, block_kv = self.block_shape
         rows, columns = blocks_of(self.longest[0], block_q), blocks_of(self.longest[1], block_kv)
-        if rows * columns > MOST_BLOCKS:
-            raise ValueError(f"block_shape: expected blocks so large that a grid has at most {MOST_BLOCKS} of them, got {rows} x {columns}")
+        if max(rows, columns) > MOST_SIDE:
+            most = f"there are at most {MOST_SIDE} rows and columns"
+            raise ValueError(f"block_shape: expected blocks so large that {most}, got {rows} x {columns}")
+        if sabi is not None and rows * columns > MOST_LISTED:
+            most = f"at most {MOST_LISTED} blocks beside a list"
+            raise ValueError(f"block_shape: expected blocks so large that a grid has {most}, got {rows} x {columns}")
         self.sabi = None if sabi is None else self._read_lists(sabi)
         each = np.array([blocks_of(n, block_q) for n in self.q_sizes]), np.array([blocks_of(n, block_kv) for n in self.kv_sizes])
         if self.layout == "TND":
@@ -195,31 +202,49 @@ class Problem:
     def _rows_of(self, entry: int) -> int:
         return int(self.row_begin[entry + 1] - self.row_begin[entry]) if self.layout == "TND" else self.rows
 
-    def _mask(self, entry: int, group: int) -> tuple[ndarray, ndarray]:
-        """Blocks that a sequence's rows see for any head of a group, as packed bits, and the sum over its heads of their tokens per row."""
+    def _runs(self, entry: int) -> tuple[ndarray, ndarray]:
+        """The first and the end of the columns that token rules let each row of a sequence see; 0 and 0 where there are none."""
         _, block_kv = self.block_shape
-        rows, columns = self._rows_of(entry), int(self.columns[entry])
         _, low, high = self._seen(entry)
-        first, end = low // block_kv, np.where(high > low, -(-high // block_kv), 0)
-        sizes = np.clip(int(self.kv_valid[entry]) - np.arange(columns) * block_kv, 0, block_kv)
-        if self.sabi is None:
-            column = np.arange(columns)
-            mask = (column >= first[:, None]) & (column < end[:, None])
-            return np.packbits(mask, axis=1), self.group * (mask @ sizes.astype(np.float64))
-        mask, tokens = np.zeros((rows, columns + 1), bool), np.zeros(rows)
+        return np.where(high > low, low // block_kv, 0), np.where(high > low, -(-high // block_kv), 0)
+
+    def _tokens_before(self, entry: int) -> ndarray:
+        """(columns + 1,): valid tokens of a sequence's keys before each of its columns."""
+        return np.minimum(np.arange(int(self.columns[entry]) + 1) * self.block_shape[1], int(self.kv_valid[entry]))
+
+    def _mask(self, entry: int, group: int) -> tuple[ndarray, ndarray]:
+        """Listed blocks that a sequence's rows see for any head of a group, as packed bits, and the sum over its heads of their tokens per
+        row. Made by stripes of rows, since a mask that is not packed would take eight times the memory."""
+        assert self.sabi is not None
+        rows, columns = self._rows_of(entry), int(self.columns[entry])
+        first, end = self._runs(entry)
+        sizes = np.append(np.diff(self._tokens_before(entry)), 0)  # one column more, for what is not seen
+        bits, tokens = np.empty((rows, -(-columns // 8)), np.uint8), np.zeros(rows)
         own = self.sabi[entry if len(self.sabi) > 1 else 0, self.lists_of(group)]
-        for one in own:
-            listed = one[:rows].astype(np.int64)
-            pad = listed == PAD_UINT16 if one.dtype == np.uint16 else listed < 0
-            kept = ~np.logical_or.accumulate(pad, axis=1) & (listed >= first[:, None]) & (listed < end[:, None])
-            listed = np.where(kept, listed, columns)  # one column more, for what is not seen
-            tokens += np.append(sizes, 0)[listed].sum(axis=1) * (self.group // len(own))
-            mask[np.arange(rows)[:, None], listed] = True
-        return np.packbits(mask[:, :columns], axis=1), tokens
+        step = max(1, _STRIPE // (columns + own.shape[-1] + 1))
+        for top in range(0, rows, step):
+            part = slice(top, min(top + step, rows))
+            mask = np.zeros((part.stop - top, columns + 1), bool)
+            for one in own:
+                listed = one[part].astype(np.int64)
+                pad = listed == PAD_UINT16 if one.dtype == np.uint16 else listed < 0
+                kept = ~np.logical_or.accumulate(pad, axis=1) & (listed >= first[part, None]) & (listed < end[part, None])
+                listed = np.where(kept, listed, columns)
+                tokens[part] += sizes[listed].sum(axis=1) * (self.group // len(own))
+                mask[np.arange(len(mask))[:, None], listed] = True
+            bits[part] = np.packbits(mask[:, :columns], axis=1)
+        return bits, tokens
 
     @cached_property
     def _masks(self) -> list[list[tuple[ndarray, ndarray]]]:
         return [[self._mask(entry, group) for group in range(self.classes)] for entry in range(self.entries)]
+
+    def _tokens_seen(self, entry: int, group: int) -> ndarray:
+        """Tokens of keys in the blocks that each row of a sequence sees, summed over the heads of a group."""
+        if self.sabi is not None:
+            return self._masks[entry][group][1]
+        before, (first, end) = self._tokens_before(entry), self._runs(entry)
+        return self.group * (before[end] - before[first]).astype(np.float64)
 
     @cached_property
     def work(self) -> ndarray:
@@ -229,7 +254,7 @@ class Problem:
             queries, _, _ = self._seen(entry)
             begin = int(self.row_begin[entry]) if self.layout == "TND" else 0
             for group in range(self.classes):
-                found[group, begin : begin + len(queries)] += queries * self._masks[entry][group][1] * self.alike
+                found[group, begin : begin + len(queries)] += queries * self._tokens_seen(entry, group) * self.alike
         return found
 
     def needs(self, computed: tuple[Cut, ...], size: int) -> list[ndarray]:
@@ -245,14 +270,23 @@ class Problem:
         return found
 
     def _needed(self, entry: int, group: int, cut: Cut, size: int) -> ndarray:
-        mask, _ = self._masks[entry][group]
-        begin = int(self.row_begin[entry]) if self.layout == "TND" else 0
+        columns, begin = int(self.columns[entry]), int(self.row_begin[entry]) if self.layout == "TND" else 0
         begins = np.maximum(cut.at[:-1] - begin, 0)
-        inside = begins < np.minimum(cut.at[1:] - begin, len(mask))
+        inside = begins < np.minimum(cut.at[1:] - begin, self._rows_of(entry))
+        begins, ranks = begins[inside], cut.rank[inside]
+        if self.sabi is None:
+            found = np.zeros((size, columns), bool)
+            if len(begins):  # the runs of neighbouring rows meet or overlap, so that the rows of a stretch see one run
+                first, end = self._runs(entry)
+                first = np.minimum.reduceat(np.where(end > first, first, columns), begins)
+                for rank, low, high in zip(ranks, first, np.maximum.reduceat(end, begins), strict=True):
+                    found[rank, low:high] = True
+            return found
+        mask, _ = self._masks[entry][group]
         bits = np.zeros((size, mask.shape[1]), np.uint8)
-        if inside.any():
-            np.bitwise_or.at(bits, cut.rank[inside], np.bitwise_or.reduceat(mask, begins[inside], axis=0))
-        return np.unpackbits(bits, axis=1, count=int(self.columns[entry])).view(bool)
+        if len(begins):
+            np.bitwise_or.at(bits, ranks, np.bitwise_or.reduceat(mask, begins, axis=0))
+        return np.unpackbits(bits, axis=1, count=columns).view(bool)
 
     def cell_tokens(self) -> tuple[ndarray, ndarray, ndarray]:
         """Of each column of `needs`: its sequence, and the first and the end of its valid tokens on the axis of key tokens."""
