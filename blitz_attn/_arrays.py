@@ -242,10 +242,11 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
 
 
 def as_kind_of(result: np.ndarray, given: Any) -> Any:
-    """A NumPy array as the kind of array that `given` is: a torch tensor, a JAX array, or unchanged."""
+    """A NumPy array as the kind of array that `given` is: a torch tensor, a JAX array, or unchanged. uint16 holds numbers here, such as
+    those of a block list, where results of the core hold the bits of bfloat16."""
     if _is_torch(given):
         return sys.modules["torch"].from_numpy(np.ascontiguousarray(result))
-    return _to_jax(result) if _is_jax(given) else result
+    return sys.modules["jax"].numpy.asarray(result) if _is_jax(given) else result
 
 
 def _memory(x: Any, name: str, expected: str) -> np.ndarray:

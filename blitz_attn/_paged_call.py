@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from numpy import empty, float32, floating, integer, ndarray
+from numpy import empty, float32, floating, integer, ndarray, zeros
 
 from . import _arrays, _core
 from ._arrays import bias_for_core, is_registered
+from ._floats import FLOATS
 from ._sentences import renamed
 
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
+_STORED = {name: name for name in ("float32", "float16", "float64", "int8")} | {"bfloat16": "uint16", "float8_e4m3": "uint8"}
+_ONE_TOKEN = zeros((1, 1), "int32"), (1,), None, None, None, None  # the requests of a call over one token
 
 
 def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
@@ -81,3 +84,20 @@ def attend_requests(
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+def check_options(
+    scale: Any, kv_layout: Any, window: Any, softcap: Any, out_dtype: Any, dtype: Any, kv_dtype: Any, num_threads: Any
+) -> None:
+    """Refuses options that no call can have, by the sentences of a call: one over a single token, whose arrays have the dtypes that the
+    options name. float64, where they name none, has the widest range of softcaps."""
+    kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or out_dtype or ("float64" if kv_dtype is None else "float32")
+    kind = kind if kind in FLOATS else "float32"  # the call says what it does not know
+    q, cache = (zeros((1,) * axes, _STORED.get(name, "float32")) for axes, name in ((3, kind), (4, kv_dtype or kind)))
+    factor = None if kv_dtype is None else 1
+    if dtype is None and kind == "bfloat16":
+        dtype = kind  # its bits are stored as uint16
+    attend_requests(
+        q, cache, cache, _ONE_TOKEN, None, None, scale, kv_layout, window, None, softcap, factor, factor, return_lse=False,
+        out_dtype=out_dtype, out=None, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from . import _arrays
 from ._page_selection import Opened, select_to_attend, with_lists
 from ._paged_append import Summaries, append_tokens
-from ._paged_call import attend_requests, open_requests
+from ._paged_call import attend_requests, check_options, open_requests
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import tables_for_core
 
@@ -45,7 +45,7 @@ class PagedPlan:
     Raises
     ------
     TypeError, ValueError
-        As `paged_attention`.
+        As `paged_attention`. Options that no call could have are refused here.
     MemoryError
         The copies could not be allocated.
 
@@ -106,6 +106,7 @@ class PagedPlan:
         self._requests: Any = chunks or self._tables
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
+        check_options(*self._options)
 
     def append(
         self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, maxblocks: Any = None,

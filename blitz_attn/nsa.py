@@ -32,8 +32,8 @@ from ._nsa.branches import (
 )
 from ._nsa.call import BRANCHES, Call, Options, Results, Room, checked, compress, kept_results, run
 from ._nsa.compression import compress_gradients, compress_kv, compress_kv_backward
-from ._nsa.gates import compute_gates, gate_and_combine, gating_backward
-from ._nsa.rules import rules_of, threads_of
+from ._nsa.gates import check_gate_weight, compute_gates, gate_and_combine, gating_backward
+from ._nsa.rules import rules_of, scale_of, threads_of, window_and_groups
 from ._nsa.selection import score_and_select_blocks
 from ._nsa.sequences import pieces
 from ._nsa.store import Store
@@ -371,6 +371,11 @@ class NsaCache:
         What else `nsa` takes as rules: `num_selected_blocks`, `window_size`, `gate_proj_weight`, `causal`, `scale`, `select_block_size`,
         `init_blocks`, `local_blocks`, and in mslk mode `q_tile_size` and `num_cmp_selected_blocks`.
 
+    Raises
+    ------
+    TypeError, ValueError
+        As `nsa`, for all that does not depend on the tokens. Whether weights fit the heads is checked with the first tokens and queries.
+
     See Also
     --------
     nsa : the operation; with `compressed_kv` for callers that keep arrays of their own.
@@ -397,7 +402,7 @@ class NsaCache:
     ) -> None:  # fmt: skip
         for name in options:
             if name not in RULES:
-                raise TypeError(f"{name}: expected one of {', '.join(RULES)}, got {name!r}")
+                raise TypeError(f"NsaCache() got an unexpected keyword argument {name!r}")
         self._options = {
             "compress_block_size": compress_block_size, "compress_stride": compress_stride, "mode": mode, "num_threads": num_threads,
             **options,
@@ -406,7 +411,12 @@ class NsaCache:
             mode, compress_block_size, options.get("num_selected_blocks", 16), options.get("q_tile_size", 256), compress_stride,
             options.get("select_block_size"), options.get("init_blocks", 1), options.get("local_blocks", 2), options.get("causal", True),
         )  # fmt: skip
-        self._store = Store(rules, w_k_compress, w_v_compress, dtype_of(dtype), threads_of(num_threads))
+        window_and_groups(options.get("window_size", 512), options.get("num_cmp_selected_blocks"), rules)
+        scale_of(options.get("scale"), 1)
+        kind = dtype_of(dtype)
+        if options.get("gate_proj_weight") is not None:
+            check_gate_weight(options["gate_proj_weight"], kind)
+        self._store = Store(rules, w_k_compress, w_v_compress, kind, threads_of(num_threads))
 
     @property
     def lens(self) -> np.ndarray:

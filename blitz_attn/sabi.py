@@ -26,11 +26,12 @@ from ._sabi.convert import (
     to_num_idx,
     to_token_mask,
 )
-from ._sabi.frame import FrameWidths, frame_plan, random_with_frame
+from ._sabi.frame import FramePlan, FrameWidths, frame_plan, random_with_frame
 from ._sabi.lists import check
 from ._sabi.measure import balance, counts, density, picture, sparsity
 
 __all__ = [
+    "FramePlan",
     "FrameWidths",
     "balance",
     "causal",

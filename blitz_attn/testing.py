@@ -15,7 +15,7 @@ import numpy as np
 
 from . import reference
 from . import sabi as lists
-from ._arrays import dtype_name, integer
+from ._arrays import dtype_name, integer, number
 from ._testing_paged import QUANTIZED, Paged, make_paged
 from .reference import round_to, to_float64
 from .sabi import FrameWidths
@@ -155,6 +155,11 @@ def random_sabi(spec: MaskSpec, *, seed: int = 1234, dtype: Any = None) -> np.nd
     )
 
 
+def _clamped(sparsity: Any) -> float:
+    """The sparsity that upstream takes another one for. NaN stays, and is refused."""
+    return min(max(number(sparsity, "sparsity"), 0.0), 1.0)
+
+
 def generate_sparse_blocks_by_row(
     s_q: int,
     s_kv: int,
@@ -175,7 +180,7 @@ def generate_sparse_blocks_by_row(
     block_size_q, block_size_kv : int
         Number of tokens per block of queries and of keys.
     sparsity : float
-        Share of blocks to drop; the frame counts inside the kept share.
+        Share of blocks to drop, clamped to 0..1; the frame counts inside the kept share.
     seed : int
         Seed of this head.
     frame : FrameWidths or None
@@ -204,7 +209,7 @@ def generate_sparse_blocks_by_row(
     columns = math.ceil(s_kv / block_size_kv)
     shape = (block_size_q, block_size_kv)
     drawn = lists.random_with_frame(
-        s_q, s_kv, shape, sparsity, frame=frame, seed=seed, sort=sort_within_row, dtype=np.int64, width=columns
+        s_q, s_kv, shape, _clamped(sparsity), frame=frame, seed=seed, sort=sort_within_row, dtype=np.int64, width=columns
     )[0, 0]
     return np.where(drawn < 0, pad_value, drawn).tolist()
 
@@ -283,7 +288,7 @@ def is_block_sparse_pattern_feasible(
     """
     rows, columns = math.ceil(grid.s_q / grid.block_size_q), math.ceil(grid.s_kv / grid.block_size_kv)
     try:
-        plan = lists.frame_plan(rows, columns, sparsity, frame)
+        plan = lists.frame_plan(rows, columns, _clamped(sparsity), frame)
     except ValueError:
         return False
     if plan.forced_blocks > plan.kept_blocks:

@@ -491,6 +491,16 @@ def test_jax(dtype):
     assert np.asarray(out).tobytes() == expected.tobytes()
 
 
+def test_jax_lists_of_uint16_are_numbers():
+    jax = pytest.importorskip("jax")
+    q = jax.numpy.asarray(np.random.default_rng(0).standard_normal((1, 2, 256, 16), np.float32))
+    lists = blitz_attn.select_blocks_prefill(q, q, density=0.5, index_dtype="uint16")
+    assert isinstance(lists, jax.Array)
+    assert lists.dtype == np.uint16
+    assert (np.asarray(lists) == blitz_attn.select_blocks_prefill(np.asarray(q), np.asarray(q), density=0.5, index_dtype="uint16")).all()
+    blitz_attn.block_sparse_attention(q, q, q, lists, block_shape=(64, 64))
+
+
 def test_jax_tracers_are_refused():
     jax = pytest.importorskip("jax")
     x = jax.numpy.zeros((1, 1, 16, 8))

@@ -88,8 +88,12 @@ Q, K, V, _ = problem(40, 4, 2, 8, 6)
 @pytest.mark.parametrize(
     ("error", "text", "call"),
     [
-        (TypeError, "num_blocks: expected one of num_selected_blocks, window_size, gate_proj_weight, causal, scale, q_tile_size, "
-         "num_cmp_selected_blocks, select_block_size, init_blocks, local_blocks, got 'num_blocks'", lambda: nsa.NsaCache(num_blocks=3)),
+        (TypeError, "NsaCache() got an unexpected keyword argument 'num_blocks'", lambda: nsa.NsaCache(num_blocks=3)),
+        (ValueError, "window_size: expected a positive number, got -3", lambda: nsa.NsaCache(window_size=-3)),
+        (TypeError, "scale: expected a number, got str", lambda: nsa.NsaCache(scale="x")),
+        (ValueError, 'num_cmp_selected_blocks: expected None in mode "paper", got 2', lambda: nsa.NsaCache(num_cmp_selected_blocks=2)),
+        (TypeError, "gate_proj_weight: expected an array, got int", lambda: nsa.NsaCache(gate_proj_weight=3)),
+        (ValueError, "gate_proj_weight: expected shape (H, 3, D), got (4, 8)", lambda: nsa.NsaCache(gate_proj_weight=np.ones((4, 8)))),
         (ValueError, "compress_block_size: expected a positive number, got 0", lambda: nsa.NsaCache(compress_block_size=0)),
         (ValueError, "q: expected tokens appended before the first queries, got none", lambda: nsa.NsaCache().attend(Q)),
     ],

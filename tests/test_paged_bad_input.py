@@ -443,6 +443,34 @@ def test_select_and_attend_knows_its_source():
         blitz_attn.select_and_attend(*arrays, call["k_cache"], budget=32, method="max")
 
 
+OPTIONS = [
+    ({"kv_layout": "x"}, "kv_layout: expected 'NHD' or 'HND', got 'x'"),
+    ({"softcap": -1.0}, "softcap: expected a positive finite number, or 0 for none, got -1"),
+    ({"window": "a"}, "window: expected an integer, got str"),
+    ({"window": -2, "kv_split": SIZE}, "window: expected a token count of at least 0, or -1 for no bound, got -2"),
+    ({"scale": "b"}, "scale: expected a number, got str"),
+    ({"out_dtype": "int8"}, "out_dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got 'int8'"),
+    ({"out_dtype": "float16", "dtype": "float32"}, "out_dtype: expected 'float32' like q, got 'float16'"),
+    ({"dtype": "x"}, "dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got 'x'"),
+    ({"num_threads": -4}, "num_threads: expected a positive number of threads or None, got -4"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), OPTIONS)
+def test_a_plan_refuses_options_that_no_call_can_have(options, sentence):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(sentence)}$"):
+        blitz_attn.PagedPlan(tables(), SEQ_LENS, page_size=SIZE, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 1e-200}, {"out_dtype": "float32", "dtype": "bfloat16"}, {"out_dtype": "bfloat16"}, {"out_dtype": "float64"},
+     {"kv_dtype": "float8_e4m3", "dtype": "float16"}, {"kv_dtype": "int8", "out_dtype": "float16"}, {"kv_dtype": "bfloat16"}],
+)  # fmt: skip
+def test_a_plan_takes_options_that_some_call_can_have(options):
+    blitz_attn.PagedPlan(tables(), SEQ_LENS, page_size=SIZE, **options)
+
+
 def test_a_plan_refuses_a_call_that_does_not_fit():
     opened = blitz_attn.PagedPlan(tables(), SEQ_LENS, page_size=SIZE, num_pages=PAGES, q_lens=[1, 2])
     call = attend()

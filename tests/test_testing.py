@@ -25,6 +25,15 @@ def nearest(value, mantissa_bits, least_exponent):
     return float(round(Fraction(value) / step) * step)
 
 
+def test_upstreams_generators_clamp_a_sparsity():
+    drawn = [testing.generate_sparse_blocks_by_row(512, 512, 128, 128, sparsity, 1, None) for sparsity in (-0.5, 0.0, 1.0, 90)]
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3] == [[-1] * 4] * 4
+    assert testing.is_block_sparse_pattern_feasible(testing.BlockGrid(512, 512, 128, 128), None, -0.5)
+    with pytest.raises(ValueError, match="sparsity: expected a number from 0 to 1, got nan"):
+        testing.generate_sparse_blocks_by_row(512, 512, 128, 128, float("nan"), 1, None)
+
+
 @pytest.mark.parametrize(("dtype", "bits", "least"), [("bfloat16", 7, -126), ("float16", 10, -14), ("float32", 23, -126)])
 def test_round_to_is_exact(dtype, bits, least):
     rng = np.random.default_rng(1)

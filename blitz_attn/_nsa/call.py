@@ -13,7 +13,7 @@ from .arrays import Reals, dtype_of, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed, check_weight, compress_into, compressed_shape
 from .gates import gates_as_reals, weight_of
-from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
+from .rules import CMP_GROUP, Rules, rules_of, scale_of, threads_of, window_and_groups
 from .selection import check_tiles, list_heads, list_shape, lists_of, select_into
 from .sequences import Piece, Sequences, lengths_within, packed_cuts, refuse_cuts_of_queries, sums_of
 
@@ -122,10 +122,7 @@ def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
         o.mode, o.compress_block_size, o.num_selected_blocks, o.q_tile_size, o.compress_stride, o.select_block_size, o.init_blocks,
         o.local_blocks, o.causal,
     )  # fmt: skip
-    window = number(o.window_size, "window_size")
-    most_groups = None if o.num_cmp_selected_blocks is None else number(o.num_cmp_selected_blocks, "num_cmp_selected_blocks")
-    if most_groups is not None and rules.by_query:
-        raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {most_groups}')
+    window, most_groups = window_and_groups(o.window_size, o.num_cmp_selected_blocks, rules)
     threads, dtype = threads_of(o.num_threads), dtype_of(o.dtype)
     q, kind = floats(q, "q", dtype)
     k, v = (same_kind(x, name, dtype, kind, "q") for x, name in ((k, "k"), (v, "v")))

@@ -29,6 +29,13 @@ def weight_of(w: Any, q: np.ndarray, dtype: Any, kind: str) -> Reals:
     return Reals(array, own)
 
 
+def check_gate_weight(w: Any, dtype: Any) -> None:
+    """Refuses gate weights that fit no queries."""
+    array, _ = floats(w, "gate_proj_weight", dtype, strided=True)
+    if array.ndim != 3 or array.shape[1] != 3:
+        raise ValueError(f"gate_proj_weight: expected shape (H, 3, D), got {array.shape}")
+
+
 def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, num_threads: int | None = None) -> Any:
     """Three gates per query head: the sigmoid of ``q`` times the head's weights, never normalised.
 

@@ -65,6 +65,15 @@ class Rules:
         return -(-tokens // self.tile)
 
 
+def window_and_groups(window_size: Any, num_cmp_selected_blocks: Any, rules: Rules) -> tuple[int, int | None]:
+    """`window_size` and `num_cmp_selected_blocks`, checked."""
+    window = number(window_size, "window_size")
+    groups = None if num_cmp_selected_blocks is None else number(num_cmp_selected_blocks, "num_cmp_selected_blocks")
+    if groups is not None and rules.by_query:
+        raise ValueError(f'num_cmp_selected_blocks: expected None in mode "paper", got {groups}')
+    return window, groups
+
+
 def rules_of(
     mode: Any, compress_block_size: Any, num_selected_blocks: Any, q_tile_size: Any, compress_stride: Any, select_block_size: Any,
     init_blocks: Any, local_blocks: Any, causal: Any,

@@ -61,9 +61,9 @@ def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> n
 
 
 def _list_of_spans(row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], dtype: Any, width: Any) -> np.ndarray:
-    """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; of the spans of a row
-    that have any columns, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may have
-    far more blocks than the list."""
+    """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; of the spans of a
+    row that have any columns, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may
+    have far more blocks than the list."""
     kept = end > first
     row, first, end = row[kept], first[kept], end[kept]
     again = np.append(False, row[1:] == row[:-1])

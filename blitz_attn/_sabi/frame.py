@@ -44,9 +44,9 @@ FrameWidths.__module__ = FramePlan.__module__ = "blitz_attn.sabi"  # where users
 
 def _kept_share(sparsity: Any) -> float:
     value = number(sparsity, "sparsity")
-    if math.isnan(value):
-        raise ValueError(f"sparsity: expected a share of the blocks, got {value}")
-    return 1.0 - min(1.0, max(0.0, value))
+    if not 0 <= value <= 1:
+        raise ValueError(f"sparsity: expected a number from 0 to 1, got {value:g}")
+    return 1.0 - value
 
 
 def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | None = None) -> FramePlan:
@@ -57,7 +57,7 @@ def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | No
     rows, columns : int
         Blocks of queries and of keys.
     sparsity : float
-        Share of blocks to drop, clamped to 0..1. The frame counts inside the kept share.
+        Share of blocks to drop, from 0 to 1. The frame counts inside the kept share.
     frame : FrameWidths, optional
         Left and right columns kept in every row, top and bottom rows kept whole.
 
@@ -71,7 +71,7 @@ def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | No
     Raises
     ------
     ValueError
-        An empty grid, or a frame wider than the grid.
+        An empty grid, a frame wider than the grid, or a sparsity out of range.
 
     Examples
     --------
@@ -124,7 +124,7 @@ def random_with_frame(
     s_q, s_kv, block_shape, dtype, width
         As in `sliding_window`.
     sparsity : float
-        Share of blocks to drop, clamped to 0..1.
+        Share of blocks to drop, from 0 to 1.
     frame : FrameWidths, optional
         Border that is always kept; it counts inside the kept share.
     batch, heads : int

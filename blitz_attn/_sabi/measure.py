@@ -8,7 +8,7 @@ import numpy as np
 
 from .._arrays import flag, integer
 from .convert import to_block_mask
-from .lists import signed
+from .lists import columns_of, signed
 
 __all__ = [
     "balance",
@@ -71,7 +71,7 @@ def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     Raises
     ------
     TypeError, ValueError
-        Not an integer array of at least two axes, or `columns` below 1.
+        Not an integer array of at least two axes, `columns` below 1, or an entry of `columns` or more.
 
     Examples
     --------
@@ -83,7 +83,8 @@ def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     columns, per_head = integer(columns, "columns"), flag(per_head, "per_head")
     if columns < 1:
         raise ValueError(f"columns: expected at least 1, got {columns}")
-    share = counts(sabi) / columns
+    rows = signed(sabi)
+    share = (rows >= 0).sum(axis=-1) / columns_of(rows, columns)
     if share.size == 0 and not (per_head and share.shape[-1]):
         raise ValueError(f"sabi: expected at least one row, got shape ({', '.join(map(str, share.shape))}, W)")
     return share.mean(axis=-1) if per_head else float(share.mean())
@@ -149,6 +150,14 @@ def balance(sabi: Any, *, per_head: bool = False) -> Any:
     return float(work.mean() / work.max()) if work.max(initial=0) else 1.0
 
 
+def _most_cells(limit: Any, name: str) -> int:
+    """The largest number of cells of a picture, at least 1."""
+    value = integer(limit, name)
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
 def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
     """Text picture of a block list: two characters per cell, one header line per head.
 
@@ -172,7 +181,7 @@ def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_co
     Raises
     ------
     TypeError, ValueError
-        As in `to_block_mask`.
+        As in `to_block_mask`, and a limit below 1.
 
     Examples
     --------
@@ -186,7 +195,9 @@ def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_co
     """
     mask = to_block_mask(sabi, columns)
     rows, count = mask.shape[-2:]
-    tall, wide = -(-rows // max(1, integer(max_rows, "max_rows"))), -(-count // max(1, integer(max_columns, "max_columns")))
+    tall, wide = (
+        -(-blocks // _most_cells(most, name)) for blocks, most, name in ((rows, max_rows, "max_rows"), (count, max_columns, "max_columns"))
+    )
     lines = []
     for head in np.ndindex(*mask.shape[:-2]):
         one = mask[head]

@@ -141,7 +141,7 @@ def vertical_slash(draw: Draw) -> None:
 def random_with_frame(draw: Draw) -> None:
     s_q, s_kv, block_shape = draw_grid(draw)
     rows, columns = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
-    sparsity = draw.pick("sparsity", (0.5, 0.0, 0.1, 0.75, 0.9, 1.0, -0.5, 1.5))
+    sparsity = draw.pick("sparsity", (0.5, 0.0, 0.1, 0.75, 0.9, 1.0))
     left, right = draw.integer("left", 0, min(3, columns)), draw.integer("right", 0, min(3, columns))
     top, bottom = draw.integer("top", 0, min(2, rows)), draw.integer("bottom", 0, min(2, rows))
     wide = left + right > columns or top + bottom > rows
@@ -150,7 +150,7 @@ def random_with_frame(draw: Draw) -> None:
     if frame is not None:
         border[:, :left] = border[:, columns - right :] = True
         border[:top] = border[rows - bottom :] = True
-    forced, kept = int(border.sum()), int(np.floor(rows * columns * (1 - min(max(sparsity, 0.0), 1.0))))
+    forced, kept = int(border.sum()), int(np.floor(rows * columns * (1 - sparsity)))
     batch, heads = draw.integer("batch", 1, 3), draw.integer("heads", 1, 3)
     options = {"frame": frame, "batch": batch, "heads": heads, "seed": draw.integer("seed", 0, 10**6), "sort": draw.flag("sort")}
     dtype = draw_dtype(draw)
