@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+import blitz_attn
 from blitz_attn import reference, sabi, testing
 from blitz_attn._reference import dense
 from cases import DTYPES, LAYOUTS, bits_option, random_lists
@@ -169,6 +170,47 @@ def test_nothing_to_attend():
     assert reference.block_sparse_attention(q, k, v, return_lse=True)[1].shape == (1, 2, 0)
 
 
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 4, 5), (2, 0, 5), (2, 4, 0), (2, 0, 0), (0, 0, 0)])
+def test_shapes_of_empty_problems_are_the_librarys(layout, batch, queries, keys):
+    def array(tokens, heads, dim):
+        shapes = {"BNSD": (batch, heads, tokens, dim), "BSND": (batch, tokens, heads, dim), "BSH": (batch, tokens, heads * dim)}
+        return np.ones(shapes.get(layout, (batch * tokens, heads, dim)))
+
+    q, k, v, options = array(queries, 4, 8), array(keys, 2, 8), array(keys, 2, 6), {"layout": layout}
+    if layout == "BSH":
+        options |= {"num_heads": 4, "num_kv_heads": 2}
+    if layout == "TND":
+        options |= {"cu_seqlens_q": np.arange(batch + 1) * queries, "cu_seqlens_kv": np.arange(batch + 1) * keys}
+    shapes = []
+    for functions in (blitz_attn, reference):
+        out, lse = functions.block_sparse_attention(q, k, v, return_lse=True, **options)
+        grads = functions.block_sparse_attention_backward(out, q, k, v, out, lse, **options)
+        shapes.append([x.shape for x in (out, lse, *grads)])
+    assert shapes[0] == shapes[1]
+
+
+def test_selection_for_no_queries():
+    k_cache, tables = np.ones((6, 16, 2, 8)), np.array([[0, 1, 2], [3, 4, 5]])
+    for per_query_head in (False, True):
+        found = [
+            functions.select_blocks(
+                np.ones((0, 4, 8)), k_cache, tables, [40, 48], 2, block_size=16, method="max", q_lens=[0, 0], per_query_head=per_query_head
+            )
+            for functions in (blitz_attn, reference)
+        ]
+        for ours, expected in zip(*found, strict=True):
+            assert np.array_equal(ours, expected)
+
+
+def test_slopes_and_sinks_of_float64_calls_are_read_as_float32():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 2, 20, 8))
+    options = {"alibi_slopes": [0.1, 0.3], "sinks": [0.1, 0.7], "return_lse": True}
+    for ours, expected in zip(*(f.block_sparse_attention(q, k, v, **options) for f in (blitz_attn, reference)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-13)
+
+
 def test_out_is_written_and_returned():
     q, k, v = testing.make_qkv(1, 1, 1, 3, 3, 2)
     out = np.full((1, 1, 3, 2), np.nan)
@@ -272,7 +314,7 @@ def test_paged_against_elements(kv_layout, listed):
     """Pages, right-aligned queries, window, cap, sinks, scales and lists, a product at a time."""
     lens, q_lens, scale, cap, window = [9, 0, 14], [3, 0, 1], 0.8, 2.0, 5
     case = testing.make_paged(3, 4, 2, lens, 4, 5, 3, "float64", "int8", kv_layout, q_lens=q_lens)
-    sinks, selected = np.array([0.1, -1.0, 2.0, 0.0]), np.array([[[2, 0, -1], [1, 2, 0]], [[-1] * 3] * 2, [[3, 1, -1], [0, 3, 2]]])
+    sinks, selected = np.array([0.125, -1.0, 2.0, 0.0]), np.array([[[2, 0, -1], [1, 2, 0]], [[-1] * 3] * 2, [[3, 1, -1], [0, 3, 2]]])
     call, rules = case.arrays, {"scale": scale, "softcap": cap, "window": window, "sinks": sinks, "return_lse": True, **case.options}
     if listed:
         out, lse = reference.paged_select_attention(*call, selected, **rules)

@@ -100,7 +100,7 @@ def _head_gradients(tensors, seq: SequenceParts, head: int, rows, block_shape, r
 
 def _numbers_by_sequence(x: np.ndarray, layout: str, sequences: list[SequenceParts]) -> list[np.ndarray]:
     """(heads, tokens) arrays of the batch entries, from an array of the shape of the log-sum-exp."""
-    if layout != "TND":
+    if layout != "TND" or not sequences:
         return list(x)
     cuts = np.cumsum([s.q.shape[1] for s in sequences])[:-1]
     return [part.T for part in np.split(x, cuts)]
@@ -288,7 +288,7 @@ def dense_same_precision_backward(
     Returns
     -------
     dq, dk, dv : numpy.ndarray
-        And the gradients of the biases with `bias_grads`, like `block_sparse_attention_backward`: float64 arrays, holding the rounded values.
+        And the gradients of the biases with `bias_grads`, like `block_sparse_attention_backward`: float64 arrays of the rounded values.
 
     Raises
     ------

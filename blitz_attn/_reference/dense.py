@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import array, dtype_name
+from .._arrays import array, dtype_name, float32_numbers
 from .._sabi import lists
 
 __all__ = [
@@ -229,10 +229,10 @@ def sequences_of(
         parts = [[x[a:b].swapaxes(0, 1) for a, b in pairwise(cut)] for x, cut in ((q, cut_q), (k, cut_kv), (v, cut_kv))]
     elif layout in ("BNSD", "BSND", "BSH"):
         if layout == "BSH":
-            if num_heads is None:
-                raise ValueError("num_heads: expected a number of heads for layout BSH, got None")
+            if not num_heads:
+                raise ValueError(f"num_heads: expected a number of heads for layout BSH, got {num_heads}")
             kv = num_kv_heads or num_heads
-            q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x, heads in ((q, num_heads), (k, kv), (v, kv)))
+            q, k, v = (x.reshape(*x.shape[:2], heads, x.shape[2] // heads) for x, heads in ((q, num_heads), (k, kv), (v, kv)))
         parts = [list(x if layout == "BNSD" else x.swapaxes(1, 2)) for x in (q, k, v)]
     else:
         raise ValueError(f"layout: expected BNSD, BSND, BSH or TND, got {layout!r}")
@@ -285,7 +285,7 @@ def add_biases(sequences: Sequence[SequenceParts], attn_mask: Any, alibi_slopes:
         masks = list(np.broadcast_to(mask, [full if n == 1 else n for n, full in zip(mask.shape, sizes, strict=True)]))
     slopes = None
     if alibi_slopes is not None:
-        slopes = to_float64(alibi_slopes)
+        slopes = per_head(alibi_slopes, "alibi_slopes")
         if slopes.shape != (heads,):
             raise ValueError(f"alibi_slopes: expected shape ({heads},), one number per head, got {slopes.shape}")
     # In float32, such a number times log2(e) is infinite.
@@ -294,15 +294,26 @@ def add_biases(sequences: Sequence[SequenceParts], attn_mask: Any, alibi_slopes:
         seq.bias = Bias(part, slopes, least)
 
 
-def join_sequences(parts: list[np.ndarray], layout: str, batch_shape: tuple[int, ...]) -> np.ndarray:
-    """Per-sequence (heads, tokens, dim) results back into the layout of q."""
+def join_sequences(parts: list[np.ndarray], layout: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Per-sequence (heads, tokens, dim) results back into the layout of q. `shape`: that of the whole, which may have no sequences."""
+    if not parts:
+        return np.zeros(shape)
     if layout == "TND":
-        return np.concatenate([x.swapaxes(0, 1) for x in parts]) if parts else np.zeros(batch_shape)
-    stacked = np.stack(parts) if parts else np.zeros(batch_shape)
-    if layout == "BNSD":
-        return stacked
-    stacked = stacked.swapaxes(1, 2)
-    return stacked if layout == "BSND" else stacked.reshape(*stacked.shape[:2], -1)
+        return np.concatenate([x.swapaxes(0, 1) for x in parts])
+    stacked = np.stack(parts)
+    return stacked if layout == "BNSD" else stacked.swapaxes(1, 2).reshape(shape)
+
+
+def result_shapes(q: np.ndarray, v: np.ndarray, layout: str, num_heads: Any, num_kv_heads: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the output and of the log-sum-exp."""
+    if layout == "BSH":
+        return (*q.shape[:2], v.shape[2] // (num_kv_heads or num_heads) * num_heads), (q.shape[0], num_heads, q.shape[1])
+    return (*q.shape[:-1], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else q.shape[:-1]
+
+
+def per_head(numbers: Any, name: str) -> np.ndarray:
+    """The float64 values of sinks or slopes, which the library reads as float32 whatever the dtype of q."""
+    return float32_numbers(numbers, name).astype(np.float64)
 
 
 # ---- Attention ----------------------------------------------------------------------------------------------------
@@ -495,19 +506,19 @@ def _run(tensors, sabi, block_shape, scale, layout, rules, shape_args, bias_args
                 )
             if sinks is not None:
                 out_b[:, : seq.q_len], lse_b[:, : seq.q_len] = add_sinks(
-                    out_b[:, : seq.q_len], lse_b[:, : seq.q_len], np.asarray(sinks, np.float64)[:, None]
+                    out_b[:, : seq.q_len], lse_b[:, : seq.q_len], per_head(sinks, "sinks")[:, None]
                 )
             outs.append(out_b)
             lses.append(lse_b)
-    shape = (*q.shape[:-1], v.shape[-1]) if layout != "BSH" else (*q.shape[:-1], 0)
+    shape, lse_shape = result_shapes(q, v, layout, *shape_args[4:6])
     result = join_sequences(outs, layout, shape)
     out, lse_out = out if isinstance(out, tuple) else (out, None)
     if not return_lse:
         return written(result, out)
-    if layout == "TND":
-        lse = np.concatenate([m.T for m in lses]) if lses else np.zeros(q.shape[:2])
+    if not lses:
+        lse = np.zeros(lse_shape)
     else:
-        lse = np.stack(lses) if lses else np.zeros((0, 0, 0))
+        lse = np.concatenate([m.T for m in lses]) if layout == "TND" else np.stack(lses)
     return written(result, out), written(lse, lse_out)
 
 

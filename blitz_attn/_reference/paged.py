@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import dtype_name
-from .dense import Rules, SequenceParts, add_biases, add_sinks, attend_head, begins_of, input_dtype, round_to, to_float64, written
+from .dense import Rules, SequenceParts, add_biases, add_sinks, attend_head, begins_of, input_dtype, per_head, round_to, to_float64, written
 
 # ---- Cache values -------------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ def _run(q, k_cache, v_cache, block_tables, seq_lens, selected, counts, o: _Opti
                 lses[first : first + r.q_len, h] = lse_row.reshape(r.q_len, shared)
             first += r.q_len
         if o.sinks is not None:
-            outs, lses = add_sinks(outs, lses, np.asarray(o.sinks, np.float64))
+            outs, lses = add_sinks(outs, lses, per_head(o.sinks, "sinks"))
     out, lse_out = out if isinstance(out, tuple) else (out, None)
     return (written(outs, out), written(lses, lse_out)) if return_lse else written(outs, out)
 

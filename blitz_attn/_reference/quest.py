@@ -136,7 +136,7 @@ def _newest_slots(block_tables, seq_lens, q_lens, page_size) -> list[int]:
 def _grouped_queries(query: Any, kv_heads: int, per_query_head: bool, dtype: Any = None) -> np.ndarray:
     """(B, rows, D): each head's query, or the mean of each group's."""
     q = to_float64(query, dtype)
-    return q if per_query_head else q.reshape(len(q), kv_heads, -1, q.shape[2]).mean(axis=2)
+    return q if per_query_head else q.reshape(len(q), kv_heads, q.shape[1] // kv_heads, q.shape[2]).mean(axis=2)
 
 
 def _summary_rows(array: Any, table: np.ndarray, pages: int, dtype: Any) -> np.ndarray:
