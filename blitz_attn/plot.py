@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ._arrays import integer, number
+from ._sabi.lists import at_least_one, checked_shape, two_integers
+from ._sentences import shown
 from .sabi import to_block_mask
 
 __all__ = ["COLUMNS", "parse_table", "plot_mask", "plot_speedup", "speedups"]
@@ -30,6 +33,9 @@ COLUMNS = (
 )
 """Columns of upstream's benchmark table, which come first in ours."""
 
+_PROBLEM = ("B", "H", "s_q", "s_kv", "D")
+_LATENCIES = ("Ref_Latency_[usec]", "Our_Latency_[usec]")
+
 # Okabe and Ito's palette: distinguishable with any common kind of colour vision, and in grey.
 _COLOURS = {32: "#882255", 64: "#CC79A7", 128: "#D55E00", 256: "#E69F00", 512: "#009E73", 1024: "#0072B2"}
 _LINES = {32: (0, (1, 3)), 64: (0, (5, 1, 1, 1, 1, 1)), 128: "-", 256: "--", 512: "-.", 1024: ":"}
@@ -43,16 +49,32 @@ _OTHER = "#666666"
 def _cell(name: str, text: str) -> Any:
     if text in ("N/A", "-"):
         return None
-    if name == "block_shape":
-        return tuple(int(n) for n in text.split("x"))
-    if text.startswith("("):
-        return tuple(int(n) for n in text.strip("()").split(","))
+    as_tuple = text.split("x") if name == "block_shape" else text.strip("()").split(",") if text.startswith("(") else None
     for kind in (int, float):
         try:
-            return kind(text.rstrip("%"))
+            return kind(text.rstrip("%")) if as_tuple is None else tuple(kind(n) for n in as_tuple)
         except ValueError:
             pass
     return text
+
+
+def _row(row: Any, name: str) -> tuple[tuple, float, float | None, float | None]:
+    """What a figure needs of a row: the problem and its block shape, the sparsity, and the latencies of the reference and of ours."""
+    if not isinstance(row, dict):
+        raise TypeError(f"{name}: expected a dict of parse_table, got {type(row).__name__}")
+    for column in (*_PROBLEM, "block_shape", "sparsity", *_LATENCIES):
+        if column not in row:
+            raise ValueError(f"{name}: expected a column {column}, got {shown(list(row))}")
+    problem = tuple(integer(row[column], name) for column in _PROBLEM)
+    block_shape = two_integers(row["block_shape"], name, "a block_shape of two integers")
+    latencies = (None if row[column] is None else number(row[column], name) for column in _LATENCIES)
+    return ((*problem, block_shape), number(row["sparsity"], name), *latencies)
+
+
+def _rows_of(rows: Any) -> list[Any]:
+    if not isinstance(rows, (tuple, list)):
+        raise TypeError(f"rows: expected a list of dicts of parse_table, got {type(rows).__name__}")
+    return list(rows)
 
 
 def parse_table(text: str) -> list[dict[str, Any]]:
@@ -73,6 +95,11 @@ def parse_table(text: str) -> list[dict[str, Any]]:
         and ``-`` as None, anything else as text. A percent sign after a number is dropped. Lines with more or fewer
         cells than the header has are not rows.
 
+    Raises
+    ------
+    TypeError
+        `text` is not a string.
+
     Examples
     --------
     >>> from blitz_attn.plot import parse_table
@@ -80,6 +107,8 @@ def parse_table(text: str) -> list[dict[str, Any]]:
     >>> row["block_shape"], row["frame(L,R,T,B)"], row["sparsity"], row["Ref_Latency_[usec]"], row["Our_Latency_[usec]"]
     ((128, 512), (8, 1, 29, 1), 0.5, None, 85403.2)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text: expected a string, got {type(text).__name__}")
     header = list(COLUMNS)
     rows = []
     for line in text.splitlines():
@@ -107,6 +136,11 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
     skipped : list of tuple
         Keys that have no reference latency at sparsity 0.
 
+    Raises
+    ------
+    TypeError, ValueError
+        What is not a list of dicts, or a row without one of these columns or with something else in it.
+
     Examples
     --------
     >>> from blitz_attn.plot import parse_table, speedups
@@ -114,14 +148,14 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
     >>> speedups(parse_table(table))
     ({(1, 1, 512, 512, 64, (64, 64)): [(0.0, 0.9), (0.5, 1.8)]}, [])
     """
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("B", "H", "s_q", "s_kv", "D", "block_shape"))
-        groups.setdefault(key, []).append(row)
+    groups: dict[tuple, list[tuple[float, float | None, float | None]]] = {}
+    for n, row in enumerate(_rows_of(rows)):
+        key, *numbers = _row(row, f"rows[{n}]")
+        groups.setdefault(key, []).append(tuple(numbers))
     curves, skipped = {}, []
     for key, group in groups.items():
-        base = [row["Ref_Latency_[usec]"] for row in group if row["sparsity"] == 0 and row["Ref_Latency_[usec]"]]
-        points = [(float(row["sparsity"]), row["Our_Latency_[usec]"]) for row in group if row["Our_Latency_[usec]"]]
+        base = [reference for sparsity, reference, _ in group if sparsity == 0 and reference]
+        points = [(sparsity, latency) for sparsity, _, latency in group if latency]
         if base and points:
             curves[key] = [(s, base[0] / latency) for s, latency in sorted(points)]
         else:
@@ -132,13 +166,27 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
 # ---- Figures ------------------------------------------------------------------------------------------------------
 
 
-def _figure(size: tuple[float, float], dpi: int) -> Any:
+def _figure(size: tuple[float, float], dpi: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=size, dpi=dpi, layout="constrained")
 
 
-def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: Any = None, dpi: int = 120) -> Any:
+def _place(title: Any, ax: Any, dpi: Any) -> float:
+    """The resolution, after the checks of what all figures take."""
+    from matplotlib.axes import Axes
+
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"title: expected a string, got {type(title).__name__}")
+    if ax is not None and not isinstance(ax, Axes):
+        raise TypeError(f"ax: expected matplotlib's Axes, got {type(ax).__name__}")
+    resolution = number(dpi, "dpi")
+    if not 0 < resolution < math.inf:
+        raise ValueError(f"dpi: expected a positive number, got {resolution:g}")
+    return resolution
+
+
+def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: Any = None, dpi: float = 120) -> Any:
     """Speed-up over dense attention against sparsity, one line per block shape.
 
     Colour stands for the keys per block, line style for the queries per block, marker for the sequence length. A dashed line marks
@@ -152,7 +200,7 @@ def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: An
         Default: the problem's sizes, where all rows share them.
     ax : matplotlib.axes.Axes, optional
         Axes to draw into. Default: a figure of its own.
-    dpi : int
+    dpi : float
         Resolution of that figure.
 
     Returns
@@ -162,8 +210,10 @@ def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: An
 
     Raises
     ------
-    ValueError
-        No rows, or none with a reference latency at sparsity 0.
+    TypeError, ValueError
+        As in `speedups`; no rows, or none with a reference latency at sparsity 0; another argument of a wrong kind.
+    ImportError
+        matplotlib is missing.
 
     Examples
     --------
@@ -173,11 +223,12 @@ def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: An
     ...
     ValueError: rows: expected at least one row of a benchmark table, got none
     """
-    if not rows:
+    if not _rows_of(rows):
         raise ValueError("rows: expected at least one row of a benchmark table, got none")
     curves, skipped = speedups(rows)
     if not curves:
         raise ValueError(f"rows: expected a reference latency at sparsity 0, got none in any of {len(skipped)} groups")
+    dpi = _place(title, ax, dpi)
     if ax is None:
         ax = _figure((12, 7), dpi).add_subplot()
     problems = list(dict.fromkeys(key[:5] for key in curves))
@@ -225,7 +276,7 @@ def plot_mask(
     max_heads: int = 6,
     title: str | None = None,
     ax: Any = None,
-    dpi: int = 120,
+    dpi: float = 120,
 ) -> Any:
     """Picture of a block list, one panel per head.
 
@@ -238,12 +289,12 @@ def plot_mask(
     block_shape : (int, int), optional
         Label the axes in tokens of this shape. Default: in blocks.
     max_heads : int
-        Most panels drawn.
+        Most panels drawn, at least 1.
     title : str, optional
         Title of the figure.
     ax : matplotlib.axes.Axes, optional
         Axes to draw the first head into. Default: a figure of its own.
-    dpi : int
+    dpi : float
         Resolution of that figure.
 
     Returns
@@ -254,7 +305,9 @@ def plot_mask(
     Raises
     ------
     TypeError, ValueError
-        As in `blitz_attn.sabi.to_block_mask`, and an empty list.
+        As in `blitz_attn.sabi.to_block_mask`, an empty list, and another argument of a wrong kind or out of range.
+    ImportError
+        matplotlib is missing.
 
     Examples
     --------
@@ -262,8 +315,10 @@ def plot_mask(
     >>> figure = plot.plot_mask(sabi.causal(2048), block_shape=(128, 128))  # doctest: +SKIP
     >>> figure.savefig("mask.png")  # doctest: +SKIP
     """
-    mask = to_block_mask(sabi, columns)
-    heads = list(np.ndindex(*mask.shape[:-2]))[: 1 if ax is not None else max_heads]
+    mask, most = to_block_mask(sabi, columns), at_least_one(max_heads, "max_heads")
+    tall, wide = (1, 1) if block_shape is None else checked_shape(block_shape)
+    dpi = _place(title, ax, dpi)
+    heads = list(np.ndindex(*mask.shape[:-2]))[: 1 if ax is not None else most]
     rows, count = mask.shape[-2:]
     if not heads or not rows or not count:
         raise ValueError(f"sabi: expected at least one head, row and column, got a mask of shape {mask.shape}")
@@ -274,8 +329,7 @@ def plot_mask(
         panels = [figure.add_subplot(down, across, n + 1) for n in range(len(heads))]
     else:
         figure, panels = ax.figure, [ax]
-    tall, wide = block_shape or (1, 1)
-    unit = "tokens" if block_shape else "blocks"
+    unit = "blocks" if block_shape is None else "tokens"
     for head, panel in zip(heads, panels, strict=True):
         picture = mask[head]
         panel.imshow(

@@ -1,5 +1,6 @@
 """Table parsing and figures."""
 
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from blitz_attn import plot, sabi
 
+LIST = sabi.causal(512)
 TABLE = """
 progress 3 of 9
 ========================================================================
@@ -69,6 +71,38 @@ def test_speedups():
 def test_plot_speedup_refuses(rows, sentence):
     with pytest.raises(ValueError, match=sentence):
         plot.plot_speedup(rows)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "sentence"),
+    [
+        (lambda: plot.parse_table(5), TypeError, "text: expected a string, got int"),
+        (lambda: plot.speedups(5), TypeError, "rows: expected a list of dicts of parse_table, got int"),
+        (lambda: plot.speedups([3]), TypeError, "rows[0]: expected a dict of parse_table, got int"),
+        (lambda: plot.speedups([{}]), ValueError, "rows[0]: expected a column B, got []"),
+        (lambda: plot.plot_speedup([{}]), ValueError, "rows[0]: expected a column B, got []"),
+        (lambda: plot.speedups([plot.parse_table(TABLE)[0] | {"B": "x"}]), TypeError, "rows[0]: expected an integer, got str"),
+        (lambda: plot.plot_mask(LIST, block_shape=128), TypeError, "block_shape: expected two positive numbers (queries, keys), got int"),
+        (lambda: plot.plot_mask(LIST, max_heads="a"), TypeError, "max_heads: expected an integer, got str"),
+        (lambda: plot.plot_mask(LIST, max_heads=0), ValueError, "max_heads: expected at least 1, got 0"),
+        (lambda: plot.plot_mask(LIST, ax=3), TypeError, "ax: expected matplotlib's Axes, got int"),
+        (lambda: plot.plot_mask(LIST, title=3), TypeError, "title: expected a string, got int"),
+        (lambda: plot.plot_mask(LIST, dpi=-1), ValueError, "dpi: expected a positive number, got -1"),
+        (lambda: plot.plot_speedup(plot.parse_table(TABLE), dpi="x"), TypeError, "dpi: expected a number, got str"),
+    ],
+)
+def test_bad_arguments(call, kind, sentence):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):
+        call()
+
+
+def test_cells_that_are_no_numbers_are_text():
+    line = "128x512 3 1 4096 4096 128 (8,x) 0.50 (1.5,2) N/A " + "9" * 5000
+    row = plot.parse_table(line)[0]
+    assert row["frame(L,R,T,B)"] == "(8,x)"
+    assert row["Outputs_equal"] == (1.5, 2.0)
+    assert row["Our_Latency_[usec]"] == float("inf")
 
 
 def drawn(figure, path):

@@ -51,6 +51,14 @@ def count_of(x: Any, name: str, most: int, least: int = 0) -> int:
     return value
 
 
+def at_least_one(x: Any, name: str) -> int:
+    """The integer `x`, which is at least 1."""
+    value = integer(x, name)
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
 def blocks_of(size: int, block: int) -> int:
     """Number of blocks that cover `size` tokens."""
     return -(-int(size) // int(block))

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import flag, integer
+from .._arrays import flag
 from .convert import to_block_mask
-from .lists import columns_of, signed
+from .lists import at_least_one, columns_of, signed
 
 __all__ = [
     "balance",
@@ -80,9 +80,7 @@ def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     >>> sabi.density(np.array([[0, 1], [1, -1]]), 4)
     0.375
     """
-    columns, per_head = integer(columns, "columns"), flag(per_head, "per_head")
-    if columns < 1:
-        raise ValueError(f"columns: expected at least 1, got {columns}")
+    columns, per_head = at_least_one(columns, "columns"), flag(per_head, "per_head")
     rows = signed(sabi)
     share = (rows >= 0).sum(axis=-1) / columns_of(rows, columns)
     if share.size == 0 and not (per_head and share.shape[-1]):
@@ -150,14 +148,6 @@ def balance(sabi: Any, *, per_head: bool = False) -> Any:
     return float(work.mean() / work.max()) if work.max(initial=0) else 1.0
 
 
-def _most_cells(limit: Any, name: str) -> int:
-    """The largest number of cells of a picture, at least 1."""
-    value = integer(limit, name)
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
-
-
 def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
     """Text picture of a block list: two characters per cell, one header line per head.
 
@@ -196,7 +186,7 @@ def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_co
     mask = to_block_mask(sabi, columns)
     rows, count = mask.shape[-2:]
     tall, wide = (
-        -(-blocks // _most_cells(most, name)) for blocks, most, name in ((rows, max_rows, "max_rows"), (count, max_columns, "max_columns"))
+        -(-blocks // at_least_one(most, name)) for blocks, most, name in ((rows, max_rows, "max_rows"), (count, max_columns, "max_columns"))
     )
     lines = []
     for head in np.ndindex(*mask.shape[:-2]):

@@ -12,7 +12,7 @@ from .._sabi.lists import two_integers
 from ..block_sparse import block_sparse_attention
 from .choosers import CHOOSERS, Antidiagonal, Pooled, SampledRows, rules_of
 from .prefill import select_blocks_prefill
-from .profile import RULES, Profile, shape_of_model
+from .profile import Profile, captures_of, refuse_unknown
 from .quality import of_heads
 
 __all__ = ["allocate"]
@@ -87,13 +87,15 @@ def allocate(
     >>> bool(np.mean(profile.numbers[1]) > np.mean(profile.numbers[0]))
     True
     """
-    unknown = [name for name in rules if name not in RULES]
-    if unknown:
-        raise TypeError(f"rules: expected some of {', '.join(RULES)}, got {unknown[0]}")
+    refuse_unknown("allocate", rules)
     density = _arrays.number(density, "density")
     if not 0 < density <= 1:
         raise ValueError(f"density: expected a number above 0 and at most 1, got {density:g}")
-    tried = np.array([_arrays.number(x, "masses") for x in masses])
+    tried = _arrays.array(masses, "masses", "a sequence of numbers")
+    if tried.ndim != 1 or tried.dtype.kind not in "fiu":
+        kind = type(masses).__name__ if tried.ndim == 0 else f"{tried.dtype} of shape {tried.shape}"
+        raise TypeError(f"masses: expected a sequence of numbers, got {kind}")
+    tried = tried.astype(np.float64)
     if not tried.size or not (tried[0] > 0 and tried[-1] <= 1) or not (np.diff(tried) > 0).all():
         raise ValueError(f"masses: expected rising numbers above 0 and at most 1, got {tried.tolist()}")
     choosers = chooser if isinstance(chooser, list) else [chooser]
@@ -103,23 +105,9 @@ def allocate(
     if not choosers:
         raise ValueError("chooser: expected at least one, got an empty list")
     block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
-    if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
-        raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
-    shape: tuple[int, int, int] | None = None
     points = []
-    for n, layer in enumerate(layers):
-        cases = list(layer) if isinstance(layer, (tuple, list)) else []
-        if not cases or any(not isinstance(x, (tuple, list)) or len(x) != 4 for x in cases):
-            raise ValueError(f"layers: expected captures (q, k, v, dout) of layer {n}, got {len(cases)} others")
-        for q, k, *_ in cases:
-            own = shape_of_model(q, k, rules)
-            if shape is not None and own != shape:
-                raise ValueError(f"layers: expected (heads, kv_heads, head_dim) = {shape} like the first capture, got {own}")
-            shape = own
-        assert shape is not None
+    for cases, shape in captures_of(layers, ("q", "k", "v", "dout"), rules):
         points.append(np.sum([_costs(x, shape[0], tried, choosers, (block_q, block_kv), rules) for x in cases], axis=0))
-    if shape is None:
-        raise ValueError("layers: expected at least one layer, got none")
     kept, cost, every = np.moveaxis(np.array(points), (2, 0), (0, 2))  # each (choosers, layers, heads, masses)
     every = every[..., 0]
     choosing = every.sum(axis=2) * np.array([_work(x, block_q) for x in choosers])[:, None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -105,7 +105,11 @@ class Profile(NamedTuple):
         Raises
         ------
         TypeError
-            `chooser` is not one of the classes above.
+            `chooser` is not one of the classes above, or `path` is not a path.
+        ValueError
+            `path` cannot be the name of a file.
+        OSError
+            The file cannot be written.
 
         Examples
         --------
@@ -118,7 +122,7 @@ class Profile(NamedTuple):
         True
         """
         fields = fields_of_profile(self)
-        with open(path, "w", encoding="utf-8") as file:
+        with _opened(path, "w") as file:
             json.dump(fields, file, indent=1)
             file.write("\n")
 
@@ -138,8 +142,12 @@ class Profile(NamedTuple):
 
         Raises
         ------
+        TypeError
+            `path` is not a path.
         ValueError
             The file holds something else.
+        OSError
+            There is no such file, or it cannot be read.
 
         Examples
         --------
@@ -148,12 +156,24 @@ class Profile(NamedTuple):
         Traceback (most recent call last):
         ValueError: path: expected a profile in JSON, got Expecting value: line 1 column 1 (char 0)
         """
-        with open(path, encoding="utf-8") as file:
+        with _opened(path, "r") as file:
             try:
                 fields = json.load(file)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"path: expected a profile in JSON, got {error}") from error
         return profile_of(fields)
+
+
+def _opened(path: Any, mode: str) -> IO[str]:
+    """The file of a profile. Numbers, by which `open` would take a file that is open already, are no paths."""
+    try:
+        name = os.fspath(path)
+    except TypeError as error:
+        raise TypeError(f"path: expected a path, got {type(path).__name__}") from error
+    try:
+        return open(name, mode, encoding="utf-8")
+    except ValueError as error:  # with a null character, say
+        raise ValueError(f"path: expected the name of a file, got {shown(path)}") from error
 
 
 def fields_of_profile(profile: Profile) -> dict[str, Any]:
@@ -176,7 +196,7 @@ def profile_of(fields: Any) -> Profile:
         block_q, block_kv = (int(n) for n in fields["block_shape"])
         heads, kv_heads, head_dim, layers = (int(fields[name]) for name in ("heads", "kv_heads", "head_dim", "layers"))
         rest = str(fields["budget"]), numbers, str(fields["measure"]), float(fields["target"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"path: expected a whole profile, got one without a right {error}") from error
     whole = len(numbers) == layers == (len(made) if isinstance(stored, list) else layers)
     if not whole or any(len(row) != heads for row in numbers) or rest[0] not in ("top_p", "threshold", "density"):
@@ -292,9 +312,7 @@ def calibrate(
     >>> len(profile.numbers), profile.heads, profile.options(1, heads=2, kv_heads=2, head_dim=16)["block_shape"]
     (2, 2, (16, 16))
     """
-    unknown = [name for name in rules if name not in RULES]
-    if unknown:
-        raise TypeError(f"rules: expected some of {', '.join(RULES)}, got {unknown[0]}")
+    refuse_unknown("calibrate", rules)
     _arrays.choice(measure, "measure", ("mass", "error"))
     _arrays.choice(budget, "budget", ("top_p", "density", "threshold"))
     target, steps, every = _arrays.number(target, "target"), _arrays.integer(steps, "steps"), _arrays.integer(every, "every")
@@ -306,27 +324,51 @@ def calibrate(
     chooser = CHOOSERS[chooser] if isinstance(chooser, str) else chooser
     block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
     options = Options(block_shape=(block_q, block_kv), **rules)
+    numbers: list[tuple[float, ...]] = []
+    for cases, shape in captures_of(layers, ("q", "k", "v"), rules):
+        numbers.append(_found([_Capture(x, measure, every, chooser, options) for x in cases], shape[0], target, steps, budget))
+    return Profile(*shape, chooser, (block_q, block_kv), budget, tuple(numbers), measure, target)
+
+
+def refuse_unknown(function: str, rules: dict[str, Any]) -> None:
+    """Refuses keywords that are no rules, as Python does."""
+    for name in rules:
+        if name not in RULES:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def captures_of(layers: Any, names: tuple[str, ...], rules: dict[str, Any]) -> Iterator[tuple[list[Any], tuple[int, int, int]]]:
+    """The captures of at least one layer, one layer after the other, with the shape of their model, which all of them have. `names`: of
+    the arrays of a capture, of which q and k are the first."""
     if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
         raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
-    numbers: list[tuple[float, ...]] = []
-    shape: tuple[int, ...] | None = None
-    for layer in layers:
-        if not isinstance(layer, (tuple, list)):
-            raise TypeError(f"layers: expected sequences of captures, got {type(layer).__name__} for layer {len(numbers)}")
-        cases = list(layer)
-        if not cases or any(not isinstance(x, (tuple, list)) or len(x) != 3 for x in cases):
-            raise ValueError(f"layers: expected captures (q, k, v) of layer {len(numbers)}, got {len(cases)} others")
-        for q, k, _ in cases:
+    shape: tuple[int, int, int] | None = None
+    for n, layer in enumerate(layers):
+        cases = _captures_of_layer(layer, f"layers[{n}]", names)
+        for q, k, *_ in cases:
             own = shape_of_model(q, k, rules)
             if shape is not None and own != shape:
                 raise ValueError(f"layers: expected (heads, kv_heads, head_dim) = {shape} like the first capture, got {own}")
             shape = own
         assert shape is not None
-        numbers.append(_found([_Capture(x, measure, every, chooser, options) for x in cases], shape[0], target, steps, budget))
+        yield cases, shape
     if shape is None:
         raise ValueError("layers: expected at least one layer, got none")
-    heads, kv_heads, dim = shape
-    return Profile(heads, kv_heads, dim, chooser, (block_q, block_kv), budget, tuple(numbers), measure, target)
+
+
+def _captures_of_layer(layer: Any, name: str, names: tuple[str, ...]) -> list[Any]:
+    form = f"({', '.join(names)})"
+    if not isinstance(layer, (tuple, list)):
+        raise TypeError(f"{name}: expected a sequence of captures {form}, got {type(layer).__name__}")
+    if not layer:
+        raise ValueError(f"{name}: expected at least one capture {form}, got none")
+    for i, case in enumerate(layer):
+        if not isinstance(case, (tuple, list)):
+            missing = ": is one level of brackets missing?" if len(layer) == len(names) else ""
+            raise TypeError(f"{name}[{i}]: expected a capture {form}, got {type(case).__name__}{missing}")
+        if len(case) != len(names):
+            raise ValueError(f"{name}[{i}]: expected a capture {form}, got {len(case)} arrays")
+    return list(layer)
 
 
 def shape_of_model(q: Any, k: Any, rules: dict[str, Any]) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from blitz_attn import config, nsa, sabi, select, testing
 from blitz_attn.compat import mslk, select_attn_ops, torch_bsa
 
 from .arrays import CANARY, HAS_TORCH
+from .good_plots import PLOTS
 
 SIZE = 1 << 16
 
@@ -168,6 +169,11 @@ def _calibration(a: Arena, v: int) -> dict[str, Any]:
     layers = [[(a.floats(1, 2, 32, 8), a.floats(1, 1, 32, 8), a.floats(1, 1, 32, 8))] for _ in range(1 + v % 2)]
     call: dict[str, Any] = {"layers": layers, "target": 0.8, "block_shape": (8, 8), "steps": 2}
     return call | ({"measure": "error", "budget": "threshold", "every": 2} if v & 1 else {"chooser": select.SampledRows(2)})
+
+
+def _allocation(a: Arena, v: int) -> dict[str, Any]:
+    layers = [[(a.floats(1, 2, 32, 8), a.floats(1, 1, 32, 8), a.floats(1, 1, 32, 8), a.floats(1, 2, 32, 8))]]
+    return {"layers": layers, "density": 0.8, "block_shape": (8, 8), "masses": (0.5, 0.9)} | ({"chooser": ["pooled"]} if v & 1 else {})
 
 
 def _merge(a: Arena, v: int) -> dict[str, Any]:
@@ -672,8 +678,10 @@ GROUPS: dict[str, dict[str, Good]] = {
     "quality": {
         "recall": Good(select.recall, _recall, names=("v", "lse")),
         "output_error": Good(select.output_error, _kept, names=("lse",)),
-        "calibrate": Good(select.calibrate, _calibration, names=("q", "k", "v", "rules", *_CHOICE)),
+        "calibrate": Good(select.calibrate, _calibration, names=("q", "k", "v", *_CHOICE)),
+        "allocate": Good(select.allocate, _allocation, names=("q", "k", "v", *_CHOICE)),
     },
+    "plots": {name: Good(call, make, names=names) for name, (call, make, names) in PLOTS.items()},
     "merge": {
         "merge_states": Good(blitz_attn.merge_states, _merge, ("out", "lse_out")),
         "merge_states_n": Good(blitz_attn.merge_states_n, _merge_n, ("out", "lse_out")),

@@ -1,0 +1,79 @@
+"""Valid calls of `blitz_attn.plot` and of `select.Profile`, for `good_calls`.
+
+Functions stand here in the place of those whose results are no business of the fuzzer's: figures of matplotlib, and the OSError of a file that
+cannot be read, which is documented. `Profile.save` is not called: it would write files with unusual names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from blitz_attn import plot, sabi, select
+
+_TABLE = """block_shape H B s_q s_kv D frame(L,R,T,B) sparsity Outputs_equal Ref_Latency_[usec] Our_Latency_[usec]
+64x64 1 1 512 512 64 - 0.00 yes 90.0 100.0
+64x64 1 1 512 512 64 (1,0,1,0) 50% yes N/A 50.0
+"""
+
+
+@cache
+def _profile() -> Any:
+    return select.Profile(2, 1, 64, select.Pooled(), (64, 64), "top_p", ((0.9, 0.95),), "mass", 0.9)
+
+
+@cache
+def _folder() -> Any:
+    return tempfile.TemporaryDirectory(prefix="blitz_attn_fuzz")
+
+
+def _saved() -> str:
+    path = Path(_folder().name) / "profile.json"
+    if not path.exists():
+        _profile().save(path)
+    return str(path)
+
+
+def _load(path: Any) -> Any:
+    try:
+        return select.Profile.load(path)
+    except OSError:
+        return None
+
+
+def _options(layer: Any, *, heads: Any, kv_heads: Any, head_dim: Any) -> Any:
+    return _profile().options(layer, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _plot_mask(
+    sabi: Any, columns: Any = None, *, block_shape: Any = None, max_heads: Any = 6, title: Any = None, ax: Any = None, dpi: Any = 120
+) -> None:
+    plot.plot_mask(sabi, columns, block_shape=block_shape, max_heads=max_heads, title=title, ax=ax, dpi=dpi)
+
+
+def _plot_speedup(rows: Any, *, title: Any = None, ax: Any = None, dpi: Any = 120) -> None:
+    plot.plot_speedup(rows, title=title, ax=ax, dpi=dpi)
+
+
+def _mask(arena: Any, variety: int) -> dict[str, Any]:
+    call: dict[str, Any] = {"sabi": arena.put(sabi.causal(64, block_shape=(16, 16), dtype="int32"))}
+    return call | ({"columns": 4, "block_shape": (16, 16), "max_heads": 2, "title": "mask"} if variety & 1 else {})
+
+
+def _rows(arena: Any, variety: int) -> dict[str, Any]:
+    return {"rows": plot.parse_table(_TABLE)}
+
+
+# name: the function, what makes its arguments, and what refusals may call things beside these
+PLOTS: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...]]] = {
+    "parse_table": (plot.parse_table, lambda arena, variety: {"text": _TABLE}, ()),
+    "speedups": (plot.speedups, _rows, ()),
+    "Profile.load": (_load, lambda arena, variety: {"path": _saved()}, ()),
+    "Profile.options": (_options, lambda arena, variety: {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 64}, ("profile",)),
+}
+if importlib.util.find_spec("matplotlib") is not None:
+    PLOTS |= {"plot_mask": (_plot_mask, _mask, ()), "plot_speedup": (_plot_speedup, _rows, ())}
