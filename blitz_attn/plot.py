@@ -339,7 +339,7 @@ def plot_mask(
             vmax=1.4,  # kept blocks in a mid blue
             interpolation="nearest" if max(rows, count) <= 512 else "antialiased",
             aspect="equal" if rows * tall == count * wide else "auto",
-            extent=(0, count * wide, rows * tall, 0),
+            extent=(0.0, float(count * wide), float(rows * tall), 0.0),
         )
         name = f"batch {head[0]}, head {head[1]}: " if len(head) == 2 and mask[..., 0, 0].size > 1 else ""
         panel.set_title(f"{name}{picture.mean():.1%} of blocks kept", fontsize=9)

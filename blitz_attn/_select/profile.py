@@ -71,8 +71,8 @@ class Profile(NamedTuple):
 
         Raises
         ------
-        ValueError
-            The model has another shape, or no such layer.
+        TypeError, ValueError
+            The model has another shape, or no such layer; something that is no integer.
 
         Examples
         --------
@@ -81,7 +81,8 @@ class Profile(NamedTuple):
         >>> profile.options(0, heads=2, kv_heads=1, head_dim=64)["top_p"]
         [0.9, 0.95]
         """
-        ours, theirs = (self.heads, self.kv_heads, self.head_dim), (heads, kv_heads, head_dim)
+        given = (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim))
+        ours, theirs = (self.heads, self.kv_heads, self.head_dim), tuple(_arrays.integer(x, name) for name, x in given)
         if ours != theirs:
             raise ValueError(f"profile: expected one of a model with (heads, kv_heads, head_dim) = {theirs}, got one with {ours}")
         layer = _arrays.integer(layer, "layer")
