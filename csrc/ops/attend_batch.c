@@ -9,6 +9,7 @@
 #include "kernels/kernels.h"
 #include "kernels/work_tuning.h"
 #include "ops/attend.h"
+#include "ops/check.h"
 #include "ops/scratch.h"
 
 /* How many queries attend a key of this batch entry on the average, if lists are ignored; a query counts once for each head of the group. Only the

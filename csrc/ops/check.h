@@ -15,6 +15,9 @@ static inline void ba_drop_unused_strides(ba_tensor *lists) {
 static inline bool ba_is_float(ba_dtype dtype) { return dtype == BA_FLOAT32 || dtype == BA_FLOAT16 || dtype == BA_BFLOAT16 || dtype == BA_FLOAT64; }
 static inline bool ba_is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
 
+/* The dtype of "reals", in which a dtype's sums are computed: float64 for float64, float32 for all others. */
+static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
+
 /* Refuses NULL where a function of the C API takes a pointer to a struct. */
 ba_status ba_check_pointer(const char *name, const void *pointer);
 

@@ -36,8 +36,7 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
     const ba_tensor *first = &outs[0];
     BA_TRY(ba_check_float("outs[0]", first));
     if (first->ndim != 4) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (B, H, S, Dv), got %s", ba_shape_text(first).chars);
-    ba_tensor lse_shape = {
-        .dtype = first->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {first->dims[0], first->dims[1], first->dims[2]}};
+    ba_tensor lse_shape = {.dtype = ba_real_of(first->dtype), .ndim = 3, .dims = {first->dims[0], first->dims[1], first->dims[2]}};
     char name[32];
     for (int64_t i = 0; i <= parts; i++) {
         const bool is_output = i == parts;

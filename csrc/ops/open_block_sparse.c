@@ -6,7 +6,6 @@
 #include "kernels/kernels.h"
 #include "ops/check.h"
 #include "ops/open.h"
-#include "ops/scratch.h"
 
 static const char *q_axes(ba_layout layout) {
     static const char *const axes[] = {"(B, H, Sq, D)", "(B, Sq, H, D)", "(B, Sq, H*D)", "(T, H, D)"};
@@ -97,7 +96,7 @@ static ba_status set_output_shapes(const ba_block_sparse_args *args, const ba_pr
     if (p->unrounded) out_shape->dtype = ba_real_of(p->dtype);
     out_shape->dims[out_shape->ndim - 1] = p->v_dim;
     if (args->layout == BA_BSH && __builtin_mul_overflow(p->heads, p->v_dim, &out_shape->dims[2])) out_shape->dims[2] = INT64_MAX;
-    *lse_shape = (ba_tensor){.dtype = p->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 3, .dims = {p->batch, p->heads, p->q_len}};
+    *lse_shape = (ba_tensor){.dtype = ba_real_of(p->dtype), .ndim = 3, .dims = {p->batch, p->heads, p->q_len}};
     if (args->layout == BA_TND) {
         lse_shape->ndim = 2;
         lse_shape->dims[0] = q_tokens;

@@ -6,7 +6,6 @@
 #include "ops/check.h"
 #include "ops/kv_cache.h"
 #include "ops/open.h"
-#include "ops/scratch.h"
 
 /* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists: blocks of one page, and one block row, which
  * holds all queries of a request. Without selected pages the problem has no lists. The page numbers are checked when the call runs. */
@@ -139,7 +138,7 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     a->out_shape.data = NULL;
     if (p->unrounded) a->out_shape.dtype = ba_real_of(q->dtype);
     a->out_shape.dims[2] = p->v_dim;
-    a->lse_shape = (ba_tensor){.dtype = q->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32, .ndim = 2, .dims = {q->dims[0], q->dims[1]}};
+    a->lse_shape = (ba_tensor){.dtype = ba_real_of(q->dtype), .ndim = 2, .dims = {q->dims[0], q->dims[1]}};
     ba_status status = ba_check_kv_ranges(&args->kv_ranges, -1, q->dims[0], &p->kv_ranges);
     if (!ragged) { /* one query per request */
         p->kv_ranges.strides[0] = p->kv_ranges.strides[1];

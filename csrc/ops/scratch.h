@@ -34,9 +34,6 @@ static inline void *ba_take_in_page(char *base, int64_t *used, int64_t bytes, in
     return ba_take(base, used, bytes);
 }
 
-/* The dtype of "reals", in which a dtype's sums are computed: float64 for float64, float32 for all others. */
-static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
-
 /* The highest level up to this one whose family has the separate kernels `scores` and `softmax`: some families have the fused kernel only. */
 static inline ba_isa ba_level_with_parts(ba_isa level, ba_dtype real) {
     while (level > BA_ISA_PORTABLE && !ba_kernels_at(level)->vector[real]->panel->scores[0]) level--;

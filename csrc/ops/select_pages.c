@@ -489,7 +489,7 @@ static ba_status select_blocks(const ba_select_args *args, const ba_page_tables 
     if (args->batch == 0) return BA_OK;
     const ba_kernels *kernels = ba_kernels_active();
     c.family = kernels->vector[args->q.dtype];
-    c.reals = kernels->vector[args->q.dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32];
+    c.reals = kernels->vector[ba_real_of(args->q.dtype)];
     c.cache = kernels->cache[args->a.dtype];
     c.rows = args->per_query_head ? c.heads : c.kv_heads;
     double work = 0;
