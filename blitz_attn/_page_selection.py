@@ -37,7 +37,7 @@ def budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, 
         raise ValueError(f"budget: expected exactly one of budget and k, got {'neither' if k is None else 'both'}")
     one, name = (k, "k") if k is not None else (budget, "budget")
     dense_below = None if dense_below is None else _arrays.integer(dense_below, "dense_below")
-    if dense_below is None and isinstance(one, int):
+    if isinstance(one, (float, np.floating)) or (dense_below is None and isinstance(one, int)):
         one = _arrays.integer(one, name)
         if k is None and one < 1:
             raise ValueError(f"budget: expected at least 1 token, got {one}")

@@ -182,7 +182,7 @@ def attend_in_chunks(
     wanted_kind = _arrays.dtype_name(out_dtype, "out_dtype") or kind
     if wanted_kind != kind and not (narrow and wanted_kind == "float32"):
         raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
-    v_dim = cache_shape(v_cache, "v_cache")[-1]
+    v_dim = cache_shape(v_cache, "v_cache", kv_layout)[-1]
     inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "selected": selected}
     inputs |= {"sinks": sinks, "kv_ranges": kv_ranges, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
     results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, inputs)

@@ -23,22 +23,26 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
             if part is None:
                 raise TypeError(f"{name}: expected an array of (indptr, indices, last_page_len), got NoneType")
         return indices, None, indptr, last_page_len
+    if isinstance(block_tables, list):
+        raise TypeError("block_tables: expected an array or a tuple (indptr, indices, last_page_len), got list")
     if seq_lens is None:
         raise ValueError("seq_lens: expected one length per request with an array of block_tables, got None")
     return block_tables, seq_lens, None, None
 
 
-def cache_shape(cache: Any, name: str) -> tuple[int, ...]:
+def cache_shape(cache: Any, name: str, kv_layout: str) -> tuple[int, ...]:
     """The shape of k_cache or v_cache, which has four axes."""
     shape = _arrays.shape_of(cache)
     if len(shape) != 4:
-        raise ValueError(f"{name}: expected four axes, got shape {shape}")
+        axes = "page_size, Hkv" if kv_layout == "NHD" else "Hkv, page_size"
+        raise ValueError(f"{name}: expected shape (pages, {axes}, D), got {shape}")
     return shape
 
 
 def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
     """Pages, tokens per page and KV heads of a cache."""
-    layout, shape = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND")), cache_shape(k_cache, "k_cache")
+    layout = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND"))
+    shape = cache_shape(k_cache, "k_cache", layout)
     return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])
 
 

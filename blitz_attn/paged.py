@@ -339,7 +339,8 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
         raise ValueError(f"dtype: expected 'int8' or 'float8_e4m3', got {shown(to)}")
     array, kind = _arrays.host(x, "x", None)
     if kind not in ("float32", "float16", "bfloat16", "float64"):
-        raise TypeError(f"x: expected float32, float16, bfloat16 or float64, got {kind}")
+        hint = " (view bfloat16 bits as ml_dtypes.bfloat16: dtype= is what they are quantised to)" if kind == "uint16" else ""
+        raise TypeError(f"x: expected float32, float16, bfloat16 or float64, got {kind}{hint}")
     if array.ndim < 1:
         raise ValueError(f"x: expected shape (..., D), got {array.shape}")
     values, scale = np.empty(array.shape, np.int8 if to == "int8" else np.uint8), np.empty(array.shape[:-1], np.float32)
@@ -483,7 +484,8 @@ def append_paged_kv(
     if slot_mapping is None:
         requests = (*tables_for_core(block_tables, seq_lens), q_lens, None)
     else:
-        for name, given in (("seq_lens", seq_lens), ("q_lens", q_lens), ("metadata_block_tables", metadata_block_tables)):
+        summaries = {"maxblocks": maxblocks, "minblocks": minblocks, "metadata_block_tables": metadata_block_tables}
+        for name, given in {"seq_lens": seq_lens, "q_lens": q_lens, **summaries}.items():
             if given is not None:
                 raise ValueError(f"{name}: expected None with slot_mapping, got {type(given).__name__}")
     summaries = Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables)

@@ -67,8 +67,8 @@ def _row(row: Any, name: str) -> tuple[tuple, float, float | None, float | None]
             raise ValueError(f"{name}: expected a column {column}, got {shown(list(row))}")
     problem = tuple(integer(row[column], name) for column in _PROBLEM)
     block_shape = two_integers(row["block_shape"], name, "a block_shape of two integers")
-    latencies = (None if row[column] is None else number(row[column], name) for column in _LATENCIES)
-    return ((*problem, block_shape), number(row["sparsity"], name), *latencies)
+    reference, ours = (None if row[column] is None else number(row[column], name) for column in _LATENCIES)
+    return (*problem, block_shape), number(row["sparsity"], name), reference, ours
 
 
 def _rows_of(rows: Any) -> list[Any]:
@@ -150,8 +150,8 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
     """
     groups: dict[tuple, list[tuple[float, float | None, float | None]]] = {}
     for n, row in enumerate(_rows_of(rows)):
-        key, *numbers = _row(row, f"rows[{n}]")
-        groups.setdefault(key, []).append(tuple(numbers))
+        key, sparsity, reference, latency = _row(row, f"rows[{n}]")
+        groups.setdefault(key, []).append((sparsity, reference, latency))
     curves, skipped = {}, []
     for key, group in groups.items():
         base = [reference for sparsity, reference, _ in group if sparsity == 0 and reference]

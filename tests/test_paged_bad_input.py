@@ -133,7 +133,7 @@ TABLE_CASES = [
     ("tables_rank", ValueError, r"^block_tables: expected shape \(.*\).*, got \(3,\)", lambda a: {"block_tables": tables()[0]}),
     ("tables_float", TypeError, r"^block_tables: expected int32 or int64, got float64", lambda a: {"block_tables": tables().astype(float)}),
     ("tables_int16", TypeError, r"^block_tables: expected int32 or int64, got int16", lambda a: {"block_tables": tables().astype(np.int16)}),
-    ("tables_list", TypeError, r"^block_tables: expected an array, got list", lambda a: {"block_tables": tables().tolist()}),
+    ("tables_list", TypeError, r"^block_tables: expected an array( or a tuple \(indptr, indices, last_page_len\))?, got list", lambda a: {"block_tables": tables().tolist()}),
 ]  # fmt: skip
 
 SCALE_CASES = [
@@ -232,6 +232,8 @@ CASES = {
         ("rows", ValueError, r"^selected: expected shape", lambda a: {"selected": np.zeros((B, 3, 1), np.int32)}),
         ("batch", ValueError, r"^selected: expected shape", lambda a: {"selected": a["selected"][:1]}),
         ("dtype", TypeError, r"^selected: expected", lambda a: {"selected": a["selected"].astype(float)}),
+        ("dtype_float", TypeError, r"^selected: expected int16, int32 or int64, got float32",
+         lambda a: {"selected": np.zeros((B, HKV, 1), np.float32)}),
         ("dtype_uint16", TypeError, r"^selected: expected int16, int32 or int64, got uint16",
          lambda a: {"selected": np.zeros((B, HKV, 1), np.uint16)}),
         ("counts_big", ValueError, r"^counts: expected 0 to 2, got 3 at \[0, 1\]", lambda a: {"counts": np.array([[1, 3], [1, 1]])}),
@@ -274,6 +276,8 @@ CASES = {
         ("nothing_new", ValueError, r"^q_lens: expected 0 to seq_lens\[1\] = 0, got 1 at \[1\]", lambda a: {"seq_lens": [40, 0]}),
         ("summaries_without_tables", ValueError, r"^metadata_block_tables: expected the tables",
          lambda a: append_summaries(metadata_block_tables=None)),
+        ("summaries_of_slots", ValueError, r"^maxblocks: expected None with slot_mapping, got ndarray",
+         lambda a: append_summaries(metadata_block_tables=None) | {"slot_mapping": [1, 2], "block_tables": None, "seq_lens": None}),
         ("tables_without_summaries", ValueError, r"^maxblocks: expected a summary",
          lambda a: append_summaries(maxblocks=None, minblocks=None)),
         ("summary_dtype", TypeError, r"^maxblocks: expected dtype float32 like k_cache",
@@ -351,6 +355,7 @@ CASES = {
         ("neither", ValueError, r"^budget: expected exactly one of budget and k, got neither", lambda a: {"k": None}),
         ("both", ValueError, r"^budget: expected exactly one of budget and k, got both", lambda a: {"budget": 64}),
         ("k", ValueError, r"^k: expected 1 to .*, got -1", lambda a: {"k": -1}),
+        ("k_of_a_half", TypeError, r"^k: expected an integer, got float", lambda a: {"k": 1.5}),
         ("k_each", ValueError, r"^k: expected at least 1, got 0", lambda a: {"k": [2, 0]}),
         ("k_count", ValueError, r"^k: expected a number, or 2 of them, one per request", lambda a: {"k": [2, 1, 1]}),
         ("budget", ValueError, r"^budget: expected at least 1 token, got 0", lambda a: {"k": None, "budget": 0}),
@@ -420,6 +425,8 @@ def test_quantise_to_what(dtype, pattern):
 
 
 def test_quantise_what():
+    with pytest.raises(TypeError, match=r"^x: expected float32, .*, got uint16 \(view bfloat16 bits as ml_dtypes.bfloat16: dtype= is what"):
+        blitz_attn.quantize_kv(np.zeros((2, 8), np.uint16), "int8")
     with pytest.raises(TypeError, match="^x: expected float32, .*, got int64"):
         blitz_attn.quantize_kv(np.arange(8), "int8")
     with pytest.raises(ValueError, match="^x: expected finite numbers"):

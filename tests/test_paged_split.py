@@ -380,10 +380,10 @@ LISTS = [
     ({"counts": np.ones((2, 4), int)}, ValueError, r"counts: expected shape \(2, 2\) like the rows of selected, got \(2, 4\)"),
     ({"counts": np.array([[1, 1], [3, 1]])}, ValueError, r"counts: expected 0 to 2, got 3 at \[1, 0\]"),
     ({"counts": np.array([[1, -1], [2, 1]])}, ValueError, r"counts: expected 0 to 2, got -1 at \[0, 1\]"),
-    ({"k_cache": np.zeros((5, 16, 32), np.float32)}, ValueError, r"k_cache: expected four axes, got shape \(5, 16, 32\)"),
+    ({"k_cache": np.zeros((5, 16, 32), np.float32)}, ValueError, r"k_cache: expected shape \(pages, page_size, Hkv, D\), got \(5, 16, 32\)"),
     ({"q": np.zeros((2, 4, 32), np.int16), "out": np.zeros((2, 4, 32), np.float32)}, TypeError,
      "q: expected float32, float16, bfloat16 or float64, got int16"),
-    ({"v_cache": np.zeros((5, 16, 32), np.float32)}, ValueError, r"v_cache: expected four axes, got shape \(5, 16, 32\)"),
+    ({"v_cache": np.zeros((5, 16, 32), np.float32)}, ValueError, r"v_cache: expected shape \(pages, page_size, Hkv, D\), got \(5, 16, 32\)"),
 ]  # fmt: skip
 
 

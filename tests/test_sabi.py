@@ -336,7 +336,7 @@ def closed_mmap():
     ("lists", "error", "sentence"),
     [
         (np.zeros((1, 1, 2, 2)), TypeError, "sabi: expected an integer array, got float64"),
-        (np.zeros((2, 2), int), ValueError, r"sabi: expected shape \(B or 1, H or 1, rows, width\), got \(2, 2\)"),
+        (np.zeros((2, 2), int), ValueError, r"sabi: expected shape \(B or 1; H, Hkv or 1; rows; width\), got \(2, 2\)"),
         (np.zeros((1, 1, 3, 1), int), ValueError, "sabi: expected 2 rows for 200 queries in blocks of 128, got shape"),
         (np.zeros((1, 3, 2, 1), int), ValueError, r"sabi: expected heads 4 or 1 on axis 1, got shape \(1, 3, 2, 1\)"),
         (np.zeros((3, 1, 2, 1), int), ValueError, r"sabi: expected batch 2 or 1 on axis 0, got shape \(3, 1, 2, 1\)"),
@@ -347,6 +347,13 @@ def closed_mmap():
 def test_check_refuses(lists, error, sentence):
     with pytest.raises(error, match=sentence):
         sabi.check(lists, 200, 300, batch=2, heads=4)
+
+
+def test_check_names_all_sizes_that_an_axis_may_have():
+    with pytest.raises(ValueError, match="^sabi: expected heads 4, 2 or 1 on axis 1, got"):
+        sabi.check(np.zeros((1, 3, 1, 1), int), 100, heads=4, kv_heads=2)
+    with pytest.raises(ValueError, match="^sabi: expected batch 1 on axis 0, got"):
+        sabi.check(np.zeros((3, 1, 1, 1), int), 100, batch=1)
 
 
 INTEGERS = [np.dtype(order + kind) for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8") for order in "<>"]

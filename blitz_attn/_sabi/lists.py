@@ -225,11 +225,15 @@ def check(
     count, columns = sides_of(s_q, s_kv, block_shape)
     block_q, _ = checked_shape(block_shape)
     if rows.ndim != 4:
-        raise ValueError(f"sabi: expected shape (B or 1, H or 1, rows, width), got {rows.shape}")
+        raise ValueError(f"sabi: expected shape (B or 1; H, Hkv or 1; rows; width), got {rows.shape}")
     for axis, (name, size) in enumerate((("batch", batch), ("heads", heads))):
-        others = (integer(kv_heads, "kv_heads"),) if axis == 1 and kv_heads is not None else ()
-        if size is not None and rows.shape[axis] not in (1, integer(size, name), *others):
-            raise ValueError(f"sabi: expected {name} {size} or 1 on axis {axis}, got shape {rows.shape}")
+        sizes = [] if size is None else [integer(size, name)]
+        if axis == 1 and kv_heads is not None:
+            sizes.append(integer(kv_heads, "kv_heads"))
+        if size is not None and rows.shape[axis] not in (1, *sizes):
+            *others, last = dict.fromkeys((*sizes, 1))
+            expected = f"{', '.join(map(str, others))} or {last}" if others else str(last)
+            raise ValueError(f"sabi: expected {name} {expected} on axis {axis}, got shape {rows.shape}")
     if rows.shape[2] != count:
         queries = integer(s_q, "s_q")
         raise ValueError(f"sabi: expected {count} rows for {queries} queries in blocks of {block_q}, got shape {rows.shape}")

@@ -54,9 +54,9 @@ def select_blocks_prefill(
 
     Parameters
     ----------
-    q : array_like
+    q : array
         Queries, ``(B, H, Sq, D)`` for layout BNSD: float32, float16, bfloat16 or float64. D from 1 to 576.
-    k : array_like
+    k : array
         Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
         How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
@@ -236,7 +236,7 @@ def select_and_attend_prefill(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v : array
         As in `block_sparse_attention`: ``(B, H, Sq, D)``, ``(B, Hkv, Skv, D)`` and ``(B, Hkv, Skv, Dv)`` for layout BNSD.
     chooser, density, top_p, threshold, top_k
         How blocks are scored and how many are kept: see `select_blocks_prefill`. Exactly one of the last four.

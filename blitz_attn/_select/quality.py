@@ -59,8 +59,10 @@ def _sampled(sabi: Any, every: int) -> np.ndarray:
 def checked(sabi: Any, every: Any, layout: Any) -> int:
     """`every` as an int, after the checks that `recall` and `output_error` have in common."""
     _arrays.choice(layout, "layout", ("BNSD", "BSND", "BSH", "TND"))
+    if isinstance(sabi, (tuple, list)):
+        raise TypeError(f"sabi: expected an array, got {type(sabi).__name__}")
     if len(_arrays.shape_of(sabi)) != 4:
-        raise ValueError(f"sabi: expected shape (B or 1, H or 1, R, W), got {_arrays.shape_of(sabi)}")
+        raise ValueError(f"sabi: expected shape (B or 1; H, Hkv or 1; R; W), got {_arrays.shape_of(sabi)}")
     every = _arrays.integer(every, "every")
     if every < 1:
         raise ValueError(f"every: expected at least 1 row of blocks, got {every}")
@@ -159,10 +161,10 @@ def recall(
 
     Parameters
     ----------
-    q, k : array_like
+    q, k : array
         As in `block_sparse_attention`.
-    sabi : array_like of int
-        The block list, ``(B or 1, H or 1, ceil(Sq / block_shape[0]), W)``.
+    sabi : array of int
+        The block list, ``(B or 1; H, Hkv or 1; ceil(Sq / block_shape[0]); W)``.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     every : int
@@ -237,7 +239,7 @@ def output_error(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v : array
         As in `block_sparse_attention`.
     sabi, block_shape, every
         The block list, and what of it is looked at: see `recall`.

@@ -36,6 +36,8 @@ class Shards:
         self.page_size = _positive(page_size() if callable(page_size) else page_size, "page_size")
         self.kv_split = _multiple(kv_split, "kv_split", self.page_size, "page_size")
         self.interleave = None if interleave is None else _multiple(interleave, "interleave", self.kv_split, "kv_split")
+        if isinstance(block_tables, (tuple, list)):
+            raise TypeError(f"block_tables: expected an array, got {type(block_tables).__name__}")
         self.lengths = _arrays.integers(seq_lens, "seq_lens").copy()
         agreement.same("seq_lens", self.lengths)
         for name in ("page_size", "kv_split", "interleave"):

@@ -334,6 +334,7 @@ static const char *const role_text[] = {
     [ARG_LSE] = "float32 or float64",
     [ARG_SCALES] = "float32",
     [ARG_INDICES] = "uint16, int16, int32 or int64",
+    [ARG_PAGES] = "int16, int32 or int64",
     [ARG_TABLES] = "int32 or int64",
     [ARG_MASK] = "bool, float32, float16, bfloat16 or float64",
 };
@@ -346,6 +347,7 @@ static bool role_takes(arg_role role, ba_dtype dtype) {
     case ARG_SCALES: return dtype == BA_FLOAT32;
     case ARG_MASK: return dtype <= BA_FLOAT64 || dtype == BA_BOOL;
     case ARG_TABLES: return dtype == BA_INT32 || dtype == BA_INT64;
+    case ARG_PAGES: return dtype > BA_UINT16 && dtype <= BA_INT64;
     default: return dtype >= BA_UINT16 && dtype <= BA_INT64;
     }
 }
@@ -553,7 +555,7 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
     if (!is_sequence(object)) return fail_kind(name, "a pair of integers", object);
     const Py_ssize_t count = PySequence_Size(object);
     if (count < 0) return fail_unreadable(name, object);
-    if (count != 2) return fail(PyExc_ValueError, "%s: expected a pair of integers, got %zd", name, count);
+    if (count != 2) return fail(PyExc_ValueError, "%s: expected a pair of integers, got %zd of them", name, count);
     return read_item(object, 0, name, &value[0]) < 0 ? -1 : read_item(object, 1, name, &value[1]);
 }
 
@@ -759,10 +761,12 @@ int arg_expect_count(const arg_list *list, const char *name, int64_t count, cons
     return fail(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
 }
 
+static int read_lengths(module_state *state, PyObject *object, const char *name, const char *expected, arg_list *list);
+
 int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list) {
     int64_t value;
     if (!PyIndex_Check(object) || PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method)) { /* arrays have __index__, too */
-        if (arg_lengths(state, object, name, list) < 0) return -1;
+        if (read_lengths(state, object, name, "an integer or a sequence of integers", list) < 0) return -1;
         if (arg_expect_count(list, name, count, meaning) == 0) return 0;
         PyMem_Free(list->values);
         list->values = NULL;
@@ -775,13 +779,16 @@ int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t
 }
 
 int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list) {
+    return read_lengths(state, object, name, "a sequence of integers", list);
+}
+
+static int read_lengths(module_state *state, PyObject *object, const char *name, const char *expected, arg_list *list) {
     list->values = NULL;
     list->count = 0;
     if (object == Py_None) return 0;
-    if (PyBytes_Check(object) || PyByteArray_Check(object))
-        return fail_kind(name, "a sequence of integers", object); /* bytes are text here and not lengths */
+    if (PyBytes_Check(object) || PyByteArray_Check(object)) return fail_kind(name, expected, object); /* bytes are text here and not lengths */
     if (PyObject_CheckBuffer(object) || PyObject_HasAttr(object, state->dlpack_method)) return read_array_list(state, object, name, 1, NULL, list);
-    if (!is_sequence(object)) return fail_kind(name, "a sequence of integers", object);
+    if (!is_sequence(object)) return fail_kind(name, expected, object);
     const Py_ssize_t count = PySequence_Size(object);
     if (count < 0) return fail_unreadable(name, object);
     if (allocate_list(list, count) < 0) return -1;

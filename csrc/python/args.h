@@ -56,6 +56,7 @@ typedef enum arg_role {
     ARG_LSE,     /* float32, float64 */
     ARG_SCALES,  /* float32 */
     ARG_INDICES, /* uint16, int16, int32, int64 */
+    ARG_PAGES,   /* int16, int32, int64 */
     ARG_TABLES,  /* int32, int64 */
     ARG_MASK,    /* bool, float32, float16, bfloat16, float64 */
 } arg_role;

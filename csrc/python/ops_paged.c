@@ -193,7 +193,7 @@ static int64_t page_tokens(const ba_paged_args *a) { return a->k_cache.ndim == 4
 
 static int read_selected(module_state *state, PyObject *const *values, paged_call *call) {
     ba_paged_args *a = &call->args;
-    if (hold_optional(state, values[PAGED_selected], "selected", ARG_INDICES, BA_UINT16, &call->selected, &a->selected) < 0) return -1;
+    if (hold_optional(state, values[PAGED_selected], "selected", ARG_PAGES, BA_UINT16, &call->selected, &a->selected) < 0) return -1;
     if (values[PAGED_counts] == Py_None) return 0;
     int64_t dims[2];
     if (arg_matrix(state, values[PAGED_counts], "counts", dims, &call->counts) < 0) return -1;

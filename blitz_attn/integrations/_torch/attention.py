@@ -254,7 +254,7 @@ def scaled_dot_product_attention(
     enable_gqa : bool
         Allows fewer heads in `key` and `value` than in `query`, and more than one.
     sabi : torch.Tensor or array of int, optional
-        Block list ``(B or 1, H or 1, ceil(Sq / block_shape[0]), W)``: see `blitz_attn.block_sparse_attention`.
+        Block list ``(B or 1; H, Hkv or 1; ceil(Sq / block_shape[0]); W)``: see `blitz_attn.block_sparse_attention`.
     block_shape : (int, int)
         Number of tokens per block of queries and per block of keys.
     window : (int, int), optional
