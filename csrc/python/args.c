@@ -761,27 +761,6 @@ int arg_expect_count(const arg_list *list, const char *name, int64_t count, cons
     return fail(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
 }
 
-static int read_lengths(module_state *state, PyObject *object, const char *name, const char *expected, arg_list *list);
-
-int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list) {
-    int64_t value;
-    if (!PyIndex_Check(object) || PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method)) { /* arrays have __index__, too */
-        if (read_lengths(state, object, name, "an integer or a sequence of integers", list) < 0) return -1;
-        if (arg_expect_count(list, name, count, meaning) == 0) return 0;
-        PyMem_Free(list->values);
-        list->values = NULL;
-        return -1;
-    }
-    list->values = NULL;
-    if (arg_int64(object, name, &value) < 0 || allocate_list(list, (Py_ssize_t)(count > 0 ? count : 0)) < 0) return -1;
-    for (Py_ssize_t i = 0; i < list->count; i++) list->values[i] = value;
-    return 0;
-}
-
-int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list) {
-    return read_lengths(state, object, name, "a sequence of integers", list);
-}
-
 static int read_lengths(module_state *state, PyObject *object, const char *name, const char *expected, arg_list *list) {
     list->values = NULL;
     list->count = 0;
@@ -798,5 +777,24 @@ static int read_lengths(module_state *state, PyObject *object, const char *name,
         list->values = NULL;
         return -1;
     }
+    return 0;
+}
+
+int arg_lengths(module_state *state, PyObject *object, const char *name, arg_list *list) {
+    return read_lengths(state, object, name, "a sequence of integers", list);
+}
+
+int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t count, const char *meaning, arg_list *list) {
+    int64_t value;
+    if (!PyIndex_Check(object) || PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method)) { /* arrays have __index__, too */
+        if (read_lengths(state, object, name, "an integer or a sequence of integers", list) < 0) return -1;
+        if (arg_expect_count(list, name, count, meaning) == 0) return 0;
+        PyMem_Free(list->values);
+        list->values = NULL;
+        return -1;
+    }
+    list->values = NULL;
+    if (arg_int64(object, name, &value) < 0 || allocate_list(list, (Py_ssize_t)(count > 0 ? count : 0)) < 0) return -1;
+    for (Py_ssize_t i = 0; i < list->count; i++) list->values[i] = value;
     return 0;
 }
