@@ -295,13 +295,17 @@ def torch_own_signature(draw: Draw) -> None:
         a.mask = np.where(seen, 0.0, least)
     stored = arrays.place(draw, "mask", bias_draws.stored(a.mask, own), last_contiguous=False, views=VIEWS)
     mask = learned = arrays.dressed(stored.array, own, "torch")
-    learns = own != "bool" and draw.flag("mask.learns")
+    causal = draw.flag("is_causal", 0.25)
+    learns = own != "bool" and not causal and draw.flag("mask.learns")
     learned.requires_grad_(learns)
     expanded = draw.flag("mask.expanded", 0.3)
     if expanded:
         mask = mask.expand(full)
     mask = mask[(0,) * (draw.integer("mask.missing", 0, 4) % (1 + next((n for n, size in enumerate(mask.shape) if size != 1), 4)))]
+    if causal:  # torch's rule, which takes no mask beside it: query i sees key j when j <= i
+        mask, a.mask, a.causal, a.begin = None, None, True, np.zeros(batch, np.int64)
     options: dict[str, Any] = {"scale": a.scale, "window": window, "block_shape": shape, "num_threads": checks.threads(draw), "enable_gqa": True}
+    options["is_causal"] = causal
     if ragged:
         options |= {name: as_integers(draw, name, x) for name, x in zip(("q_lens", "kv_lens"), lens, strict=True)}
     if blocks is not None:
