@@ -484,8 +484,8 @@ def append_paged_kv(
     if slot_mapping is None:
         requests = (*tables_for_core(block_tables, seq_lens), q_lens, None)
     else:
-        summaries = {"maxblocks": maxblocks, "minblocks": minblocks, "metadata_block_tables": metadata_block_tables}
-        for name, given in {"seq_lens": seq_lens, "q_lens": q_lens, **summaries}.items():
+        of_requests = {"seq_lens": seq_lens, "q_lens": q_lens, "metadata_block_tables": metadata_block_tables}
+        for name, given in {**of_requests, "maxblocks": maxblocks, "minblocks": minblocks, "meanblocks": meanblocks}.items():
             if given is not None:
                 raise ValueError(f"{name}: expected None with slot_mapping, got {type(given).__name__}")
     summaries = Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables)

@@ -10,8 +10,7 @@ ba_status ba_run_attention(const ba_attention *a) {
 }
 
 ba_status ba_run_attention_backward(const ba_attention *a, const ba_gradients *gradients) {
-    if (a->problem.batch > 0 && (a->problem.q_len > 0 || a->problem.kv_len > 0))
-        BA_TRY(ba_attend_backward(&a->problem, gradients, a->num_threads));
+    if (a->problem.batch > 0 && (a->problem.q_len > 0 || a->problem.kv_len > 0)) BA_TRY(ba_attend_backward(&a->problem, gradients, a->num_threads));
     return ba_attend_bias_backward(&a->problem, gradients, a->num_threads);
 }
 

@@ -210,7 +210,8 @@ class Gradients(NamedTuple):
         shared = tuple(axis for axis, n in enumerate(shape) if n == 1)
         total, size, error = (x.sum(axis=shared, keepdims=True) for x in (self.dbias, np.abs(self.dbias), self.dbias_error))
         terms = self.dbias.shape[0] * self.dbias.shape[1] + 4
-        smallest = SMALL + (2.0**-24 if dtype == "float16" else 0)
+        count = self.dbias.size / max(total.size, 1) if real == dtype else 1  # numbers that are rounded to the mask's dtype
+        smallest = SMALL + (2.0**-24 * count if dtype == "float16" else 0)
         return total, error + terms * EPSILON[real] * size + 2 * EPSILON[dtype] * np.abs(total) + smallest
 
     def of_slopes(self, away: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
