@@ -265,9 +265,9 @@ static int64_t lay_out_call(bias_call *c, int threads, char *base) {
 
 ba_status ba_attend_bias_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads) {
     if (!gradients->attn_mask.data && !gradients->alibi_slopes) return BA_OK;
-    const ba_kernels *kernels = ba_kernels_at(ba_isa_active());
-    const ba_tuning *tuning = ba_tuning_at(ba_isa_active());
-    const ba_attend_family *family = kernels->vector[problem->dtype];
+    const ba_isa level = ba_isa_active();
+    const ba_tuning *tuning = ba_tuning_at(level);
+    const ba_attend_family *family = ba_kernels_at(level)->vector[problem->dtype];
     bias_call c = {.common = {.problem = problem,
                               .gradients = gradients,
                               .family = family,
