@@ -48,6 +48,7 @@ def block_sparse(threads):
     short = q[:, :, :4].copy()
     ranges = np.stack([np.arange(40) // 16 * 16, np.arange(40) // 16 * 16 + 20], axis=-1)
     bias = {"attn_mask": np.random.default_rng(3).random((2, 1, 40, 48)) < 0.8, "alibi_slopes": np.float32([0.5, 0.25, 0.1, 0])}
+    numbers = np.random.default_rng(4).standard_normal((1, 4, 40, 48), dtype=np.float32)
     halves = [x.astype(np.float16) for x in (q, k, v, out)]
     return {
         "block_sparse_attention": Operation(
@@ -72,6 +73,10 @@ def block_sparse(threads):
             lambda: backward(out, q, k, v, out, lse[:, 1:], sabi, **options),
         ),
         "block_sparse_attention_backward, mask": Operation(lambda: backward(out, q, k, v, out, lse, **bias, num_threads=threads)),
+        "block_sparse_attention_backward, biases": Operation(
+            lambda: backward(out, q, k, v, out, lse, attn_mask=numbers, alibi_slopes=bias["alibi_slopes"], bias_grads=True, num_threads=threads),
+            refused=lambda: backward(out, q, k, v, out, lse, attn_mask=numbers, bias_grads="learned"),
+        ),
         "block_sparse_attention_backward, halves": Operation(
             lambda: backward(halves[3], *halves, lse, sabi, **{**options, "causal": False})
         ),
