@@ -14,6 +14,8 @@ from ._paged_tables import tables_for_core
 
 __all__ = ["PagedPlan"]
 
+_USUAL_OPTIONS = (None, "NHD", *(None,) * 6)  # of a plan that names none, whose options need no check
+
 
 class PagedPlan:
     """Page tables and lengths of one decoding step, checked and copied once for the calls of all layers.
@@ -106,7 +108,8 @@ class PagedPlan:
         self._requests: Any = chunks or self._tables
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
-        check_options(*self._options)
+        if any(given is not usual for given, usual in zip(self._options, _USUAL_OPTIONS, strict=True)):
+            check_options(*self._options)
 
     def append(
         self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, maxblocks: Any = None,

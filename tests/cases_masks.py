@@ -61,10 +61,8 @@ def slope_bias(q_len, kv_len, slopes=SLOPES, begin=None):
     return -np.float64(slopes)[:, None, None] * distances(q_len, kv_len, begin)
 
 
-def expected(q, k, v, bias, dout=None, softcap=None, sinks=None):
-    """Output, log-sum-exp and, with dout, the gradients, in float64. A bias of -inf hides a key."""
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+def softmax_of(q, k, v, bias, softcap=None, sinks=None):
+    """Weights, output and log-sum-exp in float64. Keys and values are those of each query head."""
     scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
     scores = (scores if softcap is None else softcap * np.tanh(scores / softcap)) + bias
     sink = np.full(scores.shape[:3], -np.inf) if sinks is None else np.broadcast_to(np.float64(sinks)[:, None], scores.shape[:3])
@@ -74,9 +72,22 @@ def expected(q, k, v, bias, dout=None, softcap=None, sinks=None):
     out = p @ v
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[..., 0]
+    return p, out, lse
+
+
+def score_gradients(p, out, v, dout, dlse=0.0):
+    """The gradient of what is added to each score, (B, H, Sq, Skv), from what `softmax_of` took and returned."""
+    return p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True) + dlse)
+
+
+def expected(q, k, v, bias, dout=None, softcap=None, sinks=None):
+    """Output, log-sum-exp and, with dout, the gradients, in float64. A bias of -inf hides a key."""
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    p, out, lse = softmax_of(q, k, v, bias, softcap, sinks)
     if dout is None:
         return out, lse
-    ds = p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True)) / np.sqrt(q.shape[3])
+    ds = score_gradients(p, out, v, dout) / np.sqrt(q.shape[3])
 
     def summed(x):
         return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2)

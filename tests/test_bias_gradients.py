@@ -19,11 +19,12 @@ from cases_masks import (
     attend,
     bias_of,
     distances,
-    expected,
     laid_out,
     mask_of,
     problem,
+    score_gradients,
     slope_bias,
+    softmax_of,
 )
 
 NUMBERS = [name for name in MASKS if not name.startswith("bool")]
@@ -31,13 +32,9 @@ NUMBERS = [name for name in MASKS if not name.startswith("bool")]
 
 def exact_gradient(q, k, v, dout, bias, softcap=None, dlse=0.0):
     """The gradient of what is added to each score, (B, H, Sq, Skv)."""
-    group = q.shape[1] // k.shape[1]
-    out, lse = expected(q, k, v, bias, softcap=softcap)
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
-    scores = (scores if softcap is None else softcap * np.tanh(scores / softcap)) + bias
-    p = np.where(lse[..., None] > -np.inf, np.exp(scores - np.where(lse > -np.inf, lse, 0)[..., None]), 0)
-    return p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True) + dlse)
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    p, out, _ = softmax_of(q, k, v, bias, softcap)
+    return score_gradients(p, out, v, dout, dlse)
 
 
 def of_mask(exact, shape):

@@ -89,7 +89,8 @@ def _attend_backward(
     dlse = None if dlse is None else rows(dlse)
     told = _told(q, k, sabi, named, reads_mask and not bias_grads, **options)  # what a mask is read as has no gradient
     grads = block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, bias_grads=bias_grads, **told)
-    return (*grads[:3], *(q.new_empty(0) if x is None else x for x in (*grads[3:], None, None)[:2]))
+    of_biases = grads[3:] or (None, None)
+    return (*grads[:3], *(q.new_empty(0) if x is None else x for x in of_biases))  # an operator returns tensors only
 
 
 def _select_and_attend(q: Any, k: Any, v: Any, *named: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
