@@ -36,8 +36,8 @@
  *     query tile     at most tile_queries queries that walk the same list, share packed keys and keep their states in cache; of one query head, or of
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
- *                    kernels where it has so few queries (ba_plan_few_queries in ops/plan.h). Routed list rows of so few queries go to the row
- *                    kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and read K and V in place
+ *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan.h). Routed list rows
+ *                    of so few queries go to the row kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and read K and V in place
  *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
  *     unit           the rows of K that a few kernel scores together, for one head and one set
  *     row kernel     attends any number of queries that have just this one chunk in common: each query stays a row, and no panel is packed
@@ -555,6 +555,7 @@ typedef struct ba_request_tuning {
 
 /* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
+    int64_t queries;         /* the most queries of a KV head of a few call, tokens times heads. Beyond BA_FEW_QUERIES they take turns at each chunk */
     int64_t part_keys;       /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
     int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
     int64_t keys;            /* keys of a chunk, where several heads are attended side by side */

@@ -13,6 +13,7 @@
  *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains
  *     page_offset                what a step of the kernel reads and stores together fills all of L1, and not some sets of it twice
  *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128
+ *     few.queries                reading a chunk from cache once for every eight queries takes less time than packing it
  *     few.part_keys              an item of so many keys loses little to its beginning and its end
  *     few.least_part_keys        a short request still gives several threads work
  *     few.keys, few.bytes        where requests run one chunk ahead, L2 holds both chunks
@@ -37,6 +38,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .shared_bytes = 0,
             .few =
                 {
+                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 64,
@@ -64,6 +66,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .shared_bytes = 0,
             .few =
                 {
+                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 64,
@@ -90,6 +93,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .shared_bytes = 0,
             .few =
                 {
+                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 64,
@@ -117,6 +121,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .shared_bytes = 0,
             .few =
                 {
+                    .queries = 32,
                     .part_keys = 1024,
                     .least_part_keys = 256,
                     .keys = 128,
@@ -143,6 +148,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .shared_bytes = 512 << 20,
             .few =
                 {
+                    .queries = 32,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 32,
@@ -171,6 +177,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .few_least_heads = 1,
             .few =
                 {
+                    .queries = 32,
                     .part_keys = 4096,
                     .least_part_keys = 256,
                     .keys = 256,
@@ -201,6 +208,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
             .few =
                 {
+                    .queries = 32,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 256,
@@ -209,10 +217,11 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .gathered_bytes = 0,
                     .into_l2 = {.followed_queries = 8, .distances = {16 << 10}},
                 },
-            /* Not measured on tiles, but on a model (docs/notes/decode_xeon.rst). The distance also covers what prefetches fall behind while scores
-             * are made, which read half of the bytes in a third of the time. */
+            /* Not measured on tiles, but on a model (docs/notes/decode_xeon.rst); queries that take turns have not been timed there at all. The
+             * distance also covers what prefetches fall behind while scores are made, which read half of the bytes in a third of the time. */
             .tile_few =
                 {
+                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 128,
@@ -236,6 +245,7 @@ const ba_work_tuning ba_work = {
     .smaller_share = 0.95,
     .items = 8,
     .few_items = 4,
+    .few_keys = 64,
     .row_items = 4,
     .most_entries = 1 << 20,
     .survey_entries = 2e5,

@@ -10,6 +10,7 @@ typedef struct ba_work_tuning {
     double smaller_share;   /* tiles become smaller only where the largest share of a thread falls below this times what it was */
     int64_t items;          /* per thread: items of a forward call at least, where there are tiles enough */
     int64_t few_items;      /* the same of few queries, where an item may have several heads */
+    int64_t few_keys;       /* more queries than the kernel for few queries takes at once are still few where each has so many keys */
     int64_t row_items;      /* the same where queries are attended block by block */
     int64_t most_entries;   /* entries of an item's lists at most, where these are inverted: they bound its scratch memory */
     double survey_entries;  /* lists with more entries than this are checked by several threads */

@@ -15,7 +15,7 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
     const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
-    const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * BA_FEW_ROOM);
+    const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * ba_few_tile_room(c));
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
     /* Bytes of a packed element of K or V: the family's own format, or reals where the family does not attend their dtype itself. */
     const int64_t pack = c->widen ? f->pack_bytes : ba_max(f->pack_bytes, f->real_size);

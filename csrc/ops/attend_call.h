@@ -87,6 +87,11 @@ static inline int64_t ba_query_room(const ba_attend_call *c) {
  * heads do not compete for the same sets of the L1 cache. */
 enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
 
+/* The same for a tile of few queries, which may have several panels; 0 where the call has no such tile. */
+static inline int64_t ba_few_tile_room(const ba_attend_call *c) {
+    return ba_ceil_div(ba_min(c->plan.few_lanes, c->plan.tiling.row_queries * c->plan.tiling.shared_heads), BA_FEW_QUERIES) * BA_FEW_ROOM;
+}
+
 /* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
 static inline int64_t ba_few_scratch(const ba_attend_call *c) {
     const int64_t between = BA_FEW_PAD(c->problem->v_dim);

@@ -1,5 +1,5 @@
-/* Runs an item of few queries (decode), which has one panel per tile and KV head. Reading memory limits the speed, so the rows that are read next are
- * prefetched while keys are attended. */
+/* Runs an item of few queries (decode). Reading memory limits the speed, so the rows that are read next are prefetched while keys are attended. A
+ * tile of more queries than a kernel call takes has several panels, which take turns at each chunk of keys while it is in cache. */
 #include "core/pool.h"
 #include "ops/attend_call.h"
 
@@ -76,8 +76,25 @@ static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, 
     w->chunks->v_prefetch = find_ahead(c, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
 }
 
-/* The tiles that walk the chunk's list attend it, one panel per tile and head; heads whose rows lie side by side do so in one kernel call. `next` is
- * the chunk that follows, or NULL. */
+/* Collects panel `number` of tile `i` of each of so many neighbouring heads, with the keys of the chunk that it sees, for one kernel call. Returns
+ * the number of heads, or 0 where the panel sees no key. */
+static int64_t collect_heads(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t i, int number, int64_t first,
+                             int64_t heads, const ba_chunk_rows *here) {
+    int64_t n = 0;
+    for (int64_t head = first; head < first + heads; head++) {
+        const ba_tile_state *t = &w->tiles[head * item->tiles + i];
+        const ba_panel_state *s = &t->panel[number];
+        w->chunks[n] = ba_head_chunk(c, w, head, n, here);
+        if (!ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n])) continue; /* so for all heads or for none: they see the same keys */
+        /* A head whose keys the bias hides is attended all the same, because the heads of a kernel call are evenly spaced in memory. */
+        ba_bias_chunk(c, w, item->batch, &t->tile, s, n, &w->chunks[n]);
+        n++;
+    }
+    return n;
+}
+
+/* The tiles that walk the chunk's list attend it; heads whose rows lie side by side do so in one kernel call. Where tiles have several panels, the
+ * first call fetches the rows from memory, and the others find them in cache. `next` is the chunk that follows, or NULL. */
 static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_chunk_rows *here,
                          const ba_chunk_rows *next) {
     const ba_problem *p = c->problem;
@@ -86,24 +103,20 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
     const int64_t together = beside ? item->kv_heads : 1;
     const bool followed = beside && ba_min(p->k.token_stride, p->v.token_stride) * size >= c->tuning->few.followed_bytes;
     for (int64_t i = 0; i < item->tiles; i++) {
-        if (w->tiles[i].walk != here->walk) continue;
+        const ba_tile_state *t = &w->tiles[i];
+        if (t->walk != here->walk) continue;
         for (int64_t first = 0; first < item->kv_heads; first += together) {
-            int64_t n = 0, lanes = 0;
-            ba_fetch_scales(c, w, first, together, here);
-            for (int64_t head = first; head < first + together; head++) {
-                const ba_panel_state *s = &w->tiles[head * item->tiles + i].panel[0];
-                w->chunks[n] = ba_head_chunk(c, w, head, n, here);
-                lanes = s->lanes;
-                if (!ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n])) continue; /* so for all heads or for none: they see the same keys */
-                /* A head whose keys the bias hides is attended all the same, because the heads of a kernel call are evenly spaced in memory. */
-                ba_bias_chunk(c, w, item->batch, &w->tiles[head * item->tiles + i].tile, s, n, &w->chunks[n]);
-                n++;
-            }
-            if (!n) continue;
             /* Gathering prefetches by itself; where the hardware's prefetcher follows the rows, no prefetch is needed. */
-            if (c->gathers) w->chunks->gathered = w->gathered;
-            else if (!(followed && lanes <= c->few_requests->followed_queries)) prefetch_ahead(c, w, item, first, together, here, next);
-            c->few(w->panels, lanes, w->chunks, n);
+            bool prefetches = !c->gathers && !(followed && t->tile.lanes <= c->few_requests->followed_queries);
+            ba_fetch_scales(c, w, first, together, here);
+            for (int number = 0; number < t->panels; number++) {
+                const int64_t n = collect_heads(c, w, item, i, number, first, together, here);
+                if (!n) continue;
+                if (c->gathers) w->chunks->gathered = w->gathered;
+                if (prefetches) prefetch_ahead(c, w, item, first, together, here, next);
+                prefetches = false;
+                c->few(w->panels, t->panel[number].lanes, w->chunks, n);
+            }
         }
     }
 }

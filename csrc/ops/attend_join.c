@@ -3,18 +3,17 @@
 
 #include "ops/attend_call.h"
 
-/* Bytes of the states of one part of one (batch, KV head): o of BA_FEW_QUERIES queries, then their m, then their l. */
+/* Bytes of the states of one part of one (batch, KV head): o of few_lanes queries, then their m, then their l. */
 static int64_t part_bytes(const ba_attend_call *c) {
-    return ba_round_up(BA_FEW_QUERIES * (BA_FEW_PAD(c->problem->v_dim) + 2) * c->family->real_size, BA_ALIGN);
+    return ba_round_up(c->plan.few_lanes * (BA_FEW_PAD(c->problem->v_dim) + 2) * c->family->real_size, BA_ALIGN);
 }
 
 /* The states of one part, from query `lane` of the group on, as a panel. */
 static ba_panel part_panel(const ba_attend_call *c, int64_t batch, int64_t kv_head, int64_t part, int64_t lane) {
-    const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim);
+    const int64_t real_size = c->family->real_size, pad = BA_FEW_PAD(c->problem->v_dim), room = c->plan.few_lanes;
     char *base = c->parts + c->part_offset[batch] + (kv_head * ba_plan_parts(&c->plan, batch) + part) * part_bytes(c);
-    return (ba_panel){.o = base + lane * pad * real_size,
-                      .m = base + (BA_FEW_QUERIES * pad + lane) * real_size,
-                      .l = base + (BA_FEW_QUERIES * (pad + 1) + lane) * real_size};
+    return (ba_panel){
+        .o = base + lane * pad * real_size, .m = base + (room * pad + lane) * real_size, .l = base + (room * (pad + 1) + lane) * real_size};
 }
 
 int64_t ba_lay_out_parts(const ba_attend_call *c, int64_t *offset) {

@@ -44,7 +44,7 @@ void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_
     t->tile = ba_plan_tile(&c->plan, item->batch, item->kv_head + t->head, item->first_tile + index % item->tiles);
     t->range = (ba_range){INT64_MAX, 0};
     t->panels = 0;
-    const int64_t room_of_tile = few ? BA_FEW_ROOM : ba_tile_room(c);
+    const int64_t room_of_tile = few ? ba_few_tile_room(c) : ba_tile_room(c);
     int64_t at = index * room_of_tile;
     for (int64_t lane = 0; lane < t->tile.lanes;) {
         ba_panel_state *s = &t->panel[t->panels++];
@@ -59,7 +59,7 @@ void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_
         s->panel.l = w->ml + (at * 2 + room) * f->real_size;
         s->panel.lo = w->bounds + at * 2;
         s->panel.hi = w->bounds + at * 2 + room;
-        at += room;
+        at += few ? BA_FEW_ROOM : room;
         assert(at <= (index + 1) * room_of_tile); /* or the panel would reach into the next tile's memory */
         open_panel(c, w, item, t, s);
         lane += s->lanes;

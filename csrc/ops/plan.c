@@ -74,6 +74,12 @@ static int64_t keys_of_query(const ba_problem *p, int64_t batch) {
     return p->listed ? ba_min(keys, ba_min(p->blocks.dims[3], p->block_columns) * p->block_kv) : keys;
 }
 
+bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
+    const int64_t queries = ba_deciding_queries(plan->problem, batch) * plan->problem->group;
+    if (queries <= 0 || queries > plan->splitting.most_queries) return false;
+    return queries <= BA_FEW_QUERIES || ba_kv_span(plan->problem, batch).valid >= queries * ba_work.few_keys;
+}
+
 /* Depends on the length of the sequence alone: other batch entries, the width of lists and the number of threads may not change its bits. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch) {
     const int64_t keys = ba_kv_span(plan->problem, batch).valid;
@@ -258,11 +264,12 @@ static ba_plan plan_of(const ba_problem *problem, ba_tiling tiling, ba_splitting
     for (int64_t b = 0; b < problem->batch; b++) {
         plan.items += items_of_batch(&plan, b);
         plan.parts_most = ba_max(plan.parts_most, ba_plan_parts(&plan, b));
+        if (ba_plan_few_queries(&plan, b)) plan.few_lanes = ba_max(plan.few_lanes, queries_of_batch(problem, &tiling, b) * problem->group);
     }
     return plan;
 }
 
-static const ba_splitting unsplit = {INT64_MAX, INT64_MAX};
+static const ba_splitting unsplit = {BA_FEW_QUERIES, INT64_MAX, INT64_MAX};
 
 /* How many query heads of a group walk the same list. */
 static int64_t heads_of_list(const ba_problem *p) { return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group; }
@@ -270,8 +277,8 @@ static int64_t heads_of_list(const ba_problem *p) { return p->listed && p->block
 bool ba_plan_few_rows(const ba_problem *p) { return p->routed && p->listed && p->block_q * heads_of_list(p) <= BA_FEW_QUERIES; }
 
 /* An upper bound of the call's flops. Few queries count as in survey_item(). */
-static double most_flops(const ba_problem *p, const ba_tiling *t) {
-    const ba_plan plan = {.problem = p, .tiling = *t};
+static double most_flops(const ba_problem *p, const ba_tiling *t, ba_splitting splitting) {
+    const ba_plan plan = {.problem = p, .tiling = *t, .splitting = splitting};
     double pairs = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const int64_t lanes = p->heads * queries_of_batch(p, t, b);
@@ -305,14 +312,15 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
     return chosen;
 }
 
-/* How many KV heads an item of few queries walks at once: as many as leave the keys of a chunk in cache, but so few that there are some items per
- * thread or, where all items are parts of one request, that each thread gets the same number. No fewer than that: with fewer heads, an item reads
- * smaller pieces of memory. */
+/* How many KV heads an item of few queries walks at once: as many as leave the keys of a chunk in cache, fewer where several panels take turns at
+ * these, and so few that there are some items per thread or, where all items are parts of one request, that each thread gets the same number. No
+ * fewer than that: with fewer heads, an item reads smaller pieces of memory. */
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
+    const int64_t panels = ba_max(1, ba_ceil_div(plan->few_lanes, BA_FEW_QUERIES));
     const bool shared = !p->listed || p->blocks.dims[1] == 1;
-    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / bytes))) : 1;
+    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / panels / bytes))) : 1;
     for (;; heads = ba_ceil_div(heads, 2)) {
         heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
         ba_plan tried = *plan;
@@ -329,16 +337,17 @@ static ba_grouping forward_grouping(const ba_problem *p, ba_tiling t, ba_splitti
     const int64_t lanes = ba_min(t.tile_queries, t.row_queries * t.shared_heads);
     const int64_t side_by_side = ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * t.tile_queries / lanes));
     const bool even = t.tile_queries < tuning->tile_queries; /* even_tiling() has made the shares even, for items of one tile */
-    ba_plan plan = {.problem = p, .tiling = t, .splitting = splitting};
+    ba_plan plan = plan_of(p, t, splitting, (ba_grouping){1, 1});
     plan.grouping.tiles = even ? 1 : ba_max(1, ba_min(side_by_side, all_tiles(p, &t) / (ba_work.items * threads)));
     plan.grouping.few_heads = choose_few_heads(&plan, tuning, threads);
     return plan.grouping;
 }
 
 ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t panel_lanes, int threads) {
-    const ba_splitting splitting = {tuning->few.part_keys, tuning->few.least_part_keys};
+    const ba_splitting splitting = {tuning->few.queries, tuning->few.part_keys, tuning->few.least_part_keys};
     ba_tiling tiling = forward_tiling(p, tuning);
-    if (ba_is_small(most_flops(p, &tiling), tuning->inline_flops)) threads = 1; /* the caller will run a call of so little work on one thread */
+    /* The caller will run a call of so little work on one thread. */
+    if (ba_is_small(most_flops(p, &tiling, splitting), tuning->inline_flops)) threads = 1;
     tiling = even_tiling(p, tiling, panel_lanes, threads);
     return plan_of(p, tiling, splitting, forward_grouping(p, tiling, splitting, tuning, threads));
 }

@@ -44,6 +44,7 @@ typedef struct ba_tiling {
 
 /* How the keys of a sequence of few queries are split into parts. */
 typedef struct ba_splitting {
+    int64_t most_queries;               /* of such a sequence at most, where a token counts once for each query head that shares a KV head */
     int64_t part_keys, least_part_keys; /* the largest and the smallest number of keys per part */
 } ba_splitting;
 
@@ -60,6 +61,7 @@ typedef struct ba_plan {
     ba_grouping grouping;
     int64_t bitmap_words; /* words of a bitmap over block columns; 0 without lists */
     int64_t parts_most;   /* the largest number of parts of a batch entry */
+    int64_t few_lanes;    /* the largest number of queries of a KV head of a batch entry of few queries; 0: there is no such entry */
     int64_t items;
     ba_item *item;     /* the most costly first. Gradients: by `start`, so that the items of each (batch, KV head) are spread over the call */
     double cost;       /* of all items */
@@ -102,11 +104,9 @@ void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t colu
 /* Whether lists are routed, and each of their rows has so few queries, counted as below, that row kernels attend them block by block. */
 bool ba_plan_few_rows(const ba_problem *problem);
 
-/* Whether a batch entry has no more queries than the kernel for few queries takes. A token counts once for each query head that shares a KV head. */
-static inline bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
-    const int64_t queries = ba_deciding_queries(plan->problem, batch) * plan->problem->group;
-    return queries > 0 && queries <= BA_FEW_QUERIES;
-}
+/* Whether a batch entry has so few queries that the kernel for few queries attends them: as many as the kernel takes at once, or up to
+ * most_queries where each has many keys. Depends on the lengths of the sequence alone. */
+bool ba_plan_few_queries(const ba_plan *plan, int64_t batch);
 
 /* The number of parts that the lists of a batch entry are cut into. */
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);

@@ -72,7 +72,7 @@ class Case:
         longest = {"small": 80, "long": 3000, "chunk": 300}[regime]
         lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=(1, longest, 256, 257, 2048, 2049)) for b in range(batch)], np.int64)
         self.ragged = draw.flag("ragged")
-        most = {"small": 10, "long": 3, "chunk": 70}[regime]
+        most = {"small": 10, "long": 10, "chunk": 70}[regime]
         begins = not newest and draw.flag("q_begin", 0.25)
         begin = np.array([draw.integer(f"q_begin[{b}]", -5, longest + 5, likely=(0, longest)) for b in range(batch)], np.int64) if begins else None
         drawn = [draw.integer(f"q_lens[{b}]", 0, most, likely=(1,)) for b in range(batch)]

@@ -1,0 +1,147 @@
+"""Requests of several new tokens over long caches, as in speculative decoding: more queries of a KV head than the kernel for few queries takes at once,
+which take turns at each chunk of keys."""
+
+import numpy as np
+import pytest
+
+from blitz_attn import reference, testing
+from cases import DTYPES, attend, check, random_lists, same_bits
+from cases_paged import CACHE_DTYPES, attend_paged, check_paged
+
+BAD = [np.nan, np.inf, -np.inf]
+RULES = {
+    "plain": {},
+    "window": {"window": 300},
+    "sinks": {"sinks": np.linspace(-2, 3, 8).astype(np.float32)},
+    "softcap": {"softcap": 1.5},
+    "all": {"window": 500, "sinks": np.linspace(-2, 3, 8).astype(np.float32), "softcap": 3.0, "scale": 0.4},
+}
+PAIRS = [(d, c) for d in DTYPES for c in (CACHE_DTYPES if d != "float64" else ["float64"])]
+# Requests of 12, 20, 8, 32, 0 and 36 queries of a KV head, with four heads per KV head.
+LENS, DRAFTS = [1400, 2200, 700, 2100, 30, 2400], [3, 5, 2, 8, 0, 9]
+
+
+def same(got, expected):
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# ---- Against the reference ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
+    dims = (64, 64) if rule == "plain" else (40, 24)
+    check_paged(testing.make_paged(6, 8, 2, LENS, 32, *dims, dtype, kv_dtype, kv_layout, q_lens=DRAFTS), **RULES[rule])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("float64", "float64")])
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (16, 2), (9, 1), (40, 2)], ids=lambda h: f"h{h[0]}x{h[1]}")
+def test_numbers_of_queries(heads, dtype, kv_dtype):
+    """Around the number of keys from which on so many queries take turns, and around their largest number."""
+    group = heads[0] // heads[1]
+    drafts = sorted({max(1, n // group) for n in (8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40)})
+    for more in (-1, 0):
+        lens = [64 * n * group + more for n in drafts]
+        check_paged(testing.make_paged(len(lens), *heads, lens, 16, 32, 48, dtype, kv_dtype, q_lens=drafts))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["tree", "numbers", "slopes"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
+def test_a_tree_of_drafts_and_other_biases(dtype, kv_dtype, name):
+    """A tree hides the tokens of other branches: each token sees the cache, its ancestors and itself."""
+    lens, drafts = [1500, 800], [6, 3]
+    case = testing.make_paged(2, 8, 2, lens, 32, 64, 64, dtype, kv_dtype, q_lens=drafts)
+    if name == "slopes":
+        check_paged(case, alibi_slopes=np.float32(2.0) ** -np.arange(1, 9))
+        return
+    rng = np.random.default_rng(0)
+    if name == "tree":
+        mask = np.ones((2, 1, max(drafts), max(lens)), bool)
+        for b, (n, drawn) in enumerate(zip(lens, drafts, strict=True)):
+            mask[b, 0, :drawn, n - drawn : n] = np.eye(drawn, dtype=bool) | (rng.random((drawn, drawn)) < 0.4)
+    else:
+        mask = rng.standard_normal((2, 8, max(drafts), max(lens))).astype(np.float32)
+    check_paged(case, attn_mask=mask)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [3, 4, 6])
+def test_lists(q_len, dtype):
+    """Lists of blocks, those of a KV head and those of each query head, with rows of few and of all queries."""
+    q, k, v = testing.make_qkv(2, 8, 2, q_len, 1700, 32, 40, dtype=dtype)
+    for block_q, list_heads in ((64, 2), (2, 8), (1, 1)):
+        rows = -(-q_len // block_q)
+        lists = random_lists(np.random.default_rng(q_len), 2, list_heads, rows, 54, share=0.6)
+        check(q, k, v, lists, block_shape=(block_q, 32), causal=True)
+
+
+# ---- Bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "float8_e4m3")])
+def test_same_bits(dtype, kv_dtype, isa_level):
+    """Whatever the number of threads, the other requests of the call, the layout, and the size of pages."""
+    case = testing.make_paged(6, 8, 2, LENS, 32, 64, 64, dtype, kv_dtype, q_lens=DRAFTS)
+    expected = attend_paged(case, num_threads=1)
+    for threads in (2, 3, 8):
+        same(attend_paged(case, num_threads=threads), expected)
+    if kv_dtype == dtype:  # pages are quantised by themselves
+        for page_size, kv_layout in ((32, "HND"), (23, "NHD"), (256, "HND")):
+            same(attend_paged(testing.make_paged(6, 8, 2, LENS, page_size, 64, 64, dtype, kv_dtype, kv_layout, q_lens=DRAFTS)), expected)
+    cuts = np.cumsum([0, *DRAFTS])
+    for b in range(6):
+        rows = slice(cuts[b], cuts[b + 1])
+        one = case._replace(q=case.q[rows], block_tables=case.block_tables[b : b + 1], seq_lens=case.seq_lens[b : b + 1])
+        one = one._replace(options={**case.options, "q_lens": case.options["q_lens"][b : b + 1]})
+        same(attend_paged(one), [x[rows] for x in expected])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lists_of_heads_have_the_bits_of_shared_ones(dtype, isa_level):
+    q, k, v = testing.make_qkv(2, 8, 2, 4, 1200, 64, 64, dtype=dtype)
+    lists = random_lists(np.random.default_rng(0), 2, 2, 1, 19)
+    same(attend(q, k, v, lists, block_shape=(64, 64)), attend(q, k, v, np.repeat(lists, 4, axis=1), block_shape=(64, 64)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_slice_has_the_bits_of_the_whole(dtype, isa_level):
+    q, k, v = testing.make_qkv(2, 8, 2, 6, 1600, 64, 40, dtype=dtype)
+    whole = attend(q, k, v, causal=True)
+    for first, end in ((0, 1), (1, 4), (3, 6), (5, 6)):
+        part = attend(np.ascontiguousarray(q[:, :, first:end]), k, v, causal=True, q_begin=1594 + first, q_total=6)
+        same(part, [np.ascontiguousarray(x[:, :, first:end]) for x in whole])
+
+
+# ---- Non-finite values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_reach_only_the_queries_that_see_them(dtype, bad, isa_level):
+    """Query i of a request of five sees all but the last 4 - i keys; key 1596 is not seen by the first query."""
+    q, k, v = testing.make_qkv(1, 4, 1, 5, 1600, 20, dtype=dtype)
+    clean = attend(q, k, v, causal=True)
+    spoilt = testing.to_float64(v, dtype)
+    spoilt[0, 0, 1596, 7] = bad
+    got = attend(q, k, testing.round_to(spoilt, dtype), causal=True)
+    same([got[1], got[0][:, :, :1], np.delete(got[0], 7, -1)], [clean[1], clean[0][:, :, :1], np.delete(clean[0], 7, -1)])
+    assert not np.isfinite(testing.to_float64(got[0], dtype)[:, :, 1:, 7]).any()
+
+
+def test_reference_and_twin_agree():
+    """The reference takes a tree's mask as the operation does."""
+    case = testing.make_paged(1, 4, 2, [90], 16, 16, 16, "float64", "float64", q_lens=[4])
+    mask = np.ones((1, 1, 4, 90), bool)
+    mask[0, 0, :, 86:] = np.eye(4, dtype=bool)
+    whole = reference.paged_attention(*case.arrays, attn_mask=mask, **case.options)
+    for i in range(4):  # a token of the tree is the newest token of a cache without its siblings
+        k, v = (x[case.block_tables[0, :6]].reshape(-1, 2, 16)[[*range(86), 86 + i]] for x in case.arrays[1:3])
+        alone = reference.block_sparse_attention(case.q[None, i : i + 1], k[None], v[None], layout="BSND")
+        np.testing.assert_allclose(alone[0, 0], whole[i], rtol=1e-12)
