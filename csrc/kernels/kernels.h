@@ -555,8 +555,8 @@ typedef struct ba_request_tuning {
 
 /* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
-    int64_t queries;         /* the most queries of a KV head of a few call, tokens times heads. Beyond BA_FEW_QUERIES they take turns at each chunk */
-    int64_t part_keys;       /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
+    int64_t queries;   /* the most queries of a KV head of a few call, tokens times heads. Beyond BA_FEW_QUERIES they take turns at each chunk */
+    int64_t part_keys; /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
     int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
     int64_t keys;            /* keys of a chunk, where several heads are attended side by side */
     int64_t bytes;           /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */

@@ -244,6 +244,7 @@ const ba_work_tuning ba_work = {
     .many_tiles = 16,
     .smaller_share = 0.95,
     .items = 8,
+    .chunk_keys = 8,
     .few_items = 4,
     .few_keys = 64,
     .row_items = 4,

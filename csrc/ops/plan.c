@@ -332,13 +332,26 @@ static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, in
     }
 }
 
-/* Where there are few tiles, items have fewer, so that every thread gets several items. */
+/* How many tiles an item has: side_by_side, so that as many as possible share each packed chunk. Where there are few tiles, items have fewer, so that
+ * every thread gets several items and none waits long for the last one. That is not needed where all tiles take the same time, as those of a chunk of
+ * a prompt do whose cache is much longer, and each thread gets the same number of items. */
+static int64_t choose_item_tiles(const ba_problem *p, const ba_tiling *t, int64_t side_by_side, int threads) {
+    if (threads == 1) return side_by_side;
+    const int64_t usual = ba_max(1, ba_min(side_by_side, all_tiles(p, t) / (ba_work.items * threads)));
+    const bool alike = p->batch == 1 && !p->listed && !p->kv_ranges.data && ba_work.chunk_keys * ba_q_span(p, 0).valid <= ba_kv_span(p, 0).valid;
+    if (!alike) return usual;
+    const int64_t tiles = tiles_of_batch(p, t, 0);
+    for (int64_t n = ba_min(side_by_side, tiles); n > usual; n--)
+        if (tiles % n == 0 && p->kv_heads * (tiles / n) % threads == 0) return n;
+    return usual;
+}
+
 static ba_grouping forward_grouping(const ba_problem *p, ba_tiling t, ba_splitting splitting, const ba_tuning *tuning, int threads) {
     const int64_t lanes = ba_min(t.tile_queries, t.row_queries * t.shared_heads);
     const int64_t side_by_side = ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * t.tile_queries / lanes));
     const bool even = t.tile_queries < tuning->tile_queries; /* even_tiling() has made the shares even, for items of one tile */
     ba_plan plan = plan_of(p, t, splitting, (ba_grouping){1, 1});
-    plan.grouping.tiles = even ? 1 : ba_max(1, ba_min(side_by_side, all_tiles(p, &t) / (ba_work.items * threads)));
+    plan.grouping.tiles = even ? 1 : choose_item_tiles(p, &t, side_by_side, threads);
     plan.grouping.few_heads = choose_few_heads(&plan, tuning, threads);
     return plan.grouping;
 }
