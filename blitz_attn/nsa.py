@@ -452,6 +452,65 @@ class NsaCache:
         """
         self._store.append(k, v, lens)
 
+    def crop(self, lens: Any) -> None:
+        """Takes back the last tokens of sequences, such as draft tokens that a model has rejected.
+
+        What follows is as if they had never been appended, bit for bit. No memory is freed.
+
+        Parameters
+        ----------
+        lens : int or sequence of int
+            How many tokens each sequence keeps: ``(B,)`` numbers, or one number for all, which leaves shorter sequences as they are.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument of the wrong kind, shape or range. All tokens are kept then.
+
+        Examples
+        --------
+        Of three draft tokens of each sequence, one and two are accepted:
+
+        >>> import numpy as np
+        >>> from blitz_attn import nsa
+        >>> cache = nsa.NsaCache(compress_block_size=4)
+        >>> k = np.ones((2, 10, 1, 8), np.float32)
+        >>> cache.append(k[:, :7], k[:, :7])
+        >>> before = cache.lens
+        >>> cache.append(k[:, 7:], k[:, 7:])
+        >>> cache.crop(before + [1, 2])
+        >>> cache.lens.tolist()
+        [8, 9]
+        """
+        self._store.crop(lens)
+
+    def reorder(self, indices: Any) -> None:
+        """Puts other sequences in the places of sequences, as beam search does.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Sequence n becomes what sequence ``indices[n]`` was. A sequence may occur more than once, or not at all, and there may be more
+            or fewer sequences than before: ``np.repeat(np.arange(B), beams)`` makes beams of prompts.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument of the wrong kind, shape or range. Nothing has been moved then.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from blitz_attn import nsa
+        >>> cache = nsa.NsaCache(compress_block_size=4)
+        >>> k = np.ones((2, 5, 1, 8), np.float32)
+        >>> cache.append(k, k, lens=[5, 3])
+        >>> cache.reorder([1, 1, 0])
+        >>> cache.lens.tolist()
+        [3, 3, 5]
+        """
+        self._store.reorder(indices)
+
     def attend(self, q: Any, *, gates: Any = None, out: Any = None) -> Any:
         """The results of queries that are the last tokens of each sequence.
 

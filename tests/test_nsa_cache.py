@@ -1,4 +1,5 @@
-"""`NsaCache`: results of `nsa` over all tokens so far, bit for bit; sequences of different lengths; memory; bad input."""
+"""`NsaCache`: results of `nsa` over all tokens so far, bit for bit; sequences of different lengths; tokens that are taken back and sequences
+that change places; memory; bad input."""
 
 import re
 
@@ -80,6 +81,121 @@ def test_the_cache_takes_what_nsa_takes():
     assert torch.equal(out, nsa.nsa(*tensors, **PAPER)[:, -1:])
 
 
+# ---- Taking back and reordering -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rejected_tokens_leave_no_trace(dtype):
+    """Draft tokens come and go, some of them NaN, at every place among the blocks: the others' results and blocks are as without them."""
+    q, k, v, options = problem(90, 4, 2, 16, 24, dtype=dtype, weights=WEIGHTS[:3])
+    drafted, plain = (nsa.NsaCache(**PAPER_STRIDES, **options, **bits_option(q)) for _ in range(2))
+    wrong = [np.full_like(x[:, :9], 0x7FC0 if x.dtype == np.uint16 else np.nan) for x in (k, v)]
+    for begin in range(0, 90, 2):
+        new = slice(begin, begin + 2)
+        drafted.append(k[:, new], v[:, new])
+        if begin % 3 == 0:
+            drafted.append(*wrong)
+        else:
+            drafted.append(*(np.flip(x[:, begin : begin + 5], axis=1) for x in (k, v)))
+        drafted.crop(begin + 2 if begin % 4 else [begin + 2] * 2)
+        plain.append(k[:, new], v[:, new])
+        assert drafted.lens.tolist() == [begin + 2] * 2
+        assert all(same_bits(*pair) for pair in zip(drafted._store.held, plain._store.held, strict=True))
+        assert same_bits(drafted.attend(q[:, new]), plain.attend(q[:, new]))
+
+
+def test_a_number_crops_only_longer_sequences():
+    _, k, v, _ = problem(20, 2, 1, 8, batch=3)
+    cache = nsa.NsaCache(**PAPER)
+    cache.append(k, v, [20, 3, 11])
+    for kept, lens in ((100, [20, 3, 11]), (np.int32(11), [11, 3, 11]), (10, [10, 3, 10]), (0, [0, 0, 0])):
+        cache.crop(kept)
+        assert cache.lens.tolist() == lens
+
+
+def test_a_view_of_lens_is_no_way_into_the_cache():
+    _, k, v, _ = problem(20, 2, 1, 8)
+    cache, kept = nsa.NsaCache(**PAPER), np.array([7, 9])
+    cache.append(k, v)
+    cache.crop(kept)
+    kept[:] = 20
+    cache.lens[:] = 20
+    assert cache.lens.tolist() == [7, 9]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_operations_in_any_order(seed):
+    """Tokens come, are taken back, and sequences change places; each sequence is then as in a cache that got its tokens at once."""
+    rng = np.random.default_rng(seed)
+    rules = (PAPER, PAPER_STRIDES, {**PAPER, "mode": "mslk", "q_tile_size": 1})[seed % 3]
+    _, _, _, options = problem(1, 4, 2, 8, 12, seed=seed, weights=WEIGHTS[:3])
+    cache, tokens = nsa.NsaCache(**rules, **options), [np.empty((0, 2, 20), np.float32)] * 2  # k beside v, by sequence
+    cache.append(*(np.empty((2, 0, 2, dim), np.float32) for dim in (8, 12)))
+    seen = set()
+    for _ in range(60):
+        batch, lens = len(tokens), np.array([len(x) for x in tokens], np.int64)
+        step = rng.choice(["append", "append with lens", "crop", "crop to a number", "reorder", "more or fewer"], p=[0.35, 0.2, 0.15, 0.1, 0.15, 0.05])
+        if step.startswith("append"):
+            new = rng.standard_normal((batch, int(rng.choice([1, 2, 7, 40], p=[0.5, 0.3, 0.15, 0.05])), 2, 20), np.float32)
+            counts = rng.integers(0, new.shape[1], batch, endpoint=True) if "lens" in step else np.full(batch, new.shape[1])
+            cache.append(new[..., :8], new[..., 8:], counts if "lens" in step else None)
+            tokens = [np.concatenate([x, more[:n]]) for x, more, n in zip(tokens, new, counts, strict=True)]
+        elif step == "crop":
+            kept = np.maximum(lens - rng.integers(0, rng.choice([3, 9, 100]), batch, endpoint=True), 0)
+            cache.crop(kept)
+            tokens = [x[:n] for x, n in zip(tokens, kept, strict=True)]
+        elif step == "crop to a number":
+            kept = max(0, int(lens.max(initial=0)) - int(rng.integers(0, 12)))
+            cache.crop(kept)
+            tokens = [x[:kept] for x in tokens]
+        else:
+            size = batch if step == "reorder" else int(rng.integers(1, 5))
+            chosen = rng.integers(0, batch, size)
+            cache.reorder(chosen if rng.integers(2) else chosen.tolist())
+            tokens = [tokens[n] for n in chosen]
+        seen.add(step)
+        lens = [len(x) for x in tokens]
+        assert cache.lens.tolist() == lens
+        if min(lens) == 0 or rng.integers(2):
+            continue
+        q = rng.standard_normal((len(tokens), min(int(rng.integers(1, 4)), *lens), 4, 8), np.float32)
+        out = cache.attend(q)
+        for b, x in enumerate(tokens):
+            fresh = nsa.NsaCache(**rules, **options)
+            fresh.append(x[None, ..., :8], x[None, ..., 8:])
+            assert same_bits(out[b : b + 1], fresh.attend(q[b : b + 1]))
+    assert len(seen) >= 5
+
+
+def test_beams_of_prompts():
+    """Each prompt becomes three beams, which go different ways; the best ones go on."""
+    q, k, v, options = problem(50, 4, 2, 16, batch=6, weights=WEIGHTS[:3])
+    cache = nsa.NsaCache(**PAPER, **options)
+    cache.append(k[:2, :30], v[:2, :30])
+    beams = np.repeat(np.arange(2), 3)
+    cache.reorder(beams)
+    history = [[beam] * 30 for beam in beams]  # of each beam and token: the entry of k and v that it is from
+    rng = np.random.default_rng(0)
+    for n in range(30, 50):
+        cache.append(k[:, n : n + 1], v[:, n : n + 1])
+        history = [[*past, b] for b, past in enumerate(history)]
+        best = 3 * (np.arange(6) // 3) + rng.integers(0, 3, 6)
+        cache.reorder(best)
+        history = [history[b] for b in best]
+        paths = np.array(history), np.arange(n + 1)
+        assert same_bits(cache.attend(q[:, n : n + 1]), nsa.nsa(q[:, n : n + 1], k[paths], v[paths], **PAPER, **options))
+
+
+def test_sequences_that_stay_are_not_copied():
+    _, k, v, _ = problem(30, 2, 1, 8, batch=3)
+    cache = nsa.NsaCache(**PAPER)
+    cache.append(k, v)
+    place = cache._store.held[0].__array_interface__["data"][0]
+    cache.reorder([0, 0, 2])
+    assert cache._store.held[0].__array_interface__["data"][0] == place
+    np.testing.assert_array_equal(cache._store.held[0], k[[0, 0, 2]])
+
+
 # ---- Bad input ------------------------------------------------------------------------------------------------------------
 
 Q, K, V, _ = problem(40, 4, 2, 8, 6)
@@ -122,3 +238,48 @@ def test_the_cache_refuses(error, text, given):
         cache.append(*given)
     assert cache.lens.tolist() == [40, 40]
     assert np.isfinite(cache.attend(Q[:, -1:])).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (ValueError, "lens: expected at least 0 tokens, got -3", lambda cache: cache.crop(-3)),
+        (TypeError, "lens: expected integers, got float64", lambda cache: cache.crop(2.5)),
+        (TypeError, "lens: expected integers, got NoneType", lambda cache: cache.crop(None)),
+        (ValueError, "lens: expected one number per sequence, (2,), got (1,)", lambda cache: cache.crop([3])),
+        (ValueError, "lens: expected numbers from 0 to the tokens that each sequence has, got 13", lambda cache: cache.crop([20, 13])),
+        (ValueError, "lens: expected numbers from 0 to the tokens that each sequence has, got -1", lambda cache: cache.crop([-1, 12])),
+        (ValueError, "indices: expected numbers from 0 to 1, got 2", lambda cache: cache.reorder([0, 2])),
+        (ValueError, "indices: expected numbers from 0 to 1, got -1", lambda cache: cache.reorder([-1, 0])),
+        (ValueError, "indices: expected one number per sequence, got shape (1, 2)", lambda cache: cache.reorder([[0, 1]])),
+        (ValueError, "indices: expected one number per sequence, got shape ()", lambda cache: cache.reorder(1)),
+        (TypeError, "indices: expected integers, got bool", lambda cache: cache.reorder([True, False])),
+        (
+            ValueError, "indices: expected no numbers for a cache without sequences, got 0",
+            lambda cache: nsa.NsaCache(compress_block_size=8).reorder([0, 1]),
+        ),
+    ],
+)  # fmt: skip
+def test_crop_and_reorder_refuse(error, text, call):
+    cache = nsa.NsaCache(compress_block_size=8)
+    cache.append(K, V, [20, 12])
+    before = cache.attend(Q[:, -1:])
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call(cache)
+    assert cache.lens.tolist() == [20, 12]
+    assert same_bits(cache.attend(Q[:, -1:]), before)
+
+
+def test_a_cache_may_lose_all_of_its_tokens_and_sequences():
+    cache = nsa.NsaCache(compress_block_size=8)
+    cache.crop(3)
+    cache.reorder([])
+    cache.append(K, V)
+    cache.crop(0)
+    with pytest.raises(ValueError, match=r"^k: expected at least the 1 tokens of q, got \(2, 0, 2, 8\)$"):
+        cache.attend(Q[:, -1:])
+    cache.append(K, V)
+    assert same_bits(cache.attend(Q), nsa.nsa(Q, K, V, compress_block_size=8))
+    cache.reorder([])
+    cache.append(K[:0], V[:0])
+    assert cache.lens.tolist() == []

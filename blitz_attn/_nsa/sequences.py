@@ -86,8 +86,8 @@ class Sequences(NamedTuple):
         return None if self.tokens is not None or isinstance(self.lengths, int) else self.lengths
 
 
-def lengths_within(x: Any, name: str, count: int, least: int, most: int, expected: str) -> np.ndarray:
-    """Checked lengths of `count` sequences, int64. `expected`: the bounds, for a sentence."""
+def lengths_within(x: Any, name: str, count: int, least: int, most: int | np.ndarray, expected: str) -> np.ndarray:
+    """Checked lengths of `count` sequences, int64. `most`: of all of them, or of each; `expected`: the bounds, for a sentence."""
     lengths = _arrays.integers(x, name)
     if lengths.shape != (count,):
         raise ValueError(f"{name}: expected one number per sequence, ({count},), got {lengths.shape}")

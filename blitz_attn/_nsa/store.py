@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import _arrays
 from .._floats import floats
 from .arrays import Reals, check_rank, same_kind, storage
 from .compression import check_weight, compress_into
@@ -62,6 +63,37 @@ class Store:
                     held[b, before[b] : after[b]] = x[b, : counts[b]]
                 self._compress(slice(b, b + 1), int(before[b]), int(after[b]))
         self.lens = after
+
+    def crop(self, lens: Any) -> None:
+        """Each sequence keeps its first tokens, and the blocks that lie in them. What is appended next is written over the others."""
+        if isinstance(lens, (int, np.integer)):
+            most = _arrays.integer(lens, "lens")
+            if most < 0:
+                raise ValueError(f"lens: expected at least 0 tokens, got {most}")
+            self.lens = np.minimum(self.lens, most)
+        else:
+            self.lens = lengths_within(lens, "lens", len(self.lens), 0, self.lens, "0 to the tokens that each sequence has")
+
+    def reorder(self, indices: Any) -> None:
+        """Sequence n becomes what sequence indices[n] was."""
+        chosen, count = _arrays.integers(indices, "indices"), len(self.lens)
+        if chosen.ndim != 1:
+            raise ValueError(f"indices: expected one number per sequence, got shape {chosen.shape}")
+        wrong = chosen[(chosen < 0) | (chosen >= count)]
+        if wrong.size:
+            expected = f"numbers from 0 to {count - 1}" if count else "no numbers for a cache without sequences"
+            raise ValueError(f"indices: expected {expected}, got {wrong[0]}")
+        lens, same = self.lens[chosen], len(chosen) == count
+        longest = int(lens.max(initial=0))
+        used = 2 * [longest] + 2 * [self._blocks(longest)]
+        moved = np.flatnonzero(chosen != np.arange(count)) if same else np.arange(len(chosen))
+        taken = [x[chosen[moved], :n] for x, n in zip(self._room, used, strict=False)]  # all, before the first is written
+        if same:
+            for x, new in zip(self._room, taken, strict=True):
+                x[moved, : new.shape[1]] = new
+        else:
+            self._room = taken
+        self.lens = lens
 
     def _compress(self, some: slice, before: int, after: int) -> None:
         """Makes the blocks of some sequences that become complete when `before` tokens become `after`."""

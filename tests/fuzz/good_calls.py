@@ -17,6 +17,7 @@ from blitz_attn import config, nsa, sabi, select, testing
 from blitz_attn.compat import mslk, select_attn_ops, torch_bsa
 
 from .arrays import CANARY, HAS_TORCH
+from .good_nsa_cache import CACHES
 from .good_plots import PLOTS
 
 SIZE = 1 << 16
@@ -398,21 +399,6 @@ def _native_last(a: Arena, v: int) -> dict[str, Any]:
     return call | ({"out": a.poisoned(*lead, 2, 8)} if v & 16 else {})
 
 
-def _cache_append(k: Any, v: Any, lens: Any = None) -> Any:
-    return nsa.NsaCache(**_SMALL).append(k, v, lens)
-
-
-def _cache_attend(q: Any, *, gates: Any = None, out: Any = None) -> Any:
-    cache = nsa.NsaCache(**_SMALL)
-    cache.append(np.ones((1, 12, 1, 8), np.float32), np.ones((1, 12, 1, 8), np.float32))
-    return cache.attend(q, gates=gates, out=out)
-
-
-def _cache(a: Arena, v: int) -> dict[str, Any]:
-    call: dict[str, Any] = {**_SMALL, "mode": ("paper", "mslk")[v & 1]}
-    return call | ({"w_k_compress": a.floats(1, 8, 8), "num_threads": 2, "dtype": "float32", "window_size": 4} if v & 2 else {})
-
-
 @cache
 def _context() -> Any:
     x = np.ones((1, 12, 2, 8), np.float32)
@@ -709,12 +695,7 @@ GROUPS: dict[str, dict[str, Good]] = {
     "nsa": {
         "nsa": Good(nsa.nsa, _native, ("out",), names=("k_cmp", "v_cmp")),
         "nsa of the last tokens": Good(nsa.nsa, _native_last, ("out",), names=("k_cmp", "v_cmp")),
-        "NsaCache": Good(nsa.NsaCache, _cache),
-        "NsaCache.append": Good(_cache_append, lambda a, v: {"k": a.floats(1, 3, 1, 8), "v": a.floats(1, 3, 1, 8)} | ({"lens": [2]} if v & 1 else {})),
-        "NsaCache.attend": Good(
-            _cache_attend, lambda a, v: {"q": a.floats(1, 2, 2, 8)} | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)}),
-            ("out",), names=("k",),
-        ),
+        **{name: Good(call, make, writes, names=names) for name, (call, make, writes, names) in CACHES.items()},
         "nsa_backward": Good(nsa.nsa_backward, lambda a, v: {"dout": a.floats(1, 12, 2, 8), "ctx": _context()}),
         "compress_kv": Good(nsa.compress_kv, _compress()),
         "compress_kv_backward": Good(nsa.compress_kv_backward, _compress("dk_cmp", "dv_cmp")),

@@ -23,6 +23,7 @@ MODULES = (
     "quest_problems",
     "select_problems",
     "nsa_problems",
+    "nsa_cache_problems",
     "compat_problems",
     "bad_calls",
 )

@@ -1,0 +1,58 @@
+"""Valid calls of `nsa.NsaCache` and its methods, for `good_calls`. A method is called on a cache that the call makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from blitz_attn import nsa
+
+_SMALL = {"compress_block_size": 4, "num_selected_blocks": 3, "window_size": 5}
+
+
+def _filled(lens: list[int]) -> nsa.NsaCache:
+    cache = nsa.NsaCache(**_SMALL)
+    tokens = np.ones((len(lens), 12, 1, 8), np.float32)
+    cache.append(tokens, tokens, lens)
+    return cache
+
+
+def _append(k: Any, v: Any, lens: Any = None) -> None:
+    nsa.NsaCache(**_SMALL).append(k, v, lens)
+
+
+def _crop(lens: Any) -> None:
+    _filled([12, 9]).crop(lens)
+
+
+def _reorder(indices: Any) -> None:
+    _filled([12, 9]).reorder(indices)
+
+
+def _attend(q: Any, *, gates: Any = None, out: Any = None) -> Any:
+    return _filled([12]).attend(q, gates=gates, out=out)
+
+
+def _made(a: Any, v: int) -> dict[str, Any]:
+    call: dict[str, Any] = {**_SMALL, "mode": ("paper", "mslk")[v & 1]}
+    return call | ({"w_k_compress": a.floats(1, 8, 8), "num_threads": 2, "dtype": "float32", "window_size": 4} if v & 2 else {})
+
+
+def _appended(a: Any, v: int) -> dict[str, Any]:
+    return {"k": a.floats(1, 3, 1, 8), "v": a.floats(1, 3, 1, 8)} | ({"lens": [2]} if v & 1 else {})
+
+
+def _attended(a: Any, v: int) -> dict[str, Any]:
+    return {"q": a.floats(1, 2, 2, 8)} | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)})
+
+
+# name: the function, what makes its arguments, those that it may write to, and what refusals may call things beside these
+CACHES: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...], tuple[str, ...]]] = {
+    "NsaCache": (nsa.NsaCache, _made, (), ()),
+    "NsaCache.append": (_append, _appended, (), ()),
+    "NsaCache.attend": (_attend, _attended, ("out",), ("k",)),
+    "NsaCache.crop": (_crop, lambda a, v: {"lens": a.integers([10, 9]) if v & 1 else 7}, (), ()),
+    "NsaCache.reorder": (_reorder, lambda a, v: {"indices": a.integers([1, 1, 0])}, (), ()),
+}

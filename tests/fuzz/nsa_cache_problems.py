@@ -1,0 +1,81 @@
+"""`nsa.NsaCache`: tokens that come and are taken back, and sequences that change places, in any order.
+
+The oracle is `nsa` over the tokens that each sequence then has, by itself: the bits must be the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from blitz_attn.nsa import NsaCache, nsa
+
+from . import arrays, checks
+from .draw import Draw
+from .nsa_draws import CU_KINDS, Setting, draw_rules, integers_as
+from .problems import Finding, problem
+
+STEPS = ("append", "append with lens", "crop", "crop to a number", "reorder", "attend")
+
+
+@problem("NsaCache", weight=1.0)
+def cache(draw: Draw) -> None:
+    setting = Setting(draw, packed=False)
+    _, options = draw_rules(setting, ("paper",))
+    kv_heads, dim, v_dim = setting.kv_heads, setting.dim, setting.v_dim
+    for name, shape in (("w_k_compress", (kv_heads, dim, dim)), ("w_v_compress", (kv_heads, v_dim, v_dim)), ("gate_proj_weight", (setting.heads, 3, dim))):
+        if draw.flag(f"has_{name}", 0.3):
+            options[name] = setting.weight(name, *shape).given
+    options["dtype"] = setting.named
+    rng = draw.rng("tokens")
+    poison = draw.pick("rejected", (1.0, 100.0, np.nan, np.inf))  # what tokens are multiplied by that will be taken back
+    steps = [draw.pick(f"step[{i}]", STEPS, (5, 3, 3, 1, 2, 4)) for i in range(draw.integer("steps", 1, 24, likely=(4, 12)))]
+    most = draw.pick("most", (3, 1, 8, 40), (4, 2, 2, 1))  # tokens of a step
+
+    def dressed(x: np.ndarray) -> Any:
+        return arrays.dressed(np.ascontiguousarray(x), setting.dtype, setting.kind)
+
+    def drawn(shape: tuple[int, ...], factor: float = 1.0) -> np.ndarray:
+        return arrays.stored(arrays.rounded(rng.standard_normal(shape) * factor, setting.dtype), setting.dtype)
+
+    def given(numbers: Any) -> Any:
+        return integers_as(CU_KINDS[rng.integers(len(CU_KINDS))], numbers)
+
+    with checks.at_level(draw):
+        held = NsaCache(**options, num_threads=checks.threads(draw))
+        batch = max(1, len(setting.lens))
+        tokens = [tuple(drawn((0, kv_heads, size)) for size in (dim, v_dim)) for _ in range(batch)]
+        for step in [*steps, "attend"]:
+            lens = [len(k) for k, _ in tokens]
+            if step.startswith("append"):
+                count, batch = int(rng.integers(0, most, endpoint=True)), len(tokens)
+                counts = rng.integers(0, count, batch, endpoint=True) if "lens" in step else np.full(batch, count)
+                new = [drawn((batch, count, kv_heads, size)) for size in (dim, v_dim)]
+                held.append(*map(dressed, new), given(counts) if "lens" in step else None)
+                more = [tuple(x[b, :n] for x in new) for b, n in enumerate(counts)]
+                tokens = [tuple(map(np.concatenate, zip(old, own, strict=True))) for old, own in zip(tokens, more, strict=True)]
+            elif step == "crop" and held.lens.size:  # of draft tokens, and of some that were there before
+                count = int(rng.integers(0, most, endpoint=True))
+                held.append(*(dressed(drawn((len(tokens), count, kv_heads, size), poison)) for size in (dim, v_dim)))
+                kept = [max(0, n - int(rng.integers(0, most, endpoint=True)) * int(rng.integers(2))) for n in lens]
+                held.crop(given(kept))
+                tokens = [tuple(x[:n] for x in pair) for pair, n in zip(tokens, kept, strict=True)]
+            elif step == "crop to a number":
+                kept_by_all = max(0, max(lens) - int(rng.integers(0, most, endpoint=True)))
+                held.crop(kept_by_all)
+                tokens = [tuple(x[:kept_by_all] for x in pair) for pair in tokens]
+            elif step == "reorder" and held.lens.size:
+                chosen = rng.integers(0, len(tokens), int(rng.integers(1, 5)) if rng.integers(3) == 0 else len(tokens))
+                held.reorder(given(chosen))
+                tokens = [tokens[n] for n in chosen]
+            elif step == "attend" and held.lens.size:
+                count = int(rng.integers(0, min(most, *lens), endpoint=True)) if min(lens) else 0
+                q = drawn((len(tokens), count, setting.heads, dim))
+                out = held.attend(dressed(q))
+                for b, pair in enumerate(tokens):
+                    one = nsa(*(dressed(x[None]) for x in (q[b], *pair)), **options)
+                    checks.same_bits(f"sequence {b} of {len(tokens)}", out[b : b + 1], one)
+            if held.lens.size and held.lens.tolist() != [len(k) for k, _ in tokens]:
+                raise Finding(f"lens: {held.lens.tolist()} after {step}")
+    setting.check_inputs()
