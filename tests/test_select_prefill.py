@@ -190,6 +190,53 @@ def test_select_and_attend(dtype):
     assert same_bits(given, out)
 
 
+ADDED = {
+    "attn_mask": np.random.default_rng(5).standard_normal((2, 1, 130, 150), np.float32),
+    "mask of bool": np.random.default_rng(6).random((130, 150)) < 0.7,
+    "alibi_slopes": [0.5, 0.25, 0.0, -0.1],
+    "sinks": np.array([0.5, -2.0, 3.0, 0.0], np.float32),
+    "softcap": 1.5,
+}
+
+
+@pytest.mark.parametrize("name", [*ADDED, "all"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_added_to_scores_reaches_attention_alone(dtype, name):
+    q, k, v = testing.make_qkv(2, 4, 2, 130, 150, 32, 16, dtype=dtype)
+    plain = {"density": 0.5, "causal": True, "block_shape": (32, 16), **bits_option(q)}
+    added = {key: x for key, x in ADDED.items() if key != "mask of bool"}
+    added = added if name == "all" else {"attn_mask" if name == "mask of bool" else name: ADDED[name]}
+    out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **plain, **added)
+    without, _, chosen = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **plain)
+    assert same_bits(sabi, chosen)
+    assert not same_bits(out, without)
+    options = {key: x for key, x in plain.items() if key != "density"}
+    again = blitz_attn.block_sparse_attention(q, k, v, sabi, return_lse=True, **options, **added)
+    assert all(map(same_bits, (out, lse), again))
+    if dtype in ("float32", "float64"):
+        exact, exact_lse = reference.select_and_attend_prefill(q, k, v, return_lse=True, **plain, **added)
+        np.testing.assert_allclose(out, exact, atol=4e-6)
+        np.testing.assert_allclose(lse, exact_lse, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "added"),
+    [
+        (ValueError, r"attn_mask: expected shape .*, got \(3, 64, 64\)", {"attn_mask": np.ones((3, 64, 64), bool)}),
+        (TypeError, "attn_mask: expected an array, got list", {"attn_mask": [[True] * 64] * 64}),
+        (ValueError, r"alibi_slopes: expected shape \(2,\).*, got \(3,\)", {"alibi_slopes": [1, 2, 3]}),
+        (ValueError, r"sinks: expected shape \(2,\).*, got \(3,\)", {"sinks": [1, 2, 3]}),
+        (ValueError, "softcap: expected .*, got -1", {"softcap": -1}),
+    ],
+)  # fmt: skip
+def test_what_is_added_is_checked_before_out_is_written(error, text, added):
+    q, k, v = testing.make_qkv(1, 2, 2, 64, 64, 16, 16)
+    out = np.full(q.shape, np.nan, np.float32)
+    with pytest.raises(error, match=f"^{text}$"):
+        blitz_attn.select_and_attend_prefill(q, k, v, density=0.5, out=out, **added)
+    assert np.isnan(out).all()
+
+
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda x: next(iter(x)))
 @pytest.mark.parametrize("name", ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"])
 def test_reference_of_select_and_attend(name, budget):

@@ -299,12 +299,16 @@ def select_blocks_prefill(
     return (sabi, scores) if return_scores else sabi
 
 
-def select_and_attend_prefill(q, k, v, *, q_total=None, return_lse=False, return_sabi=False, out_dtype=None, out=None, **options):
+def select_and_attend_prefill(
+    q, k, v, *, q_total=None, attn_mask=None, alibi_slopes=None, sinks=None, softcap=None, return_lse=False, return_sabi=False,
+    out_dtype=None, out=None, **options,
+):  # fmt: skip
     """See `blitz_attn.select_and_attend_prefill`."""
     sabi = select_blocks_prefill(q, k, **options)
     names = ["scale", "layout", "causal", "window", "q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv", "num_heads", "num_kv_heads"]
     attention = {name: options[name] for name in (*names, "q_begin", "kv_ranges", "dtype") if name in options}
     attention |= {"q_total": q_total, "return_lse": return_lse, "out_dtype": out_dtype, "out": out}
+    attention |= {"attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap}
     block_shape = options.get("block_shape", (64, 64))
     result = block_sparse_attention(q, k, v, sabi, block_shape=block_shape, **attention)
     parts = result if return_lse else (result,)

@@ -219,6 +219,10 @@ def select_and_attend_prefill(
     q_begin: Any = None,
     q_total: Any = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
     sink: int = 1,
     recent: int = 2,
     last_columns: int = 0,
@@ -244,6 +248,9 @@ def select_and_attend_prefill(
         Tokens in a block of queries and in a block of keys.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, q_total, kv_ranges
         What is computed: see `block_sparse_attention`.
+    attn_mask, alibi_slopes, sinks, softcap
+        What attention adds to the scores or makes of them: see `block_sparse_attention`. The blocks are chosen as without these, from
+        queries and keys alone: a block that `attn_mask` hides may be chosen, in the place of one that it shows.
     sink, recent, last_columns, first_rows, last_rows
         Blocks that are always kept: see `select_blocks_prefill`.
     per_kv_head : bool
@@ -305,8 +312,9 @@ def select_and_attend_prefill(
         last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, q_begin=q_begin, **vars(options),
     )  # fmt: skip
     result = block_sparse_attention(
-        q, k, v, sabi, q_begin=q_begin, q_total=q_total, return_lse=with_lse, out_dtype=out_dtype, out=out, **vars(options)
-    )
+        q, k, v, sabi, q_begin=q_begin, q_total=q_total, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap,
+        return_lse=with_lse, out_dtype=out_dtype, out=out, **vars(options),
+    )  # fmt: skip
     parts = result if with_lse else (result,)
     parts = (*parts, sabi) if with_sabi else parts
     return parts if len(parts) > 1 else parts[0]

@@ -151,6 +151,8 @@ def _choice_and_attention(a: Arena, v: int) -> dict[str, Any]:
     dtype = call["q"].dtype.name
     call["v"] = a.floats(1, 1 + v % 2, 48, 4, dtype=dtype)
     call |= {"q_total": [60], "out_dtype": dtype} if v & 16 else {}
+    call |= {"sinks": a.floats(2), "softcap": 20.0} if v & 4 else {}
+    call |= {"attn_mask": a.kept(40, 48), "alibi_slopes": [0.5, 0.25]} if v & 2 else {}
     return call | ({"out": a.poisoned(1, 2, 40, 4, dtype=dtype), "return_sabi": True} if v & 8 else {"return_lse": True})
 
 
@@ -765,7 +767,10 @@ if HAS_TORCH:
         "scaled_dot_product_attention": Good(integration.scaled_dot_product_attention, _torchs_own, names=("q", "k", "v", "causal")),
         "select_and_attend_prefill": Good(
             integration.select_and_attend_prefill,
-            _tensors(_choice_and_attention, "out", "dtype", "return_sabi", "q_begin", "q_total", "out_dtype"),
+            _tensors(
+                _choice_and_attention, "out", "dtype", "return_sabi", "q_begin", "q_total", "out_dtype", "attn_mask", "alibi_slopes", "sinks",
+                "softcap",
+            ),
             names=_CHOICE,
         ),
         "paged_attention": Good(

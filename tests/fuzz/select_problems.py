@@ -13,6 +13,7 @@ from blitz_attn import select
 from . import arrays, checks
 from .attention_cases import LAYOUTS, Arguments, Case, alone, draw_ranges, inputs, laid_out, rules
 from .attention_oracle import Attention, forward
+from .bias_draws import draw_given_slopes, draw_mask, draw_slopes, place
 from .draw import Discard, Draw
 from .problems import Finding, problem
 from .select_oracle import Choice, check_lists, mask_of, scores_of
@@ -134,12 +135,34 @@ def select_blocks_prefill(draw: Draw) -> None:
             _check_attend(draw, made, p, c, call, kept)
 
 
+def _draw_added(draw: Draw, p: Attention) -> tuple[Attention, dict[str, Any]]:
+    """What attention adds to scores or makes of them, which has no say in the choice of blocks."""
+    options: dict[str, Any] = {}
+    heads = p.q.shape[1]
+    if draw.flag("softcap", 0.25):
+        p = dataclasses.replace(p, softcap=draw.pick("softcap.value", (1.0, 20.0, 0.1)))
+        options["softcap"] = p.softcap
+    if draw.flag("sinks", 0.25):
+        p = dataclasses.replace(p, sinks=arrays.rounded(draw.rng("sinks").standard_normal(heads) * 3, "float32"))
+        options["sinks"] = p.sinks if draw.flag("sinks.array") else p.sinks.tolist()
+    if draw.flag("slopes", 0.25):
+        p = dataclasses.replace(p, slopes=draw_slopes(draw, heads))
+        options["alibi_slopes"] = draw_given_slopes(draw, p.slopes)
+    if draw.flag("mask", 0.3):
+        full = (*p.q.shape[:3], p.k.shape[2])
+        mask, dtype = draw_mask(draw, full, p.dtype, p.seen(), spoils=False)
+        p = dataclasses.replace(p, mask=mask)
+        options["attn_mask"] = place(draw, mask, dtype, full)[1]
+    return p, options
+
+
 def _check_attend(draw: Draw, made: Arguments, p: Attention, c: Choice, call: dict[str, Any], kept: np.ndarray) -> None:
-    out, lse, sabi = blitz_attn.select_and_attend_prefill(*made.arrays.values(), **call, return_lse=True, return_sabi=True)
+    blocks = np.repeat(kept, p.q.shape[1] // kept.shape[1], axis=1) if kept.shape[1] else kept
+    p, added = _draw_added(draw, dataclasses.replace(p, blocks=blocks))
+    out, lse, sabi = blitz_attn.select_and_attend_prefill(*made.arrays.values(), **call, **added, return_lse=True, return_sabi=True)
     if (mask_of(sabi, kept.shape[-1], c, p.k.shape[1]) != kept).any():
         raise Finding("select_and_attend_prefill chooses other blocks")
-    blocks = np.repeat(kept, p.q.shape[1] // kept.shape[1], axis=1) if kept.shape[1] else kept
-    f = forward(dataclasses.replace(p, blocks=blocks))
+    f = forward(p)
     layout = made.case.layout
     for what, got, dtype, pair in (("out", out, p.dtype, (f.out, f.allowed_out)), ("lse", lse, p.real, (f.lse, f.allowed_lse))):
         expected, allowed = (laid_out(x, layout, p.q_lens) for x in pair)
