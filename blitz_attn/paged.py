@@ -8,6 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _core, _formats
+from ._floats import FLOATS, floats
 from ._paged_append import Summaries, append_tokens
 from ._paged_plan import PagedPlan
 from ._paged_split import whole_or_in_chunks
@@ -292,15 +293,17 @@ def paged_select_attention(
 # ---- Quantisation -------------------------------------------------------------------------------------------------
 
 
-def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
+def quantize_kv(x: Any, kv_dtype: Any, *, dtype: Any = None) -> tuple[ndarray, ndarray]:
     """Keys or values in 8 bits, with one scale per token and head.
 
     Parameters
     ----------
     x : array
         ``(..., D)``: float32, float16, bfloat16 or float64, finite.
-    dtype : {"int8", "float8_e4m3"} or dtype
+    kv_dtype : {"int8", "float8_e4m3"} or dtype
         The format: integers from -127 to 127, or floats of one sign bit, 4 exponent bits and 3 mantissa bits.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that a uint16 `x` holds bfloat16 bits. Otherwise only checked.
 
     Returns
     -------
@@ -313,9 +316,9 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
     Raises
     ------
     TypeError
-        `x` is not an array of floats.
+        `x` is not an array of floats, or not of `dtype`.
     ValueError
-        `dtype` names another format, `x` has a NaN, an infinity or a number too large for a float32 scale, or D is above ``2**24``.
+        `kv_dtype` names another format, `x` has a NaN, an infinity or a number too large for a float32 scale, or D is above ``2**24``.
 
     Notes
     -----
@@ -334,13 +337,14 @@ def quantize_kv(x: Any, dtype: Any) -> tuple[ndarray, ndarray]:
     >>> bool((error <= 0.501 * scale[..., None]).all())
     True
     """
-    to = _arrays.dtype_name(dtype)
+    to, own = _arrays.dtype_name(kv_dtype, "kv_dtype"), _arrays.dtype_name(dtype)
     if to not in _QUANTISED:
-        raise ValueError(f"dtype: expected 'int8' or 'float8_e4m3', got {shown(to)}")
-    array, kind = _arrays.host(x, "x", None)
-    if kind not in ("float32", "float16", "bfloat16", "float64"):
-        hint = " (view bfloat16 bits as ml_dtypes.bfloat16: dtype= is what they are quantised to)" if kind == "uint16" else ""
-        raise TypeError(f"x: expected float32, float16, bfloat16 or float64, got {kind}{hint}")
+        raise ValueError(f"kv_dtype: expected 'int8' or 'float8_e4m3', got {shown(to)}")
+    if own is not None and own not in FLOATS:
+        raise ValueError(f"dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got {shown(own)}")
+    array, kind = floats(x, "x", own, strided=True)
+    if own not in (None, kind):
+        raise TypeError(f"x: expected {own} as dtype says, got {kind}")
     if array.ndim < 1:
         raise ValueError(f"x: expected shape (..., D), got {array.shape}")
     values, scale = np.empty(array.shape, np.int8 if to == "int8" else np.uint8), np.empty(array.shape[:-1], np.float32)

@@ -395,10 +395,8 @@ def test_a_cap_far_above_the_scores_costs_no_accuracy(softcap, isa_level):
 def test_quantize(dtype, kv_dtype, isa_level):
     x = testing.make_qkv(2, 3, 3, 5, 7, 33, dtype=dtype, seed=1)[1]
     x[0, 0, 0] = 0
-    if bits_option(x):
-        pytest.skip("plain uint16 bits have no name here")
-    values, scale = blitz_attn.quantize_kv(x, kv_dtype)
-    assert_same((values, scale), reference.quantize_kv(x, kv_dtype))
+    values, scale = blitz_attn.quantize_kv(x, kv_dtype, **bits_option(x))
+    assert_same((values, scale), reference.quantize_kv(x, kv_dtype, **bits_option(x)))
     assert scale.dtype == np.float32
     assert scale.shape == x.shape[:-1]
     exact = testing.to_float64(x, dtype)
@@ -409,6 +407,18 @@ def test_quantize(dtype, kv_dtype, isa_level):
     assert (np.abs(restored - exact) <= limit * (1 + 1e-6)).all()
     assert (restored[0, 0, 0] == 0).all()
     np.testing.assert_allclose(np.abs(restored).max(axis=-1), largest[..., 0], rtol=1e-6)  # the largest comes back as it was
+
+
+@pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
+def test_quantize_bits(kv_dtype):
+    """bfloat16 bits as uint16, in strides too, are quantised as the float32 numbers that they stand for; dtype= says nothing new elsewhere."""
+    wide = testing.round_to(np.random.default_rng(0).standard_normal((6, 5, 40), np.float32), "float32")
+    bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
+    exact = (bits.astype(np.uint32) << 16).view(np.float32)
+    expected = blitz_attn.quantize_kv(exact, kv_dtype, dtype="float32")
+    assert_same(blitz_attn.quantize_kv(bits, kv_dtype, dtype="bfloat16"), expected)
+    assert_same(blitz_attn.quantize_kv(np.repeat(bits, 2, axis=-1)[..., ::2], kv_dtype=kv_dtype, dtype="bfloat16"), expected)
+    assert_same(blitz_attn.quantize_kv(exact, kv_dtype), expected)
 
 
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)

@@ -417,16 +417,38 @@ def test_a_bad_argument_is_named_and_no_array_is_touched(function, error, patter
 
 
 @pytest.mark.parametrize(
-    ("dtype", "pattern"), [("int4", "^dtype: expected 'int8' or 'float8_e4m3', got 'int4'"), (None, "^dtype: expected")]
+    ("kv_dtype", "error", "text"),
+    [
+        ("int4", ValueError, "kv_dtype: expected 'int8' or 'float8_e4m3', got 'int4'"),
+        ("float32", ValueError, "kv_dtype: expected 'int8' or 'float8_e4m3', got 'float32'"),
+        (None, ValueError, "kv_dtype: expected 'int8' or 'float8_e4m3', got None"),
+        (3, TypeError, "kv_dtype: expected a dtype or its name, got int"),
+    ],
 )
-def test_quantise_to_what(dtype, pattern):
-    with pytest.raises(ValueError, match=pattern):
-        blitz_attn.quantize_kv(floats(2, 8), dtype)
+def test_quantise_to_what(kv_dtype, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        blitz_attn.quantize_kv(floats(2, 8), kv_dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "error", "text"),
+    [
+        (np.float32, "int8", ValueError, "dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got 'int8'"),
+        (np.float32, 3, TypeError, "dtype: expected a dtype or its name, got int"),
+        (np.float32, "bfloat16", TypeError, "x: expected bfloat16 as dtype says, got float32"),
+        (np.float16, "float32", TypeError, "x: expected float32 as dtype says, got float16"),
+        (
+            np.uint16, None, TypeError,
+            'x: expected float32, float16, bfloat16 or float64, got uint16 (dtype="bfloat16" reads uint16 as bfloat16 bits)',
+        ),
+    ],
+)  # fmt: skip
+def test_quantise_of_what_dtype(x, dtype, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        blitz_attn.quantize_kv(np.zeros((2, 8), x), "int8", dtype=dtype)
 
 
 def test_quantise_what():
-    with pytest.raises(TypeError, match=r"^x: expected float32, .*, got uint16 \(view bfloat16 bits as ml_dtypes.bfloat16: dtype= is what"):
-        blitz_attn.quantize_kv(np.zeros((2, 8), np.uint16), "int8")
     with pytest.raises(TypeError, match="^x: expected float32, .*, got int64"):
         blitz_attn.quantize_kv(np.arange(8), "int8")
     with pytest.raises(ValueError, match="^x: expected finite numbers"):

@@ -83,7 +83,7 @@ CASES = {
         "chooser: expected one of pooled, antidiagonal, sampled_rows, vertical_slash, got 'best'",
     ),
     # ---- caches
-    "cache of bits": (lambda: reference.quantize_kv(QUERY, "float16"), ValueError, "dtype: expected int8 or float8_e4m3, got float16"),
+    "cache of bits": (lambda: reference.quantize_kv(QUERY, "float16"), ValueError, "kv_dtype: expected int8 or float8_e4m3, got float16"),
     "lengths of another batch": (attend(seq_lens=[9]), ValueError, "seq_lens: expected 2 lengths, got 1"),
     "lengths beyond the table": (attend(seq_lens=[9, 17]), ValueError,
         r"seq_lens: expected lengths from 0 to what 2 pages hold, got \[9, 17\]"),

@@ -47,11 +47,11 @@ def cache_to_float64(values: Any, kv_dtype: Any = None) -> np.ndarray:
     return to_float64(array, kv_dtype)
 
 
-def quantize_kv(x, dtype):
+def quantize_kv(x, kv_dtype, *, dtype=None):
     """See `blitz_attn.quantize_kv`. The values have the dtype of the cache, the scales are float32."""
-    name, wide = dtype_name(dtype), to_float64(x)
+    name, wide = dtype_name(kv_dtype), to_float64(x, dtype)
     if name not in ("int8", "float8_e4m3"):
-        raise ValueError(f"dtype: expected int8 or float8_e4m3, got {name}")
+        raise ValueError(f"kv_dtype: expected int8 or float8_e4m3, got {name}")
     largest = np.abs(wide).max(axis=-1, initial=0.0)
     scale = (largest / (INT8_MAX if name == "int8" else E4M3_MAX)).astype(np.float32)
     scale = np.where(scale == 0, np.float32(1), scale)

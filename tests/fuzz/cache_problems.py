@@ -60,7 +60,8 @@ def any_shape(draw: Draw) -> tuple[int, ...]:
 @problem("quantize_kv", weight=0.4)
 def quantize_kv(draw: Draw) -> None:
     dtype, to, rng = draw.pick("dtype", arrays.FLOATS), draw.pick("format", tuple(LARGEST)), draw.rng("x")
-    kind = draw.pick("kind", tuple(x for x in arrays.kinds_for(dtype) if x != "bits"))
+    kind = draw.pick("kind", arrays.kinds_for(dtype))
+    named = {"dtype": "bfloat16"} if kind == "bits" else {"dtype": dtype} if draw.flag("named", 0.2) else {}
     shape = any_shape(draw)
     sizes = rng.choice([0.0, 1.0, draw.pick("size", (1.0, 1e-30, 1e30, 1e-44, 1e4))], shape[:-1])
     with np.errstate(over="ignore"):
@@ -74,9 +75,9 @@ def quantize_kv(draw: Draw) -> None:
     placed = arrays.place(draw, "x", arrays.stored(x, dtype), views=arrays.views_for(kind))
     given, how = arrays.dressed(placed.array, dtype, kind), dtype_object(draw, to)
     if not np.isfinite(x).all():
-        checks.refused(lambda: blitz_attn.quantize_kv(given, how), (ValueError,), "x")
+        checks.refused(lambda: blitz_attn.quantize_kv(given, how, **named), (ValueError,), "x")
     else:
-        values, scale = blitz_attn.quantize_kv(given, how)
+        values, scale = blitz_attn.quantize_kv(given, how, **named)
         if values.dtype != ("int8" if to == "int8" else "uint8") or scale.dtype != np.float32:
             raise Finding(f"values of {values.dtype}, scales of {scale.dtype}")
         expected, expected_scale = quantized(x, to)

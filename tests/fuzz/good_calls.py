@@ -254,7 +254,8 @@ def _append_by_plan(a: Arena, v: int) -> dict[str, Any]:
 
 
 def _quantize(a: Arena, v: int) -> dict[str, Any]:
-    return {"x": a.floats(3, 2, 8, dtype=("float32", "float16")[v % 2]), "dtype": ("int8", "float8_e4m3")[v // 2 % 2]}
+    call = {"x": a.floats(3, 2, 8, dtype=("float32", "float16")[v % 2]), "kv_dtype": ("int8", "float8_e4m3")[v // 2 % 2]}
+    return call | ({"x": a.integers(np.arange(48).reshape(3, 2, 8), "uint16"), "dtype": "bfloat16"} if v & 4 else {})
 
 
 def _dequantize(a: Arena, v: int) -> dict[str, Any]:
