@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy import empty, float32, floating, integer, ndarray, zeros
 
@@ -15,6 +15,19 @@ _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
 _STORED = {name: name for name in ("float32", "float16", "float64", "int8")} | {"bfloat16": "uint16", "float8_e4m3": "uint8"}
 _ONE_TOKEN = zeros((1, 1), "int32"), (1,), None, None, None, None  # the requests of a call over one token
+
+
+class Rules(NamedTuple):
+    """Options that hold for all calls of a plan, see `paged_attention`."""
+
+    scale: Any = None
+    kv_layout: Any = "NHD"
+    window: Any = None
+    softcap: Any = None
+    out_dtype: Any = None
+    dtype: Any = None
+    kv_dtype: Any = None
+    num_threads: Any = None
 
 
 def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
@@ -42,12 +55,14 @@ def open_requests(
 
 
 def attend_requests(
-    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], selected: Any, counts: Any, scale: Any, kv_layout: Any, window: Any,
-    sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any = None, *, attn_mask: Any = None, alibi_slopes: Any = None,
-    return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any, num_threads: Any,
+    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], rules: tuple[Any, ...], selected: Any = None, counts: Any = None,
+    sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
+    return_lse: Any = False, out: Any = None,
 ) -> Any:  # fmt: skip
-    """Attention over a paged cache by one call of the core, with arrays of any kind. `requests`: what `tables_for_core` gives, `q_lens` and
-    `q_begin`, or what `open_requests` gives."""
+    """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
+    what `tables_for_core` gives, `q_lens` and `q_begin`, or what `open_requests` gives; `rules`: `Rules`, or their values as a plain tuple,
+    which takes less time to make."""
+    scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = rules
     tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
     if k_scale is not None or v_scale is not None:
         k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
@@ -86,18 +101,14 @@ def attend_requests(
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
 
 
-def check_options(
-    scale: Any, kv_layout: Any, window: Any, softcap: Any, out_dtype: Any, dtype: Any, kv_dtype: Any, num_threads: Any
-) -> None:
+def check_rules(rules: Rules) -> None:
     """Refuses options that no call can have, by the sentences of a call: one over a single token, whose arrays have the dtypes that the
     options name. float64, where they name none, has the widest range of softcaps."""
-    kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or out_dtype or ("float64" if kv_dtype is None else "float32")
+    dtype, kv_dtype = rules.dtype, rules.kv_dtype
+    kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or rules.out_dtype or ("float64" if kv_dtype is None else "float32")
     kind = kind if kind in FLOATS else "float32"  # the call says what it does not know
     q, cache = (zeros((1,) * axes, _STORED.get(name, "float32")) for axes, name in ((3, kind), (4, kv_dtype or kind)))
     factor = None if kv_dtype is None else 1
     if dtype is None and kind == "bfloat16":
-        dtype = kind  # its bits are stored as uint16
-    attend_requests(
-        q, cache, cache, _ONE_TOKEN, None, None, scale, kv_layout, window, None, softcap, factor, factor, return_lse=False,
-        out_dtype=out_dtype, out=None, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
-    )  # fmt: skip
+        rules = rules._replace(dtype=kind)  # its bits are stored as uint16
+    attend_requests(q, cache, cache, _ONE_TOKEN, rules, k_scale=factor, v_scale=factor)

@@ -8,13 +8,14 @@ from typing import Any
 from . import _arrays
 from ._page_selection import Opened, select_to_attend, with_lists
 from ._paged_append import Summaries, append_tokens
-from ._paged_call import attend_requests, check_options, open_requests
+from ._paged_call import Rules, attend_requests, check_rules, open_requests
 from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import tables_for_core
 
 __all__ = ["PagedPlan"]
 
-_USUAL_OPTIONS = (None, "NHD", *(None,) * 6)  # of a plan that names none, whose options need no check
+_USUAL_RULES = Rules()  # of a plan that names none, which need no check
+_NO_DTYPES = (None, None, None)
 
 
 class PagedPlan:
@@ -77,7 +78,7 @@ class PagedPlan:
     True
     """
 
-    __slots__ = ("_attend", "_opened", "_options", "_requests", "_tables", "batch", "num_queries")
+    __slots__ = ("_attend", "_opened", "_requests", "_rules", "_tables", "batch", "num_queries")
 
     def __init__(
         self,
@@ -107,9 +108,9 @@ class PagedPlan:
         self._attend: Callable[..., Any] = attend_requests if chunks is None else attend_in_chunks
         self._requests: Any = chunks or self._tables
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
-        self._options = (scale, kv_layout, window, softcap, *kinds, num_threads)
-        if any(given is not usual for given, usual in zip(self._options, _USUAL_OPTIONS, strict=True)):
-            check_options(*self._options)
+        self._rules = Rules(scale, kv_layout, window, softcap, *kinds, num_threads)
+        if not (scale is window is softcap is num_threads is None and kinds == _NO_DTYPES and kv_layout is _USUAL_RULES.kv_layout):
+            check_rules(self._rules)
 
     def append(
         self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, maxblocks: Any = None,
@@ -145,22 +146,10 @@ class PagedPlan:
         >>> np.argwhere(k_cache[:, :, 0, 0]).tolist()
         [[0, 7], [3, 15]]
         """
-        _, kv_layout, _, _, _, own, kv_dtype, num_threads = self._options
+        _, kv_layout, _, _, _, own, kv_dtype, num_threads = self._rules
         append_tokens(
             k, v, k_cache, v_cache, None, self._tables, kv_layout, k_scale, v_scale,
             Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables), own if dtype is None else dtype, kv_dtype, num_threads,
-        )  # fmt: skip
-
-    def _run(
-        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, counts: Any, sinks: Any, k_scale: Any, v_scale: Any, kv_ranges: Any,
-        attn_mask: Any, alibi_slopes: Any, return_lse: Any, out: Any,
-    ) -> Any:  # fmt: skip
-        """Attention with the tables, the lengths and the options of the plan; over all blocks where `selected` is None."""
-        scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = self._options
-        return self._attend(
-            q, k_cache, v_cache, self._requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale,
-            v_scale, kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes,
-            return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
 
     def attention(
@@ -199,7 +188,10 @@ class PagedPlan:
         >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
         True
         """
-        return self._run(q, k_cache, v_cache, None, None, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out)
+        return self._attend(
+            q, k_cache, v_cache, self._requests, self._rules, None, None, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
+            return_lse, out,
+        )  # fmt: skip
 
     def select_attention(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
@@ -247,9 +239,10 @@ class PagedPlan:
         """
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
-        return self._run(
-            q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
-        )
+        return self._attend(
+            q, k_cache, v_cache, self._requests, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
+            alibi_slopes, return_lse, out,
+        )  # fmt: skip
 
     def select_and_attend(
         self, q: Any, k_cache: Any, v_cache: Any, source: Any = None, metadata_block_tables: Any = None, *, k: Any = None,
@@ -314,13 +307,14 @@ class PagedPlan:
         True
         """
         with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
-        _, kv_layout, _, _, _, dtype, kv_dtype, num_threads = self._options
+        _, kv_layout, _, _, _, dtype, kv_dtype, num_threads = self._rules
         selected, counts = select_to_attend(
             q, k_cache, None, self._opened, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
             per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
             q_lens=None, kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
-        result = self._run(
-            q, k_cache, v_cache, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, with_lse, out
-        )
+        result = self._attend(
+            q, k_cache, v_cache, self._requests, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
+            alibi_slopes, with_lse, out,
+        )  # fmt: skip
         return with_lists(result, with_lse, (selected, counts) if with_selected else ())

@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from . import _arrays, _state_tree
 from ._floats import attention_results, floats, written
-from ._paged_call import attend_requests, open_requests
+from ._paged_call import Rules, attend_requests, open_requests
 from ._paged_tables import (
     Listed,
     Tables,
@@ -166,20 +166,22 @@ def _in_order(states: list[Any], parts: list[_Part]) -> tuple[ndarray, ndarray]:
 
 
 def attend_in_chunks(
-    q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, selected: Any, counts: Any, scale: Any, kv_layout: Any,
-    window: Any, sinks: Any, softcap: Any, k_scale: Any, v_scale: Any, kv_ranges: Any, *, attn_mask: Any, alibi_slopes: Any,
-    return_lse: Any, out_dtype: Any, out: Any, dtype: Any, kv_dtype: Any, num_threads: Any,
+    q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, rules: tuple[Any, ...], selected: Any = None, counts: Any = None, sinks: Any = None,
+    k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
+    return_lse: Any = False, out: Any = None,
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
+    told = Rules(*rules)
+    kv_layout = told.kv_layout
     num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
     chunks.refuse_missing(num_pages)
-    return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(dtype)
+    return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(told.dtype)
     queries, kind = floats(q, "q", dtype, strided=True)
     if queries.ndim != 3 or len(queries) != chunks.num_queries:
         raise ValueError(f"q: expected shape ({chunks.num_queries}, H, D), got {queries.shape}")
     sinks = sinks_of(sinks, queries.shape[1])
     narrow = kind in ("float16", "bfloat16")
-    wanted_kind = _arrays.dtype_name(out_dtype, "out_dtype") or kind
+    wanted_kind = _arrays.dtype_name(told.out_dtype, "out_dtype") or kind
     if wanted_kind != kind and not (narrow and wanted_kind == "float32"):
         raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
     v_dim = cache_shape(v_cache, "v_cache", kv_layout)[-1]
@@ -197,15 +199,16 @@ def attend_in_chunks(
         batch, most_queries, most_tokens = chunks.sizes
         refuse_mask_shape(attn_mask, (batch, queries.shape[1], most_queries, most_tokens))
     rows, ranges, parts = chunks.rows, chunks.ranges(kv_ranges), chunks.parts(attn_mask)
+    rules = told._replace(out_dtype="float32" if narrow else None, dtype="bfloat16" if kind == "bfloat16" else dtype)
     try:
         states = [
             attend_requests(
-                queries[rows.query[part.rows]], k_cache, v_cache, part.requests, *part.lists(*lists), scale, kv_layout, window, None,
-                softcap, k_scale, v_scale, None if ranges is None else ranges[part.rows], attn_mask=part.mask(attn_mask),
-                alibi_slopes=alibi_slopes, return_lse=True, out=None, out_dtype="float32" if narrow else None,
-                dtype="bfloat16" if kind == "bfloat16" else dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+                queries[rows.query[part.rows]], k_cache, v_cache, part.requests, rules, selected=own[0], counts=own[1], k_scale=k_scale,
+                v_scale=v_scale, kv_ranges=None if ranges is None else ranges[part.rows], attn_mask=part.mask(attn_mask),
+                alibi_slopes=alibi_slopes, return_lse=True,
             )
             for part in parts
+            for own in (part.lists(*lists),)
         ]  # fmt: skip
     except ValueError:
         if listed is not None:

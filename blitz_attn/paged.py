@@ -191,9 +191,8 @@ def paged_attention(
     """
     attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
-        q, k_cache, v_cache, requests, None, None, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
-        kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
-        kv_dtype=kv_dtype, num_threads=num_threads,
+        q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads), None, None, sinks,
+        k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
     )  # fmt: skip
 
 
@@ -284,9 +283,8 @@ def paged_select_attention(
         raise TypeError("selected: expected an array, got NoneType")
     attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
-        q, k_cache, v_cache, requests, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale,
-        kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, return_lse=return_lse, out_dtype=out_dtype, out=out, dtype=dtype,
-        kv_dtype=kv_dtype, num_threads=num_threads,
+        q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads),
+        selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
     )  # fmt: skip
 
 

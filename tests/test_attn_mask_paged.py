@@ -1,5 +1,6 @@
 """`attn_mask` and `alibi_slopes` over pages: trees of draft tokens, decoding, what hides tokens beside them, and requests in chunks."""
 
+import inspect
 import re
 
 import numpy as np
@@ -328,10 +329,11 @@ def test_masks_are_cut_by_views(name, dtype, monkeypatch):
     rules = {"q_lens": Q_LENS, "return_lse": True}
     whole = blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=mask, **rules)
     attend, parts = _paged_split.attend_requests, []
+    signature = inspect.signature(attend)
 
-    def watched(*given, attn_mask, **options):
-        parts.append(attn_mask)
-        return attend(*given, attn_mask=attn_mask, **options)
+    def watched(*given, **options):
+        parts.append(signature.bind(*given, **options).arguments["attn_mask"])
+        return attend(*given, **options)
 
     monkeypatch.setattr(_paged_split, "attend_requests", watched)
     close(blitz_attn.paged_attention(q, k, v, tables, LENS, attn_mask=mask, kv_split=2 * SIZE, **rules), whole)

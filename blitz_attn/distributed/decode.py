@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from .. import _arrays
 from .._floats import Result, attention_results, real_of, written
-from .._paged_call import attend_requests, open_requests
+from .._paged_call import Rules, attend_requests, open_requests
 from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, query_lengths, sinks_of
 from .._state_tree import Merges, ranges, rounded, with_sinks
 from . import _tree
@@ -251,10 +251,7 @@ class DecodePlan:
         shards.agree_owners(comm)
         self.num_queries: int = int(self._queries.sum())
         self._first_query = np.cumsum(self._queries) - self._queries
-        self._options = {
-            "scale": scale, "kv_layout": kv_layout, "window": self._window, "softcap": softcap, "dtype": self._dtype,
-            "kv_dtype": self._kv_dtype, "num_threads": num_threads,
-        }  # fmt: skip
+        self._rules = Rules(scale, kv_layout, self._window, softcap, None, self._dtype, self._kv_dtype, num_threads)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -370,7 +367,7 @@ class DecodePlan:
             results = attention_results(q, (self.num_queries, heads, v_dim), kind, out, return_lse, self._dtype, inputs)
             lists = None
             if selected is not None:
-                kv_heads = cache_sizes(k_cache, self._options["kv_layout"])[2]
+                kv_heads = cache_sizes(k_cache, self._rules.kv_layout)[2]
                 lists = listed_blocks(selected, counts, self._shards.used, (kv_heads, heads))
             for name, value in (("q", queries), ("v_cache", v_dim), ("sinks", sinks), ("return_lse", return_lse)):
                 agreement.same(name, value)
@@ -392,15 +389,14 @@ class DecodePlan:
         self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: Listed | None, scales: dict[str, Any], out: ndarray, lse: ndarray
     ) -> None:
         """The states of this rank's chunks. Without any, the call is made too, for its checks."""
-        options = self._options | scales | {"out_dtype": "float32" if kind in ("float16", "bfloat16") else None}
+        rules = self._rules._replace(out_dtype="float32" if kind in ("float16", "bfloat16") else None)
         if kind == "bfloat16":
-            options["dtype"] = kind
+            rules = rules._replace(dtype=kind)
         chosen = (None, None) if lists is None else self._lists_of_units(lists)
         try:
             state = attend_requests(
-                q[self._query_rows], k_cache, v_cache, self._requests, selected=chosen[0], counts=chosen[1], sinks=None, return_lse=True,
-                out=None, **options,
-            )  # fmt: skip
+                q[self._query_rows], k_cache, v_cache, self._requests, rules, chosen[0], chosen[1], return_lse=True, **scales
+            )
         except ValueError:
             if lists is not None:
                 lists.refuse_repeated()  # by the caller's numbers: the call has those of chunks
