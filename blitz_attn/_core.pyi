@@ -147,7 +147,7 @@ def page_table_lengths(tables: Any) -> tuple[list[int], list[int]]:
     """Of each request of opened tables: its tokens, and its queries."""
 
 def paged_attention(
-    empty: Callable[[tuple[int, ...], str], Any],
+    empty: Callable[[tuple[int, ...], str], Any] | None,
     q: Any,
     k_cache: Any,
     v_cache: Any,

@@ -101,6 +101,27 @@ def attend_requests(
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
 
 
+def check_requests(
+    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], rules: Rules, selected: Any, counts: Any, sinks: Any, k_scale: Any,
+    v_scale: Any, kv_ranges: Any, attn_mask: Any, alibi_slopes: Any,
+) -> None:  # fmt: skip
+    """Refuses what `attend_requests` would refuse among its inputs, and computes nothing."""
+    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
+    attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
+    try:
+        _core.paged_attention(
+            None, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True), _arrays.readable(v_cache, "v_cache", True),
+            tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, rules.scale, rules.kv_layout, rules.window,
+            None if sinks is None else _arrays.float32_numbers(sinks, "sinks"), rules.softcap,
+            None if k_scale is None else scales_for_core(k_scale, "k_scale", k_cache),
+            None if v_scale is None else scales_for_core(v_scale, "v_scale", v_cache), False,
+            dtype=_arrays.dtype_name(rules.dtype), kv_dtype=_arrays.dtype_name(rules.kv_dtype, "kv_dtype"), num_threads=rules.num_threads,
+            out_dtype=_arrays.dtype_name(rules.out_dtype, "out_dtype"), kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _CORE_NAMES) from error
+
+
 def check_rules(rules: Rules) -> None:
     """Refuses options that no call can have, by the sentences of a call: one over a single token, whose arrays have the dtypes that the
     options name. float64, where they name none, has the widest range of softcaps."""

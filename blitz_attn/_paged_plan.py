@@ -101,10 +101,12 @@ class PagedPlan:
     ) -> None:
         self.batch: int
         self.num_queries: int
-        chunks = None if kv_split is None else Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
         tables = tables_for_core(block_tables, seq_lens)
         self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages)
         self._opened = Opened(self._tables[0], _arrays.integer(page_size, "page_size"))
+        chunks = None
+        if kv_split is not None:
+            chunks = Chunks(self._tables, self._tables, block_tables, page_size, kv_split, q_lens is None, q_begin)
         self._attend: Callable[..., Any] = attend_requests if chunks is None else attend_in_chunks
         self._requests: Any = chunks or self._tables
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")

@@ -9,23 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from . import _arrays, _state_tree
+from . import _arrays, _core, _state_tree
 from ._floats import attention_results, floats, written
-from ._paged_call import Rules, attend_requests, open_requests
-from ._paged_tables import (
-    Listed,
-    Tables,
-    cache_shape,
-    cache_sizes,
-    listed_blocks,
-    lists_by_unit,
-    nearest_begin,
-    query_begins,
-    query_lengths,
-    refuse_mask_shape,
-    sinks_of,
-    tables_for_core,
-)
+from ._paged_call import Rules, attend_requests, check_requests, open_requests
+from ._paged_tables import Listed, Tables, cache_sizes, listed_blocks, lists_by_unit, nearest_begin, tables_for_core
 
 
 class _Rows(NamedTuple):
@@ -63,17 +50,18 @@ class Chunks:
     They depend on tables and lengths alone, so that a plan makes them once for all of its calls.
     """
 
-    def __init__(self, block_tables: Any, seq_lens: Any, page_size: Any, kv_split: Any, q_lens: Any, q_begin: Any) -> None:
-        tables = Tables(block_tables, seq_lens, page_size)
-        size, lengths = tables.page_size, tables.seq_lens
+    def __init__(self, opened: Any, requests: Any, block_tables: Any, page_size: Any, kv_split: Any, one_query: bool, q_begin: Any) -> None:
+        """`opened`: what `open_requests` gives for these tables; `requests`: what the core shall check in each call, these or the caller's
+        own arguments, to which its sentences refer. `one_query`: there is no q_lens."""
+        self.requests, size = requests, _arrays.integer(page_size, "page_size")
+        lengths, rows = (np.asarray(x, np.int64) for x in _core.page_table_lengths(opened[0]))
+        tables = Tables(block_tables)
         split = _arrays.integer(kv_split, "kv_split")
         if split < 1 or split % size:
             raise ValueError(f"kv_split: expected a positive multiple of the {size} tokens of a page, got {split}")
-        begins = None if q_begin is None else query_begins(q_begin, len(lengths))
-        rows = np.ones(len(lengths), np.int64) if q_lens is None else query_lengths(q_lens, lengths, within=begins is None).copy()
-        self.batch, self.num_queries = len(lengths), int(rows.sum())
-        self.pages_of_request = tables.used
-        self.sizes = self.batch, int(rows.max(initial=1 if q_lens is None else 0)), int(lengths.max(initial=0))
+        begins = None if q_begin is None else _arrays.integers(q_begin, "q_begin")
+        self.num_queries = int(rows.sum())
+        self.pages_of_request = -(-lengths // size)
         self._split, self._page_size = split, size
         self._rows_of_request = rows
         self._counts = np.maximum(1, -(-lengths // split))  # a request without tokens has one chunk without tokens
@@ -87,8 +75,7 @@ class Chunks:
         self._begins = nearest_begin((lengths - rows if begins is None else begins)[request] - self._first_token)
         self._pages_request, self._pages_block = request.repeat(used), _state_tree.ranges(index * (split // size), used)
         self._pages = pages = tables.at(self._pages_request, self._pages_block)
-        self._lowest_page, self._highest_page = int(pages.min(initial=0)), int(pages.max(initial=-1))
-        requests = self._opened(pages, self._tokens, None if q_lens is None else rows[request], self._begins)
+        requests = self._opened(pages, self._tokens, None if one_query else rows[request], self._begins)
         self._whole = [_Part(requests, slice(None), slice(None))]
 
     def _opened(self, pages: ndarray, tokens: ndarray, q_lens: ndarray | None, q_begin: ndarray) -> Any:
@@ -120,11 +107,6 @@ class Chunks:
             parts.append(_Part(requests, _state_tree.ranges(first_row[chunks], queries), chunks, there, columns))
         return parts
 
-    def refuse_missing(self, num_pages: int) -> None:
-        """Refuses pages that a cache of so many pages does not have."""
-        if self._lowest_page < 0 or self._highest_page >= num_pages:
-            Tables.refuse_missing(self._pages, num_pages, self._pages_request, self._pages_block)
-
     @cached_property
     def rows(self) -> _Rows:
         """Made when the first call shows that q has `num_queries` rows: so many numbers may not fit into memory where it has not."""
@@ -142,13 +124,7 @@ class Chunks:
         """Runs of tokens of the rows of all chunks, counted from the first token of the chunk."""
         if kv_ranges is None:
             return None
-        kind = str(getattr(kv_ranges, "dtype", type(kv_ranges).__name__)).removeprefix("torch.")
-        if kind not in ("int32", "int64"):
-            raise TypeError(f"kv_ranges: expected an array of int32 or int64, got {kind}")
-        runs = _arrays.integers(kv_ranges, "kv_ranges")
-        if runs.shape != (self.num_queries, 2):
-            raise ValueError(f"kv_ranges: expected shape ({self.num_queries}, 2), got {runs.shape}")
-        rows = self.rows
+        runs, rows = _arrays.integers(kv_ranges, "kv_ranges"), self.rows
         return np.clip(runs[rows.query], -1, np.iinfo(np.int32).max) - rows.first_token[:, None]
 
     def lists(self, listed: Listed) -> tuple[ndarray, ndarray]:
@@ -172,19 +148,15 @@ def attend_in_chunks(
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
     told = Rules(*rules)
-    kv_layout = told.kv_layout
-    num_pages, _, kv_heads = cache_sizes(k_cache, kv_layout)
-    chunks.refuse_missing(num_pages)
+    check_requests(
+        q, k_cache, v_cache, chunks.requests, told, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes
+    )
     return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(told.dtype)
     queries, kind = floats(q, "q", dtype, strided=True)
-    if queries.ndim != 3 or len(queries) != chunks.num_queries:
-        raise ValueError(f"q: expected shape ({chunks.num_queries}, H, D), got {queries.shape}")
-    sinks = sinks_of(sinks, queries.shape[1])
     narrow = kind in ("float16", "bfloat16")
     wanted_kind = _arrays.dtype_name(told.out_dtype, "out_dtype") or kind
-    if wanted_kind != kind and not (narrow and wanted_kind == "float32"):
-        raise ValueError(f"out_dtype: expected '{kind}'{' or ' + repr('float32') if narrow else ''} like q, got {wanted_kind!r}")
-    v_dim = cache_shape(v_cache, "v_cache", kv_layout)[-1]
+    sinks = None if sinks is None else _arrays.float32_numbers(sinks, "sinks")
+    v_dim = _arrays.shape_of(v_cache)[-1]
     inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "selected": selected}
     inputs |= {"sinks": sinks, "kv_ranges": kv_ranges, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
     results = attention_results(q, (*queries.shape[:2], v_dim), wanted_kind, out, return_lse, dtype, inputs)
@@ -192,12 +164,11 @@ def attend_in_chunks(
     listed: Listed | None = None
     lists: tuple[Any, Any] = (None, None)
     if selected is not None:
+        kv_heads = cache_sizes(k_cache, told.kv_layout)[2]
         listed = listed_blocks(selected, counts, chunks.pages_of_request, (kv_heads, queries.shape[1]))
         lists = chunks.lists(listed)
     if attn_mask is not None:
         attn_mask = _arrays.cut_by_views(attn_mask, "attn_mask")
-        batch, most_queries, most_tokens = chunks.sizes
-        refuse_mask_shape(attn_mask, (batch, queries.shape[1], most_queries, most_tokens))
     rows, ranges, parts = chunks.rows, chunks.ranges(kv_ranges), chunks.parts(attn_mask)
     rules = told._replace(out_dtype="float32" if narrow else None, dtype="bfloat16" if kind == "bfloat16" else dtype)
     try:
@@ -228,5 +199,9 @@ def whole_or_in_chunks(
     """The function that attends, and what it takes as `requests`."""
     if kv_split is None:
         return attend_requests, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
-    page_size = max(1, cache_sizes(k_cache, kv_layout)[1])  # the core refuses pages without tokens
-    return attend_in_chunks, Chunks(block_tables, seq_lens, page_size, kv_split, q_lens, q_begin)
+    page_size = cache_sizes(k_cache, kv_layout)[1]
+    if page_size < 1:
+        raise ValueError(f"k_cache: expected pages of at least 1 token, got {_arrays.shape_of(k_cache)}")
+    requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
+    opened = open_requests(*requests, page_size)[0]
+    return attend_in_chunks, Chunks(opened, requests, block_tables, page_size, kv_split, q_lens is None, q_begin)

@@ -417,6 +417,24 @@ def test_a_bad_argument_is_named_and_no_array_is_touched(function, error, patter
 
 
 @pytest.mark.parametrize(
+    ("function", "changes"),
+    [
+        pytest.param(function, case[-1], id=f"{function}-{case[0]}")
+        for function in ("paged_attention", "paged_select_attention")
+        for case in CASES[function]
+    ],
+)
+def test_a_call_in_chunks_is_refused_by_the_same_sentence(function, changes):
+    arguments = CALLS[function]()
+    arguments |= changes(arguments)
+    assert "kv_split" not in arguments
+    with pytest.raises((TypeError, ValueError)) as whole:
+        getattr(blitz_attn, function)(**arguments)
+    with pytest.raises(whole.type, match=f"^{re.escape(str(whole.value))}$"):
+        getattr(blitz_attn, function)(**arguments, kv_split=2 * SIZE)
+
+
+@pytest.mark.parametrize(
     ("kv_dtype", "error", "text"),
     [
         ("int4", ValueError, "kv_dtype: expected 'int8' or 'float8_e4m3', got 'int4'"),

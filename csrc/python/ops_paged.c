@@ -155,7 +155,7 @@ PyObject *py_page_table_lengths(PyObject *module, PyObject *const *args, Py_ssiz
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */
 
 /* The arguments, in order; each gets an index and a name. block_tables may be opened page tables: then seq_lens, indptr,
- * last_page_len, q_lens and q_begin are None. */
+ * last_page_len, q_lens and q_begin are None. Where `empty` is None, the inputs are checked, and nothing is computed. */
 /* clang-format off */
 #define PAGED_ARGUMENTS(X) \
     X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(selected) X(counts) \
@@ -274,6 +274,10 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
     if (call.plan != NULL) status = ba_open_paged(&call.args, call.plan, &attention);
     else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long, so checking them may take time */
     if (arg_check_masked(status, &call.attn_mask) < 0 || check_flat_mask(&call.attn_mask.tensor, &attention.problem) < 0) goto done;
+    if (values[PAGED_empty] == Py_None) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
 
     out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
