@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+import blitz_attn
 from blitz_attn import sabi
 
 GRIDS = [
@@ -332,28 +333,62 @@ def closed_mmap():
     return memory
 
 
+SHAPE = r"sabi: expected shape \(2 or 1, 4 or 1, 2, W\), with 2 rows = ceil\(200 queries / block_shape\[0\] = 128\), got "
+
+
 @pytest.mark.parametrize(
     ("lists", "error", "sentence"),
     [
         (np.zeros((1, 1, 2, 2)), TypeError, "sabi: expected an integer array, got float64"),
-        (np.zeros((2, 2), int), ValueError, r"sabi: expected shape \(B or 1; H, Hkv or 1; rows; width\), got \(2, 2\)"),
-        (np.zeros((1, 1, 3, 1), int), ValueError, "sabi: expected 2 rows for 200 queries in blocks of 128, got shape"),
-        (np.zeros((1, 3, 2, 1), int), ValueError, r"sabi: expected heads 4 or 1 on axis 1, got shape \(1, 3, 2, 1\)"),
-        (np.zeros((3, 1, 2, 1), int), ValueError, r"sabi: expected batch 2 or 1 on axis 0, got shape \(3, 1, 2, 1\)"),
-        (np.full((1, 1, 2, 1), 3), ValueError, r"sabi: expected columns in 0..2, got 3 in row \(0, 0, 0\)"),
-        (np.array([[[[0, 1, -1], [2, 0, 2]]]]), ValueError, r"sabi: expected each column once per row, got 2 twice in row \(0, 0, 1\)"),
+        (np.zeros((2, 2), int), ValueError, rf"{SHAPE}\(2, 2\)"),
+        (np.zeros((1, 1, 3, 1), int), ValueError, rf"{SHAPE}\(1, 1, 3, 1\)"),
+        (np.zeros((1, 3, 2, 1), int), ValueError, rf"{SHAPE}\(1, 3, 2, 1\)"),
+        (np.zeros((3, 1, 2, 1), int), ValueError, rf"{SHAPE}\(3, 1, 2, 1\)"),
+        (np.full((1, 1, 2, 1), 3), ValueError, r"sabi: expected block columns from 0 to 2, or a pad, got 3 at \[0, 0, 0, 0\]"),
+        (np.array([[[[0, 1, -1], [2, 0, 2]]]]), ValueError, r"sabi: expected each block column once per row, got 2 again at \[0, 0, 1, 2\]"),
     ],
 )
 def test_check_refuses(lists, error, sentence):
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=f"^{sentence}$"):
         sabi.check(lists, 200, 300, batch=2, heads=4)
 
 
 def test_check_names_all_sizes_that_an_axis_may_have():
-    with pytest.raises(ValueError, match="^sabi: expected heads 4, 2 or 1 on axis 1, got"):
+    with pytest.raises(ValueError, match=r"^sabi: expected shape \(B or 1, 4, 2 or 1, 1, W\), with 1 rows = ceil\(100 "):
         sabi.check(np.zeros((1, 3, 1, 1), int), 100, heads=4, kv_heads=2)
-    with pytest.raises(ValueError, match="^sabi: expected batch 1 on axis 0, got"):
+    with pytest.raises(ValueError, match=r"^sabi: expected shape \(1, H, Hkv or 1, 1, W\), with 1 rows = ceil\(100 "):
         sabi.check(np.zeros((3, 1, 1, 1), int), 100, batch=1)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_check_and_attention_refuse_by_the_same_sentence(batch, heads):
+    """Lists of wrong axes, and with entries that are wrong at random places: the first of them is named."""
+    rng = np.random.default_rng(batch * 10 + heads[1])
+    q, k = (np.zeros((batch, n, 200, 8), np.float32) for n in heads)
+    refused = 0
+    for _ in range(120):
+        shape = [batch, heads[0], 4, int(rng.integers(1, 6))]
+        axis = int(rng.integers(8))
+        if axis < 3:
+            shape[axis] += int(rng.integers(-1, 3))
+        lists = rng.permuted(np.tile(np.arange(5), (*shape[:3], 1)), axis=-1)[..., : shape[3]].astype(rng.choice(["int16", "int32", "int64", "uint16"]))
+        for _ in range(int(rng.integers(0, 3)) if lists.size else 0):
+            where = tuple(int(rng.integers(n)) for n in lists.shape)
+            lists[where] = rng.choice([0, 1, 2, 3, 5, 9]) if rng.integers(4) else np.array(-1).astype(lists.dtype)
+        errors = []
+        for call in (
+            lambda lists=lists: blitz_attn.block_sparse_attention(q, k, k, lists, block_shape=(50, 40)),
+            lambda lists=lists: sabi.check(lists, 200, 200, (50, 40), batch=batch, heads=heads[0], kv_heads=heads[1]),
+        ):
+            try:
+                call()
+                errors.append("none")
+            except ValueError as error:
+                errors.append(str(error))
+        assert errors[0] == errors[1]
+        refused += errors[0] != "none"
+    assert 20 < refused < 110
 
 
 INTEGERS = [np.dtype(order + kind) for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8") for order in "<>"]
@@ -396,7 +431,7 @@ def test_numbers_that_int64_cannot_hold_are_neither_small_nor_pads(number):
     if number < 2**63:  # a column like any other, where no number of columns is known
         assert calls.pop(0)(rows[None]).tolist() == [3]
     for call in calls:
-        with pytest.raises(ValueError, match=f"^sabi: expected columns .*, got {number}\\b"):
+        with pytest.raises(ValueError, match=f"^sabi: expected (block )?columns .*, got {number}\\b"):
             call(rows[None])
 
 

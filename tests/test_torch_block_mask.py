@@ -328,7 +328,7 @@ def test_documents_become_masks(listed, eager):
 
 
 def test_bad_lists():
-    with pytest.raises(ValueError, match="^sabi: expected columns in 0..5, got 6"):
+    with pytest.raises(ValueError, match=r"^sabi: expected block columns from 0 to 5, or a pad, got 6 at \[0, 0, 0, 0\]"):
         to_flex_block_mask(np.full((1, 1, 6, 1), 6), 90, block_shape=(16, 16))
     with pytest.raises(ValueError, match=r"^kv_lens: expected the batch of sabi, q_lens and kv_ranges, got batches of \[2, 3\]"):
         to_flex_block_mask(np.zeros((3, 1, 6, 1), np.int32), 90, block_shape=(16, 16), kv_lens=[1, 2])

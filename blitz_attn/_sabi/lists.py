@@ -216,33 +216,45 @@ def check(
     >>> from blitz_attn import sabi
     >>> sabi.check(np.array([[[[1, 0, -1], [1, -1, 0]]]]), 256).tolist()
     [[[[1, 0, -1], [1, -1, -1]]]]
-    >>> sabi.check(np.array([[[[1, 1], [2, -1]]]]), 256)
+    >>> sabi.check(np.array([[[[1, 0], [2, -1]]]]), 256)
     Traceback (most recent call last):
     ...
-    ValueError: sabi: expected columns in 0..1, got 2 in row (0, 0, 1)
+    ValueError: sabi: expected block columns from 0 to 1, or a pad, got 2 at [0, 0, 1, 0]
     """
     rows = signed(sabi)
     count, columns = sides_of(s_q, s_kv, block_shape)
-    block_q, _ = checked_shape(block_shape)
-    if rows.ndim != 4:
-        raise ValueError(f"sabi: expected shape (B or 1; H, Hkv or 1; rows; width), got {rows.shape}")
-    for axis, (name, size) in enumerate((("batch", batch), ("heads", heads))):
-        sizes = [] if size is None else [integer(size, name)]
-        if axis == 1 and kv_heads is not None:
-            sizes.append(integer(kv_heads, "kv_heads"))
-        if size is not None and rows.shape[axis] not in (1, *sizes):
-            *others, last = dict.fromkeys((*sizes, 1))
-            expected = f"{', '.join(map(str, others))} or {last}" if others else str(last)
-            raise ValueError(f"sabi: expected {name} {expected} on axis {axis}, got shape {rows.shape}")
-    if rows.shape[2] != count:
-        queries = integer(s_q, "s_q")
-        raise ValueError(f"sabi: expected {count} rows for {queries} queries in blocks of {block_q}, got shape {rows.shape}")
-    if rows.max(initial=-1) >= columns:
-        where = tuple(int(n) for n in np.argwhere(rows >= columns)[0])
-        raise ValueError(f"sabi: expected columns in 0..{columns - 1}, got {rows[where]} in row {where[:3]}")
+    _check_axes(rows.shape, count, integer(s_q, "s_q"), checked_shape(block_shape)[0], batch, heads, kv_heads)
+    bad = rows >= columns
     ordered = np.sort(rows, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    if twice.any():
-        where = tuple(int(n) for n in np.argwhere(twice)[0])
-        raise ValueError(f"sabi: expected each column once per row, got {ordered[where]} twice in row {where[:3]}")
+    if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+        order = np.argsort(rows, axis=-1, kind="stable")
+        again = np.zeros(rows.shape, np.bool_)
+        again[..., 1:] = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        np.put_along_axis(bad, order, np.take_along_axis(bad, order, -1) | again, -1)
+    if bad.any():
+        where = np.unravel_index(int(bad.argmax()), bad.shape)
+        column, at = int(rows[where]), [int(n) for n in where]
+        if column >= columns:
+            raise ValueError(f"sabi: expected block columns from 0 to {columns - 1}, or a pad, got {column} at {at}")
+        raise ValueError(f"sabi: expected each block column once per row, got {column} again at {at}")
     return rows
+
+
+def _check_axes(shape: tuple[int, ...], count: int, queries: int, block_q: int, batch: Any, heads: Any, kv_heads: Any) -> None:
+    """Refuses a list that has not the axes of a problem, by the core's sentence. None: not known."""
+    own = None if batch is None else {integer(batch, "batch"), 1}
+    of_heads = None
+    if heads is not None:
+        of_heads = [integer(heads, "heads"), *(() if kv_heads is None else (integer(kv_heads, "kv_heads"),)), 1]
+    fits = len(shape) == 4 and (own is None or shape[0] in own) and (of_heads is None or shape[1] in of_heads) and shape[2] == count
+    if not fits:
+        entries = "B or 1" if own is None else _either(sorted(own, reverse=True))
+        lists = "H, Hkv or 1" if of_heads is None else _either(of_heads)
+        rows = f"{count} rows = ceil({queries} queries / block_shape[0] = {block_q})"
+        raise ValueError(f"sabi: expected shape ({entries}, {lists}, {count}, W), with {rows}, got {shape}")
+
+
+def _either(numbers: list[int]) -> str:
+    """Numbers of which each will do, for a sentence."""
+    *others, last = dict.fromkeys(numbers)
+    return f"{', '.join(map(str, others))} or {last}" if others else str(last)

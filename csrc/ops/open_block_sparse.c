@@ -165,7 +165,7 @@ static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads ==
 static ba_text list_heads_text(const ba_problem *p) {
     ba_text out;
     if (p->heads == 1) snprintf(out.chars, sizeof out.chars, "1");
-    else if (p->heads == p->kv_heads) snprintf(out.chars, sizeof out.chars, "%" PRId64 " or 1", p->heads);
+    else if (p->heads == p->kv_heads || p->kv_heads == 1) snprintf(out.chars, sizeof out.chars, "%" PRId64 " or 1", p->heads);
     else snprintf(out.chars, sizeof out.chars, "%" PRId64 ", %" PRId64 " or 1", p->heads, p->kv_heads);
     return out;
 }
