@@ -201,7 +201,7 @@ def whole_or_in_chunks(
         return attend_requests, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
     page_size = cache_sizes(k_cache, kv_layout)[1]
     if page_size < 1:
-        raise ValueError(f"k_cache: expected pages of at least 1 token, got {_arrays.shape_of(k_cache)}")
+        raise ValueError(f"k_cache: expected a page_size of at least 1, got {_arrays.shape_of(k_cache)}")
     requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
     opened = open_requests(*requests, page_size)[0]
     return attend_in_chunks, Chunks(opened, requests, block_tables, page_size, kv_split, q_lens is None, q_begin)

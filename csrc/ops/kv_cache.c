@@ -7,19 +7,23 @@
 #include "kernels/kernels.h"
 #include "ops/check.h"
 
-static ba_status check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout) {
-    const char *axes = layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)";
+ba_status ba_check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout) {
+    if ((unsigned)layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)layout);
+    const int token_axis = ba_token_axis(layout), head_axis = ba_head_axis(layout);
     BA_TRY(ba_check_cache_dtype(name, t));
-    if (t->ndim != 4) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
+    if (t->ndim != 4)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name,
+                       layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", ba_shape_text(t).chars);
     if (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM)
         return ba_fail(BA_ERROR_VALUE, "%s: expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
+    if (t->dims[token_axis] < 1) return ba_fail(BA_ERROR_VALUE, "%s: expected a page_size of at least 1, got %s", name, ba_shape_text(t).chars);
+    if (t->dims[head_axis] < 1) return ba_fail(BA_ERROR_VALUE, "%s: expected at least one head, got %s", name, ba_shape_text(t).chars);
     BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }
 
 static ba_view cache_view(const ba_tensor *t, ba_kv_layout layout) {
-    if (layout == BA_NHD) return (ba_view){t->data, ba_step(t, 0), ba_step(t, 2), ba_step(t, 1)};
-    return (ba_view){t->data, ba_step(t, 0), ba_step(t, 1), ba_step(t, 2)};
+    return (ba_view){t->data, ba_step(t, 0), ba_step(t, ba_head_axis(layout)), ba_step(t, ba_token_axis(layout))};
 }
 
 ba_status ba_check_cache_scale(const char *name, const ba_tensor *t, const char *cache_name, const ba_tensor *cache, ba_kv_layout layout,
@@ -58,9 +62,8 @@ ba_status ba_check_cache_scale(const char *name, const ba_tensor *t, const char 
 ba_status ba_check_caches(const ba_paged_args *args, ba_caches *c) {
     const ba_tensor *k = &args->k_cache, *v = &args->v_cache;
     const ba_kv_layout layout = args->kv_layout;
-    if ((unsigned)layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)layout);
-    BA_TRY(check_cache("k_cache", k, layout));
-    BA_TRY(check_cache("v_cache", v, layout));
+    BA_TRY(ba_check_cache("k_cache", k, layout));
+    BA_TRY(ba_check_cache("v_cache", v, layout));
     if (v->dtype != k->dtype)
         return ba_fail(BA_ERROR_TYPE, "v_cache: expected dtype %s like k_cache, got %s", ba_dtype_name(k->dtype), ba_dtype_name(v->dtype));
     for (int i = 0; i < 3; i++)
@@ -69,14 +72,12 @@ ba_status ba_check_caches(const ba_paged_args *args, ba_caches *c) {
                            ba_shape_text(v).chars);
     *c = (ba_caches){.dtype = k->dtype,
                      .pages = k->dims[0],
-                     .page_size = k->dims[layout == BA_NHD ? 1 : 2],
-                     .heads = k->dims[layout == BA_NHD ? 2 : 1],
+                     .page_size = k->dims[ba_token_axis(layout)],
+                     .heads = k->dims[ba_head_axis(layout)],
                      .k_dim = k->dims[3],
                      .v_dim = v->dims[3],
                      .k = cache_view(k, layout),
                      .v = cache_view(v, layout)};
-    if (c->page_size < 1) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at least 1 token, got %s", ba_shape_text(k).chars);
-    if (c->heads < 1) return ba_fail(BA_ERROR_VALUE, "k_cache: expected at least one head, got %s", ba_shape_text(k).chars);
     BA_TRY(ba_check_cache_scale("k_scale", &args->k_scale, "k_cache", k, layout, c->heads, &c->k_scale));
     return ba_check_cache_scale("v_scale", &args->v_scale, "v_cache", v, layout, c->heads, &c->v_scale);
 }

@@ -11,6 +11,13 @@ typedef struct ba_caches {
     ba_view k, v, k_scale, v_scale;                /* data of the scales NULL: none, for float dtypes */
 } ba_caches;
 
+/* The axes of a cache along which its tokens and its heads lie. */
+static inline int ba_token_axis(ba_kv_layout layout) { return layout == BA_NHD ? 1 : 2; }
+static inline int ba_head_axis(ba_kv_layout layout) { return layout == BA_NHD ? 2 : 1; }
+
+/* Checks kv_layout, and the dtype, the shape and the strides of one cache, or of summaries of its pages. */
+ba_status ba_check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout);
+
 /* Checks kv_layout, k_cache, v_cache, k_scale and v_scale of `args`. */
 ba_status ba_check_caches(const ba_paged_args *args, ba_caches *caches);
 

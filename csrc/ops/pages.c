@@ -3,8 +3,8 @@
 #include <inttypes.h>
 
 #include "core/status.h"
-#include "kernels/kernels.h"
 #include "ops/check.h"
+#include "ops/kv_cache.h"
 
 ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out) {
     BA_TRY(ba_check_float(name, t));
@@ -12,14 +12,8 @@ ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layou
 }
 
 ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out) {
-    if ((unsigned)layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)layout);
-    BA_TRY(ba_check_cache_dtype(name, t));
-    if (t->ndim != 4 || t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM || t->dims[1] < 1 || t->dims[2] < 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with D from 1 to %d, got %s", name,
-                       layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    BA_TRY(ba_check_last_axis(name, t));
-    BA_TRY(ba_check_extent(name, t));
-    const int row = layout == BA_NHD ? 1 : 2, head = layout == BA_NHD ? 2 : 1;
+    BA_TRY(ba_check_cache(name, t, layout));
+    const int row = ba_token_axis(layout), head = ba_head_axis(layout);
     const int64_t size = ba_dtype_size(t->dtype);
     *out = (ba_pages){t->data,    t->dims[0],           t->dims[row],           t->dims[head],
                       t->dims[3], ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};

@@ -102,7 +102,6 @@ static void summarise_item(void *context, int64_t item, int worker) {
 
 static ba_status summarise(const ba_quest_metadata_args *a, const ba_page_tables *plan) {
     summary_call c = {.args = a, .plan = plan};
-    if ((unsigned)a->kv_layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)a->kv_layout);
     BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
     if (c.k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
     BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, "k_cache", &a->k_cache, a->kv_layout, c.k.heads, &c.scale));
