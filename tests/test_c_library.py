@@ -234,6 +234,39 @@ int main(void) {
     assert output_of(installed, tmp_path, text.replace("CALLS", "50000")) == ["0"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and stands in for a function of glibc or musl")
+@pytest.mark.parametrize("refused", [False, True])
+def test_no_threads_where_forks_cannot_be_handled(refused, installed, tmp_path):
+    """Without the handler, a forked child would wait for workers that it does not have."""
+    refusal = """
+int pthread_atfork(void (*a)(void), void (*b)(void), void (*c)(void)) { return a || b || c ? 12 : 0; }
+int __register_atfork(void (*a)(void), void (*b)(void), void (*c)(void), void *d) { return d || a || b || c ? 12 : 0; }
+"""
+    text = """
+#include <dirent.h>
+enum { TOKENS = 1024, DIM = 64 };
+static float x[TOKENS * DIM], out[2][TOKENS * DIM];
+
+int main(void) {
+    for (int i = 0; i < TOKENS * DIM; i++) x[i] = (float)(i * 37 % 128 - 64) / 64;
+    ba_block_sparse_args a = ba_block_sparse_args_init();
+    a.q = a.k = a.v = tensor(x, BA_FLOAT32, 4, 1, 1, TOKENS, DIM);
+    for (int i = 0; i < 2; i++) {
+        a.out = tensor(out[i], BA_FLOAT32, 4, 1, 1, TOKENS, DIM);
+        a.num_threads = i ? 3 : 1;
+        report(ba_block_sparse_attention(&a));
+    }
+    int threads = -2; /* without . and .. */
+    DIR *tasks = opendir("/proc/self/task");
+    while (readdir(tasks)) threads++;
+    printf("%d threads, %d\\n", threads, memcmp(out[0], out[1], sizeof out[0]));
+    return 0;
+}
+"""
+    lines = output_of(installed, tmp_path, (refusal if refused else "") + text)
+    assert lines == ["0 ", "0 ", f"{1 if refused else 3} threads, 0"]
+
+
 def test_lists_hold_the_columns_that_are_kept(installed, tmp_path):
     text = """
 static int64_t kept[1 << 10];

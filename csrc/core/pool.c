@@ -187,7 +187,8 @@ static void reset_in_child(void) {
 }
 
 static pthread_once_t fork_handler = PTHREAD_ONCE_INIT;
-static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_in_child); }
+static bool children_are_reset; /* false where the system had no memory for the handler: then there are no workers, or a child would wait for them */
+static void register_fork_handler(void) { children_are_reset = pthread_atfork(NULL, NULL, reset_in_child) == 0; }
 
 /* Starts threads until there are `workers` workers, or until the system refuses one. Called with the lock held. */
 static void grow(int workers) {
@@ -239,7 +240,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
     open_job(&job);
     threads = (int)ba_min(threads, items);
     if (threads > 1) pthread_once(&fork_handler, register_fork_handler); /* before any lock is taken, or a child could find it locked */
-    if (threads <= 1 || pthread_mutex_trylock(&pool.owner) != 0) {
+    if (threads <= 1 || !children_are_reset || pthread_mutex_trylock(&pool.owner) != 0) {
         for (int64_t item = 0; item < items && !ba_stopped(); item++) fn(context, item, 0);
         return close_job(&job);
     }
