@@ -447,11 +447,19 @@ def test_refusals_leave_the_cache(what, kv_dtype):
     assert_same([*caches, *scales.values()], before)
 
 
-def test_refuses_what_is_not_finite():
-    case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype="int8")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])
+def test_refuses_what_is_not_finite(number, dtype):
+    """The sentence names the first such number of the tokens that are written, whichever thread has found one."""
+    tokens = 300
+    case = testing.make_paged(2, 4, KV_HEADS, [256, 256], 8, DIM, V_DIM, kv_dtype="int8")
     caches, scales = empty_like(case)
-    k, v = new_tokens(2)
-    v[1, 0, 3] = np.inf
-    with pytest.raises(ValueError, match="^v: expected finite numbers"):
-        blitz_attn.append_paged_kv(k, v, *caches, slot_mapping=[0, 1], **scales)
-    assert not caches[0].any()
+    k, v = new_tokens(tokens, dtype)
+    for place in [(3, 0, 0), (70, 1, 5), (70, 1, 7), (200, 0, 3), (299, 1, 1)]:
+        v[place] = number
+    slots = np.arange(tokens)
+    slots[3] = -1
+    for threads in (1, 3):
+        with pytest.raises(ValueError, match=rf"^v: expected finite numbers to quantise, within float32's range, got {number} at \[70, 1, 5\]$"):
+            blitz_attn.append_paged_kv(k, v, *caches, slot_mapping=slots, num_threads=threads, **scales)
+        assert not caches[0].any()

@@ -259,7 +259,7 @@ CASES = {
         ("k_shape", ValueError, r"^k: expected shape \(T, 2, 32\) like k_cache, got \(2, 2, 31\)", lambda a: {"k": a["k"][..., :31]}),
         ("v_tokens", ValueError, r"^v: expected 2 tokens like k, got 1", lambda a: {"v": a["v"][:1]}),
         ("k_dtype", TypeError, r"^k: expected float32, .*, got int64", lambda a: {"k": a["k"].astype(int)}),
-        ("k_not_finite", ValueError, r"^k: expected finite numbers to quantise", lambda a: eight_bits(a, k=entry(a["k"], np.inf, 0, 0, 0))),
+        ("k_not_finite", ValueError, r"^k: expected finite numbers to quantise, .*, got inf at \[0, 0, 0\]$", lambda a: eight_bits(a, k=entry(a["k"], np.inf, 0, 0, 0))),
         ("k_in_cache", ValueError, r"^k: expected memory of its own, got an array that overlaps k_cache", lambda a: {"k": a["k_cache"][0, :2]}),
         ("v_in_k_cache", ValueError, r"^v: expected memory of its own, got an array that overlaps k_cache", lambda a: {"v": a["k_cache"][0, :2, :, :DV]}),
         ("read_only", ValueError, r"^k_cache: expected a writable array, got a read-only one", lambda a: {"k_cache": read_only(a["k_cache"])}),
@@ -475,8 +475,11 @@ def test_quantise_of_what_dtype(x, dtype, error, text):
 def test_quantise_what():
     with pytest.raises(TypeError, match="^x: expected float32, .*, got int64"):
         blitz_attn.quantize_kv(np.arange(8), "int8")
-    with pytest.raises(ValueError, match="^x: expected finite numbers"):
+    sentence = "^x: expected finite numbers to quantise, within float32's range, got %s$"
+    with pytest.raises(ValueError, match=sentence % "nan at place 1 of row 0"):
         blitz_attn.quantize_kv(np.array([1.0, np.nan]), "float8_e4m3")
+    with pytest.raises(ValueError, match=sentence % r"-1e\+300 at place 2 of row 3"):  # row 3 of the six
+        blitz_attn.quantize_kv(entry(np.ones((2, 3, 8)), -1e300, 1, 0, 2), "int8")
     with pytest.raises(ValueError, match=r"^x: expected shape \(..., D\), got \(\)"):
         blitz_attn.quantize_kv(np.float32(1), "int8")
     with pytest.raises(TypeError, match="^x: expected native byte order, got >f4"):

@@ -1,7 +1,9 @@
 /* Stores rows in caches; and ba_quantize_kv(), which stores quantised rows in arrays of their own. */
 #include "ops/store_rows.h"
 
+#include <inttypes.h>
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "core/arena.h"
@@ -97,6 +99,11 @@ DEFINE_ALL_FINITE(uint32_t)
 DEFINE_ALL_FINITE(uint16_t)
 #undef DEFINE_ALL_FINITE
 
+/* Whether a row can be quantised whose largest magnitude is this. */
+static bool is_fit_magnitude(const ba_stored_rows *r, double magnitude) {
+    return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
+}
+
 /* Whether the row can be quantised. Any finite float has a scale; a larger number of float64 may have none. */
 static bool is_fit(const ba_stored_rows *r, const row_scratch *w, const void *row) {
     switch (r->from_dtype) {
@@ -105,8 +112,7 @@ static bool is_fit(const ba_stored_rows *r, const row_scratch *w, const void *ro
     case BA_BFLOAT16: return all_finite_uint16_t(row, r->dim, 0x7f80);
     default: break;
     }
-    const double magnitude = r->magnitude(as_doubles(r, w, row), r->dim);
-    return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
+    return is_fit_magnitude(r, r->magnitude(as_doubles(r, w, row), r->dim));
 }
 
 static void store_row(const ba_stored_rows *r, const row_scratch *w, const void *row, int64_t page, int64_t place, int64_t head) {
@@ -154,6 +160,25 @@ static bool store_one(const ba_store_call *c, ba_stored_rows *r, const row_scrat
 static void check_rows(void *context, int64_t item, int worker) { visit_rows(context, item, worker, check_one); }
 static void store_rows(void *context, int64_t item, int worker) { visit_rows(context, item, worker, store_one); }
 
+/* Refuses the first number of an array that cannot be quantised, whichever thread has found one. */
+static ba_status refuse_number(const ba_store_call *c, const ba_stored_rows *r) {
+    row_scratch w;
+    lay_out(c, c->scratch, &w);
+    for (int64_t token = 0; token < c->tokens; token++)
+        for (int64_t head = 0; head < c->heads && !(c->slots && c->slots[token] < 0); head++) {
+            const double *numbers = as_doubles(r, &w, find_row(r, token, head));
+            int64_t d = 0;
+            while (d < r->dim && is_fit_magnitude(r, fabs(numbers[d]))) d++;
+            if (d == r->dim) continue;
+            char place[80];
+            if (c->slots) snprintf(place, sizeof place, "at [%" PRId64 ", %" PRId64 ", %" PRId64 "]", token, head, d);
+            else snprintf(place, sizeof place, "at place %" PRId64 " of row %" PRId64, d, token); /* ba_quantize_kv() */
+            return ba_fail(BA_ERROR_VALUE, "%s: expected finite numbers to quantise, within float32's range, got %g %s", r->name,
+                           isnan(numbers[d]) ? (double)NAN : numbers[d], place); /* some NaN would print as -nan */
+        }
+    return ba_fail(BA_ERROR_VALUE, "%s: expected numbers that nothing else writes during the call, got some that changed", r->name);
+}
+
 static void choose_kernels(ba_stored_rows *r, const ba_kernels *kernels) {
     r->pack = kernels->cache[r->from_dtype]->pack;
     r->magnitude = kernels->cache[r->to_dtype]->magnitude;
@@ -176,9 +201,7 @@ ba_status ba_store_rows(ba_store_call *c, int num_threads) {
     BA_TRY(ba_get_scratch(threads * c->scratch_bytes, &c->scratch));
     ba_status status = quantised ? ba_parallel(threads, items, check_rows, c) : BA_OK;
     for (int i = 0; i < c->arrays && status == BA_OK; i++)
-        if (c->rows[i].unfit)
-            status = ba_fail(BA_ERROR_VALUE, "%s: expected finite numbers to quantise, within float32's range, got NaN, infinity or a larger one",
-                             c->rows[i].name);
+        if (c->rows[i].unfit) status = refuse_number(c, &c->rows[i]);
     if (status == BA_OK) status = ba_parallel(threads, items, store_rows, c);
     ba_arena_release();
     return status;
