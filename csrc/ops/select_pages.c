@@ -421,34 +421,48 @@ static void choose_item(void *context, int64_t item, int worker) {
     choose(c, &s, batch, item % c->rows, c->page_scores + item * c->most_pages, n);
 }
 
-static ba_status check_select(const ba_select_args *a, select_call *c) {
-    const ba_tensor *q = &a->q, *out = &a->selected;
-    const bool quest = a->method == BA_SELECT_QUEST, tokens = a->method == BA_SELECT_MAX;
-    const char *a_name = quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks", *table_name = tokens ? "block_tables" : "metadata_block_tables";
-    if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, "method: expected quest, mean or max, got %d", (int)a->method);
+/* The name of the argument that the queries are compared with. */
+static const char *summaries_name(const ba_select_args *a) {
+    return a->method == BA_SELECT_QUEST ? "maxblocks" : a->method == BA_SELECT_MAX ? "k_cache" : "meanblocks";
+}
+
+static ba_status check_query(const ba_select_args *a, const ba_page_tables *plan) {
+    const ba_tensor *q = &a->q;
     BA_TRY(ba_check_float("query", q));
     if (a->cu_q && (q->ndim != 3 || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, "query: expected shape (T, H, D), got %s", ba_shape_text(q).chars);
-    if (!a->cu_q && (q->ndim != 3 || (q->dims[0] != a->batch && !c->plan) || q->dims[1] < 1))
+    if (!a->cu_q && (q->ndim != 3 || (q->dims[0] != a->batch && !plan) || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
     BA_TRY(ba_check_last_axis("query", q));
-    if (c->plan && q->dims[0] != c->plan->queries)
-        return ba_fail(BA_ERROR_VALUE, "query: expected %" PRId64 " queries as the plan has them, got %s", c->plan->queries, ba_shape_text(q).chars);
-    BA_TRY(ba_check_extent("query", q));
-    BA_TRY(tokens ? ba_take_cache_pages(a_name, &a->a, a->kv_layout, &c->a) : ba_take_pages(a_name, &a->a, BA_NHD, &c->a));
+    if (plan && q->dims[0] != plan->queries)
+        return ba_fail(BA_ERROR_VALUE, "query: expected %" PRId64 " queries as the plan has them, got %s", plan->queries, ba_shape_text(q).chars);
+    return ba_check_extent("query", q);
+}
+
+/* Checks what queries are compared with, summaries or keys, and fills `c` with it. */
+static ba_status check_summaries(const ba_select_args *a, select_call *c) {
+    const ba_tensor *q = &a->q;
+    const bool tokens = a->method == BA_SELECT_MAX;
+    const char *name = summaries_name(a);
+    BA_TRY(tokens ? ba_take_cache_pages(name, &a->a, a->kv_layout, &c->a) : ba_take_pages(name, &a->a, BA_NHD, &c->a));
     if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected %s with query of %s, got %s", a_name,
+        return ba_fail(BA_ERROR_TYPE, "%s: expected %s with query of %s, got %s", name,
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16 or bfloat16", ba_dtype_name(q->dtype), ba_dtype_name(a->a.dtype));
     if (c->a.dim != q->dims[2] || q->dims[1] % c->a.heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", a_name,
+        return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", name,
                        q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
-    BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, a_name, &a->a, tokens ? a->kv_layout : BA_NHD, c->a.heads, &c->k_scale));
-    if (quest) {
-        BA_TRY(ba_take_pages("minblocks", &a->b, BA_NHD, &c->b));
-        if (a->b.dtype != a->a.dtype || !ba_same_shape(&a->b, &a->a))
-            return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars,
-                           ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
-    }
+    BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, name, &a->a, tokens ? a->kv_layout : BA_NHD, c->a.heads, &c->k_scale));
+    if (a->method != BA_SELECT_QUEST) return BA_OK;
+    BA_TRY(ba_take_pages("minblocks", &a->b, BA_NHD, &c->b));
+    if (a->b.dtype != a->a.dtype || !ba_same_shape(&a->b, &a->a))
+        return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars,
+                       ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
+    return BA_OK;
+}
+
+/* Checks the page size, and the pages and queries of every request. */
+static ba_status check_requests(const ba_select_args *a, const select_call *c) {
+    const bool tokens = a->method == BA_SELECT_MAX;
     if (c->plan && tokens && a->page_size != c->a.rows)
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, a->page_size,
                        c->a.rows);
@@ -457,8 +471,14 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
         return ba_fail(BA_ERROR_VALUE, "block_size: expected the %" PRId64 " tokens per page of k_cache, got %" PRId64, c->a.rows, a->page_size);
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     if (c->plan && tokens) BA_TRY(ba_check_page_numbers(c->plan, c->a.count));
-    else BA_TRY(ba_check_table(table_name, &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size, tokens ? 1 : c->a.rows));
-    if (!c->plan) BA_TRY(ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, q->dims[0]));
+    else
+        BA_TRY(ba_check_table(tokens ? "block_tables" : "metadata_block_tables", &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size,
+                              tokens ? 1 : c->a.rows));
+    return c->plan ? BA_OK : ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, a->q.dims[0]);
+}
+
+/* Checks how many pages are forced, and how many may be chosen. */
+static ba_status check_budgets(const ba_select_args *a) {
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
         if (a->recent && a->recent[b] < 0)
@@ -466,7 +486,12 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
         if (a->budget && a->budget[b] < 0)
             return ba_fail(BA_ERROR_VALUE, "budget: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->budget[b], b);
     }
-    const int64_t rows = a->per_query_head ? q->dims[1] : c->a.heads;
+    return BA_OK;
+}
+
+/* `rows`: of the result, per request. */
+static ba_status check_outputs(const ba_select_args *a, int64_t rows) {
+    const ba_tensor *out = &a->selected;
     ba_tensor expected = {.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, rows, out->ndim == 3 ? out->dims[2] : 0}};
     BA_TRY(ba_check_output("selected_indices", out, &expected, false));
     if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, "k: expected at least 1 place per row, got %" PRId64, out->dims[2]);
@@ -474,13 +499,23 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &expected, false));
     expected.dtype = BA_INT32;
     expected.ndim = 2;
-    if (ba_given(&a->counts)) BA_TRY(ba_check_output("counts", &a->counts, &expected, false));
-    BA_TRY(ba_check_threads(a->num_threads));
-    c->heads = q->dims[1];
+    return ba_given(&a->counts) ? ba_check_output("counts", &a->counts, &expected, false) : BA_OK;
+}
+
+/* Checks a call, and fills `c` with its shape. */
+static ba_status check_select(const ba_select_args *a, select_call *c) {
+    if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, "method: expected quest, mean or max, got %d", (int)a->method);
+    BA_TRY(check_query(a, c->plan));
+    BA_TRY(check_summaries(a, c));
+    BA_TRY(check_requests(a, c));
+    BA_TRY(check_budgets(a));
+    c->heads = a->q.dims[1];
     c->kv_heads = c->a.heads;
     c->group = c->heads / c->kv_heads;
-    c->dim = q->dims[2];
-    return BA_OK;
+    c->dim = a->q.dims[2];
+    c->rows = a->per_query_head ? c->heads : c->kv_heads;
+    BA_TRY(check_outputs(a, c->rows));
+    return ba_check_threads(a->num_threads);
 }
 
 static ba_status select_blocks(const ba_select_args *args, const ba_page_tables *plan) {
@@ -491,7 +526,6 @@ static ba_status select_blocks(const ba_select_args *args, const ba_page_tables 
     c.family = kernels->vector[args->q.dtype];
     c.reals = kernels->vector[ba_real_of(args->q.dtype)];
     c.cache = kernels->cache[args->a.dtype];
-    c.rows = args->per_query_head ? c.heads : c.kv_heads;
     double work = 0;
     int64_t pages = 0, roomy = 0;
     for (int64_t b = 0; b < args->batch; b++) {
