@@ -42,13 +42,8 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     return BA_OK;
 }
 
-/* Checks q, the caches and their scales, and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page
- * tables, lengths, the places of queries, selected pages and outputs are left to other functions. `planned`: the tables were opened before this call.
- * `ragged`: q is (T, H, D). */
-static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t batch, bool ragged, ba_problem *p) {
-    const ba_tensor *q = &args->q;
-    ba_caches c;
-    double scale;
+/* Checks q, which is (T, H, D) where `ragged`, else one query for each of `batch` requests. `planned`: the tables were opened before this call. */
+static ba_status check_q(const ba_tensor *q, bool planned, int64_t batch, bool ragged) {
     BA_TRY(ba_check_float("q", q));
     if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("q", q));
@@ -60,17 +55,33 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
         return ba_fail(BA_ERROR_VALUE, "q: expected %" PRId64 " queries as the plan has them, got %s", batch, ba_shape_text(q).chars);
     if (batch < 0 || (!ragged && q->dims[0] != batch))
         return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], batch);
-    BA_TRY(ba_check_caches(args, &c));
-    if ((q->dtype == BA_FLOAT64) != (c.dtype == BA_FLOAT64))
+    return BA_OK;
+}
+
+/* Checks the caches and their scales, and that they fit q. */
+static ba_status check_caches(const ba_paged_args *args, ba_caches *c) {
+    const ba_tensor *q = &args->q, *k = &args->k_cache;
+    BA_TRY(ba_check_caches(args, c));
+    if ((q->dtype == BA_FLOAT64) != (c->dtype == BA_FLOAT64))
         return ba_fail(BA_ERROR_TYPE, "k_cache: expected %s with a %s q, got %s",
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q->dtype),
-                       ba_dtype_name(c.dtype));
-    if (c.k_dim != q->dims[2])
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2],
-                       ba_shape_text(&args->k_cache).chars);
-    if (q->dims[1] % c.heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1], c.heads,
-                       ba_shape_text(&args->k_cache).chars);
+                       ba_dtype_name(c->dtype));
+    if (c->k_dim != q->dims[2])
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2], ba_shape_text(k).chars);
+    if (q->dims[1] % c->heads != 0)
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1],
+                       c->heads, ba_shape_text(k).chars);
+    return BA_OK;
+}
+
+/* Checks q, the caches and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page tables, lengths, the
+ * places of queries, selected pages and outputs are left to other functions. `planned` and `ragged`: see check_q(). */
+static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t batch, bool ragged, ba_problem *p) {
+    const ba_tensor *q = &args->q;
+    ba_caches c;
+    double scale;
+    BA_TRY(check_q(q, planned, batch, ragged));
+    BA_TRY(check_caches(args, &c));
     BA_TRY(ba_take_scale(q->dtype, q->dims[2], args->scale, &scale));
     BA_TRY(ba_check_softcap(q->dtype, args->softcap));
     if (args->window < -1)
