@@ -276,66 +276,85 @@ static void count_buckets(int64_t *bins, const ba_outline *o, const int32_t *cou
     }
 }
 
-void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t row, const float *scores) {
-    /* 1. Empty the row, and copy its scores to the caller's array. */
-    const ba_select_prefill_args *a = c->args;
-    const kept_row r = kept_row_of(c, batch, list, row);
-    const ba_range seen = ba_prefill_blocks(c, batch, row);
-    const uint64_t *visible = ba_visible_blocks(c, batch, row);
-    for (int64_t w = 0; w < c->words; w++) r.words[w * r.step] = 0;
-    *r.count = 0;
-    if (ba_given(&a->scores)) {
-        float *to = (float *)a->scores.data + place_of(&a->scores, batch, list, row);
-        for (int64_t b = 0; b < c->p.block_columns; b++) to[b * a->scores.strides[3]] = scores[b];
-    }
-    if (seen.lo == seen.hi) return;
-    /* 2. Keep the forced blocks; where there are none, the best, so that no row is empty. */
-    keep_forced(c, &r, batch, row, seen);
-    if (*r.count == 0) {
-        int64_t best = seen.lo;
-        for (int64_t b = seen.lo + 1; b < seen.hi; b++) best = scores[b] > scores[best] ? b : best;
-        keep(&r, best);
-    }
-    /* 3. The others. A threshold decides at once. */
-    const double budget = a->budget == BA_BUDGET_DENSITY ? 0 : budget_of(c, list);
-    if (a->budget == BA_BUDGET_THRESHOLD) {
-        for (int64_t b = seen.lo; b < seen.hi; b++)
-            if ((double)scores[b] >= budget && !is_kept(&r, b)) keep(&r, b);
-        return;
-    }
-    if (a->budget == BA_BUDGET_TOP_K) {
-        int64_t n = 0;
-        for (int64_t b = seen.lo; b < seen.hi; b++)
-            if (!is_kept(&r, b) && ba_is_visible(visible, b)) s->places[n++] = place_in_order(scores[b], b);
-        if (n) sort_places(s->places, s->other_places, n);
-        const int64_t kept = ba_min(n, ba_max(0, (int64_t)fmin(budget, INT32_MAX) - *r.count));
-        for (int64_t i = 0; i < kept; i++) keep(&r, column_of(s->places[i]));
-        return;
-    }
-    /* 4. The budgets that look at tails. A density is shared later, when the outlines of all rows are known. */
-    const bool shares = a->budget == BA_BUDGET_DENSITY;
-    float *free_scores = shares ? tails_of(c, batch, list, row) : s->free_scores;
+/* Empties a row, and copies its scores to the caller's array. */
+static void begin_row(const ba_prefill *c, const kept_row *r, int64_t batch, int64_t list, int64_t row, const float *scores) {
+    const ba_tensor *t = &c->args->scores;
+    for (int64_t w = 0; w < c->words; w++) r->words[w * r->step] = 0;
+    *r->count = 0;
+    if (!ba_given(t)) return;
+    float *to = (float *)t->data + place_of(t, batch, list, row);
+    for (int64_t b = 0; b < c->p.block_columns; b++) to[b * t->strides[3]] = scores[b];
+}
+
+static void keep_best(const kept_row *r, const float *scores, ba_range seen) {
+    int64_t best = seen.lo;
+    for (int64_t b = seen.lo + 1; b < seen.hi; b++) best = scores[b] > scores[best] ? b : best;
+    keep(r, best);
+}
+
+static void keep_by_threshold(const kept_row *r, const float *scores, ba_range seen, double threshold) {
+    for (int64_t b = seen.lo; b < seen.hi; b++)
+        if ((double)scores[b] >= threshold && !is_kept(r, b)) keep(r, b);
+}
+
+/* Keeps the best of the visible blocks until `number` are kept, the forced ones included. */
+static void keep_by_number(const kept_row *r, const ba_strip_scratch *s, const float *scores, ba_range seen, const uint64_t *visible, double number) {
+    int64_t n = 0;
+    for (int64_t b = seen.lo; b < seen.hi; b++)
+        if (!is_kept(r, b) && ba_is_visible(visible, b)) s->places[n++] = place_in_order(scores[b], b);
+    if (n) sort_places(s->places, s->other_places, n);
+    const int64_t kept = ba_min(n, ba_max(0, (int64_t)fmin(number, INT32_MAX) - *r->count));
+    for (int64_t i = 0; i < kept; i++) keep(r, column_of(s->places[i]));
+}
+
+/* Copies the scores of the blocks that compete for what the forced blocks leave; the others get -1. */
+static void find_free_scores(const kept_row *r, const float *scores, ba_range seen, const uint64_t *visible, float *free_scores) {
     memcpy(free_scores + seen.lo, scores + seen.lo, (size_t)(seen.hi - seen.lo) * sizeof *scores);
     for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
-        for (uint64_t left = r.words[word * r.step] | (visible ? ba_bits_within(word, seen) & ~visible[word] : 0); left; left &= left - 1)
+        for (uint64_t left = r->words[word * r->step] | (visible ? ba_bits_within(word, seen) & ~visible[word] : 0); left; left &= left - 1)
             free_scores[word * 64 + __builtin_ctzll(left)] = -1;
-    ba_outline own, *o = shares ? outline_of(c, batch, list, row) : &own;
-    int32_t counts[BUCKETS];
-    draw_outline(o, free_scores, seen.lo, seen.hi, counts);
-    if (shares) {
-        count_buckets(s->bins, o, counts);
-        return;
-    }
-    int first = 0, last = BUCKETS - 1; /* the buckets whose tails may be on either side of 1 - budget */
-    while (first < BUCKETS && o->bounds[first + 1] > 1 - budget) first++;
-    while (last >= first && o->bounds[last] <= 1 - budget) last--;
-    split_row(o, free_scores, seen.lo, seen.hi, first, last, &r, s->middle);
+}
+
+/* Keeps the best blocks until those that are left have a tail of at most `least`. */
+static void keep_by_mass(const kept_row *r, const ba_strip_scratch *s, const ba_outline *o, const float *free_scores, ba_range seen, double least) {
+    int first = 0, last = BUCKETS - 1; /* the buckets whose tails may be on either side of `least` */
+    while (first < BUCKETS && o->bounds[first + 1] > least) first++;
+    while (last >= first && o->bounds[last] <= least) last--;
+    split_row(o, free_scores, seen.lo, seen.hi, first, last, r, s->middle);
     double tail = o->bounds[last + 1];
     for (int64_t i = sort_middle(s, free_scores, seen.lo, seen.hi, s->middle) - 1; i >= 0; i--) {
         const int64_t b = column_of(s->places[i]); /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
-        tail += (double)scores[b];
-        if (tail > 1 - budget) keep(&r, b);
+        tail += (double)free_scores[b];
+        if (tail > least) keep(r, b);
     }
+}
+
+void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t row, const float *scores) {
+    const ba_budget budget = c->args->budget;
+    const kept_row r = kept_row_of(c, batch, list, row);
+    const ba_range seen = ba_prefill_blocks(c, batch, row);
+    const uint64_t *visible = ba_visible_blocks(c, batch, row);
+    begin_row(c, &r, batch, list, row, scores);
+    if (seen.lo == seen.hi) return;
+    keep_forced(c, &r, batch, row, seen);
+    if (*r.count == 0) keep_best(&r, scores, seen); /* so that no row is empty */
+    if (budget == BA_BUDGET_THRESHOLD) {
+        keep_by_threshold(&r, scores, seen, budget_of(c, list));
+        return;
+    }
+    if (budget == BA_BUDGET_TOP_K) {
+        keep_by_number(&r, s, scores, seen, visible, budget_of(c, list));
+        return;
+    }
+    /* The budgets that look at tails. A density is shared later, when the outlines of all rows are known. */
+    const bool shares = budget == BA_BUDGET_DENSITY;
+    float *free_scores = shares ? tails_of(c, batch, list, row) : s->free_scores;
+    ba_outline own, *o = shares ? outline_of(c, batch, list, row) : &own;
+    int32_t counts[BUCKETS];
+    find_free_scores(&r, scores, seen, visible, free_scores);
+    draw_outline(o, free_scores, seen.lo, seen.hi, counts);
+    if (shares) count_buckets(s->bins, o, counts);
+    else keep_by_mass(&r, s, o, free_scores, seen, 1 - budget_of(c, list));
 }
 
 /* ---- Density ----------------------------------------------------------------------------------------------------
