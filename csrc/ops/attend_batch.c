@@ -10,7 +10,7 @@
 #include "kernels/work_tuning.h"
 #include "ops/attend.h"
 #include "ops/check.h"
-#include "ops/scratch.h"
+#include "ops/reals.h"
 
 /* How many queries attend a key of this batch entry on the average, if lists are ignored; a query counts once for each head of the group. Only the
  * entry's own shape goes into this number, so that the entry's bits depend neither on other entries of the batch nor on the padding of lists. Queries

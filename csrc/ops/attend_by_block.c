@@ -9,6 +9,7 @@
 #include "core/arena.h"
 #include "core/status.h"
 #include "ops/plan.h"
+#include "ops/reals.h"
 #include "ops/scratch.h"
 
 typedef struct call {

@@ -7,6 +7,7 @@
 #define BA_OPS_ATTEND_CALL_H
 
 #include "ops/attend.h"
+#include "ops/rows_ahead.h"
 #include "ops/scratch.h"
 #include "ops/shared_rows.h"
 #include "ops/tiles.h"

@@ -2,6 +2,7 @@
 #include "kernels/prefetch_rows.h"
 #include "ops/attend_call.h"
 #include "ops/bias.h"
+#include "ops/reals.h"
 
 #include <assert.h>
 #include <math.h>

@@ -15,6 +15,7 @@
 #include "kernels/work_tuning.h"
 #include "ops/backward_call.h"
 #include "ops/bias.h"
+#include "ops/reals.h"
 
 /* ---- Scratch ---------------------------------------------------------------------------------------------------------- */
 

@@ -12,6 +12,7 @@
 #include "core/pool.h"
 #include "ops/backward_call.h"
 #include "ops/bias.h"
+#include "ops/reals.h"
 
 typedef struct bias_call {
     ba_backward_call common; /* its family is a vector family, its tiles are of one head, and it has no sums dK and dV */

@@ -4,6 +4,7 @@
 
 #include "core/pool.h"
 #include "ops/backward_call.h"
+#include "ops/reals.h"
 
 typedef struct rows_scratch {
     ba_backward_scratch common; /* for one tile at a time */

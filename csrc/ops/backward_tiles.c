@@ -5,6 +5,7 @@
 #include "kernels/prefetch_rows.h"
 #include "ops/backward_call.h"
 #include "ops/bias.h"
+#include "ops/reals.h"
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------------ */
 

@@ -10,6 +10,7 @@
 #include "kernels/kernels.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/reals.h"
 #include "ops/scratch.h"
 
 typedef struct merge_call {

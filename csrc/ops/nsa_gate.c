@@ -8,6 +8,7 @@
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/nsa.h"
+#include "ops/reals.h"
 #include "ops/scratch.h"
 
 enum {

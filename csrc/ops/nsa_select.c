@@ -12,8 +12,10 @@
 #include "core/status.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/levels.h"
 #include "ops/nsa.h"
 #include "ops/problem.h"
+#include "ops/reals.h"
 #include "ops/scratch.h"
 
 typedef struct select_call {

@@ -7,7 +7,6 @@
 #include "core/pool.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
-#include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
 /* ---- Rows ------------------------------------------------------------------------------------------------------- */

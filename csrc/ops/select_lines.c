@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "core/pool.h"
-#include "ops/scratch.h"
+#include "ops/reals.h"
 #include "ops/select_prefill.h"
 
 /* The sums of one query head. Distance d, from a query back to a key, has index d + behind. */

@@ -16,6 +16,8 @@
 #include "ops/check.h"
 #include "ops/kv_cache.h"
 #include "ops/pages.h"
+#include "ops/reals.h"
+#include "ops/rows_ahead.h"
 #include "ops/scratch.h"
 
 /* Selection takes two jobs. The items of the first are stretches of pages, each scored for all heads, because the heads of a page lie close

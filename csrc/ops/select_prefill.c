@@ -9,6 +9,7 @@
 #include "core/status.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/levels.h"
 #include "ops/open.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/pool.h"
+#include "ops/reals.h"
 #include "ops/scratch.h"
 #include "ops/select_prefill.h"
 
