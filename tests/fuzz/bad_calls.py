@@ -22,9 +22,10 @@ import exporters
 from exporters import Dlpack
 
 from . import unusual_values
+from .arena import Arena
 from .arrays import HAS_TORCH, bits_of
 from .draw import Discard, Draw
-from .good_calls import GROUPS, Arena, Good, parameters
+from .good_calls import GROUPS, Good, parameters
 from .problems import Finding, problem
 from .unusual_values import ALIEN, ANY, ENDLESS, is_huge, table
 

@@ -16,47 +16,11 @@ import blitz_attn
 from blitz_attn import config, nsa, sabi, select, testing
 from blitz_attn.compat import mslk, select_attn_ops, torch_bsa
 
-from .arrays import CANARY, HAS_TORCH
+from . import good_nsa
+from .arena import Arena
+from .arrays import HAS_TORCH
 from .good_nsa_cache import CACHES
 from .good_plots import PLOTS
-
-SIZE = 1 << 16
-
-
-class Arena:
-    """Memory for the arrays of a call, filled with a canary, with gaps between them."""
-
-    def __init__(self, seed: int) -> None:
-        self.memory = np.full(SIZE, CANARY, np.uint8)
-        self.used = 64
-        self.seed = seed
-
-    def put(self, values: np.ndarray) -> np.ndarray:
-        """The values in the memory."""
-        end = self.used + values.nbytes
-        view = self.memory[self.used : end].view(values.dtype).reshape(values.shape)
-        view[...] = values
-        self.used = -(-end // 64) * 64 + 64
-        return view
-
-    def floats(self, *shape: int, dtype: str = "float32") -> np.ndarray:
-        count = int(np.prod(shape))
-        return self.put(_noise()[self.seed % 97 : self.seed % 97 + count].reshape(shape).astype(dtype))
-
-    def poisoned(self, *shape: int, dtype: str = "float32") -> np.ndarray:
-        return self.put(np.full(shape, np.nan if dtype.startswith("float") else 77, dtype))
-
-    def kept(self, *shape: int) -> np.ndarray:
-        """A mask that shows most."""
-        return self.put(_noise()[: int(np.prod(shape))].reshape(shape) > -1)
-
-    def integers(self, values: Any, dtype: str = "int32") -> np.ndarray:
-        return self.put(np.array(values, dtype))
-
-
-@cache
-def _noise() -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(1 << 14)
 
 
 class Good(NamedTuple):
@@ -367,103 +331,6 @@ def _select_and_attend(a: Arena, v: int) -> dict[str, Any]:
     return call | {"source": (summaries["maxblocks"], summaries["minblocks"]), "metadata_block_tables": summaries["metadata_block_tables"]}
 
 
-# ---- Native sparse attention --------------------------------------------------------------------------------------
-
-_SMALL = {"compress_block_size": 4, "num_selected_blocks": 3, "window_size": 5}
-
-
-def _native(a: Arena, v: int) -> dict[str, Any]:
-    lead = (12,) if v & 1 else (1, 12)
-    call: dict[str, Any] = {"q": a.floats(*lead, 2, 8), "k": a.floats(*lead, 1, 8), "v": a.floats(*lead, 1, 8), **_SMALL}
-    if v & 1:
-        call["cu_seqlens"] = [0, 5, 12]
-    if v & 2:
-        call |= {"gate_proj_weight": a.floats(2, 3, 8), "w_k_compress": a.floats(1, 8, 8), "w_v_compress": a.floats(1, 8, 8)}
-    elif v & 4:
-        call |= {"gates": a.floats(*lead, 2, 3)}
-    if v & 8:
-        call |= {"mode": "mslk", "q_tile_size": 4}
-    elif not v & 5:
-        call |= {"block_indices": a.integers(np.tile([0, -1, -1], (1, 1, 12, 1)))}
-    return call | ({"out": a.poisoned(*lead, 2, 8)} if v & 16 else {})
-
-
-def _native_last(a: Arena, v: int) -> dict[str, Any]:
-    """The last two of twelve tokens."""
-    lead, keys = ((2,), (12,)) if v & 1 else ((1, 2), (1, 12))
-    call: dict[str, Any] = {"q": a.floats(*lead, 2, 8), "k": a.floats(*keys, 1, 8), "v": a.floats(*keys, 1, 8), **_SMALL}
-    if v & 1:
-        call |= {"cu_seqlens": [0, 5, 12], "cu_seqlens_q": [0, 1, 2]}
-    elif v & 4:
-        call |= {"kv_lens": [12]}
-    if v & 2:
-        blocks = (3,) if v & 1 else (1, 5)
-        call |= {"compressed_kv": (a.floats(*blocks, 1, 8), a.floats(*blocks, 1, 8))}
-    return call | ({"out": a.poisoned(*lead, 2, 8)} if v & 16 else {})
-
-
-@cache
-def _context() -> Any:
-    x = np.ones((1, 12, 2, 8), np.float32)
-    return nsa.nsa(x, x, x, **_SMALL, return_context=True)[1]
-
-
-def _rows(a: Arena, v: int, *names: str) -> dict[str, Any]:
-    lead = (12,) if v & 1 else (1, 12)
-    call: dict[str, Any] = {name: a.floats(*lead, 2, 8) for name in names if name in ("dout", "q", "out")}
-    call |= {name: a.floats(*lead, 2) for name in names if name == "lse"}
-    call |= {name: a.floats(*lead, 1, 8) for name in names if name in ("k", "v")}
-    call |= {name: a.floats(*((4,) if v & 1 else (1, 5)), 1, 8) for name in names if name in ("k_cmp", "v_cmp", "dk_cmp", "dv_cmp")}
-    return call | ({"cu_seqlens": [0, 6, 12]} if v & 1 else {})
-
-
-def _compressed(*names: str) -> Callable[[Arena, int], dict[str, Any]]:
-    return lambda a, v: _rows(a, v, *names) | {"compress_block_size": 4, "stride": 2} | ({"causal": False} if v & 2 else {"scale": 0.5})
-
-
-def _selected(*names: str) -> Callable[[Arena, int], dict[str, Any]]:
-    def make(a: Arena, v: int) -> dict[str, Any]:
-        lists = np.tile([0, -1, -1], (1, 12, 1))
-        return _rows(a, v, *names) | {"block_indices": a.integers(lists if v & 1 else lists[None]), "block_size": 4}
-
-    return make
-
-
-def _window(*names: str) -> Callable[[Arena, int], dict[str, Any]]:
-    return lambda a, v: _rows(a, v, *names) | {"window_size": 5} | ({"num_threads": 2} if v & 2 else {"dtype": "float32"})
-
-
-def _compress(*names: str, prefix: str = "w_", upstream: bool = False) -> Callable[[Arena, int], dict[str, Any]]:
-    def make(a: Arena, v: int) -> dict[str, Any]:
-        blocks = 3 if upstream or not v & 1 else 2
-        call = _rows(a, v & ~1 if upstream else v, "k", "v") | {"block_size": 4}
-        call |= {name: a.floats(*((blocks,) if v & 1 and not upstream else (1, blocks)), 1, 8) for name in names}
-        return call | ({f"{prefix}k": a.floats(1, 8, 8), f"{prefix}v": a.floats(1, 8, 8)} if v & 2 else {})
-
-    return make
-
-
-def _score(a: Arena, v: int) -> dict[str, Any]:
-    call = _rows(a, v, "q", "k_cmp") | {"num_selected_blocks": 3, "compress_block_size": 4}
-    return call | ({"scale": 0.5, "compress_stride": 2} if v & 2 else {"lse": a.floats(*call["q"].shape[:-1])})
-
-
-def _score_mslk(a: Arena, v: int) -> dict[str, Any]:
-    return {"q": a.floats(1, 12, 2, 8), "k_cmp": a.floats(1, 3, 1, 8), "num_selected_blocks": 2, "compress_block_size": 4, "q_tile_size": 4}
-
-
-def _gates(a: Arena, v: int) -> dict[str, Any]:
-    return {"q": a.floats(1, 3, 2, 8)} | ({"gate_proj_weight": a.floats(2, 3, 8)} if v & 1 else {})
-
-
-def _combine(*names: str) -> Callable[[Arena, int], dict[str, Any]]:
-    def make(a: Arena, v: int) -> dict[str, Any]:
-        call = {name: a.floats(1, 3, 2, 8) for name in names} | {"gates": a.floats(1, 3, 2, 3)}
-        return call | ({"gate_proj_weight": a.floats(2, 3, 8)} if "q" in names else {})
-
-    return make
-
-
 # ---- Block lists --------------------------------------------------------------------------------------------------
 
 
@@ -576,8 +443,8 @@ def _unpacked(make: Callable[[Arena, int], dict[str, Any]]) -> Callable[[Arena, 
 
 
 _NO = ("out", "gates", "mode", "block_indices")
-_MSLK_WHOLE = _upstream(_native, *_NO)
-_MSLK_ALONE = _upstream(_unpacked(_native), *_NO)
+_MSLK_WHOLE = _upstream(good_nsa.native, *_NO)
+_MSLK_ALONE = _upstream(_unpacked(good_nsa.native), *_NO)
 
 MSLK = {
     "nsa": Good(mslk.nsa, _MSLK_WHOLE),
@@ -587,15 +454,15 @@ MSLK = {
     "compute_block_indices_reference": Good(
         mslk.compute_block_indices_reference, lambda a, v: {"Q": a.floats(1, 12, 2, 8), "K": a.floats(1, 12, 1, 8), "compress_block_size": 4, "num_selected_blocks": 2}
     ),
-    "compress_kv": Good(mslk.compress_kv, _upstream(_compress(upstream=True))),
-    "fused_compress_kv": Good(mslk.fused_compress_kv, _upstream(_compress())),
-    "fused_compress_kv_backward": Good(mslk.fused_compress_kv_backward, _upstream(_compress("dk_cmp", "dv_cmp", upstream=True))),
-    "score_and_select_blocks": Good(mslk.score_and_select_blocks, _upstream(_score_mslk)),
-    "fused_score_and_select_blocks": Good(mslk.fused_score_and_select_blocks, _upstream(_score_mslk)),
-    "compute_gates": Good(mslk.compute_gates, _upstream(_gates)),
-    "gate_and_combine": Good(mslk.gate_and_combine, _upstream(_combine("o_cmp", "o_slc", "o_win"))),
-    "fused_gate_and_combine": Good(mslk.fused_gate_and_combine, _upstream(_combine("q", "o_cmp", "o_slc", "o_win"), "gates")),
-    "fused_gating_backward": Good(mslk.fused_gating_backward, _upstream(_combine("q", "dout", "o_cmp", "o_slc", "o_win"))),
+    "compress_kv": Good(mslk.compress_kv, _upstream(good_nsa.compress(upstream=True))),
+    "fused_compress_kv": Good(mslk.fused_compress_kv, _upstream(good_nsa.compress())),
+    "fused_compress_kv_backward": Good(mslk.fused_compress_kv_backward, _upstream(good_nsa.compress("dk_cmp", "dv_cmp", upstream=True))),
+    "score_and_select_blocks": Good(mslk.score_and_select_blocks, _upstream(good_nsa.score_mslk)),
+    "fused_score_and_select_blocks": Good(mslk.fused_score_and_select_blocks, _upstream(good_nsa.score_mslk)),
+    "compute_gates": Good(mslk.compute_gates, _upstream(good_nsa.gates)),
+    "gate_and_combine": Good(mslk.gate_and_combine, _upstream(good_nsa.combine("o_cmp", "o_slc", "o_win"))),
+    "fused_gate_and_combine": Good(mslk.fused_gate_and_combine, _upstream(good_nsa.combine("q", "o_cmp", "o_slc", "o_win"), "gates")),
+    "fused_gating_backward": Good(mslk.fused_gating_backward, _upstream(good_nsa.combine("q", "dout", "o_cmp", "o_slc", "o_win"))),
 }  # fmt: skip
 
 
@@ -696,22 +563,22 @@ GROUPS: dict[str, dict[str, Good]] = {
         "select_and_attend": Good(blitz_attn.select_and_attend, _select_and_attend, ("out",), names=("lse", "minblocks"), sizes=("k", "budget")),
     },
     "nsa": {
-        "nsa": Good(nsa.nsa, _native, ("out",), names=("k_cmp", "v_cmp")),
-        "nsa of the last tokens": Good(nsa.nsa, _native_last, ("out",), names=("k_cmp", "v_cmp")),
+        "nsa": Good(nsa.nsa, good_nsa.native, ("out",), names=("k_cmp", "v_cmp")),
+        "nsa of the last tokens": Good(nsa.nsa, good_nsa.native_last, ("out",), names=("k_cmp", "v_cmp")),
         **{name: Good(call, make, writes, names=names) for name, (call, make, writes, names) in CACHES.items()},
-        "nsa_backward": Good(nsa.nsa_backward, lambda a, v: {"dout": a.floats(1, 12, 2, 8), "ctx": _context()}),
-        "compress_kv": Good(nsa.compress_kv, _compress()),
-        "compress_kv_backward": Good(nsa.compress_kv_backward, _compress("dk_cmp", "dv_cmp")),
-        "compressed_attention": Good(nsa.compressed_attention, _compressed("q", "k_cmp", "v_cmp")),
-        "compressed_attention_backward": Good(nsa.compressed_attention_backward, _compressed("dout", "q", "k_cmp", "v_cmp", "out", "lse")),
-        "selected_attention": Good(nsa.selected_attention, _selected("q", "k", "v")),
-        "selected_attention_backward": Good(nsa.selected_attention_backward, _selected(*_ROWS)),
-        "window_attention": Good(nsa.window_attention, _window("q", "k", "v")),
-        "window_attention_backward": Good(nsa.window_attention_backward, _window(*_ROWS)),
-        "score_and_select_blocks": Good(nsa.score_and_select_blocks, _score),
-        "compute_gates": Good(nsa.compute_gates, _gates),
-        "gate_and_combine": Good(nsa.gate_and_combine, _combine("o_cmp", "o_slc", "o_win")),
-        "gating_backward": Good(nsa.gating_backward, _combine("q", "dout", "o_cmp", "o_slc", "o_win")),
+        "nsa_backward": Good(nsa.nsa_backward, lambda a, v: {"dout": a.floats(1, 12, 2, 8), "ctx": good_nsa.context()}),
+        "compress_kv": Good(nsa.compress_kv, good_nsa.compress()),
+        "compress_kv_backward": Good(nsa.compress_kv_backward, good_nsa.compress("dk_cmp", "dv_cmp")),
+        "compressed_attention": Good(nsa.compressed_attention, good_nsa.compressed("q", "k_cmp", "v_cmp")),
+        "compressed_attention_backward": Good(nsa.compressed_attention_backward, good_nsa.compressed("dout", "q", "k_cmp", "v_cmp", "out", "lse")),
+        "selected_attention": Good(nsa.selected_attention, good_nsa.selected("q", "k", "v")),
+        "selected_attention_backward": Good(nsa.selected_attention_backward, good_nsa.selected(*_ROWS)),
+        "window_attention": Good(nsa.window_attention, good_nsa.window("q", "k", "v")),
+        "window_attention_backward": Good(nsa.window_attention_backward, good_nsa.window(*_ROWS)),
+        "score_and_select_blocks": Good(nsa.score_and_select_blocks, good_nsa.score),
+        "compute_gates": Good(nsa.compute_gates, good_nsa.gates),
+        "gate_and_combine": Good(nsa.gate_and_combine, good_nsa.combine("o_cmp", "o_slc", "o_win")),
+        "gating_backward": Good(nsa.gating_backward, good_nsa.combine("q", "dout", "o_cmp", "o_slc", "o_win")),
     },
     "sabi": SABI,
     "config": {
@@ -764,7 +631,7 @@ if HAS_TORCH:
 
     GROUPS["integrations"] = {
         "block_sparse_attention": Good(integration.block_sparse_attention, _tensors(_attention, "out", "dtype")),
-        "nsa": Good(integration.nsa, _tensors(_native, "out")),
+        "nsa": Good(integration.nsa, _tensors(good_nsa.native, "out")),
         "scaled_dot_product_attention": Good(integration.scaled_dot_product_attention, _torchs_own, names=("q", "k", "v", "causal")),
         "select_and_attend_prefill": Good(
             integration.select_and_attend_prefill,

@@ -9,18 +9,18 @@ import numpy as np
 
 from blitz_attn import nsa
 
-_SMALL = {"compress_block_size": 4, "num_selected_blocks": 3, "window_size": 5}
+from .good_nsa import SMALL
 
 
 def _filled(lens: list[int]) -> nsa.NsaCache:
-    cache = nsa.NsaCache(**_SMALL)
+    cache = nsa.NsaCache(**SMALL)
     tokens = np.ones((len(lens), 12, 1, 8), np.float32)
     cache.append(tokens, tokens, lens)
     return cache
 
 
 def _append(k: Any, v: Any, lens: Any = None) -> None:
-    nsa.NsaCache(**_SMALL).append(k, v, lens)
+    nsa.NsaCache(**SMALL).append(k, v, lens)
 
 
 def _crop(lens: Any) -> None:
@@ -36,7 +36,7 @@ def _attend(q: Any, *, gates: Any = None, out: Any = None) -> Any:
 
 
 def _made(a: Any, v: int) -> dict[str, Any]:
-    call: dict[str, Any] = {**_SMALL, "mode": ("paper", "mslk")[v & 1]}
+    call: dict[str, Any] = {**SMALL, "mode": ("paper", "mslk")[v & 1]}
     return call | ({"w_k_compress": a.floats(1, 8, 8), "num_threads": 2, "dtype": "float32", "window_size": 4} if v & 2 else {})
 
 

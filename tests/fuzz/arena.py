@@ -1,0 +1,48 @@
+"""The memory of a call's arrays, by which `bad_calls` tells what the call has written."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .arrays import CANARY
+
+SIZE = 1 << 16
+
+
+class Arena:
+    """Memory for the arrays of a call, filled with a canary, with gaps between them."""
+
+    def __init__(self, seed: int) -> None:
+        self.memory = np.full(SIZE, CANARY, np.uint8)
+        self.used = 64
+        self.seed = seed
+
+    def put(self, values: np.ndarray) -> np.ndarray:
+        """The values in the memory."""
+        end = self.used + values.nbytes
+        view = self.memory[self.used : end].view(values.dtype).reshape(values.shape)
+        view[...] = values
+        self.used = -(-end // 64) * 64 + 64
+        return view
+
+    def floats(self, *shape: int, dtype: str = "float32") -> np.ndarray:
+        count = int(np.prod(shape))
+        return self.put(_noise()[self.seed % 97 : self.seed % 97 + count].reshape(shape).astype(dtype))
+
+    def poisoned(self, *shape: int, dtype: str = "float32") -> np.ndarray:
+        return self.put(np.full(shape, np.nan if dtype.startswith("float") else 77, dtype))
+
+    def kept(self, *shape: int) -> np.ndarray:
+        """A mask that shows most."""
+        return self.put(_noise()[: int(np.prod(shape))].reshape(shape) > -1)
+
+    def integers(self, values: Any, dtype: str = "int32") -> np.ndarray:
+        return self.put(np.array(values, dtype))
+
+
+@cache
+def _noise() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(1 << 14)
