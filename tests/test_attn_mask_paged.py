@@ -244,6 +244,7 @@ def test_a_mask_of_one_axis_has_an_element_for_each_token(kv_split):
 # ---- Requests in chunks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split", [SIZE, 2 * SIZE, 4 * SIZE, 8 * SIZE])
 @pytest.mark.parametrize("rule", ["causal", "window", "ranges", "begins"])
 @pytest.mark.parametrize("name", PAGED_MASKS)

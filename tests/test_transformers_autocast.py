@@ -143,6 +143,7 @@ def test_a_cache_with_and_without_autocast():
 # ---- In a graph -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
 @pytest.mark.parametrize("around", [False, True], ids=["within", "around"])
@@ -165,6 +166,7 @@ def test_no_graph_break(implementation, low, around):
     assert not TOLD
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("grad", [False, True])
 def test_graphs_that_end(grad):
