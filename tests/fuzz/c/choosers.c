@@ -133,6 +133,7 @@ void fz_choose(void) {
     if (a.chooser == BA_CHOOSER_ANTIDIAGONAL && a.call.block_kv > 0 && a.call.block_kv % (a.pool_q ? a.pool_q : 1)) a.pool_q = a.pool_k = 1;
     if (a.chooser == BA_CHOOSER_VERTICAL_SLASH && !fz_unusual()) {
         a.pool_q = fz_range(1, 80);
+        fz_unseen(&a.call.kv_ranges);
         a.call.kv_ranges = (ba_tensor){0};
     }
     a.term = fz_unusual() ? (ba_chooser_term)fz_unusual_number() : (ba_chooser_term)fz_range(BA_TERM_MEAN, BA_TERM_BOTH);
