@@ -18,6 +18,8 @@ import numpy as np
 from . import _core
 from ._sentences import shown
 
+_core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has numbers where the mask says that there are none
+
 
 class Family(NamedTuple):
     """How results are made for one kind of input array."""

@@ -585,3 +585,5 @@ def test_the_core_says_what_it_misses():
         _core.kernels("portable", level="portable")
     with pytest.raises(TypeError, match="takes at most 0 arguments, got 1"):
         _core.isa_note(1)
+    with pytest.raises(TypeError, match="^masked: expected a type, got 3$"):
+        _core.refuse_masked(3)

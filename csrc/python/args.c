@@ -281,6 +281,8 @@ static int hold_dlpack(module_state *state, PyObject *object, arg_array *array, 
 static int hold_raw(module_state *state, PyObject *object, const char *name, arg_array *array, raw_array *raw) {
     memset(array, 0, sizeof *array);
     array->name = name;
+    if (state->masked != NULL && PyObject_TypeCheck(object, state->masked))
+        return fail(PyExc_TypeError, "%s: expected an array without a mask, got MaskedArray", name);
     if (!PyObject_CheckBuffer(object)) return hold_dlpack(state, object, array, raw);
     if (PyObject_GetBuffer(object, &array->view, PyBUF_RECORDS_RO) < 0) {
         array->view.obj = NULL; /* an exporter that fails may have left a dangling pointer here */
@@ -730,10 +732,7 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
         const char *row = ndim == 2 ? raw.data + i / columns * raw.strides[0] : raw.data;
         list->values[i] = read_element(&raw, row + i % columns * raw.strides[ndim - 1]);
     }
-    if (dims != NULL) {
-        dims[0] = rows;
-        dims[1] = columns;
-    }
+    if (dims != NULL) memcpy(dims, (const int64_t[]){rows, columns}, 2 * sizeof *dims);
     arg_release(&array);
     return status;
 }

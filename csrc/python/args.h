@@ -27,6 +27,7 @@ typedef struct module_state {
     PyObject *dlpack_method;                 /* "__dlpack__" */
     PyObject *dlpack_arguments;              /* (): no positional arguments */
     PyObject *dlpack_keywords;               /* {"max_version": (1, 0)} */
+    PyTypeObject *masked;                    /* the type of arrays with a mask, whose memory must not be read without it; NULL: not known */
     PyObject **names[MODULE_MOST_FUNCTIONS]; /* [function]: the interned names of its arguments; NULL: it has none */
 } module_state;
 

@@ -25,6 +25,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->dlpack_method);
     Py_VISIT(state->dlpack_arguments);
     Py_VISIT(state->dlpack_keywords);
+    Py_VISIT(state->masked);
     return 0;
 }
 
@@ -33,6 +34,7 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->dlpack_method);
     Py_CLEAR(state->dlpack_arguments);
     Py_CLEAR(state->dlpack_keywords);
+    Py_CLEAR(state->masked);
     for (int i = 0; i < CORE_COUNT; i++) arg_forget(state, i, arguments[i]);
     return 0;
 }

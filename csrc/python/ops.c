@@ -575,6 +575,17 @@ PyObject *py_read_flag(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     return PyBool_FromLong(value);
 }
 
+TAKES(refuse_masked, 1, "masked");
+PyObject *py_refuse_masked(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    SORT_ARGUMENTS(refuse_masked, 1);
+    if (!PyType_Check(values[0])) return PyErr_Format(PyExc_TypeError, "masked: expected a type, got %R", values[0]);
+    module_state *state = PyModule_GetState(module);
+    PyObject *const before = (PyObject *)state->masked;
+    state->masked = (PyTypeObject *)Py_NewRef(values[0]);
+    Py_XDECREF(before);
+    return Py_NewRef(Py_None);
+}
+
 /* ---- Threads and instruction sets -------------------------------------------------------------------------- */
 
 TAKES_NOTHING(get_num_threads);
