@@ -20,6 +20,14 @@ def dtype_of(dtype: Any) -> str | None:
     return name
 
 
+def leading(x: Any, name: str, dtype: str | None) -> tuple[np.ndarray, str]:
+    """View of the floating-point array whose dtype a call has, and the name of that dtype. `dtype` is what the caller says that it is."""
+    array, kind = floats(x, name, dtype)
+    if dtype is not None and kind != dtype:
+        raise TypeError(f"{name}: expected {dtype} as dtype says, got {kind}")
+    return array, kind
+
+
 def same_kind(x: Any, name: str, dtype: Any, kind: str, like: str, written: bool = False) -> np.ndarray:
     """View of a floating-point array that has dtype `kind`, as the array that is called `like` has."""
     array, own = floats(x, name, dtype, written)

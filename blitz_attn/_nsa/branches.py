@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import flag
-from .._floats import Result, floats, real_of
-from .arrays import check_rank, dtype_of, expect_shape, reals, same_kind
+from .._floats import Result, real_of
+from .arrays import check_rank, dtype_of, expect_shape, leading, reals, same_kind
 from .attend import Branch, Common, attend, attend_backward, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed
 from .rules import Rules, mode_of, number, scale_of, threads_of
@@ -40,7 +40,7 @@ def _arrays_of(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Common]:
     """Queries, keys, values, and what they have in common. `names`: the caller's, of the keys and the values."""
     dtype = dtype_of(dtype)
-    queries, kind = floats(q, "q", dtype)
+    queries, kind = leading(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
     for x, name in ((queries, "q"), (keys, names[0]), (values, names[1])):
         check_rank(x, name, packed)
@@ -159,7 +159,7 @@ def compressed_attention(
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._floats import floats, real_of
-from .arrays import Reals, dtype_of, same_kind, storage
+from .._floats import real_of
+from .arrays import Reals, dtype_of, leading, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed, check_weight, compress_into, compressed_shape
 from .gates import gates_as_reals, weight_of
@@ -124,10 +124,8 @@ def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
     )  # fmt: skip
     window, most_groups = window_and_groups(o.window_size, o.num_cmp_selected_blocks, rules)
     threads, dtype = threads_of(o.num_threads), dtype_of(o.dtype)
-    q, kind = floats(q, "q", dtype)
+    q, kind = leading(q, "q", dtype)
     k, v = (same_kind(x, name, dtype, kind, "q") for x, name in ((k, "k"), (v, "v")))
-    if dtype is not None and kind != dtype:
-        raise TypeError(f"q: expected {dtype} as dtype says, got {kind}")
     cu_seqlens = sums_of(o.cu_seqlens)
     _check_shapes(q, k, v, cu_seqlens is not None)
     sequences = _sequences(q, k, cu_seqlens, o, rules)

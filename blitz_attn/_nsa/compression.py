@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._floats import Result, floats, real_of
+from .._floats import Result, real_of
 from .._formats import widened
 from .._sentences import renamed
-from .arrays import Reals, check_rank, dtype_of, expect_shape, reals, round_into, rounded, same_kind, sums_for
+from .arrays import Reals, check_rank, dtype_of, expect_shape, leading, reals, round_into, rounded, same_kind, sums_for
 from .rules import number, threads_of
 from .sequences import Sequences, block_count, cuts, sums_of
 
@@ -87,7 +87,7 @@ def compress_kv(
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and no block spans two.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -131,7 +131,7 @@ def compress_kv(
     step = size if stride is None else number(stride, "stride")
     threads = threads_of(num_threads)
     dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
-    keys, kind = floats(k, "k", dtype)
+    keys, kind = leading(k, "k", dtype)
     values = same_kind(v, "v", dtype, kind, "k")
     packed = cu_seqlens is not None
     check_rank(keys, "k", packed)
@@ -234,7 +234,7 @@ def compress_kv_backward(
     dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
     packed = cu_seqlens is not None
     grads, weight_grads = [], []
-    kind = floats(k, "k", dtype)[1]
+    kind = leading(k, "k", dtype)[1]
     for dy_given, x_given, w_given, names in ((dk_cmp, k, w_k, ("dk_cmp", "k", "w_k")), (dv_cmp, v, w_v, ("dv_cmp", "v", "w_v"))):
         x = same_kind(x_given, names[1], dtype, kind, "k")
         dy = same_kind(dy_given, names[0], dtype, kind, "k")

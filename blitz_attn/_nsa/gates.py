@@ -9,7 +9,7 @@ import numpy as np
 from .. import _core
 from .._floats import Result, floats, real_of
 from .._formats import converted
-from .arrays import Reals, dtype_of, expect_shape, reals, rounded, same_kind
+from .arrays import Reals, dtype_of, expect_shape, leading, reals, rounded, same_kind
 from .rules import threads_of
 
 __all__ = ["compute_gates", "gate_and_combine", "gating_backward"]
@@ -46,7 +46,7 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     gate_proj_weight : array, optional
         ``(H, 3, D)``, any of these dtypes (float64 only with float64). Default: every gate is 1/3.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`.
 
@@ -69,7 +69,7 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     """
     threads = threads_of(num_threads)
     dtype = dtype_of(dtype)
-    queries, kind = floats(q, "q", dtype)
+    queries, kind = leading(q, "q", dtype)
     _leading(queries, "q", "D")
     weight, _ = weight_of(gate_proj_weight, queries, dtype, kind)
     result = Result((*queries.shape[:-1], 3), real_of(kind), q)
@@ -88,7 +88,7 @@ def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) ->
 
 
 def _branches(o_cmp: Any, o_slc: Any, o_win: Any, dtype: Any) -> tuple[list[np.ndarray], str]:
-    first, kind = floats(o_cmp, "o_cmp", dtype)
+    first, kind = leading(o_cmp, "o_cmp", dtype)
     _leading(first, "o_cmp", "Dv")
     others = [same_kind(x, name, dtype, kind, "o_cmp") for x, name in ((o_slc, "o_slc"), (o_win, "o_win"))]
     for x, name in zip(others, ("o_slc", "o_win"), strict=True):
@@ -106,7 +106,7 @@ def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: A
     gates : array
         ``(..., H, 3)``, any of these dtypes.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`.
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays, _core
-from .._floats import floats, real_of
+from .._floats import real_of
 from .._sentences import shown
-from .arrays import check_rank, dtype_of, expect_shape, reals, same_kind, storage
+from .arrays import check_rank, dtype_of, expect_shape, leading, reals, same_kind, storage
 from .attend import Common, attend, compressed_branch
 from .compression import check_compressed
 from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
@@ -90,7 +90,7 @@ def score_and_select_blocks(
     tokens, cu_seqlens_q
         Where `q` has only the last tokens of the sequences, see `compressed_attention`. In mslk mode they begin where a tile begins.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -124,7 +124,7 @@ def score_and_select_blocks(
     )
     threads = threads_of(num_threads)
     dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
-    queries, kind = floats(q, "q", dtype)
+    queries, kind = leading(q, "q", dtype)
     keys = same_kind(k_cmp, "k_cmp", dtype, kind, "q")
     packed = cu_seqlens is not None
     check_rank(queries, "q", packed)

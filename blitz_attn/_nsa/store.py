@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._floats import floats
-from .arrays import Reals, check_rank, same_kind, storage
+from .arrays import Reals, check_rank, leading, same_kind, storage
 from .compression import check_weight, compress_into
 from .rules import Rules
 from .sequences import Sequences, block_count, lengths_within
@@ -119,7 +118,7 @@ class Store:
 
     def _checked(self, k: Any, v: Any, lens: Any) -> tuple[list[np.ndarray], np.ndarray]:
         """The new tokens, and how many of them each sequence gets. The first ones say what the store holds."""
-        keys, kind = floats(k, "k", self.dtype)
+        keys, kind = leading(k, "k", self.dtype)
         values = same_kind(v, "v", self.dtype, kind, "k")
         for x, name in ((keys, "k"), (values, "v")):
             check_rank(x, name, False)
