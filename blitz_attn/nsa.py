@@ -518,7 +518,7 @@ class NsaCache:
         ----------
         q : array
             ``(B, N, H, D)``: the queries of the N tokens that were appended last, or of fewer or of more of them. No sequence may have
-            fewer than N tokens.
+            fewer than N tokens. Without sequences, N may be any number.
         gates, out
             As in `nsa`.
 
@@ -543,7 +543,8 @@ class NsaCache:
         (2, 1, 4, 8)
         """
         store = self._store
-        held = store.held
+        shape = _arrays.shape_of(q)
+        held = store.held(shape[1] if len(shape) == 4 else 0)
         if not held:
             raise ValueError("q: expected tokens appended before the first queries, got none")
         k, v, *compressed = held

@@ -65,9 +65,9 @@ def test_the_cache_copies_only_when_it_is_full():
     cache, places = nsa.NsaCache(**PAPER), []
     for n in range(300):
         cache.append(k[:, n : n + 1], v[:, n : n + 1])
-        places.append(cache._store.held[0].__array_interface__["data"][0])
+        places.append(cache._store.held(0)[0].__array_interface__["data"][0])
     assert 1 + np.count_nonzero(np.diff(places)) <= 4  # 64, 128, 256, 512
-    np.testing.assert_array_equal(cache._store.held[0], k)
+    np.testing.assert_array_equal(cache._store.held(0)[0], k)
 
 
 def test_the_cache_takes_what_nsa_takes():
@@ -100,7 +100,7 @@ def test_rejected_tokens_leave_no_trace(dtype):
         drafted.crop(begin + 2 if begin % 4 else [begin + 2] * 2)
         plain.append(k[:, new], v[:, new])
         assert drafted.lens.tolist() == [begin + 2] * 2
-        assert all(same_bits(*pair) for pair in zip(drafted._store.held, plain._store.held, strict=True))
+        assert all(same_bits(*pair) for pair in zip(drafted._store.held(0), plain._store.held(0), strict=True))
         assert same_bits(drafted.attend(q[:, new]), plain.attend(q[:, new]))
 
 
@@ -190,10 +190,10 @@ def test_sequences_that_stay_are_not_copied():
     _, k, v, _ = problem(30, 2, 1, 8, batch=3)
     cache = nsa.NsaCache(**PAPER)
     cache.append(k, v)
-    place = cache._store.held[0].__array_interface__["data"][0]
+    place = cache._store.held(0)[0].__array_interface__["data"][0]
     cache.reorder([0, 0, 2])
-    assert cache._store.held[0].__array_interface__["data"][0] == place
-    np.testing.assert_array_equal(cache._store.held[0], k[[0, 0, 2]])
+    assert cache._store.held(0)[0].__array_interface__["data"][0] == place
+    np.testing.assert_array_equal(cache._store.held(0)[0], k[[0, 0, 2]])
 
 
 # ---- Bad input ------------------------------------------------------------------------------------------------------------
@@ -283,3 +283,22 @@ def test_a_cache_may_lose_all_of_its_tokens_and_sequences():
     cache.reorder([])
     cache.append(K[:0], V[:0])
     assert cache.lens.tolist() == []
+
+
+@pytest.mark.parametrize("mode", ["paper", "mslk"])
+@pytest.mark.parametrize("queries", [0, 1, 5, 9, 200])
+def test_no_sequence_of_an_empty_cache_is_too_short(queries, mode):
+    cache, k = nsa.NsaCache(compress_block_size=2, mode=mode), np.ones((2, 5, 1, 8), np.float32)
+    cache.append(k, k[..., :4], [5, 3])
+    cache.reorder([])
+    q = np.ones((0, queries, 2, 8), np.float32)
+    assert cache.attend(q, gates=np.ones((0, queries, 2, 3), np.float32)).shape == (0, queries, 2, 4)
+    out = np.empty((0, queries, 2, 4), np.float32)
+    assert cache.attend(q, out=out) is out
+    cache.append(k[:0], k[:0, ..., :4])  # the cache goes on, without sequences
+    assert cache.attend(q).shape == (0, queries, 2, 4)
+    assert cache.lens.tolist() == []
+    with pytest.raises(ValueError, match=r"^k: expected shape \(B, N, H, D\) with Hkv heads, else like q \(1, 2, 2, 8\), got \(0, 2, 1, 8\)$"):
+        cache.attend(np.ones((1, 2, 2, 8), np.float32))
+    with pytest.raises(ValueError, match=r"^k: expected at least the 1099511627776 tokens of q, got \(0, 1073741824, 1, 8\)$"):
+        cache.attend(np.ones((0, 1 << 40, 2, 8), np.float32))

@@ -12,6 +12,7 @@ from .compression import check_weight, compress_into
 from .rules import Rules
 from .sequences import Sequences, block_count, lengths_within
 
+MOST = 1 << 30  # more queries than a call takes
 LEAST = 64  # tokens that a store has room for from the first one on
 
 
@@ -31,10 +32,13 @@ class Store:
         """Tokens of each sequence; None where all have as many."""
         return None if self._even else self.lens
 
-    @property
-    def held(self) -> list[np.ndarray]:
-        """Keys, values and their compressed blocks, up to the last of the longest sequence; nothing before the first tokens."""
-        longest = self._longest
+    def held(self, queries: int) -> list[np.ndarray]:
+        """Keys, values and their compressed blocks, up to the last of the longest sequence; nothing before the first tokens.
+
+        Where there are no sequences, none has fewer tokens than `queries`, and the arrays have as many.
+        """
+        longest = self._longest if len(self.lens) else min(queries, MOST)
+        self._make_room(longest)
         return [x[:, :n] for x, n in zip(self._room, 2 * [longest] + 2 * [self._blocks(longest)], strict=False)]
 
     @property
@@ -107,7 +111,7 @@ class Store:
             compress_into(x[some, tokens], weight.array, into, self.kind, rules.size, rules.stride, alone, self.threads, names)
 
     def _make_room(self, tokens: int) -> None:
-        have = self._room[0].shape[1]
+        have = self._room[0].shape[1] if self._room else tokens
         if tokens <= have:
             return
         room, longest = max(LEAST, tokens, 2 * have), self._longest
