@@ -94,10 +94,11 @@ class Listed(NamedTuple):
     def refuse_missing(self, pages: ndarray, counted: bool) -> None:
         """Refuses blocks that a request of so many pages does not have, by the core's sentence. `counted`: no pad is among them."""
         for i in ((self.block < 0) | (self.block >= pages[self.request])).nonzero()[0]:
-            last = pages[self.request[i]] - 1
-            raise ValueError(
-                f"selected: expected pages from 0 to {last}{'' if counted else ', or a pad'}, got {self.block[i]} at {self._at(i)}"
-            )
+            request = self.request[i]
+            expected = f"pages from 0 to {pages[request] - 1}{'' if counted else ', or a pad'}"
+            if pages[request] == 0:
+                expected = f"no page, since request {request} has no tokens"
+            raise ValueError(f"selected: expected {expected}, got {self.block[i]} at {self._at(i)}")
 
     def _at(self, i: int) -> list[int]:
         return [int(x[i]) for x in (self.request, self.head, self.place)]
