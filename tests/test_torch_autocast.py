@@ -145,6 +145,22 @@ def test_chosen_blocks(low):
 
 
 @pytest.mark.parametrize("low", LOW, ids=str)
+def test_masks_over_chosen_blocks(low):
+    """A mask of numbers is cast, sinks and slopes are not: as for attention over given blocks."""
+    given, options = tensors(), {"density": 0.5, "block_shape": (8, 8)}
+    mask, slopes, sinks = 60 + torch.randn(4, 37, 37), 0.5 + torch.rand(4) / 3, torch.randn(4)
+    with torch.autocast("cpu", dtype=low):
+        out = functions.select_and_attend_prefill(*given, attn_mask=mask, alibi_slopes=slopes, sinks=sinks, **options)
+    lowered = [x.to(low) for x in given]
+    for cast, same in ((mask.to(low), True), (mask, False)):
+        expected = functions.select_and_attend_prefill(*lowered, attn_mask=cast, alibi_slopes=slopes, sinks=sinks, **options)
+        assert out.dtype == low
+        assert torch.equal(out, expected) == same
+    rounded = functions.select_and_attend_prefill(*lowered, attn_mask=mask.to(low), alibi_slopes=slopes.to(low), sinks=sinks, **options)
+    assert not torch.equal(out, rounded)
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_caches_are_not_cast(low, cache_dtype, q_dtype):

@@ -81,6 +81,8 @@ def test_opcheck_of_chosen_blocks(layout):
     if layout == "BNSD":
         runs = torch.stack([torch.arange(31) // 8 * 8, torch.arange(31) + 6], dim=-1)
         torch.library.opcheck(operators.select_and_attend_prefill.default, (*given, *[None] * 4, runs), options)
+        more = torch.randn(2, 1, 31, 37), torch.rand(4), torch.randn(4)
+        torch.library.opcheck(operators.select_and_attend_prefill.default, (*given, *[None] * 5, *more), options | {"softcap": 2.0})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -466,6 +468,40 @@ def test_blocks_are_chosen_among_runs_of_keys(chooser):
     assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(*given, runs), expected)
 
 
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_over_chosen_blocks_takes_masks_slopes_sinks_and_a_softcap(layout, dtype):
+    """As the library's own function, to the bit; each changes the result, and all of them at once."""
+    torch.manual_seed(8)
+    given = tensors(layout, dtype)
+    lengths, options = of_layout(layout)
+    options |= dict(zip(("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv"), lengths, strict=True))
+    options |= {"causal": True, "density": 0.5, "block_shape": (8, 8), "return_lse": True}
+    sizes = (49, 40) if layout == "TND" else (31, 37)
+    mask = torch.randn(2, 4, *sizes).masked_fill(torch.rand(2, 1, *sizes) < 0.3, -torch.inf).to(dtype)
+    every = {"attn_mask": mask, "alibi_slopes": torch.rand(4), "sinks": torch.randn(4), "softcap": 0.7}
+    plain = functions.select_and_attend_prefill(*given, **options)
+    for more in (*({name: x} for name, x in every.items()), every):
+        expected = blitz_attn.select_and_attend_prefill(*given, **options, **more)
+        assert not torch.equal(expected[1], plain[1])
+        arrays = {name: x.numpy() if name == "attn_mask" and dtype != torch.bfloat16 else x for name, x in more.items()}
+        arrays |= {name: x.tolist() for name, x in more.items() if name in ("alibi_slopes", "sinks")}
+        for way in (more, arrays):
+            assert all(map(torch.equal, functions.select_and_attend_prefill(*given, **options, **way), expected))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_masks_slopes_sinks_and_a_softcap_over_chosen_blocks_compile(backend):
+    def run(q, k, v, mask, slopes, sinks):
+        more = {"attn_mask": mask, "alibi_slopes": slopes, "sinks": sinks, "softcap": 0.7}
+        return functions.select_and_attend_prefill(q, k, v, density=0.5, block_shape=(8, 8), **more)
+
+    torch.manual_seed(9)
+    given = *tensors(), torch.randn(31, 37), torch.rand(4), torch.randn(4)
+    assert torch.equal(torch.compile(run, backend=backend, fullgraph=True)(*given), run(*given))
+
+
 # ---- What is refused ----------------------------------------------------------------------------------------------------------------
 
 
@@ -527,6 +563,12 @@ def test_bad_calls(change, error, sentence):
         ({"chooser": 3}, TypeError, "chooser: expected Pooled, .*, got int"),
         ({"chooser": Pooled(7)}, ValueError, "pool"),
         ({"chooser": Pooled(8, "median")}, ValueError, "term: expected one of both, mean, bound, got 'median'"),
+        ({"softcap": "x"}, TypeError, "softcap: expected a number, got str$"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected "),
+        ({"sinks": [1.0]}, ValueError, r"sinks: expected shape \(4,\), one number per head, got \(1,\)$"),
+        ({"alibi_slopes": "x"}, TypeError, "alibi_slopes: expected numbers, got str$"),
+        ({"attn_mask": torch.ones(31, 36, dtype=torch.bool)}, ValueError, r"attn_mask: expected shape .*, got \(31, 36\)$"),
+        ({"attn_mask": [[True]]}, TypeError, "attn_mask: expected an array, got list$"),
     ],
 )
 def test_bad_choosers(change, error, sentence):
@@ -542,7 +584,16 @@ def test_no_gradient(name):
         out = functions.paged_attention(q.requires_grad_(), *rest)
     else:
         out = functions.select_and_attend_prefill(*tensors(grad=True), density=0.5, block_shape=(8, 8))
-    with pytest.raises(RuntimeError, match=f"^{name}: expected a call under torch.no_grad\\(\\), got a request for its gradient, which it does not have"):
+    sentence = f"^{name}: expected a call under torch.no_grad\\(\\), got a request for its gradient, which it does not have"
+    with pytest.raises(RuntimeError, match=sentence):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "alibi_slopes", "sinks"])
+def test_no_gradient_beside_chosen_blocks(name):
+    x = torch.zeros((31, 37) if name == "attn_mask" else 4, requires_grad=True)
+    out = functions.select_and_attend_prefill(*tensors(), density=0.5, block_shape=(8, 8), **{name: x})
+    with pytest.raises(RuntimeError, match=r"^select_and_attend_prefill: expected a call under torch.no_grad\(\), got a request for its gradient"):
         out.sum().backward()
 
 

@@ -635,10 +635,7 @@ if HAS_TORCH:
         "scaled_dot_product_attention": Good(integration.scaled_dot_product_attention, _torchs_own, names=("q", "k", "v", "causal")),
         "select_and_attend_prefill": Good(
             integration.select_and_attend_prefill,
-            _tensors(
-                _choice_and_attention, "out", "dtype", "return_sabi", "q_begin", "q_total", "out_dtype", "attn_mask", "alibi_slopes", "sinks",
-                "softcap",
-            ),
+            _tensors(_choice_and_attention, "out", "dtype", "return_sabi", "q_begin", "q_total", "out_dtype"),
             names=_CHOICE,
         ),
         "paged_attention": Good(

@@ -374,6 +374,10 @@ def select_and_attend_prefill(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
     sink: int = 1,
     recent: int = 2,
     last_columns: int = 0,
@@ -395,6 +399,9 @@ def select_and_attend_prefill(
         See `blitz_attn.block_sparse_attention`.
     kv_ranges : torch.Tensor or array of int, optional
         A run of keys for each query: see `blitz_attn.select_blocks_prefill`. Under `torch.compile`, a tensor.
+    attn_mask, alibi_slopes, sinks, softcap
+        What attention adds to the scores or makes of them: see `block_sparse_attention`. They have no gradient here. The blocks are chosen
+        as without these. Under `torch.compile`, `attn_mask` is a tensor.
     return_lse : bool
         Also return the log-sum-exp.
     num_threads : int, optional
@@ -429,7 +436,8 @@ def select_and_attend_prefill(
     )
     out, lse = operators.call(
         "select_and_attend_prefill", q, k, v, **rules,
-        kv_ranges=ranges_of(kv_ranges),
+        kv_ranges=ranges_of(kv_ranges), attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=numbers_of(alibi_slopes, "alibi_slopes"),
+        sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"),
         chooser=operators.chooser_text(chooser),
         density=numbers_list_of(density, "density"),
         top_p=numbers_list_of(top_p, "top_p"),

@@ -37,9 +37,10 @@ SCHEMAS = {
     "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
         Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, {_PAIRS}, *, {_RULES}, float? softcap=None,
         bool reads_mask=False, int? q_begin=None, bool bias_grads=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
-    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, Tensor? kv_ranges=None, *, {_RULES},
-        str chooser="pooled", float[]? density=None, float[]? top_p=None, float[]? threshold=None, int[]? top_k=None, int? sink=1,
-        int? recent=2, int? last_columns=0, int? first_rows=0, int? last_rows=0, bool per_kv_head=False) -> (Tensor, Tensor)""",
+    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_PAIRS}, Tensor? sinks=None, *, {_RULES},
+        float? softcap=None, str chooser="pooled", float[]? density=None, float[]? top_p=None, float[]? threshold=None, int[]? top_k=None,
+        int? sink=1, int? recent=2, int? last_columns=0, int? first_rows=0, int? last_rows=0,
+        bool per_kv_head=False) -> (Tensor, Tensor)""",
     "paged_attention": f"""(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
         Tensor? last_page_len=None, Tensor? selected=None, Tensor? counts=None, Tensor? sinks=None, Tensor? k_scale=None,
         Tensor? v_scale=None, Tensor? q_lens=None, {_PAIRS}, *, float? scale=None, str kv_layout="NHD", int? window=None,
@@ -64,7 +65,7 @@ def chooser_text(chooser: Any) -> str:
 
 
 def _named(given: tuple[Any, ...]) -> dict[str, Any]:
-    """What comes after the list, by name: the dispatcher leaves out the last ones where they are None."""
+    """What comes after q, k, v and a list, by name: the dispatcher leaves out the last ones where they are None."""
     return dict(zip((*_LENGTHS, *_SHOWN, "sinks"), given, strict=False))
 
 
@@ -160,10 +161,18 @@ def _paged_shapes(q: Any, k_cache: Any, v_cache: Any, *rest: Any, **options: Any
 # ---- Under torch.autocast -----------------------------------------------------------------------------------------
 
 
-def _cast_attention(given: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
-    """As torch casts for its own attention: queries, keys, values, and a mask of numbers. Sinks and slopes are read as float32."""
-    mask = 4 + len(_LENGTHS) + _SHOWN.index("attn_mask")
+def _cast_attention(given: tuple[Any, ...], dtype: Any, arrays: int = 4) -> tuple[Any, ...]:
+    """As torch casts for its own attention: queries, keys, values, and a mask of numbers. Sinks and slopes are read as float32.
+
+    `arrays`: how many come before the lengths, which are q, k, v and perhaps a list.
+    """
+    mask = arrays + len(_LENGTHS) + _SHOWN.index("attn_mask")
     return tuple(lowered(x, dtype) if n < 3 or n == mask else x for n, x in enumerate(given))
+
+
+def _cast_choice(given: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """The same where blocks are chosen, and no list is given."""
+    return _cast_attention(given, dtype, 3)
 
 
 def _cast_queries(given: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
@@ -252,7 +261,7 @@ def _register() -> Any:
     for name, shapes, keep, gradient, cast in (
         (attention, _attend_shapes, _keep, _gradients, _cast_attention),
         ("block_sparse_attention_backward", _attend_backward_shapes, _nothing, _refuse(no_second(attention)), None),
-        ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists), _cast_attention),
+        ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists), _cast_choice),
         ("paged_attention", _paged_shapes, _nothing, _without("paged_attention", ""), _cast_queries),
     ):
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
