@@ -49,23 +49,13 @@ def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
 _FARTHEST = 2**30 - 1  # token number
 
 
-def query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
-    """int64 numbers of queries, which are among the tokens of their request."""
-    lengths = _arrays.integers(q_lens, "q_lens")
-    if lengths.shape != seq_lens.shape:
-        raise ValueError(f"q_lens: expected {len(seq_lens)} entries, one per request, got shape {lengths.shape}")
-    for b in ((lengths < 0) | (lengths > seq_lens)).nonzero()[0]:
-        raise ValueError(f"q_lens: expected 0 to seq_lens[{b}] = {seq_lens[b]}, got {lengths[b]} at [{b}]")
-    return lengths
-
-
 def sinks_of(sinks: Any, heads: int) -> ndarray | None:
     """float32 sinks, one per query head."""
     if sinks is None:
         return None
     numbers = _arrays.float32_numbers(sinks, "sinks")
     if numbers.shape != (heads,):
-        raise ValueError(f"sinks: expected shape ({heads},), one number per query head, got {numbers.shape}")
+        raise ValueError(f"sinks: expected shape ({heads},), one number per head, got {numbers.shape}")
     return numbers
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from .. import _arrays
+from .. import _arrays, _core
 from .._floats import Result, attention_results, real_of, written
 from .._paged_call import Rules, attend_requests, open_requests
-from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, query_lengths, sinks_of
+from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, sinks_of
 from .._state_tree import Merges, ranges, rounded, with_sinks
 from . import _tree
 from ._comm import Agreement, communicator
@@ -19,6 +19,7 @@ from ._comm import Agreement, communicator
 __all__ = ["DecodePlan", "decode_context_parallel_attention"]
 
 KV_SPLIT = 1024  # tokens per chunk
+_MOST_TOKENS = 2**30 - 1  # of a request that the core takes, and so of its queries; more of them may lie on all ranks together
 _CALL = "decode_context_parallel_attention"
 
 
@@ -134,6 +135,14 @@ def _multiple(x: Any, name: str, of: int, whose: str) -> int:
     return value
 
 
+def _query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
+    """int64 numbers of queries, which the core checks: the tables of a rank are not whole, so it gets others, of one page per request."""
+    lengths = np.minimum(seq_lens, _MOST_TOKENS)
+    tables, size = np.zeros((len(lengths), 1), np.int32), int(lengths.max(initial=1))
+    opened = open_requests(tables, lengths, None, None, q_lens, None, size)[0]
+    return np.asarray(_core.page_table_lengths(opened[0])[1], np.int64)
+
+
 # ---- The plan -----------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +246,7 @@ class DecodePlan:
             self.page_size: int = shards.page_size
             self.seq_lens: ndarray = shards.lengths
             self._one_query = q_lens is None
-            self._queries = np.ones(self.batch, np.int64) if q_lens is None else query_lengths(q_lens, shards.lengths)
+            self._queries = np.ones(self.batch, np.int64) if q_lens is None else _query_lengths(q_lens, shards.lengths)
             self._window = None if window is None else _arrays.integer(window, "window")
             if self._window == -1:  # as no window
                 self._window = None

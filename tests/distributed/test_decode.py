@@ -1,5 +1,7 @@
 """Decoding over a cache that ranks share: the bits of one process, one error on all ranks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -141,7 +143,15 @@ BAD = {
     "window": (lambda r: {"window": -2}, "ValueError: window: "),
     "window of one rank": (lambda r: {"window": 5 + r}, "ValueError: window: expected the same on all ranks, got 5 on rank 0 and 6 on rank 1"),
     "layout": (lambda r: {"kv_layout": "HNS"}, "ValueError: kv_layout: expected 'NHD' or 'HND', got 'HNS'"),
-    "sinks": (lambda r: {"sinks": np.ones(5)} if r == 0 else {"sinks": np.ones(4)}, "ValueError: sinks: expected shape (4,), one number per query head, got (5,) (on rank 0)"),
+    "sinks": (lambda r: {"sinks": np.ones(5)} if r == 0 else {"sinks": np.ones(4)}, "ValueError: sinks: expected shape (4,), one number per head, got (5,) (on rank 0)"),
+    "number of q_lens": (lambda r: {"q_lens": [1]}, "ValueError: q_lens: expected 2 entries, one per request, got 1"),
+    "axes of q_lens": (lambda r: {"q_lens": np.ones((2, 1), int)}, "ValueError: q_lens: expected 1 dimension, got 2"),
+    "kind of q_lens": (lambda r: {"q_lens": 1}, "TypeError: q_lens: expected a sequence of integers, got int"),
+    "masked q_lens": (lambda r: {"q_lens": np.ma.array([1, 1])}, "TypeError: q_lens: expected an array without a mask, got MaskedArray"),
+    "negative q_lens": (lambda r: {"q_lens": [1, -1]}, "ValueError: q_lens: expected 0 to seq_lens[1] = 33, got -1 at [1]"),
+    "more queries than tokens": (lambda r: {"q_lens": [1, 34]}, "ValueError: q_lens: expected 0 to seq_lens[1] = 33, got 34 at [1]"),
+    "q_lens of one rank": (lambda r: {"q_lens": [1, 34 if r else 1]}, "ValueError: q_lens: expected 0 to seq_lens[1] = 33, got 34 at [1] (on rank 1)"),
+    "kind of sinks": (lambda r: {"sinks": "x"}, "TypeError: sinks: expected numbers, got str"),
     "axes of the cache": (lambda r: {"k_cache": np.ones((2, 16, 32), np.float32)} if r == 1 else {}, "ValueError: k_cache: expected shape (pages, page_size, Hkv, D), got (2, 16, 32) (on rank 1)"),
     "selected": (lambda r: {"selected": np.full((2, 2, 1), 9, np.int32)}, "ValueError: selected: expected pages from 0 to 4, or a pad, got 9 at [0, 0, 0]"),
     "selected twice": (lambda r: {"selected": np.array([[[0, 4, 1, 4]] * 2, [[2, 1, -1, -1]] * 2])},
@@ -196,6 +206,25 @@ def test_bad_input_raises_the_same_on_all_ranks(name):
     assert texts[0] == texts[1]
     assert texts[0] is not None
     assert texts[0].startswith(sentence), texts[0]
+
+
+@pytest.mark.parametrize("bad", [{"q_lens": [1]}, {"q_lens": [[1], [1]]}, {"q_lens": np.ones((2, 1), int)}, {"q_lens": "11"}, {"q_lens": [1, 1.5]},
+                                 {"q_lens": [1, -1]}, {"q_lens": [1, 34]}, {"q_lens": [2**62, 1]}, {"sinks": np.ones(5)}, {"sinks": np.ones((1, 4))}])
+def test_the_sentence_is_that_of_one_process(bad):
+    p = testing.make_paged(2, 4, 2, [70, 33], 16, 32)
+    texts = []
+    for call in (blitz_attn.paged_attention, partial(decode_context_parallel_attention, comm=Alone())):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(*p.arrays, **bad, kv_split=32)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def test_queries_of_requests_longer_than_one_process_takes():
+    """No rank has so many tokens, but all of them together do; -1 stands for pages of other ranks."""
+    lens, size = [2**31, 40], 2**25
+    plan = DecodePlan(np.zeros((2, 64), np.int32), lens, page_size=size, comm=Alone(), kv_split=size, q_lens=[3, 2])
+    assert plan.num_queries == 5
 
 
 # ---- Selection ----------------------------------------------------------------------------------------------------
