@@ -51,8 +51,8 @@ class Chunks:
     """
 
     def __init__(self, opened: Any, requests: Any, block_tables: Any, page_size: Any, kv_split: Any, one_query: bool, q_begin: Any) -> None:
-        """`opened`: what `open_requests` gives for these tables; `requests`: what the core shall check in each call, these or the caller's
-        own arguments, to which its sentences refer. `one_query`: there is no q_lens."""
+        """`opened`: what `open_requests` gives for these tables; `requests`: what each call gives the core to check: the opened tables,
+        or the caller's own arguments, where sentences shall name these. `one_query`: there is no q_lens."""
         self.requests, size = requests, _arrays.integer(page_size, "page_size")
         lengths, rows = (np.asarray(x, np.int64) for x in _core.page_table_lengths(opened[0]))
         tables = Tables(block_tables)

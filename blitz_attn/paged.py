@@ -317,6 +317,7 @@ def quantize_kv(x: Any, kv_dtype: Any, *, dtype: Any = None) -> tuple[ndarray, n
         `x` is not an array of floats, or not of `dtype`.
     ValueError
         `kv_dtype` names another format, `x` has a NaN, an infinity or a number too large for a float32 scale, or D is above ``2**24``.
+        The sentence says where such a number is; it counts rows over all axes but the last.
 
     Notes
     -----

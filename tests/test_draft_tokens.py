@@ -135,8 +135,31 @@ def test_values_reach_only_the_queries_that_see_them(dtype, bad, isa_level):
     assert not np.isfinite(testing.to_float64(got[0], dtype)[:, :, 1:, 7]).any()
 
 
-def test_reference_and_twin_agree():
-    """The reference takes a tree's mask as the operation does."""
+def test_a_slice_of_sixteen_queries_has_the_bits_of_the_whole(isa_level):
+    """At every level so many queries take turns; some of the entries are padding, and one has so many queries that panels attend it."""
+    q, k, v = testing.make_qkv(3, 4, 1, 40, 1500, 32, 40, dtype="float32")
+    options = {"q_lens": [4, 40, 3], "kv_lens": [1400, 1500, 1024], "causal": True}
+    whole = attend(q, k, v, **options)
+    check(q, k, v, **options)
+    for entry, (rows, keys) in enumerate(zip(options["q_lens"], options["kv_lens"], strict=True)):
+        one = attend(*(x[entry : entry + 1, :, :n] for x, n in ((q, rows), (k, keys), (v, keys))), causal=True)
+        same(one, [np.ascontiguousarray(x[entry : entry + 1, :, :rows]) for x in whole])
+    part = attend(np.ascontiguousarray(q[:1, :, 1:3]), k[:1], v[:1], causal=True, kv_lens=[1400], q_begin=1397, q_total=4)
+    same(part, [np.ascontiguousarray(x[:1, :, 1:3]) for x in whole])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chunk_of_a_prompt_has_the_bits_of_one_thread(dtype, isa_level):
+    """Where all tiles take the same time, items of several threads have several tiles, too."""
+    case = testing.make_paged(1, 16, 4, [1700], 32, 32, 32, dtype, dtype, q_lens=[128])
+    expected = attend_paged(case, num_threads=1)
+    for threads in (2, 4):
+        same(attend_paged(case, num_threads=threads), expected)
+    check_paged(case)
+
+
+def test_the_reference_of_a_tree():
+    """In the reference, a token of a tree gets what it gets in a cache without its siblings."""
     case = testing.make_paged(1, 4, 2, [90], 16, 16, 16, "float64", "float64", q_lens=[4])
     mask = np.ones((1, 1, 4, 90), bool)
     mask[0, 0, :, 86:] = np.eye(4, dtype=bool)

@@ -244,6 +244,7 @@ def test_the_cache_refuses(error, text, given):
     ("error", "text", "call"),
     [
         (ValueError, "lens: expected at least 0 tokens, got -3", lambda cache: cache.crop(-3)),
+        (TypeError, "lens: expected integers, got bool", lambda cache: cache.crop(True)),
         (TypeError, "lens: expected integers, got float64", lambda cache: cache.crop(2.5)),
         (TypeError, "lens: expected integers, got NoneType", lambda cache: cache.crop(None)),
         (ValueError, "lens: expected one number per sequence, (2,), got (1,)", lambda cache: cache.crop([3])),

@@ -69,7 +69,7 @@ class Store:
 
     def crop(self, lens: Any) -> None:
         """Each sequence keeps its first tokens, and the blocks that lie in them. What is appended next is written over the others."""
-        if isinstance(lens, (int, np.integer)):
+        if isinstance(lens, (int, np.integer)) and not isinstance(lens, bool):
             most = _arrays.integer(lens, "lens")
             if most < 0:
                 raise ValueError(f"lens: expected at least 0 tokens, got {most}")

@@ -37,14 +37,12 @@
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
  *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan.h). Routed list rows
- *                    of so few queries go to the row kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and read K and V in place
- *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
- *     unit           the rows of K that a few kernel scores together, for one head and one set
- *     row kernel     attends any number of queries that have just this one chunk in common: each query stays a row, and no panel is packed
- *     state          m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
- *     reference      m: what is subtracted from scores, so that weights neither overflow nor all vanish
- *     weight         exp2(score - m): what a value is multiplied with
- *     slope          scale * dS: what a row of Q or K is multiplied with in gradients, as a value is multiplied with a weight
+ *                    of at most BA_FEW_QUERIES queries go to the row kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and read K and
+ * V in place set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for unit the rows of
+ * K that a few kernel scores together, for one head and one set row kernel     attends any number of queries that have just this one chunk in common:
+ * each query stays a row, and no panel is packed state          m, l and o of a query: the reference, the sum of weights, and the sum of weighted
+ * values reference      m: what is subtracted from scores, so that weights neither overflow nor all vanish weight         exp2(score - m): what a
+ * value is multiplied with slope          scale * dS: what a row of Q or K is multiplied with in gradients, as a value is multiplied with a weight
  *
  * Keys:
  *     block          of a list: the block_q queries by block_kv keys that one entry of the index list keeps. A block row is block_q queries, a block
@@ -555,8 +553,9 @@ typedef struct ba_request_tuning {
 
 /* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
-    int64_t queries;   /* the most queries of a KV head of a few call, tokens times heads. Beyond BA_FEW_QUERIES they take turns at each chunk */
-    int64_t part_keys; /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
+    int64_t queries;         /* the most queries of a KV head, tokens times heads, of a batch entry that few kernels attend. More than BA_FEW_QUERIES
+                                take turns at each chunk */
+    int64_t part_keys;       /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
     int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
     int64_t keys;            /* keys of a chunk, where several heads are attended side by side */
     int64_t bytes;           /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */
@@ -587,7 +586,7 @@ typedef struct ba_tuning {
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
                                              use the vector family. 0: it always pays */
     ba_few_tuning few;                    /* few calls */
-    ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
+    ba_few_tuning own_few;                /* few calls that the level's own few.attend runs (few_least_heads); keys 0: as `few` */
 } ba_tuning;
 
 /* The block of a level. A family is tuned by that of its own level, also where a higher level uses it; few calls, and gradients that are not computed

@@ -187,6 +187,19 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .into_l2 = {.followed_queries = 0, .distances = {16 << 10}},
                     .into_l1 = {.followed_queries = 0, .distances = {8 << 10, 12 << 10, 16 << 10}},
                 },
+            /* bfloat16: its panels multiply pairs, and overtake queries that take turns sooner than other panels do. */
+            .own_few =
+                {
+                    .queries = 24,
+                    .part_keys = 4096,
+                    .least_part_keys = 256,
+                    .keys = 256,
+                    .bytes = 4 << 20,
+                    .followed_bytes = 4096,
+                    .gathered_bytes = 256,
+                    .into_l2 = {.followed_queries = 0, .distances = {16 << 10}},
+                    .into_l1 = {.followed_queries = 0, .distances = {8 << 10, 12 << 10, 16 << 10}},
+                },
         },
     [BA_ISA_AMX] =
         {
@@ -208,7 +221,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
             .few =
                 {
-                    .queries = 32,
+                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 256,
@@ -219,7 +232,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                 },
             /* Not measured on tiles, but on a model (docs/notes/decode_xeon.rst); queries that take turns have not been timed there at all. The
              * distance also covers what prefetches fall behind while scores are made, which read half of the bytes in a third of the time. */
-            .tile_few =
+            .own_few =
                 {
                     .queries = 16,
                     .part_keys = 2048,

@@ -1,4 +1,5 @@
 /* Parts of the keys of one sequence: keeps the states that each part leaves, and joins them. */
+#include <assert.h>
 #include <string.h>
 
 #include "ops/attend_call.h"
@@ -43,6 +44,7 @@ void ba_join_parts(void *context, int64_t index, int worker) {
     const int64_t batch = index / p->kv_heads, kv_head = index % p->kv_heads;
     if (c->part_offset[batch] < 0) return;
     const int64_t parts = ba_plan_parts(&c->plan, batch), lanes = ba_q_span(p, batch).valid * p->group;
+    assert(lanes <= c->plan.few_lanes && c->plan.few_lanes <= BA_MAX_LANES); /* ba_write_lanes() has room for so many */
     ba_attend_scratch w;
     ba_lay_out_attend_scratch(c, c->scratch + worker * c->scratch_bytes, &w);
     ba_panel_state s = {.panel = part_panel(c, batch, kv_head, 0, 0), .width = BA_PANEL_FEW, .lanes = lanes};

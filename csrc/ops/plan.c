@@ -197,7 +197,7 @@ static void survey_item(void *context, int64_t index, int worker) {
         const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(lanes, tile.heads);
         const ba_range range = ba_visible_keys(p, item->batch, first + queries / 2);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
-        /* a few queries take the time that reading their keys takes, whatever their number */
+        /* up to BA_FEW_QUERIES queries take the time that reading their keys takes; more take time by their number */
         item->cost += (double)keys * (double)(ba_plan_few_queries(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
     }
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
@@ -318,7 +318,7 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
-    const int64_t panels = ba_max(1, ba_ceil_div(plan->few_lanes, BA_FEW_QUERIES));
+    const int64_t panels = ba_max(1, ba_ceil_div(ba_min(plan->few_lanes, plan->tiling.row_queries * plan->tiling.shared_heads), BA_FEW_QUERIES));
     const bool shared = !p->listed || p->blocks.dims[1] == 1;
     int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / panels / bytes))) : 1;
     for (;; heads = ba_ceil_div(heads, 2)) {
@@ -336,8 +336,9 @@ static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, in
  * every thread gets several items and none waits long for the last one. That is not needed where all tiles take the same time, as those of a chunk of
  * a prompt do whose cache is much longer, and each thread gets the same number of items. */
 static int64_t choose_item_tiles(const ba_problem *p, const ba_tiling *t, int64_t side_by_side, int threads) {
-    if (threads == 1) return side_by_side;
-    const int64_t usual = ba_max(1, ba_min(side_by_side, all_tiles(p, t) / (ba_work.items * threads)));
+    const int64_t all = all_tiles(p, t);
+    if (threads == 1) return ba_max(1, ba_min(side_by_side, all));
+    const int64_t usual = ba_max(1, ba_min(side_by_side, all / (ba_work.items * threads)));
     const bool alike = p->batch == 1 && !p->listed && !p->kv_ranges.data && ba_work.chunk_keys * ba_q_span(p, 0).valid <= ba_kv_span(p, 0).valid;
     if (!alike) return usual;
     const int64_t tiles = tiles_of_batch(p, t, 0);

@@ -44,7 +44,7 @@ typedef struct ba_tiling {
 
 /* How the keys of a sequence of few queries are split into parts. */
 typedef struct ba_splitting {
-    int64_t most_queries;               /* of such a sequence at most, where a token counts once for each query head that shares a KV head */
+    int64_t most_queries;               /* the most queries of a KV head of such a sequence: tokens times query heads that share it */
     int64_t part_keys, least_part_keys; /* the largest and the smallest number of keys per part */
 } ba_splitting;
 
@@ -101,11 +101,12 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
  * from its first and in rising order, that list the column. `begin` has room for columns + 1 numbers, `rows` for all entries of all the lists. */
 void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows);
 
-/* Whether lists are routed, and each of their rows has so few queries, counted as below, that row kernels attend them block by block. */
+/* Whether lists are routed, and each of their rows has at most BA_FEW_QUERIES queries, where a token counts once for each query head that walks the
+ * row's list: row kernels attend them block by block then. */
 bool ba_plan_few_rows(const ba_problem *problem);
 
-/* Whether a batch entry has so few queries that the kernel for few queries attends them: as many as the kernel takes at once, or up to
- * most_queries where each has many keys. Depends on the lengths of the sequence alone. */
+/* Whether the kernel for few queries attends a batch entry: it has at most BA_FEW_QUERIES queries, or at most most_queries where each has many keys.
+ * A token counts once for each query head that shares a KV head. Depends on the lengths of the sequence alone. */
 bool ba_plan_few_queries(const ba_plan *plan, int64_t batch);
 
 /* The number of parts that the lists of a batch entry are cut into. */

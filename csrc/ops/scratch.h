@@ -1,4 +1,4 @@
-/* How drivers divide and access their scratch memory. Internal.
+/* How drivers divide their scratch memory. Internal.
  *
  * The functions that lay out scratch memory hand out the parts of the block at `base` and return its size; with base NULL, only the size counts. They
  * are called once to learn the size, and again with the memory. A call's block holds one block for each worker, which is laid out anew for each
