@@ -36,13 +36,16 @@
  *     query tile     at most tile_queries queries that walk the same list, share packed keys and keep their states in cache; of one query head, or of
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
- *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan.h). Routed list rows
- *                    of at most BA_FEW_QUERIES queries go to the row kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and read K and
- * V in place set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for unit the rows of
- * K that a few kernel scores together, for one head and one set row kernel     attends any number of queries that have just this one chunk in common:
- * each query stays a row, and no panel is packed state          m, l and o of a query: the reference, the sum of weights, and the sum of weighted
- * values reference      m: what is subtracted from scores, so that weights neither overflow nor all vanish weight         exp2(score - m): what a
- * value is multiplied with slope          scale * dS: what a row of Q or K is multiplied with in gradients, as a value is multiplied with a weight
+ *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan.h). Routed list
+ *                    rows of at most BA_FEW_QUERIES queries go to the row kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and
+ *                    read K and V in place
+ *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
+ *     unit           the rows of K that a few kernel scores together, for one head and one set
+ *     row kernel     attends any number of queries that have just this one chunk in common: each query stays a row, and no panel is packed
+ *     state          m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
+ *     reference      m: what is subtracted from scores, so that weights neither overflow nor all vanish
+ *     weight         exp2(score - m): what a value is multiplied with
+ *     slope          scale * dS: what a row of Q or K is multiplied with in gradients, as a value is multiplied with a weight
  *
  * Keys:
  *     block          of a list: the block_q queries by block_kv keys that one entry of the index list keeps. A block row is block_q queries, a block
@@ -553,8 +556,6 @@ typedef struct ba_request_tuning {
 
 /* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
-    int64_t queries;         /* the most queries of a KV head, tokens times heads, of a batch entry that few kernels attend. More than BA_FEW_QUERIES
-                                take turns at each chunk */
     int64_t part_keys;       /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
     int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
     int64_t keys;            /* keys of a chunk, where several heads are attended side by side */
@@ -582,11 +583,14 @@ typedef struct ba_tuning {
     int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
     int64_t few_least_heads;      /* the level's own few.attend and few.pack_queries run calls of at least so many query heads per KV head; the vector
                                      family's run all others, and their packed queries fit the room. 0: the vector family's run all calls */
-    int64_t page_offset; /* packed queries begin where a page begins; o and packed K and V begin so many bytes behind such a place. 0: anywhere */
+    int64_t few_queries;     /* the most queries of a KV head, tokens times heads, of a batch entry that few kernels attend. More than BA_FEW_QUERIES
+                                take turns at each chunk */
+    int64_t own_few_queries; /* the same where the level's own few.attend runs */
+    int64_t page_offset;     /* packed queries begin where a page begins; o and packed K and V begin so many bytes behind such a place. 0: anywhere */
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
                                              use the vector family. 0: it always pays */
     ba_few_tuning few;                    /* few calls */
-    ba_few_tuning own_few;                /* few calls that the level's own few.attend runs (few_least_heads); keys 0: as `few` */
+    ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
 } ba_tuning;
 
 /* The block of a level. A family is tuned by that of its own level, also where a higher level uses it; few calls, and gradients that are not computed

@@ -13,7 +13,7 @@
  *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains
  *     page_offset                what a step of the kernel reads and stores together fills all of L1, and not some sets of it twice
  *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128
- *     few.queries                reading a chunk from cache once for every eight queries takes less time than packing it
+ *     few_queries                reading a chunk from cache once for every eight queries takes less time than packing it
  *     few.part_keys              an item of so many keys loses little to its beginning and its end
  *     few.least_part_keys        a short request still gives several threads work
  *     few.keys, few.bytes        where requests run one chunk ahead, L2 holds both chunks
@@ -36,9 +36,9 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 4e5,
             .shared_bytes = 0,
+            .few_queries = 16,
             .few =
                 {
-                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 64,
@@ -64,9 +64,9 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 2e6,
             .shared_bytes = 0,
+            .few_queries = 16,
             .few =
                 {
-                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 64,
@@ -91,9 +91,9 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 2e6,
             .shared_bytes = 0,
+            .few_queries = 16,
             .few =
                 {
-                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 64,
@@ -119,9 +119,9 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 4e6,
             .shared_bytes = 0,
+            .few_queries = 32,
             .few =
                 {
-                    .queries = 32,
                     .part_keys = 1024,
                     .least_part_keys = 256,
                     .keys = 128,
@@ -146,9 +146,9 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 8e6,
             .shared_bytes = 512 << 20,
+            .few_queries = 32,
             .few =
                 {
-                    .queries = 32,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 32,
@@ -175,22 +175,10 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .inline_flops = 8e6,
             .shared_bytes = 512 << 20,
             .few_least_heads = 1,
+            .few_queries = 32,
+            .own_few_queries = 24, /* panels of bfloat16 multiply pairs, and are faster than other panels */
             .few =
                 {
-                    .queries = 32,
-                    .part_keys = 4096,
-                    .least_part_keys = 256,
-                    .keys = 256,
-                    .bytes = 4 << 20,
-                    .followed_bytes = 4096,
-                    .gathered_bytes = 256,
-                    .into_l2 = {.followed_queries = 0, .distances = {16 << 10}},
-                    .into_l1 = {.followed_queries = 0, .distances = {8 << 10, 12 << 10, 16 << 10}},
-                },
-            /* bfloat16: its panels multiply pairs, and overtake queries that take turns sooner than other panels do. */
-            .own_few =
-                {
-                    .queries = 24,
                     .part_keys = 4096,
                     .least_part_keys = 256,
                     .keys = 256,
@@ -219,9 +207,10 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .few_least_heads = 5,
             .page_offset = 2048,
             .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
+            .few_queries = 16,
+            .own_few_queries = 16,
             .few =
                 {
-                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 256,
@@ -232,9 +221,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                 },
             /* Not measured on tiles, but on a model (docs/notes/decode_xeon.rst); queries that take turns have not been timed there at all. The
              * distance also covers what prefetches fall behind while scores are made, which read half of the bytes in a third of the time. */
-            .own_few =
+            .tile_few =
                 {
-                    .queries = 16,
                     .part_keys = 2048,
                     .least_part_keys = 256,
                     .keys = 128,

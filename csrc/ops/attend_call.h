@@ -89,9 +89,7 @@ static inline int64_t ba_query_room(const ba_attend_call *c) {
 enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
 
 /* The same for a tile of few queries, which may have several panels; 0 where the call has no such tile. */
-static inline int64_t ba_few_tile_room(const ba_attend_call *c) {
-    return ba_ceil_div(ba_min(c->plan.few_lanes, c->plan.tiling.row_queries * c->plan.tiling.shared_heads), BA_FEW_QUERIES) * BA_FEW_ROOM;
-}
+static inline int64_t ba_few_tile_room(const ba_attend_call *c) { return ba_plan_few_panels(&c->plan) * BA_FEW_ROOM; }
 
 /* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
 static inline int64_t ba_few_scratch(const ba_attend_call *c) {

@@ -318,9 +318,9 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
-    const int64_t panels = ba_max(1, ba_ceil_div(ba_min(plan->few_lanes, plan->tiling.row_queries * plan->tiling.shared_heads), BA_FEW_QUERIES));
     const bool shared = !p->listed || p->blocks.dims[1] == 1;
-    int64_t heads = shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / panels / bytes))) : 1;
+    int64_t heads =
+        shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / ba_max(1, ba_plan_few_panels(plan)) / bytes))) : 1;
     for (;; heads = ba_ceil_div(heads, 2)) {
         heads = ba_ceil_div(p->kv_heads, ba_ceil_div(p->kv_heads, heads));
         ba_plan tried = *plan;
@@ -358,7 +358,7 @@ static ba_grouping forward_grouping(const ba_problem *p, ba_tiling t, ba_splitti
 }
 
 ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t panel_lanes, int threads) {
-    const ba_splitting splitting = {tuning->few.queries, tuning->few.part_keys, tuning->few.least_part_keys};
+    const ba_splitting splitting = {tuning->few_queries, tuning->few.part_keys, tuning->few.least_part_keys};
     ba_tiling tiling = forward_tiling(p, tuning);
     /* The caller will run a call of so little work on one thread. */
     if (ba_is_small(most_flops(p, &tiling, splitting), tuning->inline_flops)) threads = 1;

@@ -314,7 +314,7 @@ static void find_free_scores(const kept_row *r, const float *scores, ba_range se
             free_scores[word * 64 + __builtin_ctzll(left)] = -1;
 }
 
-/* Keeps the best blocks until those that are left have a tail of at most `least`. */
+/* Keeps the blocks of the highest scores: as many as it takes for the scores of the others to sum up to at most `least`. */
 static void keep_by_mass(const kept_row *r, const ba_strip_scratch *s, const ba_outline *o, const float *free_scores, ba_range seen, double least) {
     int first = 0, last = BUCKETS - 1; /* the buckets whose tails may be on either side of `least` */
     while (first < BUCKETS && o->bounds[first + 1] > least) first++;

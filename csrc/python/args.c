@@ -732,7 +732,10 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
         const char *row = ndim == 2 ? raw.data + i / columns * raw.strides[0] : raw.data;
         list->values[i] = read_element(&raw, row + i % columns * raw.strides[ndim - 1]);
     }
-    if (dims != NULL) memcpy(dims, (const int64_t[]){rows, columns}, 2 * sizeof *dims);
+    if (dims != NULL) {
+        dims[0] = rows;
+        dims[1] = columns;
+    }
     arg_release(&array);
     return status;
 }

@@ -48,7 +48,7 @@ def _attended(a: Any, v: int) -> dict[str, Any]:
     return {"q": a.floats(1, 2, 2, 8)} | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)})
 
 
-# name: the function, what makes its arguments, those that it may write to, and what refusals may call things beside these
+# By name: a function, the function that makes its arguments, the arguments that it may write to, and further names that its refusals may use.
 CACHES: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...], tuple[str, ...]]] = {
     "NsaCache": (nsa.NsaCache, _made, (), ()),
     "NsaCache.append": (_append, _appended, (), ()),
