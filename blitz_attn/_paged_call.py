@@ -57,11 +57,11 @@ def open_requests(
 def attend_requests(
     q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], rules: tuple[Any, ...], selected: Any = None, counts: Any = None,
     sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
-    return_lse: Any = False, out: Any = None,
+    return_lse: Any = False, out: Any = None, computes: bool = True,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
     what `tables_for_core` gives, `q_lens` and `q_begin`, or what `open_requests` gives; `rules`: `Rules`, or their values as a plain tuple,
-    which takes less time to make."""
+    which takes less time to make. Where it `computes` nothing, the inputs are checked as for a call."""
     scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = rules
     tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
     if k_scale is not None or v_scale is not None:
@@ -72,7 +72,7 @@ def attend_requests(
         attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     try:
         if (  # plain NumPy arrays: nothing to translate
-            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
+            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None and computes
             and not (is_registered(q) or is_registered(k_cache) or is_registered(v_cache))
         ):  # fmt: skip
             # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
@@ -85,41 +85,22 @@ def attend_requests(
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
-            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True), _arrays.readable(v_cache, "v_cache", True),
-            tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale, kv_layout, window, sinks, softcap, k_scale,
-            v_scale, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype),
-            kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
-            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), kv_ranges=kv_ranges,
-            attn_mask=attn_mask, alibi_slopes=alibi_slopes,
+            family.empty if computes else None, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
+            _arrays.readable(v_cache, "v_cache", True), tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
+            kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, _arrays.writable(out, "out"),
+            _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"),
+            num_threads=num_threads, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), kv_ranges=kv_ranges, attn_mask=attn_mask,
+            alibi_slopes=alibi_slopes,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):
             raise renamed(error, _CORE_NAMES) from error
         raise
+    if not computes:
+        return None
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
-
-
-def check_requests(
-    q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], rules: Rules, selected: Any, counts: Any, sinks: Any, k_scale: Any,
-    v_scale: Any, kv_ranges: Any, attn_mask: Any, alibi_slopes: Any,
-) -> None:  # fmt: skip
-    """Refuses what `attend_requests` would refuse among its inputs, and computes nothing."""
-    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
-    attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
-    try:
-        _core.paged_attention(
-            None, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True), _arrays.readable(v_cache, "v_cache", True),
-            tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, rules.scale, rules.kv_layout, rules.window,
-            None if sinks is None else _arrays.float32_numbers(sinks, "sinks"), rules.softcap,
-            None if k_scale is None else scales_for_core(k_scale, "k_scale", k_cache),
-            None if v_scale is None else scales_for_core(v_scale, "v_scale", v_cache), False,
-            dtype=_arrays.dtype_name(rules.dtype), kv_dtype=_arrays.dtype_name(rules.kv_dtype, "kv_dtype"), num_threads=rules.num_threads,
-            out_dtype=_arrays.dtype_name(rules.out_dtype, "out_dtype"), kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes,
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        raise renamed(error, _CORE_NAMES) from error
 
 
 def check_rules(rules: Rules) -> None:

@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from . import _arrays, _core, _state_tree
 from ._floats import attention_results, floats, written
-from ._paged_call import Rules, attend_requests, check_requests, open_requests
+from ._paged_call import Rules, attend_requests, open_requests
 from ._paged_tables import Listed, Tables, cache_sizes, listed_blocks, lists_by_unit, nearest_begin, tables_for_core
 
 
@@ -148,9 +148,10 @@ def attend_in_chunks(
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
     told = Rules(*rules)
-    check_requests(
-        q, k_cache, v_cache, chunks.requests, told, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes
-    )
+    attend_requests(
+        q, k_cache, v_cache, chunks.requests, told, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
+        computes=False,
+    )  # fmt: skip
     return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(told.dtype)
     queries, kind = floats(q, "q", dtype, strided=True)
     narrow = kind in ("float16", "bfloat16")
@@ -174,12 +175,11 @@ def attend_in_chunks(
     try:
         states = [
             attend_requests(
-                queries[rows.query[part.rows]], k_cache, v_cache, part.requests, rules, selected=own[0], counts=own[1], k_scale=k_scale,
+                queries[rows.query[part.rows]], k_cache, v_cache, part.requests, rules, *part.lists(*lists), k_scale=k_scale,
                 v_scale=v_scale, kv_ranges=None if ranges is None else ranges[part.rows], attn_mask=part.mask(attn_mask),
                 alibi_slopes=alibi_slopes, return_lse=True,
             )
             for part in parts
-            for own in (part.lists(*lists),)
         ]  # fmt: skip
     except ValueError:
         if listed is not None:
