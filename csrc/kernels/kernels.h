@@ -150,6 +150,7 @@ typedef struct ba_chunk {
     const void *const *k_next; /* panel: [next_rows] rows in place that will be used next, which the kernel may prefetch. NULL: none */
     const void *const *v_next;
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
+    int next_level;                                /* panel: where they are prefetched to: see ba_prefetch_level */
     int64_t place;                                 /* panel: of its first key in the chunk that this one was cut from */
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
     const float *k_scale;                          /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */

@@ -13,6 +13,10 @@ int ba_prefetch_level(ba_isa level);
 static inline void ba_prefetch_to_read(const void *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 0, 3);
 }
+/* Row number j + 8, while row number j of n is packed: where the rows of a head lie among those of others, no hardware prefetcher follows them. */
+static inline void ba_prefetch_to_pack(const void *const *rows, int64_t j, int64_t n, int64_t bytes) {
+    if (j + 8 < n) ba_prefetch_to_read(rows[j + 8], bytes);
+}
 static inline void ba_prefetch_to_write(const void *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 1, 3);
 }

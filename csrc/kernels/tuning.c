@@ -119,7 +119,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 4e6,
             .shared_bytes = 0,
-            .few_queries = 32,
+            .few_queries = 40,
             .few =
                 {
                     .part_keys = 1024,
@@ -146,7 +146,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 8e6,
             .shared_bytes = 512 << 20,
-            .few_queries = 32,
+            .few_queries = 40,
             .few =
                 {
                     .part_keys = 2048,
@@ -175,7 +175,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .inline_flops = 8e6,
             .shared_bytes = 512 << 20,
             .few_least_heads = 1,
-            .few_queries = 32,
+            .few_queries = 40,
             .own_few_queries = 24, /* panels of bfloat16 multiply pairs, and are faster than other panels */
             .few =
                 {

@@ -85,7 +85,8 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     *own = *ba_tuning_at(c->family->isa);
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
     own->few_queries = c->own_few ? of_level->own_few_queries : of_level->few_queries;
-    c->few_requests = ba_prefetch_level(level) == 2 ? &own->few.into_l2 : &own->few.into_l1;
+    c->prefetch_level = ba_prefetch_level(level);
+    c->few_requests = c->prefetch_level == 2 ? &own->few.into_l2 : &own->few.into_l1;
     c->tuning = own;
 }
 

@@ -56,6 +56,7 @@ typedef struct ba_attend_call {
     ba_fill_bias_fn fill_bias, fill_few_bias;
     const ba_tuning *tuning;
     const ba_request_tuning *few_requests; /* of tuning->few, those of the cache that this level prefetches into */
+    int prefetch_level;                    /* which cache that is: see ba_prefetch_level */
     int64_t chunk_keys;
     int chunks;   /* places of the ring in use; 2 where a kernel call takes panels of one chunk only */
     bool gathers; /* rows are copied side by side before few queries attend them */

@@ -194,6 +194,7 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       /* Also right for shared rows, except for tiles in several pieces, whose kernels do not read it. */
                       .k_next_bytes = p->head_dim * p->kv_element_size,
                       .v_next_bytes = p->v_dim * p->kv_element_size,
+                      .next_level = c->prefetch_level,
                       .k_scale = p->k_scale.data ? w->k_scale + place * here->keys : NULL,
                       .v_scale = p->v_scale.data ? w->v_scale + place * here->keys : NULL,
                       .scale = p->scale * BA_LOG2_E,

@@ -134,6 +134,7 @@ void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_pan
                             .v_next = s->k_rows,
                             .next_rows = range->next_end - range->next,
                             .k_next_bytes = c->depth * c->number_size,
+                            .next_level = c->kernels->cache[BA_FLOAT32]->prefetch_level,
                             .key_index = s->key_index + (begin - range->first),
                             .scale = c->scale,
                             .scratch = s->chunk};

@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "kernels/prefetch.h"
+#include "kernels/prefetch_rows.h"
 #include "kernels/kernels.h"
 
 /* A level may include this header twice, for float and for double, so everything from an earlier inclusion is undefined first. */
