@@ -1,0 +1,46 @@
+/* What args.c and arrays.c share: the sentences that refuse an argument, and arrays as their exporters describe them. */
+#ifndef BA_PYTHON_RAW_ARRAY_H
+#define BA_PYTHON_RAW_ARRAY_H
+
+#include "python/args.h"
+
+/* ---- Sentences --------------------------------------------------------------------------------------------- */
+
+/* Each raises an exception and returns -1. */
+int arg_fail(PyObject *exception, const char *format, ...);
+
+/* Raises a TypeError `name: expected <expected>, got <the type of object>`. */
+int arg_fail_kind(const char *name, const char *expected, PyObject *object);
+
+/* Called when one of the object's own methods has raised an exception: replaces it by a ValueError that names the argument and has the first
+ * exception as its cause. Exceptions that are no fault of the argument (KeyboardInterrupt, MemoryError) stay as they are. */
+int arg_fail_raising(const char *name, const char *expected, PyObject *object);
+int arg_fail_unreadable(const char *name, PyObject *object);
+
+/* ---- Arrays ------------------------------------------------------------------------------------------------ */
+
+/* The kind of an element in the terms that both protocols share. */
+typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_FLOAT8, KIND_INT, KIND_UINT, KIND_BOOL, KIND_OTHER } element_kind;
+
+typedef struct raw_array {
+    char *data;
+    element_kind kind;
+    bool swapped; /* the elements are not in this machine's byte order */
+    int64_t size; /* bytes per element */
+    int ndim;
+    int64_t dims[BA_MAX_DIMS], strides[BA_MAX_DIMS]; /* strides in bytes */
+} raw_array;
+
+/* Holds `object` in `array` and describes it in `raw`. On failure, `array` may hold something, and the caller releases it. */
+int arg_hold_raw(module_state *state, PyObject *object, const char *name, arg_array *array, raw_array *raw);
+
+/* Refuses dimensions whose product overflows, before anything is computed from them. */
+int arg_check_dims(const char *name, const raw_array *raw);
+
+/* Raises a TypeError `name: expected <expected>, got <the type of the elements><hint>`, and returns -1. */
+int arg_fail_elements(PyObject *object, const arg_array *array, const char *expected, const char *hint);
+
+/* Whether an argument of this role may have this dtype. */
+bool arg_role_takes(arg_role role, ba_dtype dtype);
+
+#endif
