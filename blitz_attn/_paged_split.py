@@ -134,6 +134,21 @@ class Chunks:
         return lists_by_unit(unit, listed.head, listed.block % pages, (len(self._request), listed.rows))
 
 
+class _Unopened(NamedTuple):
+    """The chunks of a call without a plan before the call is checked. So its mistakes are found in the order in which a call that is not
+    split finds them."""
+
+    requests: tuple[Any, Any, Any, Any, Any, Any]  # as `attend_requests` takes them
+    block_tables: Any
+    kv_split: Any
+
+    def opened(self, page_size: int) -> Chunks:
+        """The chunks, once the call is known to be right."""
+        q_lens, q_begin = self.requests[-2:]
+        opened = open_requests(*self.requests, page_size)[0]
+        return Chunks(opened, self.requests, self.block_tables, page_size, self.kv_split, q_lens is None, q_begin)
+
+
 def _in_order(states: list[Any], parts: list[_Part]) -> tuple[ndarray, ndarray]:
     """The states of all chunks, one after the other, from those of the parts."""
     order = np.argsort(np.concatenate([part.rows for part in parts]))
@@ -142,8 +157,8 @@ def _in_order(states: list[Any], parts: list[_Part]) -> tuple[ndarray, ndarray]:
 
 
 def attend_in_chunks(
-    q: Any, k_cache: Any, v_cache: Any, chunks: Chunks, rules: tuple[Any, ...], selected: Any = None, counts: Any = None, sinks: Any = None,
-    k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
+    q: Any, k_cache: Any, v_cache: Any, chunks: Chunks | _Unopened, rules: tuple[Any, ...], selected: Any = None, counts: Any = None,
+    sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
     return_lse: Any = False, out: Any = None,
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
@@ -152,6 +167,8 @@ def attend_in_chunks(
         q, k_cache, v_cache, chunks.requests, told, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
         computes=False,
     )  # fmt: skip
+    if isinstance(chunks, _Unopened):
+        chunks = chunks.opened(cache_sizes(k_cache, told.kv_layout)[1])
     return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(told.dtype)
     queries, kind = floats(q, "q", dtype, strided=True)
     narrow = kind in ("float16", "bfloat16")
@@ -193,15 +210,7 @@ def attend_in_chunks(
     return written(results, _state_tree.rounded(state, wanted_kind), lse)
 
 
-def whole_or_in_chunks(
-    k_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: Any, q_lens: Any, q_begin: Any, kv_split: Any
-) -> tuple[Callable[..., Any], Any]:
+def whole_or_in_chunks(block_tables: Any, seq_lens: Any, q_lens: Any, q_begin: Any, kv_split: Any) -> tuple[Callable[..., Any], Any]:
     """The function that attends, and what it takes as `requests`."""
-    if kv_split is None:
-        return attend_requests, (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
-    page_size = cache_sizes(k_cache, kv_layout)[1]
-    if page_size < 1:
-        raise ValueError(f"k_cache: expected a page_size of at least 1, got {_arrays.shape_of(k_cache)}")
     requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin)
-    opened = open_requests(*requests, page_size)[0]
-    return attend_in_chunks, Chunks(opened, requests, block_tables, page_size, kv_split, q_lens is None, q_begin)
+    return (attend_requests, requests) if kv_split is None else (attend_in_chunks, _Unopened(requests, block_tables, kv_split))

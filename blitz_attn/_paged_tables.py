@@ -82,9 +82,12 @@ class Listed(NamedTuple):
             raise ValueError(f"selected: expected each page once per row, got {self.block[i]} again at {self._at(i)}") from None
 
     def refuse_missing(self, pages: ndarray, counted: bool) -> None:
-        """Refuses blocks that a request of so many pages does not have, by the core's sentence. `counted`: no pad is among them."""
+        """Refuses blocks that a request of so many pages does not have, by the core's sentence. `counted`: no pad is among them. The core
+        reads one list after the other, so that a block that an earlier list names twice is found first."""
         for i in ((self.block < 0) | (self.block >= pages[self.request])).nonzero()[0]:
             request = self.request[i]
+            earlier = (self.request < request) | (self.request == request) & (self.head < self.head[i])
+            Listed(self.rows, *(x[earlier] for x in self[1:])).refuse_repeated()
             expected = f"pages from 0 to {pages[request] - 1}{'' if counted else ', or a pad'}"
             if pages[request] == 0:
                 expected = f"no page, since request {request} has no tokens"

@@ -189,7 +189,7 @@ def paged_attention(
     >>> bool(np.abs(joined - blitz_attn.paged_attention(q, k_cache, v_cache, tables, [40, 48])).max() < 1e-5)
     True
     """
-    attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
+    attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
         q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads), None, None, sinks,
         k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
@@ -281,7 +281,7 @@ def paged_select_attention(
     """
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
-    attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, q_begin, kv_split)
+    attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, q_begin, kv_split)
     return attend(
         q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads),
         selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,

@@ -607,7 +607,7 @@ def select_and_attend(
     True
     """
     with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
-    attend, requests = whole_or_in_chunks(k_cache, kv_layout, block_tables, seq_lens, q_lens, None, kv_split)
+    attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, None, kv_split)
     selected, counts = select_to_attend(
         q, k_cache, block_tables, seq_lens, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
         per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,

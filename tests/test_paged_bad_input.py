@@ -1,5 +1,6 @@
 """Every wrong call on a paged cache is refused with one sentence, before any work: caches, summaries and outputs stay as they are."""
 
+import random
 import re
 
 import numpy as np
@@ -438,6 +439,29 @@ def test_a_call_in_chunks_is_refused_by_the_same_sentence(function, changes):
         getattr(blitz_attn, function)(**arguments)
     with pytest.raises(whole.type, match=f"^{re.escape(str(whole.value))}$"):
         getattr(blitz_attn, function)(**arguments, kv_split=2 * SIZE)
+
+
+def sentence_of(function, arguments):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        getattr(blitz_attn, function)(**arguments)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("function", ["paged_attention", "paged_select_attention"])
+def test_of_two_mistakes_a_call_in_chunks_names_the_same_one(function):
+    pairs = [(first, second) for first in CASES[function] for second in CASES[function] if first[0] != second[0]]
+    rng, compared = random.Random(0), 0
+    for first, second in rng.sample(pairs, 300):
+        arguments = CALLS[function]()
+        arguments |= first[-1](arguments)
+        try:
+            arguments |= second[-1](arguments)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            continue  # the second mistake cannot be made in what the first has left
+        chunks = arguments | {"kv_split": 2 * SIZE}
+        assert sentence_of(function, chunks) == sentence_of(function, arguments), (first[0], second[0])
+        compared += 1
+    assert compared > 150
 
 
 @pytest.mark.parametrize(

@@ -211,9 +211,15 @@ def test_bad_input_raises_the_same_on_all_ranks(name):
 @pytest.mark.parametrize("bad", [{"q_lens": [1]}, {"q_lens": [[1], [1]]}, {"q_lens": np.ones((2, 1), int)}, {"q_lens": "11"}, {"q_lens": [1, 1.5]},
                                  {"q_lens": [1, -1]}, {"q_lens": [1, 34]}, {"q_lens": [2**62, 1]}, {"sinks": np.ones(5)}, {"sinks": np.ones((1, 4))}])
 def test_the_sentence_is_that_of_one_process(bad):
+    """Tables and lengths are checked first, as by a plan."""
     p = testing.make_paged(2, 4, 2, [70, 33], 16, 32)
+
+    def planned(q, k_cache, v_cache, tables, seq_lens, q_lens=None, kv_split=None, **options):
+        plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, q_lens=q_lens, kv_split=kv_split)
+        return plan.attention(q, k_cache, v_cache, **options)
+
     texts = []
-    for call in (blitz_attn.paged_attention, partial(decode_context_parallel_attention, comm=Alone())):
+    for call in (planned, partial(decode_context_parallel_attention, comm=Alone())):
         with pytest.raises((TypeError, ValueError)) as caught:
             call(*p.arrays, **bad, kv_split=32)
         texts.append(str(caught.value))
