@@ -201,6 +201,8 @@ CASES = [
      {"sabi": np.array([[[[0], [2]]]])}),
     ("block_sparse_attention", ValueError, r"sabi: expected block columns from 0 to 1, or a pad, got 2 at \[1, 1, 0\]$",
      packed_attention(sabi=np.array([[[0], [1]], [[0], [2]]]))),
+    ("block_sparse_attention", ValueError, r"sabi: expected no block column, since sequence 0 has no keys, got 0 at \[0, 0, 0\]$",
+     packed_attention(k=zeros(0, 2, 8), v=zeros(0, 2, 8), cu_seqlens_kv=[0, 0])),
     ("block_sparse_attention", ValueError, r"sabi: expected each block column once per row, got 1 again at \[0, 1, 1\]$",
      packed_attention(sabi=np.array([[[0, 1], [1, 1]]]))),
     ("paged_attention", ValueError, r"selected: expected pages from 0 to 1, or a pad, got 2 at \[1, 0, 1\]$",

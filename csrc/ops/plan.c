@@ -419,9 +419,10 @@ static ba_status refuse_entry(const ba_problem *p, const int64_t bad[4]) {
         if (i != added_axis) used += (size_t)snprintf(where + used, sizeof where - used, used ? ", %" PRId64 : "%" PRId64, bad[i]);
     }
     const int64_t column = ba_list_entry(t, at), columns = ba_list_columns(p, bad[0]);
-    if (columns == 0 && p->page_size)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected no page, since request %" PRId64 " has no tokens, got %" PRId64 " at [%s]", p->list_name, bad[0],
-                       column, where);
+    if (columns == 0)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected no %s %" PRId64 " has no %s, got %" PRId64 " at [%s]", p->list_name,
+                       p->page_size ? "page, since request" : "block column, since sequence", bad[0], p->page_size ? "tokens" : "keys", column,
+                       where);
     if (column < 0 || column >= columns)
         return ba_fail(BA_ERROR_VALUE, "%s: expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]", p->list_name,
                        p->page_size ? "pages" : "block columns", columns - 1, p->block_counts ? "" : ", or a pad", column, where);
