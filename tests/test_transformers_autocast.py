@@ -94,7 +94,8 @@ def test_training(name, low):
 def test_decoding(kind, implementation, low, monkeypatch):
     """Pages hold keys and values in autocast's dtype, so that no step casts them again."""
     model = small_model("llama")
-    configure(SparseConfig(on_unsupported="error", min_tokens=8, decode_budget=1000, top_p=1.0), model)
+    budget = 1000 if kind == "paged" else None
+    configure(SparseConfig(on_unsupported="error", min_tokens=8, decode_budget=budget, top_p=1.0), model)
     steps, chosen = [30, *[1] * 10], []
     choose = PagedLayer.select_and_attend
     monkeypatch.setattr(PagedLayer, "select_and_attend", lambda self, q, *given, **options: chosen.append(q.dtype) or choose(self, q, *given, **options))
@@ -118,6 +119,7 @@ def test_generate():
     name = "cache" if int(transformers.__version__.split(".")[1]) >= 24 else "past_key_values"
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         found = model.generate(IDS, **{name: paged_cache(model, page_size=4)}, **options)
+        configure(SparseConfig(on_unsupported="error", min_tokens=8), model)
         expected = model.generate(IDS, **options)
     assert torch.equal(found, expected)
     assert not TOLD

@@ -14,6 +14,7 @@ from transformers import masking_utils as masks  # noqa: E402
 from blitz_attn import reference, sabi, select  # noqa: E402
 from blitz_attn.integrations import transformers as integration  # noqa: E402
 from blitz_attn.integrations._transformers import attention  # noqa: E402
+from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations._transformers.masks import make_mask  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import (  # noqa: E402
@@ -163,6 +164,50 @@ def test_pages_that_quest_does_not_choose_are_left_out(starts):
                 q[b : b + 1, :, 0].double().numpy(), *pages, table, lengths, (high, low), np.array([[0]]), k=3, sinks=sinks.numpy()
             )
             assert np.abs(found[b, 0].numpy() - expected[0]).max() < 1e-5
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 9)])
+@pytest.mark.parametrize("tokens", [2, 5, 32])
+def test_draft_tokens_attend_as_in_steps_of_their_own(tokens, starts):
+    """Bit by bit, where the first few are below `min_tokens`, too. What follows a prompt is no part of the prompt."""
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    total = 60
+    keys, values, q = tensors(2, 2, total, 8), tensors(2, 2, total, 8, seed=1), tensors(2, 4, total, 8, seed=2)
+    valid = torch.ones(2, total, dtype=torch.bool)
+    for b, start in enumerate(starts):
+        valid[b, :start] = False
+    begin = total - tokens
+    configure(SparseConfig(min_tokens=begin + 2, decode_budget=12, on_unsupported="error"))
+
+    def step(cache, first, end):
+        k, v = cache.update(keys[:, :, first:end], values[:, :, first:end], 0)
+        return call(q[:, :, first:end], k, v, make_mask(2, end - first, end, first, attention_mask=valid[:, :end]), "sparse")
+
+    one, many = (paged_cache(config, page_size=4) for _ in range(2))
+    for cache in (one, many):
+        cache.update(keys[:, :, :begin], values[:, :, :begin], 0)
+    alone = torch.cat([step(one, n, n + 1) for n in range(begin, total)], 1)
+    together = step(many, begin, total)
+    assert torch.equal(alone[:, 1:], together[:, 1:])
+    assert (alone[:, :1] - together[:, :1]).abs().max() < 1e-5  # the first attends to all
+    many.crop(-(tokens - 1))  # one draft is kept, and others come
+    keys[:, :, begin + 1 :], values[:, :, begin + 1 :] = tensors(2, 2, 2, tokens - 1, 8, seed=5)
+    one.crop(-(tokens - 1))
+    alone = torch.cat([step(one, n, n + 1) for n in range(begin + 1, total)], 1)
+    assert torch.equal(alone, step(many, begin + 1, total))
+
+
+def test_a_budget_that_no_step_can_keep_is_told():
+    q, k, v = tensors(1, 4, 1, 8), tensors(1, 2, 20, 8, seed=1), tensors(1, 2, 20, 8, seed=2)
+    mask = make_mask(1, 1, 20, 19)
+    configure(SparseConfig(min_tokens=1, decode_budget=8))
+    TOLD.clear()
+    call(q, k, v, mask, "sparse")
+    (text,) = TOLD
+    assert text.endswith("new tokens attend to all keys instead of decode_budget = 8, because of keys and values that are in no paged_cache")
+    configure(SparseConfig(min_tokens=1, decode_budget=8, on_unsupported="error"))
+    with pytest.raises(ValueError, match=r"expected new tokens that can attend to decode_budget = 8 tokens, got keys and values that are in no"):
+        call(q, k, v, mask, "sparse")
 
 
 def test_a_paged_cache_does_what_a_dynamic_cache_does():

@@ -90,7 +90,7 @@ def test_masks_without_rules_are_computed_by_their_elements(name, form, implemen
     mask = make()
     assert reason is None or (mask.rules is None and mask.reason.startswith(reason.removesuffix(")")))
     density = 1.0 if name == "sequences or blocks" else 0.2  # it shows all keys: a run, of which blocks are chosen
-    configure(SparseConfig(on_unsupported="error", min_tokens=1, density=density, block_shape=(4, 4), chooser=select.Pooled(pool=2), decode_budget=1))
+    configure(SparseConfig(on_unsupported="error", min_tokens=1, density=density, block_shape=(4, 4), chooser=select.Pooled(pool=2)))
     q, k, v = tensors(2, 4, 9, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
     seen = mask.elements() if isinstance(mask, RuleMask) else mask
     bias = 3 * tensors(1, 4, 9, 9, seed=3) if form == "bias" else torch.zeros(1, 1, 9, 9)

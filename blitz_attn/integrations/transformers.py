@@ -56,8 +56,8 @@ class SparseConfig:
     min_tokens : int
         Sequences of fewer keys than this are computed densely.
     decode_budget : int, optional
-        How many tokens of the cache each KV head attends to when one new token is decoded over a `paged_cache`; Quest chooses their pages.
-        Default: all.
+        How many tokens of the cache each KV head attends to, for each new token, when up to 32 are decoded over a `paged_cache`; Quest
+        chooses their pages. Default: all.
     on_unsupported : {"fallback", "error"}
         What happens where a model needs what the operations lack: torch computes it, and the reason is logged once; or ValueError.
         This holds for ``"blitz_attn"`` too.

@@ -18,7 +18,7 @@ from .._torch.masks import read_mask
 from .._torch.tensors import autocast_dtype, lowered
 from ..torch import block_sparse_attention as differentiable_attention
 from ..transformers import SparseConfig, _config_of, _config_of_text
-from .cache import pages_of
+from .cache import keeps_few_keys, pages_of
 from .fallbacks import tell
 from .masks import MATRIX, Call, RuleMask, Rules, TracedMask, additive
 from .operators import Traced, attend_in_graph, register_operator
@@ -27,6 +27,7 @@ __all__ = ["attend_dense", "attend_sparse"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_NUMBERS = 576  # of a head
+_MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
 
 # What models pass on to the attention function and what changes nothing about attention, or is computed.
 _HARMLESS = frozenset({
@@ -325,19 +326,39 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
     )
 
 
+def _decodes_by_quest(layer: _Layer) -> bool:
+    """Whether a call has so few tokens that each is decoded over the pages that Quest chooses for it."""
+    return layer.sparse and layer.config.decode_budget is not None and layer.query.shape[2] <= _MOST_NEW_TOKENS
+
+
 def _attend_pages(layer: _Layer, rules: Rules) -> Any:
-    """A new token over the pages that Quest chooses; None where this is not wanted, or its keys and values are not in pages."""
-    config, length = layer.config, layer.key.shape[2]
-    if not layer.sparse or config.decode_budget is None or layer.query.shape[2] != 1 or length < config.min_tokens:
+    """New tokens, each over the pages that Quest chooses for it; None where this is not wanted, or cannot be."""
+    config, tokens, length = layer.config, layer.query.shape[2], layer.key.shape[2]
+    budget = config.decode_budget
+    if budget is None or not _decodes_by_quest(layer) or length < config.min_tokens or not config._sparse_in(layer.number):
         return None
-    if layer.added:
+    if layer.differentiated or tokens == length:  # a prompt
+        return None
+    if layer.block_indices is not None or rules.left is not None or keeps_few_keys(layer.key):  # few keys already
         return None
     pages = pages_of(layer.key, layer.value)
-    whole = rules.left is None and rules.ranges is None and rules.offset == length - 1 and all(end == length for end in rules.ends)
-    if pages is None or not whole or not config._sparse_in(layer.number) or layer.block_indices is not None or layer.differentiated:
+    in_order = rules.offset == length - tokens if rules.causal else tokens == 1
+    reason = None
+    if pages is None:
+        reason = "keys and values that are in no paged_cache"
+    elif layer.added or rules.ranges is not None:
+        reason = "a mask or a position bias"
+    elif not in_order:
+        reason = "queries that are not the last tokens"
+    if reason is not None:
+        if config.on_unsupported == "error":
+            raise ValueError(f"{layer.kind}: expected new tokens that can attend to decode_budget = {budget} tokens, got {reason}")
+        tell(f"{layer.kind}: new tokens attend to all keys instead of decode_budget = {budget}, because of {reason}")
         return None
+    assert pages is not None  # or there is a reason
     options = {"scale": layer.scaling, "sinks": layer.sinks, "softcap": layer.softcap, "num_threads": config.num_threads}
-    return pages.select_and_attend(layer.query[:, :, 0], rules.starts, budget=config.decode_budget, **options)[:, None]
+    bounds = zip(rules.starts, rules.ends, strict=True)
+    return pages.select_and_attend(layer.query.transpose(1, 2), bounds, budget=budget, dense_below=config.min_tokens, **options)
 
 
 def _attend(layer: _Layer) -> tuple[Any, Any]:
@@ -451,7 +472,7 @@ def _attend_traced(layer: _Layer) -> Any:
         return _fall_back(layer, reason)
     if layer.differentiated:
         return _attend_differentiated(layer)
-    if layer.sparse and layer.config.decode_budget is not None and layer.query.shape[2] == 1:
+    if _decodes_by_quest(layer):
         return _attend_by_quest(layer)
     if not isinstance(mask, TracedMask):
         shape = (layer.query.shape[0], 1, layer.query.shape[2], layer.key.shape[2])

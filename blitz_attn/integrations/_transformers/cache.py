@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import cache_utils
 from ... import quest_prefill_metadata, select_and_attend
 from .._torch.tensors import autocast_dtype, lowered
 
-__all__ = ["PagedCache", "PagedLayer", "pages_of"]
+__all__ = ["PagedCache", "PagedLayer", "keeps_few_keys", "pages_of"]
 
 _ATTRIBUTE = "_blitz_attn_pages"  # of the tensor of keys that a layer hands to attention
 
@@ -156,9 +157,14 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             self._summarised = self.length
         return self._summaries
 
-    def select_and_attend(self, q: Any, starts: tuple[int, ...], *, budget: int, **options: Any) -> Any:
-        """Attention of one new query per batch entry, (B, H, D), over the pages that Quest chooses; `starts` leave out padding."""
-        groups, first = [], 0
+    def select_and_attend(self, q: Any, bounds: Iterable[tuple[int, int]], *, budget: int, dense_below: int, **options: Any) -> Any:
+        """Attention of the last tokens of each batch entry, (B, T, H, D), each over the pages that Quest chooses for it. `bounds` leave out
+        padding: the first token of each entry, and the place after its last; padding itself gets 0. A token with fewer than `dense_below`
+        tokens up to it, padding included, attends to all.
+
+        Each token is a request of its own, so that its result is that of a step with this token alone."""
+        starts, ends = zip(*bounds, strict=True)
+        groups, first, count = [], 0, q.shape[1]
         for b in range(1, len(starts) + 1):  # the pages of several entries are one array where they begin at the first token
             if b == len(starts) or starts[b] != starts[first] or starts[first]:
                 groups.append((slice(first, b), starts[first]))
@@ -168,12 +174,15 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         for entries, start in groups:
             k_cache, v_cache, tables = self._pages(entries, start)
             source = tuple(x[entries] for x in summaries)
-            summary_tables = np.arange(len(tables), dtype=np.int32)[:, None]
+            summary_tables = np.arange(len(tables), dtype=np.int32).repeat(count)[:, None]
             blocks = max(1, budget // self.page_size)
-            lengths = [self.length - start] * len(tables)
-            parts.append(
-                select_and_attend(q[entries], k_cache, v_cache, tables, lengths, source, summary_tables, k=blocks, **options)
-            )
+            places = np.arange(self.length - count, self.length)
+            lengths = np.where(places < np.array(ends[entries])[:, None], places + 1 - start, 0).clip(0).ravel()
+            out = select_and_attend(
+                q[entries].flatten(0, 1), k_cache, v_cache, tables.repeat(count, axis=0), lengths, source, summary_tables, k=blocks,
+                dense_below=max(0, dense_below - start), **options,
+            )  # fmt: skip
+            parts.append(out.unflatten(0, (len(tables), count)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -191,7 +200,14 @@ class PagedCache(cache_utils.Cache):
                 f"number {layer_idx}, counted from 0"
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(self.layers[layer_idx], PagedLayer):
+            setattr(keys, _ATTRIBUTE, None)
         return keys, values
+
+
+def keeps_few_keys(keys: Any) -> bool:
+    """Whether a paged cache has returned these keys for a layer that attends to a window or a chunk of tokens, without pages."""
+    return getattr(keys, _ATTRIBUTE, keys) is None
 
 
 def pages_of(keys: Any, values: Any) -> PagedLayer | None:
