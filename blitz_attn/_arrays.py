@@ -160,6 +160,11 @@ def _tensor_as_bits(x: Any, name: str) -> Any:
     return (x.view(torch.uint8), "float8_e4m3") if x.dtype == torch.float8_e4m3fn else x
 
 
+def detached(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays, torch tensors without their gradients: for calls whose results, lists or measures, have none."""
+    return tuple(x.detach() if _is_torch(x) and x.requires_grad else x for x in arrays)
+
+
 def refuse_gradient(x: Any, name: str) -> None:
     """Refuses a torch tensor whose gradient is wanted."""
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():

@@ -6,7 +6,9 @@ the signed types; functions here write -1. Builders return (1, 1, R, W), or more
 and uint16 where the columns fit. Token rules (causal, window, lengths) cut exactly inside the listed blocks when they are passed to the
 attention call: a builder lists every block that such a rule leaves at least one token of.
 
-Lists over more than 65534 columns are int32.
+Lists over more than 65534 columns are int32. ``dtype="int32"`` asks for it in any case: for lists that torch is to compute with, since few
+of its functions know uint16, or that are to be cast. A uint16 list that is cast to a wider type keeps its 65535, which is a column there
+and no pad. `counts` counts the columns of a row in either convention; ``sabi >= 0`` does so for signed types alone.
 
 `causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries, which is the number of rows times the width
 of the fullest one. Long sequences with small blocks are therefore within their reach where rows are short. The other builders, and

@@ -10,7 +10,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import blitz_attn
-from blitz_attn import _core, reference, testing
+from blitz_attn import _core, reference, select, testing
 from cases import same_bits
 from exporters import BFLOAT, CUDA, Dlpack
 
@@ -349,6 +349,30 @@ def test_torch_gradients_are_not_lost_in_silence():
     with torch.no_grad():
         assert torch.equal(attend(q, k, v), expected)
     assert torch.equal(attend(q, k.detach(), v), expected)
+
+
+def test_choosing_and_judging_have_no_gradient_to_lose():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 2, 96, 8, requires_grad=True) for _ in range(3))
+    plain = [x.detach() for x in (q, k, v)]
+    lists = blitz_attn.select_blocks_prefill(q, k, top_k=1, sink=0, recent=1, block_shape=(16, 16), causal=True)
+    assert torch.equal(lists, blitz_attn.select_blocks_prefill(*plain[:2], top_k=1, sink=0, recent=1, block_shape=(16, 16), causal=True))
+    sinks = torch.zeros(2, requires_grad=True)
+    options = {"block_shape": (16, 16), "causal": True, "sinks": sinks}
+    assert select.recall(q, k, lists, **options).max() <= 1
+    assert select.output_error(q, k, v, lists, **options).shape == (1, 2)
+    rows = [x.swapaxes(1, 2) for x in (q, k, v)]
+    k_cmp = blitz_attn.nsa.compress_kv(*(x.detach() for x in rows[1:]), 16)[0].requires_grad_()
+    assert blitz_attn.nsa.score_and_select_blocks(rows[0], k_cmp, 3, 16, compress_stride=16).shape == (1, 2, 96, 3)
+    token, cache, tables = q[0, :, :1].swapaxes(0, 1).contiguous(), k[0].reshape(6, 16, 2, 8), np.arange(6)[None]
+    assert blitz_attn.select_blocks(token, cache, tables, [96], 2, method="max")[0].shape == (1, 2, 2)
+    for call in (
+        lambda: blitz_attn.select_blocks_prefill(q, k, top_k=1, return_scores=True),
+        lambda: blitz_attn.select_blocks(token, cache, tables, [96], 2, method="max", return_scores=True),
+        lambda: blitz_attn.select_and_attend_prefill(q, k, v, top_k=1),
+    ):
+        with pytest.raises(ValueError, match="expected a tensor that needs no gradient"):
+            call()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code

@@ -345,6 +345,10 @@ SHAPE = r"sabi: expected shape \(2 or 1, 4 or 1, 2, W\), with 2 rows = ceil\(200
         (np.zeros((1, 3, 2, 1), int), ValueError, rf"{SHAPE}\(1, 3, 2, 1\)"),
         (np.zeros((3, 1, 2, 1), int), ValueError, rf"{SHAPE}\(3, 1, 2, 1\)"),
         (np.full((1, 1, 2, 1), 3), ValueError, r"sabi: expected block columns from 0 to 2, or a pad, got 3 at \[0, 0, 0, 0\]"),
+        (
+            np.array([[[[0, 65535], [1, 0]]]]), ValueError,
+            r"sabi: expected block columns from 0 to 2, or a pad, got 65535 at \[0, 0, 0, 1\] \(65535 is a pad in uint16 alone\)",
+        ),
         (np.array([[[[0, 1, -1], [2, 0, 2]]]]), ValueError, r"sabi: expected each block column once per row, got 2 again at \[0, 0, 1, 2\]"),
     ],
 )

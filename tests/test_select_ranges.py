@@ -231,6 +231,33 @@ def test_measures():
     np.testing.assert_allclose(sparse[:, :, ::2], select.recall(q, k, some, **options)[:, :, ::2], atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "TND"])
+def test_a_chunk_of_a_prompt_is_judged_where_it_stands(layout):
+    """With everything that changes attention, against the log-sum-exps and the outputs of the two calls."""
+    rng = np.random.default_rng(3)
+    q, k, v = testing.make_qkv(1, 2, 1, 48, 160, 16, 16, seed=4)
+    whole = {"causal": True, "q_begin": 64, "softcap": 2.0, "sinks": np.array([0.5, -1], np.float32), "alibi_slopes": np.array([0.1, 0], np.float32)}
+    whole |= {"attn_mask": np.where(rng.random((48, 160)) < 0.2, -np.inf, rng.standard_normal((48, 160))).astype(np.float32)}
+    sabi = blitz_attn.select_blocks_prefill(q, k, top_k=2, sink=0, recent=1, block_shape=(16, 16), causal=True, q_begin=64)
+    options = whole | {"block_shape": (16, 16)}
+    (out, lse), (all_out, all_lse) = (
+        blitz_attn.block_sparse_attention(q, k, v, lists, return_lse=True, **options) for lists in (sabi, None)
+    )
+    if layout == "BSND":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    if layout == "TND":
+        q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v))
+        options |= {"cu_seqlens_q": [0, 48], "cu_seqlens_kv": [0, 160]}
+    options["layout"] = layout
+    kept = np.exp(lse - all_lse).astype(np.float64).reshape(1, 2, 3, 16).mean(axis=3)
+    found = select.recall(q, k, sabi, **options)
+    np.testing.assert_allclose(found, kept, rtol=1e-5)
+    assert found.max() < 0.95
+    np.testing.assert_allclose(select.recall(q, k, sabi, every=2, **options)[:, :, ::2], kept[:, :, ::2], rtol=1e-5)
+    error = np.linalg.norm((out - all_out)[0], axis=(1, 2)) / np.linalg.norm(all_out[0], axis=(1, 2))
+    np.testing.assert_allclose(select.output_error(q, k, v, sabi, **options)[0], error, rtol=1e-4)
+
+
 def test_profiles():
     """Budgets are found under ranges that all captures share."""
     captures = [[testing.make_qkv(1, 2, 1, Q, KV, 16, 16, seed=s) for s in (1, 2)]]

@@ -122,6 +122,7 @@ def score_and_select_blocks(
     rules = rules_of(
         mode, compress_block_size, num_selected_blocks, q_tile_size, compress_stride, select_block_size, init_blocks, local_blocks, causal
     )
+    q, k_cmp, lse = _arrays.detached(q, k_cmp, lse)  # lists have no gradient
     threads = threads_of(num_threads)
     dtype, cu_seqlens = dtype_of(dtype), sums_of(cu_seqlens)
     queries, kind = leading(q, "q", dtype)

@@ -235,7 +235,8 @@ def check(
         where = np.unravel_index(int(bad.argmax()), bad.shape)
         column, at = int(rows[where]), [int(n) for n in where]
         if column >= columns:
-            raise ValueError(f"sabi: expected block columns from 0 to {columns - 1}, or a pad, got {column} at {at}")
+            hint = " (65535 is a pad in uint16 alone)" if column == PAD_UINT16 else ""
+            raise ValueError(f"sabi: expected block columns from 0 to {columns - 1}, or a pad, got {column} at {at}{hint}")
         raise ValueError(f"sabi: expected each block column once per row, got {column} again at {at}")
     return rows
 

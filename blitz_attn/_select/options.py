@@ -24,3 +24,14 @@ class Options:
     kv_ranges: Any = None
     dtype: Any = None
     num_threads: Any = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Judged(Options):
+    """The same for a list that is judged, with what changes attention and not the choice of blocks."""
+
+    q_begin: Any = None
+    attn_mask: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    softcap: Any = None

@@ -184,6 +184,8 @@ def select_blocks_prefill(
     """
     name, pool_q, pool_k, term, largest = rules_of(chooser)
     budget, numbers = budget_of(density=density, top_p=top_p, threshold=threshold, top_k=top_k)
+    if return_scores is False:  # lists have no gradient, but scores would
+        q, k = _arrays.detached(q, k)
     keys = _arrays.readable(k, "k")
     lists, scores = _core.select_prefill(
         np.empty, _arrays.readable(q, "q"), keys, keys, None, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q,

@@ -10,7 +10,7 @@ import numpy as np
 from .. import _arrays
 from .._formats import widened
 from ..block_sparse import block_sparse_attention
-from .options import Options
+from .options import Judged, Options
 
 __all__ = ["output_error", "recall"]
 
@@ -150,7 +150,12 @@ def recall(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    q_begin: Any = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
@@ -169,8 +174,10 @@ def recall(
         Tokens in a block of queries and in a block of keys.
     every : int
         Look at every n-th block of queries, where n is this number, beginning with the first; the time falls in proportion. 1 looks at all.
-    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges, dtype
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges
         As in the attention call: see `block_sparse_attention`.
+    attn_mask, alibi_slopes, sinks, softcap, dtype
+        Likewise. A sink counts as a key that every list keeps.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -201,11 +208,14 @@ def recall(
     >>> kept.shape, bool(kept.min() > 0.7)
     ((1, 2, 8), True)
     """
-    options = Options(
+    attn_mask, alibi_slopes, sinks = _arrays.detached(attn_mask, alibi_slopes, sinks)
+    options = Judged(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_ranges=kv_ranges,
-        dtype=dtype, num_threads=num_threads,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
+        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap, dtype=dtype,
+        num_threads=num_threads,
     )  # fmt: skip
+    q, k = _arrays.detached(q, k)  # a measure has no gradient
     every, v = checked(sabi, every, layout), narrow(k, layout)
     rows = _arrays.shape_of(sabi)[2]
     _, lse = attended_kept(q, k, v, sabi, every, options)
@@ -231,7 +241,12 @@ def output_error(
     cu_seqlens_kv: Any = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    q_begin: Any = None,
     kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
@@ -243,8 +258,10 @@ def output_error(
         As in `block_sparse_attention`.
     sabi, block_shape, every
         The block list, and what of it is looked at: see `recall`.
-    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, kv_ranges, dtype
+    scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges
         As in the attention call: see `block_sparse_attention`.
+    attn_mask, alibi_slopes, sinks, softcap, dtype
+        Likewise.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -274,11 +291,14 @@ def output_error(
     >>> bool(errors[0] > errors[1] > errors[2]), bool(errors[2] < 1e-6)
     (True, True)
     """
-    options = Options(
+    attn_mask, alibi_slopes, sinks = _arrays.detached(attn_mask, alibi_slopes, sinks)
+    options = Judged(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_ranges=kv_ranges,
-        dtype=dtype, num_threads=num_threads,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
+        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap, dtype=dtype,
+        num_threads=num_threads,
     )  # fmt: skip
+    q, k, v = _arrays.detached(q, k, v)
     every = checked(sabi, every, layout)
     of_list = attended_kept(q, k, v, sabi, every, options)
     out_of_all, _ = attended_all(q, k, v, _arrays.shape_of(sabi)[2], every, options)

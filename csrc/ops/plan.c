@@ -424,8 +424,9 @@ static ba_status refuse_entry(const ba_problem *p, const int64_t bad[4]) {
                        p->page_size ? "page, since request" : "block column, since sequence", bad[0], p->page_size ? "tokens" : "keys", column,
                        where);
     if (column < 0 || column >= columns)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]", p->list_name,
-                       p->page_size ? "pages" : "block columns", columns - 1, p->block_counts ? "" : ", or a pad", column, where);
+        return ba_fail(BA_ERROR_VALUE, "%s: expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]%s", p->list_name,
+                       p->page_size ? "pages" : "block columns", columns - 1, p->block_counts ? "" : ", or a pad", column, where,
+                       column == UINT16_MAX ? " (65535 is a pad in uint16 alone)" : "");
     return ba_fail(BA_ERROR_VALUE, "%s: expected each %s once per row, got %" PRId64 " again at [%s]", p->list_name,
                    p->page_size ? "page" : "block column", column, where);
 }
