@@ -73,6 +73,8 @@ def select_pages(
     """See `blitz_attn.select_blocks`. `seq_lens` may be opened page tables."""
     if not isinstance(method, str):
         raise TypeError(f"method: expected a string, got {type(method).__name__}")
+    if seq_lens is None:
+        raise TypeError("seq_lens: expected one length per request, got NoneType")
     if method not in ("quest", "mean", "max"):
         raise ValueError(f"method: expected 'quest', 'mean' or 'max', got {shown(method)}")
     if return_scores is False:  # lists have no gradient, but scores would

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays, _core
-from ._page_selection import integer_empty, select_pages, select_to_attend, with_lists
-from ._paged_call import scales_for_core
+from ._page_selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
+from ._paged_call import open_requests, scales_for_core
 from ._paged_split import whole_or_in_chunks
+from ._paged_tables import cache_sizes, tables_for_core
 from ._sentences import renamed
 
 __all__ = [
@@ -423,7 +424,8 @@ def select_blocks(
     ascending : bool
         Order the blocks of a row by number. False: sinks, then the others by falling score, then recent blocks.
     block_size : int, optional
-        Number of tokens per block. Default: the number of rows of a summary page; for max, the number of tokens of a page.
+        Number of tokens per block. Default: the number of rows of a summary page; for max, the number of tokens of a page. Give it where
+        pages of keys have another size than pages of summaries: no other argument shows it, and blocks of a wrong size are chosen.
     kv_layout : {"NHD", "HND"}
         Layout of the key cache for max.
     return_scores : bool
@@ -550,7 +552,7 @@ def select_and_attend(
     q : array
         ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other.
     k_cache, v_cache, block_tables, seq_lens
-        See `paged_attention`. `block_tables` must be an array.
+        See `paged_attention`.
     source, metadata_block_tables : optional
         See `select_blocks`: summaries and their tables for quest and mean. For max, they are `k_cache` and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
@@ -608,9 +610,14 @@ def select_and_attend(
     """
     with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
     attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, None, kv_split)
+    tables, lengths, queries = block_tables, seq_lens, q_lens
+    if isinstance(block_tables, tuple):
+        page_size = cache_sizes(k_cache, kv_layout)[1]
+        opened = open_requests(*tables_for_core(block_tables, seq_lens), q_lens, None, page_size)[0]
+        tables, lengths, queries = None, Opened(opened[0], page_size), None
     selected, counts = select_to_attend(
-        q, k_cache, block_tables, seq_lens, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
-        per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens,
+        q, k_cache, tables, lengths, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
+        per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=queries,
         kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
     result = attend(

@@ -81,6 +81,12 @@ def test_both_forms_of_tables(method, tables, isa_level):
     given = (step.case.block_tables.copy(), step.case.seq_lens.copy()) if tables == "matrix" else (step.case.csr(), None)
     q_lens = np.array(step.q_lens)
     plan = blitz_attn.PagedPlan(*given, page_size=SIZE, q_lens=q_lens)
+    call = {"method": method, "q_lens": q_lens.copy(), "return_lse": True, "return_selected": True} | step.case.options
+    for split in (None, 4 * SIZE) if tables == "triple" else ():
+        got = blitz_attn.select_and_attend(*step.case.arrays[:3], *given, *step.summaries[method], k=4, kv_split=split, **call)
+        assert all(same_bits(a, b) for a, b in zip(got, step.apart(method, {"k": 4}, kv_split=split), strict=True))
+        exact = reference.select_and_attend(*step.case.arrays[:3], *given, *step.summaries[method], k=4, **call)
+        assert np.abs(got[0] - exact[0]).max() < 1e-5
     for array in (q_lens, *(given if tables == "matrix" else given[0])):
         array[...] = 0
     for choice in CHOICES:

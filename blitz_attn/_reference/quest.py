@@ -359,6 +359,12 @@ def select_and_attend(
 ):
     """See `blitz_attn.select_and_attend`."""
     size = by_token(k_cache, kv_layout).shape[1]
+    if isinstance(block_tables, tuple):
+        runs = tables_of(block_tables, seq_lens, size)
+        seq_lens = [n for _, n in runs]
+        block_tables = np.zeros((len(runs), max((len(pages) for pages, _ in runs), default=0)), np.int64)
+        for row, (pages, _) in zip(block_tables, runs, strict=True):
+            row[: len(pages)] = pages
     selected, counts = select_blocks(
         q,
         k_cache if method == "max" else source,
