@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _arrays
+from ._names import KVLayout, Method
 from ._page_selection import Opened, select_to_attend, with_lists
 from ._paged_append import Summaries, append_tokens
 from ._paged_call import Rules, attend_requests, check_rules, open_requests
@@ -91,7 +92,7 @@ class PagedPlan:
         num_pages: int | None = None,
         kv_split: int | None = None,
         scale: float | None = None,
-        kv_layout: str = "NHD",
+        kv_layout: KVLayout = "NHD",
         window: int | None = None,
         softcap: float | None = None,
         out_dtype: Any = None,
@@ -248,7 +249,7 @@ class PagedPlan:
 
     def select_and_attend(
         self, q: Any, k_cache: Any, v_cache: Any, source: Any = None, metadata_block_tables: Any = None, *, k: Any = None,
-        budget: Any = None, method: str = "quest", sink: int = 1, recent: Any = 1, per_query_head: bool = False,
+        budget: Any = None, method: Method = "quest", sink: int = 1, recent: Any = 1, per_query_head: bool = False,
         dense_below: int | None = None, tokens_since_metadata_update: Any = -1, sinks: Any = None, k_scale: Any = None,
         v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = False,
         return_selected: bool = False, out: Any = None,

@@ -10,6 +10,7 @@ from numpy import empty, ndarray
 from . import _arrays, _core
 from ._arrays import bias_for_core, is_registered, refuse_block_mask
 from ._floats import refuse_overlaps
+from ._names import Layout
 
 __all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
 
@@ -22,7 +23,7 @@ def block_sparse_attention(
     *,
     block_shape: tuple[int, int] = (128, 128),
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,
@@ -243,7 +244,7 @@ def block_sparse_attention_backward(
     *,
     block_shape: tuple[int, int] = (128, 128),
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,

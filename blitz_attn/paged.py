@@ -9,6 +9,7 @@ from numpy import ndarray
 
 from . import _arrays, _core, _formats
 from ._floats import FLOATS, floats
+from ._names import KVLayout
 from ._paged_append import Summaries, append_tokens
 from ._paged_plan import PagedPlan
 from ._paged_split import whole_or_in_chunks
@@ -31,7 +32,7 @@ def paged_attention(
     seq_lens: Any = None,
     *,
     scale: float | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
     sinks: Any = None,
@@ -206,7 +207,7 @@ def paged_select_attention(
     *,
     counts: Any = None,
     scale: float | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
     sinks: Any = None,
@@ -415,7 +416,7 @@ def append_paged_kv(
     block_tables: Any = None,
     seq_lens: Any = None,
     q_lens: Any = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     k_scale: Any = None,
     v_scale: Any = None,
     maxblocks: Any = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays, _core
+from ._names import KVLayout, Method
 from ._page_selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
 from ._paged_call import open_requests, scales_for_core
 from ._paged_split import whole_or_in_chunks
@@ -33,7 +34,7 @@ def quest_prefill_metadata(
     minblocks: Any,
     *,
     start_lens: Any = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     k_scale: Any = None,
     dtype: Any = None,
     meanblocks: Any = None,
@@ -369,7 +370,7 @@ def select_blocks(
     k: Any = None,
     *,
     budget: Any = None,
-    method: str = "quest",
+    method: Method = "quest",
     sink: int = 1,
     recent: Any = 1,
     per_query_head: bool = False,
@@ -378,7 +379,7 @@ def select_blocks(
     q_lens: Any = None,
     ascending: bool = True,
     block_size: int | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     return_scores: bool = False,
     k_scale: Any = None,
     dtype: Any = None,
@@ -519,14 +520,14 @@ def select_and_attend(
     *,
     k: Any = None,
     budget: Any = None,
-    method: str = "quest",
+    method: Method = "quest",
     sink: int = 1,
     recent: Any = 1,
     per_query_head: bool = False,
     dense_below: int | None = None,
     tokens_since_metadata_update: Any = -1,
     scale: float | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
     sinks: Any = None,

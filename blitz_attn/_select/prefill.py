@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays, _core
+from .._names import Layout
 from ..block_sparse import block_sparse_attention
 from .choosers import budget_of, rules_of
 from .options import Options
@@ -25,7 +26,7 @@ def select_blocks_prefill(
     top_k: Any = None,
     block_shape: tuple[int, int] = (64, 64),
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,
@@ -209,7 +210,7 @@ def select_and_attend_prefill(
     top_k: Any = None,
     block_shape: tuple[int, int] = (64, 64),
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,

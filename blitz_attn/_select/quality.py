@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import _arrays
 from .._formats import widened
+from .._names import Layout
 from ..block_sparse import block_sparse_attention
 from .options import Judged, Options
 
@@ -141,7 +142,7 @@ def recall(
     block_shape: tuple[int, int] = (64, 64),
     every: int = 1,
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,
@@ -232,7 +233,7 @@ def output_error(
     block_shape: tuple[int, int] = (64, 64),
     every: int = 1,
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,

@@ -205,7 +205,8 @@ def blitz_sparse_attention(
     ragged = layout == "TND"
     want_lse = softmax_lse_flag is not None and _arrays.flag(softmax_lse_flag, "softmax_lse_flag") and not ragged
 
-    options: dict[str, Any] = {"block_shape": shape, "scale": 1.0 if scale_value is None else scale_value}
+    options: dict[str, Any] = {"block_shape": shape, "layout": layout.partition("_")[0]}
+    options["scale"] = 1.0 if scale_value is None else scale_value
     options["num_heads"] = 1 if num_heads is None and layout == "BSH" else num_heads
     kv_heads = 0 if num_key_value_heads is None else _arrays.integer(num_key_value_heads, "num_key_value_heads")
     options["num_kv_heads"] = kv_heads or None  # upstream's 0: as many as query heads
@@ -222,7 +223,7 @@ def blitz_sparse_attention(
         sabi = _arrays.host(sabi, "sabi")[0][None]
 
     try:
-        result = block_sparse_attention(query, key, value, sabi, layout=layout.partition("_")[0], return_lse=want_lse, **options)
+        result = block_sparse_attention(query, key, value, sabi, return_lse=want_lse, **options)
     except (TypeError, ValueError) as error:
         raise renamed(error, _UPSTREAM_NAMES) from error
     attention_out, softmax_lse = result if want_lse else (result, None)

@@ -10,6 +10,7 @@ from numpy import ndarray
 
 from .. import _arrays, _core
 from .._floats import Result, attention_results, real_of, written
+from .._names import KVLayout
 from .._paged_call import Rules, attend_requests, open_requests
 from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, sinks_of
 from .._state_tree import Merges, ranges, rounded, with_sinks
@@ -232,7 +233,7 @@ class DecodePlan:
         kv_split: int = KV_SPLIT,
         q_lens: Any = None,
         scale: float | None = None,
-        kv_layout: str = "NHD",
+        kv_layout: KVLayout = "NHD",
         window: int | None = None,
         softcap: float | None = None,
         dtype: Any = None,
@@ -455,7 +456,7 @@ def decode_context_parallel_attention(
     selected: Any = None,
     counts: Any = None,
     scale: float | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
     sinks: Any = None,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy import ndarray
 
 from .._arrays import choice, integer, number
+from .._names import Layout
 from ._comm import Agreement, communicator, digest, spans_hosts
 from ._dispatch import DISPATCHES
 from ._problem import Problem
@@ -142,7 +143,7 @@ class ContextParallelPlan:
         head_dim_v: int | None = None,
         dtype: Any = "float32",
         block_shape: tuple[int, int] = (128, 128),
-        layout: str = "BNSD",
+        layout: Layout = "BNSD",
         causal: bool = False,
         window: tuple[int, int] | None = None,
         q_lens: Any = None,

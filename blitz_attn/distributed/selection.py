@@ -8,6 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from .. import _arrays
+from .._names import KVLayout, Method
 from .._page_selection import block_size_of, budgets
 from .._sentences import shown
 from ..quest import select_blocks
@@ -31,7 +32,7 @@ def select_blocks_distributed(
     interleave: int | None = None,
     plan: DecodePlan | None = None,
     budget: Any = None,
-    method: str = "quest",
+    method: Method = "quest",
     sink: int = 1,
     recent: Any = 1,
     per_query_head: bool = False,
@@ -39,7 +40,7 @@ def select_blocks_distributed(
     tokens_since_metadata_update: Any = -1,
     ascending: bool = True,
     block_size: int | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[ndarray, ndarray]:

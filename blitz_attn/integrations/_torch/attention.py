@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..._arrays import refuse_block_mask
+from ..._names import Layout
 from ..._sentences import renamed
 from . import operators
 from .tensors import (
@@ -62,7 +63,7 @@ def block_sparse_attention(
     *,
     block_shape: tuple[int, int] = (128, 128),
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,
@@ -364,7 +365,7 @@ def select_and_attend_prefill(
     top_k: Any = None,
     block_shape: tuple[int, int] = (64, 64),
     scale: float | None = None,
-    layout: str = "BNSD",
+    layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,

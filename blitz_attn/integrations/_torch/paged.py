@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..._names import KVLayout
 from ..._paged_tables import tables_for_core
 from . import operators
 from .tensors import expect_tensors, flag_of, integer_of, integers_of, mask_of, number_of, numbers_of, ranges_of, text_of
@@ -41,7 +42,7 @@ def paged_attention(
     seq_lens: Any = None,
     *,
     scale: float | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
     kv_ranges: Any = None,
@@ -106,7 +107,7 @@ def paged_select_attention(
     *,
     counts: Any = None,
     scale: float | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
     kv_ranges: Any = None,

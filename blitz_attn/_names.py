@@ -1,0 +1,7 @@
+"""The names that arguments take, for type checkers and editors. Calls check them at run time, too."""
+
+from typing import Literal
+
+Layout = Literal["BNSD", "BSND", "BSH", "TND"]
+KVLayout = Literal["NHD", "HND"]
+Method = Literal["quest", "mean", "max"]
