@@ -15,7 +15,7 @@ of the fullest one. Long sequences with small blocks are therefore within their 
 functions that convert or combine lists, hold a whole grid of rows and columns, of at most 2**28 blocks in all.
 """
 
-from ._sabi.build import causal, dense, dilated, document, sink_local, sliding_window, vertical_slash
+from ._sabi.build import causal, dense, dilated, document, document_ranges, sink_local, sliding_window, vertical_slash
 from ._sabi.combine import coarsen, complement, difference, intersection, refine, transpose, union
 from ._sabi.convert import (
     from_block_mask,
@@ -46,6 +46,7 @@ __all__ = [
     "difference",
     "dilated",
     "document",
+    "document_ranges",
     "frame_plan",
     "from_block_mask",
     "from_csr",

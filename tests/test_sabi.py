@@ -73,6 +73,22 @@ def test_sink_local(s_q, s_kv, block_shape, sink, local, causal):
     assert (mask_of(lists, columns_of(s_kv, block_shape)) == cover(seen, block_shape)).all()
 
 
+@pytest.mark.parametrize("lengths", [[1], [5, 0, 9, 1], [0, 0, 3], np.array([40, 7, 33], np.uint8)], ids=str)
+def test_document_ranges(lengths):
+    """The rules of the call hold beside them, with a list of the documents' blocks and without."""
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    n = len(document)
+    ranges = sabi.document_ranges(lengths)
+    assert (ranges == sabi.kv_ranges_from_token_mask(document[:, None] == document)).all()
+    q, k, v = (np.random.default_rng(s).standard_normal((1, 2, n, 8)) for s in range(3))
+    i = np.arange(n)
+    mask = (document[:, None] == document) & (i <= i[:, None]) & (i >= i[:, None] - 4)
+    rules = {"block_shape": (8, 8), "kv_ranges": ranges, "causal": True, "window": (4, 0)}
+    expected = blitz_attn.block_sparse_attention(q, k, v, attn_mask=mask)
+    for lists in (None, sabi.document(lengths, block_shape=(8, 8))):
+        np.testing.assert_allclose(blitz_attn.block_sparse_attention(q, k, v, lists, **rules), expected, atol=1e-12)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "kv_lengths"),
@@ -463,6 +479,8 @@ def test_columns_of_compressed_rows_fit_into_int32(column):
         (lambda: sabi.sink_local(128, sink=-1, local=0), "sink, local: expected numbers of tokens from 0 on, got -1, 0"),
         (lambda: sabi.document([5, -1]), "lengths: expected as many lengths from 0 on"),
         (lambda: sabi.document([5], [5, 5]), "lengths: expected as many lengths from 0 on"),
+        (lambda: sabi.document_ranges([5, -1]), "lengths: expected lengths from 0 on of 1 to 16777216 tokens in all, got "),
+        (lambda: sabi.document_ranges([0]), "lengths: expected lengths from 0 on of 1 to 16777216 tokens in all, got "),
         (lambda: sabi.dilated(128, stride=0), "stride, reach: expected a stride from 1"),
         (lambda: sabi.vertical_slash(128, vertical=[128], slash=[]), r"vertical: expected key positions in 0..127, got 128..128"),
         (lambda: sabi.random_with_frame(512, frame=sabi.FrameWidths(5, 0, 0, 0)), "frame: expected widths within 4 rows and 4 columns"),

@@ -13,6 +13,7 @@ from .._sentences import shown
 from .convert import from_block_mask
 from .lists import (
     MOST_BLOCKS,
+    MOST_ROWS,
     MOST_SIDE,
     MOST_TOKENS,
     blocks_of,
@@ -30,6 +31,7 @@ __all__ = [
     "dense",
     "dilated",
     "document",
+    "document_ranges",
     "sink_local",
     "sliding_window",
     "vertical_slash",
@@ -260,8 +262,9 @@ def document(
 ) -> np.ndarray:
     """Packed documents, each of which sees only itself.
 
-    A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. Layout TND of the
-    attention call cuts exactly.
+    A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. `document_ranges` cuts exactly,
+    as `kv_ranges` of the attention call, beside this list or without any. (Layout TND cuts exactly by itself; a list there is one per
+    document, and not this one.)
 
     Parameters
     ----------
@@ -309,6 +312,54 @@ def document(
     last = np.minimum((row + 1) * block_q, (start + q_sizes)[at]) - 1 - start[at]  # the document's last query in each row
     high = last + (kv_sizes - q_sizes)[at] if causal else kv_sizes[at] - 1
     return _list_of_spans(row, *_span(kv_start[at], kv_start[at] + high, s_kv, block_kv), grid, dtype, width)
+
+
+def document_ranges(lengths: Any) -> np.ndarray:
+    """`kv_ranges` of packed documents, each of which sees only itself.
+
+    `causal`, `window` and a list of blocks may stand beside them in the attention call; all rules hold. Without a list, the call reads no
+    keys that no query of a tile sees.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Number of tokens of each document, in order.
+
+    Returns
+    -------
+    numpy.ndarray
+        (sum(lengths), 2) int64: of each token the first token of its document, and the place after the last one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Lengths that are no integers, are negative, or have no token in all.
+
+    See Also
+    --------
+    document : the blocks that hold tokens of a document.
+    kv_ranges_from_token_mask : ranges from a mask of booleans.
+
+    Examples
+    --------
+    >>> from blitz_attn import sabi
+    >>> sabi.document_ranges([2, 1]).tolist()
+    [[0, 2], [0, 2], [2, 3]]
+
+    Documents with a sliding window:
+
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> q, k, v = (np.random.default_rng(n).standard_normal((1, 2, 300, 16)) for n in range(3))
+    >>> rules = {"causal": True, "window": (64, 0), "kv_ranges": sabi.document_ranges([120, 100, 80])}
+    >>> blitz_attn.block_sparse_attention(q, k, v, **rules).shape
+    (1, 2, 300, 16)
+    """
+    sizes = integers(lengths, "lengths")
+    if sizes.ndim != 1 or sizes.min(initial=0) < 0 or not 1 <= sum(map(int, sizes)) <= MOST_ROWS:
+        raise ValueError(f"lengths: expected lengths from 0 on of 1 to {MOST_ROWS} tokens in all, got {shown(sizes.tolist())}")
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return np.stack([ends - sizes, ends], axis=-1).repeat(sizes, axis=0)
 
 
 def dilated(

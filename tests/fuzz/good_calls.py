@@ -378,6 +378,7 @@ SABI = {
     "causal": Good(sabi.causal, _grid(), sizes=_TOKENS),
     "sliding_window": Good(sabi.sliding_window, _grid(window=(8, 0)), sizes=_TOKENS),
     "sink_local": Good(sabi.sink_local, _grid(sink=4, local=8), sizes=_TOKENS),
+    "document_ranges": Good(sabi.document_ranges, lambda a, v: {"lengths": a.integers([5, 0, 9])}),
     "document": Good(sabi.document, lambda a, v: {"lengths": [5, 9], "block_shape": (8, 4)} | ({"kv_lengths": a.integers([4, 0])} if v & 1 else {})),
     "dilated": Good(sabi.dilated, _grid(stride=2, reach=3), sizes=_TOKENS),
     "vertical_slash": Good(sabi.vertical_slash, lambda a, v: _grid()(a, v) | {"vertical": [0, 9], "slash": a.integers([[0, 3]])}, sizes=_TOKENS),
