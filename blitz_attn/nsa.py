@@ -13,7 +13,7 @@ Arrays are ``(B, N, H, D)``, or packed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from ._nsa.branches import (
 from ._nsa.call import BRANCHES, Call, Options, Results, Room, checked, compress, kept_results, run
 from ._nsa.compression import compress_gradients, compress_kv, compress_kv_backward
 from ._nsa.gates import check_gate_weight, compute_gates, gate_and_combine, gating_backward
-from ._nsa.rules import rules_of, scale_of, threads_of, window_and_groups
+from ._nsa.rules import scale_of, threads_of, window_and_groups
 from ._nsa.selection import score_and_select_blocks
 from ._nsa.sequences import pieces
 from ._nsa.store import Store
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 
-# What NsaCache hands to each call of nsa.
+# What NsaCache takes beside its own arguments.
 RULES = (
     "num_selected_blocks", "window_size", "gate_proj_weight", "causal", "scale", "q_tile_size", "num_cmp_selected_blocks",
     "select_block_size", "init_blocks", "local_blocks",
@@ -326,16 +326,22 @@ def nsa(
         dtype=dtype,
         num_threads=num_threads,
     )
-    call = checked(q, k, v, options)
+    return _computed(q, k, v, options, out, return_context)
+
+
+def _computed(q: Any, k: Any, v: Any, options: Options, out: Any, return_context: Any = False) -> Any:
+    """What `nsa` returns."""
+    o, call = options, checked(q, k, v, options)
     return_context = _arrays.flag(return_context, "return_context")
-    if return_context and not (call.compresses and call.sequences.whole and kv_lens is None):
+    if return_context and not (call.compresses and call.sequences.whole and o.kv_lens is None):
         raise ValueError("return_context: expected False where q has not all tokens, or with compressed_kv or kv_lens, got True")
     kind, shape = call.common.kind, (*call.q.shape[:-1], call.v.shape[-1])
-    result = Result(shape, kind, q, out, "out", dtype_of(dtype))
+    result = Result(shape, kind, q, out, "out", dtype_of(o.dtype))
     refuse_overlaps(
-        {"out": out}, q=call.q, k=call.k, v=call.v, w_k_compress=w_k_compress, w_v_compress=w_v_compress,
-        gate_proj_weight=gate_proj_weight, gates=gates, block_indices=block_indices, cu_seqlens=cu_seqlens, cu_seqlens_q=cu_seqlens_q,
-        kv_lens=kv_lens, k_cmp=None if call.compresses else call.k_cmp, v_cmp=None if call.compresses else call.v_cmp,
+        {"out": out}, q=call.q, k=call.k, v=call.v, w_k_compress=o.w_k_compress, w_v_compress=o.w_v_compress,
+        gate_proj_weight=o.gate_proj_weight, gates=o.gates, block_indices=o.block_indices, cu_seqlens=o.cu_seqlens,
+        cu_seqlens_q=o.cu_seqlens_q, kv_lens=o.kv_lens, k_cmp=None if call.compresses else call.k_cmp,
+        v_cmp=None if call.compresses else call.v_cmp,
     )  # fmt: skip
     kept = kept_results(call) if return_context else None
 
@@ -347,7 +353,11 @@ def nsa(
         run(part, room.results(part, piece, heads[1]), result.array[piece.queries])
     if kept is None:
         return result.value
-    return result.value, _context(call, kept, (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates))
+    return result.value, _context(call, kept, (q, k, v, o.w_k_compress, o.w_v_compress, o.gate_proj_weight, o.gates))
+
+
+# What makes `Options` of a call that names none.
+USUAL = {name: value for name, value in (nsa.__kwdefaults__ or {}).items() if name not in ("out", "return_context")}
 
 
 # ---- Decode -------------------------------------------------------------------------------------------------------
@@ -403,19 +413,14 @@ class NsaCache:
         for name in options:
             if name not in RULES:
                 raise TypeError(f"NsaCache() got an unexpected keyword argument {name!r}")
-        self._options = {
-            "compress_block_size": compress_block_size, "compress_stride": compress_stride, "mode": mode, "num_threads": num_threads,
-            **options,
-        }  # fmt: skip
-        rules = rules_of(
-            mode, compress_block_size, options.get("num_selected_blocks", 16), options.get("q_tile_size", 256), compress_stride,
-            options.get("select_block_size"), options.get("init_blocks", 1), options.get("local_blocks", 2), options.get("causal", True),
-        )  # fmt: skip
-        window_and_groups(options.get("window_size", 512), options.get("num_cmp_selected_blocks"), rules)
-        scale_of(options.get("scale"), 1)
+        own = {"compress_block_size": compress_block_size, "compress_stride": compress_stride, "mode": mode, "num_threads": num_threads}
+        self._options = o = Options(**{**USUAL, **own, **options})
+        rules = o.rules()
+        window_and_groups(o.window_size, o.num_cmp_selected_blocks, rules)
+        scale_of(o.scale, 1)
         kind = dtype_of(dtype)
-        if options.get("gate_proj_weight") is not None:
-            check_gate_weight(options["gate_proj_weight"], kind)
+        if o.gate_proj_weight is not None:
+            check_gate_weight(o.gate_proj_weight, kind)
         self._store = Store(rules, w_k_compress, w_v_compress, kind, threads_of(num_threads))
 
     @property
@@ -548,10 +553,11 @@ class NsaCache:
         if not held:
             raise ValueError("q: expected tokens appended before the first queries, got none")
         k, v, *compressed = held
-        return nsa(
-            q, k, v, compressed_kv=compressed, kv_lens=store.ragged_lens, gates=gates, out=out,
-            dtype="bfloat16" if store.kind == "bfloat16" else store.dtype, **self._options,
+        options = replace(
+            self._options, compressed_kv=compressed, kv_lens=store.ragged_lens, gates=gates,
+            dtype="bfloat16" if store.kind == "bfloat16" else store.dtype,
         )  # fmt: skip
+        return _computed(q, k, v, options, out)
 
 
 # ---- Backward -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`NsaCache`: results of `nsa` over all tokens so far, bit for bit; sequences of different lengths; tokens that are taken back and sequences
 that change places; memory; bad input."""
 
+import inspect
 import re
 
 import numpy as np
@@ -79,6 +80,19 @@ def test_the_cache_takes_what_nsa_takes():
     out = cache.attend(tensors[0][:, -1:])
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, nsa.nsa(*tensors, **PAPER)[:, -1:])
+
+
+def test_the_defaults_are_those_of_nsa(monkeypatch):
+    own, usual = (inspect.signature(function).parameters for function in (nsa.NsaCache, nsa.nsa))
+    named = [name for name in own if name != "options"]
+    assert {name: own[name].default for name in named} == {name: usual[name].default for name in named}
+    monkeypatch.setitem(nsa.USUAL, "num_selected_blocks", 2)  # fewer than init_blocks + local_blocks are by default
+    with pytest.raises(ValueError, match=r"^num_selected_blocks: expected at least init_blocks \+ local_blocks = 3, got 2$"):
+        nsa.NsaCache()
+    q, k, v, _ = problem(90, 2, 1, 8)
+    cache = nsa.NsaCache(compress_block_size=4, compress_stride=2, init_blocks=0)
+    cache.append(k, v)
+    assert same_bits(cache.attend(q), nsa.nsa(q, k, v, compress_block_size=4, compress_stride=2, init_blocks=0, num_selected_blocks=2))
 
 
 # ---- Taking back and reordering -------------------------------------------------------------------------------------------

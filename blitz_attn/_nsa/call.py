@@ -48,6 +48,12 @@ class Options:
     cu_seqlens_q: Any = None
     kv_lens: Any = None
 
+    def rules(self) -> Rules:
+        return rules_of(
+            self.mode, self.compress_block_size, self.num_selected_blocks, self.q_tile_size, self.compress_stride, self.select_block_size,
+            self.init_blocks, self.local_blocks, self.causal,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -118,10 +124,7 @@ class Call:
 def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
     """Checks all that is checked before any output is touched."""
     o = options
-    rules = rules_of(
-        o.mode, o.compress_block_size, o.num_selected_blocks, o.q_tile_size, o.compress_stride, o.select_block_size, o.init_blocks,
-        o.local_blocks, o.causal,
-    )  # fmt: skip
+    rules = o.rules()
     window, most_groups = window_and_groups(o.window_size, o.num_cmp_selected_blocks, rules)
     threads, dtype = threads_of(o.num_threads), dtype_of(o.dtype)
     q, kind = leading(q, "q", dtype)

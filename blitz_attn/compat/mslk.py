@@ -23,8 +23,6 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
-from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -159,9 +157,7 @@ def nsa_forward(
 
 def _refuse_wrong(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> None:
     """Refuses what `nsa` refuses: the float64 reference checks little by itself."""
-    parameters = signature(_library.nsa).parameters
-    defaults = {field.name: parameters[field.name].default for field in fields(Options)}
-    given = {name: _detached(x) for name, x in (defaults | options).items()}
+    given = {name: _detached(x) for name, x in (_library.USUAL | options).items()}
     _named(checked, _detached(Q), _detached(K), _detached(V), Options(**given))
 
 
