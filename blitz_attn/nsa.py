@@ -330,7 +330,7 @@ def nsa(
 
 
 def _computed(q: Any, k: Any, v: Any, options: Options, out: Any, return_context: Any = False) -> Any:
-    """What `nsa` returns."""
+    """What `nsa` returns. With `lens` among the options, rows of queries that no sequence has are 0."""
     o, call = options, checked(q, k, v, options)
     return_context = _arrays.flag(return_context, "return_context")
     if return_context and not (call.compresses and call.sequences.whole and o.kv_lens is None):
@@ -340,15 +340,18 @@ def _computed(q: Any, k: Any, v: Any, options: Options, out: Any, return_context
     refuse_overlaps(
         {"out": out}, q=call.q, k=call.k, v=call.v, w_k_compress=o.w_k_compress, w_v_compress=o.w_v_compress,
         gate_proj_weight=o.gate_proj_weight, gates=o.gates, block_indices=o.block_indices, cu_seqlens=o.cu_seqlens,
-        cu_seqlens_q=o.cu_seqlens_q, kv_lens=o.kv_lens, k_cmp=None if call.compresses else call.k_cmp,
+        cu_seqlens_q=o.cu_seqlens_q, kv_lens=o.kv_lens, lens=o.lens, k_cmp=None if call.compresses else call.k_cmp,
         v_cmp=None if call.compresses else call.v_cmp,
     )  # fmt: skip
     kept = kept_results(call) if return_context else None
 
     compress(call)
     room, heads = Room(kept), (call.q.shape[-2], call.k.shape[-2])
-    batch, queries = shape[:2] if call.sequences.queries is None else (0, shape[0])
-    for piece in pieces(batch, queries, call.sequences, call.rules.tile, PIECE_ELEMENTS // shape[-1], heads):
+    batch = shape[0] if call.sequences.queries is None else 0
+    if o.lens is not None:
+        for first, end, queries in call.sequences.runs(batch):
+            result.array[first:end, queries:] = 0
+    for piece in pieces(batch, call.sequences, call.rules.tile, PIECE_ELEMENTS // shape[-1], heads):
         part = call.of_piece(piece)
         run(part, room.results(part, piece, heads[1]), result.array[piece.queries])
     if kept is None:
@@ -516,14 +519,17 @@ class NsaCache:
         """
         self._store.reorder(indices)
 
-    def attend(self, q: Any, *, gates: Any = None, out: Any = None) -> Any:
+    def attend(self, q: Any, *, lens: Any = None, gates: Any = None, out: Any = None) -> Any:
         """The results of queries that are the last tokens of each sequence.
 
         Parameters
         ----------
         q : array
-            ``(B, N, H, D)``: the queries of the N tokens that were appended last, or of fewer or of more of them. No sequence may have
-            fewer than N tokens. Without sequences, N may be any number.
+            ``(B, N, H, D)``: the queries of the N tokens that were appended last, or of fewer or of more of them. Without `lens`, no
+            sequence may have fewer than N tokens. Without sequences, N may be any number.
+        lens : sequence of int, optional
+            ``(B,)``: only the first so many of a sequence's N rows are queries, those of its last tokens. The others have no influence,
+            and their results are 0. From 0 to N, and to the tokens of the sequence. Default: N.
         gates, out
             As in `nsa`.
 
@@ -546,15 +552,28 @@ class NsaCache:
         >>> cache.append(k, k)
         >>> cache.attend(np.ones((2, 1, 4, 8), np.float32)).shape
         (2, 1, 4, 8)
+
+        Two prompts, of five tokens and of three:
+
+        >>> cache = nsa.NsaCache(compress_block_size=4)
+        >>> cache.append(k, k, lens=[5, 3])
+        >>> out = cache.attend(np.ones((2, 5, 4, 8), np.float32), lens=[5, 3])
+        >>> out[1, :, 0, 0].astype(bool).tolist()
+        [True, True, True, False, False]
         """
         store = self._store
         shape = _arrays.shape_of(q)
         held = store.held(shape[1] if len(shape) == 4 else 0)
         if not held:
             raise ValueError("q: expected tokens appended before the first queries, got none")
+        if lens is None and len(shape) == 4 and len(store.lens) == shape[0] and (short := np.flatnonzero(store.lens < shape[1])).size:
+            n = short[0]
+            raise ValueError(
+                f"q: expected at most the {store.lens[n]} tokens of sequence {n}, got {shape[1]} (lens= gives the tokens of each sequence)"
+            )
         k, v, *compressed = held
         options = replace(
-            self._options, compressed_kv=compressed, kv_lens=store.ragged_lens, gates=gates,
+            self._options, compressed_kv=compressed, kv_lens=store.ragged_lens, lens=lens, gates=gates,
             dtype="bfloat16" if store.kind == "bfloat16" else store.dtype,
         )  # fmt: skip
         return _computed(q, k, v, options, out)

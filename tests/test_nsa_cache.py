@@ -1,4 +1,4 @@
-"""`NsaCache`: results of `nsa` over all tokens so far, bit for bit; sequences of different lengths; tokens that are taken back and sequences
+"""`NsaCache`: results of `nsa` over all tokens so far, bit for bit; sequences of different lengths, with padded queries; tokens that are taken back and sequences
 that change places; memory; bad input."""
 
 import inspect
@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from blitz_attn import nsa
+from blitz_attn import nsa, reference
 from cases import DTYPES, bits_option, same_bits
-from cases_nsa import PAPER, PAPER_STRIDES, WEIGHTS, problem
+from cases_nsa import MSLK, PAPER, PAPER_STRIDES, WEIGHTS, problem
 
 
 @pytest.mark.parametrize("rules", [PAPER, PAPER_STRIDES], ids=["paper", "strides"])
@@ -80,6 +80,9 @@ def test_the_cache_takes_what_nsa_takes():
     out = cache.attend(tensors[0][:, -1:])
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, nsa.nsa(*tensors, **PAPER)[:, -1:])
+    out = cache.attend(tensors[0], lens=torch.tensor([40, 8]))
+    assert torch.equal(out[0], nsa.nsa(*tensors, **PAPER)[0])
+    assert not out[1, 8:].any()
 
 
 def test_the_defaults_are_those_of_nsa(monkeypatch):
@@ -93,6 +96,91 @@ def test_the_defaults_are_those_of_nsa(monkeypatch):
     cache = nsa.NsaCache(compress_block_size=4, compress_stride=2, init_blocks=0)
     cache.append(k, v)
     assert same_bits(cache.attend(q), nsa.nsa(q, k, v, compress_block_size=4, compress_stride=2, init_blocks=0, num_selected_blocks=2))
+
+
+# ---- Padded queries -------------------------------------------------------------------------------------------------------
+
+PROMPTS = np.array([50, 0, 20, 20, 37])
+
+
+def nan_like(x):
+    return np.full_like(x, 0x7FC0 if x.dtype == np.uint16 else np.nan)
+
+
+def padded(x, counts):
+    """A copy whose tokens of entry b from counts[b] on are NaN."""
+    valid = np.arange(x.shape[1]) < np.asarray(counts)[:, None]
+    return np.where(valid[..., None, None], x, nan_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", [WEIGHTS[:3], WEIGHTS[3:]], ids=["weights", "gates"])
+@pytest.mark.parametrize(
+    "rules",
+    [PAPER, PAPER_STRIDES, {**PAPER, "causal": False}, MSLK, {**MSLK, "causal": False}, {**MSLK, "num_cmp_selected_blocks": 1}],
+    ids=["paper", "strides", "paper not causal", "mslk", "mslk not causal", "mslk groups"],
+)
+def test_prompts_of_different_lengths_in_one_call(rules, weights, dtype):
+    """Each sequence has the bits that it has alone, padding is 0 whatever its queries and gates are, and the reference agrees."""
+    q, k, v, options = problem(50, 4, 2, 16, 24, batch=5, dtype=dtype, weights=weights)
+    gates = options.pop("gates", None)
+    cache = nsa.NsaCache(**rules, **options, **bits_option(q))
+    cache.append(padded(k, PROMPTS), padded(v, PROMPTS), PROMPTS)
+    out = nan_like(np.empty((5, 50, 4, 24), q.dtype))
+    given = None if gates is None else padded(gates, PROMPTS)
+    assert cache.attend(padded(q, PROMPTS), lens=PROMPTS, gates=given, out=out) is out
+    for b, n in enumerate(PROMPTS):
+        alone = [x[b : b + 1, :n] for x in (q, k, v)]
+        own = options if gates is None else {"gates": gates[b : b + 1, :n]}
+        one, context = nsa.nsa(*alone, **rules, **own, **bits_option(q), return_context=True)
+        assert same_bits(out[b : b + 1, :n], one)
+        assert not out[b, n:].any()
+        if dtype == "float64":
+            exact = reference.nsa(*alone, **rules, **own, block_indices=context.block_indices)
+            np.testing.assert_allclose(one, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rules", [PAPER, PAPER_STRIDES, {**PAPER, "mode": "mslk", "q_tile_size": 1}], ids=["paper", "strides", "mslk"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_of_different_lengths(rules, dtype):
+    """Each step brings every sequence another number of tokens, down to none."""
+    q, k, v, options = problem(120, 4, 2, 16, 24, batch=4, dtype=dtype, weights=WEIGHTS[:3])
+    cache, lens, rng = nsa.NsaCache(**rules, **options, **bits_option(q)), np.zeros(4, np.int64), np.random.default_rng(0)
+    for step in range(12):
+        most = (40, 1, 3, 8)[step % 4]
+        counts = np.minimum(rng.integers(0, most, 4, endpoint=True), 120 - lens)
+        new = [padded(np.stack([np.resize(x[b, n:], (most, *x.shape[2:])) for b, n in enumerate(lens)]), counts) for x in (q, k, v)]
+        cache.append(*new[1:], counts)
+        lens += counts
+        out = cache.attend(new[0], lens=counts.tolist())
+        for b, (n, count) in enumerate(zip(lens, counts, strict=True)):
+            one = slice(b, b + 1)
+            alone = nsa.nsa(new[0][one, :count], k[one, :n], v[one, :n], **rules, **options, **bits_option(q))
+            assert same_bits(out[one, :count], alone)
+            assert not out[b, count:].any()
+
+
+@pytest.mark.parametrize("rules", [PAPER, MSLK], ids=["paper", "mslk"])
+def test_equal_lengths_are_the_call_without_lengths(rules):
+    q, k, v, options = problem(64, 4, 2, 16, 24, batch=3, weights=WEIGHTS[:3])
+    cache = nsa.NsaCache(**rules, **options)
+    cache.append(k, v)
+    assert same_bits(cache.attend(q, lens=[64] * 3), cache.attend(q))
+    assert same_bits(cache.attend(q, lens=[32] * 3)[:, :32], cache.attend(q[:, :32]))
+    assert not cache.attend(q, lens=[32] * 3)[:, 32:].any()
+    assert not cache.attend(q, lens=[0] * 3).any()
+
+
+def test_padded_queries_in_pieces(monkeypatch):
+    """Sequences that are cut between heads and between queries, in arrays whose axes are in another order."""
+    monkeypatch.setattr(nsa, "PIECE_ELEMENTS", 24 * 30)
+    q, k, v, options = problem(50, 4, 2, 16, 24, batch=5, weights=WEIGHTS[:3])
+    cache = nsa.NsaCache(**PAPER, **options)
+    cache.append(k, v, PROMPTS)
+    by_head = np.ascontiguousarray(padded(q, PROMPTS).swapaxes(1, 2)).swapaxes(1, 2)
+    out = cache.attend(by_head, lens=PROMPTS)
+    for b, n in enumerate(PROMPTS):
+        assert same_bits(out[b : b + 1, :n], nsa.nsa(*(x[b : b + 1, :n] for x in (q, k, v)), **PAPER, **options))
 
 
 # ---- Taking back and reordering -------------------------------------------------------------------------------------------
@@ -255,6 +343,40 @@ def test_the_cache_refuses(error, text, given):
 
 
 @pytest.mark.parametrize(
+    ("error", "text", "given"),
+    [
+        (ValueError, "q: expected at most the 12 tokens of sequence 1, got 20 (lens= gives the tokens of each sequence)", {}),
+        (ValueError, "lens: expected numbers from 0 to the tokens that each sequence has, got 13", {"lens": [20, 13]}),
+        (ValueError, "lens: expected numbers from 0 to the 20 tokens of q, got 21", {"lens": [21, 0]}),
+        (ValueError, "lens: expected numbers from 0 to the 20 tokens of q, got -1", {"lens": [20, -1]}),
+        (ValueError, "lens: expected one number per sequence, (2,), got (1,)", {"lens": [3]}),
+        (ValueError, "lens: expected one number per sequence, (2,), got ()", {"lens": 3}),
+        (TypeError, "lens: expected integers, got float64", {"lens": [2.0, 3.0]}),
+        (ValueError, "gates: expected shape (2, 20, 4, 3), (..., H, 3), got (2, 12, 4, 3)", {"lens": [9, 9], "gates": np.ones((2, 12, 4, 3))}),
+    ],
+)  # fmt: skip
+def test_attend_refuses(error, text, given):
+    cache = nsa.NsaCache(compress_block_size=8)
+    cache.append(K, V, [20, 12])
+    out = np.full((2, 20, 4, 6), np.nan, np.float32)
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        cache.attend(Q[:, :20], out=out, **given)
+    assert np.isnan(out).all()
+
+
+def test_a_tile_that_a_sequence_is_within_is_refused():
+    cache = nsa.NsaCache(compress_block_size=8, mode="mslk", q_tile_size=16)
+    cache.append(K, V, [24, 20])
+    out = np.full((2, 20, 4, 6), np.nan, np.float32)
+    text = 'q: expected in mode "mslk" queries from the beginning of a tile of q_tile_size = 16 tokens on, got token 15'
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        cache.attend(Q[:, :20], lens=[8, 5], out=out)
+    assert np.isnan(out).all()
+    cache.attend(Q[:, :20], lens=[8, 0], out=out)  # a sequence without queries is within no tile
+    assert not np.isnan(out).any()
+
+
+@pytest.mark.parametrize(
     ("error", "text", "call"),
     [
         (ValueError, "lens: expected at least 0 tokens, got -3", lambda cache: cache.crop(-3)),
@@ -291,7 +413,7 @@ def test_a_cache_may_lose_all_of_its_tokens_and_sequences():
     cache.reorder([])
     cache.append(K, V)
     cache.crop(0)
-    with pytest.raises(ValueError, match=r"^k: expected at least the 1 tokens of q, got \(2, 0, 2, 8\)$"):
+    with pytest.raises(ValueError, match=r"^q: expected at most the 0 tokens of sequence 0, got 1 \(lens= "):
         cache.attend(Q[:, -1:])
     cache.append(K, V)
     assert same_bits(cache.attend(Q), nsa.nsa(Q, K, V, compress_block_size=8))
@@ -310,6 +432,7 @@ def test_no_sequence_of_an_empty_cache_is_too_short(queries, mode):
     assert cache.attend(q, gates=np.ones((0, queries, 2, 3), np.float32)).shape == (0, queries, 2, 4)
     out = np.empty((0, queries, 2, 4), np.float32)
     assert cache.attend(q, out=out) is out
+    assert cache.attend(q, lens=[], out=out) is out
     cache.append(k[:0], k[:0, ..., :4])  # the cache goes on, without sequences
     assert cache.attend(q).shape == (0, queries, 2, 4)
     assert cache.lens.tolist() == []

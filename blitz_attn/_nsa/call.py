@@ -47,6 +47,7 @@ class Options:
     compressed_kv: Any = None
     cu_seqlens_q: Any = None
     kv_lens: Any = None
+    lens: Any = None  # of `NsaCache.attend`: queries of each sequence of a batch
 
     def rules(self) -> Rules:
         return rules_of(
@@ -130,7 +131,7 @@ def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
     q, kind = leading(q, "q", dtype)
     k, v = (same_kind(x, name, dtype, kind, "q") for x, name in ((k, "k"), (v, "v")))
     cu_seqlens = sums_of(o.cu_seqlens)
-    _check_shapes(q, k, v, cu_seqlens is not None)
+    _check_shapes(q, k, v, cu_seqlens is not None, o.lens is not None)
     sequences = _sequences(q, k, cu_seqlens, o, rules)
     check_tiles(rules, sequences)
     w_k = check_weight(o.w_k_compress, "w_k_compress", k.shape, dtype, kind)
@@ -162,6 +163,11 @@ def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules:
         return Sequences.packed(cu, rules.size, rules.stride, rules.tile, own)
     refuse_cuts_of_queries(o.cu_seqlens_q)
     queries, room = q.shape[1], k.shape[1]
+    if o.lens is not None:
+        lengths = np.full(len(q), room) if o.kv_lens is None else o.kv_lens
+        counts = lengths_within(o.lens, "lens", len(q), 0, queries, f"0 to the {queries} tokens of q")
+        lengths_within(counts, "lens", len(q), 0, lengths, "0 to the tokens that each sequence has")
+        return Sequences.batch(counts, np.where(counts > 0, lengths, 0))  # one without queries needs no tokens, and begins with a tile
     if o.kv_lens is None:
         return Sequences.batch(queries, room)
     bounds = f"the {queries} tokens of q to the {room} of k"
@@ -189,13 +195,13 @@ def _given_compressed(
     return arrays[0], arrays[1]
 
 
-def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool) -> None:
+def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool, padded: bool) -> None:
     rank, shape = (3, "(T, H, D)") if packed else (4, "(B, N, H, D)")
     if q.ndim != rank:
         raise ValueError(f"q: expected shape {shape}, got {q.shape}")
     if k.ndim != rank or (not packed and len(k) != len(q)) or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
-    if not packed and k.shape[1] < q.shape[1]:
+    if not packed and not padded and k.shape[1] < q.shape[1]:
         raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q, got {k.shape}")
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,14 +62,20 @@ class Sequences(NamedTuple):
         return cls(own, cu, cumulative(block_count(lengths, block_size, stride)), rows, lengths - np.diff(own), lengths)
 
     @classmethod
-    def batch(cls, queries: int, lengths: int | np.ndarray) -> Sequences:
-        """Sequences with a batch axis: `lengths` is the number of tokens of all, or an array with that of each."""
+    def batch(cls, queries: int | np.ndarray, lengths: int | np.ndarray) -> Sequences:
+        """Sequences with a batch axis: the number of queries and of tokens of all, or arrays with those of each."""
         return cls.stretch(lengths - queries, lengths)
 
     @classmethod
     def stretch(cls, begin: int | np.ndarray, lengths: int | np.ndarray) -> Sequences:
         """The same, where the queries are any stretch of the tokens, from token `begin` on."""
         return cls(None, None, None, None, begin, lengths)
+
+    def runs(self, batch: int) -> list[tuple[int, int, int]]:
+        """(first, end, queries of each) of consecutive sequences of a batch that have as many queries, which are their last tokens."""
+        counts = np.broadcast_to(np.asarray(self.lengths) - self.begin, batch)
+        ends = [*(np.flatnonzero(np.diff(counts)) + 1).tolist(), batch]
+        return [(first, end, int(counts[first])) for first, end in pairwise([0, *ends]) if first < end]
 
     @property
     def whole(self) -> bool:
@@ -162,7 +169,7 @@ def _pieces_of_one(tokens: int, tile: int, most: int, heads: tuple[int, int]) ->
             yield (slice(head * group, end * group), slice(head, end)), begin, min(stop, tokens)
 
 
-def pieces(batch: int, queries: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
+def pieces(batch: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
     """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
 
     Each piece reads all keys of its heads, so heads are separated first, and queries are cut only where one head has too many.
@@ -170,17 +177,18 @@ def pieces(batch: int, queries: int, sequences: Sequences, tile: int, most: int,
     """
     if sequences.queries is None:
         begins, lengths = sequences.begin, sequences.lengths
-        fit = most // max(1, queries * heads[0])  # sequences that fit into one piece; 0: each sequence is cut
-        for b in range(0, batch, max(1, fit)):
-            some = slice(b, min(b + max(1, fit), batch))
-            at, long = (x if isinstance(x, int) else x[some] for x in (begins, lengths))
-            if fit:
-                yield Piece((some,), (some,), (some,), (ALL, ALL), ((some,), ALL), Sequences.stretch(at, long))
-                continue
-            for cut, begin, end in _pieces_of_one(queries, tile, most, heads):
-                rows, keys = slice(begin // tile, -(-end // tile)), (some, ALL, cut[1])
-                here = Sequences.stretch(at + begin, long)
-                yield Piece((some, slice(begin, end), cut[0]), keys, keys, cut, ((some,), rows), here)
+        for first, last, queries in sequences.runs(batch):
+            fit = most // max(1, queries * heads[0])  # sequences that fit into one piece; 0: each sequence is cut
+            for b in range(first, last, max(1, fit)):
+                some = slice(b, min(b + max(1, fit), last))
+                at, long = (x if isinstance(x, int) else x[some] for x in (begins, lengths))
+                if fit:
+                    yield Piece((some, slice(queries)), (some,), (some,), (ALL, ALL), ((some,), ALL), Sequences.stretch(at, long))
+                    continue
+                for cut, begin, end in _pieces_of_one(queries, tile, most, heads):
+                    rows, keys = slice(begin // tile, -(-end // tile)), (some, ALL, cut[1])
+                    here = Sequences.stretch(at + begin, long)
+                    yield Piece((some, slice(begin, end), cut[0]), keys, keys, cut, ((some,), rows), here)
         return
     cu_q, cu, cu_blocks, cu_rows = (np.asarray(x) for x in sequences[:4])
     begins, lengths = (np.asarray(x) for x in sequences[4:])

@@ -31,8 +31,8 @@ def _reorder(indices: Any) -> None:
     _filled([12, 9]).reorder(indices)
 
 
-def _attend(q: Any, *, gates: Any = None, out: Any = None) -> Any:
-    return _filled([12]).attend(q, gates=gates, out=out)
+def _attend(q: Any, *, lens: Any = None, gates: Any = None, out: Any = None) -> Any:
+    return _filled([12]).attend(q, lens=lens, gates=gates, out=out)
 
 
 def _made(a: Any, v: int) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def _appended(a: Any, v: int) -> dict[str, Any]:
 
 
 def _attended(a: Any, v: int) -> dict[str, Any]:
-    return {"q": a.floats(1, 2, 2, 8)} | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)})
+    call: dict[str, Any] = {"q": a.floats(1, 2, 2, 8)} | ({"lens": a.integers([1])} if v & 2 else {})
+    return call | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)})
 
 
 # By name: a function, the function that makes its arguments, the arguments that it may write to, and further names that its refusals may use.

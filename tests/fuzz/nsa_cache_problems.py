@@ -1,6 +1,6 @@
 """`nsa.NsaCache`: tokens that come and are taken back, and sequences that change places, in any order.
 
-The oracle is `nsa` over the tokens that each sequence then has, by itself: the bits must be the same.
+The oracle is `nsa` over the tokens that each sequence then has, by itself: the bits must be the same, and padding must be 0.
 """
 
 from __future__ import annotations
@@ -71,11 +71,19 @@ def cache(draw: Draw) -> None:
                 tokens = [tokens[n] for n in chosen]
             elif step == "attend" and held.lens.size:
                 count = int(rng.integers(0, min(most, *lens), endpoint=True)) if min(lens) else 0
+                counts = [count] * len(tokens)
+                if rng.integers(2):  # rows of padding
+                    count = int(rng.integers(0, most, endpoint=True))
+                    counts = [int(rng.integers(0, min(count, n), endpoint=True)) for n in lens]
                 q = drawn((len(tokens), count, setting.heads, dim))
-                out = held.attend(dressed(q))
-                for b, pair in enumerate(tokens):
-                    one = nsa(*(dressed(x[None]) for x in (q[b], *pair)), **options)
-                    checks.same_bits(f"sequence {b} of {len(tokens)}", out[b : b + 1], one)
+                for row, n in zip(q, counts, strict=True):
+                    row[n:] = drawn(row[n:].shape, poison)
+                out = held.attend(dressed(q), lens=given(counts) if [count] * len(tokens) != counts or rng.integers(2) else None)
+                for b, (pair, n) in enumerate(zip(tokens, counts, strict=True)):
+                    one = nsa(*(dressed(x[None]) for x in (q[b, :n], *pair)), **options)
+                    checks.same_bits(f"sequence {b} of {len(tokens)}", out[b : b + 1, :n], one)
+                    if any(checks.bits_of(out[b, n:])):
+                        raise Finding(f"padding of sequence {b}: not 0")
             if held.lens.size and held.lens.tolist() != [len(k) for k, _ in tokens]:
                 raise Finding(f"lens: {held.lens.tolist()} after {step}")
     setting.check_inputs()
