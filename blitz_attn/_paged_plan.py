@@ -115,6 +115,9 @@ class PagedPlan:
         if not (scale is window is softcap is num_threads is None and kinds == _NO_DTYPES and kv_layout is _USUAL_RULES.kv_layout):
             check_rules(self._rules)
 
+    def __repr__(self) -> str:
+        return f"PagedPlan(batch={self.batch}, num_queries={self.num_queries}, page_size={self._opened.page_size})"
+
     def append(
         self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, maxblocks: Any = None,
         minblocks: Any = None, meanblocks: Any = None, metadata_block_tables: Any = None, dtype: Any = None,

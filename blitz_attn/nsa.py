@@ -65,6 +65,8 @@ RULES = (
     "select_block_size", "init_blocks", "local_blocks",
 )  # fmt: skip
 
+SHOWN = 8  # lengths of sequences in the repr of a cache
+
 PIECE_ELEMENTS = 1 << 22  # elements of one branch's output that a call without a context holds at a time
 
 
@@ -425,6 +427,15 @@ class NsaCache:
         if o.gate_proj_weight is not None:
             check_gate_weight(o.gate_proj_weight, kind)
         self._store = Store(rules, w_k_compress, w_v_compress, kind, threads_of(num_threads))
+
+    def __repr__(self) -> str:
+        lens, rules = self._store.lens.tolist(), self._store.rules
+        shown = ", ".join(map(str, lens[:SHOWN])) + (", ..." if len(lens) > SHOWN else "")
+        return (
+            f"NsaCache(batch={len(lens)}, lens=[{shown}], mode={rules.mode!r}, compress_block_size={rules.size}, "
+            f"compress_stride={rules.stride}, select_block_size={rules.select}, num_selected_blocks={rules.count}, "
+            f"window_size={self._options.window_size})"
+        )
 
     @property
     def lens(self) -> np.ndarray:

@@ -98,6 +98,17 @@ def test_the_defaults_are_those_of_nsa(monkeypatch):
     assert same_bits(cache.attend(q), nsa.nsa(q, k, v, compress_block_size=4, compress_stride=2, init_blocks=0, num_selected_blocks=2))
 
 
+def test_what_a_cache_shows():
+    _, k, v, _ = problem(20, 2, 1, 8, batch=9)
+    cache = nsa.NsaCache(compress_block_size=8, window_size=21)
+    sizes = "mode='paper', compress_block_size=8, compress_stride=4, select_block_size=8, num_selected_blocks=16, window_size=21)"
+    assert repr(cache) == f"NsaCache(batch=0, lens=[], {sizes}"
+    cache.append(k, v, range(9))
+    assert repr(cache) == f"NsaCache(batch=9, lens=[0, 1, 2, 3, 4, 5, 6, 7, ...], {sizes}"
+    cache.reorder([3, 8])
+    assert repr(cache) == f"NsaCache(batch=2, lens=[3, 8], {sizes}"
+
+
 # ---- Padded queries -------------------------------------------------------------------------------------------------------
 
 PROMPTS = np.array([50, 0, 20, 20, 37])

@@ -326,6 +326,13 @@ def test_plan_keeps_its_own_tables():
     assert same_bits(plan.attention(*case.arrays[:3]), expected)
 
 
+def test_what_a_plan_shows():
+    case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24)
+    assert repr(blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16)) == "PagedPlan(batch=3, num_queries=3, page_size=16)"
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=np.int32(16), q_lens=[1, 30, 3], kv_split=32)
+    assert repr(plan) == "PagedPlan(batch=3, num_queries=34, page_size=16)"
+
+
 def test_plan_keeps_its_own_places_of_queries():
     case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24, q_lens=[1, 40, 3])
     q_begin, q_lens = np.array([30, -1, 61]), case.options["q_lens"]
