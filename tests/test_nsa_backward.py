@@ -518,7 +518,7 @@ PARTS = [
      lambda: library.compressed_attention(X, BLOCKS, BLOCKS[:, 1:], 4)),
     (ValueError, r"k_cmp: expected a number of heads that divides q's 2, got 3",
      lambda: library.compressed_attention_backward(X, X, zeros(1, 3, 3, 4), zeros(1, 3, 3, 4), X, LSE, 4)),
-    (ValueError, r"k: expected at least the 12 tokens of q, got \(1, 11, 2, 4\)",
+    (ValueError, r"k: expected at least the 12 tokens of q \(layout \(B, tokens, heads, D\)\), got \(1, 11, 2, 4\)",
      lambda: library.window_attention(X, X[:, 1:], X[:, 1:], 4)),
     (ValueError, r"k: expected the tokens of q \(1, 11, 2, 4\), got \(1, 12, 2, 4\)",
      lambda: library.window_attention_backward(X[:, 1:], X[:, 1:], X, X, X[:, 1:], LSE[:, 1:], 4)),

@@ -241,7 +241,8 @@ FLAT = {"q": Q[0, -2:], "k": K[0], "v": V[0], "cu_seqlens": [0, 40]}
 KNOWN = reference.compress_kv(K, V, 8, stride=4)
 KNOWN = tuple(x.astype(np.float32) for x in KNOWN)
 BAD = [
-    ("more queries than keys", ValueError, "k: expected at least the 40 tokens of q, got (2, 39, 2, 8)", {"q": Q, "k": K[:, 1:], "v": V[:, 1:]}),
+    ("more queries than keys", ValueError, "k: expected at least the 40 tokens of q (layout (B, tokens, heads, D)), got (2, 39, 2, 8)",
+     {"q": Q, "k": K[:, 1:], "v": V[:, 1:]}),
     ("context", ValueError, "return_context: expected False where q has not all tokens, or with compressed_kv or kv_lens, got True",
      {"return_context": True}),
     ("tile", ValueError, 'q: expected in mode "mslk" queries from the beginning of a tile of q_tile_size = 16 tokens on, got token 38',

@@ -100,7 +100,7 @@ CASES = {
     # ---- native sparse attention
     "rank of q": (nsa(q=PACKED), ValueError, r"q: expected shape \(B, N, H, D\), got \(12, 2, 4\)"),
     "tokens of k": (nsa(k=X[:, 1:]), ValueError,
-        r"k: expected at least the 12 tokens of q, got \(1, 11, 2, 4\)"),
+        r"k: expected at least the 12 tokens of q \(layout \(B, tokens, heads, D\)\), got \(1, 11, 2, 4\)"),
     "tokens of v": (nsa(v=X[:, 1:]), ValueError, r"v: expected the tokens and heads of k \(1, 12, 2, 4\), got \(1, 11, 2, 4\)"),
     "heads of k": (nsa(k=zeros(1, 12, 3, 4), v=zeros(1, 12, 3, 4)), ValueError, "k: expected a number of heads that divides 2, got 3"),
     "gates twice": (nsa(gates=GATES, gate_proj_weight=zeros(2, 3, 4)), ValueError, "gates: expected None with gate_proj_weight, got both"),

@@ -58,7 +58,7 @@ def _tokens_of(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, cu_seqlens_q: Any,
     if whole or len(k) != len(q):
         _same_tokens(k, q)
     if k.shape[1] < q.shape[1]:
-        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q, got {k.shape}")
+        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q (layout (B, tokens, heads, D)), got {k.shape}")
     return Sequences.batch(q.shape[1], k.shape[1])
 
 

@@ -202,7 +202,7 @@ def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool, pad
     if k.ndim != rank or (not packed and len(k) != len(q)) or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
     if not packed and not padded and k.shape[1] < q.shape[1]:
-        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q, got {k.shape}")
+        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q (layout (B, tokens, heads, D)), got {k.shape}")
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
     for x, name in ((q, "q"), (v, "v")):

@@ -79,7 +79,7 @@ def _check_arrays(q: Array, k: Array, v: Array, packed: bool) -> None:
     if k.ndim != rank or (not packed and len(k) != len(q)) or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
     if not packed and k.shape[1] < q.shape[1]:
-        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q, got {k.shape}")
+        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q (layout (B, tokens, heads, D)), got {k.shape}")
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
