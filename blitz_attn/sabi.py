@@ -2,13 +2,12 @@
 
 A block list is an integer array (B or 1, H or Hkv or 1, R, W): for each of the R = ceil(s_q / block_q) blocks of queries, the
 column numbers of the blocks of keys that it attends to. A row ends at its first pad, which is 65535 in uint16 and any negative number in
-the signed types; functions here write -1. Builders return (1, 1, R, W), or more where they are given heads or batches, with columns rising,
-and uint16 where the columns fit. Token rules (causal, window, lengths) cut exactly inside the listed blocks when they are passed to the
-attention call: a builder lists every block that such a rule leaves at least one token of.
+the signed types. Builders return (1, 1, R, W), or more where they are given heads or batches, with columns rising, in int32, padded with
+-1. Token rules (causal, window, lengths) cut exactly inside the listed blocks when they are passed to the attention call: a builder lists
+every block that such a rule leaves at least one token of.
 
-Lists over more than 65534 columns are int32. ``dtype="int32"`` asks for it in any case: for lists that torch is to compute with, since few
-of its functions know uint16, or that are to be cast. A uint16 list that is cast to a wider type keeps its 65535, which is a column there
-and no pad. `counts` counts the columns of a row in either convention; ``sabi >= 0`` does so for signed types alone.
+``dtype="uint16"`` halves the memory of lists over fewer than 65535 columns. Such a list that is cast to a wider type keeps its 65535, which
+is a column there and no pad.
 
 `causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries, which is the number of rows times the width
 of the fullest one. Long sequences with small blocks are therefore within their reach where rows are short. The other builders, and

@@ -163,22 +163,22 @@ def test_random_with_frame_follows_upstream(s_q, s_kv, block_shape, frame, spars
     drawn = sabi.random_with_frame(s_q, s_kv, block_shape, sparsity, frame=sabi.FrameWidths(*frame), batch=2, heads=3, seed=99)
     for b, h in itertools.product(range(2), range(3)):
         expected = upstream_rows(rows, columns, sparsity, 99 + b + h, frame)
-        got = [[int(c) for c in row if c != 65535] for row in drawn[b, h]]
+        got = [[int(c) for c in row if c >= 0] for row in drawn[b, h]]
         assert got == expected
 
 
 def test_everything_dropped():
     assert sabi.random_with_frame(512, sparsity=1.0).shape == (1, 1, 4, 1)
-    assert (sabi.random_with_frame(512, sparsity=1.0) == 65535).all()
+    assert (sabi.random_with_frame(512, sparsity=1.0) == -1).all()
 
 
 def test_random_with_frame_unsorted_is_a_shuffle():
     shapes = {"frame": sabi.FrameWidths(1, 1, 1, 1), "heads": 2}
     shuffled = sabi.random_with_frame(2048, sparsity=0.5, sort=False, **shapes)
     for row in shuffled.reshape(-1, shuffled.shape[-1]):
-        kept = row[row != 65535].tolist()
+        kept = row[row >= 0].tolist()
         assert len(set(kept)) == len(kept)
-        assert (row[len(kept) :] == 65535).all()
+        assert (row[len(kept) :] == -1).all()
     assert any(row.tolist() != sorted(row.tolist()) for row in shuffled[0])
     assert (sabi.counts(shuffled) == sabi.counts(sabi.random_with_frame(2048, sparsity=0.5, **shapes))).all()
     assert (shuffled[0, 1] == sabi.random_with_frame(2048, sparsity=0.5, sort=False, seed=1235, frame=shapes["frame"])[0, 0]).all()
@@ -245,8 +245,9 @@ def test_signed_65535_is_a_column():
 def test_dtype_choice():
     wide = np.zeros((1, 65535), bool)
     wide[0, 65534] = True
-    assert sabi.from_block_mask(wide[:, 1:]).dtype == np.uint16
-    assert sabi.from_block_mask(wide).dtype == np.int32
+    assert sabi.from_block_mask(wide).dtype == sabi.causal(512).dtype == np.int32
+    assert sabi.from_block_mask(wide[:, 1:], dtype="uint16").tolist() == [[65533]]
+    assert sabi.from_block_mask(np.zeros((1, 3), bool), width=2, dtype="uint16").tolist() == [[65535, 65535]]
     with pytest.raises(ValueError, match="dtype: expected room for 70000 columns"):
         sabi.from_block_mask(np.zeros((1, 70000), bool), dtype="uint16")
     with pytest.raises(TypeError, match="dtype: expected uint16, int16, int32 or int64, got float32"):

@@ -94,7 +94,7 @@ def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 
     block_shape : (int, int)
         Number of tokens per block of queries and of keys, at least 1 each.
     dtype : dtype, optional
-        uint16, int16, int32 or int64. Default: uint16 where the columns fit, else int32.
+        uint16, int16, int32 or int64. Default: int32.
 
     Returns
     -------

@@ -94,14 +94,14 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
     mask : array_like of bool
         (..., R, C), True = kept.
     dtype : dtype, optional
-        uint16, int16, int32 or int64. Default: uint16 where C < 65535, else int32.
+        uint16, int16, int32 or int64. Default: int32.
     width : int, optional
         Width W of the list. Default: that of the fullest row, at least 1.
 
     Returns
     -------
     numpy.ndarray
-        (..., R, W), columns rising, padded with 65535 (uint16) or -1.
+        (..., R, W), columns rising, padded with -1 (65535 in uint16).
 
     Raises
     ------

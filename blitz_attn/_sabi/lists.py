@@ -124,9 +124,9 @@ def some_integers(given: Any, name: str, what: str, count: int) -> tuple[int, ..
 
 
 def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
-    """The dtype of a list over `columns` blocks: uint16 where its pad is free, else int32, or the one that the caller gave."""
+    """The dtype of a list over `columns` blocks: int32, or the one that the caller gave."""
     if dtype is None:
-        return np.dtype(np.uint16 if columns < PAD_UINT16 else np.int32)
+        return np.dtype(np.int32)
     try:
         chosen = np.dtype(dtype)
     except Exception as error:  # NumPy raises errors of several kinds
