@@ -106,8 +106,8 @@ static void add_keys(const bias_call *c, const bias_scratch *s, const ba_item *i
         const int64_t width = b->family->lanes[panel->width];
         const ba_range run = ba_run_gradient_panel(b, w, item->batch, &t->tile, panel, &chunk, w->weights, w->slopes);
         char *const sums = sums_of_lane(c, s, panel->lane);
-        for (int64_t j = run.lo; j < run.hi; j++)
-            ba_add_reals(sums + (w->key_index[j] - stretch) * wide_lanes(c) * real, w->slopes + j * width * real, width, real);
+        for (int64_t j = run.lo; j < run.hi; j++) /* lanes behind the last query have slopes of any kind, NaN included */
+            ba_add_reals(sums + (w->key_index[j] - stretch) * wide_lanes(c) * real, w->slopes + j * width * real, panel->lanes, real);
     }
 }
 
