@@ -333,13 +333,13 @@ static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, in
 }
 
 /* How many tiles an item has: side_by_side, so that as many as possible share each packed chunk. Where there are few tiles, items have fewer, so that
- * every thread gets several items and none waits long for the last one. That is not needed where all tiles take the same time, as those of a chunk of
- * a prompt do whose cache is much longer, and each thread gets the same number of items. */
+ * every thread gets several items and none waits long for the last one. That is not needed where all tiles take the same time, as they do where some
+ * tokens of a prompt attend a much longer cache, and each thread gets the same number of items. */
 static int64_t choose_item_tiles(const ba_problem *p, const ba_tiling *t, int64_t side_by_side, int threads) {
     const int64_t all = all_tiles(p, t);
     if (threads == 1) return ba_max(1, ba_min(side_by_side, all));
     const int64_t usual = ba_max(1, ba_min(side_by_side, all / (ba_work.items * threads)));
-    const bool alike = p->batch == 1 && !p->listed && !p->kv_ranges.data && ba_work.chunk_keys * ba_q_span(p, 0).valid <= ba_kv_span(p, 0).valid;
+    const bool alike = p->batch == 1 && !p->listed && !p->kv_ranges.data && ba_work.alike_keys * ba_q_span(p, 0).valid <= ba_kv_span(p, 0).valid;
     if (!alike) return usual;
     const int64_t tiles = tiles_of_batch(p, t, 0);
     for (int64_t n = ba_min(side_by_side, tiles); n > usual; n--)
