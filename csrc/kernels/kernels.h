@@ -26,8 +26,8 @@
  *
  * Queries:
  *     query          one token of one query head. A KV head's queries are those of all query heads that share it
- *     pair           of bfloat16: two elements in one 32-bit lane, whose products one instruction adds. Also a (query, head), (query, key) or (batch
- *                    entry, KV head) pair, where csrc/ops says so
+ *     pair           of bfloat16: two elements in one 32-bit lane, whose products one instruction adds. Also a (query, key) or
+ *                    (batch entry, KV head) pair, where csrc/ops says so
  *     panel          queries side by side as lanes, with their state. A family has two widths, wide and narrow: a narrow panel holds the queries that
  *                    do not fill a wide one
  *     lane           the place of one query in a panel. The lanes of a vector register are called vector lanes where both occur

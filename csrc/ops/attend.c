@@ -96,7 +96,7 @@ static void choose_chunks(ba_attend_call *c) {
     c->chunk_keys = c->tuning->chunk_keys;
     c->chunks = 2;
     if (!c->problem->listed || !c->family->has_cuts) return;
-    if (c->plan.tiling.row_queries * c->plan.tiling.shared_heads <= c->family->lanes[BA_PANEL_WIDE]) c->chunk_keys = c->tuning->list_keys;
+    if (c->plan.tiling.row_tokens * c->plan.tiling.shared_heads <= c->family->lanes[BA_PANEL_WIDE]) c->chunk_keys = c->tuning->list_keys;
     if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = BA_MANY_PANELS + 2;
 }
 

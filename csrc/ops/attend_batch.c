@@ -12,14 +12,14 @@
 #include "ops/check.h"
 #include "ops/reals.h"
 
-/* How many queries attend a key of this batch entry on the average, if lists are ignored; a query counts once for each head of the group. Only the
- * entry's own shape goes into this number, so that the entry's bits depend neither on other entries of the batch nor on the padding of lists. Queries
- * that are a slice count as the whole does, whose last query stands at the last key. */
+/* How many queries attend a key of this batch entry on the average, if lists are ignored: tokens times the heads of the group. Only the entry's
+ * own shape goes into this number, so that the entry's bits depend neither on other entries of the batch nor on the padding of lists. Queries that
+ * are a slice count as the whole does, whose last query stands at the last key. */
 static double pairs_per_key(const ba_problem *p, int64_t batch) {
-    const double queries = (double)ba_deciding_queries(p, batch), keys = (double)ba_kv_span(p, batch).valid;
-    if (queries == 0 || keys == 0) return 0;
-    double pairs = queries;
-    if (p->causal) pairs = queries <= keys ? queries - queries * (queries - 1) / (2 * keys) : (keys + 1) / 2;
+    const double tokens = (double)ba_deciding_tokens(p, batch), keys = (double)ba_kv_span(p, batch).valid;
+    if (tokens == 0 || keys == 0) return 0;
+    double pairs = tokens; /* of one head */
+    if (p->causal) pairs = tokens <= keys ? tokens - tokens * (tokens - 1) / (2 * keys) : (keys + 1) / 2;
     const int64_t right = p->causal ? 0 : p->window_right;
     if (p->window_left >= 0 && right >= 0) pairs = fmin(pairs, (double)p->window_left + (double)right + 1);
     return pairs * (double)p->group;

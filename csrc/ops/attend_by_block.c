@@ -16,7 +16,7 @@ typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
     ba_plan plan;
-    int64_t row_lanes;                 /* the largest number of (query, head) pairs in a row of the lists */
+    int64_t row_lanes;                 /* the largest number of queries in a row of the lists */
     int64_t chunk_keys, column_chunks; /* keys per chunk; the largest number of chunks in a block column */
     int64_t packed_k, packed_v;        /* bytes per packed chunk */
     char *shared;                      /* [batch][KV head][column][chunk]: K and V, packed once for all items. NULL: each item packs its chunks */

@@ -46,20 +46,21 @@ static bias_scratch scratch_of(const bias_call *c, int worker) {
 
 /* ---- Rectangles -------------------------------------------------------------------------------------------------------- */
 
-static int64_t tiles_per_row(const ba_tiling *t) { return ba_ceil_div(t->row_queries, t->tile_queries); }
+/* Tiles are of one head here, so that a token is one query. */
+static int64_t tiles_per_row(const ba_tiling *t) { return ba_ceil_div(t->row_tokens, t->tile_queries); }
 
 static int64_t tile_count(const bias_call *c) {
     const ba_tiling *t = &c->common.plan.tiling;
-    return ba_ceil_div(c->common.problem->q_len, t->row_queries) * tiles_per_row(t);
+    return ba_ceil_div(c->common.problem->q_len, t->row_tokens) * tiles_per_row(t);
 }
 
 static int64_t stretch_count(const bias_call *c) { return ba_ceil_div(c->common.problem->kv_len, c->common.tuning->gradient_keys); }
 
-/* The queries of tile number `index` in a sequence of so many. There may be none. */
-static ba_range tile_at(const bias_call *c, int64_t index, int64_t queries) {
+/* The queries of tile number `index` in a sequence of so many tokens. There may be none. */
+static ba_range tile_at(const bias_call *c, int64_t index, int64_t tokens) {
     const ba_tiling *t = &c->common.plan.tiling;
-    const int64_t row = index / tiles_per_row(t), first = row * t->row_queries + index % tiles_per_row(t) * t->tile_queries;
-    const int64_t end = ba_min(ba_min(first + t->tile_queries, (row + 1) * t->row_queries), queries);
+    const int64_t row = index / tiles_per_row(t), first = row * t->row_tokens + index % tiles_per_row(t) * t->tile_queries;
+    const int64_t end = ba_min(ba_min(first + t->tile_queries, (row + 1) * t->row_tokens), tokens);
     return (ba_range){first, ba_max(first, end)};
 }
 
@@ -118,7 +119,7 @@ static void add_tile(const bias_call *c, const bias_scratch *s, int64_t batch, i
     const ba_item item = {.batch = (int32_t)batch, .kv_head = (int32_t)(head / p->group), .kv_heads = 1};
     const ba_range queries = tile_at(c, index, ba_q_span(p, batch).rows);
     if (queries.lo == queries.hi) return;
-    ba_tile_state t = {.tile = {.block_row = queries.lo / c->common.plan.tiling.row_queries,
+    ba_tile_state t = {.tile = {.block_row = queries.lo / c->common.plan.tiling.row_tokens,
                                 .head = head,
                                 .heads = 1,
                                 .lanes = queries.hi - queries.lo,
@@ -276,7 +277,7 @@ ba_status ba_attend_bias_backward(const ba_problem *problem, const ba_gradients 
                               .tuning = tuning,
                               .plan = ba_plan_gradients(problem, tuning)}};
     ba_tiling *tiling = &c.common.plan.tiling;
-    tiling->row_queries = ba_max(1, ba_min(tiling->row_queries, problem->q_len));
+    tiling->row_tokens = ba_max(1, ba_min(tiling->row_tokens, problem->q_len));
     tiling->shared_heads = 1;
     c.common.scratch_bytes = lay_out(&c, NULL, &(bias_scratch){0});
 

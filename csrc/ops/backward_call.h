@@ -33,7 +33,7 @@ typedef struct ba_backward_call {
     int64_t *last;     /* [batch][KV head]: scratch memory of backward.c */
     ba_view dk, dv;    /* the sums, as reals */
     bool apart;        /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
-    int64_t row_lanes; /* the largest number of (query, head) pairs in a row of the lists */
+    int64_t row_lanes; /* the largest number of queries in a row of the lists */
     char *scratch;
     int64_t scratch_bytes; /* per worker */
 } ba_backward_call;

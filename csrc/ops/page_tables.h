@@ -10,8 +10,8 @@
 typedef struct ba_page_tables {
     int64_t batch, page_size;
     int64_t longest;      /* tokens of the longest request */
-    int64_t queries;      /* of all requests */
-    int64_t most_queries; /* of one request */
+    int64_t queries;      /* of one head, of all requests */
+    int64_t most_queries; /* of one head, of one request */
     uint64_t page_limit;  /* 1 + the largest page number, where a negative number counts as its unsigned value and so exceeds every cache */
     int64_t *seq_lens;    /* [batch] */
     int64_t *first;       /* [batch + 1]: request b's page numbers are page[first[b]] .. page[first[b + 1] - 1] */

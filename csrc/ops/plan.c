@@ -13,28 +13,28 @@
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
-/* The number of queries of a batch entry that tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its kernels
- * depends on how much padding the entry has. Gradients have tiles for padding, too, because their dQ must become 0. */
-static int64_t queries_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
+/* The number of tokens of a batch entry whose queries tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its
+ * kernels depends on how much padding the entry has. Gradients have tiles for padding, too, because their dQ must become 0. */
+static int64_t tokens_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
     const ba_span q = ba_q_span(p, batch);
     return t->gradients ? q.rows : q.valid;
 }
 
 static int64_t rows_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
-    return ba_ceil_div(queries_of_batch(p, t, batch), t->row_queries);
+    return ba_ceil_div(tokens_of_batch(p, t, batch), t->row_tokens);
 }
 
-static int64_t queries_of_row(const ba_problem *p, const ba_tiling *t, int64_t batch, int64_t row) {
-    return ba_min(t->row_queries, queries_of_batch(p, t, batch) - row * t->row_queries);
+static int64_t tokens_of_row(const ba_problem *p, const ba_tiling *t, int64_t batch, int64_t row) {
+    return ba_min(t->row_tokens, tokens_of_batch(p, t, batch) - row * t->row_tokens);
 }
 
-static int64_t tiles_of_row(const ba_tiling *t, int64_t queries) { return ba_ceil_div(queries * t->shared_heads, t->tile_queries); }
+static int64_t tiles_of_row(const ba_tiling *t, int64_t tokens) { return ba_ceil_div(tokens * t->shared_heads, t->tile_queries); }
 
 /* The number of tiles of one KV head of a batch entry. All rows but the last have the same number. */
 static int64_t tiles_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
     const int64_t rows = rows_of_batch(p, t, batch), lists = p->group / t->shared_heads; /* of a block row */
     if (rows == 0) return 0;
-    return lists * ((rows - 1) * tiles_of_row(t, queries_of_row(p, t, batch, 0)) + tiles_of_row(t, queries_of_row(p, t, batch, rows - 1)));
+    return lists * ((rows - 1) * tiles_of_row(t, tokens_of_row(p, t, batch, 0)) + tiles_of_row(t, tokens_of_row(p, t, batch, rows - 1)));
 }
 
 static int64_t all_tiles(const ba_problem *p, const ba_tiling *t) {
@@ -47,11 +47,11 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const ba_problem *p = plan->problem;
     const ba_tiling *t = &plan->tiling;
     const int64_t lists = p->group / t->shared_heads; /* of a block row: one for each shared_heads query heads of the KV head */
-    const int64_t rows = rows_of_batch(p, t, batch), per_row = lists * tiles_of_row(t, queries_of_row(p, t, batch, 0));
+    const int64_t rows = rows_of_batch(p, t, batch), per_row = lists * tiles_of_row(t, tokens_of_row(p, t, batch, 0));
     const int64_t row = ba_min(index / per_row, rows - 1), rest = index - row * per_row;
-    const int64_t queries = queries_of_row(p, t, batch, row), tiles = tiles_of_row(t, queries);
+    const int64_t tokens = tokens_of_row(p, t, batch, row), tiles = tiles_of_row(t, tokens);
     int64_t list = rest / tiles, tile = rest % tiles;
-    const int64_t lanes = queries * t->shared_heads;
+    const int64_t lanes = tokens * t->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * tile / tiles, end = lanes * (tile + 1) / tiles;
     if (t->gradients) { /* all heads of some queries, then those of the next: the order that rows of a single tile have */
@@ -65,7 +65,7 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
                      .heads = t->shared_heads,
                      .first_lane = begin,
                      .lanes = end - begin,
-                     .first_query = row * t->row_queries};
+                     .first_query = row * t->row_tokens};
 }
 
 /* The largest number of keys that a query may attend. */
@@ -75,7 +75,7 @@ static int64_t keys_of_query(const ba_problem *p, int64_t batch) {
 }
 
 bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
-    const int64_t queries = ba_deciding_queries(plan->problem, batch) * plan->problem->group;
+    const int64_t queries = ba_deciding_tokens(plan->problem, batch) * plan->problem->group;
     if (queries <= 0 || queries > plan->splitting.most_queries) return false;
     return queries <= BA_FEW_QUERIES || ba_kv_span(plan->problem, batch).valid >= queries * ba_work.few_keys;
 }
@@ -194,8 +194,8 @@ static void survey_item(void *context, int64_t index, int worker) {
          * gradients, which padding may not change. */
         const int64_t lanes = ba_min(tile.lanes, (q.valid - tile.first_query) * tile.heads - tile.first_lane);
         if (lanes <= 0) continue;
-        const int64_t first = tile.first_query + tile.first_lane / tile.heads, queries = ba_ceil_div(lanes, tile.heads);
-        const ba_range range = ba_visible_keys(p, item->batch, first + queries / 2);
+        const int64_t first = tile.first_query + tile.first_lane / tile.heads, tokens = ba_ceil_div(lanes, tile.heads);
+        const ba_range range = ba_visible_keys(p, item->batch, first + tokens / 2);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
         /* up to BA_FEW_QUERIES queries take the time that reading their keys takes; more take time by their number */
         item->cost += (double)keys * (double)(ba_plan_few_queries(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
@@ -210,7 +210,7 @@ static void survey_padding(void *context, int64_t index, int worker) {
     const ba_problem *p = plan->problem;
     uint64_t *bitmap = plan->bitmaps + worker * plan->bitmap_words;
     const int64_t list_heads = p->blocks.dims[1], batch = index / list_heads, head = index % list_heads * (p->heads / list_heads);
-    const int64_t rows = ba_ceil_div(ba_q_span(p, batch).rows, plan->tiling.row_queries);
+    const int64_t rows = ba_ceil_div(ba_q_span(p, batch).rows, plan->tiling.row_tokens);
     for (int64_t row = rows_of_batch(p, &plan->tiling, batch); row < rows; row++) {
         int64_t at = 0;
         if (ba_list_to_bitmap(p, batch, head, row, bitmap, plan->bitmap_words, &at)) continue;
@@ -264,7 +264,7 @@ static ba_plan plan_of(const ba_problem *problem, ba_tiling tiling, ba_splitting
     for (int64_t b = 0; b < problem->batch; b++) {
         plan.items += items_of_batch(&plan, b);
         plan.parts_most = ba_max(plan.parts_most, ba_plan_parts(&plan, b));
-        if (ba_plan_few_queries(&plan, b)) plan.few_lanes = ba_max(plan.few_lanes, queries_of_batch(problem, &tiling, b) * problem->group);
+        if (ba_plan_few_queries(&plan, b)) plan.few_lanes = ba_max(plan.few_lanes, tokens_of_batch(problem, &tiling, b) * problem->group);
     }
     return plan;
 }
@@ -281,7 +281,7 @@ static double most_flops(const ba_problem *p, const ba_tiling *t, ba_splitting s
     const ba_plan plan = {.problem = p, .tiling = *t, .splitting = splitting};
     double pairs = 0;
     for (int64_t b = 0; b < p->batch; b++) {
-        const int64_t lanes = p->heads * queries_of_batch(p, t, b);
+        const int64_t lanes = p->heads * tokens_of_batch(p, t, b);
         const int64_t few = ba_plan_few_queries(&plan, b) ? p->kv_heads * tiles_of_batch(p, t, b) * BA_FEW_QUERIES : 0;
         pairs += (double)ba_max(lanes, few) * (double)keys_of_query(p, b);
     }
@@ -290,7 +290,7 @@ static double most_flops(const ba_problem *p, const ba_tiling *t, ba_splitting s
 
 /* The tiling with the largest tiles. */
 static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
-    return (ba_tiling){.tile_queries = tuning->tile_queries, .row_queries = p->listed ? p->block_q : INT32_MAX, .shared_heads = heads_of_list(p)};
+    return (ba_tiling){.tile_queries = tuning->tile_queries, .row_tokens = p->listed ? p->block_q : INT32_MAX, .shared_heads = heads_of_list(p)};
 }
 
 /* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
@@ -299,7 +299,7 @@ static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
 static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t panel_lanes, int threads) {
     if (threads == 1 || all_tiles(p, &largest) >= ba_work.many_tiles * threads) return largest;
     int64_t lanes = 0;
-    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * queries_of_batch(p, &largest, b);
+    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * tokens_of_batch(p, &largest, b);
     ba_tiling chosen = largest, tiling = largest;
     double least = INFINITY;
     for (; 2 * tiling.tile_queries >= largest.tile_queries; tiling.tile_queries -= panel_lanes) {
@@ -348,7 +348,7 @@ static int64_t choose_item_tiles(const ba_problem *p, const ba_tiling *t, int64_
 }
 
 static ba_grouping forward_grouping(const ba_problem *p, ba_tiling t, ba_splitting splitting, const ba_tuning *tuning, int threads) {
-    const int64_t lanes = ba_min(t.tile_queries, t.row_queries * t.shared_heads);
+    const int64_t lanes = ba_min(t.tile_queries, t.row_tokens * t.shared_heads);
     const int64_t side_by_side = ba_max(tuning->item_tiles, ba_min(tuning->most_item_tiles, tuning->item_tiles * t.tile_queries / lanes));
     const bool even = t.tile_queries < tuning->tile_queries; /* even_tiling() has made the shares even, for items of one tile */
     ba_plan plan = plan_of(p, t, splitting, (ba_grouping){1, 1});
@@ -368,11 +368,11 @@ ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t pa
 
 /* Rows of an item at most: so many that the item has `lanes` lanes, and that its lists can be inverted. */
 static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes) {
-    return ba_max(1, ba_min(lanes / (t->row_queries * t->shared_heads), ba_work.most_entries / ba_max(1, p->blocks.dims[3])));
+    return ba_max(1, ba_min(lanes / (t->row_tokens * t->shared_heads), ba_work.most_entries / ba_max(1, p->blocks.dims[3])));
 }
 
 ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int threads) {
-    const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_queries = p->block_q, .shared_heads = heads_of_list(p)};
+    const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_tokens = p->block_q, .shared_heads = heads_of_list(p)};
     const int64_t aim = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
     const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes)));
     const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.row_items * threads))), .few_heads = 1};
@@ -381,12 +381,12 @@ ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int t
 
 static ba_tiling gradient_tiling(const ba_problem *p, const ba_tuning *tuning) {
     ba_tiling tiling = {.tile_queries = tuning->gradient_queries,
-                        .row_queries = p->listed ? p->block_q : tuning->gradient_queries,
+                        .row_tokens = p->listed ? p->block_q : tuning->gradient_queries,
                         .shared_heads = 1,
                         .gradients = true};
     const bool lists_shared = !p->listed || p->blocks.dims[1] != p->heads;
     /* heads share a tile only where the rows of one head would leave it half empty */
-    if (lists_shared && tiling.row_queries <= tiling.tile_queries / p->group) tiling.shared_heads = p->group;
+    if (lists_shared && tiling.row_tokens <= tiling.tile_queries / p->group) tiling.shared_heads = p->group;
     return tiling;
 }
 

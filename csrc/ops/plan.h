@@ -8,7 +8,11 @@
  * Where a sequence has so few queries that the kernel for few queries attends them (decode), its list is also cut into *parts* of some hundreds
  * or thousands of keys. Each part is an item, and the states of the parts are joined afterwards, in their order. Whether and where a list is cut
  * depends on the sequence alone. Where all heads share the list, such an item walks it for several KV heads at once, because the heads of a token
- * lie side by side in token-major caches and are then read in the order of memory. */
+ * lie side by side in token-major caches and are then read in the order of memory.
+ *
+ * A query is one token of one query head, so a tile, or a KV head, has as many queries as tokens times heads. Numbers of queries before their heads
+ * count are called *tokens*. Tokens of keys are called keys. The number of a query (first_query, ba_lane_query) is that of its token among the tokens
+ * of its sequence that have queries; all heads number theirs alike. */
 #ifndef BA_OPS_PLAN_H
 #define BA_OPS_PLAN_H
 
@@ -26,9 +30,9 @@ typedef struct ba_item {
 
 typedef struct ba_tile {
     int64_t block_row;
-    int64_t head, heads;       /* query heads head .. head + heads - 1 share the list. Pair t of the row is query t / heads of head t % heads */
-    int64_t first_lane, lanes; /* the tile's (query, head) pairs among those of the block row */
-    int64_t first_query;       /* the first query of the block row */
+    int64_t head, heads;       /* query heads head .. head + heads - 1 share the list. Lane t of the row has query t / heads of head t % heads */
+    int64_t first_lane, lanes; /* the tile's queries among those of the block row, of which each has a lane */
+    int64_t first_query;       /* the number of the block row's first query */
 } ba_tile;
 
 static inline int64_t ba_lane_query(const ba_tile *tile, int64_t lane) { return tile->first_query + (tile->first_lane + lane) / tile->heads; }
@@ -36,10 +40,10 @@ static inline int64_t ba_lane_head(const ba_tile *tile, int64_t lane) { return t
 
 /* How queries become tiles. */
 typedef struct ba_tiling {
-    int64_t tile_queries; /* the largest number of (query, head) pairs of a tile */
-    int64_t row_queries;  /* queries per block row: block_q; without lists, the whole sequence is one row */
+    int64_t tile_queries; /* the largest number of queries of a tile: tokens times shared_heads */
+    int64_t row_tokens;   /* tokens per block row: block_q. Without lists, a row is the whole sequence, or for gradients one whole tile */
     int64_t shared_heads; /* query heads per tile: the group where its heads share lists, else 1 */
-    bool gradients;       /* padding has tiles, too, and the tiles of a row are ordered by queries first and by heads second */
+    bool gradients;       /* padding has tiles, too, and the tiles of a row are ordered by tokens first and by heads second */
 } ba_tiling;
 
 /* How the keys of a sequence of few queries are split into parts. */
@@ -111,7 +115,7 @@ bool ba_plan_few_queries(const ba_plan *plan, int64_t batch);
 
 /* The number of panels of the largest tile of few queries; 0: there is no such tile. */
 static inline int64_t ba_plan_few_panels(const ba_plan *plan) {
-    return ba_ceil_div(ba_min(plan->few_lanes, plan->tiling.row_queries * plan->tiling.shared_heads), BA_FEW_QUERIES);
+    return ba_ceil_div(ba_min(plan->few_lanes, plan->tiling.row_tokens * plan->tiling.shared_heads), BA_FEW_QUERIES);
 }
 
 /* The number of parts that the lists of a batch entry are cut into. */

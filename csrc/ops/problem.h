@@ -79,8 +79,8 @@ static inline char *ba_key_row(const ba_problem *p, const ba_view *view, int64_t
     return ba_row_of(view, element_size, p->cu_kv ? 0 : batch, kv_head, ba_kv_span(p, batch).begin + key);
 }
 
-/* The number of queries that decides which kernels attend a batch entry. It is the same for a slice of the queries as for all of them. */
-static inline int64_t ba_deciding_queries(const ba_problem *p, int64_t batch) {
+/* The number of tokens with queries that decides which kernels attend a batch entry. It is the same for a slice of the queries as for all of them. */
+static inline int64_t ba_deciding_tokens(const ba_problem *p, int64_t batch) {
     const int64_t valid = ba_q_span(p, batch).valid;
     return p->q_total && valid ? p->q_total[batch] : valid;
 }

@@ -13,9 +13,9 @@ bool ba_may_share(const ba_problem *problem, const ba_attend_family *family) {
  * are a part of their sequence, these are few. */
 static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     const ba_problem *p = s->plan->problem;
-    const int64_t queries = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
-    if (queries < 1) return (ba_range){0, keys};
-    const ba_range first = ba_keys_in_place(p, batch, 0), last = ba_keys_in_place(p, batch, queries - 1);
+    const int64_t tokens = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
+    if (tokens < 1) return (ba_range){0, keys};
+    const ba_range first = ba_keys_in_place(p, batch, 0), last = ba_keys_in_place(p, batch, tokens - 1);
     /* With lists, chunks do not begin at multiples of chunk_keys, so begin at 0. Where the last query sees no key, other queries may see all. */
     return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
 }
@@ -73,7 +73,7 @@ static void share_item(void *context, int64_t index, int worker) {
 
 ba_status ba_share_rows(ba_sharing *s, int threads) {
     const ba_problem *p = s->plan->problem;
-    const int64_t lanes = ba_min(s->plan->tiling.tile_queries, s->plan->tiling.row_queries * s->plan->tiling.shared_heads);
+    const int64_t lanes = ba_min(s->plan->tiling.tile_queries, s->plan->tiling.row_tokens * s->plan->tiling.shared_heads);
     int64_t keys = 0, longest = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const ba_range range = shared_range(s, b);
