@@ -86,7 +86,7 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
     own->few_queries = c->own_few ? of_level->own_few_queries : of_level->few_queries;
     c->prefetch_level = ba_prefetch_level(level);
-    c->few_requests = c->prefetch_level == 2 ? &own->few.into_l2 : &own->few.into_l1;
+    c->few_requests = c->prefetch_level == BA_INTO_L2 ? &own->few.into_l2 : &own->few.into_l1;
     c->tuning = own;
 }
 
