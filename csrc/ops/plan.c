@@ -54,7 +54,10 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const int64_t lanes = tokens * t->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * tile / tiles, end = lanes * (tile + 1) / tiles;
-    if (t->gradients) { /* all heads of some queries, then those of the next: the order that rows of a single tile have */
+    /* Tiles of gradients are full, but for the last of a row, and those of all heads over some tokens come before those over the next. This is the
+     * order that they have without lists, when each is a row of its own. dK and dV are summed in it. So a list of all blocks gives them the bits that
+     * no list gives, where rows consist of whole tiles. */
+    if (t->gradients) {
         list = rest % lists;
         tile = rest / lists;
         begin = tile * t->tile_queries;
@@ -294,17 +297,18 @@ static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
 }
 
 /* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
- * least half as large, so that the threads' shares are as even as possible. The size of tiles changes no bit of the result; smaller tiles cost
- * little. */
+ * least half as large, so that the threads' shares are as even as possible. A share is the most tiles that a thread gets, times the lanes of an
+ * average tile: those of its panels, of which the last may be narrow, which is half a wide one at every level. The size of tiles changes no bit of
+ * the result; smaller tiles cost little. */
 static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t panel_lanes, int threads) {
     if (threads == 1 || all_tiles(p, &largest) >= ba_work.many_tiles * threads) return largest;
-    int64_t lanes = 0;
-    for (int64_t b = 0; b < p->batch; b++) lanes += p->heads * tokens_of_batch(p, &largest, b);
+    int64_t queries = 0;
+    for (int64_t b = 0; b < p->batch; b++) queries += p->heads * tokens_of_batch(p, &largest, b);
     ba_tiling chosen = largest, tiling = largest;
     double least = INFINITY;
     for (; 2 * tiling.tile_queries >= largest.tile_queries; tiling.tile_queries -= panel_lanes) {
         const int64_t tiles = ba_max(1, all_tiles(p, &tiling));
-        const double share = (double)(ba_ceil_div(tiles, threads) * ba_round_up(ba_ceil_div(lanes, tiles), panel_lanes / 2));
+        const double share = (double)(ba_ceil_div(tiles, threads) * ba_round_up(ba_ceil_div(queries, tiles), panel_lanes / 2));
         if (share >= ba_work.smaller_share * least) continue;
         least = share;
         chosen = tiling;
@@ -373,6 +377,8 @@ static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes)
 
 ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int threads) {
     const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_tokens = p->block_q, .shared_heads = heads_of_list(p)};
+    /* In an item of n queries, n * entries / columns of them attend a block on average, where each list row has so many entries. `aim` is the n for
+     * which these are by_block_least_lanes. */
     const int64_t aim = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
     const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes)));
     const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.row_items * threads))), .few_heads = 1};
