@@ -14,11 +14,13 @@ static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim,
     return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
 }
 
-/* How many rows of `bytes` bytes each lie within distance number `which` (ba_request_tuning); below, within the largest distance. */
+/* How many rows before its use a row is requested by request number `which`, where a row has `bytes` bytes: so many rows make up the distance of
+ * that request (ba_request_tuning). */
 static int64_t rows_ahead(const ba_attend_call *c, int which, int64_t bytes) {
     return ba_min(c->tuning->few.keys, ba_ceil_div(c->few_requests->distances[which], bytes));
 }
 
+/* The same for the request with the largest distance. */
 static int64_t most_rows_ahead(const ba_attend_call *c, int64_t bytes) {
     int64_t most = 0;
     for (int i = 0; i < BA_MOST_REQUESTS; i++) most = ba_max(most, rows_ahead(c, i, bytes));
@@ -44,18 +46,20 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
     return true;
 }
 
-/* Rows of K, or of V, that a kernel for few queries reads one after the other. */
+/* Rows of K, or of V, that a kernel for few queries reads one after the other: those of one head, or of heads that lie side by side. */
 typedef struct stretch {
-    const void **rows;
-    int64_t keys, offset;
+    const void **rows; /* [keys]: rows of the item's first head */
+    int64_t keys;
+    int64_t offset; /* bytes from there to the rows that are read */
 } stretch;
 
-/* What to prefetch while `now` is read: its own rows from the nearest distance on, and behind these the first rows of `then`, which is read next.
- * Writes the latter behind now->rows. */
+/* What to prefetch while `now` is read: its own rows, apart from the first ones, which lie nearer than any request reaches, and then the first rows
+ * of `then`, which is read next. The pointers to the latter are written behind those of now->rows, so that one array has all. A prefetcher adds the
+ * offset of `now` to every pointer, so it is subtracted from those of `then`. */
 static ba_prefetch_rows find_ahead(const ba_attend_call *c, const stretch *now, const stretch *then, int64_t bytes) {
     const int64_t more = ba_min(then->keys, most_rows_ahead(c, bytes)), all = now->keys + more, nearest = rows_ahead(c, 0, bytes);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
-    ba_prefetch_rows ahead = {now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes, {0, -1, -1}};
+    ba_prefetch_rows ahead = ba_requested_once(now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes);
     for (int i = 1; i < BA_MOST_REQUESTS; i++)
         if (c->few_requests->distances[i]) ahead.skip[i] = rows_ahead(c, i, bytes) - nearest;
     return ahead;
@@ -85,7 +89,8 @@ static int64_t collect_heads(const ba_attend_call *c, const ba_attend_scratch *w
         const ba_tile_state *t = &w->tiles[head * item->tiles + i];
         const ba_panel_state *s = &t->panel[number];
         w->chunks[n] = ba_head_chunk(c, w, head, n, here);
-        if (!ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n])) continue; /* so for all heads or for none: they see the same keys */
+        /* Panel `number` of each head sees the same keys, so that either all heads are left out here or none is. */
+        if (!ba_cut_to_seen(c, s, &w->panels[n], &w->chunks[n])) continue;
         /* A head whose keys the bias hides is attended all the same, because the heads of a kernel call are evenly spaced in memory. */
         ba_bias_chunk(c, w, item->batch, &t->tile, s, n, &w->chunks[n]);
         n++;
