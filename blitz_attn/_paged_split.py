@@ -27,17 +27,17 @@ class _Rows(NamedTuple):
 class _Part(NamedTuple):
     """Chunks that one call of the core attends to."""
 
-    requests: Any  # as `attend_requests` takes them
+    requests: Any  # the chunks, as `attend_requests` takes requests
     rows: Any  # index of the rows of these chunks in the states of all
     chunks: Any  # index of these chunks in all
-    there: Any = True  # whether each of them is attended, or stands in the place of one that its request does not have
+    exists: Any = True  # whether each of them is a chunk of its request, or stands in the place of one that the request does not have
     columns: slice = slice(None)  # of a mask
 
     def lists(self, selected: Any, counts: Any) -> tuple[Any, Any]:
         """(selected, counts) for these chunks, of those for all."""
         if selected is None:
             return None, None
-        return selected[self.chunks], np.where(np.reshape(self.there, (-1, 1)), counts[self.chunks], 0)
+        return selected[self.chunks], np.where(np.reshape(self.exists, (-1, 1)), counts[self.chunks], 0)
 
     def mask(self, whole: Any) -> Any:
         """What the mask of the requests is for these chunks: a view. An axis of one column holds for all tokens."""
@@ -75,8 +75,8 @@ class Chunks:
         self._begins = nearest_begin((lengths - rows if begins is None else begins)[request] - self._first_token)
         self._pages_request, self._pages_block = request.repeat(used), _state_tree.ranges(index * (split // size), used)
         self._pages = pages = tables.at(self._pages_request, self._pages_block)
-        requests = self._opened(pages, self._tokens, None if one_query else rows[request], self._begins)
-        self._whole = [_Part(requests, slice(None), slice(None))]
+        all_chunks = self._opened(pages, self._tokens, None if one_query else rows[request], self._begins)
+        self._whole = [_Part(all_chunks, slice(None), slice(None))]
 
     def _opened(self, pages: ndarray, tokens: ndarray, q_lens: ndarray | None, q_begin: ndarray) -> Any:
         """Chunks of so many tokens, which lie on `pages` one chunk after the other, as `attend_requests` takes requests."""
@@ -98,13 +98,13 @@ class Chunks:
         first_row = np.cumsum(rows[self._request]) - rows[self._request]  # of each chunk
         first_page = np.cumsum(self._pages_of_chunk) - self._pages_of_chunk
         for place in range(int(self._counts.max(initial=1))):
-            there = place < self._counts
+            exists = place < self._counts
             chunks = self._first + np.minimum(place, self._counts - 1)
-            tokens, queries, pages = (np.where(there, x, 0) for x in (self._tokens[chunks], rows, self._pages_of_chunk[chunks]))
+            tokens, queries, pages = (np.where(exists, x, 0) for x in (self._tokens[chunks], rows, self._pages_of_chunk[chunks]))
             own = self._pages[_state_tree.ranges(first_page[chunks], pages)]
-            requests = self._opened(own, tokens, queries, self._begins[chunks])
+            opened = self._opened(own, tokens, queries, self._begins[chunks])
             columns = slice(place * self._split, (place + 1) * self._split)
-            parts.append(_Part(requests, _state_tree.ranges(first_row[chunks], queries), chunks, there, columns))
+            parts.append(_Part(opened, _state_tree.ranges(first_row[chunks], queries), chunks, exists, columns))
         return parts
 
     @cached_property
@@ -125,6 +125,7 @@ class Chunks:
         if kv_ranges is None:
             return None
         runs, rows = _arrays.integers(kv_ranges, "kv_ranges"), self.rows
+        # An end that lies farther before or behind the tokens means the same as these. The difference from it might not fit into 64 bits.
         return np.clip(runs[rows.query], -1, np.iinfo(np.int32).max) - rows.first_token[:, None]
 
     def lists(self, listed: Listed) -> tuple[ndarray, ndarray]:
@@ -162,17 +163,17 @@ def attend_in_chunks(
     return_lse: Any = False, out: Any = None,
 ) -> Any:  # fmt: skip
     """Attention in chunks: `attend_requests` computes their states, which are merged here."""
-    told = Rules(*rules)
-    attend_requests(
-        q, k_cache, v_cache, chunks.requests, told, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
+    named = Rules(*rules)
+    attend_requests(  # checks the call
+        q, k_cache, v_cache, chunks.requests, named, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
         computes=False,
     )  # fmt: skip
     if isinstance(chunks, _Unopened):
-        chunks = chunks.opened(cache_sizes(k_cache, told.kv_layout)[1])
-    return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(told.dtype)
+        chunks = chunks.opened(cache_sizes(k_cache, named.kv_layout)[1])
+    return_lse, dtype = _arrays.flag(return_lse, "return_lse"), _arrays.dtype_name(named.dtype)
     queries, kind = floats(q, "q", dtype, strided=True)
     narrow = kind in ("float16", "bfloat16")
-    wanted_kind = _arrays.dtype_name(told.out_dtype, "out_dtype") or kind
+    wanted_kind = _arrays.dtype_name(named.out_dtype, "out_dtype") or kind
     sinks = None if sinks is None else _arrays.float32_numbers(sinks, "sinks")
     v_dim = _arrays.shape_of(v_cache)[-1]
     inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "selected": selected}
@@ -182,17 +183,17 @@ def attend_in_chunks(
     listed: Listed | None = None
     lists: tuple[Any, Any] = (None, None)
     if selected is not None:
-        kv_heads = cache_sizes(k_cache, told.kv_layout)[2]
+        kv_heads = cache_sizes(k_cache, named.kv_layout)[2]
         listed = listed_blocks(selected, counts, chunks.pages_of_request, (kv_heads, queries.shape[1]))
         lists = chunks.lists(listed)
     if attn_mask is not None:
         attn_mask = _arrays.cut_by_views(attn_mask, "attn_mask")
     rows, ranges, parts = chunks.rows, chunks.ranges(kv_ranges), chunks.parts(attn_mask)
-    rules = told._replace(out_dtype="float32" if narrow else None, dtype="bfloat16" if kind == "bfloat16" else dtype)
+    part_rules = named._replace(out_dtype="float32" if narrow else None, dtype="bfloat16" if kind == "bfloat16" else dtype)
     try:
         states = [
             attend_requests(
-                queries[rows.query[part.rows]], k_cache, v_cache, part.requests, rules, *part.lists(*lists), k_scale=k_scale,
+                queries[rows.query[part.rows]], k_cache, v_cache, part.requests, part_rules, *part.lists(*lists), k_scale=k_scale,
                 v_scale=v_scale, kv_ranges=None if ranges is None else ranges[part.rows], attn_mask=part.mask(attn_mask),
                 alibi_slopes=alibi_slopes, return_lse=True,
             )

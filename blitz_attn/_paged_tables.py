@@ -46,7 +46,7 @@ def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])
 
 
-_FARTHEST = 2**30 - 1  # token number
+_FARTHEST = 2**30 - 1  # the core takes numbers of query 0 up to so many tokens before and behind the first token
 
 
 def sinks_of(sinks: Any, heads: int) -> ndarray | None:
@@ -60,7 +60,8 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
 
 
 def nearest_begin(q_begin: ndarray) -> ndarray:
-    """Token numbers of queries 0 as the core takes them. So far before the first token, no query sees one, however far it is."""
+    """Token numbers of queries 0, of which those that lie too far before the first token for the core are replaced by the nearest one that
+    it takes. From there on, only query 2**30 - 1 would see a token, and no request has so many."""
     return np.maximum(q_begin, -_FARTHEST)
 
 
