@@ -1,8 +1,7 @@
 """Native sparse attention: three branches over compressed, selected and nearby keys, summed by gates, forward and backward.
 
 `nsa` is the whole operation; each of its parts is a function, too, with its gradient. `NsaCache` is for a model that generates text.
-Arrays are ``(B, N, H, D)``, or packed
-``(T, H, D)`` with ``cu_seqlens``.
+Arrays are ``(B, N, H, D)``, or packed ``(T, H, D)`` with ``cu_seqlens``.
 
 >>> import numpy as np
 >>> from blitz_attn import nsa
@@ -20,7 +19,7 @@ import numpy as np
 
 from . import _arrays, _core
 from ._floats import Result, real_of, refuse_overlaps
-from ._nsa.arrays import dtype_of, expect_shape, round_into, rounded, same_kind, storage, sums_for
+from ._nsa.arrays import add_rounded, dtype_of, expect_shape, round_into, rounded, same_kind, storage, sums_for
 from ._nsa.attend import attend_backward
 from ._nsa.branches import (
     compressed_attention,
@@ -682,10 +681,7 @@ def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) 
         dqs.append(dq_gate)
     for result, total in zip((dk, dv), sums, strict=True):
         round_into(result.array, total, kind)
-    one = (None,) if call.sequences.queries is not None else ()  # a batch axis: sums know no sequences
-    _core.block_means_backward(
-        None, dq.array[one], tuple(x[one] for x in dqs), block_size=1, stride=1, dtype=kind, num_threads=common.threads
-    )
+    add_rounded(dqs, dq.array, kind, common.threads)
     kinds = (call.w_k.kind, call.w_v.kind, call.w_gate.kind, call.gates.kind)
     made = [
         None if x is None else rounded(x, real_of(kind), own, like)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _arrays
+from .. import _arrays, _core
 from .._floats import FLOATS, Result, floats, real_of
 from .._formats import converted
 from .._sentences import shown
@@ -86,3 +87,13 @@ def round_into(x: np.ndarray, sums: np.ndarray, kind: str) -> None:
     for at in range(0, 0 if sums is x else x.shape[-3], ROUNDED_AT_A_TIME):
         some = (..., slice(at, at + ROUNDED_AT_A_TIME), slice(None), slice(None))
         x[some] = converted(sums[some], real_of(kind), kind)
+
+
+def add_rounded(summands: Sequence[np.ndarray], into: np.ndarray, kind: str, threads: int | None) -> None:
+    """Writes the sum of arrays of dtype `kind`, whose axes are those of q, to an array like them. They are added in their order, in the
+    dtype of sums, and the sum is rounded once."""
+    batched = (None,) if into.ndim == 3 else ()  # packed sequences get a batch axis, since sums need not know where sequences begin
+    # The gradient of block means adds further arrays to it. Without blocks, these are all that it adds.
+    _core.block_means_backward(
+        None, into[batched], tuple(x[batched] for x in summands), block_size=1, stride=1, dtype=kind, num_threads=threads
+    )
