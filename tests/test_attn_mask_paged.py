@@ -196,6 +196,9 @@ def test_paged_refusals():
         for shape in shapes:
             with pytest.raises(ValueError, match=rf"^attn_mask: expected .*, got {'5' if len(shape) > 4 else re.escape(str(shape))}$"):
                 call(attn_mask=np.zeros(shape, bool))
+        sentence = f"attn_mask: expected shape (3 or 1, {H} or 1, 20 or 1, 70 or 1), or more queries and keys, got (19, 70)"
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):  # of the caller's two axes, not of the four that the library is given
+            call(attn_mask=np.zeros((19, 70), bool))
         with pytest.raises(TypeError, match="^attn_mask: expected"):
             call(attn_mask=np.zeros((20, 70), np.int32))
         with pytest.raises(ValueError, match="^alibi_slopes: expected"):
