@@ -69,6 +69,10 @@ SHOWN = 8  # lengths of sequences in the repr of a cache
 PIECE_ELEMENTS = 1 << 22  # elements of one branch's output that a call without a context holds at a time
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class NSAGradients(NamedTuple):
     """Gradients of the arrays that `nsa` was given, each of its array's shape and dtype; None for one that it was not given."""
 

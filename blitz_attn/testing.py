@@ -60,6 +60,10 @@ LSE_RTOL, LSE_ATOL = 1e-2, 1e-3
 """Upstream's documented tolerance for the log-sum-exp. Its tests use rtol 1e-3 with atol 1e-2, or 1e-5 for bfloat16 in test_joint.py."""
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class MaskSpec(NamedTuple):
     """One random block list and the problem it belongs to; `frame` may be None."""
 

@@ -21,6 +21,22 @@ MODULES = sorted(
     and not info.name.startswith("blitz_attn.integrations._transformers")  # needs torch and transformers to be imported
 )
 
+PUBLIC = [
+    "blitz_attn",
+    "blitz_attn.compat.mslk",
+    "blitz_attn.compat.select_attn_ops",
+    "blitz_attn.compat.torch_bsa",
+    "blitz_attn.distributed",
+    "blitz_attn.integrations.torch",
+    "blitz_attn.integrations.transformers",
+    "blitz_attn.nsa",
+    "blitz_attn.plot",
+    "blitz_attn.reference",
+    "blitz_attn.sabi",
+    "blitz_attn.select",
+    "blitz_attn.testing",
+]
+
 
 def public_functions():
     """(qualified name, function) of everything that a module of the package offers in its ``__all__``, methods of classes included."""
@@ -69,6 +85,13 @@ def documented_names(text):
     """Names of a Parameters section: the lines at the margin, up to the colon; one line may name several."""
     lines = [line.partition(" : ")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     return [name.strip(" *") for line in lines for name in line.split(",")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_dir_shows_what_is_public(name):
+    """No helper that a module imports, but the names of its ``__all__``, with those of modules that are imported on their first use."""
+    module = importlib.import_module(name)
+    assert {shown for shown in dir(module) if not shown.startswith("_")} == {shown for shown in module.__all__ if not shown.startswith("_")}
 
 
 def test_public_functions_are_found():

@@ -73,6 +73,10 @@ _NAMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _named(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The call's result; its errors name upstream's arguments."""
     try:

@@ -32,6 +32,10 @@ _UPSTREAM_NAMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class _Sizes(NamedTuple):
     batch: int
     q_len: int

@@ -29,6 +29,10 @@ _BUDGETS = ("density", "top_p", "threshold", "top_k")
 _FORCED = ("sink", "recent", "first_rows", "last_rows", "last_columns")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True)
 class SparseConfig:
     """How models that run with ``attn_implementation="blitz_attn_sparse"`` compute attention.
