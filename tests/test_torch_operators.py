@@ -1,5 +1,7 @@
 """The operators that torch compiles: torch's own checks, no graph break, the library's results to the bit, and what is refused."""
 
+import subprocess
+import sys
 from typing import ClassVar
 
 import numpy as np
@@ -500,6 +502,30 @@ def test_masks_slopes_sinks_and_a_softcap_over_chosen_blocks_compile(backend):
     torch.manual_seed(9)
     given = *tensors(), torch.randn(31, 37), torch.rand(4), torch.randn(4)
     assert torch.equal(torch.compile(run, backend=backend, fullgraph=True)(*given), run(*given))
+
+
+def test_compiled_functions_call_nsa_outside_of_their_graphs(recwarn):
+    """With gradients, to the bit and without a warning, also where lengths change."""
+    sizes = {"compress_block_size": 8, "num_selected_blocks": 4, "window_size": 16}
+    run = lambda q, k, v, gates: functions.nsa(2 * q, k, v, gates=gates.sigmoid(), **sizes).sin()  # noqa: E731
+    compiled = torch.compile(run, backend="aot_eager")
+    torch.manual_seed(10)
+    for tokens in (100, 100, 90, 70):
+        given = [torch.randn(1, tokens, heads, dim, requires_grad=True) for heads, dim in ((4, 16), (2, 16), (2, 16), (4, 3))]
+        results = [(out := call(*given), *torch.autograd.grad(out.sum(), given)) for call in (run, compiled)]
+        assert all(map(torch.equal, *results))
+    assert not [str(x.message) for x in recwarn if x.category is not DeprecationWarning]  # those are torch's own
+
+
+def test_nsa_without_a_compiler_does_not_import_one():
+    program = """if True:
+        import sys, torch
+        from blitz_attn.integrations.torch import nsa
+        q, k, v = (torch.ones(1, 40, heads, 8, requires_grad=True) for heads in (2, 1, 1))
+        nsa(q, k, v, compress_block_size=8).sum().backward()
+        print("torch._dynamo" in sys.modules)
+    """
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True).stdout == "False\n"
 
 
 # ---- What is refused ----------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Native sparse attention that torch differentiates. Public through `blitz_attn.integrations.torch`.
 
 It is a function of autograd, not an operator: its backward needs the context of its forward, which is more than tensors.
-`torch.compile` calls it outside of its graph.
+`torch.compile` calls it outside of its graph: `torch.compiler.disable` says so. That imports the compiler, which takes seconds, so it is
+called when a compiler first meets `nsa`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from ...nsa import nsa as _nsa
 from ...nsa import nsa_backward as _nsa_backward
 from .operators import no_second
-from .tensors import autocast_dtype, expect_tensors, lowered, rows, transforms_active
+from .tensors import autocast_dtype, expect_tensors, lowered, rows, torch, transforms_active
 
 __all__ = ["nsa"]
 
@@ -63,6 +64,20 @@ def _function() -> Any:
 def _of_its_own(x: Any) -> Any:
     """Integers that backward reads, in memory that the caller cannot change before."""
     return x.clone() if hasattr(x, "clone") else x.copy() if isinstance(x, np.ndarray) else x
+
+
+def _eager(options: dict[str, Any], tensors: tuple[Any, ...]) -> Any:
+    """`nsa` itself, which torch's compiler does not look into."""
+    expect_tensors(**{name: x for name, x in zip(_NSA_TENSORS, tensors, strict=True) if x is not None or name in ("q", "k", "v")})
+    if transforms_active():
+        raise ValueError("nsa: expected a call outside of torch.func's transforms, which cannot see into it")
+    dtype = autocast_dtype()
+    if dtype is not None:  # weights and gates are read as float32
+        tensors = (*(lowered(x, dtype) for x in tensors[:3]), *tensors[3:])
+    return _function().apply(options | {name: _of_its_own(options[name]) for name in ("block_indices", "cu_seqlens")}, *tensors)
+
+
+_outside_of_graphs: list[Any] = []  # `_eager` for a compiler, once it is made
 
 
 def nsa(
@@ -140,15 +155,13 @@ def nsa(
         "select_block_size": select_block_size,
         "init_blocks": init_blocks,
         "local_blocks": local_blocks,
-        "block_indices": _of_its_own(block_indices),
-        "cu_seqlens": _of_its_own(cu_seqlens),
+        "block_indices": block_indices,
+        "cu_seqlens": cu_seqlens,
         "num_threads": num_threads,
     }
-    tensors = (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates)
-    expect_tensors(**{name: x for name, x in zip(_NSA_TENSORS, tensors, strict=True) if x is not None or name in ("q", "k", "v")})
-    if transforms_active():
-        raise ValueError("nsa: expected a call outside of torch.func's transforms, which cannot see into it")
-    dtype = autocast_dtype()
-    if dtype is not None:  # weights and gates are read as float32
-        tensors = (*(lowered(x, dtype) for x in tensors[:3]), *tensors[3:])
-    return _function().apply(options, *tensors)
+    call = _eager
+    if torch is not None and torch.compiler.is_compiling():
+        if not _outside_of_graphs:
+            _outside_of_graphs.append(torch.compiler.disable(_eager))
+        call = _outside_of_graphs[0]
+    return call(options, (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates))
