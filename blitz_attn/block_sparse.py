@@ -100,8 +100,9 @@ def block_sparse_attention(
     attn_mask : array, optional
         ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in every layout; with layout TND, Sq and Skv are the lengths of the longest
         sequences, and a sequence reads its corner. Of bool, where False hides the key from the query as the other rules do; or of float32,
-        float16, bfloat16 or float64, numbers that are added to the scores (after `scale` and `softcap`), where -inf hides the key. A number
-        below about -2.3e38, such as the lowest of float32, counts as -inf; one above about 2.3e38 makes the result NaN, as infinity does.
+        float16, bfloat16 or float64, numbers that are added to the scores (after `scale` and `softcap`), where -inf hides the key. Unless
+        `q` is float64, a number below about -2.3e38, such as the lowest of float32, counts as -inf, and one above about 2.3e38 makes the
+        result NaN, as infinity does.
         A mask is read as a whole: blocks that it hides from all queries are better left out of `sabi`, and runs of keys said by
         `kv_ranges`.
     alibi_slopes : array_like, optional
