@@ -38,6 +38,8 @@ def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *,
     if kind == "bool":
         return np.where(hidden, -np.inf, 0.0), "bool"
     values = rng.standard_normal(shape) * draw.pick("mask.spread", (3.0, 0.1, 30.0))
+    if draw.flag("mask.lifted", 0.25):  # which changes no weight, but exp of it overflows where no log-sum-exp is subtracted
+        values += np.where(rng.random((*shape[:3], 1)) < 0.3, 100, 0)
     if kind == "holes":
         values[hidden] = -np.inf
     elif kind == "least":  # in float64, differences of numbers like these are lost

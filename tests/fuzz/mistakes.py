@@ -52,6 +52,13 @@ MISTAKES = [
         "(real)NAME(mask_number)(dtype, row, (*key_index + i) * source->stride);",
     ),
     Mistake(
+        "lanes",
+        "gradients of a mask add lanes that have no query",
+        "csrc/ops/backward_bias.c",
+        "w->slopes + j * width * real, panel->lanes, real);",
+        "w->slopes + j * width * real, width, real);",
+    ),
+    Mistake(
         "slopes",
         "keys behind a query get nearer with their distance",
         "csrc/kernels/panel/bias_tmpl.inc",
