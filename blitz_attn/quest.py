@@ -613,9 +613,7 @@ def select_and_attend(
     attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, None, kv_split)
     tables, lengths, queries = block_tables, seq_lens, q_lens
     if isinstance(block_tables, tuple):
-        page_size = cache_sizes(k_cache, kv_layout)[1]
-        opened = open_requests(*tables_for_core(block_tables, seq_lens), q_lens, None, page_size)[0]
-        tables, lengths, queries = None, Opened(opened[0], page_size), None
+        tables, lengths, queries = None, _opened(q, k_cache, kv_layout, block_tables, seq_lens, q_lens), None
     selected, counts = select_to_attend(
         q, k_cache, tables, lengths, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
         per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=queries,
@@ -626,3 +624,17 @@ def select_and_attend(
         selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, with_lse, out,
     )  # fmt: skip
     return with_lists(result, with_lse, (selected, counts) if with_selected else ())
+
+
+def _opened(q: Any, k_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: Any, q_lens: Any) -> Opened:
+    """The tables of `select_and_attend` that are (indptr, indices, last_page_len), with as many queries as `q` has."""
+    page_size, shape = cache_sizes(k_cache, kv_layout)[1], _arrays.shape_of(q)
+    try:
+        opened, batch, num_queries = open_requests(*tables_for_core(block_tables, seq_lens), q_lens, None, page_size)
+    except ValueError as error:
+        raise renamed(error, {"page_size": "k_cache"}) from error
+    if len(shape) == 3 and shape[0] != num_queries:
+        if q_lens is None:
+            raise ValueError(f"q: expected shape ({batch}, H, D), got {shape}")
+        raise ValueError(f"q_lens: expected lengths that add up to q's {shape[0]} tokens, got {num_queries}")
+    return Opened(opened[0], page_size)

@@ -359,8 +359,10 @@ def test_choosing_and_judging_have_no_gradient_to_lose():
     assert torch.equal(lists, blitz_attn.select_blocks_prefill(*plain[:2], top_k=1, sink=0, recent=1, block_shape=(16, 16), causal=True))
     sinks = torch.zeros(2, requires_grad=True)
     options = {"block_shape": (16, 16), "causal": True, "sinks": sinks}
-    assert select.recall(q, k, lists, **options).max() <= 1
     assert select.output_error(q, k, v, lists, **options).shape == (1, 2)
+    del options["sinks"]
+    assert select.recall(q, k, lists, **options).max() <= 1
+    assert select.calibrate([[(q, k, v)]], target=0.8, steps=2, block_shape=(16, 16)).heads == 2
     rows = [x.swapaxes(1, 2) for x in (q, k, v)]
     k_cmp = blitz_attn.nsa.compress_kv(*(x.detach() for x in rows[1:]), 16)[0].requires_grad_()
     assert blitz_attn.nsa.score_and_select_blocks(rows[0], k_cmp, 3, 16, compress_stride=16).shape == (1, 2, 96, 3)

@@ -185,10 +185,10 @@ def test_random_with_frame_unsorted_is_a_shuffle():
 
 
 def test_large_list_is_quick():
-    start = time.perf_counter()
+    start = time.process_time()
     drawn = sabi.random_with_frame(118806, sparsity=0.1, frame=sabi.FrameWidths(29, 1, 29, 1), heads=3)
     assert drawn.shape[:3] == (1, 3, 929)
-    assert time.perf_counter() - start < 10  # about half a second; the rest is for busy machines
+    assert time.process_time() - start < 10  # about half a second; the rest is for sanitizers
 
 
 def test_lists_of_million_tokens_in_small_blocks():
@@ -480,8 +480,8 @@ def test_columns_of_compressed_rows_fit_into_int32(column):
         (lambda: sabi.sink_local(128, sink=-1, local=0), "sink, local: expected numbers of tokens from 0 on, got -1, 0"),
         (lambda: sabi.document([5, -1]), "lengths: expected as many lengths from 0 on"),
         (lambda: sabi.document([5], [5, 5]), "lengths: expected as many lengths from 0 on"),
-        (lambda: sabi.document_ranges([5, -1]), "lengths: expected lengths from 0 on of 1 to 16777216 tokens in all, got "),
-        (lambda: sabi.document_ranges([0]), "lengths: expected lengths from 0 on of 1 to 16777216 tokens in all, got "),
+        (lambda: sabi.document_ranges([5, -1]), "lengths: expected lengths of at least 0 that add up to 1 to 16777216 tokens, got "),
+        (lambda: sabi.document_ranges([0]), "lengths: expected lengths of at least 0 that add up to 1 to 16777216 tokens, got "),
         (lambda: sabi.dilated(128, stride=0), "stride, reach: expected a stride from 1"),
         (lambda: sabi.vertical_slash(128, vertical=[128], slash=[]), r"vertical: expected key positions in 0..127, got 128..128"),
         (lambda: sabi.random_with_frame(512, frame=sabi.FrameWidths(5, 0, 0, 0)), "frame: expected widths within 4 rows and 4 columns"),

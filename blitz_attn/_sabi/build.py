@@ -263,8 +263,8 @@ def document(
     """Packed documents, each of which sees only itself.
 
     A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. `document_ranges` cuts exactly,
-    as `kv_ranges` of the attention call, beside this list or without any. (Layout TND cuts exactly by itself; a list there is one per
-    document, and not this one.)
+    as `kv_ranges` of the attention call, beside this list or without any. (Layout TND cuts exactly by itself; there each document has a
+    list of its own.)
 
     Parameters
     ----------
@@ -317,8 +317,8 @@ def document(
 def document_ranges(lengths: Any) -> np.ndarray:
     """`kv_ranges` of packed documents, each of which sees only itself.
 
-    `causal`, `window` and a list of blocks may stand beside them in the attention call; all rules hold. Without a list, the call reads no
-    keys that no query of a tile sees.
+    `causal`, `window` and a list of blocks may stand beside them in the attention call; all rules hold. Without a list, the call reads
+    only keys that some query of a tile sees.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ def document_ranges(lengths: Any) -> np.ndarray:
     Raises
     ------
     TypeError, ValueError
-        Lengths that are no integers, are negative, or have no token in all.
+        Lengths that are no integers, are negative, or do not add up to 1 to 2**24 tokens.
 
     See Also
     --------
@@ -357,7 +357,7 @@ def document_ranges(lengths: Any) -> np.ndarray:
     """
     sizes = integers(lengths, "lengths")
     if sizes.ndim != 1 or sizes.min(initial=0) < 0 or not 1 <= sum(map(int, sizes)) <= MOST_ROWS:
-        raise ValueError(f"lengths: expected lengths from 0 on of 1 to {MOST_ROWS} tokens in all, got {shown(sizes.tolist())}")
+        raise ValueError(f"lengths: expected lengths of at least 0 that add up to 1 to {MOST_ROWS} tokens, got {shown(sizes.tolist())}")
     ends = np.cumsum(sizes, dtype=np.int64)
     return np.stack([ends - sizes, ends], axis=-1).repeat(sizes, axis=0)
 

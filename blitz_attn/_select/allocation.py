@@ -119,7 +119,7 @@ def allocate(
 
 def _costs(case: Any, heads: int, masses: np.ndarray, choosers: list[Any], block: tuple[int, int], rules: dict[str, Any]) -> np.ndarray:
     """(choosers, 3, heads, masses) of a capture: the blocks kept under each mass, what they cost, and the blocks that there are."""
-    q, k, v, dout = case
+    q, k, v, dout = _arrays.detached(*case)
     layout, dtype = rules.get("layout", "BNSD"), rules.get("dtype")
     rules = rules | {"block_shape": block}
     dense = of_heads(block_sparse_attention(q, k, v, **rules), layout, heads, dtype)

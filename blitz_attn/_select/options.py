@@ -21,16 +21,16 @@ class Options:
     cu_seqlens_kv: Any = None
     num_heads: Any = None
     num_kv_heads: Any = None
+    q_begin: Any = None
     kv_ranges: Any = None
     dtype: Any = None
     num_threads: Any = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Judged(Options):
+class JudgingOptions(Options):
     """The same for a list that is judged, with what changes attention and not the choice of blocks."""
 
-    q_begin: Any = None
     attn_mask: Any = None
     alibi_slopes: Any = None
     sinks: Any = None

@@ -306,16 +306,16 @@ def select_and_attend_prefill(
     """
     options = Options(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_ranges=kv_ranges,
-        dtype=dtype, num_threads=num_threads,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
+        kv_ranges=kv_ranges, dtype=dtype, num_threads=num_threads,
     )  # fmt: skip
     with_lse, with_sabi = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_sabi, "return_sabi")  # before out is written
     sabi = select_blocks_prefill(
         q, k, chooser=chooser, density=density, top_p=top_p, threshold=threshold, top_k=top_k, sink=sink, recent=recent,
-        last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, q_begin=q_begin, **vars(options),
+        last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, per_kv_head=per_kv_head, **vars(options),
     )  # fmt: skip
     result = block_sparse_attention(
-        q, k, v, sabi, q_begin=q_begin, q_total=q_total, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap,
+        q, k, v, sabi, q_total=q_total, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap,
         return_lse=with_lse, out_dtype=out_dtype, out=out, **vars(options),
     )  # fmt: skip
     parts = result if with_lse else (result,)

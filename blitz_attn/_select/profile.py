@@ -209,7 +209,7 @@ class _Capture:
     """A capture of a layer, and what attention over all keys makes of it, which is computed once: no budget changes it."""
 
     def __init__(self, case: tuple[Any, Any, Any], measure: str, every: int, chooser: Any, options: Options) -> None:
-        self.q, self.k, self.v = case
+        self.q, self.k, self.v = _arrays.detached(*case)
         self.measure, self.every, self.chooser, self.options = measure, every, chooser, options
         self.of_all: tuple[Any, Any] | None = None
 

@@ -11,7 +11,7 @@ from .. import _arrays
 from .._formats import widened
 from .._names import Layout
 from ..block_sparse import block_sparse_attention
-from .options import Judged, Options
+from .options import JudgingOptions, Options
 
 __all__ = ["output_error", "recall"]
 
@@ -155,7 +155,6 @@ def recall(
     kv_ranges: Any = None,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
-    sinks: Any = None,
     softcap: float | None = None,
     dtype: Any = None,
     num_threads: int | None = None,
@@ -177,8 +176,8 @@ def recall(
         Look at every n-th block of queries, where n is this number, beginning with the first; the time falls in proportion. 1 looks at all.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges
         As in the attention call: see `block_sparse_attention`.
-    attn_mask, alibi_slopes, sinks, softcap, dtype
-        Likewise. A sink counts as a key that every list keeps.
+    attn_mask, alibi_slopes, softcap, dtype
+        Likewise. (There are no sinks: they take mass from all keys in proportion, so that shares are the same with them.)
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -209,11 +208,11 @@ def recall(
     >>> kept.shape, bool(kept.min() > 0.7)
     ((1, 2, 8), True)
     """
-    attn_mask, alibi_slopes, sinks = _arrays.detached(attn_mask, alibi_slopes, sinks)
-    options = Judged(
+    attn_mask, alibi_slopes = _arrays.detached(attn_mask, alibi_slopes)
+    options = JudgingOptions(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
-        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap, dtype=dtype,
+        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, softcap=softcap, dtype=dtype,
         num_threads=num_threads,
     )  # fmt: skip
     q, k = _arrays.detached(q, k)  # a measure has no gradient
@@ -293,7 +292,7 @@ def output_error(
     (True, True)
     """
     attn_mask, alibi_slopes, sinks = _arrays.detached(attn_mask, alibi_slopes, sinks)
-    options = Judged(
+    options = JudgingOptions(
         block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
         kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap, dtype=dtype,

@@ -61,7 +61,7 @@ class SparseConfig:
         Sequences of fewer keys than this are computed densely.
     decode_budget : int, optional
         How many tokens of the cache each KV head attends to, for each new token, when up to 32 are decoded over a `paged_cache`; Quest
-        chooses their pages. Default: all.
+        chooses their pages. Where that cannot be, new tokens attend to all keys; `on_unsupported` holds. Default: all.
     on_unsupported : {"fallback", "error"}
         What happens where a model needs what the operations lack: torch computes it, and the reason is logged once; or ValueError.
         This holds for ``"blitz_attn"`` too.
@@ -286,8 +286,8 @@ def paged_cache(model: Any, *, page_size: int = 64) -> Any:
     """A cache for a model's `generate` and forward calls that keeps keys and values in pages, which Quest can choose from.
 
     It grows without copying what it holds at every step. Every attention implementation can read it. Layers with a sliding window,
-    and layers of other kinds than attention, get the same layers as in transformers' `DynamicCache`. Under torch.autocast, keys and values
-    are kept in its dtype, in which attention is computed.
+    and layers with another mechanism than attention, alone or beside it, get the same layers as in transformers' `DynamicCache`. Under
+    torch.autocast, keys and values are kept in its dtype, in which attention is computed.
 
     Parameters
     ----------

@@ -14,8 +14,7 @@ static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim,
     return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
 }
 
-/* How many rows before its use a row is requested by request number `which`, where a row has `bytes` bytes: so many rows make up the distance of
- * that request (ba_request_tuning). */
+/* The distance of request number `which` (ba_request_tuning), in rows of `bytes` bytes. */
 static int64_t rows_ahead(const ba_attend_call *c, int which, int64_t bytes) {
     return ba_min(c->tuning->few.keys, ba_ceil_div(c->few_requests->distances[which], bytes));
 }

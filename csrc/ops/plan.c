@@ -54,9 +54,9 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const int64_t lanes = tokens * t->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * tile / tiles, end = lanes * (tile + 1) / tiles;
-    /* Tiles of gradients are full, but for the last of a row, and those of all heads over some tokens come before those over the next. This is the
-     * order that they have without lists, when each is a row of its own. dK and dV are summed in it. So a list of all blocks gives them the bits that
-     * no list gives, where rows consist of whole tiles. */
+    /* Tiles of gradients are full, but for the last of a row. dK and dV are summed tile by tile in this order: all heads over the first tokens, then
+     * all heads over the next. Calls without lists have the same order, so a list of all blocks gives dK and dV the same bits, where rows consist of
+     * whole tiles. */
     if (t->gradients) {
         list = rest % lists;
         tile = rest / lists;
@@ -432,7 +432,7 @@ static ba_status refuse_entry(const ba_problem *p, const int64_t bad[4]) {
     if (column < 0 || column >= columns)
         return ba_fail(BA_ERROR_VALUE, "%s: expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]%s", p->list_name,
                        p->page_size ? "pages" : "block columns", columns - 1, p->block_counts ? "" : ", or a pad", column, where,
-                       column == UINT16_MAX ? " (65535 is a pad in uint16 alone)" : "");
+                       column == UINT16_MAX && !p->page_size ? " (65535 is a pad in uint16 alone)" : "");
     return ba_fail(BA_ERROR_VALUE, "%s: expected each %s once per row, got %" PRId64 " again at [%s]", p->list_name,
                    p->page_size ? "page" : "block column", column, where);
 }

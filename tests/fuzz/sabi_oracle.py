@@ -34,7 +34,7 @@ def tokens_of(mask: np.ndarray, s_q: int, s_kv: int, block_shape: Sequence[int])
 
 def rising(mask: np.ndarray, dtype: str | None = None, width: int | None = None) -> np.ndarray:
     """The list of a mask: columns rising, padded up to the width, by default that of the fullest row and at least 1."""
-    dtype = dtype or ("uint16" if mask.shape[-1] < 65535 else "int32")
+    dtype = dtype or "int32"
     width = max(1, int(mask.sum(axis=-1).max(initial=0))) if width is None else width
     lists = np.full((*mask.shape[:-1], width), 65535 if dtype == "uint16" else -1, dtype)
     for at in np.ndindex(mask.shape[:-1]):

@@ -328,16 +328,15 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
 
 def _decodes_by_quest(layer: _Layer) -> bool:
     """Whether a call has so few tokens that each is decoded over the pages that Quest chooses for it."""
-    return layer.sparse and layer.config.decode_budget is not None and layer.query.shape[2] <= _MOST_NEW_TOKENS
+    wanted = layer.sparse and layer.config.decode_budget is not None and layer.config._sparse_in(layer.number)
+    return wanted and layer.query.shape[2] <= _MOST_NEW_TOKENS and layer.query.shape[2] < layer.key.shape[2]  # or it is a prompt
 
 
 def _attend_pages(layer: _Layer, rules: Rules) -> Any:
     """New tokens, each over the pages that Quest chooses for it; None where this is not wanted, or cannot be."""
     config, tokens, length = layer.config, layer.query.shape[2], layer.key.shape[2]
     budget = config.decode_budget
-    if budget is None or not _decodes_by_quest(layer) or length < config.min_tokens or not config._sparse_in(layer.number):
-        return None
-    if layer.differentiated or tokens == length:  # a prompt
+    if budget is None or not _decodes_by_quest(layer) or length < config.min_tokens or layer.differentiated:
         return None
     if layer.block_indices is not None or rules.left is not None or keeps_few_keys(layer.key):  # few keys already
         return None

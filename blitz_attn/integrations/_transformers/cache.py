@@ -180,7 +180,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             lengths = np.where(places < np.array(ends[entries])[:, None], places + 1 - start, 0).clip(0).ravel()
             out = select_and_attend(
                 q[entries].flatten(0, 1), k_cache, v_cache, tables.repeat(count, axis=0), lengths, source, summary_tables, k=blocks,
-                dense_below=max(0, dense_below - start), **options,
+                dense_below=dense_below - start if self.length - count < dense_below else None, **options,
             )  # fmt: skip
             parts.append(out.unflatten(0, (len(tables), count)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -200,7 +200,7 @@ class PagedCache(cache_utils.Cache):
                 f"number {layer_idx}, counted from 0"
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not isinstance(self.layers[layer_idx], PagedLayer):
+        if getattr(self.layers[layer_idx], "is_sliding", False):
             setattr(keys, _ATTRIBUTE, None)
         return keys, values
 
