@@ -95,6 +95,24 @@ def test_repeated_axes_are_cast_once():
         assert torch.equal(out, functions.block_sparse_attention(q, k[:1].repeat(2, 1, 1, 1), v, attn_mask=mask.contiguous()))
 
 
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_each_place_of_a_repeated_tensor_has_its_own_gradient(low):
+    """Leaves that repeat what they hold: heads of keys and values, and queries of a mask."""
+    q, k, v = tensors()
+    mask = torch.randn(1, 1, 1, 37)
+
+    def gradients(*places):
+        leaves = [x.detach().requires_grad_() for x in places]
+        with torch.autocast("cpu", dtype=low):
+            out = functions.scaled_dot_product_attention(q, *leaves[:2], attn_mask=leaves[2])
+        return torch.autograd.grad((out.float() * torch.arange(37.0)[:, None]).sum(), leaves)
+
+    repeated = [k[:, :1].expand(2, 4, 37, 16), v[:1].expand(2, 4, 37, 16), mask.expand(2, 4, 37, 37)]
+    for own, other in zip(gradients(*repeated), gradients(*(x.contiguous() for x in repeated)), strict=True):
+        assert own.shape == other.shape
+        torch.testing.assert_close(own, other, atol=0.02, rtol=0.02)
+
+
 def test_float64_stays_as_torch_leaves_it():
     given = [x.double() for x in tensors()]
     mask = torch.randn(37, 37)

@@ -53,10 +53,10 @@ def autocast_dtype() -> Any:
 
 def lowered(x: Any, dtype: Any) -> Any:
     """The tensor as torch.autocast casts it: tensors of bool, of integers and of float64 stay. Axes that repeat what they hold are cast
-    once."""
+    once, unless the tensor needs a gradient, which each place has for itself."""
     if x is None or x.dtype == dtype or not x.is_cpu or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x
-    if 0 not in x.stride():
+    if 0 not in x.stride() or (x.requires_grad and torch.is_grad_enabled()):
         return x.to(dtype)
     return x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())].to(dtype).expand(x.shape)
 
