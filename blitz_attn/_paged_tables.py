@@ -60,8 +60,8 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
 
 
 def nearest_begin(q_begin: ndarray) -> ndarray:
-    """Token numbers of queries 0, of which those that lie too far before the first token for the core are replaced by the nearest one that
-    it takes. From there on, only query 2**30 - 1 would see a token, and no request has so many."""
+    """The token numbers of queries 0, each raised to the least number that the core takes. That changes no result: a query that stands
+    before the first token sees none, and no request has so many queries that one would reach a token from there."""
     return np.maximum(q_begin, -_FARTHEST)
 
 

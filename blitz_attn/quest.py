@@ -612,7 +612,7 @@ def select_and_attend(
     with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
     attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, None, kv_split)
     tables, lengths, queries = block_tables, seq_lens, q_lens
-    if isinstance(block_tables, tuple):
+    if isinstance(block_tables, tuple):  # tables that are opened stand for lengths and q_lens, too
         tables, lengths, queries = None, _opened(q, k_cache, kv_layout, block_tables, seq_lens, q_lens), None
     selected, counts = select_to_attend(
         q, k_cache, tables, lengths, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,

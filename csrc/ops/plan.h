@@ -31,7 +31,7 @@ typedef struct ba_item {
 typedef struct ba_tile {
     int64_t block_row;
     int64_t head, heads;       /* query heads head .. head + heads - 1 share the list. Lane t of the row has query t / heads of head t % heads */
-    int64_t first_lane, lanes; /* the tile's queries among those of the block row, of which each has a lane */
+    int64_t first_lane, lanes; /* the tile's queries are lanes first_lane .. first_lane + lanes - 1 of the block row */
     int64_t first_query;       /* the number of the block row's first query */
 } ba_tile;
 

@@ -71,8 +71,8 @@ int arg_check(ba_status status) {
     }
 }
 
-/* The sentence of ba_check_attn_mask() ends with the shape of a mask of four axes, to which arg_mask() has added those that the caller's lacks. What
- * follows its last ", got " is replaced by the caller's shape. Every other sentence is reported as it is. */
+/* arg_mask() adds leading axes to a mask until it has four, and the sentence of ba_check_attn_mask() ends with the shape of that mask. This function
+ * puts the caller's own shape behind the last ", got ". It reports every other sentence as it is. */
 int arg_check_masked(ba_status status, const arg_array *mask) {
     static const char begin[] = "attn_mask: expected shape ", rest[] = ", got (";
     const char *const sentence = ba_last_error(), *got = NULL;
