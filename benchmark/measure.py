@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from operands import Operands, dense_call
 from work import dense_pairs, flops, kept_pairs
 
 PEAK_SECONDS = 0.05
+SETTLE_SECONDS = 0.3  # NumPy's threads, which checked the result before, still wait busily for a while
 
 
 @dataclass
@@ -79,6 +81,7 @@ def measured(operands: Operands, jobs: Sequence[Job], args: argparse.Namespace, 
         check.poison(operands.out)
         if args.repeats == 1:  # a turn can last minutes then: one measurement a row
             peaks.clear()
+            time.sleep(SETTLE_SECONDS)
             measure_peak()
 
     contenders = [

@@ -75,9 +75,10 @@ bool is_vector(const ba_attend_family *family); /* its packed rows are reals, an
 
 /* How a family rounds, which bounds the errors that its checks allow. */
 typedef struct rounding {
-    double weight_unit; /* weights are off by up to this, relative, where they are multiplied with values; 0: by reals' roundings only */
-    double exp_unit;    /* exp2 is off by up to this, relative */
-    bool flushes;       /* inputs, products and o below real's normal range count as 0 */
+    double weight_unit;     /* weights are off by up to this, relative, where they are multiplied with values; 0: by reals' roundings only */
+    double few_weight_unit; /* the same in the family's own kernels for few queries */
+    double exp_unit;        /* exp2 is off by up to this, relative; not in kernels for few queries */
+    bool flushes;           /* inputs, products and o below real's normal range count as 0 */
 } rounding;
 const rounding *rounding_of(const ba_attend_family *family);
 

@@ -154,14 +154,15 @@ double set_element(ba_dtype dtype, void *data, int64_t index, double value) {
 ba_dtype real_of(const ba_attend_family *family) { return family->real_size == 8 ? BA_FLOAT64 : BA_FLOAT32; }
 bool is_vector(const ba_attend_family *family) { return family->gradient && family->gradient->gradient[0]; }
 
+/* The tile kernel for few queries multiplies a second piece of each weight, which holds what rounding cut off: the square of the error is left. */
 const rounding *rounding_of(const ba_attend_family *family) {
     static const struct {
         const char *in_name;
         rounding rounding;
     } table[] = {{"_tiles2x2_pieces2", {.weight_unit = 0x1p-17, .flushes = true}},
                  {"_tiles2x2_pieces3", {.weight_unit = 0x1p-25, .flushes = true}},
-                 {"_tiles2x2", {.weight_unit = 0x1p-8, .exp_unit = 2.7e-6, .flushes = true}},
-                 {"_pairs", {.weight_unit = 0x1p-8, .flushes = true}},
+                 {"_tiles2x2", {.weight_unit = 0x1p-8, .few_weight_unit = 0x1p-16, .exp_unit = 2.7e-6, .flushes = true}},
+                 {"_pairs", {.weight_unit = 0x1p-8, .few_weight_unit = 0x1p-8, .flushes = true}},
                  {"_neon_bf16_", {.flushes = true}},
                  {"", {.flushes = false}}};
     static const ba_attend_family *last; /* remembered, because this is called for every element of a reference */

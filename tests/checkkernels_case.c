@@ -291,17 +291,14 @@ void **place_out_rows(const test_case *c) { /* one row for each query, and none 
 
 double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* for double, the reference rounds, too */
 /* Whether the kernel for few queries packs them in a format of its own. For a cache, the queries are packed as reals. */
-bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && ba_tuning_at(c->s.f->isa)->few_least_heads > 0; }
+bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && ba_tuning_at(c->s.f->isa)->few_least_heads[c->s.kv_dtype] > 0; }
 double tiny(const test_case *c) {
     return (c->variant != FEW || few_are_own(c)) && rounding_of(c->s.f)->flushes ? 0x1p-126 : smallest_of(real_dtype(c));
 }
-/* The relative errors, in addition to the roundings of reals, of weights when they multiply values, and of exp2. A kernel for few queries that packs
- * them in its own format multiplies a second piece of each weight, which holds what rounding cut off, so only the square of the error is left. Other
- * kernels for few queries compute in reals. */
+/* The relative errors, in addition to the roundings of reals, of weights when they multiply values, and of exp2. Kernels for few queries of a cache
+ * compute in reals. */
 double weight_unit(const test_case *c) {
-    return c->variant != FEW ? rounding_of(c->s.f)->weight_unit
-           : few_are_own(c)  ? rounding_of(c->s.f)->weight_unit * rounding_of(c->s.f)->weight_unit
-                             : 0;
+    return c->variant != FEW ? rounding_of(c->s.f)->weight_unit : few_are_own(c) ? rounding_of(c->s.f)->few_weight_unit : 0;
 }
 double exp_unit(const test_case *c) { return c->variant != FEW ? rounding_of(c->s.f)->exp_unit : 0; }
 

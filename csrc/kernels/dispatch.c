@@ -63,7 +63,7 @@ const ba_kernels *ba_kernels_active(void) { return ba_kernels_at(ba_isa_active()
  * their family. */
 static ba_isa few_isa(const ba_kernels *table, ba_dtype dtype) {
     const ba_attend_family *family = table->attend[dtype];
-    return family->few->attend[dtype] != NULL && ba_tuning_at(family->isa)->few_least_heads > 0 ? family->isa : table->cache[dtype]->isa;
+    return family->few->attend[dtype] != NULL && ba_tuning_at(family->isa)->few_least_heads[dtype] > 0 ? family->isa : table->cache[dtype]->isa;
 }
 
 static ba_isa gradient_isa(const ba_kernels *table, ba_dtype dtype) {

@@ -582,8 +582,9 @@ typedef struct ba_tuning {
     int64_t by_block_least_lanes; /* queries that must attend a block for fetching it to pay */
     double inline_flops;          /* calls of less work run in the caller's thread */
     int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
-    int64_t few_least_heads;      /* the level's own few.attend and few.pack_queries run calls of at least so many query heads per KV head; the vector
-                                     family's run all others, and their packed queries fit the room. 0: the vector family's run all calls */
+    int64_t few_least_heads[BA_DTYPE_COUNT]; /* by dtype of K and V: the level's own few.attend and few.pack_queries run calls of at least so many
+                                                query heads per KV head; the vector family's run all others, and their packed queries fit the room.
+                                                0: the vector family's run all calls */
     int64_t few_queries;     /* the most queries of a KV head, tokens times heads, of a batch entry that few kernels attend. More than BA_FEW_QUERIES
                                 take turns at each chunk */
     int64_t own_few_queries; /* the same where the level's own few.attend runs */

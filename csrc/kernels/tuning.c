@@ -9,7 +9,8 @@
  *     list_keys                  a list row is not attended for so long that the keys it shares with other rows leave L2
  *     tile_queries               packing one chunk serves as many queries as have room in L2 with their output
  *     gradient_*                 a query tile's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
- *     few_least_heads            with fewer query heads, tiles are so empty that the vector kernels are as fast
+ *     few_least_heads            with fewer query heads, tiles are so empty that the vector kernels are as fast, and making pairs of bfloat16 of
+ *                                int8 takes longer than multiplying them saves
  *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains
  *     page_offset                what a step of the kernel reads and stores together fills all of L1, and not some sets of it twice
  *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128
@@ -174,7 +175,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 8e6,
             .shared_bytes = 512 << 20,
-            .few_least_heads = 1,
+            .few_least_heads = {[BA_BFLOAT16] = 1, [BA_FLOAT8_E4M3] = 1, [BA_INT8] = 4},
             .few_queries = 40,
             .own_few_queries = 24, /* panels of bfloat16 multiply pairs, and are faster than other panels */
             .few =
@@ -204,7 +205,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 3e7,
             .shared_bytes = 512 << 20,
-            .few_least_heads = 5,
+            .few_least_heads = {[BA_BFLOAT16] = 5, [BA_FLOAT8_E4M3] = 5, [BA_INT8] = 5},
             .page_offset = 2048,
             .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
             .few_queries = 16,

@@ -71,7 +71,7 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     c->pack_v = !own ? cache->pack : f->pack->values ? f->pack->values : c->widen;
     /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both
      * kinds of lists must give the same bits. */
-    const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads;
+    const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads[p->kv_dtype];
     c->own_few = native->few->attend[p->kv_dtype] && least_heads > 0 && p->group >= least_heads;
     c->few_family = c->own_few ? native : f;
     c->few = c->own_few ? native->few->attend[p->kv_dtype] : cache->few;

@@ -35,6 +35,7 @@
 #undef BA_HAVE_V_E4M3
 #undef BA_HAVE_V_PAIRS_I8
 #undef BA_HAVE_V_PAIRS_E4M3
+#undef BA_HAVE_V_JOIN
 #undef BA_HAVE_V_REPEAT
 #undef BA_HAVE_V_SUM_PAIRS
 #undef BA_HAVE_V_AT_LEAST
@@ -446,6 +447,34 @@ BA_INLINE vec NAME(v_even)(vec a, vec b) { return BA_INTERLEAVE(BA_EVEN_LANE, 0,
 BA_INLINE vec NAME(v_odd)(vec a, vec b) { return BA_INTERLEAVE(BA_ODD_LANE, 0, a, b); }
 BA_INLINE vec NAME(v_zip_low)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_LOW_LANE, 0, a, b); }
 BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_LANE, 0, a, b); }
+/* v_join_rows makes pairs of 2 * BA_LANES elements of 16 bits of two rows: the lower half of a lane is an element of `one`, the upper half the same
+ * element of `other`. The pairs stand in an order that v_joined_low and v_joined_high reverse, as above. */
+#if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_JOIN)
+BA_INLINE void NAME(v_join_rows)(const ivec one, const ivec other, ivec *two) {
+    two[0] = (one & 0xffff) | other << 16;
+    two[1] = (one >> 16 & 0xffff) | (other & -0x10000);
+}
+BA_INLINE vec NAME(v_joined_low)(vec a, vec b) { return NAME(v_zip_low)(a, b); }
+BA_INLINE vec NAME(v_joined_high)(vec a, vec b) { return NAME(v_zip_high)(a, b); }
+#endif
+
+/* v_even and v_odd of rows of n lanes, a constant power of two below BA_LANES, that follow each other in the two vectors. */
+#define BA_EVEN_ROW(j, n) (2 * ((j) - (j) % (n)) + (j) % (n)) % (2 * BA_LANES)
+#define BA_ODD_ROW(j, n) (BA_EVEN_ROW(j, n) + (n)) % (2 * BA_LANES)
+BA_INLINE vec NAME(v_even_rows)(vec a, vec b, const int n) {
+    if (n == 8) return BA_INTERLEAVE(BA_EVEN_ROW, 8, a, b);
+    if (n == 4) return BA_INTERLEAVE(BA_EVEN_ROW, 4, a, b);
+    if (n == 2) return BA_INTERLEAVE(BA_EVEN_ROW, 2, a, b);
+    return NAME(v_even)(a, b);
+}
+BA_INLINE vec NAME(v_odd_rows)(vec a, vec b, const int n) {
+    if (n == 8) return BA_INTERLEAVE(BA_ODD_ROW, 8, a, b);
+    if (n == 4) return BA_INTERLEAVE(BA_ODD_ROW, 4, a, b);
+    if (n == 2) return BA_INTERLEAVE(BA_ODD_ROW, 2, a, b);
+    return NAME(v_odd)(a, b);
+}
+#undef BA_EVEN_ROW
+#undef BA_ODD_ROW
 #undef BA_EVEN_LANE
 #undef BA_ODD_LANE
 #undef BA_ZIP_LOW_LANE

@@ -108,14 +108,10 @@ BA_INLINE vec NAME(v_pairs_from_i8)(const int8_t *p, int64_t n) {
     const __m256i bytes = NAME(v_load_bytes)(p, n);
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-#ifdef __AVX512BF16__
-    return (vec)_mm512_cvtne2ps_pbh(high, low);
-#else
     /* the upper halves of all lanes: words 1, 3, 5 .. 63 of both vectors */
     const __m512i odd = _mm512_set_epi64(0x003f003d003b0039, 0x0037003500330031, 0x002f002d002b0029, 0x0027002500230021, 0x001f001d001b0019,
                                          0x0017001500130011, 0x000f000d000b0009, 0x0007000500030001);
     return (vec)_mm512_permutex2var_epi16((__m512i)low, odd, (__m512i)high);
-#endif
 }
 
 #define BA_HAVE_V_PAIRS_E4M3 1
@@ -164,6 +160,19 @@ BA_INLINE vec NAME(v_pairs_from_e4m3)(const uint8_t *p, int64_t n) {
     return (vec)_mm512_ternarylogic_epi32(found, moved, _mm512_set1_epi16((short)0x8000), 0xf8); /* found | (moved & sign) */
 }
 #endif
+
+/* Within each 128 bits, the lower four elements of both rows, then the upper four. */
+#define BA_HAVE_V_JOIN 1
+BA_INLINE void NAME(v_join_rows)(const ivec one, const ivec other, ivec *two) {
+    two[0] = (ivec)_mm512_unpacklo_epi16((__m512i)one, (__m512i)other);
+    two[1] = (ivec)_mm512_unpackhi_epi16((__m512i)one, (__m512i)other);
+}
+BA_INLINE vec NAME(v_joined_low)(vec a, vec b) {
+    return (vec)_mm512_permutex2var_pd((__m512d)a, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), (__m512d)b);
+}
+BA_INLINE vec NAME(v_joined_high)(vec a, vec b) {
+    return (vec)_mm512_permutex2var_pd((__m512d)a, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), (__m512d)b);
+}
 
 /* Lanes are first summed within groups of four, then across the groups that are 4 and 8 lanes apart. */
 #define BA_HAVE_V_SUM_PAIRS 1
