@@ -188,7 +188,7 @@ CASES = {
         ("softcap_negative", ValueError, r"^softcap: expected", lambda a: {"softcap": -1.0}),
         ("softcap_text", TypeError, r"^softcap: expected a number, got str", lambda a: {"softcap": "x"}),
         ("window", ValueError, r"^window: expected", lambda a: {"window": -2}),
-        ("window_pair", TypeError, r"^window: expected an integer, got tuple", lambda a: {"window": (4, 0)}),
+        ("window_pair", TypeError, r"^window: expected one integer, the number of tokens before itself that a query sees, got tuple", lambda a: {"window": (4, 0)}),
         ("sinks_shape", ValueError, r"^sinks: expected shape \(4,\), one number per head, got \(2,\)$", lambda a: {"sinks": [0.0, 1.0]}),
         ("sinks_complex", TypeError, r"^sinks: expected numbers, got complex64", lambda a: {"sinks": np.zeros(H, np.complex64)}),
         ("sinks_dates", TypeError, r"^sinks: expected numbers, got datetime64", lambda a: {"sinks": np.zeros(H, "M8[s]")}),
@@ -526,7 +526,7 @@ def test_select_and_attend_knows_its_source():
 OPTIONS = [
     ({"kv_layout": "x"}, "kv_layout: expected 'NHD' or 'HND', got 'x'"),
     ({"softcap": -1.0}, "softcap: expected a positive finite number, or 0 for none, got -1"),
-    ({"window": "a"}, "window: expected an integer, got str"),
+    ({"window": "a"}, "window: expected one integer, the number of tokens before itself that a query sees, got str"),
     ({"window": -2, "kv_split": SIZE}, "window: expected a token count of at least 0, or -1 for no bound, got -2"),
     ({"scale": "b"}, "scale: expected a number, got str"),
     ({"out_dtype": "int8"}, "out_dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got 'int8'"),

@@ -62,6 +62,22 @@ def test_longer_than_a_chunk():
             assert np.abs(scores - expected).max() < 2e-5, level
 
 
+@pytest.mark.parametrize("name", ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"])
+@pytest.mark.parametrize("block_shape", [(12, 20), (13, 7), (4, 64), (64, 6)])
+def test_names_fit_any_block(name, block_shape):
+    """The sizes of a chooser that is named become divisors of the block; those of an instance stay, and are refused."""
+    q, k = make(1, 2, 1, 100, 110, 16, seed=5)
+    options = {"block_shape": block_shape, "density": 0.5, "causal": True, "return_scores": True}
+    sabi, scores = blitz_attn.select_blocks_prefill(q, k, chooser=name, **options)
+    expected_sabi, expected = reference.select_blocks_prefill(q, k, chooser=name, **options)
+    assert np.abs(scores - expected).max() < 1e-5
+    assert np.array_equal(sabi, expected_sabi)
+    profile = select.calibrate([[(q, k, k)]], target=0.9, chooser=name, block_shape=block_shape, steps=2)
+    assert blitz_attn.select_blocks_prefill(q, k, **profile.options(0, heads=2, kv_heads=1, head_dim=16)).shape[:3] == sabi.shape[:3]
+    with pytest.raises(ValueError, match="pool: expected a divisor of block_shape"):
+        blitz_attn.select_blocks_prefill(q, k, chooser=select.Pooled(8), **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_deep(isa_level, dtype):
     """Products of more elements than any head has: means and ranges, and tokens of a stride side by side."""

@@ -20,12 +20,19 @@ _DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _rules_of(chooser: Any) -> tuple[str, dict[str, Any]]:
+def _rules_of(chooser: Any, block_q: int, block_kv: int) -> tuple[str, dict[str, Any]]:
     """The class of a chooser and its fields."""
     if isinstance(chooser, str):
         if chooser not in _DEFAULTS:
             raise ValueError(f"chooser: expected one of {', '.join(_DEFAULTS)}, got {chooser!r}")
-        return _DEFAULTS[chooser]
+        kind, fields = _DEFAULTS[chooser]
+        if kind == "Pooled":
+            fields = fields | {"pool": (math.gcd(8, block_q), math.gcd(8, block_kv))}
+        elif kind == "Antidiagonal":
+            fields = fields | {"stride": math.gcd(16, block_q, block_kv)}
+        elif kind == "SampledRows":
+            fields = fields | {"rows": math.gcd(8, block_q)}
+        return kind, fields
     return type(chooser).__name__, chooser._asdict()
 
 
@@ -241,7 +248,7 @@ def select_blocks_prefill(
     queries, keys = to_float64(q, dtype), to_float64(k, dtype)
     shape_args = (layout, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges)
     sequences = sequences_of(queries, keys, keys, *shape_args)
-    kind, fields = _rules_of(chooser)
+    kind, fields = _rules_of(chooser, block_q, block_kv)
     if kind == "VerticalSlash" and kv_ranges is not None:
         raise ValueError("kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges")
     bfloat16 = "bfloat16" in (_arrays.dtype_name(getattr(q, "dtype", None)), _arrays.dtype_name(dtype))

@@ -10,7 +10,7 @@ import numpy as np
 from .. import _arrays
 from .._sabi.lists import two_integers
 from ..block_sparse import block_sparse_attention
-from .choosers import CHOOSERS, Antidiagonal, Pooled, SampledRows, rules_of
+from .choosers import Antidiagonal, Pooled, SampledRows, chooser_for, rules_of
 from .prefill import select_blocks_prefill
 from .profile import Profile, captures_of, refuse_unknown
 from .quality import of_heads
@@ -101,10 +101,10 @@ def allocate(
     choosers = chooser if isinstance(chooser, list) else [chooser]
     for x in choosers:
         rules_of(x)
-    choosers = [CHOOSERS[x] if isinstance(x, str) else x for x in choosers]
     if not choosers:
         raise ValueError("chooser: expected at least one, got an empty list")
     block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
+    choosers = [chooser_for(x, (block_q, block_kv)) for x in choosers]
     points = []
     for cases, shape in captures_of(layers, ("q", "k", "v", "dout"), rules):
         points.append(np.sum([_costs(x, shape[0], tried, choosers, (block_q, block_kv), rules) for x in cases], axis=0))

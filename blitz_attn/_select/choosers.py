@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import _arrays
+from .._sabi.lists import two_integers
 from .._sentences import shown
 
 __all__ = ["Antidiagonal", "Pooled", "SampledRows", "VerticalSlash"]
+
+_POOL = 8
 
 
 class Pooled(NamedTuple):
@@ -44,7 +48,7 @@ class Pooled(NamedTuple):
     The cost relative to dense attention's arithmetic is about ``1 / pool**2`` (half of it for ``term="mean"``).
     """
 
-    pool: int | tuple[int, int] = 8
+    pool: int | tuple[int, int] = _POOL
     term: str = "both"
     over: str = "largest"
 
@@ -138,11 +142,27 @@ def _pair(x: Any, name: str) -> tuple[int, int]:
     return number, number
 
 
-def rules_of(chooser: Any) -> tuple[str, int, int, str, bool]:
+def chooser_for(chooser: Any, block_shape: Any) -> Any:
+    """The chooser that is meant: itself, or that of a name, whose sizes become smaller where they would not divide the block."""
+    if not isinstance(chooser, str):
+        return chooser
+    _arrays.choice(chooser, "chooser", tuple(CHOOSERS))
+    made = CHOOSERS[chooser]
+    try:
+        block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
+    except (TypeError, ValueError):
+        return made  # the operation refuses the shape
+    if isinstance(made, Pooled):
+        rows, keys = math.gcd(_POOL, block_q), math.gcd(_POOL, block_kv)
+        return made._replace(pool=rows if rows == keys else (rows, keys))
+    if isinstance(made, Antidiagonal):
+        return made._replace(stride=math.gcd(made.stride, block_q, block_kv))
+    return made._replace(rows=math.gcd(made.rows, block_q)) if isinstance(made, SampledRows) else made
+
+
+def rules_of(chooser: Any, block_shape: Any = (64, 64)) -> tuple[str, int, int, str, bool]:
     """A chooser as the core takes it: its name, two sizes, a term, and whether the largest of a block's rows counts."""
-    if isinstance(chooser, str):
-        _arrays.choice(chooser, "chooser", tuple(CHOOSERS))
-        chooser = CHOOSERS[chooser]
+    chooser = chooser_for(chooser, block_shape)
     if isinstance(chooser, VerticalSlash):
         return "vertical_slash", _arrays.integer(chooser.rows, "rows"), 1, "mean", False
     if not isinstance(chooser, (Pooled, Antidiagonal, SampledRows)):

@@ -61,7 +61,7 @@ def select_blocks_prefill(
         Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
         How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
-        class of that name, or an instance of it.
+        class of that name, or an instance of it. A default that does not divide the block becomes the greatest common divisor.
     density : float or sequence of float, optional
         Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks are kept as if one common `top_p` were
         applied to all rows and heads of the sequence, chosen so that this share of the visible blocks is kept, rounded to whole
@@ -183,7 +183,7 @@ def select_blocks_prefill(
     >>> int((sabi >= 0).sum()), scores.shape
     (136, (1, 2, 16, 16))
     """
-    name, pool_q, pool_k, term, largest = rules_of(chooser)
+    name, pool_q, pool_k, term, largest = rules_of(chooser, block_shape)
     budget, numbers = budget_of(density=density, top_p=top_p, threshold=threshold, top_k=top_k)
     if return_scores is False:  # lists have no gradient, but scores would
         q, k = _arrays.detached(q, k)

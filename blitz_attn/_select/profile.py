@@ -12,7 +12,7 @@ import numpy as np
 from .. import _arrays
 from .._sabi.lists import two_integers
 from .._sentences import shown
-from .choosers import CHOOSERS, chooser_of, fields_of, rules_of
+from .choosers import chooser_for, chooser_of, fields_of, rules_of
 from .options import Options
 from .prefill import select_blocks_prefill
 from .quality import attended_all, attended_kept, checked, error_of, narrow, recall_of
@@ -322,8 +322,8 @@ def calibrate(
     if not 1 <= steps <= 20:
         raise ValueError(f"steps: expected 1 to 20 halvings, got {steps}")
     rules_of(chooser)
-    chooser = CHOOSERS[chooser] if isinstance(chooser, str) else chooser
     block_q, block_kv = two_integers(block_shape, "block_shape", "two sizes of at least 1", 1)
+    chooser = chooser_for(chooser, (block_q, block_kv))
     options = Options(block_shape=(block_q, block_kv), **rules)
     numbers: list[tuple[float, ...]] = []
     for cases, shape in captures_of(layers, ("q", "k", "v"), rules):

@@ -168,6 +168,9 @@ static int read_int64(PyObject *object, const char *name, const char *expected, 
 }
 
 int arg_int64(PyObject *object, const char *name, int64_t *value) { return read_int64(object, name, "an integer", value); }
+int arg_tokens_before(PyObject *object, const char *name, int64_t *value) {
+    return read_int64(object, name, "one integer, the number of tokens before itself that a query sees", value);
+}
 
 /* Item i of a sequence, as an integer. */
 static int read_item(PyObject *sequence, Py_ssize_t i, const char *name, int64_t *value) {

@@ -96,6 +96,7 @@ int arg_disjoint(const arg_array *output, const arg_array *other);
 /* ---- Everything else --------------------------------------------------------------------------------------- */
 
 int arg_int64(PyObject *object, const char *name, int64_t *value);
+int arg_tokens_before(PyObject *object, const char *name, int64_t *value); /* a window of paged calls */
 int arg_pair(PyObject *object, const char *name, int64_t value[2]);
 int arg_double(PyObject *object, const char *name, double *value);
 int arg_scale(PyObject *object, const char *name, double *value); /* a number that is no NaN, which means a default in C; None leaves *value */

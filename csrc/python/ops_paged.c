@@ -233,7 +233,7 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
         if (arg_head_numbers(state, values[PAGED_sinks], "sinks", heads, &call->sinks, &a->sinks) < 0) return -1;
         if (arg_head_numbers(state, values[PAGED_alibi_slopes], "alibi_slopes", heads, &call->alibi_slopes, &a->alibi_slopes) < 0) return -1;
     }
-    if (values[PAGED_window] != Py_None && arg_int64(values[PAGED_window], "window", &a->window) < 0) return -1;
+    if (values[PAGED_window] != Py_None && arg_tokens_before(values[PAGED_window], "window", &a->window) < 0) return -1;
     if (values[PAGED_softcap] != Py_None && arg_double(values[PAGED_softcap], "softcap", &a->softcap) < 0) return -1;
     if (arg_threads(values[PAGED_num_threads], "num_threads", &a->num_threads) < 0) return -1;
     return arg_scale(values[PAGED_scale], "scale", &a->scale);
