@@ -82,7 +82,6 @@ def test_a_figure_is_drawn_from_rows_of_json(tmp_path):
         (["--text", "nowhere.txt"], "--text: no such file: nowhere.txt"),
         (["--tokens", "1"], "--tokens: expected at least 2, got 1"),
         (["--threads", "0"], "--threads: expected at least 1, got 0"),
-        (["--block", "60x60"], "pool: expected a divisor of block_shape[0] = 60, got 8"),
         (["--profile", str(EXAMPLES / "perplexity.py")], "path: expected a profile in JSON"),
         (["--redraw", __file__], "--redraw: expected --figure beside it"),
     ],
