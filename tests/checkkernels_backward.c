@@ -166,8 +166,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
         weights[n] = (ba_weights){data, width, used, 0, keys};
         if (!pick(3)) weights[n].end = pick(keys + 1);
         if (!pick(3)) weights[n].begin = pick(weights[n].end + 1);
-        const bool none = weights[n].begin == weights[n].end; /* the weights then stay NaN, and must not be read */
-        if (none) weights[n].begin = weights[n].end = 0;
+        const bool none = weights[n].begin == weights[n].end; /* at any key: the weights then stay NaN, and must not be read */
         for (int64_t at = 0; !none && at < keys * width; at++) {
             const bool inside = at / width >= weights[n].begin && at / width < weights[n].end;
             set_element(real_dtype(c), data, at, inside && pick(4) ? uniform() : 0);

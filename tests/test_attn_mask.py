@@ -39,6 +39,26 @@ from cases_masks import (
 # ---- Attention ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("first", "last", "key", "window"), [(300, 362, 300, 289), (450, 512, 450, 301), (96, 128, 512, 90), (64, 96, 512, 37), (64, 96, 512, 5)]
+)
+def test_gradients_beside_queries_that_see_nothing_of_a_chunk(first, last, key, window, dtype, isa_level):
+    """A mask hides from some queries all keys of a chunk that others of their tile see; a sink leaves them a log-sum-exp."""
+    q, k, v = testing.make_qkv(1, 1, 1, 512, 512, 32, dtype=dtype)
+    dout = testing.make_qkv(1, 1, 1, 512, 512, 32, dtype=dtype, seed=1)[0]
+    mask = np.ones((512, 512), bool)
+    mask[first:last, :key] = False
+    rules = {"causal": True, "window": (window, 0), "attn_mask": mask} | bits_option(q)
+    for sinks in (None, np.zeros(1, np.float32)):
+        out, lse = blitz_attn.block_sparse_attention(q, k, v, sinks=sinks, return_lse=True, **rules)
+        found = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, **rules)
+        right = reference.block_sparse_attention_backward(dout, q, k, v, out, lse, **rules)
+        for mine, exact in zip(found, right, strict=True):
+            error = np.linalg.norm(reference.to_float64(mine, dtype) - exact) / np.linalg.norm(exact)
+            assert error < {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,6 +35,10 @@ def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *,
     if draw.flag("mask.stretch", 0.3):  # whole blocks, perhaps
         first, last = np.sort(rng.integers(0, shape[3] + 1, 2))
         hidden[..., first:last] = True
+    if draw.flag("mask.run", 0.2):  # neighbouring queries that see none of the first keys, or of the last, as panels may have them
+        first, last = np.sort(rng.integers(0, shape[2] + 1, 2))
+        key = rng.integers(0, shape[3] + 1)
+        hidden[..., first:last, slice(key) if draw.flag("mask.run_first", 0.6) else slice(key, None)] = True
     if kind == "bool":
         return np.where(hidden, -np.inf, 0.0), "bool"
     values = rng.standard_normal(shape) * draw.pick("mask.spread", (3.0, 0.1, 30.0))
