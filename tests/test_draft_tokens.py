@@ -38,7 +38,7 @@ def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("float64", "float64")])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "int8"), ("float64", "float64")])
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (16, 2), (9, 1), (40, 2)], ids=lambda h: f"h{h[0]}x{h[1]}")
 def test_numbers_of_queries(heads, dtype, kv_dtype):
     """Around the number of keys from which on so many queries take turns, and around their largest number."""
@@ -85,7 +85,7 @@ def test_lists(q_len, dtype):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "float8_e4m3")])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")])
 def test_same_bits(dtype, kv_dtype, isa_level):
     """Whatever the number of threads, the other requests of the call, the layout, and the size of pages."""
     case = testing.make_paged(6, 8, 2, LENS, 32, 64, 64, dtype, kv_dtype, q_lens=DRAFTS)

@@ -61,7 +61,8 @@ def select_blocks_prefill(
         Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
         How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
-        class of that name, or an instance of it. A default that does not divide the block becomes the greatest common divisor.
+        class of that name, or an instance of it. Where a name is given and a default size does not divide the block, the greatest common
+        divisor of both is taken: a block of 12 x 20 is pooled by 4. The smaller that is, the longer choosing takes.
     density : float or sequence of float, optional
         Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks are kept as if one common `top_p` were
         applied to all rows and heads of the sequence, chosen so that this share of the visible blocks is kept, rounded to whole

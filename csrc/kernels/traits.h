@@ -19,9 +19,9 @@
 typedef struct ba_few_traits {
     int unit_rows;   /* rows of K that are scored together: a unit */
     int head_keys;   /* keys of one head that are scored before those of the next head: as many as pay for fetching its queries */
-    int slice[2];    /* keys of one head that are added to O together, as many as pay for fetching and storing its sums; [1]: while rows to come are
-                        requested, and the order of memory counts for more */
-    int vectors;     /* vectors of V whose sums are in registers together. Dtypes that are loaded as pairs of bfloat16 take an even number */
+    int slice[2];    /* keys of one head that are added to O together, as many as pay for fetching and storing its sums, an even number; [1]: while
+                        rows to come are requested, and the order of memory counts for more */
+    int vectors;     /* vectors of V whose sums are in registers together. Dtypes whose V is loaded as pairs of bfloat16 take an even number */
     int requests[2]; /* requests that are made for each line of K [0] and of V [1]: as many as are worth their instructions */
     bool delayed;    /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
     bool near[2];    /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */

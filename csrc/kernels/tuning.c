@@ -9,8 +9,8 @@
  *     list_keys                  a list row is not attended for so long that the keys it shares with other rows leave L2
  *     tile_queries               packing one chunk serves as many queries as have room in L2 with their output
  *     gradient_*                 a query tile's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
- *     few_least_heads            with fewer query heads, tiles are so empty that the vector kernels are as fast, and making pairs of bfloat16 of
- *                                int8 takes longer than multiplying them saves
+ *     few_least_heads            with fewer query heads, tiles (amx) are so empty that vectors are as fast, and making pairs of int8
+ *                                (avx512_bf16) takes longer than multiplying them saves
  *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains
  *     page_offset                what a step of the kernel reads and stores together fills all of L1, and not some sets of it twice
  *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128

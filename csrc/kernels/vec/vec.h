@@ -256,6 +256,8 @@ BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
     const NAME(rounding) by = NAME(v_rounding)();
     return NAME(v_pair_rounded)(even, odd, &by);
 }
+/* The pairs of numbers of bfloat16, which are the upper halves of floats: nothing is rounded. */
+BA_INLINE ivec NAME(v_pair_exact)(vec even, vec odd) { return ((ivec)even >> 16 & 0xffff) | (ivec)odd; }
 
 /* Loads n elements of 16 bits, two in each lane. Zeros fill the vector where n is less than 2 * BA_LANES. */
 BA_INLINE vec NAME(v_load_pairs)(const uint16_t *p, int64_t n) {
@@ -407,7 +409,7 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 #define BA_PAIRS_FROM(type, convert)                                                                                                                 \
     type half[2][BA_LANES] = {{0}};                                                                                                                  \
     for (int64_t i = 0; i < ba_min(n, 2 * BA_LANES); i++) half[i % 2][i / 2] = p[i];                                                                 \
-    return (vec)(((ivec)convert(half[0]) >> 16 & 0xffff) | (ivec)convert(half[1]))
+    return (vec)NAME(v_pair_exact)(convert(half[0]), convert(half[1]))
 #ifndef BA_HAVE_V_PAIRS_I8
 BA_INLINE vec NAME(v_pairs_from_i8)(const int8_t *p, int64_t n) { BA_PAIRS_FROM(int8_t, NAME(v_from_i8)); }
 #endif
@@ -448,7 +450,8 @@ BA_INLINE vec NAME(v_odd)(vec a, vec b) { return BA_INTERLEAVE(BA_ODD_LANE, 0, a
 BA_INLINE vec NAME(v_zip_low)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_LOW_LANE, 0, a, b); }
 BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_LANE, 0, a, b); }
 /* v_join_rows makes pairs of 2 * BA_LANES elements of 16 bits of two rows: the lower half of a lane is an element of `one`, the upper half the same
- * element of `other`. The pairs stand in an order that v_joined_low and v_joined_high reverse, as above. */
+ * element of `other`. v_joined_low and v_joined_high turn the order of the pairs into that of the elements: they give the
+ * first and the second BA_LANES of them. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_JOIN)
 BA_INLINE void NAME(v_join_rows)(const ivec one, const ivec other, ivec *two) {
     two[0] = (one & 0xffff) | other << 16;
@@ -458,7 +461,7 @@ BA_INLINE vec NAME(v_joined_low)(vec a, vec b) { return NAME(v_zip_low)(a, b); }
 BA_INLINE vec NAME(v_joined_high)(vec a, vec b) { return NAME(v_zip_high)(a, b); }
 #endif
 
-/* v_even and v_odd of rows of n lanes, a constant power of two below BA_LANES, that follow each other in the two vectors. */
+/* a and b hold rows of n lanes one behind the other, n a constant power of two below BA_LANES: takes the rows with even, or with odd, numbers. */
 #define BA_EVEN_ROW(j, n) (2 * ((j) - (j) % (n)) + (j) % (n)) % (2 * BA_LANES)
 #define BA_ODD_ROW(j, n) (BA_EVEN_ROW(j, n) + (n)) % (2 * BA_LANES)
 BA_INLINE vec NAME(v_even_rows)(vec a, vec b, const int n) {
