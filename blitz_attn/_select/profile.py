@@ -265,7 +265,8 @@ def calibrate(
         For each layer the captures of some texts, as `block_sparse_attention` takes them. Pass a generator to keep only one layer in
         memory.
     target : float
-        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output.
+        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over the
+        batch entries of one capture it is the mean, and of errors the root mean square.
     measure : {"mass", "error"}
         What `target` is: see `recall` and `output_error`.
     budget : {"top_p", "density", "threshold"}

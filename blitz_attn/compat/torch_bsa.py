@@ -165,7 +165,7 @@ def blitz_sparse_attention(
     num_key_value_heads : int, optional
         Default: 0, which means as many as query heads.
     sparse_mode : int, optional
-        0 (default): no token rule. 2: causal from the top left. 3: causal to the bottom right. 4: band around the
+        0 (default): no token rule. 2: causal from the top left (not with layout TND). 3: causal to the bottom right. 4: band around the
         diagonal to the bottom right. 10 more means high precision, which is the only one here.
     softmax_lse_flag : bool, optional
         Default: False.

@@ -150,6 +150,13 @@ MISTAKES = [
         "for (int64_t n = 0; n < ba_max(c->narrow - (c->narrow > 2), 1); n++) {",
     ),
     Mistake(
+        "empty",
+        "gradients by pairs read the weights of a panel that sees no key of the chunk",
+        "csrc/kernels/panel/add_pairs_tmpl.inc",
+        "if (panel->begin >= panel->end || key + rows <= panel->begin",
+        "if (key + rows <= panel->begin",
+    ),
+    Mistake(
         "left_up",
         "sparse mode 2 of the upstream operator is causal to the bottom right",
         "blitz_attn/compat/torch_bsa.py",
