@@ -263,7 +263,7 @@ def paged(dtype="float32", cache=None):
     q = testing.round_to(rng.standard_normal((21, 4, 32)), dtype)
     scales = {}
     if cache:
-        (given[0], k_scale), (given[1], v_scale) = (blitz_attn.quantize_kv(x, cache) for x in given)
+        (given[0], k_scale), (given[1], v_scale) = (blitz_attn.quantize_kv(x, cache, **bits_option(x)) for x in given)
         scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_dtype": cache}
     tables = np.array([[3, 9, 0, 5, 1], [2, 4, 6, -1, -1], [7, -1, -1, -1, -1]], np.int32)
     place = 50 + np.arange(20)  # of the queries of request 0: tokens 55 to 64 are an image
