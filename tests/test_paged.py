@@ -525,9 +525,9 @@ def test_a_scale_of_one_is_none(dtype, one):
     """Layers of vLLM always have a scale. Caches of 16 bits and more have none."""
     case = testing.make_paged(2, 4, 2, [40, 17], 16, 32, 32, dtype, dtype)
     assert_same(attend_paged(case, k_scale=one, v_scale=one), attend_paged(case))
-    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16)
     named = bits_option(case.k_cache)
-    assert_same([plan.attention(*case.arrays[:3], k_scale=one, v_scale=one, **named)], [plan.attention(*case.arrays[:3], **named)])
+    plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16, **named)
+    assert_same([plan.attention(*case.arrays[:3], k_scale=one, v_scale=one)], [plan.attention(*case.arrays[:3])])
     tokens = [case.k_cache[0, :2].copy(), case.v_cache[0, :2].copy()]
     caches = [[x.copy() for x in case.arrays[1:3]] for _ in range(2)]
     for own, given in zip(caches, ({}, {"k_scale": one, "v_scale": one}), strict=True):
