@@ -84,8 +84,9 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const ba_tuning *of_level = ba_tuning_at(level);
     *own = *ba_tuning_at(c->family->isa);
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
-    own->few_queries =
-        c->own_few || c->widen ? of_level->own_few_queries : of_level->few_queries; /* panels of the family are what `few` competes with */
+    /* Where more queries would go to panels of the level's own family, which are faster than others, fewer take turns. */
+    const bool own_panels = c->own_few || c->widen;
+    own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;
     c->prefetch_level = ba_prefetch_level(level);
     c->few_requests = c->prefetch_level == BA_INTO_L2 ? &own->few.into_l2 : &own->few.into_l1;
     c->tuning = own;
