@@ -138,7 +138,10 @@ def _as_bits(x: Any, name: str) -> Any:
         return _tensor_as_bits(x, name)
     refuse_block_mask(x, name)
     if _is_jax(x) and isinstance(x, sys.modules["jax"].core.Tracer):
-        raise TypeError(f"{name}: expected an array of numbers, got a tracer of JAX: jit, grad and vmap of JAX cannot see into this call")
+        raise TypeError(
+            f"{name}: expected an array of numbers, got a tracer of JAX, whose jit, grad and vmap cannot see into this call: "
+            "blitz_attn.integrations.jax has functions for them"
+        )
     return x
 
 

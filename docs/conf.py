@@ -38,6 +38,7 @@ napoleon_use_rtype = False
 doctest_test_doctest_blocks = ""  # docstrings are run by the test suite; pages mark theirs
 doctest_global_setup = "import numpy as np\nimport blitz_attn\nfrom blitz_attn import sabi\nrng = np.random.default_rng(0)"
 doctest_global_setup += "\nfrom importlib.util import find_spec"
+doctest_global_setup += "\nno_jax = find_spec('jax') is None"
 doctest_global_setup += "\nno_transformers = find_spec('torch') is None or find_spec('transformers') is None"
 
 html_theme = "alabaster"

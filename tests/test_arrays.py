@@ -531,7 +531,7 @@ def test_jax_tracers_are_refused():
     jax = pytest.importorskip("jax")
     x = jax.numpy.zeros((1, 1, 16, 8))
     for trace in (jax.jit, jax.vmap):
-        with pytest.raises(TypeError, match="^q: expected an array of numbers, got a tracer of JAX: jit, grad and vmap of JAX cannot see"):
+        with pytest.raises(TypeError, match="^q: expected an array of numbers, got a tracer of JAX, whose jit, grad and vmap cannot see"):
             trace(lambda q: attend(q, x, x))(x)
 
 

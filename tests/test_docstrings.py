@@ -27,6 +27,7 @@ PUBLIC = [
     "blitz_attn.compat.select_attn_ops",
     "blitz_attn.compat.torch_bsa",
     "blitz_attn.distributed",
+    "blitz_attn.integrations.jax",
     "blitz_attn.integrations.torch",
     "blitz_attn.integrations.transformers",
     "blitz_attn.nsa",

@@ -1,0 +1,430 @@
+"""Attention over sequences: lists of blocks, JAX's own signature, and chosen blocks. Public through `blitz_attn.integrations.jax`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ... import block_sparse as numpy_calls
+from ..._arrays import choice, flag, integer
+from ..._names import Layout
+from ..._select import prefill as numpy_choice
+from ..._sentences import renamed
+from .calls import arrays_of, call, is_traced, jax, no_second, plain, real_of, shape_like, without_gradient
+
+__all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend_prefill"]
+
+_LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
+_LEARNED = ("attn_mask", "alibi_slopes")  # what is added to scores, of which the core has gradients
+_NAMES = {"q": "query", "k": "key", "v": "value", "q_lens": "query_seq_lengths", "kv_lens": "key_value_seq_lengths"}
+
+
+# ---- Shapes -------------------------------------------------------------------------------------------------------
+
+
+def _expect_axes(arrays: dict[str, Any], layout: str) -> None:
+    axes = 3 if layout in ("BSH", "TND") else 4
+    for name in ("q", "k", "v"):
+        if arrays[name].ndim != axes:
+            raise ValueError(f"{name}: expected {axes} axes for layout {layout}, got shape {arrays[name].shape}")
+
+
+def _attend_shapes(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    """Shape and dtype of the output and of the log-sum-exp."""
+    layout = choice(options["layout"], "layout", _LAYOUTS)
+    _expect_axes(arrays, layout)
+    q, v_width = arrays["q"], arrays["v"].shape[-1]
+    if layout == "BSH":
+        heads = 1 if options["num_heads"] is None else integer(options["num_heads"], "num_heads")
+        kv_heads = heads if options["num_kv_heads"] is None else integer(options["num_kv_heads"], "num_kv_heads")
+        v_width = v_width // max(kv_heads, 1) * heads
+        lse: tuple[int, ...] = (q.shape[0], heads, q.shape[1])
+    else:
+        lse = (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else q.shape[:-1]
+    return shape_like((*q.shape[:-1], v_width), q.dtype), shape_like(lse, real_of(q))
+
+
+# ---- On the buffers of a computation ----------------------------------------------------------------------------------
+
+
+def _attend(out: tuple[np.ndarray, ...], **given: Any) -> None:
+    numpy_calls.block_sparse_attention(**given, out=out, return_lse=True)
+
+
+def _attend_backward(out: tuple[np.ndarray, ...], *, learned: tuple[str, ...], **given: Any) -> None:
+    given["out"] = given.pop("result")
+    results = numpy_calls.block_sparse_attention_backward(**given, grads=out[:3], bias_grads=bool(learned))
+    of_biases = dict(zip(_LEARNED, results[3:], strict=False))
+    for name, to in zip(learned, out[3:], strict=True):
+        to[...] = of_biases[name]
+
+
+def _choose_and_attend(out: tuple[np.ndarray, ...], **given: Any) -> None:
+    result, lse = numpy_choice.select_and_attend_prefill(**given, return_lse=True)
+    out[0][...], out[1][...] = result, lse
+
+
+# ---- Gradients ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _differentiable() -> Any:
+    """``f(options, arrays) -> (out, lse)`` with its gradients; made at the first call, since it needs JAX.
+
+    `options` are pairs of names and values, `arrays` a dict: lists, lengths and rules among them have no gradient.
+    """
+    from jax.custom_derivatives import SymbolicZero
+
+    def primal(options: Any, arrays: dict[str, Any]) -> tuple[Any, ...]:
+        return call(_attend, _attend_shapes(arrays, dict(options)), arrays, dict(options))
+
+    def forward(options: Any, primals: dict[str, Any]) -> tuple[Any, Any]:
+        arrays = {name: x.value for name, x in primals.items()}
+        followed = {name: () for name in (*_LEARNED, "sinks") if name in primals and primals[name].perturbed}  # names alone
+        out, lse = without_gradient(lambda given: primal(options, given), no_second("block_sparse_attention"))(arrays)
+        return (out, lse), (arrays, out, lse, followed)
+
+    def backward(options: Any, kept: Any, slopes: Any) -> tuple[dict[str, Any]]:
+        arrays, out, lse, followed = kept
+        dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in slopes)
+        dout = jax.numpy.zeros(out.shape, out.dtype) if dout is None else dout
+        learned = tuple(name for name in _LEARNED if name in followed)
+        given = {name: x for name, x in arrays.items() if name != "sinks"} | {"dout": dout, "result": out, "lse": lse}
+        if dlse is not None:
+            given["dlse"] = dlse
+        wanted = ("q", "k", "v", *learned)
+        shapes = [shape_like(arrays[name].shape, arrays[name].dtype) for name in wanted]
+        told = {**dict(options), "learned": learned}
+        gradient = without_gradient(lambda given: call(_attend_backward, shapes, given, told), no_second("block_sparse_attention"))
+        grads = dict(zip(wanted, gradient(given), strict=True))
+        if "sinks" in followed:
+            grads["sinks"] = _gradient_of_sinks(arrays["sinks"], dout, out, lse, dlse, dict(options)["layout"])
+        return ({name: grads.get(name) for name in arrays},)
+
+    attend = jax.custom_vjp(primal, nondiff_argnums=(0,))
+    attend.defvjp(forward, backward, symbolic_zeros=True)
+    return attend
+
+
+def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, layout: str) -> Any:
+    """The share of a sink in the softmax of a query is exp(sink - lse). As a sink grows, the log-sum-exp grows by that share, and the
+    output, to which a sink adds no value, shrinks by that share of itself."""
+    np_ = jax.numpy
+    products = dout.astype(lse.dtype) * out.astype(lse.dtype)
+    if layout == "BSH":
+        products = products.reshape(*products.shape[:-1], lse.shape[1], -1)
+    change = -np_.moveaxis(products.sum(-1), 2 if layout in ("BSND", "BSH") else 1, 0)  # heads first, as below
+    lse = np_.moveaxis(lse, 1, 0)
+    change = change if dlse is None else change + np_.moveaxis(dlse, 1, 0)
+    valid = lse != -np_.inf  # other queries see no sink: whatever the loss makes of them, NaN included, adds nothing
+    heads = sinks.astype(np.float32).astype(lse.dtype).reshape(-1, *[1] * (lse.ndim - 1))
+    share = np_.exp(heads - np_.where(valid, lse, np_.inf))
+    return (share * np_.where(valid, change, 0)).reshape(len(sinks), -1).sum(1).astype(sinks.dtype)
+
+
+# ---- Calls --------------------------------------------------------------------------------------------------------
+
+
+def block_sparse_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    sabi: Any = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+    scale: float | None = None,
+    layout: Layout = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    q_begin: Any = None,
+    q_total: Any = None,
+    kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.block_sparse_attention` on JAX arrays: under `jax.jit`, differentiable in q, k, v, attn_mask, alibi_slopes and sinks.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array
+        Arrays in CPU memory: float32, float16, bfloat16 or, where JAX has it, float64.
+    sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        See `blitz_attn.block_sparse_attention`. Lists, lengths and offsets may be traced; the others are Python values.
+    q_begin, q_total, kv_ranges : array of int, optional
+        See `blitz_attn.block_sparse_attention`.
+    attn_mask : jax.Array, optional
+        ``(B, H, Sq, Skv)``, or any shape that broadcasts to it: bool, False where a query does not see a key, or numbers that are added to
+        the scores, which may be differentiated.
+    alibi_slopes : jax.Array or sequence of float, optional
+        ``(H,)``: how much the score of each head falls per token of distance. Read as float32.
+    sinks : jax.Array or sequence of float, optional
+        ``(H,)``: one more score per head, which takes part in the softmax but has no value. Read as float32.
+    softcap : float, optional
+        Replaces each score by ``softcap * tanh(score / softcap)``; 0: scores are not capped.
+    return_lse : bool
+        Also return the log-sum-exp, which is differentiable too.
+    num_threads : int, optional
+        Threads of this call and of its gradient.
+
+    Returns
+    -------
+    out : jax.Array
+        Like `q`, with the last dimension of `v`.
+    lse : jax.Array
+        With `return_lse`: float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.block_sparse_attention`.
+    jax.errors.JaxRuntimeError
+        Under a transform of JAX, in place of these where the library refuses an argument when the computation runs. The library's sentence
+        is part of the text.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from blitz_attn.integrations.jax import block_sparse_attention
+    >>> q, k, v = (jax.random.normal(key, (1, 2, 64, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    >>> loss = jax.jit(lambda q, k, v: block_sparse_attention(q, k, v, causal=True).sum())
+    >>> dv = jax.grad(loss, argnums=2)(q, k, v)
+    >>> dv.shape, round(float(dv.sum()))  # each of 2 x 64 x 16 results takes its weights of 1 from v
+    ((1, 2, 64, 16), 2048)
+    """
+    arrays = arrays_of(
+        ("q", "k", "v"), q=q, k=k, v=v, sabi=sabi, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        q_begin=q_begin, q_total=q_total, kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "block_shape": block_shape, "scale": scale, "layout": layout, "causal": causal, "window": window, "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads, "softcap": softcap, "num_threads": num_threads,
+    }  # fmt: skip
+    if not is_traced(arrays):
+        return numpy_calls.block_sparse_attention(**plain(arrays), **options, return_lse=return_lse)
+    return_lse = flag(return_lse, "return_lse")
+    out, lse = _differentiable()(tuple(options.items()), arrays)
+    return (out, lse) if return_lse else out
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
+    sabi: Any = None,
+    block_shape: tuple[int, int] = (128, 128),
+    num_threads: int | None = None,
+) -> Any:
+    """`jax.nn.dot_product_attention` by this library, with lists of blocks on request.
+
+    Parameters
+    ----------
+    query : jax.Array
+        ``(B, T, N, H)`` or ``(T, N, H)``, in CPU memory: float32, float16, bfloat16 or, where JAX has it, float64.
+    key, value : jax.Array
+        ``(B, S, K, H)`` or ``(S, K, H)``, dtype of `query`; N is a multiple of K.
+    bias : jax.Array, optional
+        Numbers that are added to the scores, of a shape that broadcasts to ``(B, N, T, S)``. May be differentiated.
+    mask : jax.Array, optional
+        bool, True where a query sees a key, of a shape that broadcasts to ``(B, N, T, S)``.
+    scale : float, optional
+        Factor of ``query key^T``. Default: ``1 / sqrt(H)``.
+    is_causal : bool
+        As JAX means it: query i sees key j when ``j <= i``, whatever the numbers of queries and keys.
+    query_seq_lengths, key_value_seq_lengths : array of int, optional
+        ``(B,)``: number of valid tokens of each batch entry.
+    local_window_size : int or (int, int), optional
+        Number of tokens that query i sees before and after key i; one number is both.
+    return_residual : bool
+        Also return the log-sum-exp.
+    sabi : array of int, optional
+        Block list ``(B or 1; N, K or 1; ceil(T / block_shape[0]); W)``: see `blitz_attn.block_sparse_attention`.
+    block_shape : (int, int)
+        Number of tokens per block of queries and per block of keys.
+    num_threads : int, optional
+        Threads of this call and of its gradient.
+
+    Returns
+    -------
+    out : jax.Array
+        Like `query`. A query that sees no key gets 0.
+    lse : jax.Array
+        With `return_residual`: ``(B, T, N)`` or ``(T, N)``, float32 (float64 for float64). It is differentiable, where JAX's own is not.
+
+    Raises
+    ------
+    TypeError, ValueError
+        What `blitz_attn.block_sparse_attention` refuses.
+    jax.errors.JaxRuntimeError
+        Under a transform of JAX, as for `block_sparse_attention`.
+
+    Notes
+    -----
+    JAX's ``implementation=`` is not here, since this is one. Queries without a key get the mean of all values from JAX, and 0 here.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from blitz_attn.integrations.jax import dot_product_attention
+    >>> q, k, v = (jax.random.normal(jax.random.key(n), (1, 300, heads, 64)) for n, heads in enumerate((8, 2, 2)))
+    >>> ours = dot_product_attention(q, k, v, is_causal=True)
+    >>> theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    >>> bool(abs(ours - theirs).max() < 1e-5)
+    True
+    """
+    arrays = arrays_of(("query", "key", "value"), query=query, key=key, value=value, bias=bias, mask=mask)
+    one = arrays["query"].ndim == 3
+    q, k, v = (arrays[name][None] if one and arrays[name].ndim == 3 else arrays[name] for name in ("query", "key", "value"))
+    rules: dict[str, Any] = {"q_lens": query_seq_lengths, "kv_lens": key_value_seq_lengths}
+    is_causal = flag(is_causal, "is_causal")
+    if local_window_size is not None:
+        one_number = not isinstance(local_window_size, (tuple, list))
+        rules["window"] = (local_window_size, local_window_size) if one_number else local_window_size
+    if q.ndim == k.ndim == 4 and (is_causal or local_window_size is not None):
+        rules |= _upper_left(q.shape, k.shape[1], rules, is_causal)
+    if "mask" in arrays and arrays["mask"].dtype != bool:
+        raise TypeError(f"mask: expected bool, got {arrays['mask'].dtype}")
+    rules["attn_mask"] = arrays.get("mask", arrays.get("bias"))
+    if "mask" in arrays and "bias" in arrays:
+        rules["attn_mask"] = jax.numpy.where(arrays["mask"], arrays["bias"], -jax.numpy.inf)
+    try:
+        out, lse = block_sparse_attention(
+            q, k, v, sabi, block_shape=block_shape, scale=scale, layout="BSND", causal=is_causal, **rules, return_lse=True,
+            num_threads=num_threads,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _NAMES) from error
+    lse = jax.numpy.moveaxis(lse, 1, 2)
+    out, lse = (out[0], lse[0]) if one else (out, lse)
+    return (out, lse) if flag(return_residual, "return_residual") else out
+
+
+def _upper_left(q_shape: tuple[int, ...], keys: int, rules: dict[str, Any], is_causal: bool) -> dict[str, Any]:
+    """JAX's diagonal, query i at key i. Without `q_begin`, the library's ends at the last query and key."""
+    batch, queries = q_shape[:2]
+    if queries == keys and rules["q_lens"] is rules["kv_lens"] is None:
+        return {}
+    upper_left: dict[str, Any] = {"q_begin": 0}
+    if is_causal and queries < keys and rules["kv_lens"] is None:  # no query sees the last keys, which take time unless they are left out
+        upper_left["kv_lens"] = np.full(batch, queries, np.int32)
+    return upper_left
+
+
+def select_and_attend_prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    chooser: Any = "pooled",
+    density: Any = None,
+    top_p: Any = None,
+    threshold: Any = None,
+    top_k: Any = None,
+    block_shape: tuple[int, int] = (64, 64),
+    scale: float | None = None,
+    layout: Layout = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    sink: int = 1,
+    recent: int = 2,
+    last_columns: int = 0,
+    first_rows: int = 0,
+    last_rows: int = 0,
+    per_kv_head: bool = False,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.select_and_attend_prefill` on JAX arrays, also under `jax.jit`.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array
+        Arrays in CPU memory: float32, float16, bfloat16 or, where JAX has it, float64.
+    chooser, density, top_p, threshold, top_k, sink, recent, last_columns, first_rows, last_rows, per_kv_head
+        See `blitz_attn.select_blocks_prefill`. Exactly one of `density`, `top_p`, `threshold` and `top_k`. Python values.
+    block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        See `blitz_attn.block_sparse_attention`. Lengths may be traced.
+    kv_ranges : array of int, optional
+        A run of keys for each query: see `blitz_attn.select_blocks_prefill`.
+    attn_mask, alibi_slopes, sinks, softcap
+        What attention adds to the scores or makes of them: see `block_sparse_attention`. The blocks are chosen as without these.
+    return_lse : bool
+        Also return the log-sum-exp.
+    num_threads : int, optional
+        Threads for this call.
+
+    Returns
+    -------
+    out : jax.Array
+        Like `q`, with the last dimension of `v`.
+    lse : jax.Array
+        With `return_lse`: float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.select_and_attend_prefill`. TypeError also where JAX requests a derivative: it has none. For training, give the list
+        of `blitz_attn.select_blocks_prefill` to `block_sparse_attention`.
+    jax.errors.JaxRuntimeError
+        Under a transform of JAX, as for `block_sparse_attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from blitz_attn.integrations.jax import select_and_attend_prefill
+    >>> q, k, v = (jax.random.normal(key, (1, 2, 1024, 64)) for key in jax.random.split(jax.random.key(0), 3))
+    >>> jax.jit(lambda q, k, v: select_and_attend_prefill(q, k, v, density=0.4, causal=True))(q, k, v).shape
+    (1, 2, 1024, 64)
+    """
+    arrays = arrays_of(
+        ("q", "k", "v"), q=q, k=k, v=v, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "chooser": chooser, "density": density, "top_p": top_p, "threshold": threshold, "top_k": top_k, "block_shape": block_shape,
+        "scale": scale, "layout": layout, "causal": causal, "window": window, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
+        "softcap": softcap, "sink": sink, "recent": recent, "last_columns": last_columns, "first_rows": first_rows, "last_rows": last_rows,
+        "per_kv_head": per_kv_head, "num_threads": num_threads,
+    }  # fmt: skip
+    if not is_traced(arrays):
+        return numpy_choice.select_and_attend_prefill(**plain(arrays), **options, return_lse=return_lse)
+    return_lse = flag(return_lse, "return_lse")
+    sentence = (
+        "select_and_attend_prefill: expected a call that JAX does not differentiate, got a request for its derivative, which it does not "
+        "have; block_sparse_attention has one, with the lists of select_blocks_prefill"
+    )
+    out, lse = without_gradient(
+        lambda given: call(_choose_and_attend, _attend_shapes(given, options), given, options), sentence
+    )(arrays)  # fmt: skip
+    return (out, lse) if return_lse else out

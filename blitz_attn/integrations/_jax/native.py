@@ -1,0 +1,140 @@
+"""Native sparse attention that JAX compiles and differentiates. Public through `blitz_attn.integrations.jax`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ... import nsa as numpy_calls
+from .calls import arrays_of, call, is_traced, jax, no_second, plain, shape_like, without_gradient
+
+__all__ = ["nsa"]
+
+_INTEGERS = ("block_indices", "cu_seqlens")
+
+
+def _attend(out: tuple[np.ndarray, ...], **given: Any) -> None:
+    numpy_calls.nsa(**given, out=out[0])
+
+
+def _attend_backward(out: tuple[np.ndarray, ...], *, dout: np.ndarray, learned: tuple[str, ...], **given: Any) -> None:
+    _, context = numpy_calls.nsa(**given, return_context=True)
+    grads = numpy_calls.nsa_backward(dout, context, num_threads=given["num_threads"])
+    for name, to in zip(learned, out, strict=True):
+        to[...] = getattr(grads, f"d{name}")
+
+
+@cache
+def _differentiable() -> Any:
+    """``f(options, arrays) -> out`` with its gradients; made at the first call, since it needs JAX."""
+
+    def primal(options: Any, arrays: dict[str, Any]) -> Any:
+        q, v = arrays["q"], arrays["v"]
+        return call(_attend, [shape_like((*q.shape[:-1], v.shape[-1]), q.dtype)], arrays, dict(options))[0]
+
+    def forward(options: Any, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        return without_gradient(lambda given: primal(options, given), no_second("nsa"))(arrays), arrays
+
+    def backward(options: Any, arrays: dict[str, Any], dout: Any) -> tuple[dict[str, Any]]:
+        learned = tuple(name for name in arrays if name not in _INTEGERS)
+        shapes = [shape_like(arrays[name].shape, arrays[name].dtype) for name in learned]
+        told = {**dict(options), "learned": learned}
+        gradient = without_gradient(lambda given: call(_attend_backward, shapes, given, told), no_second("nsa"))
+        grads = dict(zip(learned, gradient({**arrays, "dout": dout}), strict=True))
+        return ({name: grads.get(name) for name in arrays},)
+
+    attend = jax.custom_vjp(primal, nondiff_argnums=(0,))
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def nsa(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    compress_block_size: int = 64,
+    num_selected_blocks: int = 16,
+    window_size: int = 512,
+    w_k_compress: Any = None,
+    w_v_compress: Any = None,
+    gate_proj_weight: Any = None,
+    gates: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    q_tile_size: int = 256,
+    num_cmp_selected_blocks: int | None = None,
+    mode: str = "paper",
+    compress_stride: int | None = None,
+    select_block_size: int | None = None,
+    init_blocks: int = 1,
+    local_blocks: int = 2,
+    block_indices: Any = None,
+    cu_seqlens: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.nsa.nsa` on JAX arrays: under `jax.jit`, differentiable in all of them. The selection of blocks counts as constant.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array
+        Arrays in CPU memory: float32, float16, bfloat16 or, where JAX has it, float64.
+    w_k_compress, w_v_compress, gate_proj_weight, gates : jax.Array, optional
+        See `blitz_attn.nsa.nsa`.
+    compress_block_size, num_selected_blocks, window_size, causal, scale, q_tile_size, num_cmp_selected_blocks, mode
+        See `blitz_attn.nsa.nsa`. Python values.
+    compress_stride, select_block_size, init_blocks, local_blocks, block_indices, cu_seqlens
+        See `blitz_attn.nsa.nsa`. The last two may be traced; the others are Python values.
+    num_threads : int, optional
+        Threads of this call and of its gradient.
+
+    Returns
+    -------
+    jax.Array
+        Like `q`, with the last dimension of `v`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.nsa.nsa`. TypeError also where JAX requests the gradient of a gradient.
+    jax.errors.JaxRuntimeError
+        Under a transform of JAX, as for `block_sparse_attention`.
+
+    Notes
+    -----
+    The gradient runs the forward pass again: what that keeps besides arrays cannot pass through a computation of JAX.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from blitz_attn.integrations.jax import nsa
+    >>> q, k, v = (jax.random.normal(jax.random.key(n), (1, 100, heads, 16)) for n, heads in enumerate((4, 2, 2)))
+    >>> gates = jax.nn.sigmoid(jax.random.normal(jax.random.key(3), (1, 100, 4, 3)))
+    >>> loss = lambda k, gates: nsa(q, k, v, gates=gates, compress_block_size=8, num_selected_blocks=4, window_size=16).sum()
+    >>> [x.shape for x in jax.jit(jax.grad(loss, argnums=(0, 1)))(k, gates)]
+    [(1, 100, 2, 16), (1, 100, 4, 3)]
+    """
+    arrays = arrays_of(
+        ("q", "k", "v"), q=q, k=k, v=v, w_k_compress=w_k_compress, w_v_compress=w_v_compress, gate_proj_weight=gate_proj_weight,
+        gates=gates, block_indices=block_indices, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "compress_block_size": compress_block_size,
+        "num_selected_blocks": num_selected_blocks,
+        "window_size": window_size,
+        "causal": causal,
+        "scale": scale,
+        "q_tile_size": q_tile_size,
+        "num_cmp_selected_blocks": num_cmp_selected_blocks,
+        "mode": mode,
+        "compress_stride": compress_stride,
+        "select_block_size": select_block_size,
+        "init_blocks": init_blocks,
+        "local_blocks": local_blocks,
+        "num_threads": num_threads,
+    }
+    if not is_traced(arrays):
+        return numpy_calls.nsa(**plain(arrays), **options)
+    return _differentiable()(tuple(options.items()), arrays)

@@ -1,0 +1,181 @@
+"""Decode over paged caches. Public through `blitz_attn.integrations.jax`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ... import paged as numpy_calls
+from ..._arrays import flag
+from ..._names import KVLayout
+from .calls import arrays_of, call, is_traced, plain, real_of, shape_like, without_gradient
+
+__all__ = ["paged_attention", "paged_select_attention"]
+
+_TRIPLE = ("indptr", "indices", "last_page_len")
+
+
+def _attend(out: tuple[np.ndarray, ...] | None, **given: Any) -> Any:
+    """The library's function, with `selected` or without it, and with page tables of either form."""
+    if "indptr" in given:
+        given["block_tables"], given["seq_lens"] = tuple(given.pop(name) for name in _TRIPLE), None
+    function: Any = numpy_calls.paged_select_attention if "selected" in given else numpy_calls.paged_attention
+    return function(**given, **({} if out is None else {"out": out, "return_lse": True}))
+
+
+def _call(name: str, block_tables: Any, return_lse: Any, options: dict[str, Any], **given: Any) -> Any:
+    tables = dict(zip(_TRIPLE, block_tables, strict=False)) if isinstance(block_tables, tuple) else {"block_tables": block_tables}
+    if isinstance(block_tables, tuple) and len(block_tables) != 3:
+        raise ValueError(f"block_tables: expected an array or a tuple of 3 arrays, got a tuple of {len(block_tables)}")
+    arrays = arrays_of(("q", "k_cache", "v_cache"), **given, **tables)
+    if not is_traced(arrays):
+        return _attend(None, **plain(arrays), **({} if "seq_lens" in arrays else {"seq_lens": None}), **options, return_lse=return_lse)
+    return_lse = flag(return_lse, "return_lse")
+    q, v_cache = arrays["q"], arrays["v_cache"]
+    if q.ndim != 3 or v_cache.ndim != 4:
+        wrong, axes, shape = ("q", 3, q.shape) if q.ndim != 3 else ("v_cache", 4, v_cache.shape)
+        raise ValueError(f"{wrong}: expected {axes} axes, got shape {shape}")
+    results = shape_like((*q.shape[:-1], v_cache.shape[-1]), q.dtype), shape_like(q.shape[:-1], real_of(q))
+    sentence = f"{name}: expected a call that JAX does not differentiate, got a request for its derivative, which it does not have"
+    out, lse = without_gradient(lambda arrays: call(_attend, results, arrays, options), sentence)(arrays)
+    return (out, lse) if return_lse else out
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any = None,
+    *,
+    scale: float | None = None,
+    kv_layout: KVLayout = "NHD",
+    q_lens: Any = None,
+    window: int | None = None,
+    kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.paged_attention` on JAX arrays, also under `jax.jit`.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache : jax.Array
+        Arrays in CPU memory: see `blitz_attn.paged_attention` for shapes and dtypes.
+    block_tables, seq_lens, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap
+        See `blitz_attn.paged_attention`. Arrays may be traced; the others are Python values.
+    k_scale, v_scale : jax.Array or float, optional
+        See `blitz_attn.paged_attention`.
+    return_lse : bool
+        Also return the log-sum-exp.
+    num_threads : int, optional
+        Threads for this call.
+
+    Returns
+    -------
+    out : jax.Array
+        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype of `q`.
+    lse : jax.Array
+        With `return_lse`: ``(B, H)`` or ``(T, H)``, float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.paged_attention`. TypeError also where JAX requests a derivative: it has none.
+    jax.errors.JaxRuntimeError
+        Under a transform of JAX, as for `block_sparse_attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from blitz_attn.integrations.jax import paged_attention
+    >>> k_cache, v_cache = jax.random.normal(jax.random.key(0), (2, 6, 16, 2, 64))
+    >>> tables, seq_lens = jnp.array([[4, 1, 0]]), jnp.array([40])
+    >>> jax.jit(paged_attention)(jnp.ones((1, 8, 64)), k_cache, v_cache, tables, seq_lens).shape
+    (1, 8, 64)
+    """
+    options: dict[str, Any] = {"scale": scale, "kv_layout": kv_layout, "window": window, "softcap": softcap, "num_threads": num_threads}
+    return _call(
+        "paged_attention", block_tables, return_lse, options, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, q_lens=q_lens,
+        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+
+
+def paged_select_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    selected: Any,
+    *,
+    counts: Any = None,
+    scale: float | None = None,
+    kv_layout: KVLayout = "NHD",
+    q_lens: Any = None,
+    window: int | None = None,
+    kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+) -> Any:
+    """`blitz_attn.paged_select_attention` on JAX arrays, also under `jax.jit`.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache : jax.Array
+        Arrays in CPU memory: see `blitz_attn.paged_attention` for shapes and dtypes.
+    block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap
+        See `blitz_attn.paged_select_attention`. Arrays may be traced; the others are Python values.
+    k_scale, v_scale : jax.Array or float, optional
+        See `blitz_attn.paged_attention`.
+    return_lse : bool
+        Also return the log-sum-exp.
+    num_threads : int, optional
+        Threads for this call.
+
+    Returns
+    -------
+    out : jax.Array
+        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype of `q`.
+    lse : jax.Array
+        With `return_lse`: ``(B, H)`` or ``(T, H)``, float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `blitz_attn.paged_select_attention`. TypeError also where JAX requests a derivative: it has none.
+    jax.errors.JaxRuntimeError
+        Under a transform of JAX, as for `block_sparse_attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from blitz_attn.integrations.jax import paged_select_attention
+    >>> k_cache, v_cache = jax.random.normal(jax.random.key(0), (2, 6, 16, 2, 64))
+    >>> tables, seq_lens, selected = jnp.array([[4, 1, 0]]), jnp.array([40]), jnp.array([[[0, 2], [2, 1]]])
+    >>> jax.jit(paged_select_attention)(jnp.ones((1, 8, 64)), k_cache, v_cache, tables, seq_lens, selected).shape
+    (1, 8, 64)
+    """
+    if selected is None:
+        raise TypeError("selected: expected an array, got NoneType")
+    options: dict[str, Any] = {"scale": scale, "kv_layout": kv_layout, "window": window, "softcap": softcap, "num_threads": num_threads}
+    return _call(
+        "paged_select_attention", block_tables, return_lse, options, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens,
+        selected=selected, counts=counts, q_lens=q_lens, kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip

@@ -1,0 +1,414 @@
+"""The library inside JAX: bits against the library's own calls, gradients against what JAX makes of plain operations, and transforms."""
+
+import inspect
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("jax.experimental.buffer_callback")  # JAX 0.6.1
+
+import jax.numpy as jnp  # noqa: E402
+
+import blitz_attn  # noqa: E402
+from blitz_attn import sabi  # noqa: E402
+from blitz_attn.integrations import jax as functions  # noqa: E402
+from blitz_attn.integrations._jax import attention as attention_part  # noqa: E402
+from blitz_attn.integrations._jax import calls  # noqa: E402
+
+HEADS, KV_HEADS, TOKENS, DIM, V_DIM = 4, 2, 48, 16, 8
+i, j = np.arange(TOKENS)[:, None], np.arange(TOKENS)
+rng = np.random.default_rng(5)
+LISTS = sabi.from_block_mask(rng.random((2, HEADS, 3, 6)) < 0.4, dtype="int32")
+SHAPE = (16, 8)
+RANGES = np.stack([np.maximum(np.arange(TOKENS) - 9, 0), np.arange(TOKENS) + 1], axis=-1).astype(np.int32)
+BIAS = rng.standard_normal((HEADS, TOKENS, TOKENS)).astype(np.float32)
+HIDES = rng.random((2, 1, TOKENS, TOKENS)) < 0.7
+ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+SINKS = np.array([-1.0, 0.5, 2.0, 0.0], np.float32)
+ENDS = np.array([0, 20, 20, TOKENS], np.int32)
+
+# arguments that are arrays, others, and which pairs are seen, as far as they have a mask (B, H, Sq, Skv)
+RULES = {
+    "dense": ({}, {}, i >= 0),
+    "causal": ({}, {"causal": True}, j <= i),
+    "window": ({}, {"window": (4, 2)}, (i - j <= 4) & (j - i <= 2)),
+    "lists": ({"sabi": LISTS}, {"block_shape": SHAPE}, sabi.to_token_mask(LISTS, TOKENS, TOKENS, SHAPE)),
+    "lengths": ({"q_lens": np.array([48, 9]), "kv_lens": np.array([31, 48])}, {"causal": True}, None),
+    "offsets": ({"q_begin": np.int32(3), "q_total": np.int32(60)}, {"causal": True}, j <= i + 3),
+    "ranges": ({"kv_ranges": RANGES}, {}, (j >= RANGES[:, :1]) & (j < RANGES[:, 1:])),
+    "bias": ({"attn_mask": BIAS}, {"scale": 0.3}, i >= 0),
+    "mask": ({"attn_mask": HIDES}, {"causal": True}, HIDES & (j <= i)),
+    "alibi": ({"alibi_slopes": ALIBI}, {"causal": True}, j <= i),
+    "sinks": ({"sinks": SINKS, "attn_mask": BIAS}, {"causal": True}, j <= i),
+    "softcap": ({"sinks": SINKS}, {"softcap": 0.8}, i >= 0),
+}
+
+
+def normal(n, shape, dtype="float32"):
+    """Numbers of the n-th generator, drawn by NumPy: each operation of JAX is compiled at first."""
+    return jnp.asarray(np.random.default_rng(n).standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
+
+
+def inputs(dtype="float32", layout="BNSD", v_dim=V_DIM):
+    """q, k and v."""
+    shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, v_dim))
+    made = [np.asarray(normal(n, (2, TOKENS, *shape), dtype)) for n, shape in enumerate(shapes)]
+    if layout == "BNSD":
+        made = [x.swapaxes(1, 2) for x in made]
+    elif layout == "BSH":
+        made = [x.reshape(2, TOKENS, -1) for x in made]
+    return [jnp.asarray(x[0] if layout == "TND" else x) for x in made]
+
+
+def same(ours, theirs):
+    """Whether two trees of arrays have the same bits."""
+    ours, theirs = (jax.tree.leaves(x) for x in (ours, theirs))
+    assert len(ours) == len(theirs)
+    return all(x.dtype == y.dtype and x.shape == y.shape and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+               for x, y in zip(ours, theirs, strict=True))  # fmt: skip
+
+
+def dense(q, k, v, *, seen, scale=None, attn_mask=None, alibi_slopes=None, sinks=None, softcap=None, **rules):
+    """The definition, in operations that JAX differentiates; a sink is one more score, without a value."""
+    k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
+    scores = jnp.einsum("bhid,bhjd->bhij", q, k) * (DIM**-0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    if attn_mask is not None and attn_mask.dtype != bool:
+        scores += attn_mask
+    if alibi_slopes is not None:
+        scores -= jnp.asarray(alibi_slopes)[:, None, None] * abs(i - j)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    extra = jnp.full((*scores.shape[:3], 1), -jnp.inf) if sinks is None else jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([scores, extra], -1), -1)
+    return jnp.einsum("bhij,bhjd->bhid", jnp.exp(scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None]), v), lse
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bits_of_attention(rule, dtype):
+    """Compiled and not: those of the library's own call. All arrays are traced."""
+    arrays, options, _ = RULES[rule]
+    q, k, v = inputs(dtype)
+    theirs = blitz_attn.block_sparse_attention(*(np.asarray(x) for x in (q, k, v)), **arrays, **options, return_lse=True)
+    call = lambda q, k, v, arrays: functions.block_sparse_attention(q, k, v, **arrays, **options, return_lse=True)  # noqa: E731
+    assert same(jax.jit(call)(q, k, v, arrays), theirs)
+    eager = call(q, k, v, arrays)
+    assert all(isinstance(x, jax.Array) for x in eager)
+    assert same(eager, theirs)
+    assert same(jax.jit(lambda *x: functions.block_sparse_attention(*x, **arrays, **options))(q, k, v), theirs[0])
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+def test_layouts(layout):
+    q, k, v = inputs(layout=layout)
+    more = {"BSH": {"num_heads": HEADS, "num_kv_heads": KV_HEADS}}.get(layout, {})
+    lengths = {"cu_seqlens_q": ENDS, "cu_seqlens_kv": ENDS} if layout == "TND" else {}
+    call = lambda q, k, v, lengths: functions.block_sparse_attention(  # noqa: E731
+        q, k, v, layout=layout, causal=True, sinks=SINKS, return_lse=True, **more, **lengths
+    )
+    theirs = blitz_attn.block_sparse_attention(
+        *(np.asarray(x) for x in (q, k, v)), layout=layout, causal=True, sinks=SINKS, return_lse=True, **more, **lengths
+    )
+    assert same(jax.jit(call)(q, k, v, lengths), theirs)
+    weights = [np.cos(np.arange(x.size).reshape(x.shape)).astype(x.dtype) for x in theirs]
+    loss = lambda *x: sum((a * b).sum() for a, b in zip(call(*x, lengths), weights, strict=True))  # noqa: E731
+    expected = blitz_attn.block_sparse_attention_backward(
+        weights[0], *(np.asarray(x) for x in (q, k, v)), *theirs, dlse=weights[1], layout=layout, causal=True,
+        **more, **lengths,
+    )  # fmt: skip
+    assert same(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), expected)
+
+
+@pytest.mark.parametrize("rule", [rule for rule, (_, _, seen) in RULES.items() if seen is not None])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_gradients(rule, compiled):
+    """Of all that is learned, of a loss of both results, against JAX's gradients of the definition."""
+    arrays, options, seen = RULES[rule]
+    learned = {name: x for name, x in arrays.items() if name in ("attn_mask", "alibi_slopes", "sinks") and x.dtype != bool}
+    rest = {name: x for name, x in arrays.items() if name not in learned}
+    q, k, v = inputs()
+    weights = [normal(n, shape) for n, shape in enumerate(((2, HEADS, TOKENS, V_DIM), (2, HEADS, TOKENS)))]
+
+    def loss(function, q, k, v, learned, **more):
+        out, lse = function(q, k, v, **learned, **rest, **options, **more)
+        return (out * weights[0]).sum() + (jnp.where(lse == -jnp.inf, 0, lse) * weights[1]).sum()
+
+    ours = lambda *given: loss(functions.block_sparse_attention, *given, return_lse=True)  # noqa: E731
+    theirs = lambda *given: loss(dense, *given, seen=seen)  # noqa: E731
+    gradient = jax.grad(ours, argnums=(0, 1, 2, 3))
+    got = (jax.jit(gradient) if compiled else gradient)(q, k, v, learned)
+    exact = jax.grad(theirs, argnums=(0, 1, 2, 3))(q, k, v, learned)  # not compiled as a whole, which takes longer
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_gradient_of_one_result():
+    """A loss that leaves one of both results out has no gradient of it to pass on."""
+    q, k, v = inputs()
+    call = lambda q: functions.block_sparse_attention(q, k, v, causal=True, return_lse=True)  # noqa: E731
+    of_out, of_lse = (jax.jit(jax.grad(lambda q, n=n: call(q)[n].sum()))(q) for n in range(2))
+    both = jax.jit(jax.grad(lambda q: sum(x.sum() for x in call(q))))(q)
+    np.testing.assert_allclose(of_out + of_lse, both, rtol=1e-5, atol=1e-5)
+    assert bool(abs(of_lse).max() > 0)
+
+
+def test_gradients_of_bfloat16_have_its_dtype():
+    q, k, v = inputs("bfloat16")
+    bias, sinks = jnp.asarray(BIAS, "bfloat16"), jnp.asarray(SINKS, "bfloat16")
+    loss = lambda *x: functions.block_sparse_attention(*x[:3], attn_mask=x[3], sinks=x[4]).astype("float32").sum()  # noqa: E731
+    grads = jax.jit(jax.grad(loss, argnums=range(5)))(q, k, v, bias, sinks)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, "bfloat16") for x in (q, k, v, bias, sinks)]
+    exact = jax.jit(jax.grad(loss, argnums=range(5)))(*(x.astype("float32") for x in (q, k, v, bias, sinks)))
+    for a, b in zip(grads, exact, strict=True):
+        np.testing.assert_allclose(a.astype("float32"), b, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_vmap(compiled):
+    """One call after the other, also where some arguments are the same for all, over two axes, and of gradients."""
+    q, k, v = inputs()
+    wrap = jax.jit if compiled else lambda f: f
+    whole = functions.block_sparse_attention(q, k, v, causal=True)
+    one = lambda q, k, v: functions.block_sparse_attention(q[None], k[None], v[None], causal=True)[0]  # noqa: E731
+    assert same(wrap(jax.vmap(one))(q, k, v), whole)
+    shared = wrap(jax.vmap(one, in_axes=(0, None, None)))(q, k[0], v[0])
+    assert same(shared, jnp.stack([one(x, k[0], v[0]) for x in q]))
+    many = jnp.stack([q, q[::-1], q * 2])
+    twice = wrap(jax.vmap(jax.vmap(one), in_axes=(0, None, None)))(many, k, v)
+    assert same(twice, jnp.stack([functions.block_sparse_attention(x, k, v, causal=True) for x in many]))
+    loss = lambda q, k, v: (one(q, k, v) ** 2).sum()  # noqa: E731
+    each = wrap(jax.vmap(jax.grad(loss, argnums=(0, 1))))(q, k, v)
+    assert same(each, wrap(jax.grad(lambda q, k, v: jax.vmap(loss)(q, k, v).sum(), argnums=(0, 1)))(q, k, v))
+    assert wrap(jax.vmap(one))(q[:0], k[:0], v[:0]).shape == (0, *whole.shape[1:])
+
+
+def test_scan_and_checkpoint():
+    q, k, v = inputs()
+    loss = lambda q: (functions.block_sparse_attention(q, k, v, causal=True) ** 2).sum()  # noqa: E731
+    plain = jax.grad(loss)(q)
+    assert same(jax.jit(jax.grad(jax.checkpoint(loss)))(q), plain)
+    steps = lambda qs: jax.lax.scan(lambda total, q: (total + loss(q), None), 0.0, qs)[0]  # noqa: E731
+    assert same(jax.jit(jax.grad(steps))(jnp.stack([q, q])), jnp.stack([plain, plain]))
+
+
+def test_memory_is_shared(monkeypatch):
+    """The library reads the memory of JAX's arrays, and writes that of its results."""
+    seen = {}
+
+    def run(out, **given):
+        seen.update(out=out[0].ctypes.data, **{name: given[name].ctypes.data for name in "qkv"})
+        original(out, **given)
+
+    original = attention_part._attend
+    monkeypatch.setattr(attention_part, "_attend", run)
+    q, k, v = inputs()
+    out = jax.jit(lambda *x: functions.block_sparse_attention(*x))(q, k, v)
+    assert seen == {"out": out.unsafe_buffer_pointer()} | {n: x.unsafe_buffer_pointer() for n, x in zip("qkv", (q, k, v), strict=True)}
+
+
+def test_equal_calls_are_compiled_once():
+    """A step of other options is another one; options that cannot be compared make one of its own."""
+    step = lambda **options: calls._OnBuffers(len, 4, calls._key_of(options), options)  # noqa: E731
+    assert step(block_shape=[8, 8], causal=True) == step(block_shape=(8, 8), causal=True)
+    assert hash(step(causal=True)) == hash(step(causal=True))
+    assert step(causal=True) != step(causal=False)
+    assert step(density=np.ones(3)) != step(density=np.ones(3))
+
+
+# ---- JAX's own signature -------------------------------------------------------------------------------------------
+
+HAS_RESIDUAL = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters  # not in JAX 0.6
+JAX_RULES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (5, 2), "query_seq_lengths": np.array([30, 30], np.int32)},  # JAX 0.6 forgets a window without lengths
+    "one number": {"local_window_size": 4, "is_causal": True},
+    "scale": {"scale": 0.2},
+    "lengths": {"query_seq_lengths": np.array([9, 30], np.int32), "key_value_seq_lengths": np.array([21, 17], np.int32)},
+    "causal lengths": {"is_causal": True, "key_value_seq_lengths": np.array([21, 17], np.int32)},
+    "bias": {"bias": rng.standard_normal((1, HEADS, 30, 1)).astype(np.float32) * np.arange(40, dtype=np.float32) / 9},
+    "mask": {"mask": (rng.random((2, 1, 30, 40)) < 0.5) | (np.arange(40) == 0)},
+    "both": {"mask": (rng.random((2, 1, 30, 40)) < 0.5) | (np.arange(40) == 0), "bias": BIAS[None, :, :30, :40], "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("rule", JAX_RULES)
+@pytest.mark.parametrize("sizes", [(30, 40), (40, 30)])
+def test_dot_product_attention(rule, sizes):
+    """What JAX's own returns, and its gradients, with more keys than queries and fewer. Where no key is seen, JAX returns the mean of all
+    values, and this library 0."""
+    options = JAX_RULES[rule]
+    if rule in ("bias", "mask", "both") and sizes != (30, 40):
+        pytest.skip("the masks have this size")
+    q, k, v = (normal(n, (2, size, heads, DIM)) for n, size, heads in zip(range(3), (sizes[0], sizes[1], sizes[1]), (4, 2, 2), strict=True))
+    both = (functions.dot_product_attention, jax.nn.dot_product_attention)
+    residual = {"return_residual": True} if HAS_RESIDUAL else {}
+    out, lse = functions.dot_product_attention(q, k, v, **options, return_residual=True)
+    theirs, *their_lse = jax.tree.leaves(jax.nn.dot_product_attention(q, k, v, **options, **residual))
+    empty = np.asarray(lse) == -np.inf
+    assert (np.asarray(out)[empty] == 0).all()
+    np.testing.assert_allclose(np.where(empty[..., None], 0, out), np.where(empty[..., None], 0, theirs), rtol=1e-4, atol=1e-5)
+    for x in their_lse:
+        np.testing.assert_allclose(np.where(empty, 0, lse), np.where(empty, 0, x), rtol=1e-4, atol=1e-5)
+    compiled = jax.jit(lambda *x: functions.dot_product_attention(*x, **options, return_residual=True))
+    assert same(compiled(q, k, v), (out, lse))
+    if rule not in ("causal", "both"):  # other gradients are tested above
+        return
+    loss = lambda function: lambda *x: (jnp.where(empty[..., None], 0, function(*x, **options)) ** 2).sum()  # noqa: E731
+    ours, theirs = (jax.grad(loss(f), argnums=(0, 1, 2))(q, k, v) for f in both)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_dot_product_attention_without_a_batch_and_with_lists():
+    q, k, v = (x[0] for x in inputs(layout="BSND"))
+    out, lse = functions.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    assert (out.shape, lse.shape) == ((TOKENS, HEADS, V_DIM), (TOKENS, HEADS))
+    whole = functions.dot_product_attention(q[None], k[None], v[None], is_causal=True, return_residual=True)
+    assert same((out, lse), (whole[0][0], whole[1][0]))
+    listed = functions.dot_product_attention(q[None], k[None], v[None], sabi=LISTS[:1], block_shape=SHAPE)
+    assert same(listed, functions.block_sparse_attention(q[None], k[None], v[None], LISTS[:1], block_shape=SHAPE, layout="BSND"))
+
+
+def test_dot_product_attention_names_its_arguments():
+    q, k, v = inputs(layout="BSND")
+    with pytest.raises(ValueError, match=r"^key: "):
+        functions.dot_product_attention(q, k[..., :5], v)
+    with pytest.raises(ValueError, match=r"^query: expected 4 axes"):
+        jax.jit(functions.dot_product_attention)(q[0, 0], k, v)
+    with pytest.raises(TypeError, match=r"^mask: expected bool, got float32"):
+        functions.dot_product_attention(q, k, v, mask=BIAS)
+    with pytest.raises(ValueError, match=r"^key_value_seq_lengths: expected lengths from 0 to 48, got 49 at \[1\]"):
+        functions.dot_product_attention(q, k, v, key_value_seq_lengths=[3, 49])
+
+
+# ---- Other operations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [{"density": 0.3}, {"density": [0.2, 0.3, 0.4, 0.5]}, {"top_k": 2, "chooser": "antidiagonal"}])
+def test_choosing(budget):
+    q, k, v = (normal(n, (1, heads, 300, 32)) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    call = lambda *x: functions.select_and_attend_prefill(*x, causal=True, **budget, return_lse=True)  # noqa: E731
+    theirs = blitz_attn.select_and_attend_prefill(*(np.asarray(x) for x in (q, k, v)), causal=True, **budget, return_lse=True)
+    assert same(jax.jit(call)(q, k, v), theirs)
+    assert same(call(q, k, v), theirs)
+    with pytest.raises(TypeError, match=r"^select_and_attend_prefill: expected a call that JAX does not differentiate"):
+        jax.grad(lambda q: call(q, k, v)[0].sum())(q)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("form", ["tables", "triple", "selected"])
+def test_paged(dtype, form):
+    q = normal(0, (2, 8, 32), "float32" if dtype == "float32" else "bfloat16")
+    caches = [jnp.asarray((np.asarray(normal(n, (7, 4, 2, 32))) * 20).astype(jnp.dtype(dtype))) for n in (1, 2)]
+    scales = {"k_scale": jnp.float32(0.1), "v_scale": 0.2} if dtype in ("int8", "float8_e4m3fn") else {}
+    tables, lens = jnp.array([[3, 1, 6], [0, 5, 2]]), jnp.array([11, 5])
+    selected = (jnp.array([[[0, 2], [1, 2]], [[0, 1], [1, 0]]]),) if form == "selected" else ()
+    if form == "triple":
+        tables, lens = (jnp.array([0, 3, 5]), jnp.array([3, 1, 6, 0, 5]), jnp.array([3, 1])), None
+    name = "paged_select_attention" if selected else "paged_attention"
+    call = lambda *x: getattr(functions, name)(*x, sinks=np.arange(8.0), return_lse=True, **scales)  # noqa: E731
+    given = (q, *caches, tables, lens, *selected)
+    theirs = getattr(blitz_attn, name)(*jax.tree.map(np.asarray, given), sinks=np.arange(8.0), return_lse=True, **scales)
+    assert same(jax.jit(call)(*given), theirs)
+    assert same(call(*given), theirs)
+    with pytest.raises(TypeError, match=rf"^{name}: expected a call that JAX does not differentiate"):
+        jax.grad(lambda q: call(q, *given[1:])[0].astype("float32").sum())(q)
+
+
+def test_paged_under_vmap():
+    """Queries of two models over one cache."""
+    q, caches = normal(0, (3, 2, 8, 32)), [normal(n, (7, 4, 2, 32)) for n in (1, 2)]
+    tables, lens = jnp.array([[3, 1, 6], [0, 5, 2]]), jnp.array([11, 5])
+    call = lambda q: functions.paged_attention(q, *caches, tables, lens)  # noqa: E731
+    assert same(jax.jit(jax.vmap(call))(q), jnp.stack([call(x) for x in q]))
+
+
+@pytest.mark.parametrize("mode", ["paper", "mslk"])
+@pytest.mark.parametrize("form", ["batch", "varlen", "weights"])
+def test_nsa(mode, form):
+    q, k, v = (normal(n, (1, 96, heads, 16)) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    gates = 1 / (1 + jnp.exp(-normal(3, (1, 96, HEADS, 3))))
+    options = {"compress_block_size": 8, "num_selected_blocks": 3, "window_size": 16, "mode": mode}
+    arrays = {"q": q, "k": k, "v": v, "gates": gates}
+    if form == "varlen":
+        arrays = {name: x[0] for name, x in arrays.items()} | {"cu_seqlens": jnp.array([0, 40, 96])}
+    if form == "weights":
+        arrays |= {f"w_{x}_compress": normal(n, (16, 16)) for n, x in enumerate("kv")}
+    host = {name: np.asarray(x) for name, x in arrays.items()}
+    try:
+        theirs, context = blitz_attn.nsa.nsa(**host, **options, return_context=True)
+    except ValueError:
+        pytest.skip("this mode has other shapes")
+    call = lambda arrays: functions.nsa(**arrays, **options)  # noqa: E731
+    assert same(jax.jit(call)(arrays), theirs)
+    assert same(call(arrays), theirs)
+    grads = blitz_attn.nsa.nsa_backward(2 * theirs, context)
+    floats = {name: x for name, x in arrays.items() if name != "cu_seqlens"}
+    rest = {name: x for name, x in arrays.items() if name == "cu_seqlens"}
+    for wrap in (jax.jit, lambda f: f):
+        got = wrap(jax.grad(lambda floats: (call({**floats, **rest}) ** 2).sum()))(floats)
+        for name, x in got.items():
+            np.testing.assert_array_equal(x, getattr(grads, f"d{name}"))
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_sentences_while_tracing():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="^q: expected a JAX array, got list"):
+        functions.block_sparse_attention([1.0], k, v)
+    with pytest.raises(TypeError, match="^scale: expected a number, got "):
+        jax.jit(lambda s: functions.block_sparse_attention(q, k, v, scale=s))(1.0)
+    with pytest.raises(ValueError, match=r"^k: expected 4 axes for layout BNSD, got shape \(4, 48, 16\)"):
+        jax.jit(functions.block_sparse_attention)(q, k.reshape(4, TOKENS, DIM), v)
+    with pytest.raises(ValueError, match="^layout: expected one of"):
+        jax.jit(lambda q: functions.block_sparse_attention(q, k, v, layout="BDSN"))(q)
+    with pytest.raises(TypeError, match="^sabi: expected an array that JAX can hold, got str"):
+        functions.block_sparse_attention(q, k, v, "all")
+    with pytest.raises(ValueError, match="^block_tables: expected an array or a tuple of 3 arrays, got a tuple of 2"):
+        functions.paged_attention(q[0], k, v, (k, v))
+    with pytest.raises(ValueError, match=r"^q: expected 3 axes, got shape \(2, 4, 48, 16\)"):
+        jax.jit(functions.paged_attention)(q, k, v, jnp.zeros((1, 1), int), jnp.ones(1, int))
+
+
+def test_sentences_while_running():
+    """The library's sentence is in JAX's error; outside of transforms, it is the error."""
+    q, k, v = inputs()
+    call = lambda lens: functions.block_sparse_attention(q, k, v, kv_lens=lens)  # noqa: E731
+    sentence = r"kv_lens: expected lengths from 0 to 48, got 49 at \[1\]"
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        call(jnp.array([3, 49]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"ValueError: {sentence}"):
+        jax.block_until_ready(jax.jit(call)(jnp.array([3, 49])))
+
+
+@pytest.mark.parametrize("call", [functions.block_sparse_attention, functions.nsa])
+def test_second_gradients_are_refused(call):
+    q, k, v = (jnp.ones((1, 8, 2, 8)) for _ in range(3))
+    first = jax.grad(lambda q: (call(q, k, v) ** 2).sum())
+    with pytest.raises(TypeError, match=rf"^{call.__name__}: expected to be differentiated once"):
+        jax.grad(lambda q: first(q).sum())(q)
+
+
+def test_calls_of_the_library_name_this_module():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"^q: .* got a tracer of JAX, .*blitz_attn\.integrations\.jax"):
+        jax.jit(blitz_attn.block_sparse_attention)(q, k, v)
+
+
+def test_without_jax():
+    """The module can be imported, and its functions say what is missing."""
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "import numpy as np\n"
+        "from blitz_attn.integrations.jax import block_sparse_attention\n"
+        "try:\n    block_sparse_attention(*[np.zeros((1, 1, 8, 8), np.float32)] * 3)\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "jax" in done.stdout
