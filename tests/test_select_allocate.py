@@ -154,3 +154,20 @@ def test_gradients_of_another_shape_are_refused():
         ValueError, match=r"^layers: expected dout of the output's shape, as \(B, H, S, D\) \(2, 4, 64, 16\), got \(2, 2, 64, 16\)$"
     ):
         select.allocate(layers, density=0.6, block_shape=BLOCK)
+
+
+@pytest.mark.parametrize("chooser", ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"])
+@pytest.mark.parametrize("shape", [(48, 40), (7, 5)])
+def test_profiles_of_named_choosers_fit_any_block_shape(tmp_path, chooser, shape):
+    """The chooser that fits the shape is in the profile, saved and loaded, and chooses what the name chooses."""
+    layers = captures([1, 2])
+    profile = select.allocate(layers, density=0.5, chooser=chooser, block_shape=shape, causal=True)
+    profile.save(tmp_path / "profile.json")
+    loaded = select.Profile.load(tmp_path / "profile.json")
+    assert loaded == profile
+    for layer, [(q, k, v, _)] in enumerate(layers):
+        options = loaded.options(layer, heads=4, kv_heads=2, head_dim=16)
+        named = blitz_attn.select_blocks_prefill(q, k, **options | {"chooser": chooser}, causal=True)
+        np.testing.assert_array_equal(blitz_attn.select_blocks_prefill(q, k, **options, causal=True), named)
+        out = blitz_attn.select_and_attend_prefill(q, k, v, **options, causal=True)
+        np.testing.assert_array_equal(out, blitz_attn.block_sparse_attention(q, k, v, named, block_shape=shape, causal=True))
