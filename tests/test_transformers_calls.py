@@ -131,6 +131,36 @@ def test_blocks_are_chosen_among_runs_of_keys(form, kind, past, padding):
     assert np.abs(dense - found)[:, :, real].max() < 1e-5
 
 
+@pytest.mark.parametrize("budget", [{"top_k": 1, "sink": 0}, {"top_p": 0.6}, {"density": 0.4}, {"density": 0.3, "last_rows": 1}])
+@pytest.mark.parametrize("kind", ["chunks", "images", "bidirectional"])
+def test_padding_on_the_right_changes_no_choice(kind, budget):
+    """A short text has the blocks that it has alone. Where padding attends to it, as it does in bidirectional models, rows of padding count
+    in a density, too."""
+    if kind == "bidirectional" and "density" in budget:
+        pytest.skip("rows of padding count")
+    tokens, short = 64, 40
+    q, k, v = tensors(2, 4, tokens, 8), tensors(2, 2, tokens, 8, seed=1), tensors(2, 2, tokens, 8, seed=2)
+
+    def attend(entries, tokens, valid):
+        numbers = torch.full((entries, tokens), -1)
+        numbers[:, 19:33] = 0
+        function = {
+            "chunks": lambda: masks.chunked_causal_mask_function(13, torch.zeros(entries, dtype=torch.int64)),
+            "images": lambda: masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(numbers)),
+            "bidirectional": lambda: masks.bidirectional_mask_function,
+        }[kind]()
+        mask = make_mask(entries, tokens, tokens, mask_function=function, attention_mask=valid)
+        return call(*(x[:entries, :, :tokens] for x in (q, k, v)), mask, "sparse", is_causal=kind != "bidirectional")
+
+    valid = torch.ones(2, tokens, dtype=torch.bool)
+    valid[0, short:] = False
+    configure(SparseConfig(**budget, block_shape=(8, 8), chooser=select.Pooled(pool=4), recent=1, min_tokens=1, on_unsupported="error"))
+    together, alone = attend(2, tokens, valid), attend(1, short, None)
+    torch.testing.assert_close(together[:1, :short], alone, rtol=1e-5, atol=1e-6)
+    configure(SparseConfig(density=1.0, block_shape=(8, 8), chooser=select.Pooled(pool=4), min_tokens=1, on_unsupported="error"))
+    assert (attend(1, short, None) - alone).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 3), (0, 9)])
 def test_pages_that_quest_does_not_choose_are_left_out(starts):
     """A cache grows token by token, with padding on the left; each step against the float64 twin over pages without the padding."""

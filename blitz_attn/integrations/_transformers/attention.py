@@ -279,8 +279,11 @@ def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape
     return attend(q, k, v, softcap=layer.softcap, sinks=layer.sinks, **options)
 
 
-def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> tuple[Any, tuple[int, int]]:
-    """The list of blocks of a call and their shape; no list is dense."""
+def _choose(
+    layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any], begin: int | None = None
+) -> tuple[Any, tuple[int, int]]:
+    """The list of blocks of a call and their shape; no list is dense. `begin`: the position of the first query among the keys, where it is
+    not that of aligned ends."""
     config = layer.config
     if not layer.sparse or layer.query.shape[2] == 1 or keys < config.min_tokens or not config._sparse_in(layer.number):
         return None, (128, 128)
@@ -289,7 +292,7 @@ def _choose(layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any]) -> 
     options = config._options(layer.number, layer.query.shape[1], layer.key.shape[1], layer.query.shape[3])
     if rules.get("kv_ranges") is not None and rules_of(options["chooser"])[0] == "vertical_slash":  # which takes no ranges
         return None, (128, 128)
-    lists = select_blocks_prefill(q.detach(), k.detach(), num_threads=config.num_threads, **options, **rules)
+    lists = select_blocks_prefill(q.detach(), k.detach(), num_threads=config.num_threads, q_begin=begin, **options, **rules)
     return lists, options["block_shape"]
 
 
@@ -393,7 +396,8 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
             lists = _model_lists(layer, -(-longest // layer.module.indexer.block_size))[call.entries]
             parts.append(_attend_model_lists(layer, q, k, v, lists, options))
             continue
-        lists, shape = _choose(layer, q, k, longest, options)
+        # ends are not aligned where padding is among the queries, too
+        lists, shape = _choose(layer, q, k, longest, options, begin=None if whole or rules.aligned else rules.offset - call.start)
         parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
     return parts[0] if len(parts) == 1 else torch.cat(parts), None
 

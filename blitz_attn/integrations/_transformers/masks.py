@@ -63,14 +63,19 @@ class Rules:
             return None
         return tuple(-1 if n is None else n for n in (self.left, self.right))  # type: ignore[return-value]
 
+    @property
+    def aligned(self) -> bool:
+        """Whether positions of queries and keys are compared. Otherwise, as in bidirectional and cross attention, queries see all keys."""
+        return self.causal or self.window is not None or self.ranges is not None
+
     def calls(self) -> Iterator[Call]:
         """Calls that cover the batch: neighbours whose keys begin at the same place share one.
 
-        The operations align the last valid query with the last valid key. Queries behind the last valid key are padding themselves: they
-        are left out, and get 0. Keys behind the last query are seen by none where causal; a window by itself is computed where there are
-        none.
+        The operations align the last valid query with the last valid key. Where they are `aligned`, queries behind the last valid key are
+        padding themselves: they are left out, and get 0. Keys behind the last query are then seen by none; a window by itself is computed
+        where there are none.
         """
-        aligned = self.causal or self.window is not None
+        aligned = self.aligned
         first = 0
         for b in range(1, len(self.starts) + 1):
             if b < len(self.starts) and self.starts[b] == self.starts[first]:
