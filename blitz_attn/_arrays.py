@@ -330,6 +330,14 @@ def choice(x: Any, name: str, choices: tuple[str, ...]) -> str:
     return x
 
 
+def dtype_of(x: Any) -> Any:
+    """The dtype that an array of any kind says that it has; None where it says none, or raises, and is refused later."""
+    try:
+        return x.dtype if hasattr(x, "dtype") or not hasattr(x, "__dlpack__") else np.from_dlpack(x).dtype
+    except Exception:  # such as a released memoryview, or a dtype that NumPy lacks
+        return None
+
+
 def shape_of(x: Any) -> tuple[int, ...]:
     """The shape of an array of any kind, including exporters of DLPack alone; () for an object without a shape, which is refused later."""
     try:
@@ -383,6 +391,8 @@ def dtype_name(dtype: Any, argument: str = "dtype") -> Any:
     if dtype is None or isinstance(dtype, str):
         name = dtype
     else:
+        if isinstance(dtype, np.dtype) and not dtype.isnative:
+            raise TypeError(f"{argument}: expected native byte order, got {dtype}")
         name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
         if name is None and type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
             name = str(dtype).rpartition(".")[2]

@@ -79,7 +79,7 @@ def append_tokens(
         return
     arrays = summaries.arrays()
     named, names = _arrays.dtype_name(kv_dtype, "kv_dtype"), {"start_lens": "seq_lens", "dtype": "kv_dtype"}
-    if named is None and str(getattr(k_cache, "dtype", None)).endswith("uint16"):  # bits, which `dtype` names, too
+    if named is None and str(_arrays.dtype_of(k_cache)).endswith("uint16"):  # bits, which `dtype` names, too
         named, names["dtype"] = _arrays.dtype_name(dtype), "dtype"
     seq_lens, ends, new = _lengths(requests)
     refresh = partial(

@@ -39,9 +39,9 @@ def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
         number = isinstance(scale, (float, int, floating, integer)) or (hasattr(type(scale), "ndim") and not _arrays.shape_of(scale))
     if number:
         made = _arrays.float32_numbers(scale, name)
-        return None if made == 1 and getattr(getattr(cache, "dtype", None), "itemsize", 1) > 1 else made
+        return None if made == 1 and getattr(_arrays.dtype_of(cache), "itemsize", 1) > 1 else made
     other = type(scale) is not ndarray or scale.dtype != float32
-    return _arrays.float32_numbers(scale, name) if other and str(getattr(scale, "dtype", "")).rpartition(".")[2] in _OTHER_FLOATS else scale
+    return _arrays.float32_numbers(scale, name) if other and str(_arrays.dtype_of(scale)).rpartition(".")[2] in _OTHER_FLOATS else scale
 
 
 def open_requests(

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_OTHERS = re.compile(r"(?:(?<=\blike )|(?<=\bwith )|(?<=\bof )|(?<=\bas ))[\w\[\]]+|\b\w+(?='s )")
+_OTHERS = re.compile(r"(?:(?<=\blike )|(?<=\bwith )|(?<=\bof )|(?<=\bas )|(?<=\boverlaps ))[\w\[\]]+|\b\w+(?='s )")
 LONGEST = 200  # characters of a value that a sentence quotes
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """The same error with the caller's names of arguments: at the start of the sentence, after "like", "with", "of" and "as",
-    and before "'s".
+    """The same error with the caller's names of arguments: at the start of the sentence, after "like", "with", "of", "as" and
+    "overlaps", and before "'s".
 
     Sentences have the form ``name: expected ..., got ...``; `names` maps the core's names to the caller's.
     """

@@ -322,8 +322,8 @@ def quantize_kv(x: Any, kv_dtype: Any, *, dtype: Any = None) -> tuple[ndarray, n
 
     Notes
     -----
-    With M the largest magnitude of a row, the error of an element x is at most M / 254 in int8. In float8 e4m3 it is at most the larger of
-    ``abs(x) / 16`` and M / 458752.
+    With M the largest magnitude of a row, the error of an element x is at most M / 254 in int8, up to the rounding of the scale. In float8
+    e4m3 it is at most the larger of ``abs(x) / 16`` and M / 458752.
 
     Examples
     --------

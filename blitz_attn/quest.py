@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays, _core
+from ._floats import refuse_overlaps
 from ._names import KVLayout, Method
 from ._page_selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
 from ._paged_call import open_requests, scales_for_core
@@ -128,6 +129,8 @@ def _quest(
     query: Any, maxblocks: Any, minblocks: Any, tables: Any, seq_lens: Any, k: Any, block_size: Any, per_query_head: Any, sink: int,
     since: Any, ascending: Any, selected_indices: Any, dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
+    if selected_indices is not None:  # the core copies lengths, and cannot tell where they lay
+        refuse_overlaps({"selected_indices": selected_indices}, seq_lens=seq_lens, tokens_since_metadata_update=since)
     try:
         selected = _core.select_blocks(
             integer_empty(query), "quest", _arrays.readable(query, "query"), _arrays.readable(maxblocks, "maxblocks"),

@@ -52,7 +52,8 @@ typedef enum ba_status {
 } ba_status;
 
 /* One sentence about the last failure in this thread: `name: expected ..., got ...`. Never NULL. The text belongs to the library and is
- * valid until the next failure in this thread. */
+ * valid until the next failure in this thread. Arguments have the names that they have in Python, where those of structs are shorter: cu_seqlens_q
+ * is cu_q, for instance, compress_block_size is compress_block, and num_selected_blocks is the last dim of `selected`. */
 BA_API const char *ba_last_error(void);
 
 /* ---- Tensors ----------------------------------------------------------------------------------------------- */
@@ -168,7 +169,8 @@ BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
  * that it does not see add exactly nothing to each other's gradients, whatever values they hold. The bits of all gradients are the same for
  * any number of threads. */
 typedef struct ba_block_sparse_backward_args {
-    ba_block_sparse_args forward; /* the arguments of the forward call. out and lse are required: the arrays that it wrote, read here */
+    ba_block_sparse_args forward; /* the arguments of the forward call. out and lse are required: the arrays that it wrote, read here. `unrounded`
+                                   * is 0: out has the dtype of q */
     ba_tensor dout;               /* the shape and dtype of out */
     ba_tensor dlse;               /* not given: the loss does not depend on lse. Else the shape and dtype of lse */
     ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
@@ -431,7 +433,8 @@ BA_API ba_status ba_gate_backward(const ba_gate_backward_args *args);
  * tile = 0: one row per query and KV head. A compressed key overlaps a block in some number of stretches of compress_stride tokens. The
  * score of a block is the sum, over the heads of the group and over the compressed keys, of a key's probability times that number. The
  * first init_blocks blocks, and local_blocks blocks around the query's own, are always selected: with `causal` the last local_blocks up to
- * and with its own, and no block after its own is selected.
+ * and with its own, and no block after its own is selected. A row of the result has room for init_blocks + local_blocks at least.
+ * compress_stride divides compress_block and select_block.
  *
  * tile > 0: one row per tile of queries and query head. The score of a block is the product of its compressed key and the mean query of the
  * tile. With `causal`, only blocks that begin before the end of the tile compete. compress_stride and select_block must equal

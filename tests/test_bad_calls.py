@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
+from blitz_attn.compat import torch_bsa
 from fuzz.arena import Arena
 from fuzz.good_calls import GROUPS
 
@@ -73,3 +74,40 @@ def test_arrays_with_a_mask_are_refused(argument):
                 with pytest.raises(TypeError, match=rf"^{argument}(\[0\])?: expected an array without a mask, got MaskedArray$"):
                     good.call(**arguments | {argument: np.ma.array(given)})
     assert tried
+
+
+class _RaisingDtype:
+    @property
+    def dtype(self):
+        raise RuntimeError("no dtype")
+
+
+def test_an_array_whose_dtype_raises_is_refused():
+    """As any object that is no array: what it raises is not for the caller."""
+    cache, q = np.zeros((2, 4, 1, 8), np.int8), np.ones((1, 1, 8), np.float32)
+    for name, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
+        with pytest.raises(TypeError, match=f"^{name}: expected an array, got _RaisingDtype$"):
+            blitz_attn.paged_attention(q, cache, cache, np.array([[0]]), [1], **{name: _RaisingDtype(), other: 0.1})
+    x = np.ones((1, 2, 128, 8), np.float32)
+    with pytest.raises(TypeError, match="^atten_mask: expected a bool array, got _RaisingDtype$"):
+        torch_bsa.blitz_sparse_attention(x, x, x, num_heads=2, input_layout="BNSD", atten_mask=_RaisingDtype())
+
+
+def test_no_number_of_heads_is_refused():
+    """0 is no way to say that a number is not given."""
+    function = blitz_attn.block_sparse_attention
+    x, flat = np.ones((1, 2, 16, 8), np.float32), np.ones((1, 16, 16), np.float32)
+    with pytest.raises(ValueError, match="^num_heads: expected 2 like q, got 0$"):
+        function(x, x, x, num_heads=0)
+    with pytest.raises(ValueError, match="^num_kv_heads: expected 2 like k, got 0$"):
+        function(x, x, x, num_kv_heads=0)
+    with pytest.raises(ValueError, match="^num_kv_heads: expected at least 1, got 0$"):
+        function(flat, flat, flat, layout="BSH", num_heads=2, num_kv_heads=0)
+
+
+@pytest.mark.parametrize("name", ["dtype", "out_dtype"])
+def test_a_dtype_of_foreign_byte_order_is_refused(name):
+    x = np.ones((1, 2, 16, 8), np.float32)
+    foreign = np.dtype(np.float32).newbyteorder()
+    with pytest.raises(TypeError, match=f"^{name}: expected native byte order, got {foreign}$"):
+        blitz_attn.block_sparse_attention(x, x, x, **{name: foreign})

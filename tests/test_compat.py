@@ -333,3 +333,16 @@ def test_things_that_are_no_arrays():
         torch_bsa.blitz_sparse_attention(None, x, x)
     with pytest.raises(TypeError, match="^key: expected an array, got int$"):
         torch_bsa.blitz_sparse_attention(x, 3, x, input_layout="BNSD")
+
+
+def test_sums_of_lengths_are_refused_as_the_caller_wrote_them():
+    """Without the 0 that this library's sums begin with."""
+    x = np.ones((10, 2, 8), np.float32)
+    for queries, keys, sentence in (
+        ([5, 4, 10], [5, 6, 10], r"actual_seq_lengths: expected sums that rise from 0 on, got 4 after 5 at \[1\]"),
+        ([5, 10], [-1, 10], r"actual_seq_lengths_kv: expected sums that rise from 0 on, got -1 after 0 at \[0\]"),
+        ([5, 10], [10], "actual_seq_lengths_kv: expected 2 sums like actual_seq_lengths, got 1"),
+    ):
+        options = {"actual_seq_lengths": queries, "actual_seq_lengths_kv": keys}
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            torch_bsa.blitz_sparse_attention(x, x, x, num_heads=2, input_layout="TND", **options)

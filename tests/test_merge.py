@@ -197,3 +197,11 @@ def test_sentences():
         blitz_attn.merge_states(np.float32(1), np.float32(1), out, lse)
     with pytest.raises(ValueError, match=r"^outs\[0\]: expected at most 4 dimensions, got 5$"):
         blitz_attn.merge_states_n([out[None]], [lse[None]])
+
+
+def test_overlaps_are_named_as_the_caller_names_its_arguments():
+    out, lse = np.ones((2, 8), np.float32), np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="^out: expected memory of its own, got an array that overlaps out_a$"):
+        blitz_attn.merge_states(out, lse, out.copy(), lse.copy(), out=out)
+    with pytest.raises(ValueError, match="^lse_out: expected memory of its own, got an array that overlaps lse_b$"):
+        blitz_attn.merge_states(out, lse.copy(), out.copy(), lse, out=np.empty_like(out), lse_out=lse)

@@ -510,3 +510,14 @@ def test_quest_prefill_metadata(dtype, batch, kv_heads, blocks, lengths):
     blitz_attn.quest_prefill_metadata(pool, block_tables, lens, tables, *pairs[1], **bits)
     for one, other in zip(*pairs, strict=True):
         assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "tokens_since_metadata_update"])
+def test_lengths_in_the_memory_of_the_result_are_refused(name):
+    """They would be overwritten."""
+    q, blocks = np.ones((1, 1, 8), np.float32), np.zeros((2, 4, 1, 8), np.float32)
+    selected = np.full((1, 1, 4), 7, np.int32)
+    given = {"seq_lens": [7], "tokens_since_metadata_update": [1]} | {name: selected.reshape(-1)[:1]}
+    with pytest.raises(ValueError, match=f"^selected_indices: expected memory of its own, got an array that overlaps {name}$"):
+        blitz_attn.quest_block_select_paged_in_out_w(q, blocks, blocks, np.array([[0, 1]]), *given.values(), selected)
+    assert (selected == 7).all()

@@ -54,7 +54,9 @@ def test_environment(variables, expected):
 @pytest.mark.parametrize("value", ["", "0", "-2", "many", "99999999999999999999"])
 def test_wrong_environment_is_passed_over(value):
     usual = python("-c", TELL).split()[0]
-    assert python("-c", TELL, BLITZ_ATTN_NUM_THREADS=value).split()[0] == usual
+    count, _, source = python("-c", TELL, BLITZ_ATTN_NUM_THREADS=value).partition(" ")
+    assert count == usual
+    assert ("BLITZ_ATTN_NUM_THREADS is no number from 1 to 1024 and is ignored" in source) == bool(value)
 
 
 def test_affinity():

@@ -7,6 +7,7 @@ output 0 and log-sum-exp ``-inf``, and lists are checked and need no order.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .. import _arrays
@@ -57,7 +58,11 @@ def _sums(value: Any, name: str) -> list[int]:
     """Upstream's cumulative sums of lengths, with the leading 0 that upstream leaves out."""
     if value is None:
         raise ValueError(f"{name}: expected cumulative sums of lengths with layout TND, got None")
-    return [0, *_list(value, name)]
+    sums = [0, *_list(value, name)]
+    for place, (before, here) in enumerate(pairwise(sums)):
+        if here < before:
+            raise ValueError(f"{name}: expected sums that rise from 0 on, got {here} after {before} at [{place}]")
+    return sums
 
 
 def _list(value: Any, name: str) -> list[int]:
@@ -104,7 +109,8 @@ def _check_mode(sparse_mode: Any, atten_mask: Any) -> int:
     if mode == 1:
         raise ValueError("sparse_mode: expected 0, 2, 3 or 4, got 1, which needs a full mask: list the blocks in sabi instead")
     if atten_mask is not None:
-        dtype = getattr(atten_mask, "dtype", type(atten_mask))
+        dtype = _arrays.dtype_of(atten_mask)
+        dtype = type(atten_mask) if dtype is None else dtype
         if _arrays.dtype_name(dtype, "atten_mask") not in ("bool", "bool_"):
             raise TypeError(f"atten_mask: expected a bool array, got {_arrays.dtype_name(dtype, 'atten_mask')}")
         if mode == 0:
@@ -217,6 +223,9 @@ def blitz_sparse_attention(
     if ragged:
         options["cu_seqlens_q"] = _sums(actual_seq_lengths, "actual_seq_lengths")
         options["cu_seqlens_kv"] = _sums(actual_seq_lengths_kv, "actual_seq_lengths_kv")
+        sums, sums_kv = (len(options[name]) - 1 for name in ("cu_seqlens_q", "cu_seqlens_kv"))
+        if sums != sums_kv:
+            raise ValueError(f"actual_seq_lengths_kv: expected {sums} sums like actual_seq_lengths, got {sums_kv}")
     else:
         options["q_lens"] = _lengths(actual_seq_lengths, "actual_seq_lengths", sizes.batch)
         options["kv_lens"] = _lengths(actual_seq_lengths_kv, "actual_seq_lengths_kv", sizes.batch)

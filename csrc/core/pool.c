@@ -306,19 +306,23 @@ static int cgroup_cpus(void) {
     return cpus < 1 ? 1 : cpus;
 }
 
-static bool threads_from_environment(const char *name) {
+static bool threads_from_environment(const char *name, const char **ignored) {
     const char *text = getenv(name);
-    if (!text) return false;
+    if (!text || !*text) return false;
     char *end;
     const long n = strtol(text, &end, 10); /* OMP_NUM_THREADS may be a list: the first number counts */
-    if (end == text || n < 1 || n > BA_MAX_THREADS) return false;
+    if (end == text || n < 1 || n > BA_MAX_THREADS) {
+        *ignored = *ignored ? *ignored : name;
+        return false;
+    }
     threads_default = (int)n;
     snprintf(threads_source, sizeof threads_source, "%s=%ld", name, n);
     return true;
 }
 
 static void find_threads_default(void) {
-    if (threads_from_environment("BLITZ_ATTN_NUM_THREADS") || threads_from_environment("OMP_NUM_THREADS")) return;
+    const char *ignored = NULL;
+    if (threads_from_environment("BLITZ_ATTN_NUM_THREADS", &ignored) || threads_from_environment("OMP_NUM_THREADS", &ignored)) return;
     int cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
     const char *source = "CPUs online";
 #if defined(__linux__)
@@ -334,7 +338,8 @@ static void find_threads_default(void) {
         source = "cgroup quota";
     }
     threads_default = (int)ba_max(1, ba_min(cpus, BA_MAX_THREADS));
-    snprintf(threads_source, sizeof threads_source, "%s", source);
+    if (!ignored) snprintf(threads_source, sizeof threads_source, "%s", source);
+    else snprintf(threads_source, sizeof threads_source, "%s; %s is no number from 1 to %d and is ignored", source, ignored, BA_MAX_THREADS);
 }
 
 int ba_get_num_threads(void) {

@@ -65,11 +65,18 @@ static int set_lengths(module_state *state, PyObject *q_begin, PyObject *q_total
     return read_positions(state, q_begin, q_total, batch, "one per batch entry", call);
 }
 
-/* In a layout that has an axis of heads, num_heads and num_kv_heads may be given, too, but must agree with that axis. */
-static int check_heads(const ba_block_sparse_args *a, const ba_tensor *tensor, int64_t heads, const char *name, const char *tensor_name) {
+/* Reads num_heads or num_kv_heads. In a layout that has an axis of heads, it may be given, too, but must agree with that axis. None leaves 0 for the
+ * library, which is no number that a caller may give. */
+static int read_heads(const ba_block_sparse_args *a, PyObject *object, const ba_tensor *tensor, const char *name, const char *tensor_name,
+                      int64_t *heads) {
+    if (object == Py_None) return 0;
+    if (arg_int64(object, name, heads) < 0) return -1;
     const int axis = a->layout == BA_BNSD ? 1 : a->layout == BA_BSND ? 2 : 1;
-    if (a->layout == BA_BSH || heads == 0 || axis >= tensor->ndim || tensor->dims[axis] == heads) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected %lld like %s, got %lld", name, (long long)tensor->dims[axis], tensor_name, (long long)heads);
+    const bool has_axis = a->layout != BA_BSH && axis < tensor->ndim;
+    if (has_axis && tensor->dims[axis] != *heads)
+        PyErr_Format(PyExc_ValueError, "%s: expected %lld like %s, got %lld", name, (long long)tensor->dims[axis], tensor_name, (long long)*heads);
+    else if (*heads == 0 && !has_axis) PyErr_Format(PyExc_ValueError, "%s: expected at least 1, got 0", name);
+    else return 0;
     return -1;
 }
 
@@ -132,14 +139,12 @@ static int read_block_sparse(module_state *state, PyObject *const *values, PyObj
     if (arg_layout(values[BSA_layout], "layout", &a->layout) < 0) return -1;
     if (arg_flag(values[BSA_causal], "causal", &a->causal) < 0) return -1;
     if (values[BSA_window] != Py_None && arg_pair(values[BSA_window], "window", a->window) < 0) return -1;
-    if (read_optional_int64(values[BSA_num_heads], "num_heads", &a->num_heads) < 0) return -1;
-    if (read_optional_int64(values[BSA_num_kv_heads], "num_kv_heads", &a->num_kv_heads) < 0) return -1;
+    if (read_heads(a, values[BSA_num_heads], &a->q, "num_heads", "q", &a->num_heads) < 0) return -1;
+    if (read_heads(a, values[BSA_num_kv_heads], &a->k, "num_kv_heads", "k", &a->num_kv_heads) < 0) return -1;
     if (a->layout == BA_BSH && values[BSA_num_heads] == Py_None) {
         PyErr_SetString(PyExc_ValueError, "num_heads: expected num_heads= with layout BSH, whose last axis holds all heads, got no num_heads");
         return -1;
     }
-    if (check_heads(a, &a->q, a->num_heads, "num_heads", "q") < 0) return -1;
-    if (check_heads(a, &a->k, a->num_kv_heads, "num_kv_heads", "k") < 0) return -1;
     if (arg_threads(values[BSA_num_threads], "num_threads", &a->num_threads) < 0) return -1;
     if (arg_scale(values[BSA_scale], "scale", &a->scale) < 0) return -1;
     if (arg_lengths(state, values[BSA_q_lens], "q_lens", &call->q_lens) < 0) return -1;

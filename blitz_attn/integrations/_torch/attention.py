@@ -117,8 +117,7 @@ def block_sparse_attention(
     TypeError, ValueError
         As `blitz_attn.block_sparse_attention`.
     RuntimeError
-        In ``backward``, where the gradient of a gradient of q, k or v is requested, or where one of these needs a gradient beside a
-        softcap.
+        In ``backward``, where the gradient of a gradient of q, k or v is requested.
 
     Notes
     -----
@@ -277,7 +276,7 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        A dropout, a mask that needs a gradient, a tensor that is not in CPU memory, and what `blitz_attn.block_sparse_attention` refuses.
+        A dropout, a tensor that is not in CPU memory, and what `blitz_attn.block_sparse_attention` refuses.
 
     Notes
     -----
