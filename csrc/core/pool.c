@@ -17,6 +17,7 @@
 #include "core/arena.h"
 #include "core/common.h"
 #include "core/faults.h"
+#include "core/float_mode.h"
 #include "core/status.h"
 
 /* ---- The pool ------------------------------------------------------------------------------------------------
@@ -57,7 +58,8 @@ typedef struct stopper {
 static _Thread_local struct {
     ba_poll_fn fn; /* NULL: nothing can stop this thread's jobs */
     void *context;
-    stopper *job; /* the job that this thread polls for; NULL: none */
+    stopper *job;       /* the job that this thread polls for; NULL: none */
+    ba_float_mode mode; /* of the program, in which the poll function is called */
 } poll;
 static _Thread_local stopper *joined; /* the stopper of the job that this thread takes part in; NULL: no job, or one that nothing can stop */
 static int forks;                     /* times that this process and its ancestors were forked since the library was loaded */
@@ -85,7 +87,9 @@ static void poll_if_due(stopper *job) {
     const ba_arena arena = ba_arena_put_aside();
     poll.fn = NULL;
     poll.job = joined = NULL;
+    ba_set_float_mode(poll.mode);
     const int stop = fn(context);
+    ba_set_float_mode(BA_USUAL_FLOAT_MODE);
     poll.fn = fn;
     poll.context = context;
     poll.job = joined = job;
@@ -145,6 +149,7 @@ static void relax(void) {
 
 static void *worker_main(void *unused) {
     (void)unused;
+    ba_set_float_mode(BA_USUAL_FLOAT_MODE);
     uint64_t seen = 0;
     pthread_mutex_lock(&pool.lock);
     for (;;) {
@@ -235,7 +240,8 @@ static void wait_for_workers(void) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
+/* ba_parallel, in the mode of floating-point numbers that the thread has. */
+static ba_status run_job(int threads, int64_t items, ba_item_fn fn, void *context) {
     stopper job = {0};
     open_job(&job);
     threads = (int)ba_min(threads, items);
@@ -267,6 +273,16 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
     }
     if (!job.forked) pthread_mutex_unlock(&pool.owner); /* in a forked child this lock is new, and nobody holds it */
     return close_job(&job);
+}
+
+ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
+    const ba_float_mode before = ba_get_float_mode(), outer = poll.mode;
+    poll.mode = before;
+    ba_set_float_mode(BA_USUAL_FLOAT_MODE);
+    const ba_status status = run_job(threads, items, fn, context);
+    ba_set_float_mode(before);
+    poll.mode = outer;
+    return status;
 }
 
 void ba_pause(int spins) {

@@ -16,7 +16,8 @@ typedef void (*ba_item_fn)(void *context, int64_t item, int worker);
 /* Runs items 0 .. items-1 on up to `threads` threads, the caller included. Each thread takes the lowest item that nobody has taken yet.
  * Returns when no item runs any more. When another caller uses the pool, or the system has no memory for a handler of forks, the caller runs
  * all items itself; when the system refuses to start a thread, the job runs on the threads that there are. Returns BA_INTERRUPTED where the
- * caller's poll function (ba_set_poll) stopped the job: some items then did not run, or not to their end. */
+ * caller's poll function (ba_set_poll) stopped the job: some items then did not run, or not to their end. Items run in the usual mode of
+ * floating-point numbers (float_mode.h), whatever the caller's. */
 ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) __attribute__((warn_unused_result));
 
 /* Whether the job that this thread takes part in must stop. An item that may take longer than some milliseconds calls this as it goes and
