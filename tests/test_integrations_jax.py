@@ -209,6 +209,18 @@ def test_memory_is_shared(monkeypatch):
     assert seen == {"out": out.unsafe_buffer_pointer()} | {n: x.unsafe_buffer_pointer() for n, x in zip("qkv", (q, k, v), strict=True)}
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e-39), ("float16", 3e-7)])
+def test_subnormal_numbers_stay(dtype, scale):
+    """JAX's threads flush them to 0, which the library undoes for its calls."""
+    q, k, v = inputs(dtype)
+    v = jnp.asarray((np.asarray(v) * scale).astype(dtype))
+    for level in blitz_attn.isa_levels():
+        with blitz_attn.isa(level):
+            theirs = blitz_attn.block_sparse_attention(*(np.asarray(x) for x in (q, k, v)))
+            assert np.asarray(theirs).any()
+            assert same(jax.jit(lambda *x: functions.block_sparse_attention(*x))(q, k, v), theirs)
+
+
 def test_equal_calls_are_compiled_once():
     """A step of other options is another one; options that cannot be compared make one of its own."""
     step = lambda **options: calls._OnBuffers(len, 4, calls._key_of(options), options)  # noqa: E731

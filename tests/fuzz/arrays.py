@@ -18,6 +18,7 @@ from .problems import Finding
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_JAX = HAS_ML_DTYPES and importlib.util.find_spec("jax") is not None
 CANARY = 0xA5
 
 

@@ -1,6 +1,6 @@
 """The interfaces of upstream's packages: `compat.torch_bsa` against dense masks, `compat.mslk` against `blitz_attn.nsa` in mode "mslk".
 
-With torch, its integration too (torch_problems)."""
+With torch and JAX, their integrations too (torch_problems, jax_problems)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from .problems import Finding, problem
 
 if arrays.HAS_TORCH:
     from . import torch_problems  # noqa: F401 - registers its problems
+if arrays.HAS_JAX:
+    from . import jax_problems  # noqa: F401
 
 KINDS = ("numpy", "ml_dtypes", "torch")
 DTYPES = tuple(x for x in arrays.FLOATS if x != "bfloat16" or arrays.HAS_ML_DTYPES or arrays.HAS_TORCH)

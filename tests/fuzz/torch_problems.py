@@ -19,6 +19,7 @@ from .attention_cases import listed
 from .attention_oracle import Attention, forward
 from .attention_oracle import backward as oracle_backward
 from .draw import Discard, Draw
+from .framework_draws import CallDraw
 from .nsa_draws import Setting, as_integers, as_lists, draw_rules, random_lists
 from .paged_problems import Case as PagedCase
 from .problems import Finding, problem
@@ -126,69 +127,21 @@ def torch_nsa(draw: Draw) -> None:
 @problem("torch.block_sparse_attention", weight=0.7)
 def torch_attention(draw: Draw) -> None:
     with checks.at_level(draw):
-        dtype = draw.pick("dtype", arrays.FLOATS)
-        real = "float64" if dtype == "float64" else "float32"
-        layout = draw.pick("layout", ("BNSD", "BSND", "BSH", "TND"))
-        batch, kv_heads, group = (
-            draw.pick("batch", (1, 2, 3, 0), (4, 3, 1, 0.2)),
-            draw.pick("kv_heads", (1, 2, 3)),
-            draw.pick("group", (1, 2, 4)),
-        )
-        s_q, s_kv = (draw.integer(name, 0, 60, likely=(1, 16, 33)) for name in ("s_q", "s_kv"))
-        dim, v_dim = (draw.integer(name, 1, 64, likely=(1, 8, 16)) for name in ("dim", "v_dim"))
-        heads, shape = kv_heads * group, (draw.pick("block_q", (8, 1, 16, 128)), draw.pick("block_kv", (8, 1, 16, 128)))
-        options: dict[str, Any] = {
-            "causal": draw.flag("causal"), "block_shape": shape, "scale": draw.pick("scale", (None, 0.3)), "layout": layout,
-            "window": draw.pick("window", (None, "some")) and (draw.pick("left", (-1, 0, 5)), draw.pick("right", (-1, 0, 5))),
-            "num_threads": checks.threads(draw),
-        }  # fmt: skip
-        if layout == "BSH":
-            options |= {"num_heads": heads, "num_kv_heads": kv_heads}
-        lens = {
-            name: [draw.integer(f"{name}[{i}]", 0, n, likely=(n,)) for i in range(batch)]
-            for name, n in (("q_lens", s_q), ("kv_lens", s_kv))
+        drawn = CallDraw(draw, arrays.FLOATS)
+        dtype, real, options, full, sabi = drawn.dtype, drawn.real, drawn.options, drawn.full, drawn.sabi
+        leaves: dict[str, Leaf | None] = {
+            name: Leaf(draw, name, draw.rng(name).standard_normal(size), dtype) for name, size in drawn.shapes.items()
         }
-        ragged = draw.flag("ragged")
-        if layout == "TND":
-            sums = {name: np.concatenate([[0], np.cumsum(x)]).astype(np.int64) for name, x in lens.items()}
-            options |= {
-                "cu_seqlens_q": as_integers(draw, "cu_q", sums["q_lens"]),
-                "cu_seqlens_kv": as_integers(draw, "cu_kv", sums["kv_lens"]),
-            }
-            s_q, s_kv = (max(x, default=0) for x in lens.values())
-        elif ragged:
-            options |= {name: as_integers(draw, name, x) for name, x in lens.items()}
-        if draw.flag("has_sabi"):
-            rows, columns = -(-s_q // shape[0]), -(-s_kv // shape[1])
-            rng = draw.rng("sabi")
-            lists = np.full((batch, draw.pick("sabi.heads", (1, heads)), rows, columns), -1)
-            for index in np.ndindex(lists.shape[:3]):
-                places = rng.permutation(columns)[: int(rng.integers(0, columns, endpoint=True))]
-                lists[index][: len(places)] = places
-            options["sabi"] = as_lists(draw, "sabi", lists)
-
-        def shape_of(tokens: int, total: int, count: int, width: int) -> tuple[int, ...]:
-            forms = {"BNSD": (batch, count, tokens, width), "BSND": (batch, tokens, count, width), "BSH": (batch, tokens, count * width)}
-            return (total, count, width) if layout == "TND" else forms[layout]
-
-        leaves: dict[str, Leaf | None] = {}
-        for name, tokens, which, count, width in (
-            ("q", s_q, "q_lens", heads, dim),
-            ("k", s_kv, "kv_lens", kv_heads, dim),
-            ("v", s_kv, "kv_lens", kv_heads, v_dim),
-        ):
-            size = shape_of(tokens, sum(lens[which]), count, width)
-            leaves[name] = Leaf(draw, name, draw.rng(name).standard_normal(size), dtype)
-        sabi = options.pop("sabi", None)
         with_lse = draw.flag("return_lse")
-        full, given, placed = (batch, heads, s_q, s_kv), {}, []
+        given: dict[str, Any] = {}
+        placed = []
         if draw.flag("mask", 0.4):
             mask, own_dtype = bias_draws.draw_mask(draw, full, dtype, np.ones(full, np.bool_), spoils=False)
             place, given["attn_mask"] = bias_draws.place(draw, mask, own_dtype, full)
             placed.append(place)
             options["attn_mask"] = bias_draws.plain(mask, own_dtype)
         if draw.flag("alibi", 0.3):
-            options["alibi_slopes"] = bias_draws.draw_slopes(draw, heads)
+            options["alibi_slopes"] = bias_draws.draw_slopes(draw, drawn.heads)
             given["alibi_slopes"] = bias_draws.draw_given_slopes(draw, options["alibi_slopes"])
         result = integration.block_sparse_attention(*(x.given for x in leaves.values()), sabi, return_lse=with_lse, **options | given)
         out, lse = result if with_lse else (result, None)

@@ -31,7 +31,7 @@ def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
             raise TypeError(f"{name}: expected a JAX array, got {type(x).__name__}")
         if x is not None:
             try:
-                arrays[name] = jax.numpy.asarray(x)
+                arrays[name] = jax.numpy.asarray(x, int if isinstance(x, (list, tuple)) and not x else None)  # lengths of no sequences
             except (TypeError, ValueError) as error:
                 raise TypeError(f"{name}: expected an array that JAX can hold, got {type(x).__name__}") from error
     return arrays
