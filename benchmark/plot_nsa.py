@@ -69,6 +69,8 @@ def draw_shares(axes: Any, rows: list[Row]) -> None:
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of the forward parts")
+    if own:
+        axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above: bars fill the panel
 
 
 def draw_memory(axes: Any, rows: list[Row]) -> None:
@@ -93,7 +95,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("tokens")
         axes.grid(True, alpha=0.3, which="both")
-        if axes.get_legend_handles_labels()[0]:
+        if axes.get_legend_handles_labels()[0] and not axes.get_legend():
             axes.legend(fontsize=8)
     usual = "Native sparse attention, {mode}: {dtype}, H = {H} on {H_kv} KV heads, D = {D}, {threads}"
     figure.suptitle(title or usual.format(**{**rows[0], "threads": counted(threads)}))

@@ -18,7 +18,7 @@ from _plots import Row, counted, parse_rows, plot_main
 COLOURS = {"float32": "#0072B2", "float16": "#56B4E9", "bfloat16": "#009E73", "int8": "#E69F00"}
 MARKS = {"dense": "o", "causal": "^", "sparse": "s", "backward": "v", "few": "D", "decode": "P", "select": "X", "small": "*"}
 PEAKS = {"flops": "{} FMA", "tiles": "{} tiles"}
-INTENSITIES = (0.25, 4096.0)
+INTENSITIES = (0.0625, 4096.0)  # operations begin at 0.5; left of them stand the names of the slopes
 
 
 def family(row: Row) -> str:
@@ -26,8 +26,8 @@ def family(row: Row) -> str:
     return next((name for name in MARKS if row["operation"].startswith(name)), "dense")
 
 
-def draw_ceilings(axes: Any, limits: list[Row]) -> float:
-    """The roofs; returns the highest."""
+def draw_ceilings(axes: Any, limits: list[Row]) -> tuple[float, float]:
+    """The roofs; returns where the lowest begins, and the highest."""
     peaks: dict[float, list[str]] = {}
     for row in limits:
         if row["what"] in PEAKS:  # levels whose vectors are equally wide have the same peak but for noise
@@ -48,7 +48,7 @@ def draw_ceilings(axes: Any, limits: list[Row]) -> float:
         axes.plot(ends, [value * x for x in ends], color="#999999", linewidth=1, linestyle="--")
         place = (INTENSITIES[0] * 1.35, value * INTENSITIES[0] * 1.25)
         axes.text(*place, f"{', '.join(names)} {value:.0f} GB/s", fontsize=7, ha="left", va="top", color="#777777")
-    return top
+    return min(slopes) * INTENSITIES[0], top
 
 
 def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
@@ -63,14 +63,16 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     best = points[0]["level"]  # the table starts with the level in use
     figure = Figure(figsize=(8.5 * len(counts), 7), dpi=dpi, layout="constrained")
     for axes, threads in zip(figure.subplots(1, len(counts), squeeze=False).flat, counts, strict=True):
-        top = draw_ceilings(axes, [row for row in limits if row["threads"] == threads])
-        for row in (row for row in points if row["threads"] == threads):
+        bottom, top = draw_ceilings(axes, [row for row in limits if row["threads"] == threads])
+        own = [row for row in points if row["threads"] == threads]
+        for row in own:
             style = {"color": COLOURS.get(row["dtype"], "#666666"), "fillstyle": "full" if row["level"] == best else "none"}
             axes.plot(row["flop/byte"], row["GFLOP/s"], MARKS[family(row)], markersize=7, **style)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlim(*INTENSITIES)
-        axes.set_ylim(min(2.0, *(0.7 * row["GFLOP/s"] for row in points)), top * 1.6)
+        rates = [row["GFLOP/s"] for row in own]  # those of pairs of bfloat16 can be twice the peak
+        axes.set_ylim(0.7 * min(bottom, *rates), 1.6 * max(top, *rates))
         axes.set_xlabel("arithmetic intensity (flop/byte, operands and results counted once)")
         axes.set_ylabel("GFLOP/s")
         axes.grid(True, alpha=0.2, which="both")

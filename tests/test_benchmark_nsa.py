@@ -1,6 +1,7 @@
 """The benchmark of native sparse attention at sizes that take no time: what it prints, what it refuses, that it notices wrong results."""
 
 import csv
+import io
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from test_benchmark import BENCHMARK, is_png  # finds the scripts
 from test_benchmark_decode import run
 
 import nsa  # isort: skip
+import plot_nsa  # isort: skip
 from _plots import parse_rows  # isort: skip
 
 SIZES = "-H 4 --kv-heads 2 -D 16 --block 16 --selected 4 --window 21 --tile 32 --repeats 1"
@@ -62,6 +64,14 @@ def test_plot_draws_the_table(table, tmp_path):
     pytest.importorskip("matplotlib")
     run("plot_nsa.py", "--dpi 40 -o", tmp_path / "figure.png", stdin=table)
     assert is_png(tmp_path / "figure.png")
+
+
+def test_the_parts_are_named_beside_their_bars(table):
+    pytest.importorskip("matplotlib")
+    figure = plot_nsa.draw(parse_rows(table, ("N",)), None, 60)
+    figure.savefig(io.BytesIO(), format="png")
+    panel = figure.axes[2]
+    assert panel.get_legend().get_window_extent().y0 >= panel.bbox.y1
 
 
 def test_plot_refuses_what_holds_no_rows(tmp_path):

@@ -1,6 +1,7 @@
 """peers.py, roofline.py, speed.py and beside.py at sizes that take no time: what they print, what they refuse, that the others are asked the right question."""
 
 import argparse
+import io
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import _bench  # noqa: E402
 import beside  # noqa: E402
 import operations  # noqa: E402
 import peers  # noqa: E402
+import plot_roofline  # noqa: E402
 import prefill_peers  # noqa: E402
 import saved  # noqa: E402
 import speed  # noqa: E402
@@ -251,6 +253,26 @@ def test_roofline_prints_and_draws(few_operations, capsys, tmp_path):
 
 
 # ---- speed.py ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dram", [1.0, 6.0, 35.0])
+def test_names_of_slopes_stand_clear_of_marks(dram):
+    pytest.importorskip("matplotlib")
+    limits = [{"what": "flops", "level": "avx2", "threads": 1, "value": 90.0}]
+    limits += [{"what": "read", "level": level, "threads": 1, "value": value} for level, value in (("L2", 100.0), ("DRAM", dram))]
+    operation = {"operation": "decode", "dtype": "float32", "level": "avx2", "threads": 1}
+    points = [{**operation, "flop/byte": 2.0**n, "GFLOP/s": min(dram * 2.0**n, 180.0)} for n in range(-1, 8)]
+    figure = plot_roofline.draw(limits + points, None, 60)
+    figure.savefig(io.BytesIO(), format="png")
+    (axes,) = figure.axes
+    names = [text.get_window_extent() for text in axes.texts if "GB/s" in text.get_text()]
+    marks = axes.transData.transform([(row["flop/byte"], row["GFLOP/s"]) for row in points])
+    assert len(names) == 2
+    for name in names:
+        assert axes.bbox.containsx(name.x0)
+        assert axes.bbox.y0 <= name.y0 < name.y1 <= axes.bbox.y1
+        assert name.x1 < marks[:, 0].min()
+    assert marks[:, 1].max() < axes.bbox.y1
 
 
 def test_a_record_is_compared_with(few_operations, tmp_path, capsys):
