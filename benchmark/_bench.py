@@ -1,10 +1,13 @@
-"""What the scripts of this folder share: finding the library, timing in turns, a progress line, and the table's form."""
+"""What the scripts of this folder share: finding the library, options and refusals, the table's form, a progress line, timing in turns."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib.util
 import math
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -19,6 +22,84 @@ ROOT = Path(__file__).resolve().parent.parent
 # A checkout that has been built in place is measured as it stands, otherwise the installed package is; PYTHONPATH goes before both.
 if (any((ROOT / "blitz_attn").glob("_core*.so")) and not os.environ.get("PYTHONPATH")) or importlib.util.find_spec("blitz_attn") is None:
     sys.path.insert(0, str(ROOT))
+
+# ---- The command line --------------------------------------------------------------------------------------------
+
+
+def checked(convert: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """A type of options for argparse, which names the option ahead of what this says of a value that does not hold."""
+
+    def value_of(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not holds(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return value_of
+
+
+def _can_be_written(path: Path) -> bool:
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+
+
+positive = checked(int, lambda value: value >= 1, "a whole number from 1")
+natural = checked(int, lambda value: value >= 0, "a whole number from 0")
+above_zero = checked(float, lambda value: 0 < value < math.inf, "a number above 0")
+from_zero = checked(float, lambda value: 0 <= value < math.inf, "a number from 0")
+share = checked(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+density = checked(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+readable = checked(Path, lambda path: os.access(path, os.R_OK) and not path.is_dir(), "a file that can be read")
+writable = checked(Path, _can_be_written, "a file that can be written, in a folder that exists")
+
+
+def isa_level(text: str) -> str:
+    """An instruction set of this CPU."""
+    import blitz_attn  # here, so that a script's --help needs no library
+
+    levels = blitz_attn.isa_levels(available=True)
+    return str(checked(str, levels.__contains__, f"a level of this CPU ({', '.join(levels)})")(text))
+
+
+_NAMES_AN_ARGUMENT = re.compile(r"(--)?[\w.\[\]-]+: ")
+_timing = False  # whether contenders have been called once and are being timed: what is refused then is no matter of options
+
+
+def command(main: Callable[[Any], int]) -> Callable[..., int]:
+    """A script's `main`, which ends with a sentence where the library refuses what options ask for, and quietly without a reader.
+
+    A refusal is an error that begins with the name of an argument, while operands are made or contenders are called for the first time.
+    Other errors are mistakes of the script or the library, and keep their traceback.
+    """
+    script = Path(main.__code__.co_filename).name
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        global _timing
+        _timing = False
+        try:
+            try:
+                return main(argv)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:  # `| head`: the reader has what it wanted
+            from blitz_attn.__main__ import drop_output
+
+            drop_output()
+            return 0
+        except (TypeError, ValueError) as error:
+            if _timing or not _NAMES_AN_ARGUMENT.match(str(error)):
+                raise
+            print(f"{script}: {error}", file=sys.stderr)
+            return 2
+        except MemoryError as error:
+            print(f"{script}: {str(error) or 'there is not enough memory'}", file=sys.stderr)
+            return 1
+
+    return run
+
 
 # ---- The table -------------------------------------------------------------------------------------------------
 
@@ -182,11 +263,13 @@ def in_turns(contenders: Sequence[Contender], repeats: int, warmup: int, progres
     Yields (index, timing) right after a contender's last sample, before the next contender runs: outputs that the
     contenders share still hold this one's result.
     """
+    global _timing
     samples: list[list[float]] = [[] for _ in contenders]
     calls = [1] * len(contenders)
     latest = [0.0] * len(contenders)
     for turn in range(warmup + repeats):
         last = turn == warmup + repeats - 1
+        _timing = turn > 0
         for index, contender in enumerate(contenders):
             if last and contender.before_last:
                 contender.before_last()
@@ -206,3 +289,4 @@ def in_turns(contenders: Sequence[Contender], repeats: int, warmup: int, progres
             progress.add(contender.work, contender.label)
             if last:
                 yield index, Timing(samples[index])
+    _timing = False

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import _bench  # noqa: F401  (finds the library of this checkout)
+from _bench import positive, writable  # first: finds the library of this checkout
 from blitz_attn.plot import _cell as cell_value
 
 Row = dict[str, Any]
@@ -44,9 +44,9 @@ def plot_main(
     """The command: a table of `source` on stdin to a picture. Returns the exit code."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "benchmark.png" if script == "plot.py" else script.removeprefix("plot_").removesuffix(".py") + ".png"
-    parser.add_argument("--output", "-o", default=default, help="picture to write (%(default)s)")
+    parser.add_argument("--output", "-o", type=writable, default=default, help="picture to write (%(default)s)")
     parser.add_argument("--title", help="title of the figure")
-    parser.add_argument("--dpi", type=int, default=120, help="resolution (%(default)s)")
+    parser.add_argument("--dpi", type=positive, default=120, help="resolution (%(default)s)")
     args = parser.parse_args(argv)
     rows = read(sys.stdin.read())
     if not rows:

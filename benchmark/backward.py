@@ -26,9 +26,9 @@ import numpy as np
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 import roofline
-from _bench import Column, Contender, Progress, Table, in_turns, parameters
+from _bench import Column, Contender, Progress, Table, command, in_turns, isa_level, natural, parameters, positive, share
 from _peers import UnavailableError, imported_torch, torch_tensor
-from benchmark import DTYPES, block_shape, positive, share
+from benchmark import DTYPES, block_shape
 from blitz_attn import reference, sabi, testing
 from saved import add_save, main_with_save
 from work import dense_pairs, kept_pairs
@@ -189,15 +189,16 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--block-shape", type=block_shape, default=(128, 128), metavar="QxKV", help="of the lists (128x128)")
     result.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only causal rows, or none (both)")
     result.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1 and the library's choice)")
-    result.add_argument("--isa", help="highest instruction set to use, such as avx2 (the CPU's best)")
+    result.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
     result.add_argument("--repeats", type=positive, default=3, help="timed turns, of which the median counts (%(default)s)")
-    result.add_argument("--warmup", type=int, default=1, help="turns before them (%(default)s)")
+    result.add_argument("--warmup", type=natural, default=1, help="turns before them (%(default)s)")
     result.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="time torch too (yes)")
     result.add_argument("--run-reference", action=argparse.BooleanOptionalAction, default=True, help="check the gradients (yes)")
-    result.add_argument("--seed", type=int, default=1234, help="of lists and operands (%(default)s)")
+    result.add_argument("--seed", type=natural, default=1234, help="of lists and operands (%(default)s)")
     return add_save(result)
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)

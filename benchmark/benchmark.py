@@ -15,11 +15,10 @@ drops; and the share of F, the fp32 FMA peak of the same threads, measured in th
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from _bench import command, isa_level, natural, positive, readable, share, writable
 from saved import add_save, main_with_save
 
 SIZES = (128, 256, 512, 1024)
@@ -50,6 +49,7 @@ DEFAULTS = {
     "input": {
         "sparsities": [0.0, 0.5, 0.75, 0.9],
         "block_shapes": [(128, 128), (64, 64)],
+        "choosers": ["mean-pool", "oracle"],
         "repeats": 3,
         "warmup": 1,
         "dtype": "float32",
@@ -65,28 +65,12 @@ def block_shape(text: str) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
-
-
-def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, got {text!r}")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = result.add_argument_group("what to run")
     what.add_argument("--headline", action="store_true", help="upstream's sweep: S=118806, H=3, D=128, bfloat16, 11 sparsities, frames")
-    what.add_argument("--input", type=Path, metavar="FILE", help="run on the queries, keys and values that capture.py saved")
-    what.add_argument("--resume", type=Path, metavar="FILE", help="output of an earlier run: its rows are kept, the rest is measured")
+    what.add_argument("--input", type=readable, metavar="FILE", help="run on the queries, keys and values that capture.py saved")
+    what.add_argument("--resume", type=readable, metavar="FILE", help="output of an earlier run: its rows are kept, the rest is measured")
     problem = result.add_argument_group("problem (lists: every combination is run)")
     problem.add_argument("--batch", "-B", type=positive, nargs="+", default=[1], help="batch sizes (1)")
     problem.add_argument("--heads", "-H", type=positive, nargs="+", default=[3], help="query heads (3)")
@@ -101,25 +85,25 @@ def parser() -> argparse.ArgumentParser:
     lists.add_argument("--frames", action=argparse.BooleanOptionalAction, help="always keep a border of blocks (only with --headline)")
     lists.add_argument("--frame-tokens", type=positive, default=3600, help="border at the left and top, in tokens (%(default)s)")
     lists.add_argument("--sorted", action=argparse.BooleanOptionalAction, default=True, help="columns of a row rising (yes)")
-    lists.add_argument("--seed", type=int, default=1234, help="of block lists and operands (%(default)s, upstream's)")
-    lists.add_argument("--layers", type=int, nargs="+", help="with --input: layers to run (all in the file)")
-    lists.add_argument("--choosers", nargs="+", choices=("mean-pool", "oracle"), default=["mean-pool", "oracle"], help="with --input")
+    lists.add_argument("--seed", type=natural, default=1234, help="of block lists and operands (%(default)s, upstream's)")
+    lists.add_argument("--layers", type=natural, nargs="+", help="with --input: layers to run (all in the file)")
+    lists.add_argument("--choosers", nargs="+", choices=("mean-pool", "oracle"), help="with --input (both)")
     timing = result.add_argument_group("timing")
     timing.add_argument("--repeats", type=positive, help="timed turns, of which the median counts (3; headline 1)")
-    timing.add_argument("--warmup", type=int, help="turns before them (1; headline 0)")
+    timing.add_argument("--warmup", type=natural, help="turns before them (1; headline 0)")
     timing.add_argument("--reference", choices=("own", "torch"), default="own", help="dense attention to compare with (%(default)s)")
     timing.add_argument("--threads", type=positive, help="threads (the library's choice)")
-    timing.add_argument("--isa", help="highest instruction set to use, such as avx2 (the CPU's best)")
+    timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
     outputs = result.add_argument_group("outputs")
     outputs.add_argument("--run-reference", action=argparse.BooleanOptionalAction, default=True, help="check the outputs (yes)")
-    outputs.add_argument("--check-rows", type=int, default=32, help="query rows a head to check, 0: all; short problems: all (%(default)s)")
+    outputs.add_argument("--check-rows", type=natural, default=32, help="query rows a head to check, 0: all; short problems: all (32)")
     outputs.add_argument("--print-mask", action="store_true", help="picture of each block list, on stderr")
     outputs.add_argument("--print-outputs", action="store_true", help="a corner of each output, on stderr")
     outputs.add_argument("--print-block-equality", action="store_true", help="which blocks of an output are right, on stderr")
     outputs.add_argument("--print-height", type=positive, default=128, help="rows of that corner and of those blocks (%(default)s)")
     outputs.add_argument("--print-width", type=positive, default=8, help="columns of them (%(default)s)")
-    outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows, with every timing, as CSV")
-    outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON")
+    outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows, with every timing, as CSV")
+    outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON")
     return add_save(result)
 
 
@@ -128,14 +112,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = options.parse_args(argv)
     if args.input and (args.headline or args.resume):
         options.error("--input: cannot be combined with --headline or --resume")
+    for name in ("layers", "choosers"):
+        if getattr(args, name) and not args.input:
+            options.error(f"--{name}: expected only with --input, whose layers it is about")
     for name, value in DEFAULTS["input" if args.input else "headline" if args.headline else "sweep"].items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     if args.kv_heads and any(heads % args.kv_heads for heads in args.heads):
         options.error(f"--kv-heads: expected a divisor of every number of heads {args.heads}, got {args.kv_heads}")
-    for name in ("warmup", "check_rows"):
-        if getattr(args, name) < 0:
-            options.error(f"--{name.replace('_', '-')}: expected 0 or more, got {getattr(args, name)}")
     return args
 
 
@@ -174,19 +158,14 @@ def run(args: argparse.Namespace) -> None:
         records.close()
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         run(args)
-    except BrokenPipeError:  # `| head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except KeyboardInterrupt:
         print("\nbenchmark.py: stopped; --resume FILE goes on from what was printed", file=sys.stderr)
         return 130
-    except (ValueError, FileNotFoundError) as error:
-        print(f"benchmark.py: {error}", file=sys.stderr)
-        return 1
     return 0
 
 

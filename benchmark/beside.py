@@ -22,7 +22,7 @@ from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import Column, Contender, Progress, Table, in_turns
+from _bench import Column, Contender, Progress, Table, command, in_turns, positive
 from operations import DTYPES, SETTLE_SECONDS, Operation, decode, every_operation
 
 GROUPS = (1, 4, 8)
@@ -100,12 +100,13 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("other", type=Path, help="the checkout to measure beside: built in place")
     result.add_argument("--only", nargs="+", metavar="WORD", help="only operations with one of these words in their name or dtype")
-    result.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of threads (%(default)s)")
-    result.add_argument("--turns", type=int, default=10, help="turns, in each of which both run twice (%(default)s)")
-    result.add_argument("--kv-mib", type=int, default=64, help="K and V of a decode step in MiB (%(default)s)")
+    result.add_argument("--threads", type=positive, nargs="+", default=[1], help="numbers of threads (%(default)s)")
+    result.add_argument("--turns", type=positive, default=10, help="turns, in each of which both run twice (%(default)s)")
+    result.add_argument("--kv-mib", type=positive, default=64, help="K and V of a decode step in MiB (%(default)s)")
     return result
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:

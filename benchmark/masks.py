@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
-from _bench import Column, Contender, Progress, Table, in_turns, parameters
+from _bench import Column, Contender, Progress, Table, command, in_turns, natural, parameters, positive
 from _peers import imported_torch, torch_tensor, version
-from benchmark import positive
 from blitz_attn import _core, sabi, testing
 from operands import Operands, draw
 from saved import add_save, main_with_save
@@ -188,10 +187,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=positive, default=5, help="timed turns, of which the median counts (%(default)s)")
     result.add_argument("--warmup", type=positive, default=1, help="turns before them (%(default)s)")
     result.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="time torch too, where it is installed (yes)")
-    result.add_argument("--seed", type=int, default=1234, help="of operands and masks (%(default)s)")
+    result.add_argument("--seed", type=natural, default=1234, help="of operands and masks (%(default)s)")
     return add_save(result)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     torch = version("torch") if args.torch else None

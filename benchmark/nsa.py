@@ -19,7 +19,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ import numpy as np
 import _bench
 import blitz_attn
 import check
-from _bench import Column, Contender, Progress, Table, in_turns
-from benchmark import positive
+from _bench import Column, Contender, Progress, Table, command, from_zero, in_turns, isa_level, natural, positive, writable
 from blitz_attn import _core, reference, testing
 from blitz_attn.nsa import (
     compress_kv,
@@ -386,16 +384,16 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--tile", type=positive, default=256, help="mslk mode: queries that share a selection (%(default)s)")
     what.add_argument("--weights", action="store_true", help="with compression matrices and gates from q; without, gates of a third")
     what.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="also time the parts by themselves (yes)")
-    what.add_argument("--dense-seconds", type=float, default=10.0, help="longest dense call to measure; 0 for none (%(default)s)")
-    what.add_argument("--seed", type=int, default=1234, help="of the operands (%(default)s)")
+    what.add_argument("--dense-seconds", type=from_zero, default=10.0, help="longest dense call to measure; 0 for none (%(default)s)")
+    what.add_argument("--seed", type=natural, default=1234, help="of the operands (%(default)s)")
     timing = result.add_argument_group("timing")
     timing.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (what the library uses)")
-    timing.add_argument("--isa", help="highest instruction set to use, such as avx2 (the CPU's best)")
+    timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
     timing.add_argument("--repeats", type=positive, help="timed turns, of which the median counts (3)")
     timing.add_argument("--warmup", type=positive, default=1, help="turns before them (%(default)s)")
     outputs = result.add_argument_group("outputs")
-    outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
-    outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON")
+    outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
+    outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON")
     return add_save(result)
 
 
@@ -410,6 +408,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.isa:

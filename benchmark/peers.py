@@ -28,10 +28,23 @@ from typing import Any
 import _bench
 import blitz_attn
 import roofline
-from _bench import Column, Contender, Progress, Table, in_turns
+from _bench import (
+    Column,
+    Contender,
+    Progress,
+    Table,
+    above_zero,
+    command,
+    in_turns,
+    isa_level,
+    natural,
+    positive,
+    readable,
+    share,
+    writable,
+)
 from _peers import Fetch, Step, UnavailableError, pause, reason_of
 from _plots import parse_rows
-from benchmark import positive, share
 from blitz_attn import _core, sabi, testing
 from operands import draw
 from paged_operands import memory_available
@@ -252,7 +265,10 @@ def by_cell(rows: Iterable[dict[str, Any]]) -> dict[tuple, dict[str, dict[str, A
 
 def merged(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The rows of several tables as one table's."""
-    rows = [row for path in paths for row in parse_rows(path.read_text(encoding="utf-8"), ("dtype",))]
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    rows = [row for text in texts for row in parse_rows(text, ("dtype",)) if "contender" in row]
+    if not rows:
+        raise ValueError("--merge: expected tables of peers.py, got none with a row of a contender")
     rows.sort(key=lambda row: (DTYPES.index(row["dtype"]), row["D"], row["S"], row["rule"], row["sparsity"], row["threads"]))
     return [row for found in by_cell(rows).values() for row in found.values()]
 
@@ -307,17 +323,17 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--sparsities", type=share, nargs="*", metavar="s", help=f"shares of {BLOCK}x{BLOCK} blocks to drop (0 0.5 0.9)")
     what.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="causal attention too (yes)")
     what.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS), help="libraries (all that are installed)")
-    what.add_argument("--seed", type=int, default=1234, help="of operands and lists (%(default)s)")
-    what.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="measure nothing: the summary of the tables in these files")
+    what.add_argument("--seed", type=natural, default=1234, help="of operands and lists (%(default)s)")
+    what.add_argument("--merge", type=readable, nargs="+", metavar="FILE", help="measure nothing: the summary of the tables in these files")
     timing = result.add_argument_group("timing")
     timing.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1, and what the library uses)")
-    timing.add_argument("--isa", help="highest instruction set for this library, such as avx2 (the CPU's best)")
+    timing.add_argument("--isa", type=isa_level, help="highest instruction set for this library, such as avx2 (the CPU's best)")
     timing.add_argument("--repeats", type=positive, help="timed turns, of which the median counts (5)")
     timing.add_argument("--warmup", type=positive, default=1, help="turns before them (%(default)s)")
-    timing.add_argument("--most-seconds", type=float, default=20.0, help="what a contender may take in a cell, all turns (%(default)s)")
+    timing.add_argument("--most-seconds", type=above_zero, default=20.0, help="what a contender may take in a cell, all turns (20)")
     outputs = result.add_argument_group("outputs")
-    outputs.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
-    outputs.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON, with every timing")
+    outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
+    outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON, with every timing")
     return add_save(result)
 
 
@@ -361,6 +377,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.merge:

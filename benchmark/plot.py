@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from _bench import command
 from _plots import Row, plot_main
 from blitz_attn.plot import parse_table, plot_speedup
 
@@ -66,6 +67,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     return figure
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return plot_main(argv, "plot.py", __doc__, "a benchmark table", parse_table, draw)
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from _bench import command
 from _plots import Row, counted, parse_rows, plot_main
 
 FIRST_COLUMNS = ("cell", "context")  # of decode.py and quest.py
@@ -116,6 +117,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     return (draw_quest if "context" in rows[0] else draw_decode)(rows, title, dpi)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     source = "a table of decode.py or quest.py"
     return plot_main(argv, "plot_decode.py", __doc__, source, lambda text: parse_rows(text, FIRST_COLUMNS), draw)

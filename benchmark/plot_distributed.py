@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from _bench import command
 from _plots import Row, parse_rows, plot_main
 
 DISPATCHES = {
@@ -47,6 +48,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     return figure
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return plot_main(argv, "plot_distributed.py", __doc__, "bytes of distributed.py", lambda text: parse_rows(text, ("pattern",)), draw)
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from _bench import command
 from _plots import Row, counted, parse_rows, plot_main
 
 PASSES = {"fwd": ("forward", "-", "o"), "f+b": ("forward and backward", "--", "s")}
@@ -102,6 +103,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     return figure
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return plot_main(argv, "plot_nsa.py", __doc__, "a table of nsa.py", lambda text: parse_rows(text, ("N",)), draw)
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from _bench import command
 from _plots import Row, counted, parse_rows, plot_main
 
 STYLES = {
@@ -62,6 +63,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     return figure
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return plot_main(argv, "plot_peers.py", __doc__, "a table of peers.py", lambda text: parse_rows(text, ("dtype",)), draw)
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from _bench import command
 from _plots import Row, counted, parse_rows, plot_main
 
 COLOURS = {"float32": "#0072B2", "float16": "#56B4E9", "bfloat16": "#009E73", "int8": "#E69F00"}
@@ -85,6 +86,7 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     return figure
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return plot_main(
         argv, "plot_roofline.py", __doc__, "a table of roofline.py", lambda text: parse_rows(text, ("what", "operation")), draw

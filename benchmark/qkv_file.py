@@ -7,6 +7,7 @@ them stand `layers` (int array), `scale` (float), `tokens` (B, S) token numbers,
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def load_capture(path: str | Path) -> Capture:
     ValueError
         If the archive is not one that `capture.py` wrote: the sentence names what is missing or does not fit.
     """
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: expected a file written by capture.py, got another kind of file")
     with np.load(path, allow_pickle=False) as archive:
         missing = {"layers", "scale", "tokens"} - set(archive.files)
         if missing:

@@ -18,7 +18,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ import _bench
 import blitz_attn
 import check
 import roofline
-from _bench import Column, Contender, Progress, Table, in_turns
-from benchmark import positive
+from _bench import Column, Contender, Progress, Table, command, in_turns, isa_level, natural, positive, writable
 from blitz_attn import _core, testing
 from paged_operands import ITEM_BYTES, LAYOUTS, Decode, bits_options, draw_cache, draw_tables, memory_available, token_bytes
 from records import Records
@@ -257,16 +255,17 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--kv-heads", type=positive, default=8, help="KV heads (%(default)s)")
     result.add_argument("--head-dim", "-D", type=positive, default=128, help="head dimension (%(default)s)")
     result.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16", help="dtype (%(default)s)")
-    result.add_argument("--seed", type=int, default=1234, help="of the operands (%(default)s)")
+    result.add_argument("--seed", type=natural, default=1234, help="of the operands (%(default)s)")
     result.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1, and what the library uses)")
-    result.add_argument("--isa", help="highest instruction set to use, such as avx2 (the CPU's best)")
+    result.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
     result.add_argument("--repeats", type=positive, help="timed turns, of which the median counts (5)")
     result.add_argument("--warmup", type=positive, default=1, help="turns before them (%(default)s)")
-    result.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows as CSV")
-    result.add_argument("--json", type=Path, metavar="FILE", help="the same as JSON")
+    result.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
+    result.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON")
     return add_save(result)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)

@@ -29,12 +29,9 @@ class Earlier:
         Raises
         ------
         ValueError
-            No such file, or no table in it.
+            There is no table in it.
         """
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        except OSError as error:
-            raise ValueError(f"--resume: cannot read {path}: {error.strerror}") from None
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         lines = [line.rstrip("\n") for line in lines if line.endswith("\n")]
         if not any(line.split()[:1] == [UPSTREAM_COLUMNS[0].name] for line in lines):
             raise ValueError(f"--resume: {path} holds no table (was it overwritten by sending this run's output to the same file?)")

@@ -23,7 +23,7 @@ from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import Column, Progress, Table
+from _bench import Column, Progress, Table, above_zero, command, isa_level, positive
 from blitz_attn import _core
 from saved import add_save, main_with_save
 
@@ -151,13 +151,14 @@ def operation_rows(threads: list[int], repeats: int, progress: Progress) -> Iter
         }
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads (1 .. what the library uses)")
-    parser.add_argument("--isa", nargs="+", help="levels (all that this CPU has)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time a measurement (%(default)s)")
+    parser.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1 .. what the library uses)")
+    parser.add_argument("--isa", type=isa_level, nargs="+", help="levels (all that this CPU has)")
+    parser.add_argument("--seconds", type=above_zero, default=0.3, help="time a measurement (%(default)s)")
     parser.add_argument("--operations", action=argparse.BooleanOptionalAction, default=True, help="measure operations too (yes)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of the operations, of which the median counts (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="turns of the operations, of which the median counts (%(default)s)")
     args = add_save(parser).parse_args(argv)
     isas = args.isa or list(blitz_attn.isa_levels(available=True))
     counts = list(args.threads or range(1, blitz_attn.get_num_threads() + 1))

@@ -30,8 +30,8 @@ import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import Column, Contender, Progress, Table, in_turns, parameters
-from benchmark import DTYPES, positive
+from _bench import Column, Contender, Progress, Table, command, from_zero, in_turns, isa_level, natural, parameters, positive
+from benchmark import DTYPES
 from blitz_attn import sabi, testing
 from paged_operands import bits_options, draw_decode
 from saved import add_save, main_with_save
@@ -242,11 +242,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--heads", "-H", type=positive, default=8, help="heads (%(default)s)")
     result.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="dtypes (float32 bfloat16)")
     result.add_argument("--threads", type=positive, help="of the several (the library's choice)")
-    result.add_argument("--isa", help="highest instruction set to use, such as avx2 (the CPU's best)")
+    result.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
     result.add_argument("--busy", action=argparse.BooleanOptionalAction, default=True, help="also beside a busy process (yes; Linux)")
     result.add_argument("--repeats", type=positive, default=5, help="timed turns, of which the median counts (%(default)s)")
-    result.add_argument("--warmup", type=int, default=1, help="turns before them (%(default)s)")
-    result.add_argument("--settle", type=float, default=0.01, help="seconds of calls ahead of a sample of a short one (%(default)s)")
+    result.add_argument("--warmup", type=natural, default=1, help="turns before them (%(default)s)")
+    result.add_argument("--settle", type=from_zero, default=0.01, help="seconds of calls ahead of a sample of a short one (%(default)s)")
     return add_save(result)
 
 
@@ -274,6 +274,7 @@ def small_table(args: argparse.Namespace, progress: Progress) -> None:
     table.foot()
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     threads = args.threads or blitz_attn.get_num_threads()

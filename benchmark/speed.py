@@ -24,7 +24,7 @@ from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import Column, Progress, Table
+from _bench import Column, Progress, Table, command, positive
 from blitz_attn import _core
 from operations import Point, every_operation, measured
 from saved import RESULTS, commit, machine, tag, today
@@ -106,11 +106,12 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--compare", action="store_true", help="show what has moved since this machine's record")
     result.add_argument("--file", type=Path, help="the record (benchmark/results/<this machine>/speed.json)")
     result.add_argument("--only", nargs="+", metavar="WORD", help="only operations with one of these words in their name or dtype")
-    result.add_argument("--threads", type=int, nargs="+", help="numbers of threads (1, and what the library uses)")
-    result.add_argument("--repeats", type=int, default=REPEATS, help="timed turns (%(default)s)")
+    result.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1, and what the library uses)")
+    result.add_argument("--repeats", type=positive, default=REPEATS, help="timed turns (%(default)s)")
     return result
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     here = machine()

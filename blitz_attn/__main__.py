@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Callable
 
 from .config import show_config
+
+
+def drop_output() -> None:
+    """Let standard output lead nowhere from now on: what is still to be written to a reader that has gone is no error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run_piped(main: Callable[[], object]) -> None:
+    """Call `main`, and end quietly where the reader of standard output goes away, as that of ``| head`` does."""
+    try:
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output()
 
 
 def main() -> None:
@@ -19,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_piped(main)

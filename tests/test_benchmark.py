@@ -1,8 +1,11 @@
 """The benchmark scripts at sizes that take no time: what they print, what they refuse, and that their parts fit together."""
 
+import contextlib
 import csv
+import importlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,9 +124,9 @@ def test_resume_of_a_whole_table_prints_it_again(table, tmp_path):
 
 def test_resume_refuses_other_parameters(table, tmp_path):
     (tmp_path / "other.log").write_text(table)
-    assert "measured with other parameters" in run("benchmark.py", *TINY, "--seed", "5", "--resume", tmp_path / "other.log", code=1)[1]
+    assert "measured with other parameters" in run("benchmark.py", *TINY, "--seed", "5", "--resume", tmp_path / "other.log", code=2)[1]
     (tmp_path / "empty.log").write_text("")
-    assert "holds no table" in run("benchmark.py", *TINY, "--resume", tmp_path / "empty.log", code=1)[1]
+    assert "holds no table" in run("benchmark.py", *TINY, "--resume", tmp_path / "empty.log", code=2)[1]
 
 
 def test_every_option_of_upstreams_file(tmp_path):
@@ -158,7 +161,7 @@ def test_correctness_can_be_switched_off():
         (["--sparsities", "1"], "expected a number from 0 to below 1, got '1'"),
         (["--block-shapes", "128"], "expected two positive sizes such as 128x512"),
         (["-H", "3", "--kv-heads", "2"], "--kv-heads: expected a divisor"),
-        (["--input", "x.npz", "--headline"], "--input: cannot be combined"),
+        (["--input", SLICE, "--headline"], "--input: cannot be combined"),
     ],
 )
 def test_bad_arguments(arguments, sentence):
@@ -180,8 +183,7 @@ def test_captured_input(tmp_path):
 
 
 def test_captured_input_refused():
-    assert "No such file" in run("benchmark.py", "--input", "missing.npz", code=1)[1]
-    assert "--layers: expected some of [3, 14], got [5]" in run("benchmark.py", "--input", SLICE, "--layers", "5", code=1)[1]
+    assert "--layers: expected some of [3, 14], got [5]" in run("benchmark.py", "--input", SLICE, "--layers", "5", code=2)[1]
 
 
 def test_roofline_prints_its_limits():
@@ -194,6 +196,108 @@ def test_roofline_prints_its_limits():
 def test_error_table_holds_the_rule():
     out, _ = run("error_table.py", "--dtypes", "float16", "bfloat16", "--tokens", "256")
     assert out.splitlines()[-1] == "# the rule holds in every row"
+
+
+# ---- What no script takes ---------------------------------------------------------------------------------------------
+
+FROM_1, FROM_0, ABOVE_0 = "expected a whole number from 1", "expected a whole number from 0", "expected a number above 0"
+UNWRITABLE = "expected a file that can be written, in a folder that exists"
+REFUSED = [
+    *((script, f"{option} {BENCHMARK}", f"{option}: {UNWRITABLE}") for script in ("benchmark", "decode", "quest", "nsa", "peers") for option in ("--csv", "--json")),
+    ("decode", "--json /nonexistent/rows.json", f"--json: {UNWRITABLE}"),
+    ("plot", "-o /nonexistent/figure.png", f"--output/-o: {UNWRITABLE}"),
+    *((script, "--isa foo", "--isa: expected a level of this CPU (portable") for script in ("benchmark", "roofline", "decode", "quest", "backward", "nsa", "peers", "scheduling", "error_table")),
+    *((script, "--seed -1", f"--seed: {FROM_0}") for script in ("benchmark", "decode", "quest", "backward", "masks", "nsa", "peers", "error_table")),
+    *((script, f"{option} 0", f"{option}: {FROM_1}") for script in ("roofline", "speed", "scheduling") for option in ("--threads", "--repeats")),
+    *(("roofline", f"--seconds {seconds}", f"--seconds: {ABOVE_0}") for seconds in ("0", "-1", "nan", "inf", "x")),
+    *((script, "--warmup -1", f"--warmup: {FROM_0}") for script in ("benchmark", "backward", "scheduling")),
+    ("scheduling", "--settle -1", "--settle: expected a number from 0"),
+    ("nsa", "--dense-seconds -1", "--dense-seconds: expected a number from 0"),
+    ("peers", "--most-seconds -1", f"--most-seconds: {ABOVE_0}"),
+    ("peers", "--merge /nonexistent", "--merge: expected a file that can be read"),
+    ("peers", f"--merge {BENCHMARK / 'README.md'}", "--merge: expected tables of peers.py"),
+    ("error_table", "--tokens 0", "--tokens: expected a whole number from 4"),
+    ("distributed", "--tokens 100", "--tokens: expected a multiple of 128"),
+    ("distributed", "--ranks 0", f"--ranks: {FROM_1}"),
+    ("distributed", "--density 3", "--density: expected a number above 0 and at most 1"),
+    ("distributed", "--tokens 1024 --heads 3 --kv-heads 2", "distributed.py: num_heads: expected a multiple of num_kv_heads"),
+    ("choosing", "--tokens 64 --heads 3 --kv-heads 2 --peers", "choosing.py: k: expected a number of heads"),
+    ("decode", "--head-dim 1000 --shapes 1x4x2x64 --threads 1 --peers", "decode.py: q: expected at least one head and a head dim"),
+    ("backward", "-D 999 -S 32 --no-torch", "backward.py: q: expected a head dim"),
+    ("quest", "--page 2000 --contexts 2001 -H 1 --kv-heads 1 -D 16 --threads 1", "quest.py: k_cache: expected pages of at most"),
+    ("masks", "--heads 3 --kv-heads 2 -S 32 --no-torch", "masks.py: k: expected a number of heads"),
+    ("nsa", "--block 48 --stride 20 --tokens 100 -H 1 --kv-heads 1 -D 16", "nsa.py: compress_stride: expected a divisor"),
+    ("benchmark", "--input missing.npz", "--input: expected a file that can be read"),
+    ("benchmark", f"--input {BENCHMARK / 'README.md'}", f"--input: {BENCHMARK / 'README.md'}: expected a file written by capture.py"),
+    ("benchmark", f"--resume {SLICE}", "--resume: "),
+    ("benchmark", "-S 16 -H 1 -D 16 999 --block-shapes 16x16 --sparsities 0 --repeats 1 --threads 1", "benchmark.py: q: expected a head dim"),
+    ("benchmark", "--resume missing.log", "--resume: expected a file that can be read"),
+    ("benchmark", "--layers 0", "--layers: expected only with --input"),
+    ("benchmark", "--choosers oracle", "--choosers: expected only with --input"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "options", "sentence"), REFUSED, ids=lambda value: value.replace(str(BENCHMARK), "."))
+def test_a_sentence_says_what_an_option_may_be(script, options, sentence, capsys):
+    try:
+        code = importlib.import_module(script).main(options.split())
+    except SystemExit as end:
+        code = end.code
+    finally:
+        blitz_attn.set_num_threads(None)
+    assert code == 2
+    error = capsys.readouterr().err
+    assert sentence in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+def test_nothing_is_written_where_another_option_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module("benchmark").main(["--csv", str(tmp_path / "rows.csv"), "--seed", "-1"])
+    assert not list(tmp_path.iterdir())
+    assert "--seed" in capsys.readouterr().err
+
+
+def test_plot_refuses_no_name(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("plot").main(["-o", ""])
+    assert UNWRITABLE in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "call", "refused"), [("no name of an argument", 1, False), ("q: expected another", 1, True), ("q: expected another", 2, False)])
+def test_a_mistake_keeps_its_traceback(words, call, refused, capsys):
+    """What the library says of an argument when it is first called is about options, later it is a mistake."""
+    calls = []
+
+    def once_more():
+        calls.append(0)
+        if len(calls) == call:
+            raise ValueError(words)
+
+    def main(argv):
+        for contender in (int, once_more):
+            list(_bench.in_turns([_bench.Contender("call", contender, 1.0)], 1, 1, _bench.Progress(1.0, io.StringIO())))
+
+    with contextlib.nullcontext() if refused else pytest.raises(ValueError, match=words):
+        assert _bench.command(main)([]) == 2
+    assert capsys.readouterr().err == (f"test_benchmark.py: {words}\n" if refused else "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "command", ["-m blitz_attn", "-m blitz_attn.distributed --alone", "benchmark.py --help", "plot.py --help", "error_table.py --tokens 64 --dtypes float32"]
+)
+def test_a_reader_that_goes_away_is_no_error(command, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, *command.split()], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, cwd=BENCHMARK,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": os.pathsep.join([str(BENCHMARK.parent), os.environ.get("PYTHONPATH", "")])},
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- The parts that have no table -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The benchmark of context parallelism: its tables, and their figure."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent / "distributed"))
 
 import launcher
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmark"))
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--tokens", "8192", "--heads", "2", "--kv-heads", "1"]
@@ -45,6 +48,17 @@ def test_bytes_are_the_same_on_every_machine(tmp_path):
 
 def test_an_unknown_table_is_refused():
     run("distributed.py", "speed", code=2)
+
+
+def test_a_missing_mpi_is_told_in_one_sentence(monkeypatch):
+    monkeypatch.setenv("MPIRUN", "no_such_mpirun --oversubscribe")
+    with pytest.raises(SystemExit, match=r"^distributed\.py: found no no_such_mpirun, which starts the ranks"):
+        importlib.import_module("distributed").main(["scaling", "--cores", "1"])
+    for name in ("mpi4py", "mpi4py.MPI"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("sys.argv", ["blitz_attn.distributed"])
+    with pytest.raises(SystemExit, match=r"^blitz_attn\.distributed needs mpi4py: pip install mpi4py, or pass --alone$"):
+        importlib.import_module("blitz_attn.distributed.__main__").main()
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..__main__ import run_piped
 from ._check import run
 from ._comm import Alone, communicator
 
@@ -15,8 +16,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="test bits, bytes and bandwidth")
     parser.add_argument("--alone", action="store_true", help="one process, without MPI")
     options = parser.parse_args()
-    sys.exit(run(Alone() if options.alone else communicator(), options.check))
+    try:
+        ranks = Alone() if options.alone else communicator()
+    except ImportError as error:  # whose sentence says what to install
+        sys.exit(f"{error}, or pass --alone")
+    sys.exit(run(ranks, options.check))
 
 
 if __name__ == "__main__":
-    main()
+    run_piped(main)
