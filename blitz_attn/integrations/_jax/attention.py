@@ -12,13 +12,20 @@ from ..._arrays import choice, flag, integer
 from ..._names import Layout
 from ..._select import prefill as numpy_choice
 from ..._sentences import renamed
-from .calls import arrays_of, call, is_traced, jax, no_second, plain, real_of, shape_like, without_gradient
+from .calls import arrays_of, call, frozen, is_traced, jax, no_second, plain, real_of, shape_like, without_gradient
 
 __all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend_prefill"]
 
 _LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 _LEARNED = ("attn_mask", "alibi_slopes")  # what is added to scores, of which the core has gradients
-_NAMES = {"q": "query", "k": "key", "v": "value", "q_lens": "query_seq_lengths", "kv_lens": "key_value_seq_lengths"}
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "q_lens": "query_seq_lengths",
+    "kv_lens": "key_value_seq_lengths",
+    "window": "local_window_size",
+}
 
 
 # ---- Shapes -------------------------------------------------------------------------------------------------------
@@ -39,7 +46,10 @@ def _attend_shapes(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any
     if layout == "BSH":
         heads = 1 if options["num_heads"] is None else integer(options["num_heads"], "num_heads")
         kv_heads = heads if options["num_kv_heads"] is None else integer(options["num_kv_heads"], "num_kv_heads")
-        v_width = v_width // max(kv_heads, 1) * heads
+        for name, count, of in (("num_heads", heads, "q"), ("num_kv_heads", kv_heads, "k")):
+            if count < 1 or arrays[of].shape[-1] % count:
+                raise ValueError(f"{name}: expected a divisor of the last axis of {of}, {arrays[of].shape[-1]}, got {count}")
+        v_width = v_width // kv_heads * heads
         lse: tuple[int, ...] = (q.shape[0], heads, q.shape[1])
     else:
         lse = (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else q.shape[:-1]
@@ -62,8 +72,7 @@ def _attend_backward(out: tuple[np.ndarray, ...], *, learned: tuple[str, ...], *
 
 
 def _choose_and_attend(out: tuple[np.ndarray, ...], **given: Any) -> None:
-    result, lse = numpy_choice.select_and_attend_prefill(**given, return_lse=True)
-    out[0][...], out[1][...] = result, lse
+    numpy_choice.select_and_attend_prefill(**given, out=out, return_lse=True)
 
 
 # ---- Gradients ----------------------------------------------------------------------------------------------------
@@ -211,6 +220,7 @@ def block_sparse_attention(
         "block_shape": block_shape, "scale": scale, "layout": layout, "causal": causal, "window": window, "num_heads": num_heads,
         "num_kv_heads": num_kv_heads, "softcap": softcap, "num_threads": num_threads,
     }  # fmt: skip
+    options = frozen(options)
     if not is_traced(arrays):
         return numpy_calls.block_sparse_attention(**plain(arrays), **options, return_lse=return_lse)
     return_lse = flag(return_lse, "return_lse")
@@ -302,18 +312,20 @@ def dot_product_attention(
         rules["window"] = (local_window_size, local_window_size) if one_number else local_window_size
     if q.ndim == k.ndim == 4 and (is_causal or local_window_size is not None):
         rules |= _upper_left(q.shape, k.shape[1], rules, is_causal)
-    if "mask" in arrays and arrays["mask"].dtype != bool:
-        raise TypeError(f"mask: expected bool, got {arrays['mask'].dtype}")
-    rules["attn_mask"] = arrays.get("mask", arrays.get("bias"))
-    if "mask" in arrays and "bias" in arrays:
-        rules["attn_mask"] = jax.numpy.where(arrays["mask"], arrays["bias"], -jax.numpy.inf)
+    mask, bias = (jax.numpy.atleast_1d(arrays[name]) if name in arrays else None for name in ("mask", "bias"))
+    if mask is not None and mask.dtype != bool:
+        raise TypeError(f"mask: expected bool, got {mask.dtype}")
+    if bias is not None and bias.dtype == bool:
+        raise TypeError("bias: expected numbers, got bool")
+    rules["attn_mask"] = bias if mask is None else mask if bias is None else jax.numpy.where(mask, bias, -jax.numpy.inf)
+    names = _NAMES | {"attn_mask": "bias" if mask is None else "mask"}
     try:
         out, lse = block_sparse_attention(
             q, k, v, sabi, block_shape=block_shape, scale=scale, layout="BSND", causal=is_causal, **rules, return_lse=True,
             num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, _NAMES) from error
+        raise renamed(error, names) from error
     lse = jax.numpy.moveaxis(lse, 1, 2)
     out, lse = (out[0], lse[0]) if one else (out, lse)
     return (out, lse) if flag(return_residual, "return_residual") else out
@@ -417,6 +429,7 @@ def select_and_attend_prefill(
         "softcap": softcap, "sink": sink, "recent": recent, "last_columns": last_columns, "first_rows": first_rows, "last_rows": last_rows,
         "per_kv_head": per_kv_head, "num_threads": num_threads,
     }  # fmt: skip
+    options = frozen(options)
     if not is_traced(arrays):
         return numpy_choice.select_and_attend_prefill(**plain(arrays), **options, return_lse=return_lse)
     return_lse = flag(return_lse, "return_lse")

@@ -31,10 +31,35 @@ def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
             raise TypeError(f"{name}: expected a JAX array, got {type(x).__name__}")
         if x is not None:
             try:
-                arrays[name] = jax.numpy.asarray(x, int if isinstance(x, (list, tuple)) and not x else None)  # lengths of no sequences
-            except (TypeError, ValueError) as error:
+                arrays[name] = x if isinstance(x, jax.Array) else jax.numpy.asarray(_in_range(np.asarray(x), name))
+            except (TypeError, OverflowError) as error:
                 raise TypeError(f"{name}: expected an array that JAX can hold, got {type(x).__name__}") from error
     return arrays
+
+
+def _in_range(x: np.ndarray, name: str) -> np.ndarray:
+    """The array, whose integers JAX can hold: it would drop the upper half of those that it cannot."""
+    if x.size == 0 and x.dtype == np.float64:  # an empty list
+        return x.astype(np.int32)
+    if x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or jax.config.jax_enable_x64:
+        return x
+    wrong = x[(x > 2**31 - 1) | (x < -(2**31))]
+    if wrong.size:
+        raise ValueError(f"{name}: expected integers of 32 bits, which is what JAX has without jax_enable_x64, got {wrong.flat[0]}")
+    return x
+
+
+def frozen(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as they are now, whatever the caller changes later: lists and arrays become tuples. Refuses what JAX traces."""
+    return {name: _frozen(x, name) for name, x in options.items()}
+
+
+def _frozen(x: Any, name: str) -> Any:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name}: expected a Python value, got a tracer of JAX")
+    if isinstance(x, (np.ndarray, np.generic, jax.Array)):
+        x = np.asarray(x).tolist()
+    return tuple(_frozen(part, name) for part in x) if type(x) in (list, tuple) else x
 
 
 def is_traced(arrays: Mapping[str, Any]) -> bool:
@@ -58,9 +83,12 @@ class _OnBuffers:
             self.run(tuple(x[entry] for x in results), **plain(of_entry), **self.options)
 
 
+_NUMBERS = ("q_begin", "q_total", "k_scale", "v_scale")  # arguments that may be one number
+
+
 def plain(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays as the library takes them: one without axes is a number."""
-    return {name: x.item() if x.ndim == 0 else x for name, x in arrays.items()}
+    """The arrays as the library takes them: some without axes are numbers."""
+    return {name: x.item() if name in _NUMBERS and x.ndim == 0 else x for name, x in arrays.items()}
 
 
 def _place(entry: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
@@ -69,7 +97,7 @@ def _place(entry: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
 
 
 def call(run: Run, results: Sequence[Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """``run(out, **arrays, **options)``, which writes its results into the NumPy arrays of the tuple `out`.
+    """``run(out, **arrays, **options)``, which writes its results into the NumPy arrays of the tuple `out`. The options are `frozen`.
 
     `results` are their shapes and dtypes. Where JAX maps the call, there is one after the other for the entries of the mapped axes.
     """
@@ -84,13 +112,14 @@ def call(run: Run, results: Sequence[Any], arrays: Mapping[str, Any], options: M
 
 
 def _key_of(options: Mapping[str, Any]) -> Hashable:
-    """Equal for options that are equal; an object of its own where they cannot be compared, such as arrays."""
-    key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in options.items())
-    try:
-        hash(key)
-    except TypeError:
-        return object()
-    return key
+    """Equal for frozen options that are equal, and of equal types: 4.0 may be refused where 4 is not."""
+    return tuple((name, _typed(x)) for name, x in options.items())
+
+
+def _typed(x: Any) -> Hashable:
+    if isinstance(x, tuple):
+        return (type(x), *map(_typed, x))
+    return (type(x), x) if isinstance(x, Hashable) else object()  # which the library will refuse
 
 
 def without_gradient(function: Callable[..., Any], sentence: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import nsa as numpy_calls
-from .calls import arrays_of, call, is_traced, jax, no_second, plain, shape_like, without_gradient
+from .calls import arrays_of, call, frozen, is_traced, jax, no_second, plain, shape_like, without_gradient
 
 __all__ = ["nsa"]
 
@@ -75,7 +75,7 @@ def nsa(
     cu_seqlens: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """`blitz_attn.nsa.nsa` on JAX arrays: under `jax.jit`, differentiable in all of them. The selection of blocks counts as constant.
+    """`blitz_attn.nsa.nsa` on JAX arrays: under `jax.jit`, differentiable in q, k, v, weights and gates. The selection counts as constant.
 
     Parameters
     ----------
@@ -135,6 +135,10 @@ def nsa(
         "local_blocks": local_blocks,
         "num_threads": num_threads,
     }
+    options = frozen(options)
     if not is_traced(arrays):
         return numpy_calls.nsa(**plain(arrays), **options)
+    for name in ("q", "v"):
+        if arrays[name].ndim not in (3, 4):
+            raise ValueError(f"{name}: expected 3 or 4 axes, got shape {arrays[name].shape}")
     return _differentiable()(tuple(options.items()), arrays)

@@ -9,7 +9,7 @@ import numpy as np
 from ... import paged as numpy_calls
 from ..._arrays import flag
 from ..._names import KVLayout
-from .calls import arrays_of, call, is_traced, plain, real_of, shape_like, without_gradient
+from .calls import arrays_of, call, frozen, is_traced, plain, real_of, shape_like, without_gradient
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -19,18 +19,23 @@ _TRIPLE = ("indptr", "indices", "last_page_len")
 def _attend(out: tuple[np.ndarray, ...] | None, **given: Any) -> Any:
     """The library's function, with `selected` or without it, and with page tables of either form."""
     if "indptr" in given:
-        given["block_tables"], given["seq_lens"] = tuple(given.pop(name) for name in _TRIPLE), None
+        given["block_tables"] = tuple(given.pop(name) for name in _TRIPLE)
+    given.setdefault("seq_lens", None)
     function: Any = numpy_calls.paged_select_attention if "selected" in given else numpy_calls.paged_attention
     return function(**given, **({} if out is None else {"out": out, "return_lse": True}))
 
 
 def _call(name: str, block_tables: Any, return_lse: Any, options: dict[str, Any], **given: Any) -> Any:
-    tables = dict(zip(_TRIPLE, block_tables, strict=False)) if isinstance(block_tables, tuple) else {"block_tables": block_tables}
-    if isinstance(block_tables, tuple) and len(block_tables) != 3:
-        raise ValueError(f"block_tables: expected an array or a tuple of 3 arrays, got a tuple of {len(block_tables)}")
+    parts = block_tables if isinstance(block_tables, tuple) else (block_tables,)
+    if len(parts) not in (1, 3):
+        raise ValueError(f"block_tables: expected an array or a tuple of 3 arrays, got a tuple of {len(parts)}")
+    if any(x is None for x in parts):
+        raise TypeError("block_tables: expected an array, got NoneType")
+    tables = dict(zip(_TRIPLE if len(parts) == 3 else ("block_tables",), parts, strict=True))
     arrays = arrays_of(("q", "k_cache", "v_cache"), **given, **tables)
+    options = frozen(options)
     if not is_traced(arrays):
-        return _attend(None, **plain(arrays), **({} if "seq_lens" in arrays else {"seq_lens": None}), **options, return_lse=return_lse)
+        return _attend(None, **plain(arrays), **options, return_lse=return_lse)
     return_lse = flag(return_lse, "return_lse")
     q, v_cache = arrays["q"], arrays["v_cache"]
     if q.ndim != 3 or v_cache.ndim != 4:
