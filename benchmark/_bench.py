@@ -68,9 +68,11 @@ _timing = False  # whether contenders have been called once and are being timed:
 
 
 def command(main: Callable[[Any], int]) -> Callable[..., int]:
-    """A script's `main`, which ends with a sentence where the library refuses what options ask for, and quietly without a reader.
+    """Decorate a script's `main`.
 
-    A refusal is an error that begins with the name of an argument, while operands are made or contenders are called for the first time.
+    Where the library refuses what the options ask for, the script prints that sentence, and its exit code is 2. Where the reader of its
+    output goes away, the script ends quietly. A refusal is an error that begins with the name of an argument, while operands are made or
+    contenders are called for the first time.
     Other errors are mistakes of the script or the library, and keep their traceback.
     """
     script = Path(main.__code__.co_filename).name

@@ -38,7 +38,7 @@ def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
 
 
 def _in_range(x: np.ndarray, name: str) -> np.ndarray:
-    """The array, whose integers JAX can hold: it would drop the upper half of those that it cannot."""
+    """The array. Integers of more bits than JAX holds are refused, since JAX would drop their upper bits without a word."""
     if x.size == 0 and x.dtype == np.float64:  # an empty list
         return x.astype(np.int32)
     if x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or jax.config.jax_enable_x64:
@@ -69,10 +69,13 @@ def is_traced(arrays: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class _OnBuffers:
-    """What JAX calls back. Equal ones are the same step to JAX, which then compiles a computation once; `key` is what makes them equal."""
+    """The function that JAX calls back. JAX compiles a computation anew, unless this object equals that of an earlier call.
+
+    Objects are equal where `run`, `axes` and `key` are.
+    """
 
     run: Run
-    axes: int  # of the first result, apart from those that JAX maps over
+    axes: int  # how many the first result has, not counting the axes that vmap adds
     key: Hashable
     options: Mapping[str, Any] = field(compare=False)
 
@@ -92,7 +95,7 @@ def plain(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(entry: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
-    """Where an array has the entry of mapped axes; it has axes of length 1 where it is the same for all."""
+    """The index of an entry of the axes that vmap adds. Such an axis has length 1 in an array that is the same for all entries."""
     return tuple(i if n > 1 else 0 for i, n in zip(entry, x.shape, strict=False))
 
 
