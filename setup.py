@@ -61,7 +61,8 @@ CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
-SLOW_EMULATED = ("avx512", "avx512_l2")  # and more than a minute each at -O1 for these, which have -O0
+# Files that take these compilers more than a minute at -O1, and have -O0. clang takes a third of gcc's time for the levels of avx512 and amx.
+SLOW_EMULATED = {"gcc": ("avx512", "avx512_l2"), "clang": ("portable", "avx512", "avx512_l2", "amx_float16", "amx_float32")}
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))
 LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all
@@ -96,12 +97,12 @@ class BuildExt(build_ext):
         macros = self.extensions[0].define_macros
         isas = usable_isas(self.compiler)
         left_out = [f"-DBA_NO_{name}" for name in ISA_FLAGS if name not in isas]
-        contraction = CONTRACTION["clang" if "__clang__" in predefined_macros(self.compiler, []) else "gcc"]
+        family = "clang" if "__clang__" in predefined_macros(self.compiler, []) else "gcc"
 
         def compile_one(source):
             path = Path(source)
-            flags = [*COMMON_FLAGS, contraction, *left_out, *level_flags(path, isas), *self.more_flags(source), *EXTRA_FLAGS]
-            if EMULATED and path.stem in SLOW_EMULATED:
+            flags = [*COMMON_FLAGS, CONTRACTION[family], *left_out, *level_flags(path, isas), *self.more_flags(source), *EXTRA_FLAGS]
+            if EMULATED and path.stem in SLOW_EMULATED[family]:
                 flags += ["-O0"]
             if path.parent.name == "levels":
                 flags += KERNEL_FLAGS

@@ -1,11 +1,13 @@
 """Which tests of a grid run: by default a sample in which every pair of options occurs.
 
 A test marked ``sampled`` is parametrised with a full product of options. All of them are collected, and most are deselected again. With a
-number, ``sampled(3)``, what runs is that many such samples together. The environment variable ``SAMPLE_SEED`` draws another sample, and
-``SAMPLE_SEED=all`` runs everything. A test that the command line names with its options runs in any case.
+number, ``sampled(3)``, what runs is that many such samples together. Tests that take seconds each are marked ``sampled("options")``: every option
+occurs, but not every pair. The environment variable ``SAMPLE_SEED`` draws another sample, and ``SAMPLE_SEED=all`` runs everything. A test that the
+command line names with its options runs in any case.
 
 ``SAMPLE_ONE_IN=3`` leaves one test in three of every parametrised function, sampled or not, and of the other tests of a file, and one at least. It
 is for a further run of the suite, over the same kernels with another Python, or over kernels that are checked by themselves.
+``SAMPLE_CELLS_ONE_IN=3`` thins parametrised functions alone: every test function runs, in fewer cases.
 """
 
 import heapq
@@ -16,22 +18,25 @@ import random
 SEED = os.environ.get("SAMPLE_SEED") or "0"
 ALL = SEED == "all"
 ONE_IN = int(os.environ.get("SAMPLE_ONE_IN") or 1)
+CELLS_ONE_IN = int(os.environ.get("SAMPLE_CELLS_ONE_IN") or ONE_IN)
 
 
 def description():
     if ALL:
         return "grids of options: all"
-    part = f", of which one test in {ONE_IN} runs" if ONE_IN > 1 else ""
-    return f"grids of options: every pair{part}, SAMPLE_SEED={SEED} (another number draws others, SAMPLE_SEED=all runs all)"
+    cells = f", of which one case in {CELLS_ONE_IN} runs" if CELLS_ONE_IN > 1 else ""
+    others = f", and one in {ONE_IN} of the tests without options" if ONE_IN > 1 else ""
+    return f"grids of options: every pair{cells}{others}, SAMPLE_SEED={SEED} (another number draws others, SAMPLE_SEED=all runs all)"
 
 
-def covering(cells, rng):
-    """Positions of a few cells in which every option of any cell occurs, and every pair of options.
+def covering(cells, rng, pairs=True):
+    """Positions of a few cells in which every option of any cell occurs, and with ``pairs`` every pair of options.
 
     A cell is a tuple of options, one per axis. The cell that has the most pairs that are still missing is taken next.
     """
     order = rng.sample(range(len(cells)), len(cells))
-    pairs = [set(itertools.combinations_with_replacement(enumerate(cells[n]), 2)) for n in order]
+    together = 2 if pairs else 1
+    pairs = [set(itertools.combinations_with_replacement(enumerate(cells[n]), together)) for n in order]
     missing, taken = set().union(*pairs), []
     best = [(-len(of_cell), place) for place, of_cell in enumerate(pairs)]
     heapq.heapify(best)
@@ -53,14 +58,17 @@ def sample(items):
     (times,) = items[0].get_closest_marker("sampled").args or (1,)
     axes = sorted(items[0].callspec.params)
     cells = [tuple(repr(item.callspec.params[axis]) for axis in axes) for item in items]
-    positions = set().union(*(covering(cells, rng) for _ in range(times)))
+    if times == "options":
+        positions = covering(cells, rng, pairs=False)
+    else:
+        positions = set().union(*(covering(cells, rng) for _ in range(times)))
     return [items[n] for n in sorted(positions)]
 
 
-def one_in(items):
-    """One test in ONE_IN of a function's, or of those of a file that have no options, and one at least."""
-    rng = random.Random(f"{SEED} one in {ONE_IN} of {items[0].nodeid.partition('[')[0]}")
-    return rng.sample(items, -(-len(items) // ONE_IN))
+def one_in(items, number):
+    """One test in so many of a function's, or of those of a file that have no options, and one at least."""
+    rng = random.Random(f"{SEED} one in {number} of {items[0].nodeid.partition('[')[0]}")
+    return rng.sample(items, -(-len(items) // number))
 
 
 def left_out(items):
@@ -74,5 +82,5 @@ def left_out(items):
     for tests in functions.values():
         kept = sample(tests) if tests[0].get_closest_marker("sampled") else tests
         out.update(tests)
-        out.difference_update(one_in(kept))
+        out.difference_update(one_in(kept, CELLS_ONE_IN if hasattr(tests[0], "callspec") else ONE_IN))
     return out

@@ -94,7 +94,7 @@ def question(kind, dtype, tokens=256, heads=2):
     return prefill_peers.Question(draw(1, heads, heads, tokens, 16, dtype, "BNSD", 5), lists, kind == "causal")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.filterwarnings("ignore")  # what they warn of is theirs
 @pytest.mark.parametrize("kind", ["dense", "causal", "list"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

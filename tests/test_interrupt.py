@@ -46,6 +46,7 @@ def run(program, **names):
     return result.stdout
 
 
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_ends_a_call(name, threads):

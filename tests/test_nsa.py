@@ -235,7 +235,7 @@ def test_same_bits_for_any_number_of_threads(mode):
         np.testing.assert_array_equal(routing_of(own), routing_of(context))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1), (9, 1)])
 @pytest.mark.parametrize("size", [16, 64, 100])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

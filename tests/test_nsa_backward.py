@@ -249,7 +249,7 @@ def test_same_bits_for_any_number_of_threads(mode, dtype):
             assert a is None or same_bits(a, b), name
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 1), (9, 1)])
 @pytest.mark.parametrize("size", [16, 200])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -418,6 +418,7 @@ def largest_errors(mode, branch, tokens=22, packed=False, groups=None):
     return found
 
 
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("branch", list(BRANCHES))
 def test_central_differences(mode, branch):

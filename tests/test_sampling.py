@@ -26,6 +26,14 @@ def test_a_sample_has_every_pair_of_options(seed):
     assert len(taken) < len(cells) / 3
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_of_options_has_every_option(seed):
+    cells = [cell for cell in itertools.product("abcdefg", (1, 2, 3, 4), (True, False), "xyz") if cell[:2] != ("a", 1)]
+    taken = [cells[n] for n in sampling.covering(cells, random.Random(seed), pairs=False)]
+    assert [{*options} for options in zip(*taken, strict=True)] == [{*options} for options in zip(*cells, strict=True)]
+    assert len(taken) == 7
+
+
 def test_a_sample_of_one_axis_is_all_of_it():
     assert sorted(sampling.covering([(n,) for n in range(9)], random.Random(0))) == list(range(9))
 
@@ -52,13 +60,15 @@ class Item:
 def test_one_test_in_three_of_every_function(monkeypatch):
     items = [Item(function, n) for function, count in (("one", 1), ("two", 2), ("ten", 10)) for n in range(count)]
     items += [Item(f"file.py::{n}") for n in range(7)]
-    monkeypatch.setattr(sampling, "ONE_IN", 1)
-    assert sampling.left_out(items) == set()
-    monkeypatch.setattr(sampling, "ONE_IN", 3)
-    left_out = sampling.left_out(items)
-    assert [sum(item.nodeid.startswith(name) for item in {*items} - left_out) for name in ("one", "two", "ten", "file.py")] == [1, 1, 4, 3]
-    assert sampling.left_out(items) == left_out
-    assert "one test in 3" in sampling.description() or sampling.ALL
+    for one_in, cells_one_in, expected in ((1, 1, [1, 2, 10, 7]), (1, 3, [1, 1, 4, 7]), (3, 3, [1, 1, 4, 3])):
+        monkeypatch.setattr(sampling, "ONE_IN", one_in)
+        monkeypatch.setattr(sampling, "CELLS_ONE_IN", cells_one_in)
+        left_out = sampling.left_out(items)
+        assert [sum(item.nodeid.startswith(name) for item in {*items} - left_out) for name in ("one", "two", "ten", "file.py")] == expected
+        assert sampling.left_out(items) == left_out
+        if not sampling.ALL:
+            assert ("one case in 3" in sampling.description()) == (cells_one_in == 3)
+            assert ("one in 3 of the tests" in sampling.description()) == (one_in == 3)
 
 
 # ---- Several processes ----------------------------------------------------------------------------------------------

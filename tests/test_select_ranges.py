@@ -58,7 +58,7 @@ def make(*sizes, seed=0, **options):
     return q, k
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("name", CHOOSERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,7 +25,7 @@ def make(*sizes, seed=0, **options):
     return testing.make_qkv(*sizes, seed=seed, **options)[:2]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("begins", range(len(BEGINS)))

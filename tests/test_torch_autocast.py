@@ -248,7 +248,7 @@ def several_under_autocast(low):
     return run
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("low", LOW, ids=str)

@@ -40,6 +40,7 @@ def paged(dtype=torch.float32):
 # ---- torch's own checks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
 @pytest.mark.parametrize("lists", [False, True], ids=["dense", "listed"])
 def test_opcheck_of_attention(layout, lists):
@@ -49,7 +50,7 @@ def test_opcheck_of_attention(layout, lists):
     torch.library.opcheck(operators.block_sparse_attention.default, given, {"block_shape": [8, 8], "causal": True, **options})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("shape", [(31, 37), (2, 1, 31, 37), (2, 1, 1, 37), (1, 4, 31, 1)], ids=str)
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "numbers"])
@@ -87,6 +88,7 @@ def test_opcheck_of_chosen_blocks(layout):
         torch.library.opcheck(operators.select_and_attend_prefill.default, (*given, *[None] * 5, *more), options | {"softcap": 2.0})
 
 
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck_of_paged_attention(dtype):
     torch.library.opcheck(operators.paged_attention.default, paged(dtype), {"window": 12})
@@ -109,6 +111,7 @@ def several(q, k, v, lists, lengths):
     return (listed + 2 * causal + shorter) * window + lse[..., None]
 
 
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_no_graph_break(backend, dynamic):
@@ -406,6 +409,7 @@ def test_masks_and_slopes_over_a_paged_cache():
             assert torch.equal(run(given[0], *own), blitz_attn.paged_attention(*given, attn_mask=own[0], alibi_slopes=own[1]))
 
 
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("q_lens", [None, [5, 2]])
 def test_ranges_over_a_paged_cache(q_lens, dtype):

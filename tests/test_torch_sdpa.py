@@ -75,6 +75,7 @@ def test_causal_with_lengths_and_windows(queries, keys, window, given, listed):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(31, 31), (31, 37), (37, 31)])
 def test_causal_with_lengths_compiles(queries, keys, dynamic):

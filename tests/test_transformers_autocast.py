@@ -145,7 +145,7 @@ def test_a_cache_with_and_without_autocast():
 # ---- In a graph -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("options")
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
 @pytest.mark.parametrize("around", [False, True], ids=["within", "around"])
