@@ -61,7 +61,7 @@ CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
-# Files that take these compilers more than a minute at -O1, and have -O0. clang takes a third of gcc's time for the levels of avx512 and amx.
+# Files that take these compilers more than a minute at -O1, and have -O0. clang takes a third of gcc's time for avx512 and amx.
 SLOW_EMULATED = {"gcc": ("avx512", "avx512_l2"), "clang": ("portable", "avx512", "avx512_l2", "amx_float16", "amx_float32")}
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))

@@ -7,12 +7,13 @@ output as it was printed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -101,21 +102,37 @@ class _Both:
 
     def __init__(self, out: TextIO, file: TextIO):
         self.out, self.file = out, file
+        self.printed = self.cut = False  # whether anything was written, and whether the reader of the output went away
 
     def write(self, text: str) -> int:
+        self.printed = True
         self.file.write(text)
-        return self.out.write(text)
+        with self.notice_cut():
+            return self.out.write(text)
 
     def flush(self) -> None:
         self.file.flush()
-        self.out.flush()
+        with self.notice_cut():
+            self.out.flush()
+
+    @contextlib.contextmanager
+    def notice_cut(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self.cut = True
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.out, name)
 
 
 def main_with_save(main: Callable[[], int]) -> int:
-    """Runs a script's `main`; with `--save` on the command line, what it prints goes to a file of results too."""
+    """Runs a script's `main`; with `--save` on the command line, what it prints goes to a file of results too.
+
+    The results of an earlier run are replaced when this one has ended well. Otherwise what was printed stays in a file NAME.txt.part, and
+    where nothing was, because options were refused, nothing stays.
+    """
     option = add_save(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     name = option.parse_known_args(sys.argv[1:])[0].save
     if name is None:
@@ -123,12 +140,21 @@ def main_with_save(main: Callable[[], int]) -> int:
     script = Path(sys.argv[0])
     path = RESULTS / tag(machine()) / f"{name or script.stem}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    out = sys.stdout
-    with path.open("w", encoding="utf-8") as file:
+    part = path.with_name(f"{path.name}.part")
+    out, code = sys.stdout, 1
+    with part.open("w", encoding="utf-8") as file:
         file.write(head(["python", f"benchmark/{script.name}", *sys.argv[1:]]))
-        sys.stdout = _Both(out, file)  # type: ignore[assignment]
+        both = _Both(out, file)
+        sys.stdout = both  # type: ignore[assignment]
         try:
-            return main()
+            code = main()
         finally:
             sys.stdout = out
-            print(f"{path}: saved", file=sys.stderr)
+            if not code and not both.cut:
+                part.replace(path)
+                print(f"{path}: saved", file=sys.stderr)
+            elif both.printed:
+                print(f"{part}: what was printed before the end", file=sys.stderr)
+            else:
+                part.unlink()
+    return code

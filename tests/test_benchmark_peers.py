@@ -367,13 +367,64 @@ def test_records_of_this_repository_can_be_read():
 def test_what_is_printed_is_kept_under_its_head(option, name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(saved, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["folder/script.py", "--quick", *option])
-    assert saved.main_with_save(lambda: print("a row") or 3) == 3
+    assert saved.main_with_save(lambda: print("a row") or 0) == 0
     assert capsys.readouterr().out == "a row\n"  # standard output is as without the option
     text = (tmp_path / saved.tag(saved.machine()) / name).read_text()
     assert text.endswith("\na row\n")
     head = saved.read_head(text)
     assert list(head) == list(saved.HEAD)
     assert head["command"] == " ".join(["python benchmark/script.py --quick", *option])
+
+
+def ends(how, printed):
+    """A script's `main` that prints something or nothing, and then returns a number or raises."""
+
+    def main(argv=None):
+        if printed:
+            print("a row")
+        if isinstance(how, int):
+            return how
+        raise how
+
+    return main
+
+
+@pytest.mark.parametrize("printed", [False, True])
+@pytest.mark.parametrize("how", [1, SystemExit(2), KeyboardInterrupt(), BrokenPipeError()], ids=repr)
+def test_results_are_replaced_by_a_run_that_ends_well(how, printed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saved, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["script.py", "--save"])
+    assert saved.main_with_save(ends(0, True)) == 0
+    path = tmp_path / saved.tag(saved.machine()) / "script.txt"
+    path.write_text("earlier results")
+    if isinstance(how, int):
+        assert saved.main_with_save(ends(how, printed)) == how
+    else:
+        with pytest.raises(type(how)):
+            saved.main_with_save(ends(how, printed))
+    assert path.read_text() == "earlier results"
+    part = path.with_name("script.txt.part")
+    assert part.exists() == printed
+    if printed:
+        assert part.read_text().endswith("\na row\n")
+        assert f"{part}: what was printed" in capsys.readouterr().err
+    assert saved.main_with_save(ends(0, True)) == 0
+    assert path.read_text().endswith("\na row\n")
+    assert not part.exists()
+
+
+def test_a_reader_that_goes_away_is_no_good_end(tmp_path, monkeypatch):
+    """A script's `command` is then silent, and returns 0."""
+    monkeypatch.setattr(saved, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["script.py", "--save"])
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        code = saved.main_with_save(_bench.command(ends(0, True)))
+        monkeypatch.undo()
+    assert code == 0
+    assert [path.name for path in tmp_path.glob("*/*")] == ["script.txt.part"]
 
 
 def test_nothing_is_kept_without_the_option(tmp_path, monkeypatch, capsys):
