@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import array, dtype_name, float32_numbers
+from .._arrays import array, dtype_name, float32_numbers, result_shapes
 from .._sabi import lists
 
 __all__ = [
@@ -302,13 +302,6 @@ def join_sequences(parts: list[np.ndarray], layout: str, shape: tuple[int, ...])
         return np.concatenate([x.swapaxes(0, 1) for x in parts])
     stacked = np.stack(parts)
     return stacked if layout == "BNSD" else stacked.swapaxes(1, 2).reshape(shape)
-
-
-def result_shapes(q: np.ndarray, v: np.ndarray, layout: str, num_heads: Any, num_kv_heads: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the output and of the log-sum-exp."""
-    if layout == "BSH":
-        return (*q.shape[:2], v.shape[2] // (num_kv_heads or num_heads) * num_heads), (q.shape[0], num_heads, q.shape[1])
-    return (*q.shape[:-1], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else q.shape[:-1]
 
 
 def per_head(numbers: Any, name: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import block_sparse as numpy_calls
-from ..._arrays import choice, flag, integer
+from ..._arrays import choice, flag, integer, result_shapes
 from ..._names import Layout
 from ..._select import prefill as numpy_choice
 from ..._sentences import renamed
@@ -42,18 +42,16 @@ def _attend_shapes(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any
     """Shape and dtype of the output and of the log-sum-exp."""
     layout = choice(options["layout"], "layout", _LAYOUTS)
     _expect_axes(arrays, layout)
-    q, v_width = arrays["q"], arrays["v"].shape[-1]
+    counts = [options[name] for name in ("num_heads", "num_kv_heads")]
     if layout == "BSH":
-        heads = 1 if options["num_heads"] is None else integer(options["num_heads"], "num_heads")
-        kv_heads = heads if options["num_kv_heads"] is None else integer(options["num_kv_heads"], "num_kv_heads")
-        for name, count, of in (("num_heads", heads, "q"), ("num_kv_heads", kv_heads, "k")):
+        heads = 1 if counts[0] is None else integer(counts[0], "num_heads")
+        counts = [heads, heads if counts[1] is None else integer(counts[1], "num_kv_heads")]
+        for name, count, of in zip(("num_heads", "num_kv_heads"), counts, "qk", strict=True):
             if count < 1 or arrays[of].shape[-1] % count:
                 raise ValueError(f"{name}: expected a divisor of the last axis of {of}, {arrays[of].shape[-1]}, got {count}")
-        v_width = v_width // kv_heads * heads
-        lse: tuple[int, ...] = (q.shape[0], heads, q.shape[1])
-    else:
-        lse = (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else q.shape[:-1]
-    return shape_like((*q.shape[:-1], v_width), q.dtype), shape_like(lse, real_of(q))
+    q = arrays["q"]
+    out, lse = result_shapes(q, arrays["v"], layout, *counts)
+    return shape_like(out, q.dtype), shape_like(lse, real_of(q))
 
 
 # ---- On the buffers of a computation ----------------------------------------------------------------------------------

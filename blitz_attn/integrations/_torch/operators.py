@@ -133,13 +133,7 @@ def _real(q: Any) -> Any:
 def _attend_shapes(
     q: Any, k: Any, v: Any, *rest: Any, layout: str = "BNSD", num_heads: int | None = None, num_kv_heads: int | None = None, **options: Any
 ) -> Any:
-    if layout == "BSH":
-        heads = num_heads or 1
-        out = (*q.shape[:-1], v.shape[-1] // (num_kv_heads or heads) * heads)
-        lse: tuple[Any, ...] = (q.shape[0], heads, q.shape[1])
-    else:
-        out = (*q.shape[:-1], v.shape[-1])
-        lse = (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else tuple(q.shape[:-1])
+    out, lse = _arrays.result_shapes(q, v, layout, num_heads or 1, num_kv_heads)
     return q.new_empty(out), q.new_empty(lse, dtype=_real(q))
 
 
