@@ -40,7 +40,7 @@ def plain_environment():
 def run(*command, environment=None, **options):
     """Standard output of a command; its whole output as the failure where it fails."""
     env = {**plain_environment(), **(environment or {})}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=600, check=False, **options)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=3000, check=False, **options)
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout[-8000:]}"
     return done.stdout
 
