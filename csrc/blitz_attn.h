@@ -153,7 +153,8 @@ BA_API ba_block_sparse_args ba_block_sparse_args_init(void);
 
 BA_API double ba_default_scale(int64_t head_dim); /* 1 / sqrt(head_dim) */
 
-/* Checks all inputs, but not out and lse, and writes the dtypes and shapes that the outputs must have (data NULL, strides unspecified). */
+/* Checks all inputs but the entries of lists of blocks, and neither out nor lse. Writes the dtypes and shapes that the outputs must have (data NULL,
+ * strides unspecified). */
 BA_API ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
 
 BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
@@ -183,7 +184,8 @@ typedef struct ba_block_sparse_backward_args {
 
 BA_API ba_block_sparse_backward_args ba_block_sparse_backward_args_init(void); /* `forward` as above; the rest is 0 */
 
-/* Checks all inputs, but not dq, dk and dv, and writes the dtypes and shapes that these must have (data NULL, strides unspecified). */
+/* Checks all inputs but the entries of lists of blocks, and none of the gradients. Writes the dtypes and shapes that dq, dk and dv must have (data
+ * NULL, strides unspecified). */
 BA_API ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape,
                                                 ba_tensor *dv_shape);
 
@@ -231,15 +233,16 @@ typedef struct ba_paged_args {
 
 BA_API ba_paged_args ba_paged_args_init(void); /* a window of -1 and a scale of NAN; the rest is 0 */
 
-/* Checks all inputs, but not out and lse, and writes the dtypes and shapes that the outputs must have (data NULL, strides unspecified). */
+/* Checks all inputs but the entries of lists of blocks, and neither out nor lse. Writes the dtypes and shapes that the outputs must have (data NULL,
+ * strides unspecified). */
 BA_API ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
 
 BA_API ba_status ba_paged_attention(const ba_paged_args *args);
 
 /* Quantises the rows of x (N, D), float32, float16, bfloat16 or float64, for an 8-bit cache; D is at most 2^24. scale (N), float32: the largest
- * magnitude of a row over the largest number of the dtype of `values`, 127 or 448, or 1 where that is 0, or D is. values (N, D), int8 or float8_e4m3:
- * the number of the dtype nearest to x / scale, ties to even. Fails, and writes nothing, where a number is NaN, infinite or too large for such a
- * scale. num_threads 0: what ba_get_num_threads() says. */
+ * magnitude of a row, divided by the largest number of the dtype of `values` (127 or 448); 1 where this quotient is 0, or D is. values (N, D), int8
+ * or float8_e4m3: the number of the dtype nearest to x / scale, ties to even. Fails, and writes nothing, where a number is NaN, infinite or too large
+ * for such a scale. num_threads 0: what ba_get_num_threads() says. */
 BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads);
 
 /* Writes new tokens, k (T, H_kv, D) and v (T, H_kv, D_v) in float32, float16, bfloat16 or float64, into the caches of `args`, in their dtype. Token t
@@ -254,7 +257,8 @@ BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int6
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
 
 /* Summaries of pages, which lie in pages of their own: row r of request b's summary page j, metadata_tables[b][j], describes the
- * request's page j * rows + r, where `rows` is the number of rows per summary page. Rows beyond the request's last page become 0. */
+ * request's page j * rows + r, where `rows` is the number of rows per summary page. Rows beyond the request's last page become 0. No summary page may
+ * be listed twice, which is not checked. */
 typedef struct ba_quest_metadata_args {
     ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D); any dtype of ba_paged_args */
     ba_tensor k_scale; /* as in ba_paged_args. int8 and float8_e4m3 keys are multiplied with it, in float32, before they are summarised */
@@ -336,8 +340,9 @@ typedef enum ba_budget {
 } ba_budget;
 
 typedef struct ba_select_prefill_args {
-    ba_block_sparse_args call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, routed, q_total, key_stride, key_last are not
-                                * read. BA_CHOOSER_VERTICAL_SLASH takes no kv_ranges */
+    ba_block_sparse_args call; /* the call that the blocks are for; v, out, lse, blocks, cu_rows, attn_mask, alibi_slopes, q_total, key_stride,
+                                * key_last are not read; softcap, sinks and routed are checked, but change no choice.
+                                * BA_CHOOSER_VERTICAL_SLASH takes no kv_ranges */
     ba_chooser chooser;
     int64_t pool_q, pool_k; /* tokens or rows, as the chooser says, 1 where it names neither. They must divide block_q and block_kv, but not for
                              * BA_CHOOSER_VERTICAL_SLASH */
@@ -492,9 +497,9 @@ typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_AVX512
 
 BA_API const char *ba_isa_name(ba_isa level);
 BA_API int ba_isa_parse(const char *name);     /* the level of that name; -1: there is none */
-BA_API ba_isa ba_isa_detected(void);           /* the highest level that this CPU, this system and this build have */
+BA_API ba_isa ba_isa_detected(void);           /* the highest level that this CPU, this system and this build have, and that is fast there */
 BA_API ba_isa ba_isa_active(void);             /* the highest level in use: the detected level, or the cap where that is lower */
-BA_API ba_status ba_isa_set_cap(ba_isa level); /* BLITZ_ATTN_ISA sets the cap at load time; a cap above the detected level has no effect */
+BA_API ba_status ba_isa_set_cap(ba_isa level); /* BLITZ_ATTN_ISA is the first cap; one above the detected level has no effect */
 BA_API const char *ba_isa_note(void);          /* one sentence that says why the active level is what it is; valid until this thread's next call */
 BA_API const char *ba_cpu_model(void);         /* the CPU's own name for itself, or "unknown CPU" */
 

@@ -176,6 +176,13 @@ def test_unknown_environment_cap_is_told_and_passed_over():
     assert all(level in report["why"] for level in blitz_attn.isa_levels())
 
 
+def test_a_cap_replaces_what_is_told_of_the_environment():
+    program = "import json, blitz_attn; blitz_attn.isa('portable'); print(json.dumps(blitz_attn.show_config('dict')['isa']))"
+    report = json.loads(python("-c", program, BLITZ_ATTN_ISA="sse9"))
+    assert report["active"] == "portable"
+    assert ("sse9" in report["why"]) == (_core.isa_detected() == "portable")
+
+
 def test_refused_permission_is_told_and_passed_over():
     """Linux refuses tiles where a thread's signal stack could not hold their state: a lower level is used, and the report says why."""
     if "amx" not in blitz_attn.isa_levels(available=True) or sys.platform != "linux" or _core.probe_tile_flops("amx", 0.01, 1) < 100:

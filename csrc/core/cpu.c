@@ -51,8 +51,8 @@ static bool has_bf16_and_vbmi(void) {
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_avx512_bf16)
 /* Whether avx512_bf16 is faster than avx512. AMD's cores issue VDPBF16PS, which does twice the work, as often as a multiply-add. Intel's
- * cores issue it a quarter as often, so they are slower with it: there the level exists for callers that name it, but is never the detected
- * one. The vendor decides and not a measurement, so that the same machine always gives the same answer. */
+ * cores issue it a quarter as often, so they are slower with it: there the level is in use only where a caller caps a CPU with amx at it. The
+ * vendor decides and not a measurement, so that the same machine always gives the same answer. */
 static bool multiplies_pairs_fast(void) { return __builtin_cpu_is("amd"); }
 #endif
 
@@ -222,11 +222,11 @@ const char *ba_isa_note(void) {
     static _Thread_local char note[384];
     const ba_isa detected = ba_isa_detected();
     const int cap = atomic_load(&cap_level);
-    if (environment_note[0]) return environment_note;
+    if (environment_note[0] && cap == BA_ISA_COUNT - 1) return environment_note; /* unless ba_isa_set_cap() has replaced what it speaks of */
     if (cap < (int)detected)
         snprintf(note, sizeof note, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
     else if (cap < BA_ISA_COUNT - 1 && cap > (int)detected)
-        snprintf(note, sizeof note, "%s: the highest that this CPU has; the cap %s is above it", level_names[detected], level_names[cap]);
+        snprintf(note, sizeof note, "%s: the highest in use on this CPU; the cap %s is above it", level_names[detected], level_names[cap]);
     else if (refusal_note[0]) snprintf(note, sizeof note, "%s: %s", level_names[detected], refusal_note);
     else snprintf(note, sizeof note, "%s: the highest that this CPU and this build have", level_names[detected]);
     return note;

@@ -1,7 +1,7 @@
-/* How a thread computes with floating-point numbers: how it rounds, and whether subnormal numbers are taken for 0. Programs change that: JAX calls
- * back from threads that flush subnormal numbers, as torch.set_flush_denormal() and code linked with -ffast-math have it, and threads inherit it. The
- * library computes in the usual mode whoever calls. Otherwise bits would depend on the caller, and kernels would lose numbers of float16 and float8
- * that they convert by way of subnormal ones. */
+/* How a thread computes with floating-point numbers: how it rounds, and whether subnormal numbers are taken for 0. Programs change that: threads of
+ * JAX that call back flush subnormal numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New
+ * threads inherit the mode. The library computes in the usual mode whoever calls. Otherwise bits would depend on the caller, and kernels would lose
+ * numbers of float16 and float8 that they convert by way of subnormal ones. */
 #ifndef BA_CORE_FLOAT_MODE_H
 #define BA_CORE_FLOAT_MODE_H
 

@@ -101,7 +101,7 @@ enum {
     BA_CHOOSE_ROWS = 16,    /* rows whose best blocks are chosen together */
     BA_ROW_KEYS = 64,       /* cutting the chunk of a row kernel at a multiple of this many keys changes no bit */
     BA_MAX_CHUNK = 512,     /* the most keys of a chunk */
-    BA_CUT_KEYS = 256,      /* a family with has_cuts may be given a chunk cut at a multiple of this many keys: see there for its bits */
+    BA_CUT_KEYS = 256,      /* a chunk of a family with has_cuts may be cut at a multiple of this many keys; has_cuts says which bits change */
     BA_PACK_PAD = 16,       /* packed rows have room up to a multiple of this many elements */
     BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start at a multiple of this */
     BA_PAGE = 4096,         /* bytes: places that lie a multiple of this apart compete for the same lines of the first-level cache */
@@ -595,8 +595,8 @@ typedef struct ba_tuning {
     ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
 } ba_tuning;
 
-/* The block of a level. A family is tuned by that of its own level, also where a higher level uses it; few calls, and gradients that are not computed
- * block by block, by that of the level in use. */
+/* The block of a level. A family is tuned by that of its own level, also where a higher level uses it, and so is the plan of gradients
+ * that are computed block by block; few calls, and all else of gradients, by that of the level in use. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

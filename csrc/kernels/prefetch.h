@@ -17,7 +17,7 @@
 
 enum {
     BA_LINE_BYTES = 64,
-    BA_PREFETCH_RUN = 16 /* the most rows of a run: pages have as many, or more */
+    BA_PREFETCH_RUN = 16 /* the most rows of a run; pages of fewer tokens give shorter runs */
 };
 
 /* One pass over the rows: how far it has come. A run is several rows without a gap between them. */

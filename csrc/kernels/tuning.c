@@ -19,8 +19,8 @@
  *     few.least_part_keys        a short request still gives several threads work
  *     few.keys, few.bytes        where requests run one chunk ahead, L2 holds both chunks
  *     distances                  as many bytes as a core has outstanding, and some more
- *     followed_*                 heads side by side in memory of their own are one stream, which hardware prefetchers follow; requests only pay where
- *                                arithmetic takes as long as reading */
+ *     followed_*                 where all heads of a token lie side by side, their rows are one stream, which hardware prefetchers follow; requests
+ *                                then pay only for so many queries that arithmetic takes as long as reading */
 static const ba_tuning levels[BA_ISA_COUNT] = {
     [BA_ISA_PORTABLE] =
         {

@@ -36,12 +36,13 @@ static bool bounds_meet(const places *a, const places *b, const int64_t lengths[
     return high[0] > low[1] && high[1] > low[0];
 }
 
-/* Whether two arrays may share memory. K and V may be views of one array, whose axis for the two is any: then they have the same steps, and the rows
- * of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
+/* Whether two arrays may share memory. K and V may be views of one array, of which any axis may be the one for the two: then they have the same
+ * steps, and the rows of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
 static bool may_share(const places *a, const places *b, const int64_t lengths[3]) {
     const places *first = a->data <= b->data ? a : b, *second = a->data <= b->data ? b : a;
     if (!bounds_meet(first, second, lengths)) return false;
-    /* From the axis of the smallest step to that of the largest: is there one whose gaps the second array's places of all smaller axes fit into? */
+    /* Axes are taken by rising step. The arrays are apart if, on some axis, all places of the second array on the smaller axes fit between two steps
+     * of the first. */
     int64_t inside = 0; /* how far the smaller axes reach, from row to row */
     int64_t room = 0;   /* what the next step must be at least, so that the places of a larger axis do not reach into those gaps */
     bool passed[3] = {false, false, false}, fits = false;

@@ -91,7 +91,8 @@ enum { BA_FEW_ROOM = BA_FEW_QUERIES + 1 };
 /* The same for a tile of few queries, which may have several panels; 0 where the call has no such tile. */
 static inline int64_t ba_few_tile_room(const ba_attend_call *c) { return ba_plan_few_panels(&c->plan) * BA_FEW_ROOM; }
 
-/* Bytes of that kernel's scratch memory per head, with some bytes between two heads for the same reason. */
+/* Bytes of scratch memory per head of the kernel for few queries. Some unused bytes lie between two heads, so that these do not compete for the same
+ * sets of the L1 cache. */
 static inline int64_t ba_few_scratch(const ba_attend_call *c) {
     const int64_t between = BA_FEW_PAD(c->problem->v_dim);
     return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + between) * c->family->real_size, BA_ALIGN);

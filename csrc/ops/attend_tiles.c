@@ -191,7 +191,8 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      /* Also right for shared rows, except for tiles in several pieces, whose kernels do not read it. */
+                      /* Rows that items share are packed, and have about as many bytes. Families that split elements into pieces have more, but
+                       * their kernels do not read this number. */
                       .k_next_bytes = p->head_dim * p->kv_element_size,
                       .v_next_bytes = p->v_dim * p->kv_element_size,
                       .next_level = c->prefetch_level,

@@ -17,7 +17,7 @@ bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, cons
         }
         if (p->alibi_slopes) {
             slopes[i] = p->alibi_slopes[head];
-            /* Distances are of 32 bits. A place that is cut is so far from every key that float does not tell one token more from one less. */
+            /* Distances are of 32 bits. A place that is cut is so far from every key that one token more or less is nothing beside the distance. */
             places[i] = (int32_t)ba_min(ba_diagonal(p, batch, query), INT32_MAX);
         }
     }

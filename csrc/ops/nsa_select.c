@@ -155,7 +155,7 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
     *most = 0;
     *least = at->keys;
     for (int64_t i = 0; i < at->lanes; i++) {
-        /* s->hi serves all panels of the item, of which the last may have fewer heads: lanes behind those are like the lanes of a head, too */
+        /* All panels of the item use the same s->hi. The last panel may have fewer heads, so that lanes behind those are set like the lanes of one */
         const int64_t query = at->first + i % at->rows, token = at->begin + query;
         int64_t sees = at->keys;
         double lse = INFINITY; /* makes the probabilities 0 */

@@ -391,7 +391,7 @@ static ba_tiling gradient_tiling(const ba_problem *p, const ba_tuning *tuning) {
                         .shared_heads = 1,
                         .gradients = true};
     const bool lists_shared = !p->listed || p->blocks.dims[1] != p->heads;
-    /* heads share a tile only where the rows of one head would leave it half empty */
+    /* heads share a tile only where the rows of all of them fit into it */
     if (lists_shared && tiling.row_tokens <= tiling.tile_queries / p->group) tiling.shared_heads = p->group;
     return tiling;
 }

@@ -42,7 +42,7 @@ static inline int64_t ba_lane_head(const ba_tile *tile, int64_t lane) { return t
 typedef struct ba_tiling {
     int64_t tile_queries; /* the largest number of queries of a tile: tokens times shared_heads */
     int64_t row_tokens;   /* tokens per block row: block_q. Without lists, a row is the whole sequence, or for gradients one whole tile */
-    int64_t shared_heads; /* query heads per tile: the group where its heads share lists, else 1 */
+    int64_t shared_heads; /* query heads per tile: the group where its heads share lists and, for gradients, their rows fit into a tile; else 1 */
     bool gradients;       /* padding has tiles, too, and the tiles of a row are ordered by tokens first and by heads second */
 } ba_tiling;
 

@@ -5,8 +5,8 @@
 #include "blitz_attn.h"
 #include "core/common.h"
 
-/* The most tokens of a sequence, and the largest token number of a query: places, and the distance between any two of them, then fit int32_t, which
- * kernels are given. */
+/* The most tokens of a sequence, and the largest token number of its first query: places, and the distance between any two of them, then fit int32_t,
+ * which kernels are given. */
 enum { BA_MOST_TOKENS = INT32_MAX / 2 };
 
 /* A (batch, head, token, dim) view of an array of any layout. Strides count elements; the dim axis is contiguous. */

@@ -98,7 +98,7 @@ static int64_t queries_of(const select_call *c, int64_t batch) { return c->args-
 
 /* Decides how many heads and entries read each row together. Quest's bound has only a kernel in which several heads and entries share one pass over
  * the rows. For products, that kernel serves single entries, but not of quantised keys; the kernel for few queries is faster for more. Where the
- * heads of a row do not lie side by side, one head reads all rows before the next head does. */
+ * heads of a row do not lie side by side, each head reads all rows of a chunk before the next head does. */
 static sharing share_rows(const select_call *c, int64_t entries) {
     const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
     if (!c->cache->score_heads || (entries > 1 && c->args->method != BA_SELECT_QUEST))

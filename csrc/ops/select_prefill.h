@@ -56,7 +56,7 @@ typedef struct ba_prefill {
     char *groups;
     ba_rows rows;
     double *lines;        /* BA_CHOOSER_VERTICAL_SLASH only, else NULL */
-    int64_t *tails_begin; /* [B], the first tail of each sequence. NULL, like all up to bins, unless the budget is BA_BUDGET_DENSITY */
+    int64_t *tails_begin; /* [B], the first tail of each sequence. Of no size, like all up to bins, unless the budget is BA_BUDGET_DENSITY */
     float *tails;         /* of each sequence [list][row][column]: scores, -1 where a block does not compete; then tails of the middle of the row */
     ba_outline *outlines; /* [B][list][row] */
     uint64_t *middles;    /* [B][list][row][word]: a bit for each block, 1 in the middle of the row */

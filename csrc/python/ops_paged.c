@@ -53,6 +53,10 @@ static int set_requests(requests *r, int64_t page_size, ba_paged_args *a) {
             PyErr_SetString(PyExc_ValueError, "indptr: expected B + 1 entries, got 0");
             return -1;
         }
+        if (r->last_page_len.values == NULL || r->seq_lens.values != NULL) {
+            PyErr_SetString(PyExc_TypeError, "indptr: expected last_page_len beside it, and no seq_lens");
+            return -1;
+        }
         if (arg_expect_count(&r->last_page_len, "last_page_len", a->batch, "one per request") < 0 || lengths_from_pages(r, a->batch, page_size) < 0)
             return -1;
     } else {
