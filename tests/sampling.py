@@ -7,7 +7,8 @@ command line names with its options runs in any case.
 
 ``SAMPLE_ONE_IN=3`` leaves one test in three of every parametrised function, sampled or not, and of the other tests of a file, and one at least. It
 is for a further run of the suite, over the same kernels with another Python, or over kernels that are checked by themselves.
-``SAMPLE_CELLS_ONE_IN=3`` thins parametrised functions alone: every test function runs, in fewer cases.
+``SAMPLE_CELLS_ONE_IN=3`` thins parametrised functions alone: every test function runs, in fewer cases. Neither leaves out a case of a test that is
+marked ``whole``.
 """
 
 import heapq
@@ -80,6 +81,8 @@ def left_out(items):
             functions.setdefault(item.nodeid.partition("[" if has_options else "::")[0], []).append(item)
     out = set()
     for tests in functions.values():
+        if tests[0].get_closest_marker("whole"):
+            continue
         kept = sample(tests) if tests[0].get_closest_marker("sampled") else tests
         out.update(tests)
         out.difference_update(one_in(kept, CELLS_ONE_IN if hasattr(tests[0], "callspec") else ONE_IN))

@@ -158,6 +158,7 @@ def assert_all_checked(output, level):
 
 
 @pytest.mark.skipif(SANITIZED, reason="make asan runs its own build of it")
+@pytest.mark.whole
 @pytest.mark.parametrize("level", cases.ISA_LEVELS)
 def test_every_kernel_is_right(level, objects, show):
     assert_all_checked(run_shown(show, ROOT / BUILD / "checkkernels", *sample(8), *names_of(level)), level)

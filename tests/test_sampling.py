@@ -48,23 +48,26 @@ def test_seeds_draw_other_samples():
 class Item:
     """What sampling.py asks of a test of pytest's. Not sampled."""
 
-    def __init__(self, function, n=None):
+    def __init__(self, function, n=None, mark=None):
+        self.mark = mark
         self.nodeid = function if n is None else f"{function}[{n}]"
         if n is not None:
             self.callspec = True
 
     def get_closest_marker(self, name):
-        return None
+        return self.mark == name
 
 
 def test_one_test_in_three_of_every_function(monkeypatch):
     items = [Item(function, n) for function, count in (("one", 1), ("two", 2), ("ten", 10)) for n in range(count)]
     items += [Item(f"file.py::{n}") for n in range(7)]
+    items += [Item("levels", n, "whole") for n in range(4)]
     for one_in, cells_one_in, expected in ((1, 1, [1, 2, 10, 7]), (1, 3, [1, 1, 4, 7]), (3, 3, [1, 1, 4, 3])):
         monkeypatch.setattr(sampling, "ONE_IN", one_in)
         monkeypatch.setattr(sampling, "CELLS_ONE_IN", cells_one_in)
         left_out = sampling.left_out(items)
-        assert [sum(item.nodeid.startswith(name) for item in {*items} - left_out) for name in ("one", "two", "ten", "file.py")] == expected
+        counts = [sum(item.nodeid.startswith(name) for item in {*items} - left_out) for name in ("one", "two", "ten", "file.py", "levels")]
+        assert counts == [*expected, 4]
         assert sampling.left_out(items) == left_out
         if not sampling.ALL:
             assert ("one case in 3" in sampling.description()) == (cells_one_in == 3)
