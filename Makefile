@@ -158,7 +158,7 @@ check-neon: build
 lint: lint-code lint-layout
 
 # Kernels at -O1, which takes half of the time, and warns of the same but for -Wmaybe-uninitialized, which is mistaken there: builds at -O3 have that.
-lint-code: export BLITZ_ATTN_KERNEL_CFLAGS = -O1 -Wno-maybe-uninitialized
+lint-code: export BLITZ_ATTN_KERNEL_CFLAGS ?= -O1 -Wno-maybe-uninitialized
 lint-code:
 	@$(call find_python,$(RUFF) $(MYPY)) set -x && \
 	  "$$python" -m ruff check . && \
