@@ -97,7 +97,7 @@ static uint64_t place_in_order(float score, int64_t column) {
 static int64_t column_of(uint64_t place) { return (int64_t)(place & 0xffffffff); }
 
 enum {
-    MOST_BUCKETS = 1 << 11, /* each of a range of scores. There are at least twice as many buckets as places, up to this number */
+    MOST_BUCKETS = 1 << 11, /* The most buckets, each of which holds a range of scores. Below this limit there are at least two per place. */
     BYTE = 256,             /* values of a byte */
 };
 
