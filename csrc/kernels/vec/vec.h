@@ -38,7 +38,6 @@
 #undef BA_HAVE_V_JOIN
 #undef BA_HAVE_V_REPEAT
 #undef BA_HAVE_V_SUM_PAIRS
-#undef BA_HAVE_V_AT_LEAST
 #undef BA_HAVE_V_TO_BF16
 #undef BA_HAVE_ELEMENTS
 #undef BA_HAVE_V_REGISTER
@@ -148,11 +147,6 @@ BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a
 BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return NAME(v_select)((ivec)(a == a), b, a); }
 #endif
 
-/* The larger of x and `least`; NaN where x is NaN. */
-#ifndef BA_HAVE_V_AT_LEAST
-BA_INLINE vec NAME(v_at_least)(vec x, real least) { return NAME(v_max)(NAME(v_set1)(least), x); }
-#endif
-
 /* v_elements loads n elements that follow each other in memory, where n is 1 or BA_ELEMENTS. v_element spreads the i-th of them over all lanes.
  * The generic form only keeps the pointer. */
 #ifndef BA_HAVE_ELEMENTS
@@ -171,7 +165,7 @@ BA_INLINE vec NAME(v_repeat)(const real *p, const int n) {
 }
 #endif
 
-/* 2^x for x at or below 0, or a little above. The result is 0 where x is -inf or too small, and NaN where x is NaN. */
+/* 2^x for x at or below 0, or a little above. The result is 0 where x is -inf or below the least exponent of normal numbers, and NaN where x is NaN. */
 #ifndef BA_HAVE_V_EXP2
 BA_INLINE vec NAME(v_exp2)(vec x) {
 #ifdef BA_REAL_DOUBLE
@@ -179,7 +173,7 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     for (int i = 0; i < BA_LANES; i++) y[i] = exp2(x[i]);
     return y;
 #else
-    x = NAME(v_at_least)(x, -127.0f);
+    x = NAME(v_select)((ivec)(x < -126), NAME(v_set1)(-127), x); /* else the result would be subnormal, which is slow on many CPUs */
     const vec magic = NAME(v_set1)(0x1.8p23f + 127.0f); /* the low mantissa bits of x + magic are round(x) plus the exponent's bias */
     const vec t = x + magic;
     const vec f = x - (t - magic);

@@ -10,11 +10,17 @@ BA_INLINE vec NAME(v_nan_of)(vec a, vec b) {
     return (vec)_mm512_mask_mov_ps((__m512)b, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q), (__m512)a);
 }
 
-/* VREDUCEPS gives the fraction. VSCALEFPS multiplies by the power of two, and handles underflow, infinity and NaN. */
+/* p * 2^floor(e), but 0 where x, of which it is a power of two, is below -126: such a result would be subnormal, and Intel's cores take hundreds of
+ * cycles to make one, and again for every product with it. NaN where x is NaN. */
+BA_INLINE vec NAME(scale_normal)(vec p, vec e, vec x) {
+    return (vec)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), (__m512)p, (__m512)e);
+}
+
+/* VREDUCEPS gives the fraction. VSCALEFPS multiplies by the power of two, and handles infinity and NaN. */
 #define BA_HAVE_V_EXP2 1
 BA_INLINE vec NAME(v_exp2)(vec x) {
     const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (vec)_mm512_scalef_ps((__m512)NAME(exp2_poly)(f), (__m512)(x - f));
+    return NAME(scale_normal)(NAME(exp2_poly)(f), x - f, x);
 }
 
 #define BA_HAVE_V_SHORT 1
@@ -28,7 +34,7 @@ BA_INLINE vec NAME(v_short_power)(vec f) {
     p = p * f + 0x1.62d166p-1f;
     return p * f + 0x1.00002cp+0f;
 }
-BA_INLINE vec NAME(v_short_scale)(vec p, vec x) { return (vec)_mm512_scalef_ps((__m512)p, (__m512)x); }
+BA_INLINE vec NAME(v_short_scale)(vec p, vec x) { return NAME(scale_normal)(p, x, x); }
 BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by) {
     const __m512i a = _mm512_add_epi32((__m512i)even, (__m512i)by->half), b = _mm512_add_epi32((__m512i)odd, (__m512i)by->half);
     /* A byte alignment and not a shift, since shifts run on the port that multiplies. The operand that is overwritten is one that is not needed

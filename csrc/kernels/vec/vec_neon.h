@@ -4,8 +4,6 @@
 
 /* v_max keeps its generic form, a comparison and a selection. FMAX returns NaN if either operand is NaN, and FMAXNM returns NaN for a signalling
  * one. */
-#define BA_HAVE_V_AT_LEAST 1
-BA_INLINE vec NAME(v_at_least)(vec x, float least) { return (vec)vmaxq_f32((float32x4_t)x, vdupq_n_f32(least)); }
 
 /* FMLA can multiply by one element of a register. So four elements are loaded at once, and none has to be spread over a register of its own. */
 #define BA_HAVE_ELEMENTS 1
