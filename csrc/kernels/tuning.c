@@ -205,11 +205,11 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 3e7,
             .shared_bytes = 512 << 20,
-            .few_least_heads = {[BA_BFLOAT16] = 5, [BA_FLOAT8_E4M3] = 5, [BA_INT8] = 5},
+            .few_least_heads = {[BA_BFLOAT16] = 5, [BA_FLOAT8_E4M3] = 5}, /* over int8, vectors are never slower */
             .page_offset = 2048,
             .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
             .few_queries = 16,
-            .own_few_queries = 16,
+            .own_few_queries = 8,
             .few =
                 {
                     .part_keys = 2048,
