@@ -1,4 +1,4 @@
-"""Scores that lie far apart: weights below the normal range of float are 0, and cost no more than others.
+"""Scores that lie far apart: weights below the normal range of float are 0, and do not make calls slow.
 
 On Intel's cores an instruction with a subnormal operand or result takes hundreds of cycles. Where weights could be subnormal, such calls took 40 to
 80 times as long as others.
@@ -22,14 +22,19 @@ def problem(dtype):
     return q, k, v, {"num_threads": 1, **bits_option(q)}
 
 
-def quickest(call):
-    """The least time of several calls, in seconds."""
-    best = np.inf
-    for _ in range(7):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
+def quickest(*calls):
+    """The least time of several runs of each, in seconds. They take turns, so that a slow spell of the machine hits all of them."""
+    best = [np.inf] * len(calls)
+    for _ in range(9):
+        for i, call in enumerate(calls):
+            begin = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - begin)
     return best
+
+
+def attention(q, k, v, options, scale):
+    return lambda: blitz_attn.block_sparse_attention(q, k, v, scale=scale, **options)
 
 
 def gradients(q, k, v, options, scale):
@@ -37,24 +42,13 @@ def gradients(q, k, v, options, scale):
     return lambda: blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse, scale=scale, **options)
 
 
-@pytest.mark.parametrize("level", blitz_attn.isa_levels())
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("operation", ["attention", "gradients"])
-def test_far_scores_take_no_longer(level, dtype, operation):
+@pytest.mark.parametrize("operation", [attention, gradients])
+def test_far_scores_are_not_slow(isa_level, dtype, operation):
     q, k, v, options = problem(dtype)
-    with blitz_attn.isa(level):
-        times = []
-        for scale in (DIM**-0.5, SCALE):
-            if operation == "gradients":
-                call = gradients(q, k, v, options, scale)
-            else:
-
-                def call(scale=scale):
-                    blitz_attn.block_sparse_attention(q, k, v, scale=scale, **options)
-
-            call()
-            times.append(quickest(call))
-    assert times[1] < 16 * times[0]  # references that rise often make tiles up to 9 times slower
+    usual, far = quickest(*(operation(q, k, v, options, scale) for scale in (DIM**-0.5, SCALE)))
+    rises = isa_level == "amx" and operation is attention  # references that rise often make tiles 9 to 17 times slower here
+    assert far < (30 if rises else 4) * usual
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

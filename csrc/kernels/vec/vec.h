@@ -165,7 +165,7 @@ BA_INLINE vec NAME(v_repeat)(const real *p, const int n) {
 }
 #endif
 
-/* 2^x for x at or below 0, or a little above. The result is 0 where x is -inf or too small for a normal number, and NaN where x is NaN. */
+/* 2^x for x at or below 0, or a little above. The result is 0 where x is -inf or, in float, below -126, and NaN where x is NaN. */
 #ifndef BA_HAVE_V_EXP2
 BA_INLINE vec NAME(v_exp2)(vec x) {
 #ifdef BA_REAL_DOUBLE
@@ -173,7 +173,7 @@ BA_INLINE vec NAME(v_exp2)(vec x) {
     for (int i = 0; i < BA_LANES; i++) y[i] = exp2(x[i]);
     return y;
 #else
-    /* A result below the normal range would be slow on many CPUs, and make others slow that it is multiplied with. */
+    /* A result below the normal range is slow to make on many CPUs, and so is each product with it. */
     x = NAME(v_select)((ivec)(x < -126), NAME(v_set1)(-127), x);
     const vec magic = NAME(v_set1)(0x1.8p23f + 127.0f); /* the low mantissa bits of x + magic are round(x) plus the exponent's bias */
     const vec t = x + magic;

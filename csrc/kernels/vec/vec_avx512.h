@@ -10,8 +10,8 @@ BA_INLINE vec NAME(v_nan_of)(vec a, vec b) {
     return (vec)_mm512_mask_mov_ps((__m512)b, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q), (__m512)a);
 }
 
-/* p * 2^floor(e), but 0 where x, of which it is a power of two, is below -126: such a result would be subnormal, and Intel's cores take hundreds of
- * cycles to make one, and again for every product with it. NaN where x is NaN. */
+/* p * 2^floor(e), which is 2^x; 0 where x is below -126, since the result would be subnormal: Intel's cores take hundreds of cycles to make a
+ * subnormal number, and again for each product with it. NaN where x is NaN. */
 BA_INLINE vec NAME(scale_normal)(vec p, vec e, vec x) {
     return (vec)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), (__m512)p, (__m512)e);
 }
