@@ -587,7 +587,7 @@ typedef struct ba_tuning {
                                                 0: the vector family's run all calls */
     int64_t few_queries;     /* the most queries of a KV head, tokens times heads, of a batch entry that few kernels attend. More than BA_FEW_QUERIES
                                 take turns at each chunk */
-    int64_t own_few_queries; /* the same where the level's own few.attend runs, or its panels attend widened rows */
+    int64_t own_few_queries; /* the same where panels of the level's own family take over, which are faster than others: see choose_tuning */
     int64_t page_offset;     /* packed queries begin where a page begins; o and packed K and V begin so many bytes behind such a place. 0: anywhere */
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
                                              use the vector family. 0: it always pays */

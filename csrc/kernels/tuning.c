@@ -205,7 +205,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .by_block_least_lanes = 64,
             .inline_flops = 3e7,
             .shared_bytes = 512 << 20,
-            .few_least_heads = {[BA_BFLOAT16] = 5, [BA_FLOAT8_E4M3] = 5}, /* over int8, vectors are never slower */
+            .few_least_heads = {[BA_BFLOAT16] = 5, [BA_FLOAT8_E4M3] = 5}, /* over int8, tiles were not faster than vectors */
             .page_offset = 2048,
             .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
             .few_queries = 16,
@@ -220,8 +220,8 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
                     .gathered_bytes = 0,
                     .into_l2 = {.followed_queries = 8, .distances = {16 << 10}},
                 },
-            /* Found on a model (docs/notes/decode_xeon.rst); as they are, faster on a Xeon than one head after the other. The distance also covers
-             * what prefetches fall behind while scores are made, which read half of the bytes in a third of the time. */
+            /* Found on a model of the tile unit, and not swept on tiles (docs/notes/decode_xeon.rst). Prefetches fall behind while scores are made,
+             * which read half of the bytes in a third of the time; the distance covers that, too. */
             .tile_few =
                 {
                     .part_keys = 2048,

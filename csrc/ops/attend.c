@@ -84,7 +84,8 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const ba_tuning *of_level = ba_tuning_at(level);
     *own = *ba_tuning_at(c->family->isa);
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
-    /* Where more queries would go to panels of the level's own family, which are faster than others, fewer take turns. */
+    /* Where more queries would go to panels of the level's own family, which are faster than others, fewer take turns. Such families widen rows, or
+     * have kernels of their own for few queries, whether or not this call has enough heads for these. */
     const ba_dtype kv_dtype = c->problem->kv_dtype;
     const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
     own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;
