@@ -267,11 +267,11 @@ static void check_tile(const test_case *c) {
     ba_gradient_tile tile = {.panel = &panel, .panels = 1, .scale = c->scale, .weights = place(SCRATCH, bytes), .slopes = place(SLOPES, bytes)};
     void *packed = place(TILE_ROWS, f->lanes[WIDE] * ba_round_up(c->head_dim, f->lane_block) * real);
     tile.finite_q = f->gradient->pack_tile(packed, rows, c->queries, c->head_dim);
-    tile.q_rows = packed;
+    panel.q_rows = packed;
     rows = place_rows(c, Q_ROWS, ROW_POINTERS, &dout, 0, c->queries, c->v_dim);
     packed = place(PROBE, f->lanes[WIDE] * ba_round_up(c->v_dim, f->lane_block) * real);
     tile.finite_dout = f->gradient->pack_tile(packed, rows, c->queries, c->v_dim);
-    tile.dout_rows = packed;
+    panel.dout_rows = packed;
     const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, keys, c->head_dim);
     const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, keys, c->v_dim);
     ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap};

@@ -282,6 +282,17 @@ def test_all_blocks_listed(level, block_shape):
                     assert same_bits(results[2], expected[2])
 
 
+@pytest.mark.parametrize("block_shape", [(16, 32), (48, 64), (80, 48), (128, 128), (200, 33)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_with_equal_lists(dtype, block_shape):
+    """Query tiles with equal lists, whose panels differ in width, are computed together, from keys that are packed once for all."""
+    q, k, v = testing.make_qkv(1, 2, 1, 530, 650, 40, 24, dtype=dtype)
+    rows, columns = -(-530 // block_shape[0]), -(-650 // block_shape[1])
+    lists = np.tile(np.delete(np.arange(columns, dtype=np.int32), columns // 2), (1, 1, rows, 1))
+    for options in ({}, {"causal": True}, {"window": (150, 20)}):
+        check(q, k, v, lists, block_shape=block_shape, **options)
+
+
 def test_blocks_behind_the_last_key_change_no_bit():
     """Heads that list the same keys and other blocks of padding, as batch entries do beside longer ones."""
     q, k, v = testing.make_qkv(1, 4, 1, 1, 70, 16)
@@ -417,6 +428,26 @@ def test_nonfinite_values_go_where_those_of_the_twin_go(which, bad):
         finite = np.isfinite(want)
         assert finite.any(), name
         np.testing.assert_allclose(got[finite], want[finite], atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_nonfinite_value_in_a_long_sequence(dtype, which):
+    """It lies in one of several query tiles, or groups of keys, that are computed together: the others are right."""
+    arrays = dict(zip("qkv", testing.make_qkv(1, 1, 1, 420, 300, 32, dtype=dtype), strict=True))
+    arrays["dout"], _ = rest_of(arrays["q"], arrays["v"])
+    arrays[which][0, 0, 200, 3] = testing.round_to(np.array(np.nan), dtype)
+    options = {"window": (30, 9)}
+    for level in ISA_LEVELS:
+        with blitz_attn.isa(level):
+            given = arrays["dout"], arrays["q"], arrays["k"], arrays["v"], *attend(arrays["q"], arrays["k"], arrays["v"], **options)
+            results = gradients(*given, **options)
+        exact = reference.block_sparse_attention_backward(*given, **bits_option(arrays["q"]), **options)
+        for name, got, want in zip(NAMES, results, exact, strict=True):
+            got = testing.to_float64(got, dtype)
+            assert (np.isfinite(got) == np.isfinite(want)).all(), f"{level}, {name}"
+            finite = np.isfinite(want)
+            np.testing.assert_allclose(got[finite], want[finite], atol=0.03 if dtype == "bfloat16" else 2e-5, err_msg=f"{level}, {name}")
 
 
 def test_nothing_attended_gives_0():

@@ -355,8 +355,8 @@ typedef struct ba_gradient_panel {
 typedef BA_GRADIENT((*ba_gradient_fn));
 
 /* Packs the rows of a query tile's lanes: packed[block][lane][i] = rows[lane][block * lane_block + i], as real, zeros after the last dim. For
- * add_tile the format is the family's own, of at most round_up(lanes, lanes[0]) * round_up(dim, lane_block) * real_size bytes. Returns whether all
- * elements are finite. */
+ * add_tile it packs the lanes of one panel, in a format of the family's own, of at most lanes[0] * round_up(dim, lane_block) * real_size bytes.
+ * Returns whether all elements are finite. */
 #define BA_PACK_TILE(name) bool name(void *packed, const void *const *rows, int64_t lanes, int64_t dim)
 typedef BA_PACK_TILE((*ba_pack_tile_fn));
 
@@ -385,11 +385,12 @@ typedef BA_ADD_ROWS((*ba_add_rows_fn));
 
 /* Families whose products combine the panels of a query tile have these two kernels instead of gradient and add_rows: first the weights, slopes and
  * dQ of all panels, then everything that the tile adds to rows of dK and dV. Both promise what gradient and add_rows promise. weights and slopes are
- * rounded as the family rounds weights. */
+ * rounded as the family rounds weights. With joins_tiles, the panels may be those of several query tiles. */
 typedef struct ba_tile_panel {
-    ba_gradient_panel panel; /* q and dout as pack_queries leaves them */
-    int64_t width, lanes;    /* of the panel, and in use; only the last panel may be narrow, or not full */
-    int64_t begin, end;      /* all keys of the chunk that some lane sees lie in between. Where begin == end, at any key, add_tile reads no weight */
+    ba_gradient_panel panel;        /* q and dout as pack_queries leaves them */
+    const void *q_rows, *dout_rows; /* add_tile only: the rows of its lanes, by pack_tile */
+    int64_t width, lanes;           /* of the panel, and in use */
+    int64_t begin, end; /* all keys of the chunk that some lane sees lie in between. Where begin == end, at any key, add_tile reads no weight */
 } ba_tile_panel;
 
 enum { BA_MOST_TILE_PANELS = 32 };
@@ -400,9 +401,10 @@ typedef struct ba_gradient_tile {
     double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies with it */
     const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys */
     void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
-    const void *q_rows, *dout_rows;        /* add_tile only, as all that follows: of all lanes of all panels, by pack_tile */
-    bool finite_q, finite_dout;            /* what pack_tile has returned for them */
-    void *const *dk_rows, *const *dv_rows; /* [keys]: real [round_up(dim, BA_PACK_PAD)] each, added to */
+    bool finite_q, finite_dout;            /* add_tile only: whether pack_tile has returned true for all panels */
+    void *const *dk_rows, *const *dv_rows; /* add_tile only. [keys]: real [round_up(dim, BA_PACK_PAD)] each, added to */
+    const ba_prefetch_rows *ahead;         /* [aheads]: gradient_tile only: rows of later use, which it may prefetch once, whatever skip says */
+    int aheads;
 } ba_gradient_tile;
 
 #define BA_GRADIENT_TILE(name) void name(const ba_gradient_tile *tile, const ba_chunk *chunk)
@@ -449,6 +451,8 @@ typedef struct ba_attend_family {
     bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
     bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied with those of K, weights with those of V. So such a
                           family, which is one of bfloat16, may be given rows of a quantised cache that `widen` has made rows of bfloat16 */
+    bool joins_tiles;  /* add_tile adds panel after panel to the sums as they lie in memory. So query tiles may be given to it, and to gradient_tile,
+                          as one, without changing a bit */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. A group takes key_pad packed rows' bytes, groups follow
                           each other, and attend reads no pointer of a group but that of its first key */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
@@ -595,8 +599,7 @@ typedef struct ba_tuning {
     ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
 } ba_tuning;
 
-/* The block of a level. A family is tuned by that of its own level, also where a higher level uses it, and so is the plan of gradients
- * that are computed block by block; few calls, and all else of gradients, by that of the level in use. */
+/* The block of a level. A family is tuned by that of its own level, also where a higher level uses it; few calls by that of the level in use. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

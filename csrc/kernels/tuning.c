@@ -199,7 +199,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
             .most_item_tiles = 32,
             .gradient_keys = 128,
             .gradient_queries = 128,
-            .gradient_item_tiles = 4,
+            .gradient_item_tiles = 2,
             .by_block_lanes = 2048,
             .by_block_most_lanes = 8192,
             .by_block_least_lanes = 64,
@@ -258,6 +258,7 @@ const ba_work_tuning ba_work = {
     .small_padding = 1 << 20,
     .merge_rows = 256,
     .stored_numbers = 1 << 15,
+    .gradient_packs = 4,
     .gradient_keys = 512,
     .quest =
         {

@@ -120,6 +120,7 @@ static void choose_sharing(ba_attend_call *c) {
                               .chunk_keys = c->tuning->chunk_keys,
                               .pack_keys = c->chunk_keys,
                               .page_offset = c->tuning->page_offset,
+                              .least_pairs = 2.0 * (double)ba_plan_tile_lanes(&c->plan),
                               .k.pack = c->pack_k,
                               .v.pack = c->pack_v};
     /* Sharing packs with the family's own functions, without scales, and does not widen rows. */

@@ -73,9 +73,7 @@ typedef struct ba_attend_call {
 /* ---- attend.c ------------------------------------------------------------------------------------------------------- */
 
 /* The number of lanes that the scratch memory of a tile has room for. The last panel of a tile may be half empty. */
-static inline int64_t ba_tile_room(const ba_attend_call *c) {
-    return ba_round_up(ba_min(c->plan.tiling.tile_queries, c->plan.tiling.row_tokens * c->plan.tiling.shared_heads), c->family->lanes[BA_PANEL_WIDE]);
-}
+static inline int64_t ba_tile_room(const ba_attend_call *c) { return ba_round_up(ba_plan_tile_lanes(&c->plan), c->family->lanes[BA_PANEL_WIDE]); }
 
 /* Bytes that a packed query has room for, in a panel of either kind. */
 static inline int64_t ba_query_room(const ba_attend_call *c) {

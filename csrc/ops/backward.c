@@ -23,6 +23,7 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
     const int64_t room = ba_gradient_tile_room(c), lanes = tiles * room, keys = c->tuning->gradient_keys;
+    const int64_t weights = ba_gradient_room_at_once(c, tiles) * keys * (f->gradient->gradient_tile ? f->pack_bytes : f->real_size);
     const int64_t pad_k = ba_padded(c, p->head_dim), pad_v = ba_padded(c, p->v_dim), pointer = sizeof(void *);
     int64_t used = 0;
     w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
@@ -33,15 +34,21 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
     w->lanes = ba_take(base, &used, lanes * 2 * f->real_size);
     w->bounds = ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
     w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->weights = ba_take(base, &used, room * keys * f->real_size);
-    w->slopes = ba_take(base, &used, room * keys * f->real_size);
-    w->bias = ba_take(base, &used, ba_has_bias(p) ? room * keys * f->real_size : 0);
+    w->weights = ba_take(base, &used, weights);
+    w->slopes = ba_take(base, &used, weights);
+    w->bias = ba_take(base, &used, ba_has_bias(p) ? ba_gradient_room_at_once(c, tiles) * keys * f->real_size : 0);
     w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
     w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
     w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
     w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
-    w->k_rows = ba_take(base, &used, keys * pointer);
-    w->v_rows = ba_take(base, &used, keys * pointer);
+    for (int i = 0; i < 2; i++) {
+        ba_gradient_rows *rows = &w->chunk_rows[i];
+        rows->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+        rows->k_rows = ba_take(base, &used, keys * pointer);
+        rows->v_rows = ba_take(base, &used, keys * pointer);
+        rows->k_columns = ba_take(base, &used, keys * pointer);
+    }
+    w->ahead = ba_take(base, &used, BA_GRADIENT_AHEADS * (int64_t)sizeof *w->ahead);
     w->packed_k_rows = ba_take(base, &used, keys * pointer);
     w->packed_v_rows = ba_take(base, &used, keys * pointer);
     w->k_columns = ba_take(base, &used, keys * pointer);
@@ -49,7 +56,6 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
     w->dv_rows = ba_take(base, &used, keys * pointer);
     w->rows = ba_take(base, &used, room * pointer);
     w->more_rows = ba_take(base, &used, room * pointer);
-    w->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
     w->tiles = ba_take(base, &used, tiles * (int64_t)sizeof(ba_tile_state));
     return used;
 }
@@ -129,6 +135,24 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
 
+/* Decides whether items share packed K and V, as far as their size is known before the plan is made. Families over tiles alone pack whole groups of
+ * keys. They multiply with V as they multiply with K, so V is packed like K, and K in columns, too. */
+static void choose_sharing(ba_backward_call *c) {
+    const ba_pack_kernels *pack = c->family->pack;
+    if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(c->problem, c->family)) return;
+    const int64_t together = c->problem->listed ? 1 : c->tuning->gradient_item_tiles; /* tiles of one walk */
+    c->sharing = (ba_sharing){.plan = &c->plan,
+                              .family = c->family,
+                              .chunk_keys = c->tuning->gradient_keys,
+                              .pack_keys = c->tuning->gradient_keys,
+                              .least_pairs = ba_work.gradient_packs * (double)(ba_plan_tile_lanes(&c->plan) * together),
+                              .k.pack = pack->keys,
+                              .v.pack = pack->keys,
+                              .k_columns.pack = pack->values};
+    c->shared_bytes = ba_sharing_lay_out(&c->sharing, NULL);
+    if (c->shared_bytes > c->tuning->shared_bytes) c->shared_bytes = 0;
+}
+
 /* Lays out the memory of a call. Where the sums are not the outputs, it makes their views, too. */
 static int64_t lay_out_call(ba_backward_call *c, int threads, char *base) {
     const ba_problem *p = c->problem;
@@ -137,6 +161,7 @@ static int64_t lay_out_call(ba_backward_call *c, int threads, char *base) {
     c->last = ba_take(base, &used, p->batch * p->kv_heads * (int64_t)sizeof(int64_t));
     c->turns = ba_take(base, &used, c->plan.items * (int64_t)sizeof(ba_turn));
     c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    if (c->shared_bytes) ba_sharing_lay_out(&c->sharing, ba_take(base, &used, c->shared_bytes));
     char *dk = ba_take(base, &used, sum_bytes(c, p->head_dim)), *dv = ba_take(base, &used, sum_bytes(c, p->v_dim));
     if (c->apart) {
         c->dk = sum_view(c, dk, p->head_dim);
@@ -165,14 +190,15 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
                           .gradients = gradients,
                           .family = family->gradient && family->gradient->gradient_tile ? family : ba_kernels_at(level)->vector[problem->dtype],
                           .fill_bias = ba_kernels_at(level)->vector[problem->dtype]->panel->fill_bias,
-                          .tuning = ba_tuning_at(level),
                           .dk = gradients->dk,
                           .dv = gradients->dv};
+    c.tuning = ba_tuning_at(c.family->isa);
     c.apart = gradients->accumulate ? needs_room(&c) : c.family->real_size != problem->kv_element_size;
     int threads = ba_threads_for(num_threads);
     const bool by_block = ba_plan_few_rows(problem);
-    c.plan = by_block ? ba_plan_gradient_rows(problem, ba_tuning_at(c.family->isa)) : ba_plan_gradients(problem, c.tuning);
+    c.plan = by_block ? ba_plan_gradient_rows(problem, c.tuning) : ba_plan_gradients(problem, c.tuning);
     c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
+    if (!by_block) choose_sharing(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);
     char *memory;
@@ -186,6 +212,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
         set_turns(&c);
         if (c.apart || !gradients->accumulate) status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
     }
+    if (status == BA_OK && c.shared_bytes) status = ba_share_rows(&c.sharing, threads);
     if (status == BA_OK) status = ba_parallel(threads, c.plan.items, by_block ? ba_backward_by_block : ba_backward_by_tile, &c);
     if (status == BA_OK && c.apart) status = ba_parallel(threads, sums * stretches(problem), keep_stretch, &c);
     ba_arena_release();

@@ -97,18 +97,20 @@ static ba_range open_tile(const bias_call *c, const bias_scratch *s, const ba_it
 }
 
 /* Adds the dS of a tile and of some keys to the sums of the stretch that these keys lie in. */
-static void add_keys(const bias_call *c, const bias_scratch *s, const ba_item *item, const ba_tile_state *t, int64_t keys, int64_t stretch) {
+static void add_keys(const bias_call *c, const bias_scratch *s, const ba_item *item, const ba_tile_state *t, ba_gradient_rows *rows,
+                     int64_t stretch) {
     const ba_backward_call *b = &c->common;
     const ba_backward_scratch *w = &s->common;
     const int64_t real = b->family->real_size;
-    const ba_chunk chunk = ba_open_gradient_chunk(b, w, item, keys);
+    ba_find_gradient_rows(b, item, rows);
+    const ba_chunk chunk = ba_open_gradient_chunk(b, w, item, rows, NULL);
     for (int n = 0; n < t->panels; n++) {
         const ba_panel_state *panel = &t->panel[n];
         const int64_t width = b->family->lanes[panel->width];
         const ba_range run = ba_run_gradient_panel(b, w, item->batch, &t->tile, panel, &chunk, w->weights, w->slopes);
         char *const sums = sums_of_lane(c, s, panel->lane);
         for (int64_t j = run.lo; j < run.hi; j++) /* lanes behind the last query have slopes of any kind, NaN included */
-            ba_add_reals(sums + (w->key_index[j] - stretch) * wide_lanes(c) * real, w->slopes + j * width * real, panel->lanes, real);
+            ba_add_reals(sums + (rows->key_index[j] - stretch) * wide_lanes(c) * real, w->slopes + j * width * real, panel->lanes, real);
     }
 }
 
@@ -132,11 +134,13 @@ static void add_tile(const bias_call *c, const bias_scratch *s, int64_t batch, i
     ba_walk walk = ba_new_walk(&c->common.plan, &item, p->listed ? s->common.bitmaps : NULL, c->common.tuning->gradient_keys);
     walk.range = keys;
     ba_walk_begin(&walk, 0);
-    int32_t *const key_index = s->common.key_index;
+    ba_gradient_rows rows = s->common.chunk_rows[0];
+    int32_t *const key_index = rows.key_index;
     for (int64_t n; (n = ba_walk_take(&walk, key_index)) > 0 && !ba_stopped();) {
         const int64_t first = ba_first_at_least(key_index, n, keys.lo), end = ba_first_at_least(key_index, n, keys.hi);
-        memmove(key_index, key_index + first, (size_t)(end - first) * sizeof *key_index);
-        if (first < end) add_keys(c, s, &item, &t, end - first, stretch.lo);
+        rows.keys = end - first;
+        memmove(key_index, key_index + first, (size_t)rows.keys * sizeof *key_index);
+        if (first < end) add_keys(c, s, &item, &t, &rows, stretch.lo);
     }
 }
 
@@ -267,9 +271,8 @@ static int64_t lay_out_call(bias_call *c, int threads, char *base) {
 
 ba_status ba_attend_bias_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads) {
     if (!gradients->attn_mask.data && !gradients->alibi_slopes) return BA_OK;
-    const ba_isa level = ba_isa_active();
-    const ba_tuning *tuning = ba_tuning_at(level);
-    const ba_attend_family *family = ba_kernels_at(level)->vector[problem->dtype];
+    const ba_attend_family *family = ba_kernels_at(ba_isa_active())->vector[problem->dtype];
+    const ba_tuning *tuning = ba_tuning_at(family->isa);
     bias_call c = {.common = {.problem = problem,
                               .gradients = gradients,
                               .family = family,

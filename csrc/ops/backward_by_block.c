@@ -115,14 +115,17 @@ static void attend_keys(const ba_backward_call *c, const rows_scratch *r, int64_
             if (r->lane_lo[lane] < end && r->lane_hi[lane] > first) r->attending[n++] = (int32_t)lane;
     if (n == 0) return;
     ba_turn_pass(c->turns, index, first);
-    for (int64_t j = 0; j < end - first; j++) r->common.key_index[j] = (int32_t)(first + j);
-    const ba_chunk chunk = ba_open_gradient_chunk(c, &r->common, item, end - first);
+    ba_gradient_rows rows = r->common.chunk_rows[0];
+    rows.keys = end - first;
+    for (int64_t j = 0; j < rows.keys; j++) rows.key_index[j] = (int32_t)(first + j);
+    ba_find_gradient_rows(c, item, &rows);
+    const ba_chunk chunk = ba_open_gradient_chunk(c, &r->common, item, &rows, NULL);
     bool turn = false;
     for (int64_t at = 0, some; at < n; at += some) {
         ba_tile_state t;
         some = ba_min(c->plan.tiling.tile_queries, n - at);
         gather_tile(c, r, item, r->attending + at, some, &t);
-        ba_run_gradient_tile(c, &r->common, index, &t, &chunk, &turn);
+        ba_run_gradient_tiles(c, &r->common, index, &(const ba_tile_state *){&t}, 1, &chunk, &turn);
         keep_dq(c, r, &t, r->attending + at);
     }
 }

@@ -33,6 +33,13 @@ static void write_dq(const ba_backward_call *c, const ba_backward_scratch *w, co
     }
 }
 
+/* Takes the keys of the next chunk of the walks; none where all are over. */
+static void take_chunk(const ba_backward_call *c, const ba_item *item, ba_walk *walks, int walk_count, ba_gradient_rows *rows) {
+    rows->walk = ba_next_walk(walks, walk_count);
+    rows->keys = rows->walk < 0 ? 0 : ba_walk_take(&walks[rows->walk], rows->key_index);
+    ba_find_gradient_rows(c, item, rows);
+}
+
 void ba_backward_by_tile(void *context, int64_t index, int worker) {
     const ba_backward_call *c = context;
     const ba_item *item = &c->plan.item[index];
@@ -48,14 +55,21 @@ void ba_backward_by_tile(void *context, int64_t index, int worker) {
         ba_find_lanes(c->problem, &c->gradients->dout, item->batch, &w.tiles[i].tile, 0, w.tiles[i].tile.lanes, w.more_rows);
         ba_pack_gradient_tile(c, &w, &w.tiles[i]);
     }
-    for (;;) {
-        const int next = ba_next_walk(walks, walk_count);
-        if (next < 0 || ba_stopped()) break;
-        ba_turn_pass(c->turns, index, walks[next].key);
-        const ba_chunk chunk = ba_open_gradient_chunk(c, &w, item, ba_walk_take(&walks[next], w.key_index));
+    ba_gradient_rows *now = &w.chunk_rows[0], *next = &w.chunk_rows[1];
+    take_chunk(c, item, walks, walk_count, now);
+    while (now->keys > 0 && !ba_stopped()) {
+        take_chunk(c, item, walks, walk_count, next);
+        ba_turn_pass(c->turns, index, now->key_index[0]);
+        const ba_chunk chunk = ba_open_gradient_chunk(c, &w, item, now, next);
         bool turn = false;
+        const ba_tile_state *tiles[BA_MOST_ITEM_TILES];
+        int64_t count = 0;
         for (int64_t i = 0; i < item->tiles; i++)
-            if (w.tiles[i].walk == next) ba_run_gradient_tile(c, &w, index, &w.tiles[i], &chunk, &turn);
+            if (w.tiles[i].walk == now->walk) tiles[count++] = &w.tiles[i];
+        ba_run_gradient_tiles(c, &w, index, tiles, count, &chunk, &turn);
+        ba_gradient_rows *const done = now;
+        now = next;
+        next = done;
     }
     ba_turn_pass(c->turns, index, BA_TURN_OVER);
     for (int64_t i = 0; i < item->tiles; i++) write_dq(c, &w, item, &w.tiles[i]);

@@ -8,17 +8,30 @@
 
 #include "ops/backward.h"
 #include "ops/scratch.h"
+#include "ops/shared_rows.h"
 #include "ops/tiles.h"
 #include "ops/turns.h"
+
+/* The keys of one chunk and their rows of K and V. */
+typedef struct ba_gradient_rows {
+    int walk; /* whose chunk it is, where a driver has walks */
+    int64_t keys;
+    int64_t shared; /* how many keys, from the first on, belong to whole groups of shared K and V; 0 where none are shared */
+    int32_t *key_index;
+    const void **k_rows, **v_rows, **k_columns; /* the first `shared` are rows of the shared, packed K and V, the others rows of K and V */
+} ba_gradient_rows;
+
+enum { BA_GRADIENT_AHEADS = 5 }; /* dK, dV, and the next chunk's K, V and K in columns */
 
 typedef struct ba_backward_scratch {
     char *q, *dout, *dq, *q_rows, *dout_rows, *lanes; /* of one tile after the other; `lanes`: lse and delta */
     int32_t *bounds;
     uint64_t *bitmaps;
     char *weights, *slopes, *bias, *packed_k, *packed_v, *packed_columns, *reals;
-    const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows, **k_columns, **rows, **more_rows;
+    ba_gradient_rows chunk_rows[2]; /* of this chunk and of the next; drivers that do not look ahead use the first alone */
+    const void **packed_k_rows, **packed_v_rows, **k_columns, **rows, **more_rows;
     void **dk_rows, **dv_rows;
-    int32_t *key_index;
+    ba_prefetch_rows *ahead; /* [BA_GRADIENT_AHEADS] */
     ba_tile_state *tiles;
 } ba_backward_scratch;
 
@@ -29,11 +42,13 @@ typedef struct ba_backward_call {
     ba_fill_bias_fn fill_bias;
     const ba_tuning *tuning;
     ba_plan plan;
-    ba_turn *turns;    /* [items] */
-    int64_t *last;     /* [batch][KV head]: scratch memory of backward.c */
-    ba_view dk, dv;    /* the sums, as reals */
-    bool apart;        /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
-    int64_t row_lanes; /* the largest number of queries in a row of the lists */
+    ba_sharing sharing;
+    int64_t shared_bytes; /* of packed K and V that items share; 0: each item packs its own */
+    ba_turn *turns;       /* [items] */
+    int64_t *last;        /* [batch][KV head]: scratch memory of backward.c */
+    ba_view dk, dv;       /* the sums, as reals */
+    bool apart;           /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
+    int64_t row_lanes;    /* the largest number of queries in a row of the lists */
     char *scratch;
     int64_t scratch_bytes; /* per worker */
 } ba_backward_call;
@@ -41,6 +56,11 @@ typedef struct ba_backward_call {
 /* The number of lanes that the scratch memory of a tile has room for. The last panel of a tile may be half empty. */
 static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
     return ba_round_up(c->plan.tiling.tile_queries, c->family->lanes[BA_PANEL_WIDE]);
+}
+
+/* The same for all tiles whose weights over a chunk are in memory together, out of `tiles` tiles of an item. */
+static inline int64_t ba_gradient_room_at_once(const ba_backward_call *c, int64_t tiles) {
+    return ba_gradient_tile_room(c) * (c->family->joins_tiles ? tiles : 1);
 }
 
 /* The number of reals that a packed row takes, in whichever of its forms. */
@@ -71,18 +91,23 @@ void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t);
 /* Writes a panel's dQ to `rows`, by the family's `finish` or finish_reals for panels of this width: dQ is an output whose weights add up to 1. */
 void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_finish_fn finish, const ba_panel_state *s, void *const *rows);
 
-/* Finds the rows of the `keys` keys in w->key_index and of their gradients, and packs K and V. Returns the chunk as kernels take it. */
-ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t keys);
+/* Finds the rows of K and V of the keys in rows->key_index, shared ones where there are any. */
+void ba_find_gradient_rows(const ba_backward_call *c, const ba_item *item, ba_gradient_rows *rows);
+
+/* Finds the rows of the keys' gradients, and packs K and V. Returns the chunk as kernels take it. `next`, unless it is NULL, is the chunk that
+ * follows it, whose rows the kernels may prefetch. */
+ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_gradient_rows *rows,
+                                const ba_gradient_rows *next);
 
 /* Runs the kernel `gradient` for a panel of a vector family. Returns the keys of the chunk, by their places in it, whose weights and slopes it has
  * written: the others are not seen by any lane. */
 ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
                                const ba_chunk *whole, char *weights, char *slopes);
 
-/* Adds the contributions of a tile and a chunk to dQ, dK and dV. *turn says whether the item's turn for the keys of the chunk has come; where it has
- * not, the function waits for it before it adds to dK and dV. */
-void ba_run_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
-                          bool *turn);
+/* Adds the contributions of some tiles of an item and a chunk to dQ, dK and dV. *turn says whether the item's turn for the keys of the chunk has
+ * come; where it has not, the function waits for it before it adds to dK and dV. */
+void ba_run_gradient_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
+                           const ba_chunk *chunk, bool *turn);
 
 /* ---- The two drivers: each has a ba_item_fn, and the bytes of a worker's scratch memory ------------------------------------- */
 

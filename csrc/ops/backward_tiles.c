@@ -1,4 +1,5 @@
 /* Gradients of one query tile and one chunk of keys, for both backward drivers. (For tile registers see csrc/kernels/tiles/.) */
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -75,8 +76,14 @@ void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratc
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
     const ba_problem *p = c->problem;
     const ba_gradient_kernels *f = c->family->gradient;
-    t->finite_q = f->pack_tile(t->q, w->rows, t->tile.lanes, p->head_dim);
-    t->finite_dout = f->pack_tile(t->dout, w->more_rows, t->tile.lanes, p->v_dim);
+    /* gradient_tile takes panels that are packed one by one, add_rows a whole tile */
+    const int64_t some = f->gradient_tile ? c->family->lanes[BA_PANEL_WIDE] : t->tile.lanes, real = c->family->real_size;
+    t->finite_q = t->finite_dout = true;
+    for (int64_t lane = 0; lane < t->tile.lanes; lane += some) {
+        const int64_t lanes = ba_min(some, t->tile.lanes - lane);
+        t->finite_q &= f->pack_tile(t->q + lane * ba_padded(c, p->head_dim) * real, w->rows + lane, lanes, p->head_dim);
+        t->finite_dout &= f->pack_tile(t->dout + lane * ba_padded(c, p->v_dim) * real, w->more_rows + lane, lanes, p->v_dim);
+    }
     ba_pack_gradient_panels(c, w, t, p->scale);
 }
 
@@ -106,32 +113,72 @@ static void find_keys(const ba_problem *p, const ba_view *view, int64_t element_
     for (int64_t j = 0; j < keys; j++) rows[j] = first + key_index[j] * view->token_stride * element_size;
 }
 
-ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t keys) {
+/* Finds the rows of the first `shared` keys of a chunk in the shared, packed K or V. The keys of a group have consecutive numbers. */
+static void find_shared(const ba_shared_rows *s, int64_t head, int64_t group, const ba_gradient_rows *chunk, const void **rows) {
+    for (int64_t at = 0; at < chunk->shared; at += group) {
+        const char *row = s->data + s->offset[head] + chunk->key_index[at] * s->row_bytes;
+        for (int64_t j = 0; j < group; j++) rows[at + j] = row + j * s->row_bytes;
+    }
+}
+
+void ba_find_gradient_rows(const ba_backward_call *c, const ba_item *item, ba_gradient_rows *rows) {
+    const ba_problem *p = c->problem;
+    const int64_t head = item->batch * p->kv_heads + item->kv_head, group = c->family->key_pad;
+    rows->shared = ba_is_shared(&c->sharing, item->batch) ? rows->keys - rows->keys % group : 0;
+    find_shared(&c->sharing.k, head, group, rows, rows->k_rows);
+    find_shared(&c->sharing.v, head, group, rows, rows->v_rows);
+    find_shared(&c->sharing.k_columns, head, group, rows, rows->k_columns);
+    const int64_t at = rows->shared, others = rows->keys - at;
+    find_keys(p, &p->k, p->kv_element_size, item, rows->key_index + at, others, (void **)rows->k_rows + at);
+    find_keys(p, &p->v, p->kv_element_size, item, rows->key_index + at, others, (void **)rows->v_rows + at);
+    memcpy(rows->k_columns + at, rows->k_rows + at, (size_t)others * sizeof *rows->k_rows);
+}
+
+/* Packs all rows of the chunk but the first `shared`, which are packed already, and sets packed_rows to the pointers that the kernel is given. */
+static void pack_others(ba_pack_rows_fn pack, char *packed, const void **packed_rows, const void *const *rows, int64_t shared, int64_t keys,
+                        int64_t dim) {
+    memcpy(packed_rows, rows, (size_t)shared * sizeof *rows);
+    if (shared < keys) pack(packed, packed_rows + shared, rows + shared, NULL, keys - shared, dim);
+}
+
+/* The rows of the next chunk that a kernel may prefetch: `bytes` each, or whole groups where these are shared. */
+static ba_prefetch_rows rows_ahead(const ba_gradient_rows *next, const void *const *rows, const ba_shared_rows *shared, int64_t bytes) {
+    if (!next) return (ba_prefetch_rows){.count = 0};
+    if (!next->shared) return (ba_prefetch_rows){.rows = rows, .count = next->keys, .bytes = bytes};
+    return (ba_prefetch_rows){.rows = rows, .count = next->shared, .bytes = shared->row_bytes};
+}
+
+ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_gradient_rows *rows,
+                                const ba_gradient_rows *next) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
+    const int64_t keys = rows->keys, shared = rows->shared, k_dim = p->head_dim, v_dim = p->v_dim, real = f->real_size, size = p->kv_element_size;
     ba_chunk chunk = {.keys = keys,
-                      .head_dim = p->head_dim,
-                      .v_dim = p->v_dim,
-                      .key_index = w->key_index,
-                      .k_rows = w->k_rows,
-                      .v_rows = w->v_rows,
+                      .head_dim = k_dim,
+                      .v_dim = v_dim,
+                      .key_index = rows->key_index,
+                      .k_rows = rows->k_rows,
+                      .v_rows = rows->v_rows,
                       .softcap = p->softcap * BA_LOG2_E};
-    find_keys(p, &p->k, p->kv_element_size, item, w->key_index, keys, (void **)w->k_rows);
-    find_keys(p, &p->v, p->kv_element_size, item, w->key_index, keys, (void **)w->v_rows);
-    if (c->dk.data) find_keys(p, &c->dk, f->real_size, item, w->key_index, keys, w->dk_rows);
-    if (c->dv.data) find_keys(p, &c->dv, f->real_size, item, w->key_index, keys, w->dv_rows);
+    if (c->dk.data) find_keys(p, &c->dk, real, item, rows->key_index, keys, w->dk_rows);
+    if (c->dv.data) find_keys(p, &c->dv, real, item, rows->key_index, keys, w->dv_rows);
     if (f->gradient->gradient_tile) {
-        f->pack->values(w->packed_columns, w->k_columns, w->k_rows, NULL, keys, p->head_dim);
+        pack_others(f->pack->values, w->packed_columns, w->k_columns, rows->k_columns, shared, keys, k_dim);
         chunk.scale = p->scale * BA_LOG2_E;
+        w->ahead[0] = (ba_prefetch_rows){.rows = (const void *const *)w->dk_rows, .count = keys, .bytes = k_dim * real};
+        w->ahead[1] = (ba_prefetch_rows){.rows = (const void *const *)w->dv_rows, .count = keys, .bytes = v_dim * real};
+        w->ahead[2] = rows_ahead(next, next ? next->k_rows : NULL, &c->sharing.k, k_dim * size);
+        w->ahead[3] = rows_ahead(next, next ? next->v_rows : NULL, &c->sharing.v, v_dim * size);
+        w->ahead[4] = rows_ahead(next, next ? next->k_columns : NULL, &c->sharing.k_columns, 0);
     }
     /* families over tiles multiply with V as they multiply with K, so V is packed like K */
     const ba_pack_rows_fn pack_values = f->gradient->gradient_tile ? f->pack->keys : f->pack->values;
     if (f->pack->keys) {
-        f->pack->keys(w->packed_k, w->packed_k_rows, w->k_rows, NULL, keys, p->head_dim);
+        pack_others(f->pack->keys, w->packed_k, w->packed_k_rows, rows->k_rows, shared, keys, k_dim);
         chunk.k_rows = w->packed_k_rows;
     }
     if (pack_values) {
-        pack_values(w->packed_v, w->packed_v_rows, w->v_rows, NULL, keys, p->v_dim);
+        pack_others(pack_values, w->packed_v, w->packed_v_rows, rows->v_rows, shared, keys, v_dim);
         chunk.v_rows = w->packed_v_rows;
     }
     return chunk;
@@ -186,7 +233,7 @@ static void wait_for_turn(const ba_backward_call *c, int64_t item, const ba_chun
     *turn = true;
 }
 
-/* ba_run_gradient_tile() for vector families: panel by panel, then the sums of the whole tile. */
+/* ba_run_gradient_tiles() for one tile of a vector family: panel by panel, then the sums of the whole tile. */
 static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
                        bool *turn) {
     const ba_problem *p = c->problem;
@@ -217,44 +264,64 @@ static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, 
     c->family->gradient->add_rows(&add);
 }
 
-/* ba_run_gradient_tile() for families that have gradient_tile, which takes a whole tile. */
-static void run_whole_tile(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
-                           bool *turn) {
-    ba_tile_panel panels[BA_TILE_PANELS];
+/* Adds the panels of a tile to `panels`, from number `count` on. `at`: the lanes that the panels before have room for. Returns whether some lane sees
+ * some key. */
+static bool take_panels(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile_state *t, const ba_chunk *chunk,
+                        int64_t at, ba_tile_panel *panels) {
+    const int64_t real = c->family->real_size, wide = c->family->lanes[BA_PANEL_WIDE];
     bool some = false;
-    for (int n = 0; n < t->panels; n++) {
+    for (int n = 0; n < t->panels; n++, at += wide) {
         const ba_panel_state *s = &t->panel[n];
         panels[n] = (ba_tile_panel){.panel = s->gradient,
+                                    .q_rows = t->q + n * wide * ba_padded(c, c->problem->head_dim) * real,
+                                    .dout_rows = t->dout + n * wide * ba_padded(c, c->problem->v_dim) * real,
                                     .width = c->family->lanes[s->width],
                                     .lanes = s->lanes,
                                     .begin = ba_first_at_least(chunk->key_index, chunk->keys, s->any.lo),
                                     .end = ba_first_at_least(chunk->key_index, chunk->keys, s->any.hi)};
-        char *const bias = w->bias + s->lane * chunk->keys * c->family->real_size;
-        if (panels[n].begin < panels[n].end &&
-            !ba_make_bias(c->problem, c->fill_bias, c->plan.item[item].batch, &t->tile, s, panels[n].width, chunk, bias, &panels[n].panel.bias))
+        if (panels[n].begin < panels[n].end && !ba_make_bias(c->problem, c->fill_bias, batch, &t->tile, s, panels[n].width, chunk,
+                                                             w->bias + at * chunk->keys * real, &panels[n].panel.bias))
             panels[n].end = panels[n].begin;
         some |= panels[n].begin < panels[n].end;
     }
-    if (!some) return;
-    const ba_gradient_tile tile = {.panel = panels,
-                                   .panels = t->panels,
-                                   .scale = c->problem->scale,
-                                   .k_columns = w->k_columns,
-                                   .weights = w->weights,
-                                   .slopes = w->slopes,
-                                   .q_rows = t->q,
-                                   .dout_rows = t->dout,
-                                   .finite_q = t->finite_q,
-                                   .finite_dout = t->finite_dout,
-                                   .dk_rows = w->dk_rows,
-                                   .dv_rows = w->dv_rows};
-    c->family->gradient->gradient_tile(&tile, chunk);
-    wait_for_turn(c, item, chunk, turn);
-    c->family->gradient->add_tile(&tile, chunk);
+    return some;
 }
 
-void ba_run_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *t, const ba_chunk *chunk,
-                          bool *turn) {
-    if (c->family->gradient->gradient_tile) run_whole_tile(c, w, item, t, chunk, turn);
-    else run_panels(c, w, item, t, chunk, turn);
+/* ba_run_gradient_tiles() for families that have gradient_tile, and for tiles that are given to it as one. */
+static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
+                            const ba_chunk *chunk, bool *turn) {
+    ba_tile_panel panels[BA_TILE_PANELS];
+    ba_gradient_tile all = {.panel = panels,
+                            .scale = c->problem->scale,
+                            .k_columns = w->k_columns,
+                            .weights = w->weights,
+                            .slopes = w->slopes,
+                            .finite_q = true,
+                            .finite_dout = true,
+                            .dk_rows = w->dk_rows,
+                            .dv_rows = w->dv_rows,
+                            .ahead = w->ahead,
+                            .aheads = *turn ? 0 : BA_GRADIENT_AHEADS}; /* or tiles before have prefetched these rows */
+    for (int64_t i = 0; i < count; i++) {
+        const ba_tile_state *t = tiles[i];
+        assert(all.panels + t->panels <= BA_TILE_PANELS);
+        if (!take_panels(c, w, c->plan.item[item].batch, t, chunk, all.panels * c->family->lanes[BA_PANEL_WIDE], panels + all.panels)) continue;
+        all.panels += t->panels;
+        all.finite_q &= t->finite_q;
+        all.finite_dout &= t->finite_dout;
+    }
+    if (!all.panels) return;
+    c->family->gradient->gradient_tile(&all, chunk);
+    wait_for_turn(c, item, chunk, turn);
+    c->family->gradient->add_tile(&all, chunk);
+}
+
+void ba_run_gradient_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
+                           const ba_chunk *chunk, bool *turn) {
+    const ba_gradient_kernels *f = c->family->gradient;
+    const int64_t together = c->family->joins_tiles ? count : 1;
+    for (int64_t i = 0; i < count; i += together) {
+        if (f->gradient_tile) run_whole_tiles(c, w, item, tiles + i, together, chunk, turn);
+        else run_panels(c, w, item, tiles[i], chunk, turn);
+    }
 }

@@ -113,6 +113,11 @@ bool ba_plan_few_rows(const ba_problem *problem);
  * A token counts once for each query head that shares a KV head. Depends on the lengths of the sequence alone. */
 bool ba_plan_few_queries(const ba_plan *plan, int64_t batch);
 
+/* The most lanes that a tile has. */
+static inline int64_t ba_plan_tile_lanes(const ba_plan *plan) {
+    return ba_min(plan->tiling.tile_queries, plan->tiling.row_tokens * plan->tiling.shared_heads);
+}
+
 /* The number of panels of the largest tile of few queries; 0: there is no such tile. */
 static inline int64_t ba_plan_few_panels(const ba_plan *plan) {
     return ba_ceil_div(ba_min(plan->few_lanes, plan->tiling.row_tokens * plan->tiling.shared_heads), BA_FEW_QUERIES);

@@ -45,6 +45,7 @@ int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
     for (int64_t b = 0; memory && b < p->batch; b++) s->shared[b] = !ba_plan_few_queries(s->plan, b);
     lay_out_rows(s, &s->k, p->head_dim, memory, &used);
     lay_out_rows(s, &s->v, p->v_dim, memory, &used);
+    lay_out_rows(s, &s->k_columns, p->head_dim, memory, &used);
     return used;
 }
 
@@ -69,17 +70,17 @@ static void share_item(void *context, int64_t index, int worker) {
     if (keys <= 0 || !s->shared[head / p->kv_heads]) return;
     if (s->k.pack) pack_stretch(s, &s->k, &p->k, p->head_dim, head, begin, keys);
     if (s->v.pack) pack_stretch(s, &s->v, &p->v, p->v_dim, head, begin, keys);
+    if (s->k_columns.pack) pack_stretch(s, &s->k_columns, &p->k, p->head_dim, head, begin, keys);
 }
 
 ba_status ba_share_rows(ba_sharing *s, int threads) {
     const ba_problem *p = s->plan->problem;
-    const int64_t lanes = ba_min(s->plan->tiling.tile_queries, s->plan->tiling.row_tokens * s->plan->tiling.shared_heads);
     int64_t keys = 0, longest = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const ba_range range = shared_range(s, b);
         keys += p->kv_heads * ba_max(0, range.hi - range.lo);
         longest = ba_max(longest, range.hi - range.lo);
     }
-    if (s->plan->cost < 2.0 * (double)lanes * (double)keys) s->shared = NULL;
+    if (s->plan->cost < s->least_pairs * (double)keys) s->shared = NULL;
     return s->shared ? ba_parallel(threads, ba_ceil_div(longest, s->pack_keys) * p->batch * p->kv_heads, share_item, s) : BA_OK;
 }

@@ -1,4 +1,4 @@
-/* K and V, packed once for all items of a forward call. Internal.
+/* K and V, packed once for all items of a call. Internal.
  *
  * Each tile whose list holds a key needs that key packed, and packing a key costs as much as attending it with about thirty queries. A family
  * with pack_groups packs whole groups of key_pad keys, and the bytes of a group do not depend on the chunk that it belongs to. Where blocks
@@ -23,9 +23,11 @@ typedef struct ba_sharing {
     int64_t chunk_keys;  /* of the walks over lists (tuning) */
     int64_t pack_keys;   /* keys per item of the packing job; a multiple of key_pad */
     int64_t page_offset; /* of tuning */
+    double least_pairs;  /* queries that must attend a key, on average, for sharing to pay */
     /* set by ba_sharing_lay_out() and ba_share_rows() */
-    bool *shared;        /* [batch]: whether the keys of the entry are shared. NULL: none are */
-    ba_shared_rows k, v; /* `pack` is set by the caller */
+    bool *shared;             /* [batch]: whether the keys of the entry are shared. NULL: none are */
+    ba_shared_rows k, v;      /* `pack` is set by the caller */
+    ba_shared_rows k_columns; /* gradients only: K once more, in the format of pack->values */
 } ba_sharing;
 
 /* Whether packed keys can be shared: the family packs whole groups of keys, the keys are not paged, and blocks consist of whole groups. */
@@ -35,8 +37,8 @@ bool ba_may_share(const ba_problem *problem, const ba_attend_family *family);
  * With memory NULL, only the size counts. */
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory);
 
-/* Packs K and V on up to `threads` threads, if that is less work than to pack the chunks of each tile, as it is where tiles attend most keys
- * several times. Else sets s->shared to NULL. */
+/* Packs K and V on up to `threads` threads, if that is less work than to pack the chunks of each item, as it is where many queries attend each key.
+ * Else sets s->shared to NULL. */
 ba_status ba_share_rows(ba_sharing *s, int threads);
 
 static inline bool ba_is_shared(const ba_sharing *s, int64_t batch) { return s->shared && s->shared[batch]; }
