@@ -279,6 +279,9 @@ static void check_tile(const test_case *c) {
     chunk.v_rows = pack_for_tile(c, f->pack->keys, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
     tile.k_columns = pack_for_tile(c, f->pack->values, k_rows, OTHER_O, ROW_MAX, c->head_dim);
     if (c->mask != NO_MASK) chunk.key_index = memcpy(place_tight(KEY_INDEX, keys * 4, 4), c->key_index, (size_t)keys * 4);
+    const ba_prefetch_rows ahead[] = {{.count = 0}, {.rows = k_rows, .count = keys, .bytes = c->head_dim}};
+    tile.ahead = ahead;
+    tile.aheads = 2;
     f->gradient->gradient_tile(&tile, &chunk);
     tile.dk_rows = place_sums(c, true, ALPHA, c->head_dim);
     tile.dv_rows = place_sums(c, false, LSE, c->v_dim);

@@ -282,7 +282,7 @@ def test_all_blocks_listed(level, block_shape):
                     assert same_bits(results[2], expected[2])
 
 
-@pytest.mark.parametrize("block_shape", [(16, 32), (48, 64), (80, 48), (128, 128), (200, 33)])
+@pytest.mark.parametrize("block_shape", [(16, 32), (48, 64), (80, 96), (128, 128), (200, 33)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_with_equal_lists(dtype, block_shape):
     """Query tiles with equal lists, whose panels differ in width, are computed together, from keys that are packed once for all."""
@@ -291,6 +291,39 @@ def test_rows_with_equal_lists(dtype, block_shape):
     lists = np.tile(np.delete(np.arange(columns, dtype=np.int32), columns // 2), (1, 1, rows, 1))
     for options in ({}, {"causal": True}, {"window": (150, 20)}):
         check(q, k, v, lists, block_shape=block_shape, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (200, 0)}, {"causal": True, "q_begin": [390]}], ids=["all", "window", "part"])
+def test_many_queries_of_one_kv_head(options):
+    """So many that keys are packed once for all, a window's from a later key on; the last keys are less than a group."""
+    q, k, v = testing.make_qkv(1, 16, 1, 300, 701, 40, dtype="bfloat16")
+    check(q, k, v, **options)
+
+
+def test_ragged_sequences_of_many_queries():
+    lengths = np.array([0, 200, 201, 330]), np.array([0, 333, 400, 700])
+    rng = np.random.default_rng(3)
+    q, k, v = (testing.round_to(rng.standard_normal((n, heads, 32)), "bfloat16") for n, heads in ((330, 16), (700, 1), (700, 1)))
+    check(q, k, v, layout="TND", cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1], causal=True)
+
+
+def test_query_tiles_together_or_one_by_one():
+    """Gradients of tiles that are computed together have the bits of the sums over calls of one tile each."""
+    q, k, v = testing.make_qkv(1, 1, 1, 512, 300, 64, dtype="bfloat16")
+    dout, _ = rest_of(q, v)
+    out, lse = attend(q, k, v)
+    results = []
+    for step in (512, 128):
+        grads = [np.zeros_like(q), *(np.zeros(x.shape, np.float32) for x in (k, v))]
+        for first in range(0, 512, step):
+            some = slice(first, first + step)
+            part = [np.ascontiguousarray(x[:, :, some]) for x in (dout, q, out, lse)]
+            dq = np.zeros_like(part[1])
+            given = part[0], part[1], k, v, part[2], part[3]
+            blitz_attn.block_sparse_attention_backward(*given, grads=(dq, *grads[1:]), accumulate=True, **bits_option(q))
+            grads[0][:, :, some] = dq
+        results.append(grads)
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_blocks_behind_the_last_key_change_no_bit():

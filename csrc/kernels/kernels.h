@@ -403,7 +403,7 @@ typedef struct ba_gradient_tile {
     void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
     bool finite_q, finite_dout;            /* add_tile only: whether pack_tile has returned true for all panels */
     void *const *dk_rows, *const *dv_rows; /* add_tile only. [keys]: real [round_up(dim, BA_PACK_PAD)] each, added to */
-    const ba_prefetch_rows *ahead;         /* [aheads]: gradient_tile only: rows of later use, which it may prefetch once, whatever skip says */
+    const ba_prefetch_rows *ahead; /* [aheads]: gradient_tile only: rows that are used later. It may prefetch each of them once; `skip` is not read */
     int aheads;
 } ba_gradient_tile;
 
@@ -451,8 +451,8 @@ typedef struct ba_attend_family {
     bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
     bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied with those of K, weights with those of V. So such a
                           family, which is one of bfloat16, may be given rows of a quantised cache that `widen` has made rows of bfloat16 */
-    bool joins_tiles;  /* add_tile adds panel after panel to the sums as they lie in memory. So query tiles may be given to it, and to gradient_tile,
-                          as one, without changing a bit */
+    bool joins_tiles;  /* add_tile starts from the sums in memory and adds one panel after another. So several query tiles may be given to it, and
+                          to gradient_tile, as one: no bit changes */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. A group takes key_pad packed rows' bytes, groups follow
                           each other, and attend reads no pointer of a group but that of its first key */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */

@@ -8,7 +8,7 @@
  *     chunk_keys                 the scores of a wide panel and its packed queries fit L1 together
  *     list_keys                  a list row is not attended for so long that the keys it shares with other rows leave L2
  *     tile_queries               packing one chunk serves as many queries as have room in L2 with their output
- *     gradient_*                 a query tile's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
+ *     gradient_*                 an item's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
  *     few_least_heads            with fewer query heads, tiles (amx) are so empty that vectors are as fast, and making pairs of int8
  *                                (avx512_bf16) takes longer than multiplying them saves
  *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains

@@ -21,7 +21,7 @@ typedef struct ba_work_tuning {
     int64_t small_padding;  /* bytes: less padding than this is cleared by one thread */
     int64_t merge_rows;     /* rows per item of a merge */
     int64_t stored_numbers; /* numbers per item where rows are stored in a cache, in whole tokens */
-    double gradient_packs;  /* times that items would pack a key, on average, for packing it once for all items to pay */
+    double gradient_packs;  /* K and V are packed once for all items where the items would pack a key at least so often, on average */
     int64_t gradient_keys;  /* keys per item of the jobs that clear dK and dV, and that round them */
 
     /* Quest */

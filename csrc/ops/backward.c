@@ -2,10 +2,10 @@
  * but branches on neither.
  *
  * As in the forward pass, an item is a run of tiles of one (batch, KV head), whose tiles walk their lists side by side, chunk by chunk. For each
- * chunk, every panel of a tile computes its P and dS and adds to its dQ; then the whole tile adds to the chunk's rows of dK and dV. dQ belongs to the
- * tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into the outputs themselves where these are reals,
- * else into arrays of reals that are rounded into the outputs at the end. Where the caller wants gradients added, the outputs are reals, and are not
- * cleared first. */
+ * chunk, every panel of a tile computes its P and dS and adds to its dQ; then the whole tile, or all tiles that walk the same list, add to the
+ * chunk's rows of dK and dV. dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into
+ * the outputs themselves where these are reals, else into arrays of reals that are rounded into the outputs at the end. Where the caller wants
+ * gradients added, the outputs are reals, and are not cleared first. */
 #include <math.h>
 #include <string.h>
 
@@ -135,17 +135,20 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
 
-/* Decides whether items share packed K and V, as far as their size is known before the plan is made. Families over tiles alone pack whole groups of
- * keys. They multiply with V as they multiply with K, so V is packed like K, and K in columns, too. */
+/* Decides whether items share packed K and V, as far as their size is known before the plan is made. Only families over tiles pack K here; those over
+ * pairs read it in place. V is packed like K; K is packed once more, in columns. */
 static void choose_sharing(ba_backward_call *c) {
+    const ba_problem *p = c->problem;
     const ba_pack_kernels *pack = c->family->pack;
-    if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(c->problem, c->family)) return;
-    const int64_t together = c->problem->listed ? 1 : c->tuning->gradient_item_tiles; /* tiles of one walk */
+    if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(p, c->family)) return;
+    const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group, alike = (p->listed ? p->block_q : p->q_len) * heads;
+    /* so many queries attend a key that an item has packed */
+    const int64_t queries = ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles);
     c->sharing = (ba_sharing){.plan = &c->plan,
                               .family = c->family,
                               .chunk_keys = c->tuning->gradient_keys,
                               .pack_keys = c->tuning->gradient_keys,
-                              .least_pairs = ba_work.gradient_packs * (double)(ba_plan_tile_lanes(&c->plan) * together),
+                              .least_pairs = ba_work.gradient_packs * (double)queries,
                               .k.pack = pack->keys,
                               .v.pack = pack->keys,
                               .k_columns.pack = pack->values};

@@ -58,8 +58,8 @@ void ba_backward_by_tile(void *context, int64_t index, int worker) {
     ba_gradient_rows *now = &w.chunk_rows[0], *next = &w.chunk_rows[1];
     take_chunk(c, item, walks, walk_count, now);
     while (now->keys > 0 && !ba_stopped()) {
-        take_chunk(c, item, walks, walk_count, next);
         ba_turn_pass(c->turns, index, now->key_index[0]);
+        take_chunk(c, item, walks, walk_count, next);
         const ba_chunk chunk = ba_open_gradient_chunk(c, &w, item, now, next);
         bool turn = false;
         const ba_tile_state *tiles[BA_MOST_ITEM_TILES];

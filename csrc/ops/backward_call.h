@@ -58,7 +58,8 @@ static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
     return ba_round_up(c->plan.tiling.tile_queries, c->family->lanes[BA_PANEL_WIDE]);
 }
 
-/* The same for all tiles whose weights over a chunk are in memory together, out of `tiles` tiles of an item. */
+/* The lanes whose weights over a chunk are in memory at a time: those of one tile, or of all `tiles` tiles of an item where the family joins tiles.
+ */
 static inline int64_t ba_gradient_room_at_once(const ba_backward_call *c, int64_t tiles) {
     return ba_gradient_tile_room(c) * (c->family->joins_tiles ? tiles : 1);
 }
@@ -94,8 +95,8 @@ void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_fi
 /* Finds the rows of K and V of the keys in rows->key_index, shared ones where there are any. */
 void ba_find_gradient_rows(const ba_backward_call *c, const ba_item *item, ba_gradient_rows *rows);
 
-/* Finds the rows of the keys' gradients, and packs K and V. Returns the chunk as kernels take it. `next`, unless it is NULL, is the chunk that
- * follows it, whose rows the kernels may prefetch. */
+/* Finds the rows of the keys' gradients, and packs the rows of K and V that are not shared. Returns the chunk as kernels take it. `next`, unless it
+ * is NULL, is the chunk that follows it, whose rows the kernels may prefetch. */
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_gradient_rows *rows,
                                 const ba_gradient_rows *next);
 
@@ -104,8 +105,8 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
 ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
                                const ba_chunk *whole, char *weights, char *slopes);
 
-/* Adds the contributions of some tiles of an item and a chunk to dQ, dK and dV. *turn says whether the item's turn for the keys of the chunk has
- * come; where it has not, the function waits for it before it adds to dK and dV. */
+/* Adds the contributions of some tiles of an item, which walk the same list, and of a chunk to dQ, dK and dV. *turn says whether the item's turn for
+ * the keys of the chunk has come; where it has not, the function waits for it before it adds to dK and dV. */
 void ba_run_gradient_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
                            const ba_chunk *chunk, bool *turn);
 

@@ -1,4 +1,4 @@
-/* Gradients of one query tile and one chunk of keys, for both backward drivers. (For tile registers see csrc/kernels/tiles/.) */
+/* Gradients of some query tiles and one chunk of keys, for both backward drivers. (For tile registers see csrc/kernels/tiles/.) */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -76,7 +76,7 @@ void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratc
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
     const ba_problem *p = c->problem;
     const ba_gradient_kernels *f = c->family->gradient;
-    /* gradient_tile takes panels that are packed one by one, add_rows a whole tile */
+    /* add_tile takes rows that are packed panel by panel, add_rows those of a whole tile */
     const int64_t some = f->gradient_tile ? c->family->lanes[BA_PANEL_WIDE] : t->tile.lanes, real = c->family->real_size;
     t->finite_q = t->finite_dout = true;
     for (int64_t lane = 0; lane < t->tile.lanes; lane += some) {
@@ -141,18 +141,30 @@ static void pack_others(ba_pack_rows_fn pack, char *packed, const void **packed_
     if (shared < keys) pack(packed, packed_rows + shared, rows + shared, NULL, keys - shared, dim);
 }
 
-/* The rows of the next chunk that a kernel may prefetch: `bytes` each, or whole groups where these are shared. */
-static ba_prefetch_rows rows_ahead(const ba_gradient_rows *next, const void *const *rows, const ba_shared_rows *shared, int64_t bytes) {
-    if (!next) return (ba_prefetch_rows){.count = 0};
-    if (!next->shared) return (ba_prefetch_rows){.rows = rows, .count = next->keys, .bytes = bytes};
-    return (ba_prefetch_rows){.rows = rows, .count = next->shared, .bytes = shared->row_bytes};
+/* The rows of the next chunk that a kernel may prefetch: those of shared groups, or else `bytes` bytes of each row in the caller's array. */
+static ba_prefetch_rows rows_of_next(const ba_gradient_rows *next, const void *const *rows, const ba_shared_rows *shared, int64_t bytes) {
+    if (next->shared) return (ba_prefetch_rows){.rows = rows, .count = next->shared, .bytes = shared->row_bytes};
+    return (ba_prefetch_rows){.rows = rows, .count = next->keys, .bytes = bytes};
+}
+
+/* Sets the rows that gradient_tile may prefetch: those that add_tile adds to, and those of the next chunk, where it is known. */
+static void set_ahead(const ba_backward_call *c, const ba_backward_scratch *w, int64_t keys, const ba_gradient_rows *next) {
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size, size = p->kv_element_size;
+    memset(w->ahead, 0, BA_GRADIENT_AHEADS * sizeof *w->ahead);
+    w->ahead[0] = (ba_prefetch_rows){.rows = (const void *const *)w->dk_rows, .count = keys, .bytes = p->head_dim * real};
+    w->ahead[1] = (ba_prefetch_rows){.rows = (const void *const *)w->dv_rows, .count = keys, .bytes = p->v_dim * real};
+    if (!next) return;
+    w->ahead[2] = rows_of_next(next, next->k_rows, &c->sharing.k, p->head_dim * size);
+    w->ahead[3] = rows_of_next(next, next->v_rows, &c->sharing.v, p->v_dim * size);
+    if (next->shared) w->ahead[4] = rows_of_next(next, next->k_columns, &c->sharing.k_columns, 0);
 }
 
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_gradient_rows *rows,
                                 const ba_gradient_rows *next) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    const int64_t keys = rows->keys, shared = rows->shared, k_dim = p->head_dim, v_dim = p->v_dim, real = f->real_size, size = p->kv_element_size;
+    const int64_t keys = rows->keys, shared = rows->shared, k_dim = p->head_dim, v_dim = p->v_dim, real = f->real_size;
     ba_chunk chunk = {.keys = keys,
                       .head_dim = k_dim,
                       .v_dim = v_dim,
@@ -165,11 +177,7 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
     if (f->gradient->gradient_tile) {
         pack_others(f->pack->values, w->packed_columns, w->k_columns, rows->k_columns, shared, keys, k_dim);
         chunk.scale = p->scale * BA_LOG2_E;
-        w->ahead[0] = (ba_prefetch_rows){.rows = (const void *const *)w->dk_rows, .count = keys, .bytes = k_dim * real};
-        w->ahead[1] = (ba_prefetch_rows){.rows = (const void *const *)w->dv_rows, .count = keys, .bytes = v_dim * real};
-        w->ahead[2] = rows_ahead(next, next ? next->k_rows : NULL, &c->sharing.k, k_dim * size);
-        w->ahead[3] = rows_ahead(next, next ? next->v_rows : NULL, &c->sharing.v, v_dim * size);
-        w->ahead[4] = rows_ahead(next, next ? next->k_columns : NULL, &c->sharing.k_columns, 0);
+        set_ahead(c, w, keys, next);
     }
     /* families over tiles multiply with V as they multiply with K, so V is packed like K */
     const ba_pack_rows_fn pack_values = f->gradient->gradient_tile ? f->pack->keys : f->pack->values;
@@ -264,8 +272,7 @@ static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, 
     c->family->gradient->add_rows(&add);
 }
 
-/* Adds the panels of a tile to `panels`, from number `count` on. `at`: the lanes that the panels before have room for. Returns whether some lane sees
- * some key. */
+/* Writes the panels of a tile to `panels`. `at`: how many lanes the panels before them have room for. Returns whether some lane sees some key. */
 static bool take_panels(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile_state *t, const ba_chunk *chunk,
                         int64_t at, ba_tile_panel *panels) {
     const int64_t real = c->family->real_size, wide = c->family->lanes[BA_PANEL_WIDE];
@@ -287,7 +294,7 @@ static bool take_panels(const ba_backward_call *c, const ba_backward_scratch *w,
     return some;
 }
 
-/* ba_run_gradient_tiles() for families that have gradient_tile, and for tiles that are given to it as one. */
+/* ba_run_gradient_tiles() for families that have gradient_tile: gives these tiles to the kernels as one. */
 static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
                             const ba_chunk *chunk, bool *turn) {
     ba_tile_panel panels[BA_TILE_PANELS];
@@ -301,7 +308,7 @@ static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch
                             .dk_rows = w->dk_rows,
                             .dv_rows = w->dv_rows,
                             .ahead = w->ahead,
-                            .aheads = *turn ? 0 : BA_GRADIENT_AHEADS}; /* or tiles before have prefetched these rows */
+                            .aheads = *turn ? 0 : BA_GRADIENT_AHEADS}; /* once it is the item's turn, an earlier call has prefetched them */
     for (int64_t i = 0; i < count; i++) {
         const ba_tile_state *t = tiles[i];
         assert(all.panels + t->panels <= BA_TILE_PANELS);
@@ -318,10 +325,10 @@ static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch
 
 void ba_run_gradient_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
                            const ba_chunk *chunk, bool *turn) {
-    const ba_gradient_kernels *f = c->family->gradient;
-    const int64_t together = c->family->joins_tiles ? count : 1;
+    const int64_t panels = ba_ceil_div(ba_plan_tile_lanes(&c->plan), c->family->lanes[BA_PANEL_WIDE]);
+    const int64_t together = c->family->joins_tiles ? BA_TILE_PANELS / panels : 1;
     for (int64_t i = 0; i < count; i += together) {
-        if (f->gradient_tile) run_whole_tiles(c, w, item, tiles + i, together, chunk, turn);
+        if (c->family->gradient->gradient_tile) run_whole_tiles(c, w, item, tiles + i, ba_min(together, count - i), chunk, turn);
         else run_panels(c, w, item, tiles[i], chunk, turn);
     }
 }

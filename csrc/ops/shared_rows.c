@@ -20,7 +20,7 @@ static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
 }
 
-/* The part of ba_sharing_lay_out() for K or for V. */
+/* The part of ba_sharing_lay_out() for K, for V or for K in columns. */
 static void lay_out_rows(const ba_sharing *s, ba_shared_rows *rows, int64_t dim, char *memory, int64_t *used) {
     const ba_problem *p = s->plan->problem;
     const int64_t heads = p->batch * p->kv_heads;

@@ -30,6 +30,11 @@ void ba_close_lanes(const ba_panel_state *s, int64_t room, int32_t *lo, int32_t 
 }
 
 void ba_find_lanes(const ba_problem *p, const ba_view *view, int64_t batch, const ba_tile *tile, int64_t lane, int64_t lanes, const void **rows) {
+    if (tile->heads == 1) { /* neighbours are one token apart */
+        const char *row = ba_query_row(p, view, p->element_size, batch, tile->head, ba_lane_query(tile, lane));
+        for (int64_t i = 0; i < lanes; i++) rows[i] = row + i * view->token_stride * p->element_size;
+        return;
+    }
     for (int64_t i = 0; i < lanes; i++)
         rows[i] = ba_query_row(p, view, p->element_size, batch, ba_lane_head(tile, lane + i), ba_lane_query(tile, lane + i));
 }
