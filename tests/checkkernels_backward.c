@@ -215,7 +215,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
 /* ---- A tile at a time --------------------------------------------------------------------------------------------- */
 
 enum { TILE_DQ, TILE_DK, TILE_DV, TILE_PARTS };
-static record tile_records[TILE_PARTS];
+static record tile_records[TILE_PARTS], joined_record;
 
 /* The right value of a sum, and how far a kernel may be from it. Weights below the range of real count as 0. */
 typedef struct plain_sum {
@@ -343,6 +343,136 @@ static void check_tiles(void *context) {
     }
 }
 
+/* ---- Several query tiles as one ------------------------------------------------------------------------------------ */
+
+enum { JOINED = 5, JOINED_KEYS = 100, JOINED_DIM = 144, JOINED_PLACE = BA_MAX_LANES * JOINED_DIM * sizeof(double) };
+
+/* Operands and results of the panels that are joined. The kernels' other checks have guarded memory; here only bits count. */
+static struct {
+    char q[JOINED][JOINED_PLACE], dout[JOINED][JOINED_PLACE], q_rows[JOINED][JOINED_PLACE], dout_rows[JOINED][JOINED_PLACE];
+    char bias[JOINED][JOINED_KEYS * BA_MAX_LANES * sizeof(double)];
+    double lse[JOINED][BA_MAX_LANES], delta[JOINED][BA_MAX_LANES];
+    int32_t lo[JOINED][BA_MAX_LANES], hi[JOINED][BA_MAX_LANES];
+    ba_tile_panel panel[JOINED];
+    bool finite_q[JOINED], finite_dout[JOINED];
+} joined __attribute__((aligned(BA_ALIGN)));
+
+typedef struct joined_sums {
+    char dq[JOINED][JOINED_PLACE], dk[JOINED_KEYS * JOINED_DIM * sizeof(double)], dv[JOINED_KEYS * JOINED_DIM * sizeof(double)];
+} joined_sums;
+static joined_sums together __attribute__((aligned(BA_ALIGN))), one_by_one __attribute__((aligned(BA_ALIGN)));
+
+/* Draws a panel of some of the case's queries, wide or narrow, which sees all keys, a part of them, or none. */
+static void draw_joined_panel(const test_case *c, int n, const void *const *q_rows, const void *const *dout_rows) {
+    const ba_attend_family *f = c->s.f;
+    const int variant = (int)pick(2);
+    const int64_t width = f->lanes[variant], lanes = 1 + pick(ba_min(width, c->queries)), first = pick(c->queries - lanes + 1);
+    ba_tile_panel *panel = &joined.panel[n];
+    *panel = (ba_tile_panel){.width = width, .lanes = lanes, .begin = 0, .end = c->keys};
+    f->pack->queries[variant](joined.q[n], q_rows + first, lanes, c->head_dim, c->scale);
+    f->pack->queries[variant](joined.dout[n], dout_rows + first, lanes, c->v_dim, c->scale);
+    joined.finite_q[n] = f->gradient->pack_tile(joined.q_rows[n], q_rows + first, lanes, c->head_dim);
+    joined.finite_dout[n] = f->gradient->pack_tile(joined.dout_rows[n], dout_rows + first, lanes, c->v_dim);
+    for (int64_t i = 0; i < width; i++) {
+        set_element(real_dtype(c), joined.lse[n], i, i < lanes ? lse[first + i] : 0);
+        set_element(real_dtype(c), joined.delta[n], i, i < lanes ? delta[first + i] : 0);
+    }
+    panel->panel = (ba_gradient_panel){.q = joined.q[n], .dout = joined.dout[n], .lse = joined.lse[n], .delta = joined.delta[n]};
+    panel->q_rows = joined.q_rows[n];
+    panel->dout_rows = joined.dout_rows[n];
+    if (pick(3)) { /* bounds for each lane; keys outside [begin, end) are seen by none */
+        panel->begin = pick(c->keys);
+        panel->end = panel->begin + pick(c->keys - panel->begin + 1);
+        const int32_t least = c->key_index[panel->begin], most = panel->end ? c->key_index[panel->end - 1] + 1 : 0;
+        for (int64_t i = 0; i < width; i++) {
+            joined.lo[n][i] = i < lanes && pick(2) ? c->key_index[pick(c->keys)] : least;
+            joined.lo[n][i] = i < lanes ? ba_max(joined.lo[n][i], least) : 0;
+            joined.hi[n][i] = i < lanes ? most : INT32_MAX;
+        }
+        panel->panel.lo = joined.lo[n];
+        panel->panel.hi = joined.hi[n];
+    }
+    if (pick(4)) return;
+    for (int64_t i = 0; i < c->keys * width; i++) set_element(real_dtype(c), joined.bias[n], i, pick(4) ? uniform() : -INFINITY);
+    panel->panel.bias = (ba_bias){joined.bias[n], true};
+}
+
+/* Numbers that sums start from, in rows that are evenly spaced or not. */
+static void start_rows(const test_case *c, char *data, void **rows, int64_t dim, bool even) {
+    const int64_t room = ba_round_up(dim, BA_PACK_PAD);
+    for (int64_t j = 0; j < c->keys; j++) {
+        rows[j] = data + (even || j % 3 ? j : c->keys - 1 - (c->keys - 1) % 3 - j) * room * c->s.f->real_size;
+        for (int64_t d = 0; d < room; d++) set_element(real_dtype(c), rows[j], d, (double)((j + d) % 5) - 2);
+    }
+}
+
+/* Runs the kernels over panels [first, end) as one tile. */
+static void run_joined(const test_case *c, joined_sums *to, ba_gradient_tile tile, const ba_chunk *chunk, int first, int end) {
+    for (int n = first; n < end; n++) {
+        joined.panel[n].panel.dq = to->dq[n];
+        tile.finite_q &= joined.finite_q[n];
+        tile.finite_dout &= joined.finite_dout[n];
+    }
+    const int64_t bytes = (end - first) * c->s.f->lanes[WIDE] * ba_round_up(c->keys, c->s.f->key_pad) * c->s.f->pack_bytes;
+    tile.panel = joined.panel + first;
+    tile.panels = end - first;
+    tile.weights = place(SCRATCH, bytes);
+    tile.slopes = place(SLOPES, bytes);
+    c->s.f->gradient->gradient_tile(&tile, chunk);
+    c->s.f->gradient->add_tile(&tile, chunk);
+}
+
+static void same_sums(const test_case *c, record *r, void *a, void *b, int64_t n, const char *what, int64_t row) {
+    for (int64_t i = 0; i < n; i++) {
+        const double x = real_at(c, a, i), y = real_at(c, b, i);
+        require(r, x == y || (isnan(x) && isnan(y)), what, row, i);
+    }
+}
+
+/* With joins_tiles, panels of several query tiles give the bits that they give one after another. */
+static void check_joined(const test_case *c, record *r) {
+    const ba_attend_family *f = c->s.f;
+    const int panels = 2 + (int)pick(JOINED - 1);
+    void *dk_rows[JOINED_KEYS], *dv_rows[JOINED_KEYS];
+    const void **q_rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim);
+    const void **dout_rows = place_rows(c, OUT_ROWS, ROW_LANES, &dout, 0, c->queries, c->v_dim);
+    for (int n = 0; n < panels; n++) draw_joined_panel(c, n, q_rows, dout_rows);
+    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, c->keys, c->head_dim);
+    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, c->keys, c->v_dim);
+    ba_chunk chunk = {
+        .keys = c->keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap, .key_index = c->key_index};
+    chunk.k_rows = pack_for_tile(c, f->pack->keys, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim);
+    chunk.v_rows = pack_for_tile(c, f->pack->keys, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
+    ba_gradient_tile tile = {.scale = c->scale, .finite_q = true, .finite_dout = true, .dk_rows = dk_rows, .dv_rows = dv_rows};
+    tile.k_columns = pack_for_tile(c, f->pack->values, k_rows, OTHER_O, ROW_MAX, c->head_dim);
+    const int64_t dq_reals = f->lanes[WIDE] * ba_round_up(c->head_dim, f->dim_pad);
+    const bool even = pick(2);
+    for (int apart = 0; apart < 2; apart++) {
+        joined_sums *to = apart ? &one_by_one : &together;
+        for (int n = 0; n < panels; n++)
+            for (int64_t i = 0; i < dq_reals; i++) set_element(real_dtype(c), to->dq[n], i, (double)(i % 7) - 3);
+        start_rows(c, to->dk, dk_rows, c->head_dim, even);
+        start_rows(c, to->dv, dv_rows, c->v_dim, even);
+        for (int n = 0; n < (apart ? panels : 1); n++) run_joined(c, to, tile, &chunk, n, apart ? n + 1 : panels);
+    }
+    for (int n = 0; n < panels; n++)
+        same_sums(c, r, together.dq[n], one_by_one.dq[n], joined.panel[n].width * ba_round_up(c->head_dim, f->dim_pad), "dq [panel][.]", n);
+    same_sums(c, r, together.dk, one_by_one.dk, c->keys * ba_round_up(c->head_dim, BA_PACK_PAD), "dk [.][.]", 0);
+    same_sums(c, r, together.dv, one_by_one.dv, c->keys * ba_round_up(c->v_dim, BA_PACK_PAD), "dv [.][.]", 0);
+}
+
+static void check_joined_tiles(void *context) {
+    test_case *c = context;
+    static const int64_t dims[] = {1, 17, 33, 64, 80, 128};
+    enum { DIMS = sizeof dims / sizeof *dims };
+    for (int64_t n = 0; n < 4 * DIMS * FILLS; n++) {
+        if (!is_drawn()) continue;
+        make_case(c, (fill)(n / DIMS % FILLS), (mask)pick(MASKS), 1 + pick(most_queries(c)), 1 + pick(JOINED_KEYS), dims[n % DIMS], dims[pick(DIMS)]);
+        draw_numbers(c);
+        check_joined(c, &joined_record);
+    }
+}
+
 /* ---- Packing and unpacking rows ----------------------------------------------------------------------------------- */
 
 static void check_dots(test_case *c, record *r, int64_t dim) {
@@ -403,6 +533,12 @@ void check_backward(const subject *s) {
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_tiles, &c, &tile_records[TILE_DQ]);
         report(s->name, variant == WIDE ? "wide" : "narrow", tile_records, TILE_PARTS);
+    }
+    if (s->f->gradient && s->f->joins_tiles) {
+        joined_record = (record){.name = "promise: joined tiles"};
+        c = (test_case){.s = *s, .variant = WIDE};
+        guarded_run(check_joined_tiles, &c, &joined_record);
+        report(s->name, "", &joined_record, 1);
     }
     if (!is_vector(s->f)) return; /* the family has no kernels for gradients */
     for (int variant = WIDE; variant <= NARROW; variant++) {
