@@ -7,11 +7,6 @@
 #include "core/common.h"
 
 static inline bool ba_given(const ba_tensor *t) { return t->data != NULL || t->ndim != 0; }
-/* The strides of lists without entries are not checked. As zeros they cannot overflow the offset of a row. */
-static inline void ba_drop_unused_strides(ba_tensor *lists) {
-    if (lists->dims[3] == 0)
-        for (int i = 0; i < BA_MAX_DIMS; i++) lists->strides[i] = 0;
-}
 static inline bool ba_is_float(ba_dtype dtype) { return dtype == BA_FLOAT32 || dtype == BA_FLOAT16 || dtype == BA_BFLOAT16 || dtype == BA_FLOAT64; }
 static inline bool ba_is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
 
@@ -44,6 +39,10 @@ static inline int64_t ba_step(const ba_tensor *t, int axis) {
     bool empty = false;
     for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
     return !empty && t->dims[axis] > 1 ? t->strides[axis] : 0;
+}
+/* Sets all strides to what ba_step() says. As zeros, those that no check has looked at cannot overflow an offset. */
+static inline void ba_drop_unused_strides(ba_tensor *t) {
+    for (int i = 0; i < t->ndim; i++) t->strides[i] = ba_step(t, i);
 }
 
 bool ba_same_shape(const ba_tensor *a, const ba_tensor *b);

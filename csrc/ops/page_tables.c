@@ -79,11 +79,11 @@ static void copy_requests(const ba_paged_args *args, ba_page_tables *t) {
     t->first[0] = 0;
     for (int64_t b = 0; b < t->batch; b++) {
         const int64_t pages = ba_ceil_div(args->seq_lens[b], t->page_size);
-        const int64_t at = args->indptr ? args->indptr[b] * step : b * tables->strides[0];
         t->seq_lens[b] = args->seq_lens[b];
         t->longest = ba_max(t->longest, t->seq_lens[b]);
         t->first[b + 1] = t->first[b] + pages;
-        if (!pages) continue; /* a table without pages may be a null pointer */
+        if (!pages) continue; /* a table without pages may be a null pointer, and have any strides */
+        const int64_t at = args->indptr ? args->indptr[b] * step : b * tables->strides[0];
         if (tables->dtype == BA_INT32) largest = copy_pages_int32_t(t->page + t->first[b], (const int32_t *)tables->data + at, step, pages, largest);
         else largest = copy_pages_int64_t(t->page + t->first[b], (const int64_t *)tables->data + at, step, pages, largest);
     }

@@ -322,20 +322,23 @@ ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists) {
         return ba_fail(BA_ERROR_VALUE, "sabi: expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
     BA_TRY(ba_check_extent("sabi", lists));
     BA_TRY(ba_check_places("sabi", lists));
-    BA_TRY(check_room(kept, lists));
+    ba_tensor from = *kept, to = *lists;
+    ba_drop_unused_strides(&from);
+    ba_drop_unused_strides(&to);
+    BA_TRY(check_room(&from, &to));
     const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
     for (int64_t b = 0; b < kept->dims[0]; b++)
         for (int64_t l = 0; l < kept->dims[1]; l++)
             for (int64_t r = 0; r < kept->dims[2]; r++) {
-                const uint64_t *words = words_of(kept, b, l, r);
-                const int64_t place = b * lists->strides[0] + l * group * lists->strides[1] + r * lists->strides[2];
+                const uint64_t *words = words_of(&from, b, l, r);
+                const int64_t place = b * to.strides[0] + l * group * to.strides[1] + r * to.strides[2];
                 int64_t n = 0;
                 for (int64_t w = 0; w < kept->dims[3]; w++)
-                    for (uint64_t word = words[w * kept->strides[3]]; word; word &= word - 1, n++)
+                    for (uint64_t word = words[w * from.strides[3]]; word; word &= word - 1, n++)
                         for (int64_t g = 0; g < group; g++)
-                            set_entry(lists, place + g * lists->strides[1] + n * lists->strides[3], w * 64 + __builtin_ctzll(word));
+                            set_entry(&to, place + g * to.strides[1] + n * to.strides[3], w * 64 + __builtin_ctzll(word));
                 for (; n < width; n++)
-                    for (int64_t g = 0; g < group; g++) set_entry(lists, place + g * lists->strides[1] + n * lists->strides[3], -1);
+                    for (int64_t g = 0; g < group; g++) set_entry(&to, place + g * to.strides[1] + n * to.strides[3], -1);
             }
     return BA_OK;
 }
