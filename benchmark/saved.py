@@ -134,9 +134,11 @@ def main_with_save(main: Callable[[], int]) -> int:
     where nothing was, because options were refused, nothing stays.
     """
     option = add_save(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    name = option.parse_known_args(sys.argv[1:])[0].save
-    if name is None:
+    option.add_argument("-h", "--help", action="store_true")
+    options = option.parse_known_args(sys.argv[1:])[0]
+    if options.save is None or options.help:
         return main()
+    name = options.save
     script = Path(sys.argv[0])
     path = RESULTS / tag(machine()) / f"{name or script.stem}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -427,9 +427,10 @@ def test_a_reader_that_goes_away_is_no_good_end(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("*/*")] == ["script.txt.part"]
 
 
-def test_nothing_is_kept_without_the_option(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("options", [["--quick"], ["--save", "--help"], ["-h", "--save"]])
+def test_nothing_is_kept_without_the_option_or_of_a_help_text(options, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(saved, "RESULTS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["script.py", "--quick"])
+    monkeypatch.setattr("sys.argv", ["script.py", *options])
     assert saved.main_with_save(lambda: print("a row") or 0) == 0
     assert capsys.readouterr().out == "a row\n"
     assert not list(tmp_path.iterdir())
