@@ -11,10 +11,13 @@ typedef struct rows_scratch {
     /* [lane of the item]; the lanes of row t begin at t * row_lanes */
     char *lane_lse, *lane_delta, *lane_dq;
     int32_t *lane_lo, *lane_hi;
+    char *lane_q, *lane_dout; /* rows, side by side. In the caller's arrays, the rows of a head may compete for few places of the cache */
     char *added;             /* the dQ of one panel, before it is added to that of its lanes */
     int32_t *attending;      /* lanes that attend the current keys */
     int32_t *begin, *listed; /* the inverted lists (ba_plan_invert_lists) */
 } rows_scratch;
+
+static int64_t row_bytes(const ba_backward_call *c, int64_t dim) { return dim * c->problem->element_size; }
 
 /* Lays out the scratch memory of one worker. */
 static int64_t lay_out_rows_scratch(const ba_backward_call *c, char *base, rows_scratch *r) {
@@ -27,6 +30,8 @@ static int64_t lay_out_rows_scratch(const ba_backward_call *c, char *base, rows_
     r->lane_lo = ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
     r->lane_hi = ba_take(base, &used, opened * (int64_t)sizeof(int32_t));
     r->lane_dq = ba_take(base, &used, lanes * pad_k * f->real_size);
+    r->lane_q = ba_take(base, &used, lanes * row_bytes(c, p->head_dim));
+    r->lane_dout = ba_take(base, &used, lanes * row_bytes(c, p->v_dim));
     r->added = ba_take(base, &used, BA_MAX_LANES * pad_k * f->real_size);
     r->attending = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     r->begin = ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
@@ -44,9 +49,11 @@ static ba_tile row_of_lane(const ba_backward_call *c, const ba_item *item, int64
     return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->row_lanes);
 }
 
-/* Sets the keys that all lanes of the item see, their log-sum-exps and their deltas, and clears their dQ. */
+/* Copies the rows of some lanes, and sets the keys that they see, their log-sum-exps and their deltas. Clears the dQ of all lanes. */
 static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba_item *item) {
-    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes;
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes, bytes = row_bytes(c, p->head_dim),
+                  v_bytes = row_bytes(c, p->v_dim);
     for (int64_t lane = 0; lane < lanes; lane += c->row_lanes) {
         ba_tile_state t = {.tile = row_of_lane(c, item, lane)};
         ba_panel_state s = {.width = BA_PANEL_NARROW};
@@ -56,16 +63,21 @@ static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba
             s.gradient.delta = r->lane_delta + (lane + s.lane) * real;
             s.gradient.lo = r->lane_lo + lane + s.lane;
             s.gradient.hi = r->lane_hi + lane + s.lane;
-            ba_open_gradient_lanes(c, &r->common, item, &t, &s, c->problem->scale);
+            ba_open_gradient_lanes(c, &r->common, item, &t, &s, p->scale);
+            ba_find_lanes(p, &p->q, item->batch, &t.tile, s.lane, s.lanes, r->common.rows);
+            ba_find_lanes(p, &c->gradients->dout, item->batch, &t.tile, s.lane, s.lanes, r->common.more_rows);
+            for (int64_t i = 0; i < s.lanes; i++) {
+                memcpy(r->lane_q + (lane + s.lane + i) * bytes, r->common.rows[i], (size_t)bytes);
+                memcpy(r->lane_dout + (lane + s.lane + i) * v_bytes, r->common.more_rows[i], (size_t)v_bytes);
+            }
         }
         for (int64_t i = t.tile.lanes; i < c->row_lanes; i++) r->lane_lo[lane + i] = r->lane_hi[lane + i] = 0;
     }
-    memset(r->lane_dq, 0, (size_t)(lanes * ba_padded(c, c->problem->head_dim) * real));
+    memset(r->lane_dq, 0, (size_t)(lanes * ba_padded(c, p->head_dim) * real));
 }
 
 /* Forms a tile of n lanes of the item. */
-static void gather_tile(const ba_backward_call *c, const rows_scratch *r, const ba_item *item, const int32_t *lanes, int64_t n, ba_tile_state *t) {
-    const ba_problem *p = c->problem;
+static void gather_tile(const ba_backward_call *c, const rows_scratch *r, const int32_t *lanes, int64_t n, ba_tile_state *t) {
     const ba_backward_scratch *w = &r->common;
     const int64_t real = c->family->real_size;
     int64_t at = 0;
@@ -74,10 +86,8 @@ static void gather_tile(const ba_backward_call *c, const rows_scratch *r, const 
     t->dout = w->dout_rows;
     t->panels = 0;
     for (int64_t i = 0; i < n; i++) {
-        const ba_tile row = row_of_lane(c, item, lanes[i]);
-        const int64_t head = ba_lane_head(&row, lanes[i] % c->row_lanes), query = ba_lane_query(&row, lanes[i] % c->row_lanes);
-        w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, head, query);
-        w->more_rows[i] = ba_query_row(p, &c->gradients->dout, p->element_size, item->batch, head, query);
+        w->rows[i] = r->lane_q + lanes[i] * row_bytes(c, c->problem->head_dim);
+        w->more_rows[i] = r->lane_dout + lanes[i] * row_bytes(c, c->problem->v_dim);
     }
     for (int64_t lane = 0; lane < n; lane += t->panel[t->panels - 1].lanes) {
         ba_panel_state *s = ba_add_gradient_panel(c, w, t, lane, &at);
@@ -124,7 +134,7 @@ static void attend_keys(const ba_backward_call *c, const rows_scratch *r, int64_
     for (int64_t at = 0, some; at < n; at += some) {
         ba_tile_state t;
         some = ba_min(c->plan.tiling.tile_queries, n - at);
-        gather_tile(c, r, item, r->attending + at, some, &t);
+        gather_tile(c, r, r->attending + at, some, &t);
         ba_run_gradient_tiles(c, &r->common, index, &(const ba_tile_state *){&t}, 1, &chunk, &turn);
         keep_dq(c, r, &t, r->attending + at);
     }
