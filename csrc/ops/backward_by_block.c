@@ -12,9 +12,9 @@ typedef struct rows_scratch {
     char *lane_lse, *lane_delta, *lane_dq;
     int32_t *lane_lo, *lane_hi;
     char *lane_q, *lane_dout; /* rows, side by side. In the caller's arrays, the rows of a head may compete for few places of the cache */
-    char *added;             /* the dQ of one panel, before it is added to that of its lanes */
-    int32_t *attending;      /* lanes that attend the current keys */
-    int32_t *begin, *listed; /* the inverted lists (ba_plan_invert_lists) */
+    char *added;              /* the dQ of one panel, before it is added to that of its lanes */
+    int32_t *attending;       /* lanes that attend the current keys */
+    int32_t *begin, *listed;  /* the inverted lists (ba_plan_invert_lists) */
 } rows_scratch;
 
 static int64_t row_bytes(const ba_backward_call *c, int64_t dim) { return dim * c->problem->element_size; }
