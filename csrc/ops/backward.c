@@ -114,7 +114,7 @@ static void keep_stretch(void *context, int64_t index, int worker) {
     each_key(c, index, c->gradients->accumulate ? add_key : round_key);
 }
 
-/* Whether rows of sums need more room than outputs have: families over tiles add to whole multiples of BA_PACK_PAD dims. */
+/* Whether rows of sums need more room than outputs have: families with gradient_tile add to whole multiples of BA_PACK_PAD dims. */
 static bool needs_room(const ba_backward_call *c) {
     return c->family->gradient->gradient_tile && (c->problem->head_dim % BA_PACK_PAD || c->problem->v_dim % BA_PACK_PAD);
 }
@@ -135,15 +135,15 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
 
-/* Decides whether items share packed K and V, as far as their size is known before the plan is made. Only families over tiles pack K here; those over
- * pairs read it in place. V is packed like K; K is packed once more, in columns. */
+/* Decides whether items may share packed K and V, and how much memory that takes. Whether it pays is known once the plan has its cost
+ * (ba_share_rows). Only families over tiles pack K here; those over pairs read it in place. V is packed like K; K is packed once more, in columns. */
 static void choose_sharing(ba_backward_call *c) {
     const ba_problem *p = c->problem;
     const ba_pack_kernels *pack = c->family->pack;
     if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(p, c->family)) return;
-    const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group, alike = (p->listed ? p->block_q : p->q_len) * heads;
-    /* so many queries attend a key that an item has packed */
-    const int64_t queries = ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles);
+    const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group;
+    const int64_t alike = (p->listed ? p->block_q : p->q_len) * heads; /* queries that see the same keys, or are in the same row of the lists */
+    const int64_t queries = ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles); /* attend each key that an item packs */
     c->sharing = (ba_sharing){.plan = &c->plan,
                               .family = c->family,
                               .chunk_keys = c->tuning->gradient_keys,

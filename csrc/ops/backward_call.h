@@ -2,7 +2,8 @@
  * Internal.
  *
  * backward.c sets the call up, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists. backward_by_block.c runs
- * items of lists that route single queries, block by block. backward_tiles.c computes one tile and one chunk for both. */
+ * items of lists that route single queries, block by block. backward_tiles.c computes some tiles and one chunk for
+ * both. backward_bias.c, a pass of its own for gradients of masks, uses it, too. */
 #ifndef BA_OPS_BACKWARD_CALL_H
 #define BA_OPS_BACKWARD_CALL_H
 
@@ -14,7 +15,7 @@
 
 /* The keys of one chunk and their rows of K and V. */
 typedef struct ba_gradient_rows {
-    int walk; /* whose chunk it is, where a driver has walks */
+    int walk; /* number of the walk that the chunk belongs to; backward_by_block.c has no walks */
     int64_t keys;
     int64_t shared; /* how many keys, from the first on, belong to whole groups of shared K and V; 0 where none are shared */
     int32_t *key_index;
@@ -43,7 +44,7 @@ typedef struct ba_backward_call {
     const ba_tuning *tuning;
     ba_plan plan;
     ba_sharing sharing;
-    int64_t shared_bytes; /* of packed K and V that items share; 0: each item packs its own */
+    int64_t shared_bytes; /* reserved for packed K and V that items share; 0: they do not share any */
     ba_turn *turns;       /* [items] */
     int64_t *last;        /* [batch][KV head]: scratch memory of backward.c */
     ba_view dk, dv;       /* the sums, as reals */
@@ -89,7 +90,8 @@ void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch 
 /* Clears the dQ of all panels of a tile. */
 void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t);
 
-/* Writes a panel's dQ to `rows`, by the family's `finish` or finish_reals for panels of this width: dQ is an output whose weights add up to 1. */
+/* Writes a panel's dQ to `rows`, by the family's `finish` or finish_reals for panels of this width: dQ is passed as an output whose weights add
+ * up to 1, so that it is not scaled. */
 void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_finish_fn finish, const ba_panel_state *s, void *const *rows);
 
 /* Finds the rows of K and V of the keys in rows->key_index, shared ones where there are any. */
@@ -105,8 +107,8 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
 ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
                                const ba_chunk *whole, char *weights, char *slopes);
 
-/* Adds the contributions of some tiles of an item, which walk the same list, and of a chunk to dQ, dK and dV. *turn says whether the item's turn for
- * the keys of the chunk has come; where it has not, the function waits for it before it adds to dK and dV. */
+/* Adds to dQ, dK and dV what some tiles of an item, which walk the same list, and one chunk contribute to them. *turn says whether the item's turn
+ * for the keys of the chunk has come; where it has not, the function waits for it before it adds to dK and dV. */
 void ba_run_gradient_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
                            const ba_chunk *chunk, bool *turn);
 

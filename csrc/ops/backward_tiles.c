@@ -179,7 +179,7 @@ ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scr
         chunk.scale = p->scale * BA_LOG2_E;
         set_ahead(c, w, keys, next);
     }
-    /* families over tiles multiply with V as they multiply with K, so V is packed like K */
+    /* families with gradient_tile read V in the format of K */
     const ba_pack_rows_fn pack_values = f->gradient->gradient_tile ? f->pack->keys : f->pack->values;
     if (f->pack->keys) {
         pack_others(f->pack->keys, w->packed_k, w->packed_k_rows, rows->k_rows, shared, keys, k_dim);
@@ -227,7 +227,7 @@ static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scra
     sl->data = slopes;
 }
 
-/* Prefetches the rows of dK and dV of keys [first, end) of the chunk, which the tile is about to add to: some between every two panels. */
+/* Prefetches the rows of dK and dV of keys [first, end) of the chunk. run_panels() calls it after each panel, for a part of the keys. */
 static void prefetch_sums(const ba_backward_call *c, const ba_backward_scratch *w, int64_t first, int64_t end) {
     const int64_t real = c->family->real_size, n = end - first;
     const int level = ba_prefetch_level(c->family->isa);
@@ -308,7 +308,8 @@ static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch
                             .dk_rows = w->dk_rows,
                             .dv_rows = w->dv_rows,
                             .ahead = w->ahead,
-                            .aheads = *turn ? 0 : BA_GRADIENT_AHEADS}; /* once it is the item's turn, an earlier call has prefetched them */
+                            .aheads =
+                                *turn ? 0 : BA_GRADIENT_AHEADS}; /* once it is the item's turn, an earlier call for this chunk has prefetched them */
     for (int64_t i = 0; i < count; i++) {
         const ba_tile_state *t = tiles[i];
         assert(all.panels + t->panels <= BA_TILE_PANELS);
