@@ -73,7 +73,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 9 && FUNCTIONS(ba_panel_kernels, attend) == 14 &&
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 14 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_row_kernels, attend) == 5 &&
                    FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
@@ -523,6 +523,28 @@ static void check_merge(test_case *c, record *r) {
     }
 }
 
+static void check_add(test_case *c, record *r) {
+    const double odd[] = {0, NAN, INFINITY, -INFINITY, 1e-45, 3.4e38, -1, 0.1};
+    const int64_t real = c->s.f->real_size;
+    for (int64_t n = 0; n < 200; n++) {
+        if (!is_drawn()) continue;
+        c->variant = WIDE;
+        make_case(c, RANDOM, NO_MASK, 1, 1, 1, 1);
+        void *to = place_tight(LSE, n * real, real), *from = place_tight(WEIGHTS, n * real, real);
+        double before[200];
+        for (int64_t i = 0; i < n; i++) {
+            before[i] = set_element(real_dtype(c), to, i, pick(4) ? uniform() : odd[pick(8)]);
+            set_element(real_dtype(c), from, i, pick(4) ? uniform() : odd[pick(8)]);
+        }
+        c->s.f->pack->add_reals(to, from, n);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t i = 0; i < n; i++) {
+            unsigned char rounded[8];
+            compare(r, real_at(c, to, i), set_element(real_dtype(c), rounded, 0, before[i] + real_at(c, from, i)), 0, "sum [.][i]", n, i);
+        }
+    }
+}
+
 /* ---- Kernels that only caches have -------------------------------------------------------------------------------- */
 
 /* Compares element `at` of what a kernel gave with what the kernel that it replaces gives. */
@@ -790,9 +812,10 @@ static void check_variant(void *context) {
     if (c->variant == FEW && c->s.cache && c->s.cache->quantise) check_quantise(c);
 }
 
-static void check_merge_row(void *context) {
+static void check_rows_of_family(void *context) {
     test_case *c = context;
     check_merge(c, &records[0]);
+    check_add(c, &records[1]);
 }
 
 static void check_subject(const subject *s) {
@@ -813,9 +836,10 @@ static void check_subject(const subject *s) {
     if (s->cache || s->few_into_l1 || s->kv_dtype != s->dtype) return;
     clear_records();
     records[0] = (record){.name = "merge_row"};
+    records[1] = (record){.name = "add_reals"};
     c = (test_case){.s = *s};
-    guarded_run(check_merge_row, &c, &records[0]);
-    report(s->name, "", records, 1);
+    guarded_run(check_rows_of_family, &c, &records[0]);
+    report(s->name, "", records, 2);
     check_backward(s);
 }
 

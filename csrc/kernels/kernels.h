@@ -204,11 +204,16 @@ typedef BA_FINISH((*ba_finish_fn));
 #define BA_MERGE_ROW(name) void name(void *out, const void *const *rows, const void *weights, int64_t parts, int64_t dim)
 typedef BA_MERGE_ROW((*ba_merge_row_fn));
 
+/* to[i] += from[i] for n reals. The arrays do not overlap. */
+#define BA_ADD_REALS(name) void name(void *to, const void *from, int64_t n)
+typedef BA_ADD_REALS((*ba_add_reals_fn));
+
 typedef struct ba_pack_kernels {
     ba_pack_rows_fn keys, values; /* NULL: attend reads K (or V) in place */
     ba_pack_queries_fn queries[BA_PANEL_WIDTHS];
     ba_finish_fn finish[BA_PANEL_WIDTHS], finish_reals[BA_PANEL_WIDTHS]; /* finish_reals: the same as reals, before the rounding to the input dtype */
     ba_merge_row_fn merge_row;
+    ba_add_reals_fn add_reals;
 } ba_pack_kernels;
 
 /* ---- Panels ------------------------------------------------------------------------------------------------------------- */

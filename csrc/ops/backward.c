@@ -99,7 +99,7 @@ static void add_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, i
     const ba_view *const to[] = {&c->gradients->dk, &c->gradients->dv}, *const from[] = {&c->dk, &c->dv};
     for (int i = 0; i < 2; i++) {
         const char *sums = ba_key_row(p, from[i], real, batch, kv_head, key);
-        if (!is_zero(sums, dims[i] * real)) ba_add_reals(ba_key_row(p, to[i], real, batch, kv_head, key), sums, dims[i], real);
+        if (!is_zero(sums, dims[i] * real)) c->family->pack->add_reals(ba_key_row(p, to[i], real, batch, kv_head, key), sums, dims[i]);
     }
 }
 

@@ -110,7 +110,7 @@ static void add_keys(const bias_call *c, const bias_scratch *s, const ba_item *i
         const ba_range run = ba_run_gradient_panel(b, w, item->batch, &t->tile, panel, &chunk, w->weights, w->slopes);
         char *const sums = sums_of_lane(c, s, panel->lane);
         for (int64_t j = run.lo; j < run.hi; j++) /* lanes behind the last query have slopes of any kind, NaN included */
-            ba_add_reals(sums + (rows->key_index[j] - stretch) * wide_lanes(c) * real, w->slopes + j * width * real, panel->lanes, real);
+            b->family->pack->add_reals(sums + (rows->key_index[j] - stretch) * wide_lanes(c) * real, w->slopes + j * width * real, panel->lanes);
     }
 }
 

@@ -112,7 +112,7 @@ static void keep_dq(const ba_backward_call *c, const rows_scratch *r, const ba_t
         void *rows[BA_MAX_LANES];
         for (int64_t i = 0; i < s->lanes; i++) rows[i] = r->added + i * pad * real;
         ba_finish_dq(c, &r->common, c->family->pack->finish_reals[s->width], s, rows);
-        for (int64_t i = 0; i < s->lanes; i++) ba_add_reals(r->lane_dq + lanes[s->lane + i] * pad * real, rows[i], dim, real);
+        for (int64_t i = 0; i < s->lanes; i++) c->family->pack->add_reals(r->lane_dq + lanes[s->lane + i] * pad * real, rows[i], dim);
     }
 }
 

@@ -207,7 +207,7 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
 static void add_side(const select_call *c, const select_scratch *s, const item_rows *at, int64_t heads, const char *from, int64_t keys) {
     const int64_t real = c->real_size, line = at->lanes * real;
     for (int64_t j = 0; j < keys; j++)
-        for (int64_t h = 0; h < heads; h++) ba_add_reals(s->sum + j * line, from + j * line + h * at->rows * real, at->rows, real);
+        for (int64_t h = 0; h < heads; h++) c->family->pack->add_reals(s->sum + j * line, from + j * line + h * at->rows * real, at->rows);
 }
 
 /* Adds the probabilities of a panel of `heads` heads to s->sum, where row i of the item is lane i. */
@@ -223,7 +223,7 @@ static void add_panel(const select_call *c, const select_scratch *s, const item_
     c->family->panel->scores[at->width](panel, chunk, s->row_max);
     c->family->panel->softmax[at->width](panel, chunk, s->lowest, s->alpha); /* `lowest` is never above m, so m stays the log-sum-exp */
     if (at->side > 1) add_side(c, s, at, heads, s->chunk, chunk->keys);
-    else ba_add_reals(s->sum, s->chunk, all, c->real_size);
+    else c->family->pack->add_reals(s->sum, s->chunk, all);
 }
 
 /* Scores blocks for rows that are queries: the probabilities of each compressed key, summed over the group's heads, are added to the blocks that the
@@ -252,7 +252,7 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
         for (int64_t j = 0; j < keys; j++)
             for (int64_t n = 0; n < c->narrow; n++) {
                 const int64_t block = (begin + j + n) / c->wide;
-                if (block < at->blocks) ba_add_reals(s->scores + block * line, s->sum + j * line, at->rows, real);
+                if (block < at->blocks) c->family->pack->add_reals(s->scores + block * line, s->sum + j * line, at->rows);
             }
     }
 }

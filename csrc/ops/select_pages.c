@@ -129,7 +129,7 @@ static void add_mean(const select_call *c, const select_scratch *s, int64_t row,
     for (int64_t g = 0; g < c->group; g++) {
         const void *query = first + g * q->strides[1] * ba_dtype_size(q->dtype);
         c->family->few->pack_queries(s->one_query, &query, 1, c->dim, 1 / (double)c->group);
-        ba_add_reals(to, s->one_query, c->dim, c->family->real_size);
+        c->family->pack->add_reals(to, s->one_query, c->dim);
     }
 }
 

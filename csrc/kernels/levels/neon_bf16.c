@@ -72,6 +72,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
             .finish = {BA_CAT(NAME(finish_wide), bfloat16), BA_CAT(NAME(finish_narrow), bfloat16)},
             .finish_reals = {BA_CAT(NAME(finish_reals_wide), bfloat16), BA_CAT(NAME(finish_reals_narrow), bfloat16)},
             .merge_row = BA_CAT(NAME(merge_row), bfloat16),
+            .add_reals = BA_CAT(NAME(add_reals), bfloat16),
         },
     .panel =
         &(const ba_panel_kernels){
