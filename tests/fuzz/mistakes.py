@@ -55,8 +55,8 @@ MISTAKES = [
         "lanes",
         "gradients of a mask add lanes that have no query",
         "csrc/ops/backward_bias.c",
-        "w->slopes + j * width * real, panel->lanes, real);",
-        "w->slopes + j * width * real, width, real);",
+        "w->slopes + j * width * real, panel->lanes);",
+        "w->slopes + j * width * real, width);",
     ),
     Mistake(
         "slopes",
