@@ -143,7 +143,8 @@ static void choose_sharing(ba_backward_call *c) {
     if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(p, c->family)) return;
     const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group;
     const int64_t alike = (p->listed ? p->block_q : p->q_len) * heads; /* queries that see the same keys, or are in the same row of the lists */
-    const int64_t queries = ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles); /* attend each key that an item packs */
+    const int64_t queries =
+        ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles); /* so many attend each key that an item packs */
     c->sharing = (ba_sharing){.plan = &c->plan,
                               .family = c->family,
                               .chunk_keys = c->tuning->gradient_keys,

@@ -2,8 +2,8 @@
  * Internal.
  *
  * backward.c sets the call up, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists. backward_by_block.c runs
- * items of lists that route single queries, block by block. backward_tiles.c computes some tiles and one chunk for
- * both. backward_bias.c, a pass of its own for gradients of masks, uses it, too. */
+ * items of lists that route single queries, block by block. backward_tiles.c computes some tiles and one chunk for both. backward_bias.c is a pass of
+ * its own, for gradients of masks, which uses this header, too. */
 #ifndef BA_OPS_BACKWARD_CALL_H
 #define BA_OPS_BACKWARD_CALL_H
 

@@ -8,7 +8,7 @@
 
 enum {
     BA_MOST_ITEM_TILES = 32, /* the largest number of tiles per item */
-    BA_TILE_PANELS = 32      /* the most panels of a tile, or of tiles that are joined */
+    BA_TILE_PANELS = 32      /* the largest number of panels of a tile, or of all tiles that are joined */
 };
 
 typedef enum ba_panel_width { BA_PANEL_WIDE, BA_PANEL_NARROW, BA_PANEL_FEW } ba_panel_width; /* the first two index a family's arrays */
