@@ -254,6 +254,21 @@ static const void **pack_for_tile(const test_case *c, ba_pack_rows_fn pack, cons
     return to;
 }
 
+/* Places the rows of K and V, packs them as the family wants them, and returns the chunk of them without key_index. */
+static ba_chunk open_tile_chunk(const test_case *c, ba_gradient_tile *tile) {
+    const ba_pack_kernels *pack = c->s.f->pack;
+    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, c->keys, c->head_dim);
+    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, c->keys, c->v_dim);
+    tile->k_columns = pack_for_tile(c, pack->values, k_rows, OTHER_O, ROW_MAX, c->head_dim);
+    return (ba_chunk){.keys = c->keys,
+                      .head_dim = c->head_dim,
+                      .v_dim = c->v_dim,
+                      .scale = c->scale,
+                      .softcap = c->softcap,
+                      .k_rows = pack_for_tile(c, pack->keys, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim),
+                      .v_rows = pack_for_tile(c, pack->keys, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim)};
+}
+
 static void check_tile(const test_case *c) {
     static plain_number weight[MAX_KEYS][BA_MAX_LANES], slope[MAX_KEYS][BA_MAX_LANES];
     const ba_attend_family *f = c->s.f;
@@ -272,14 +287,9 @@ static void check_tile(const test_case *c) {
     packed = place(PROBE, f->lanes[WIDE] * ba_round_up(c->v_dim, f->lane_block) * real);
     tile.finite_dout = f->gradient->pack_tile(packed, rows, c->queries, c->v_dim);
     panel.dout_rows = packed;
-    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, keys, c->head_dim);
-    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, keys, c->v_dim);
-    ba_chunk chunk = {.keys = keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap};
-    chunk.k_rows = pack_for_tile(c, f->pack->keys, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim);
-    chunk.v_rows = pack_for_tile(c, f->pack->keys, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
-    tile.k_columns = pack_for_tile(c, f->pack->values, k_rows, OTHER_O, ROW_MAX, c->head_dim);
+    ba_chunk chunk = open_tile_chunk(c, &tile);
     if (c->mask != NO_MASK) chunk.key_index = memcpy(place_tight(KEY_INDEX, keys * 4, 4), c->key_index, (size_t)keys * 4);
-    const ba_prefetch_rows ahead[] = {{.count = 0}, {.rows = k_rows, .count = keys, .bytes = c->head_dim}};
+    const ba_prefetch_rows ahead[] = {{.count = 0}, {.rows = chunk.k_rows, .count = keys, .bytes = c->head_dim}};
     tile.ahead = ahead;
     tile.aheads = 2;
     f->gradient->gradient_tile(&tile, &chunk);
@@ -437,14 +447,9 @@ static void check_joined(const test_case *c, record *r) {
     const void **q_rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim);
     const void **dout_rows = place_rows(c, OUT_ROWS, ROW_LANES, &dout, 0, c->queries, c->v_dim);
     for (int n = 0; n < panels; n++) draw_joined_panel(c, n, q_rows, dout_rows);
-    const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, c->keys, c->head_dim);
-    const void **v_rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, c->keys, c->v_dim);
-    ba_chunk chunk = {
-        .keys = c->keys, .head_dim = c->head_dim, .v_dim = c->v_dim, .scale = c->scale, .softcap = c->softcap, .key_index = c->key_index};
-    chunk.k_rows = pack_for_tile(c, f->pack->keys, k_rows, PACKED_K, PACKED_K_POINTERS, c->head_dim);
-    chunk.v_rows = pack_for_tile(c, f->pack->keys, v_rows, PACKED_V, PACKED_V_POINTERS, c->v_dim);
     ba_gradient_tile tile = {.scale = c->scale, .finite_q = true, .finite_dout = true, .dk_rows = dk_rows, .dv_rows = dv_rows};
-    tile.k_columns = pack_for_tile(c, f->pack->values, k_rows, OTHER_O, ROW_MAX, c->head_dim);
+    ba_chunk chunk = open_tile_chunk(c, &tile);
+    chunk.key_index = c->key_index;
     const int64_t dq_reals = f->lanes[WIDE] * ba_round_up(c->head_dim, f->dim_pad);
     const bool even = pick(2);
     for (int apart = 0; apart < 2; apart++) {

@@ -40,7 +40,7 @@ static inline int64_t ba_step(const ba_tensor *t, int axis) {
     for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
     return !empty && t->dims[axis] > 1 ? t->strides[axis] : 0;
 }
-/* Sets all strides to what ba_step() says. As zeros, those that no check has looked at cannot overflow an offset. */
+/* Replaces the stride of each axis by ba_step(). Strides that are not used have not been checked, and could overflow an offset; these become 0. */
 static inline void ba_drop_unused_strides(ba_tensor *t) {
     for (int i = 0; i < t->ndim; i++) t->strides[i] = ba_step(t, i);
 }
