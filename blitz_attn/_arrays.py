@@ -381,11 +381,6 @@ def float32_numbers(x: Any, name: str) -> np.ndarray:
         return np.asarray(given, np.float32, order="C")
 
 
-def cut_by_views(x: Any, name: str) -> Any:
-    """An array whose slices are views of the memory of `x`: `x` itself, if it is NumPy's or torch's, otherwise NumPy's view of it."""
-    return x if isinstance(x, np.ndarray) or _is_torch(x) else array(readable(x, name), name, "an array")
-
-
 def bias_for_core(attn_mask: Any, alibi_slopes: Any) -> tuple[Any, Any]:
     """attn_mask and alibi_slopes as the core takes them."""
     mask = None if attn_mask is None else readable(attn_mask, "attn_mask")

@@ -140,6 +140,7 @@ def open_page_tables(
     q_begin: Any,
     page_size: Any,
     num_pages: Any,
+    kv_split: Any,
 ) -> tuple[Any, int, int]:
     """Checks and copies tables, lengths and the places of queries. Returns (opened tables, number of requests, number of queries)."""
 
@@ -147,7 +148,7 @@ def page_table_lengths(tables: Any) -> tuple[list[int], list[int]]:
     """Of each request of opened tables: its tokens, and its queries."""
 
 def paged_attention(
-    empty: Callable[[tuple[int, ...], str], Any] | None,
+    empty: Callable[[tuple[int, ...], str], Any],
     q: Any,
     k_cache: Any,
     v_cache: Any,
@@ -157,6 +158,7 @@ def paged_attention(
     last_page_len: Any = ...,
     q_lens: Any = ...,
     q_begin: Any = ...,
+    kv_split: Any = ...,
     selected: Any = ...,
     counts: Any = ...,
     scale: Any = ...,
@@ -178,7 +180,7 @@ def paged_attention(
     alibi_slopes: Any = ...,
 ) -> Any:
     """As block_sparse_attention. With indptr, block_tables lists the pages of all requests and last_page_len stands in for seq_lens. In
-    place of block_tables, seq_lens, indptr, last_page_len, q_lens and q_begin, block_tables may be opened tables."""
+    place of block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin and kv_split, block_tables may be opened tables."""
 
 def quantize_kv(x: Any, values: Any, scale: Any, dtype: Any = ..., kv_dtype: Any = ...) -> None: ...
 def append_paged_kv(

@@ -44,7 +44,7 @@ def _write(
     dtype: Any, kv_dtype: Any, num_threads: Any,
 ) -> None:  # fmt: skip
     """Writes new tokens by one call of the core."""
-    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
+    tables, seq_lens, indptr, last_page_len, q_lens, q_begin, _ = requests
     writable = _arrays.writable
     _core.append_paged_kv(
         _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache", True),
@@ -57,7 +57,7 @@ def _write(
 
 def _lengths(requests: tuple[Any, ...]) -> tuple[Any, ndarray, Any]:
     """seq_lens as the core takes it, the number of tokens of each request, and of its new tokens, which may not fit."""
-    tables, seq_lens, _, _, q_lens, _ = requests
+    tables, seq_lens, _, _, q_lens, _, _ = requests
     if seq_lens is None:  # opened tables, which have the lengths
         ends, new = (asarray(x, int) for x in _core.page_table_lengths(tables))
         return None, ends, new

@@ -14,7 +14,7 @@ from ._sentences import renamed
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
 _STORED = {name: name for name in ("float32", "float16", "float64", "int8")} | {"bfloat16": "uint16", "float8_e4m3": "uint8"}
-_ONE_TOKEN = zeros((1, 1), "int32"), (1,), None, None, None, None  # the requests of a call over one token
+_ONE_TOKEN = zeros((1, 1), "int32"), (1,), None, None, None, None, None  # the requests of a call over one token
 
 
 class Rules(NamedTuple):
@@ -45,25 +45,26 @@ def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
 
 
 def open_requests(
-    block_tables: Any, seq_lens: Any, indptr: Any, last_page_len: Any, q_lens: Any, q_begin: Any, page_size: Any, num_pages: Any = None
+    block_tables: Any, seq_lens: Any, indptr: Any, last_page_len: Any, q_lens: Any, q_begin: Any, page_size: Any, num_pages: Any = None,
+    kv_split: Any = None,
 ) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
     """What `attend_requests` takes as `requests`, checked and copied once for many calls; the number of requests, and of their queries."""
     opened, batch, num_queries = _core.open_page_tables(
-        block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, page_size, num_pages
+        block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, page_size, num_pages, kv_split
     )
-    return (opened, None, None, None, None, None), batch, num_queries
+    return (opened, None, None, None, None, None, None), batch, num_queries
 
 
 def attend_requests(
     q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], rules: tuple[Any, ...], selected: Any = None, counts: Any = None,
     sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
-    return_lse: Any = False, out: Any = None, computes: bool = True,
+    return_lse: Any = False, out: Any = None,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
-    what `tables_for_core` gives, `q_lens` and `q_begin`, or what `open_requests` gives; `rules`: `Rules`, or their values as a plain tuple,
-    which takes less time to make. Where it `computes` nothing, the inputs are checked as for a call."""
+    what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or their values as a
+    plain tuple, which takes less time to make."""
     scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = rules
-    tables, seq_lens, indptr, last_page_len, q_lens, q_begin = requests
+    tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split = requests
     if k_scale is not None or v_scale is not None:
         k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
     if sinks is not None:
@@ -72,22 +73,22 @@ def attend_requests(
         attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     try:
         if (  # plain NumPy arrays: nothing to translate
-            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None and computes
+            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
             and not (is_registered(q) or is_registered(k_cache) or is_registered(v_cache))
         ):  # fmt: skip
             # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
-                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
+                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected, counts, scale,
                 kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, num_threads=num_threads, kv_ranges=kv_ranges,
                 attn_mask=attn_mask, alibi_slopes=alibi_slopes,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
-            family.empty if computes else None, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
-            _arrays.readable(v_cache, "v_cache", True), tables, seq_lens, indptr, last_page_len, q_lens, q_begin, selected, counts, scale,
-            kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, _arrays.writable(out, "out"),
+            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
+            _arrays.readable(v_cache, "v_cache", True), tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected,
+            counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, _arrays.writable(out, "out"),
             _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"),
             num_threads=num_threads, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), kv_ranges=kv_ranges, attn_mask=attn_mask,
             alibi_slopes=alibi_slopes,
@@ -96,8 +97,6 @@ def attend_requests(
         if str(error).startswith("selected_counts"):
             raise renamed(error, _CORE_NAMES) from error
         raise
-    if not computes:
-        return None
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from . import _arrays
@@ -10,7 +9,6 @@ from ._names import KVLayout, Method
 from ._page_selection import Opened, select_to_attend, with_lists
 from ._paged_append import Summaries, append_tokens
 from ._paged_call import Rules, attend_requests, check_rules, open_requests
-from ._paged_split import Chunks, attend_in_chunks
 from ._paged_tables import tables_for_core
 
 __all__ = ["PagedPlan"]
@@ -35,7 +33,7 @@ class PagedPlan:
     num_pages : int, optional
         Number of pages of the caches that calls pass, to check page numbers here. Each call checks that its own cache has all pages.
     kv_split : int, optional
-        See `paged_attention`; a multiple of `page_size`. Requests are cut into chunks here, once for all calls.
+        See `paged_attention`; a multiple of `page_size`.
     scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads
         See `paged_attention`. They hold for all calls of the plan.
 
@@ -79,7 +77,7 @@ class PagedPlan:
     True
     """
 
-    __slots__ = ("_attend", "_opened", "_requests", "_rules", "_tables", "batch", "num_queries")
+    __slots__ = ("_opened", "_rules", "_tables", "batch", "num_queries")
 
     def __init__(
         self,
@@ -103,13 +101,8 @@ class PagedPlan:
         self.batch: int
         self.num_queries: int
         tables = tables_for_core(block_tables, seq_lens)
-        self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages)
+        self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages, kv_split)
         self._opened = Opened(self._tables[0], _arrays.integer(page_size, "page_size"))
-        chunks = None
-        if kv_split is not None:
-            chunks = Chunks(self._tables, self._tables, block_tables, page_size, kv_split, q_lens is None, q_begin)
-        self._attend: Callable[..., Any] = attend_requests if chunks is None else attend_in_chunks
-        self._requests: Any = chunks or self._tables
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
         self._rules = Rules(scale, kv_layout, window, softcap, *kinds, num_threads)
         if not (scale is window is softcap is num_threads is None and kinds == _NO_DTYPES and kv_layout is _USUAL_RULES.kv_layout):
@@ -194,8 +187,8 @@ class PagedPlan:
         >>> bool((plan.attention(q, k_cache, v_cache) == 1).all())
         True
         """
-        return self._attend(
-            q, k_cache, v_cache, self._requests, self._rules, None, None, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
+        return attend_requests(
+            q, k_cache, v_cache, self._tables, self._rules, None, None, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
             return_lse, out,
         )  # fmt: skip
 
@@ -245,8 +238,8 @@ class PagedPlan:
         """
         if selected is None:
             raise TypeError("selected: expected an array, got NoneType")
-        return self._attend(
-            q, k_cache, v_cache, self._requests, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
+        return attend_requests(
+            q, k_cache, v_cache, self._tables, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
             alibi_slopes, return_lse, out,
         )  # fmt: skip
 
@@ -319,8 +312,8 @@ class PagedPlan:
             per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
             q_lens=None, kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
         )  # fmt: skip
-        result = self._attend(
-            q, k_cache, v_cache, self._requests, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
+        result = attend_requests(
+            q, k_cache, v_cache, self._tables, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
             alibi_slopes, with_lse, out,
         )  # fmt: skip
         return with_lists(result, with_lse, (selected, counts) if with_selected else ())

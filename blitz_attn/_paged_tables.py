@@ -46,9 +46,6 @@ def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])
 
 
-_FARTHEST = 2**30 - 1  # the core takes numbers of query 0 up to so many tokens before and behind the first token
-
-
 def sinks_of(sinks: Any, heads: int) -> ndarray | None:
     """float32 sinks, one per query head."""
     if sinks is None:
@@ -57,12 +54,6 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
     if numbers.shape != (heads,):
         raise ValueError(f"sinks: expected shape ({heads},), one number per head, got {numbers.shape}")
     return numbers
-
-
-def nearest_begin(q_begin: ndarray) -> ndarray:
-    """The token numbers of queries 0, each raised to the least number that the core takes. That changes no result: a query that stands
-    before the first token sees none, and no request has so many queries that one would reach a token from there."""
-    return np.maximum(q_begin, -_FARTHEST)
 
 
 class Listed(NamedTuple):
@@ -132,17 +123,3 @@ def lists_by_unit(unit: ndarray, head: ndarray, block: ndarray, shape: tuple[int
     selected = np.full((len(counts), max(1, int(counts.max(initial=0)))), -1, np.int32)
     selected[row[order], ranges(np.zeros_like(counts), counts)] = block[order]
     return selected.reshape(*shape, selected.shape[1]), counts.reshape(shape)
-
-
-class Tables:
-    """Either form of tables as arrays, which the core has checked."""
-
-    def __init__(self, block_tables: Any) -> None:
-        pages, self.indptr = block_tables, None
-        if isinstance(block_tables, tuple):
-            self.indptr, pages = _arrays.integers(block_tables[0], "indptr"), block_tables[1]
-        self.pages = _arrays.host(pages, "block_tables")[0]
-
-    def at(self, requests: ndarray, blocks: ndarray) -> ndarray:
-        """Page of each (request, block)."""
-        return self.pages[requests, blocks] if self.indptr is None else self.pages[self.indptr[requests] + blocks]

@@ -11,8 +11,8 @@ from . import _arrays, _core, _formats
 from ._floats import FLOATS, floats
 from ._names import KVLayout
 from ._paged_append import Summaries, append_tokens
+from ._paged_call import attend_requests
 from ._paged_plan import PagedPlan
-from ._paged_split import whole_or_in_chunks
 from ._paged_tables import tables_for_core
 from ._sentences import shown
 
@@ -190,8 +190,8 @@ def paged_attention(
     >>> bool(np.abs(joined - blitz_attn.paged_attention(q, k_cache, v_cache, tables, [40, 48])).max() < 1e-5)
     True
     """
-    attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, q_begin, kv_split)
-    return attend(
+    requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin, kv_split)
+    return attend_requests(
         q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads), None, None, sinks,
         k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
     )  # fmt: skip
@@ -282,8 +282,8 @@ def paged_select_attention(
     """
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
-    attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, q_begin, kv_split)
-    return attend(
+    requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin, kv_split)
+    return attend_requests(
         q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads),
         selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
     )  # fmt: skip
@@ -484,9 +484,9 @@ def append_paged_kv(
     if (slot_mapping is None) == (block_tables is None):
         given = "neither" if slot_mapping is None else "both"
         raise ValueError(f"slot_mapping: expected exactly one of slot_mapping and block_tables, got {given}")
-    requests: tuple[Any, ...] = (None,) * 6
+    requests: tuple[Any, ...] = (None,) * 7
     if slot_mapping is None:
-        requests = (*tables_for_core(block_tables, seq_lens), q_lens, None)
+        requests = (*tables_for_core(block_tables, seq_lens), q_lens, None, None)
     else:
         of_requests = {"seq_lens": seq_lens, "q_lens": q_lens, "metadata_block_tables": metadata_block_tables}
         for name, given in {**of_requests, "maxblocks": maxblocks, "minblocks": minblocks, "meanblocks": meanblocks}.items():

@@ -8,8 +8,7 @@ from . import _arrays, _core
 from ._floats import refuse_overlaps
 from ._names import KVLayout, Method
 from ._page_selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
-from ._paged_call import open_requests, scales_for_core
-from ._paged_split import whole_or_in_chunks
+from ._paged_call import attend_requests, open_requests, scales_for_core
 from ._paged_tables import cache_sizes, tables_for_core
 from ._sentences import renamed
 
@@ -613,7 +612,7 @@ def select_and_attend(
     True
     """
     with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
-    attend, requests = whole_or_in_chunks(block_tables, seq_lens, q_lens, None, kv_split)
+    requests = (*tables_for_core(block_tables, seq_lens), q_lens, None, kv_split)
     tables, lengths, queries = block_tables, seq_lens, q_lens
     if isinstance(block_tables, tuple):  # tables that are opened stand for lengths and q_lens, too
         tables, lengths, queries = None, _opened(q, k_cache, kv_layout, block_tables, seq_lens, q_lens), None
@@ -622,7 +621,7 @@ def select_and_attend(
         per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=queries,
         kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
-    result = attend(
+    result = attend_requests(
         q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads),
         selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, with_lse, out,
     )  # fmt: skip

@@ -219,6 +219,8 @@ typedef struct ba_paged_args {
                                 * request, and T at least the most tokens */
     const float *alibi_slopes; /* NULL, or [H], as in ba_block_sparse_args */
     int64_t batch;             /* number of requests */
+    int64_t kv_split;          /* 0: requests are cut as suits the machine. Else each is attended in chunks of so many tokens, a multiple of the page
+                                * size, whose states are merged by a fixed tree: the same bits whoever attends to which chunk */
     ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
     double scale;                   /* as in ba_block_sparse_args */

@@ -51,14 +51,14 @@ static _Atomic int64_t next_item;
 typedef struct stopper {
     _Atomic bool raised; /* the job must stop */
     bool forked;         /* the poll function forked the process, and this is the child, where the job's workers do not exist */
-    int checks;          /* calls of ba_stopped() since the clock was last read */
-    int64_t next_poll;   /* nanoseconds; 0: not known yet */
 } stopper;
 
 static _Thread_local struct {
     ba_poll_fn fn; /* NULL: nothing can stop this thread's jobs */
     void *context;
     stopper *job;       /* the job that this thread polls for; NULL: none */
+    int checks;         /* calls of ba_stopped() since the clock was last read */
+    int64_t next;       /* when the poll function is due, in nanoseconds; 0: not known yet. A call of many short jobs goes on with it from one to the next */
     ba_float_mode mode; /* of the program, in which the poll function is called */
 } poll;
 static _Thread_local stopper *joined; /* the stopper of the job that this thread takes part in; NULL: no job, or one that nothing can stop */
@@ -73,14 +73,16 @@ static int64_t now(void) {
 void ba_set_poll(ba_poll_fn fn, void *context) {
     poll.fn = fn;
     poll.context = context;
+    poll.checks = 0;
+    poll.next = 0;
 }
 
 /* Calls the poll function if it is due. That function may run a handler of the program, which may call this library again or fork, so the
  * thread's poll state and its arena are put aside meanwhile. */
 static void poll_if_due(stopper *job) {
     const int64_t time = now();
-    if (job->next_poll == 0) job->next_poll = time + POLL_NANOSECONDS;
-    if (time < job->next_poll) return;
+    if (poll.next == 0) poll.next = time + POLL_NANOSECONDS;
+    if (time < poll.next) return;
     const ba_poll_fn fn = poll.fn;
     void *const context = poll.context;
     const int forks_before = forks;
@@ -96,22 +98,24 @@ static void poll_if_due(stopper *job) {
     ba_arena_put_back(arena);
     job->forked |= forks != forks_before;
     if (stop || job->forked) atomic_store_explicit(&job->raised, true, memory_order_relaxed);
-    job->next_poll = now() + POLL_NANOSECONDS;
+    poll.next = now() + POLL_NANOSECONDS;
 }
 
 bool ba_stopped(void) {
     enum { CHECKS_PER_POLL = 16 }; /* reading the clock costs more than reading the flag */
     stopper *const job = joined;
     if (!job) return false;
-    if (job == poll.job && ++job->checks >= CHECKS_PER_POLL) {
-        job->checks = 0;
+    if (job == poll.job && ++poll.checks >= CHECKS_PER_POLL) {
+        poll.checks = 0;
         poll_if_due(job);
     }
     return atomic_load_explicit(&job->raised, memory_order_relaxed);
 }
 
 static void open_job(stopper *job) {
-    if (poll.fn) poll.job = joined = job;
+    if (!poll.fn) return;
+    poll.job = joined = job;
+    if (poll.next != 0) poll_if_due(job); /* not in the first job of a call, which may be the only one, and short */
 }
 
 static ba_status close_job(const stopper *job) {

@@ -20,6 +20,8 @@ typedef struct ba_work_tuning {
     double small_products;  /* multiply-adds: choosing blocks, and selection in native sparse attention, use one thread below this */
     int64_t small_padding;  /* bytes: less padding than this is cleared by one thread */
     int64_t merge_rows;     /* rows per item of a merge */
+    int64_t chunk_rows;     /* attention in fixed chunks: queries that are attended together, as far as there are so many */
+    int64_t chunk_bytes;    /* the same in bytes of their states, where that is more */
     int64_t stored_numbers; /* numbers per item where rows are stored in a cache, in whole tokens */
     double gradient_packs;  /* K and V are packed once for all items where the items would pack a key at least so often, on average */
     int64_t gradient_keys;  /* keys per item of the jobs that clear dK and dV, and that round them */

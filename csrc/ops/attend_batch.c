@@ -46,9 +46,7 @@ static ba_status attend_in_two_passes(ba_isa level, const ba_attend_family *pack
     return status;
 }
 
-/* Reads the level in use, once: another thread may change it at any time, and the kernels of one call must be those of one level. */
-static ba_status attend_valid(const ba_problem *problem, int threads) {
-    const ba_isa level = ba_isa_active();
+static ba_status attend_valid(ba_isa level, const ba_problem *problem, int threads) {
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_attend_family *family = kernels->attend[problem->dtype], *vectors = kernels->vector[problem->dtype];
     if (!ba_attends_kv_dtype(kernels, family, problem)) return ba_attend_with(level, vectors, problem, threads);
@@ -67,15 +65,15 @@ static void clear_padding(void *context, int64_t item, int worker) {
     const int64_t batch = item / p->heads, head = item % p->heads, real_size = ba_dtype_size(ba_real_of(p->dtype));
     const ba_span q = ba_q_span(p, batch);
     for (int64_t query = q.valid; query < q.rows; query++) {
-        memset(ba_query_row(p, &p->out, p->out_element_size, batch, head, query), 0, (size_t)(p->v_dim * p->out_element_size));
-        if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, real_size, batch, head, query), 0, -INFINITY, real_size);
+        memset(ba_result_row(p, &p->out, p->out_element_size, batch, head, query), 0, (size_t)(p->v_dim * p->out_element_size));
+        if (p->lse.data) ba_set_real(ba_result_row(p, &p->lse, real_size, batch, head, query), 0, -INFINITY, real_size);
     }
 }
 
-ba_status ba_attend(const ba_problem *problem, int num_threads) {
+ba_status ba_attend_at(ba_isa level, const ba_problem *problem, int num_threads) {
     const int threads = ba_threads_for(num_threads);
     if (problem->q_len == 0) return BA_OK; /* an empty array's other axes may be of any length, so no loop may run over them */
-    BA_TRY(attend_valid(problem, threads));
+    BA_TRY(attend_valid(level, problem, threads));
     int64_t padding = 0;
     for (int64_t b = 0; b < problem->batch; b++) padding += ba_q_span(problem, b).rows - ba_q_span(problem, b).valid;
     if (padding) {
@@ -84,3 +82,6 @@ ba_status ba_attend(const ba_problem *problem, int num_threads) {
     }
     return BA_OK;
 }
+
+/* Reads the level in use, once: another thread may change it at any time, and the kernels of one call must be those of one level. */
+ba_status ba_attend(const ba_problem *problem, int num_threads) { return ba_attend_at(ba_isa_active(), problem, num_threads); }

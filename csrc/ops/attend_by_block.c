@@ -113,11 +113,11 @@ static void finish_rows(const call *c, const block_scratch *s, const ba_item *it
         const int64_t lane = row * c->row_lanes;
         const ba_panel panel = {.o = s->o + lane * BA_FEW_PAD(p->v_dim) * real, .m = s->m + lane * real, .l = s->l + lane * real};
         for (int64_t i = 0; i < tile.lanes; i++)
-            s->out[i] = ba_query_row(p, &p->out, p->out_element_size, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i));
+            s->out[i] = ba_result_row(p, &p->out, p->out_element_size, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i));
         const ba_finish_fn finish = p->unrounded ? c->family->few->finish_reals : c->family->few->finish;
         finish(&panel, tile.lanes, p->v_dim, s->out, p->lse.data ? s->lse : NULL);
         for (int64_t i = 0; p->lse.data && i < tile.lanes; i++)
-            memcpy(ba_query_row(p, &p->lse, real, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i)), s->lse + i * real, (size_t)real);
+            memcpy(ba_result_row(p, &p->lse, real, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i)), s->lse + i * real, (size_t)real);
     }
 }
 

@@ -93,7 +93,7 @@ void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t
     if (s->panel.fresh) memset(s->panel.o, 0, (size_t)(f->lanes[s->width] * ba_round_up(p->v_dim, f->dim_pad) * f->real_size));
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
-        w->rows[i] = ba_query_row(p, &p->out, p->out_element_size, batch, head, query);
+        w->rows[i] = ba_result_row(p, &p->out, p->out_element_size, batch, head, query);
         ba_prefetch_to_write(w->rows[i], p->v_dim * p->out_element_size);
         if (p->sinks) add_sink(c, s, i, (double)p->sinks[head]);
     }
@@ -102,7 +102,7 @@ void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t
     else finish = p->unrounded ? f->pack->finish_reals[s->width] : f->pack->finish[s->width];
     finish(&s->panel, s->lanes, p->v_dim, (void *const *)w->rows, p->lse.data ? w->lse : NULL);
     for (int64_t i = 0; p->lse.data && i < s->lanes; i++)
-        memcpy(ba_query_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
+        memcpy(ba_result_row(p, &p->lse, f->real_size, batch, ba_lane_head(tile, s->lane + i), ba_lane_query(tile, s->lane + i)),
                w->lse + i * f->real_size, (size_t)f->real_size);
 }
 

@@ -5,6 +5,8 @@ bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, cons
     *bias = (ba_bias){NULL, false};
     if (!ba_has_bias(p)) return true;
     const ba_tensor *mask = &p->attn_mask;
+    const ba_stretch whole = {.request = batch}, *stretch = p->stretches ? &p->stretches[batch] : &whole;
+    const int64_t corner = stretch->request * mask->strides[0] + stretch->first_query * mask->strides[2] + stretch->first_key * mask->strides[3];
     const void *rows[BA_MAX_LANES];
     int32_t places[BA_MAX_LANES];
     float slopes[BA_MAX_LANES];
@@ -12,7 +14,7 @@ bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, cons
         const int64_t at = s->lane + ba_min(i, s->lanes - 1); /* a lane without a query is as the last one with a query */
         const int64_t head = ba_lane_head(tile, at), query = ba_lane_query(tile, at);
         if (mask->data) {
-            const int64_t row = batch * mask->strides[0] + head * mask->strides[1] + query * mask->strides[2];
+            const int64_t row = corner + head * mask->strides[1] + query * mask->strides[2];
             rows[i] = (const char *)mask->data + row * ba_dtype_size(mask->dtype);
         }
         if (p->alibi_slopes) {

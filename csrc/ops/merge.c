@@ -10,6 +10,7 @@
 #include "kernels/kernels.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/merge.h"
 #include "ops/reals.h"
 #include "ops/scratch.h"
 
@@ -61,17 +62,38 @@ static int64_t row_offset(const ba_tensor *t, int64_t row) {
     return batch * t->strides[0] + head * t->strides[1] + token * t->strides[2];
 }
 
-static double lse_of(const ba_tensor *lse, int64_t row) { return ba_get_real(lse->data, row_offset(lse, row), ba_dtype_size(lse->dtype)); }
+double ba_merge_row_states(const ba_attend_family *family, int64_t parts, const void *const *outs, const double *lses, const void **rows,
+                           void *weights, void *out, int64_t v_dim) {
+    double top = -INFINITY, sum = 0;
+    bool is_nan = false;
+    for (int64_t n = 0; n < parts; n++) {
+        is_nan |= isnan(lses[n]);
+        top = lses[n] > top ? lses[n] : top;
+    }
+    int64_t used = 0;
+    for (int64_t n = 0; n < parts && (is_nan || top > -INFINITY); n++) {
+        if (lses[n] == -INFINITY) continue;
+        sum += exp(lses[n] - top);
+        rows[used++] = outs[n];
+    }
+    for (int64_t n = 0, at = 0; n < parts && used; n++)
+        if (lses[n] != -INFINITY) ba_set_real(weights, at++, exp(lses[n] - top) / sum, family->real_size);
+    family->pack->merge_row(out, rows, weights, used, v_dim);
+    return used ? top + log(sum) : -INFINITY;
+}
 
 typedef struct merge_scratch {
-    const void **rows; /* [part]: the rows that are merged */
-    char *weights;     /* [part] reals */
+    const void **outs, **rows; /* [part]: the rows of all parts, and those that are merged */
+    double *lses;              /* [part] */
+    char *weights;             /* [part] reals */
 } merge_scratch;
 
 /* Lays out the scratch memory of one worker. */
 static int64_t lay_out_merge(const merge_call *c, char *base, merge_scratch *s) {
     int64_t used = 0;
+    s->outs = ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
     s->rows = ba_take(base, &used, c->parts * (int64_t)sizeof(void *));
+    s->lses = ba_take(base, &used, c->parts * (int64_t)sizeof(double));
     s->weights = ba_take(base, &used, c->parts * c->family->real_size);
     return used;
 }
@@ -83,26 +105,13 @@ static void merge_rows(void *context, int64_t item, int worker) {
     const int64_t real_size = ba_dtype_size(c->lse->dtype);
     const int64_t element = ba_dtype_size(c->out->dtype);
     for (int64_t row = item * ba_work.merge_rows; row < ba_min(c->rows, (item + 1) * ba_work.merge_rows); row++) {
-        double top = -INFINITY, sum = 0;
-        bool is_nan = false;
         for (int64_t n = 0; n < c->parts; n++) {
-            const double lse = lse_of(&c->lses[n], row);
-            is_nan |= isnan(lse);
-            top = lse > top ? lse : top;
+            s.lses[n] = ba_get_real(c->lses[n].data, row_offset(&c->lses[n], row), real_size);
+            s.outs[n] = (const char *)c->outs[n].data + row_offset(&c->outs[n], row) * element;
         }
-        int64_t used = 0;
-        for (int64_t n = 0; n < c->parts && (is_nan || top > -INFINITY); n++) {
-            const double lse = lse_of(&c->lses[n], row);
-            if (lse == -INFINITY) continue; /* the part is empty, and its output is not read */
-            sum += exp(lse - top);
-            s.rows[used++] = (const char *)c->outs[n].data + row_offset(&c->outs[n], row) * element;
-        }
-        for (int64_t n = 0, at = 0; n < c->parts && used; n++) {
-            const double lse = lse_of(&c->lses[n], row);
-            if (lse != -INFINITY) ba_set_real(s.weights, at++, exp(lse - top) / sum, real_size);
-        }
-        c->family->pack->merge_row((char *)c->out->data + row_offset(c->out, row) * element, s.rows, s.weights, used, c->out->dims[3]);
-        ba_set_real(c->lse->data, row_offset(c->lse, row), used ? top + log(sum) : -INFINITY, real_size);
+        const double lse = ba_merge_row_states(c->family, c->parts, s.outs, s.lses, s.rows, s.weights,
+                                               (char *)c->out->data + row_offset(c->out, row) * element, c->out->dims[3]);
+        ba_set_real(c->lse->data, row_offset(c->lse, row), lse, real_size);
     }
 }
 

@@ -138,6 +138,7 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     if (plan) BA_TRY(check_tables(args, p, plan));
     else BA_TRY(ba_open_page_tables(args, p->page_size, args->k_cache.dims[0], q->dims[0], &a->own_tables));
     const ba_page_tables *t = plan ? plan : &a->own_tables;
+    a->kv_split = t->kv_split;
     p->page = t->page;
     p->first_page = t->first;
     p->kv_lens = t->seq_lens;

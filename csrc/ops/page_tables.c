@@ -118,13 +118,17 @@ ba_status ba_check_page_numbers(const ba_page_tables *t, int64_t pages) {
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *t) {
     int64_t used = 0;
     if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "batch: expected at least 0 requests, got %" PRId64, args->batch);
+    if (args->kv_split < 0 || args->kv_split % page_size)
+        return ba_fail(BA_ERROR_VALUE, "kv_split: expected a positive multiple of the %" PRId64 " tokens of a page, got %" PRId64, page_size,
+                       args->kv_split);
     BA_TRY(ba_check_begins(args->q_begin, args->batch));
     BA_TRY(check_requests(args, page_size, &used));
     BA_TRY(ba_check_queries(args->cu_q, args->seq_lens, args->q_begin, args->batch, queries));
     const int64_t numbers = args->batch + (args->batch + 1) + (args->cu_q ? args->batch + 1 : 0) + (args->q_begin ? args->batch : 0) + used;
     int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)numbers * sizeof *memory);
     if (!memory) return ba_fail(BA_ERROR_MEMORY, "block_tables: expected %lld bytes of memory for a copy, got none", (long long)numbers * 8);
-    ba_page_tables copied = {.batch = args->batch, .page_size = page_size, .seq_lens = memory, .first = memory + args->batch};
+    ba_page_tables copied = {
+        .batch = args->batch, .page_size = page_size, .kv_split = args->kv_split, .seq_lens = memory, .first = memory + args->batch};
     copied.page = copied.first + args->batch + 1;
     if (args->cu_q) {
         copied.cu_q = copied.page;

@@ -9,6 +9,7 @@
 /* Opened tables, or, all zero, closed ones. */
 typedef struct ba_page_tables {
     int64_t batch, page_size;
+    int64_t kv_split;     /* 0: none. Else requests are attended in chunks of so many tokens */
     int64_t longest;      /* tokens of the longest request */
     int64_t queries;      /* of one head, of all requests */
     int64_t most_queries; /* of one head, of one request */
@@ -20,8 +21,9 @@ typedef struct ba_page_tables {
     int64_t *page;        /* the page numbers in use: ceil(seq_lens[b] / page_size) of each request */
 } ba_page_tables;
 
-/* Checks block_tables, indptr, seq_lens, cu_q, q_begin and batch of `args` for pages of page_size >= 1 tokens, and copies them. `pages` is the number
- * of pages of the cache, and `queries` the number of all queries; -1 where these are not known yet. On failure there is nothing to close. */
+/* Checks block_tables, indptr, seq_lens, cu_q, q_begin, kv_split and batch of `args` for pages of page_size >= 1 tokens, and copies them. `pages` is
+ * the number of pages of the cache, and `queries` the number of all queries; -1 where these are not known yet. On failure there is nothing to close.
+ */
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *tables);
 
 /* Checks cumulative numbers of queries, which are among the seq_lens[b] tokens of each request unless q_begin is given. `all` is the number of all

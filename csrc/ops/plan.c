@@ -98,8 +98,24 @@ int64_t ba_plan_parts(const ba_plan *plan, int64_t batch) {
 
 /* ---- Lists ------------------------------------------------------------------------------------------------------ */
 
+/* Copies `columns` bits of a bitmap, from bit `first` on, to the beginning of another one, whose other bits are 0. */
+static void copy_bits(const uint64_t *from, int64_t first, int64_t columns, uint64_t *to) {
+    const int64_t word = first / 64, shift = first % 64;
+    for (int64_t i = 0; i * 64 < columns; i++) {
+        const int64_t left = columns - i * 64;
+        to[i] = from[word + i] >> shift;
+        if (shift && left > 64 - shift) to[i] |= from[word + i + 1] << (64 - shift);
+        if (left < 64) to[i] &= ((uint64_t)1 << left) - 1;
+    }
+}
+
 bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at) {
     memset(bitmap, 0, (size_t)words * sizeof *bitmap);
+    if (p->stretches) { /* the lists have been read and checked */
+        const ba_stretch *s = &p->stretches[batch];
+        copy_bits(s->listed + ba_list_head(p, head) * s->listed_words, s->first_key / p->block_kv, ba_list_columns(p, batch), bitmap);
+        return true;
+    }
     const ba_tensor *t = &p->blocks;
     const int64_t list_batch = ba_list_batch(p, batch), list_head = ba_list_head(p, head), step = t->strides[3];
     const int64_t offset = list_batch * t->strides[0] + list_head * t->strides[1] + ba_list_row(p, batch, row) * t->strides[2];
@@ -413,8 +429,8 @@ void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used) {
     plan->bitmaps = ba_take(base, used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
 }
 
-/* Fails for the entry at `bad`, which says where it stands in p->blocks. The sentence has the indices of the caller's array. */
-static ba_status refuse_entry(const ba_problem *p, const int64_t bad[4]) {
+/* The sentence has the indices of the caller's array. */
+ba_status ba_refuse_list_entry(const ba_problem *p, const int64_t bad[4]) {
     const ba_tensor *t = &p->blocks;
     const int added_axis = p->page_size ? 2 : p->cu_rows ? 0 : -1; /* the axis of p->blocks that the caller's array does not have */
     int64_t at = 0;
@@ -459,7 +475,7 @@ ba_status ba_plan_make(ba_plan *plan, int threads) {
     BA_TRY(ba_parallel(survey_threads, plan->items, survey_item, &s));
     if (problem->listed && problem->q_lens && !plan->tiling.gradients)
         BA_TRY(ba_parallel(survey_threads, problem->batch * problem->blocks.dims[1], survey_padding, &s));
-    if (s.failed) return refuse_entry(problem, s.bad);
+    if (s.failed) return ba_refuse_list_entry(problem, s.bad);
     for (int64_t i = 0; i < n; i++) {
         if (plan->item[i].part > 0) plan->item[i].cost = plan->item[i - 1].cost;
         plan->cost += plan->item[i].cost;

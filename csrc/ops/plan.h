@@ -130,4 +130,7 @@ int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);
  * then its index in the row. */
 bool ba_list_to_bitmap(const ba_problem *problem, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at);
 
+/* Fails for the entry that ba_list_to_bitmap() has found: `bad` is its place in problem->blocks. */
+ba_status ba_refuse_list_entry(const ba_problem *problem, const int64_t bad[4]);
+
 #endif

@@ -82,6 +82,15 @@ static int read_requests(module_state *state, PyObject *const *values, int64_t p
     return set_requests(r, page_size, a);
 }
 
+/* Reads the number of tokens per chunk. None, and no number, means that requests are not cut into chunks. */
+static int read_split(PyObject *object, ba_paged_args *a) {
+    if (object == Py_None) return 0;
+    if (arg_int64(object, "kv_split", &a->kv_split) < 0) return -1;
+    if (a->kv_split != 0) return 0;
+    PyErr_SetString(PyExc_ValueError, "kv_split: expected a positive multiple of the tokens of a page, got 0");
+    return -1;
+}
+
 static int hold_tables(module_state *state, PyObject *object, requests *r, ba_paged_args *a) {
     if (arg_hold(state, object, "block_tables", ARG_TABLES, BA_UINT16, &r->block_tables) < 0) return -1;
     a->block_tables = r->block_tables.tensor;
@@ -101,9 +110,9 @@ const ba_page_tables *page_tables_of(PyObject *object) {
     return PyCapsule_IsValid(object, plan_name) ? PyCapsule_GetPointer(object, plan_name) : NULL;
 }
 
-TAKES(open_page_tables, 8, "block_tables", "seq_lens", "indptr", "last_page_len", "q_lens", "q_begin", "page_size", "num_pages");
+TAKES(open_page_tables, 9, "block_tables", "seq_lens", "indptr", "last_page_len", "q_lens", "q_begin", "page_size", "num_pages", "kv_split");
 PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    SORT_ARGUMENTS(open_page_tables, 8);
+    SORT_ARGUMENTS(open_page_tables, 9);
     module_state *state = PyModule_GetState(module);
     requests r = {0};
     ba_paged_args a = ba_paged_args_init();
@@ -116,7 +125,7 @@ PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_
     if (values[7] != Py_None && arg_int64(values[7], "num_pages", &num_pages) < 0) return NULL;
     if (values[7] != Py_None && num_pages < 0)
         return PyErr_Format(PyExc_ValueError, "num_pages: expected at least 0 pages, got %lld", (long long)num_pages);
-    if (hold_tables(state, values[0], &r, &a) < 0 || read_requests(state, values, page_size, &r, &a) < 0) goto done;
+    if (hold_tables(state, values[0], &r, &a) < 0 || read_requests(state, values, page_size, &r, &a) < 0 || read_split(values[8], &a) < 0) goto done;
     tables = PyMem_Calloc(1, sizeof *tables);
     if (tables == NULL) {
         PyErr_NoMemory();
@@ -159,10 +168,10 @@ PyObject *py_page_table_lengths(PyObject *module, PyObject *const *args, Py_ssiz
 /* ---- Attention ----------------------------------------------------------------------------------------------------- */
 
 /* The arguments, in order; each gets an index and a name. block_tables may be opened page tables: then seq_lens, indptr,
- * last_page_len, q_lens and q_begin are None. Where `empty` is None, the inputs are checked, and nothing is computed. */
+ * last_page_len, q_lens, q_begin and kv_split are None. */
 /* clang-format off */
 #define PAGED_ARGUMENTS(X) \
-    X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(selected) X(counts) \
+    X(empty) X(q) X(k_cache) X(v_cache) X(block_tables) X(seq_lens) X(indptr) X(last_page_len) X(q_lens) X(q_begin) X(kv_split) X(selected) X(counts) \
     X(scale) X(kv_layout) X(window) X(sinks) X(softcap) X(k_scale) X(v_scale) X(return_lse) X(out) X(lse_out) X(dtype) X(kv_dtype) X(num_threads) \
     X(out_dtype) X(kv_ranges) X(attn_mask) X(alibi_slopes)
 /* clang-format on */
@@ -228,6 +237,7 @@ static int read_paged(module_state *state, PyObject *const *values, paged_call *
     if (call->plan == NULL && hold_tables(state, values[PAGED_block_tables], &call->requests, a) < 0) return -1;
     if (arg_kv_layout(values[PAGED_kv_layout], "kv_layout", &a->kv_layout) < 0) return -1;
     if (call->plan == NULL && read_requests(state, values + PAGED_block_tables, page_tokens(a), &call->requests, a) < 0) return -1;
+    if (read_split(values[PAGED_kv_split], a) < 0) return -1;
     if (arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (read_selected(state, values, call) < 0) return -1;
     if (hold_optional(state, values[PAGED_kv_ranges], "kv_ranges", ARG_TABLES, BA_UINT16, &call->kv_ranges, &a->kv_ranges) < 0) return -1;
@@ -278,10 +288,6 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
     if (call.plan != NULL) status = ba_open_paged(&call.args, call.plan, &attention);
     else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long, so checking them may take time */
     if (arg_check_masked(status, &call.attn_mask) < 0 || check_flat_mask(&call.attn_mask.tensor, &attention.problem) < 0) goto done;
-    if (values[PAGED_empty] == Py_None) {
-        result = Py_NewRef(Py_None);
-        goto done;
-    }
 
     out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
