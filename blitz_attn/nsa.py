@@ -578,18 +578,18 @@ class NsaCache:
         """
         store = self._store
         shape = _arrays.shape_of(q)
-        held = store.held(shape[1] if len(shape) == 4 else 0)
-        if not held:
+        held, arrays = store.held(shape[1] if len(shape) == 4 else 0)
+        if not arrays:
             raise ValueError("q: expected tokens appended before the first queries, got none")
-        if lens is None and len(shape) == 4 and len(store.lens) == shape[0] and (short := np.flatnonzero(store.lens < shape[1])).size:
+        if lens is None and len(shape) == 4 and len(held.lens) == shape[0] and (short := np.flatnonzero(held.lens < shape[1])).size:
             n = short[0]
             raise ValueError(
-                f"q: expected at most the {store.lens[n]} tokens of sequence {n}, got {shape[1]} (lens= gives the tokens of each sequence)"
+                f"q: expected at most the {held.lens[n]} tokens of sequence {n}, got {shape[1]} (lens= gives the tokens of each sequence)"
             )
-        k, v, *compressed = held
+        k, v, *compressed = arrays
         options = replace(
-            self._options, compressed_kv=compressed, kv_lens=store.ragged_lens, lens=lens, gates=gates,
-            dtype="bfloat16" if store.kind == "bfloat16" else store.dtype,
+            self._options, compressed_kv=compressed, kv_lens=held.ragged_lens, lens=lens, gates=gates,
+            dtype="bfloat16" if held.kind == "bfloat16" else store.dtype,
         )  # fmt: skip
         return _computed(q, k, v, options, out)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,114 +14,142 @@ from .sequences import Sequences, block_count, lengths_within
 
 MOST = 1 << 30  # more queries than a call takes
 LEAST = 64  # tokens that a store has room for from the first one on
+COPIED_AT_A_TIME = 1 << 24  # bytes: a few milliseconds
 
 
-class Store:
-    """Arrays of a batch that have room for more than they hold. A full array is copied into one of twice the size."""
+class Held(NamedTuple):
+    """What a store holds at one moment. No record changes; what lies behind the tokens of a sequence may be written at any time."""
 
-    def __init__(self, rules: Rules, w_k: Any, w_v: Any, dtype: str | None, threads: int | None) -> None:
-        self.rules, self.dtype, self.threads = rules, dtype, threads
-        self.kind = ""
-        self.lens = np.zeros(0, np.int64)
-        self._given = {"w_k_compress": w_k, "w_v_compress": w_v}
-        self._weights: list[Reals] = []
-        self._room: list[np.ndarray] = []  # k, v, k_cmp, v_cmp
+    lens: np.ndarray  # tokens of each sequence
+    kind: str
+    weights: tuple[Reals, ...]
+    room: tuple[np.ndarray, ...]  # k, v, k_cmp, v_cmp, with room for more than they hold; empty before the first tokens
 
     @property
     def ragged_lens(self) -> np.ndarray | None:
         """Tokens of each sequence; None where all have as many."""
-        return None if self._even else self.lens
-
-    def held(self, queries: int) -> list[np.ndarray]:
-        """Keys, values and their compressed blocks, up to the last of the longest sequence; nothing before the first tokens.
-
-        Where there are no sequences, none has fewer tokens than `queries`, and the arrays have as many.
-        """
-        longest = self._longest if len(self.lens) else min(queries, MOST)
-        self._make_room(longest)
-        return [x[:, :n] for x, n in zip(self._room, 2 * [longest] + 2 * [self._blocks(longest)], strict=False)]
+        return None if self.even else self.lens
 
     @property
-    def _even(self) -> bool:
+    def even(self) -> bool:
         return bool((self.lens == self.lens[:1]).all())
 
     @property
-    def _longest(self) -> int:
+    def longest(self) -> int:
         return int(self.lens.max(initial=0))
+
+
+def copy(source: np.ndarray, into: np.ndarray) -> None:
+    """Copies tokens, (B, N, H, D), some MB at a time, so that a signal need not wait for all of them."""
+    step = max(1, COPIED_AT_A_TIME // max(1, source[:, :1].nbytes))
+    for at in range(0, source.shape[1], step):
+        into[:, at : at + step] = source[:, at : at + step]
+
+
+class Store:
+    """Arrays of a batch that have room for more than they hold. Full arrays are copied into arrays of twice the size.
+
+    Each method makes all that is new where nobody looks, in other arrays or behind the tokens that are held, and publishes it by one
+    assignment at its end. An exception before that, of whatever kind and wherever it comes, leaves the store as it was.
+    """
+
+    def __init__(self, rules: Rules, w_k: Any, w_v: Any, dtype: str | None, threads: int | None) -> None:
+        self.rules, self.dtype, self.threads = rules, dtype, threads
+        self._given = {"w_k_compress": w_k, "w_v_compress": w_v}
+        self._held = Held(np.zeros(0, np.int64), "", (), ())
+
+    @property
+    def lens(self) -> np.ndarray:
+        return self._held.lens
+
+    def held(self, queries: int) -> tuple[Held, list[np.ndarray]]:
+        """What the store holds, and its keys, values and their compressed blocks up to the last of the longest sequence. Before the first
+        tokens there are no arrays.
+
+        Where there are no sequences, none has fewer tokens than `queries`, and the arrays have as many.
+        """
+        held = self._held
+        longest = held.longest if len(held.lens) else min(queries, MOST)
+        self._held = held = self._with_room(held, longest)
+        return held, [x[:, :n] for x, n in zip(held.room, self._used(longest), strict=False)]
 
     def _blocks(self, tokens: int) -> int:
         return block_count(tokens, self.rules.size, self.rules.stride)
 
+    def _used(self, tokens: int) -> list[int]:
+        """Tokens or blocks of each array that so many tokens of a sequence fill."""
+        return 2 * [tokens] + 2 * [self._blocks(tokens)]
+
     def append(self, k: Any, v: Any, lens: Any) -> None:
-        new, counts = self._checked(k, v, lens)
-        before, after = self.lens, self.lens + counts
-        self._make_room(int(after.max(initial=0)))
-        if self._even and (counts == counts[:1]).all() and len(counts):
-            for held, x in zip(self._room, new, strict=False):
-                held[:, before[0] : after[0]] = x[:, : counts[0]]
-            self._compress(slice(None), int(before[0]), int(after[0]))
-        else:
-            for b in np.flatnonzero(counts).tolist():
-                for held, x in zip(self._room, new, strict=False):
-                    held[b, before[b] : after[b]] = x[b, : counts[b]]
-                self._compress(slice(b, b + 1), int(before[b]), int(after[b]))
-        self.lens = after
+        held, new, counts = self._checked(k, v, lens)
+        before, after = held.lens, held.lens + counts
+        held = self._with_room(held, int(after.max(initial=0)))
+        alike = held.even and len(counts) > 0 and (counts == counts[:1]).all()
+        for b in [0] if alike else np.flatnonzero(counts).tolist():
+            some, begin, end = slice(None) if alike else slice(b, b + 1), int(before[b]), int(after[b])
+            for x, tokens in zip(held.room, new, strict=False):
+                copy(tokens[some, : end - begin], x[some, begin:end])
+            self._compress(held, some, begin, end)
+        self._held = held._replace(lens=after)
 
     def crop(self, lens: Any) -> None:
         """Each sequence keeps its first tokens, and the blocks that lie in them. What is appended next is written over the others."""
+        held = self._held
         if isinstance(lens, (int, np.integer)) and not isinstance(lens, bool):
             most = _arrays.integer(lens, "lens")
             if most < 0:
                 raise ValueError(f"lens: expected at least 0 tokens, got {most}")
-            self.lens = np.minimum(self.lens, most)
+            kept = np.minimum(held.lens, most)
         else:
-            self.lens = lengths_within(lens, "lens", len(self.lens), 0, self.lens, "0 to the tokens that each sequence has")
+            kept = lengths_within(lens, "lens", len(held.lens), 0, held.lens, "0 to the tokens that each sequence has")
+        self._held = held._replace(lens=kept)
 
     def reorder(self, indices: Any) -> None:
-        """Sequence n becomes what sequence indices[n] was."""
-        chosen, count = _arrays.integers(indices, "indices"), len(self.lens)
+        """Sequence n becomes what sequence indices[n] was. All of them are copied, unless each stays in its place."""
+        held = self._held
+        chosen, count = _arrays.integers(indices, "indices"), len(held.lens)
         if chosen.ndim != 1:
             raise ValueError(f"indices: expected one number per sequence, got shape {chosen.shape}")
         wrong = chosen[(chosen < 0) | (chosen >= count)]
         if wrong.size:
             expected = f"numbers from 0 to {count - 1}" if count else "no numbers for a cache without sequences"
             raise ValueError(f"indices: expected {expected}, got {wrong[0]}")
-        lens, same = self.lens[chosen], len(chosen) == count
-        longest = int(lens.max(initial=0))
-        used = 2 * [longest] + 2 * [self._blocks(longest)]
-        moved = np.flatnonzero(chosen != np.arange(count)) if same else np.arange(len(chosen))
-        taken = [x[chosen[moved], :n] for x, n in zip(self._room, used, strict=False)]  # all, before the first is written
-        if same:
-            for x, new in zip(self._room, taken, strict=True):
-                x[moved, : new.shape[1]] = new
-        else:
-            self._room = taken
-        self.lens = lens
+        if np.array_equal(chosen, np.arange(count)):
+            return
+        room = tuple(np.empty((len(chosen), *x.shape[1:]), x.dtype) for x in held.room)
+        for to, source in enumerate(chosen.tolist()):
+            for old, new, n in zip(held.room, room, self._used(int(held.lens[source])), strict=False):
+                copy(old[source : source + 1, :n], new[to : to + 1, :n])
+        self._held = held._replace(lens=held.lens[chosen], room=room)
 
-    def _compress(self, some: slice, before: int, after: int) -> None:
+    def _compress(self, held: Held, some: slice, before: int, after: int) -> None:
         """Makes the blocks of some sequences that become complete when `before` tokens become `after`."""
         rules, first, end = self.rules, self._blocks(before), self._blocks(after)
         if first == end:
             return
         tokens = slice(first * rules.stride, after)
         alone = Sequences.batch(after - tokens.start, after - tokens.start)
-        for x, made, weight, name in zip(self._room[:2], self._room[2:], self._weights, "kv", strict=True):
+        for x, made, weight, name in zip(held.room[:2], held.room[2:], held.weights, "kv", strict=True):
             names = (name, f"w_{name}_compress")
             into = made[some, first:end]
-            compress_into(x[some, tokens], weight.array, into, self.kind, rules.size, rules.stride, alone, self.threads, names)
+            compress_into(x[some, tokens], weight.array, into, held.kind, rules.size, rules.stride, alone, self.threads, names)
 
-    def _make_room(self, tokens: int) -> None:
-        have = self._room[0].shape[1] if self._room else tokens
+    def _with_room(self, held: Held, tokens: int) -> Held:
+        """The same with arrays that have room for so many tokens per sequence."""
+        have = held.room[0].shape[1] if held.room else tokens
         if tokens <= have:
-            return
-        room, longest = max(LEAST, tokens, 2 * have), self._longest
-        for n, old in enumerate(self._room):
-            size, used = (room, longest) if n < 2 else (self._blocks(room), self._blocks(longest))
-            self._room[n] = np.empty((old.shape[0], size, *old.shape[2:]), old.dtype)
-            self._room[n][:, :used] = old[:, :used]
+            return held
+        room = tuple(
+            np.empty((len(old), size, *old.shape[2:]), old.dtype)
+            for old, size in zip(held.room, self._used(max(LEAST, tokens, 2 * have)), strict=True)
+        )
+        for b, filled in enumerate(held.lens.tolist()):
+            for old, new, n in zip(held.room, room, self._used(filled), strict=True):
+                copy(old[b : b + 1, :n], new[b : b + 1, :n])
+        return held._replace(room=room)
 
-    def _checked(self, k: Any, v: Any, lens: Any) -> tuple[list[np.ndarray], np.ndarray]:
-        """The new tokens, and how many of them each sequence gets. The first ones say what the store holds."""
+    def _checked(self, k: Any, v: Any, lens: Any) -> tuple[Held, list[np.ndarray], np.ndarray]:
+        """What the store holds, the new tokens, and how many of them each sequence gets. The first tokens say what the store holds."""
         keys, kind = leading(k, "k", self.dtype)
         values = same_kind(v, "v", self.dtype, kind, "k")
         for x, name in ((keys, "k"), (values, "v")):
@@ -132,20 +160,20 @@ class Store:
             counts = np.full(len(keys), keys.shape[1], np.int64)
         else:
             counts = lengths_within(lens, "lens", len(keys), 0, keys.shape[1], f"0 to the {keys.shape[1]} tokens of k")
-        self._begin(keys, values, kind)
-        return [keys, values], counts
+        return self._begun(keys, values, kind), [keys, values], counts
 
-    def _begin(self, keys: np.ndarray, values: np.ndarray, kind: str) -> None:
-        """Makes the arrays when the first tokens come, and checks later tokens against them."""
-        if not self._room:
+    def _begun(self, keys: np.ndarray, values: np.ndarray, kind: str) -> Held:
+        """What the store holds, which fits these new tokens. Before the first ones: sequences without tokens."""
+        held = self._held
+        if not held.room:
             pairs = zip((keys, values), self._given.items(), strict=True)
-            self._weights = [check_weight(w, name, x.shape, self.dtype, kind) for x, (name, w) in pairs]
-            self._room = [np.empty((x.shape[0], 0, *x.shape[2:]), storage(kind)) for x in (keys, values) * 2]
-            self.kind, self.lens = kind, np.zeros(len(keys), np.int64)
-            return
-        if kind != self.kind:
-            raise TypeError(f"k: expected dtype {self.kind} like the tokens before, got {kind}")
-        for x, held, name in zip((keys, values), self._room, "kv", strict=False):
-            if len(x) != len(held) or x.shape[2:] != held.shape[2:]:
-                expected = f"({len(held)}, N, {', '.join(map(str, held.shape[2:]))})"
+            weights = tuple(check_weight(w, name, x.shape, self.dtype, kind) for x, (name, w) in pairs)
+            room = tuple(np.empty((x.shape[0], 0, *x.shape[2:]), storage(kind)) for x in (keys, values) * 2)
+            return Held(np.zeros(len(keys), np.int64), kind, weights, room)
+        if kind != held.kind:
+            raise TypeError(f"k: expected dtype {held.kind} like the tokens before, got {kind}")
+        for x, old, name in zip((keys, values), held.room, "kv", strict=False):
+            if len(x) != len(old) or x.shape[2:] != old.shape[2:]:
+                expected = f"({len(old)}, N, {', '.join(map(str, old.shape[2:]))})"
                 raise ValueError(f"{name}: expected shape {expected} like the tokens before, got {x.shape}")
+        return held

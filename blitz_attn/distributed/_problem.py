@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy import ndarray
 
 from .._arrays import array as array_of
 from .._arrays import choice, dtype_name, falls, flag, integer, integers
+from .._lazy import computed_once
 from .._sabi.lists import PAD_UINT16, blocks_of, checked_shape, two_integers
 from .._sabi.lists import check as check_lists
 from ._dispatch import Cut
@@ -235,7 +235,7 @@ class Problem:
             bits[part] = np.packbits(mask[:, :columns], axis=1)
         return bits, tokens
 
-    @cached_property
+    @computed_once
     def _masks(self) -> list[list[tuple[ndarray, ndarray]]]:
         return [[self._mask(entry, group) for group in range(self.classes)] for entry in range(self.entries)]
 
@@ -246,7 +246,7 @@ class Problem:
         before, (first, end) = self._tokens_before(entry), self._runs(entry)
         return self.group * (before[end] - before[first]).astype(np.float64)
 
-    @cached_property
+    @computed_once
     def work(self) -> ndarray:
         """(classes, rows): pairs of a query and a key in the blocks that are seen, over the heads of a group and all alike sequences."""
         found = np.zeros((self.classes, self.rows))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
+from .._lazy import computed_once
 from ._dispatch import DISPATCHES, Cut, Dispatch, balance, cut_of, even, loads
 from ._problem import Problem
 
@@ -95,12 +95,12 @@ class Routes:
 
     # ---- Keys and values --------------------------------------------------------------------------------------------
 
-    @cached_property
+    @computed_once
     def needs(self) -> list[ndarray]:
         """For each KV head (size, columns): whether a rank needs a block of keys."""
         return self.problem.needs(self.computed, self.size)
 
-    @cached_property
+    @computed_once
     def segments(self) -> Segments:
         """All tokens of keys that a row can see, once."""
         entry, begin, end = self.problem.cell_tokens()
@@ -134,7 +134,7 @@ class Routes:
         first, last = np.append(True, apart)[: len(begin)], np.append(apart, True)[: len(begin)]
         return Runs(entry[first], begin[first], local[first], end[last] - begin[first])
 
-    @cached_property
+    @computed_once
     def kv_tokens(self) -> ndarray:
         """(size, size): tokens of keys, over all KV heads and batch entries, that the first rank sends to the second."""
         segments = self.segments
@@ -152,7 +152,7 @@ class Routes:
 
     # ---- Queries and results ----------------------------------------------------------------------------------------
 
-    @cached_property
+    @computed_once
     def rows(self) -> Rows:
         """Queries that travel, ordered by KV head and along the axis."""
         parts = []
@@ -165,7 +165,7 @@ class Routes:
             parts.append((np.full(int(apart.sum()), head), holder[apart], worker[apart], at[:-1][apart], at[1:][apart]))
         return Rows(*(np.concatenate([part[i] for part in parts]) for i in range(5)))
 
-    @cached_property
+    @computed_once
     def q_tokens(self) -> ndarray:
         """(size, size): query tokens, over all KV heads and batch entries, that the first rank holds and the second computes."""
         found = np.zeros((self.size, self.size), np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy import ndarray
 
 from .. import _arrays, _core
 from .._floats import Result, attention_results, real_of, written
+from .._lazy import computed_once
 from .._names import KVLayout
 from .._paged_call import Rules, attend_requests, open_requests
 from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, sinks_of
@@ -388,7 +388,7 @@ class DecodePlan:
             self._own_merges.run(*state)
         return self._finish(self._exchange(*state), kind, sinks, results)
 
-    @cached_property
+    @computed_once
     def _requests(self) -> tuple[Any, ...]:
         """What `attend_requests` takes for this rank's units. It is made within a call's `Agreement`: an error reaches all ranks."""
         units, queries = self._units, None if self._one_query else self._units.queries

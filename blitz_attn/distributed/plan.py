@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from .._arrays import choice, integer, number
+from .._lazy import computed_once
 from .._names import Layout
 from ._comm import Agreement, communicator, digest, spans_hosts
 from ._dispatch import DISPATCHES
@@ -193,24 +193,24 @@ class ContextParallelPlan:
         self.q_ranges = self._routes.q_held.of(self.rank)
         self.kv_ranges = self._routes.kv_held.of(self.rank)
 
-    @cached_property
+    @computed_once
     def bytes(self) -> ndarray:
         return self._routes.bytes()
 
-    @cached_property
+    @computed_once
     def backward_bytes(self) -> ndarray:
         return self._routes.backward_bytes()
 
-    @cached_property
+    @computed_once
     def all_gather_bytes(self) -> ndarray:
         return self._routes.all_gather_bytes()
 
-    @cached_property
+    @computed_once
     def _key(self) -> int:
         """What ranks compare in each call."""
         return digest(list(self._problem.description().values()), self._routes.cuts())
 
-    @cached_property
+    @computed_once
     def _spans_hosts(self) -> bool:
         return spans_hosts(self.comm)
 

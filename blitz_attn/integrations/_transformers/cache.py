@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,43 @@ from .._torch.tensors import autocast_dtype, lowered
 __all__ = ["PagedCache", "PagedLayer", "keeps_few_keys", "pages_of"]
 
 _ATTRIBUTE = "_blitz_attn_pages"  # of the tensor of keys that a layer hands to attention
+COPIED_AT_A_TIME = 1 << 12  # tokens, so that a signal need not wait for all of them
+
+
+class Pages(NamedTuple):
+    """What a layer holds at one moment. The pages of a batch entry lie one after the other in its own row of a buffer. No record changes;
+    what lies behind the first `length` tokens of the buffers may be written at any time."""
+
+    keys: Any  # the buffers: (B, tokens, Hkv, D)
+    values: Any
+    length: int
+    views: tuple[Any, Any]  # keys and values as transformers knows them, (B, Hkv, length, D)
+    summaries: tuple[Any, Any] | None = None  # of all pages, (B, pages, Hkv, D): the largest and smallest keys
+    starts: tuple[int, ...] = ()  # the token with which the first page of each entry begins, for the summaries
+    summarised: int = 0  # tokens that the summaries hold for
+
+    @classmethod
+    def of(cls, keys: Any, values: Any, length: int) -> Pages:
+        """Buffers without summaries."""
+        return cls(keys, values, length, _views(keys, values, length))
+
+    def with_length(self, length: int) -> Pages:
+        return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=min(self.summarised, length))
+
+    def with_room(self, tokens: int) -> Pages:
+        """The same in larger buffers, whose summaries are not made yet."""
+        room = []
+        for old in (self.keys, self.values):
+            new = old.new_empty((old.shape[0], tokens, *old.shape[2:]))
+            for at in range(0, self.length, COPIED_AT_A_TIME):
+                some = slice(at, min(at + COPIED_AT_A_TIME, self.length))
+                new[:, some] = old[:, some]
+            room.append(new)
+        return Pages.of(*room, self.length)
+
+
+def _views(keys: Any, values: Any, length: int) -> tuple[Any, Any]:
+    return keys[:, :length].transpose(1, 2), values[:, :length].transpose(1, 2)
 
 
 class PagedLayer(cache_utils.CacheLayerMixin):
@@ -23,6 +61,9 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     The pages of a batch entry lie one after the other in its own row of a buffer. All its keys are therefore one view, which `update`
     returns and any attention can read; and pages may begin at any token, behind padding on the left. They have the dtype in which attention
     is computed: that of torch.autocast where it is on, else that of the latest keys and values.
+
+    Each method makes all that is new where nobody looks, and publishes it by one assignment at its end: an exception before that leaves the
+    layer as it was.
     """
 
     is_sliding = False
@@ -30,22 +71,39 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, page_size: int) -> None:
-        super().__init__()
         self.page_size = page_size
-        self.length = 0
-        self._forget_summaries()
+        self._pages: Pages | None = None
 
-    def _forget_summaries(self) -> None:
-        self._summaries: tuple[Any, Any] | None = None
-        self._starts: tuple[int, ...] = ()
-        self._summarised = 0
+    # ---- What transformers reads
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._pages is not None
+
+    @property
+    def length(self) -> int:
+        return self._pages.length if self._pages else 0
+
+    @property
+    def keys(self) -> Any:
+        return self._pages.views[0] if self._pages else None
+
+    @property
+    def values(self) -> Any:
+        return self._pages.views[1] if self._pages else None
+
+    @property
+    def dtype(self) -> Any:
+        return self._pages.keys.dtype if self._pages else None
+
+    @property
+    def device(self) -> Any:
+        return self._pages.keys.device if self._pages else None
 
     # ---- What transformers calls
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-        self.device, self.dtype = key_states.device, key_states.dtype
-        self._keys, self._values = (x.new_zeros((x.shape[0], 0, x.shape[1], x.shape[3])) for x in (key_states, value_states))
-        self.is_initialized = True
+        self._pages = _no_tokens(key_states, value_states)
 
     @torch.compiler.disable(reason="blitz_attn: the pages of a paged cache are no tensors of a graph")
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -54,19 +112,21 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         dtype = autocast_dtype()
         if dtype is not None:
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif (self._keys.dtype, self._values.dtype) != (key_states.dtype, value_states.dtype):
-            self.dtype = key_states.dtype
-            self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
-            self._forget_summaries()
-        begin, self.length = self.length, self.length + key_states.shape[2]
-        if self.length > self._keys.shape[1] - self.page_size:  # a page more than are needed, because they may begin at any token
-            pages = -(-self.length // self.page_size)
-            self._resize((max(pages, pages if begin == 0 else pages * 3 // 2) + 1) * self.page_size, begin)
-        self._keys[:, begin : self.length] = key_states.transpose(1, 2)
-        self._values[:, begin : self.length] = value_states.transpose(1, 2)
-        return self._views()
+        pages = self._pages or _no_tokens(key_states, value_states)
+        if (pages.keys.dtype, pages.values.dtype) != (key_states.dtype, value_states.dtype):
+            pages = Pages.of(pages.keys.to(key_states.dtype), pages.values.to(value_states.dtype), pages.length)
+        begin, end = pages.length, pages.length + key_states.shape[2]
+        if end > pages.keys.shape[1] - self.page_size:  # a page more than are needed, because they may begin at any token
+            count = -(-end // self.page_size)
+            pages = pages.with_room((max(count, count if begin == 0 else count * 3 // 2) + 1) * self.page_size)
+        for buffer, new in ((pages.keys, key_states), (pages.values, value_states)):
+            for at in range(begin, end, COPIED_AT_A_TIME):
+                some = slice(at, min(at + COPIED_AT_A_TIME, end))
+                buffer[:, some] = new[:, :, some.start - begin : some.stop - begin].transpose(1, 2)
+        pages = pages.with_length(end)
+        setattr(pages.views[0], _ATTRIBUTE, self)
+        self._pages = pages
+        return pages.views
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -84,78 +144,61 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         """Nothing, as `offload`."""
 
     def reset(self) -> None:
-        self.keys = self.values = None
-        self.is_initialized, self.length = False, 0
-        self._forget_summaries()
+        self._pages = None
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected a number of at most 0, got {tokens_to_remove}")
-        if self.is_initialized and tokens_to_remove:
-            self.length = max(0, self.length + tokens_to_remove)
-            self._summarised = min(self._summarised, self.length)
-            self._views()
+        if self._pages and tokens_to_remove:
+            self._pages = self._pages.with_length(max(0, self._pages.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Any) -> None:
         self._take(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self._take(torch.arange(self._keys.shape[0]).repeat_interleave(repeats))
+        if self._pages:
+            self._take(torch.arange(self._pages.keys.shape[0]).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
         self._take(indices)
 
-    # ---- Pages
-
-    def _views(self) -> tuple[Any, Any]:
-        self.keys, self.values = (x[:, : self.length].transpose(1, 2) for x in (self._keys, self._values))
-        setattr(self.keys, _ATTRIBUTE, self)
-        return self.keys, self.values
-
-    def _resize(self, tokens: int, used: int) -> None:
-        for name in ("_keys", "_values"):
-            old = getattr(self, name)
-            new = old.new_empty((old.shape[0], tokens, *old.shape[2:]))
-            new[:, :used] = old[:, :used]
-            setattr(self, name, new)
-        self._forget_summaries()
-
     def _take(self, entries: Any) -> None:
         """Keep these batch entries, in this order."""
-        if self.is_initialized:
-            self._keys, self._values = (x[entries.to(x.device)] for x in (self._keys, self._values))
-            self._forget_summaries()
-            self._views()
+        if self._pages:
+            keys, values = (x[entries.to(x.device)] for x in (self._pages.keys, self._pages.values))
+            self._pages = Pages.of(keys, values, self._pages.length)
 
-    def _pages(self, entries: slice, start: int) -> tuple[Any, Any, Any]:
+    # ---- Pages
+
+    def _caches(self, pages: Pages, entries: slice, start: int) -> tuple[Any, Any, Any]:
         """Page caches and page table of batch entries whose first page begins at token `start`."""
-        count = (self._keys.shape[1] - start) // self.page_size
+        count = (pages.keys.shape[1] - start) // self.page_size
         caches = []
-        for buffer in (self._keys, self._values):
+        for buffer in (pages.keys, pages.values):
             rows = buffer[entries, start : start + count * self.page_size]
             caches.append(rows.unflatten(1, (count, self.page_size)).flatten(0, 1))
         tables = np.arange(caches[0].shape[0], dtype=np.int32).reshape(-1, count)
         return caches[0], caches[1], tables
 
-    def _refresh(self, groups: list[tuple[slice, int]]) -> tuple[Any, Any]:
-        """Summaries of all pages: (B, pages, Hkv, D) largest and smallest keys. What was summarised before is left alone."""
+    def _summarised(self, pages: Pages, groups: list[tuple[slice, int]]) -> Pages:
+        """The same with summaries of all pages. What was summarised before is left alone; a page that is summarised again, because an
+        exception came while it was, gets the same summary."""
         starts = tuple(start for entries, start in groups for _ in range(entries.stop - entries.start))
-        if self._summaries is None or starts != self._starts:
-            batch, tokens, heads, dim = self._keys.shape
+        if pages.summaries is None or starts != pages.starts:
+            batch, tokens, heads, dim = pages.keys.shape
             shape = (batch, tokens // self.page_size, heads, dim)
-            self._summaries = self._keys.new_zeros(shape), self._keys.new_zeros(shape)
-            self._starts, self._summarised = starts, 0
-        if self._summarised < self.length:
+            pages = pages._replace(summaries=(pages.keys.new_zeros(shape), pages.keys.new_zeros(shape)), starts=starts, summarised=0)
+        if pages.summarised < pages.length:
+            assert pages.summaries is not None
             for entries, start in groups:
-                k_cache, _, tables = self._pages(entries, start)
-                largest, smallest = (x[entries] for x in self._summaries)
-                lengths = [self.length - start] * len(tables)
-                before = [max(0, self._summarised - start)] * len(tables)
+                k_cache, _, tables = self._caches(pages, entries, start)
+                largest, smallest = (x[entries] for x in pages.summaries)
+                lengths = [pages.length - start] * len(tables)
+                before = [max(0, pages.summarised - start)] * len(tables)
                 summary_tables = np.arange(len(tables), dtype=np.int32)[:, None]
                 quest_prefill_metadata(k_cache, tables, lengths, summary_tables, largest, smallest, start_lens=before)
-            self._summarised = self.length
-        return self._summaries
+            pages = pages._replace(summarised=pages.length)
+        return pages
 
     def select_and_attend(self, q: Any, bounds: Iterable[tuple[int, int]], *, budget: int, dense_below: int, **options: Any) -> Any:
         """Attention of the last tokens of each batch entry, (B, T, H, D), each over the pages that Quest chooses for it. `bounds` leave out
@@ -163,31 +206,41 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         tokens up to it, padding included, attends to all.
 
         Each token is a request of its own, so that its result is that of a step with this token alone."""
+        pages = self._pages
+        assert pages is not None
         starts, ends = zip(*bounds, strict=True)
         groups, first, count = [], 0, q.shape[1]
         for b in range(1, len(starts) + 1):  # the pages of several entries are one array where they begin at the first token
             if b == len(starts) or starts[b] != starts[first] or starts[first]:
                 groups.append((slice(first, b), starts[first]))
                 first = b
-        summaries = self._refresh(groups)
+        self._pages = pages = self._summarised(pages, groups)
+        assert pages.summaries is not None
         parts = []
         for entries, start in groups:
-            k_cache, v_cache, tables = self._pages(entries, start)
-            source = tuple(x[entries] for x in summaries)
+            k_cache, v_cache, tables = self._caches(pages, entries, start)
+            source = tuple(x[entries] for x in pages.summaries)
             summary_tables = np.arange(len(tables), dtype=np.int32).repeat(count)[:, None]
             blocks = max(1, budget // self.page_size)
-            places = np.arange(self.length - count, self.length)
+            places = np.arange(pages.length - count, pages.length)
             lengths = np.where(places < np.array(ends[entries])[:, None], places + 1 - start, 0).clip(0).ravel()
             out = select_and_attend(
                 q[entries].flatten(0, 1), k_cache, v_cache, tables.repeat(count, axis=0), lengths, source, summary_tables, k=blocks,
-                dense_below=dense_below - start if self.length - count < dense_below else None, **options,
+                dense_below=dense_below - start if pages.length - count < dense_below else None, **options,
             )  # fmt: skip
             parts.append(out.unflatten(0, (len(tables), count)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _no_tokens(key_states: Any, value_states: Any) -> Pages:
+    return Pages.of(*(x.new_zeros((x.shape[0], 0, x.shape[1], x.shape[3])) for x in (key_states, value_states)), 0)
+
+
 class PagedCache(cache_utils.Cache):
-    """Pages for the layers that attend to everything; for other layers what `DynamicCache` has."""
+    """Pages for the layers that attend to everything; for other layers what `DynamicCache` has.
+
+    What changes all layers makes new layers and publishes them by one assignment, so that an exception leaves all as they were.
+    """
 
     def __init__(self, config: Any, page_size: int) -> None:
         own = cache_utils.DynamicCache(config=config).layers
@@ -199,10 +252,35 @@ class PagedCache(cache_utils.Cache):
                 f"past_key_values: expected a paged_cache of the model itself, got one of a model with {len(self.layers)} layers for layer "
                 f"number {layer_idx}, counted from 0"
             )
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if getattr(self.layers[layer_idx], "is_sliding", False):
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PagedLayer) and not torch.compiler.is_compiling():
+            layer = copy.copy(layer)  # transformers' own layers change one attribute after the other
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if getattr(layer, "is_sliding", False):
             setattr(keys, _ATTRIBUTE, None)
+        self.layers[layer_idx] = layer
         return keys, values
+
+    def _change_layers(self, method: str, *args: Any) -> None:
+        layers = [copy.copy(layer) for layer in self.layers]
+        for layer in layers:
+            getattr(layer, method)(*args)
+        self.layers = layers
+
+    def reset(self) -> None:
+        self._change_layers("reset")
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self._change_layers("reorder_cache", beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._change_layers("crop", tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_layers("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        self._change_layers("batch_select_indices", indices)
 
 
 def keeps_few_keys(keys: Any) -> bool:

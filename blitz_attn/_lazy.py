@@ -1,0 +1,32 @@
+"""Values that an object computes when they are first read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class computed_once(Generic[T]):  # noqa: N801 (a decorator)
+    """`functools.cached_property` without a lock.
+
+    On Python 3.11 that has one lock for all objects of a class: if another thread holds it while the process forks, the child waits for it
+    for ever. Here two threads that read a value first at the same time both compute it, and both get the one that was stored first. An
+    exception while it is computed stores nothing.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> computed_once[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> T: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        return instance.__dict__.setdefault(self.name, self.function(instance))
