@@ -109,7 +109,7 @@ lib:
 install-lib:
 	@test -e "$(LIB)/libblitz_attn.a" || { echo "make install-lib: expected the library in $(LIB), where make lib puts it, got none" >&2; exit 1; }
 	install -d "$(DESTDIR)$(PREFIX)/include" "$(DESTDIR)$(LIBDIR)/pkgconfig"
-	install -m 644 csrc/blitz_attn.h "$(DESTDIR)$(PREFIX)/include"
+	install -m 644 csrc/blitz_attn.h csrc/blitz_attn_types.h "$(DESTDIR)$(PREFIX)/include"
 	for file in "$(LIB)"/libblitz_attn.*; do rm -f "$(DESTDIR)$(LIBDIR)/$${file##*/}" && cp -P "$$file" "$(DESTDIR)$(LIBDIR)" || exit; done
 	sed -e 's|@prefix@|$(PREFIX)|' -e 's|@libdir@|$(LIBDIR)|' \
 	  -e "s|@version@|$$(sed -n 's/^#define BA_VERSION "\(.*\)"/\1/p' csrc/blitz_attn.h)|" csrc/blitz_attn.pc.in > "$(DESTDIR)$(LIBDIR)/pkgconfig/blitz_attn.pc"

@@ -109,9 +109,10 @@ class BuildExt(build_ext):
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])
-            if is_older(target, [source, *HEADERS]) or not command.exists() or command.read_text() != wanted:
+            included = Path(target + ".d")
+            if is_older(target, [source, *files_of_rule(included)]) or not command.exists() or command.read_text() != wanted:
                 command.unlink(missing_ok=True)
-                self.compiler.compile([source], self.build_temp, macros, ["csrc"], extra_postargs=flags)
+                self.compiler.compile([source], self.build_temp, macros, ["csrc"], extra_postargs=[*flags, "-MMD", "-MF", str(included)])
                 command.write_text(wanted)
             return target
 
@@ -202,7 +203,15 @@ class BuildFuzz(BuildExt):
 
 
 def is_older(target, sources):
-    return not os.path.exists(target) or any(os.path.getmtime(target) < os.path.getmtime(source) for source in sources)
+    paths = [target, *sources]
+    return not all(map(os.path.exists, paths)) or any(os.path.getmtime(target) < os.path.getmtime(source) for source in sources)
+
+
+def files_of_rule(path):
+    """The files that a rule for make, which the compiler has written, names behind its target; all headers where there is none yet."""
+    if not path.exists():
+        return HEADERS
+    return path.read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ").split()
 
 
 def isa_of(source):

@@ -57,7 +57,7 @@ def installed(tmp_path_factory):
 def test_what_is_installed(installed):
     version = re.search(r'BA_VERSION "((\d+\.\d+)\.\d+)"', HEADER.read_text(encoding="utf-8"))
     shared = {f"lib/libblitz_attn.so{suffix}" for suffix in ("", f".{version[2]}", f".{version[1]}")}
-    assert set(contents(installed)) == {"include/blitz_attn.h", "lib/libblitz_attn.a", "lib/pkgconfig/blitz_attn.pc", *shared}
+    assert set(contents(installed)) == {"include/blitz_attn.h", "include/blitz_attn_types.h", "lib/libblitz_attn.a", "lib/pkgconfig/blitz_attn.pc", *shared}
     assert (installed / "lib/libblitz_attn.so").resolve().name == f"libblitz_attn.so.{version[1]}"
 
 

@@ -302,8 +302,9 @@ int main(void) {
 
 
 def build_program(compile_command, objects, flags, folder):
-    """PROGRAM, with the public header and the library's objects and nothing else."""
-    shutil.copy(ROOT / "csrc/blitz_attn.h", folder)
+    """PROGRAM, with the public headers and the library's objects and nothing else."""
+    for header in ("blitz_attn.h", "blitz_attn_types.h"):
+        shutil.copy(ROOT / "csrc" / header, folder)
     (folder / "program.c").write_text(PROGRAM, encoding="utf-8")
     run(*compile_command, *flags, "-Werror", "-pedantic", f"-I{folder}", "-c", folder / "program.c", "-o", folder / "program.o")
     library = [path for name, path in objects.items() if name.startswith("csrc/")]

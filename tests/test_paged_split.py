@@ -108,6 +108,19 @@ def test_selected_blocks(q_lens, rows, isa_level):
     assert all(map(same_bits, attend_paged(case, some, kv_split=48), attend_paged(case, np.abs(some), counts=counts, kv_split=48)))
 
 
+@pytest.mark.parametrize("q_lens", [[600, 0], [100, 31], [1, 2]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_queries_and_chunks_give_the_same_bits(dtype, q_lens, isa_level):
+    """Of so many heads, only some hundred queries have states at once: requests are cut, and chunks wait in the stack of their tree."""
+    case = testing.make_paged(2, 64, 2, [600, 1170], 16, 16, 256, dtype, q_lens=q_lens)
+    assert_same_as_by_hand(case, 64, sinks=np.linspace(-1, 2, 64).astype(np.float32))
+    case.options["kv_ranges"] = np.sort(np.random.default_rng(1).integers(0, 1200, (sum(q_lens), 2)))
+    some = everything(case, 2)[:, :, ::3].copy()
+    got, whole = (attend_paged(case, some, kv_split=split) for split in (64, None))
+    for a, b in zip(got, whole, strict=True):
+        assert a.tobytes() != b"" and np.abs(testing.to_float64(a) - testing.to_float64(b)).max() < (0.02 if dtype == "bfloat16" else 1e-4)
+
+
 def test_one_chunk_is_the_usual_call():
     case = testing.make_paged(6, 6, 2, LENS, 16, 40, 24, "bfloat16", "bfloat16")
     assert all(map(same_bits, attend_paged(case, kv_split=512), attend_paged(case)))

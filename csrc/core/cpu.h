@@ -4,7 +4,7 @@
 
 #include <stdbool.h>
 
-#include "blitz_attn.h"
+#include "blitz_attn_types.h"
 
 /* Whether calls at this level use kernels that prefetch into L2. It decides only where the level has kernels that prefetch into L1 as well. */
 bool ba_prefetches_reach_l2(ba_isa level);

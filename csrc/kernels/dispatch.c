@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 
+#include "blitz_attn.h"
 #include "core/cpu.h"
 #include "kernels/tile_traps.h"
 

@@ -88,7 +88,7 @@
 #ifndef BA_KERNELS_H
 #define BA_KERNELS_H
 
-#include "blitz_attn.h"
+#include "blitz_attn_types.h"
 #include "core/common.h"
 
 enum {

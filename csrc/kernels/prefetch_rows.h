@@ -2,7 +2,7 @@
 #ifndef BA_PREFETCH_ROWS_H
 #define BA_PREFETCH_ROWS_H
 
-#include "blitz_attn.h"
+#include "blitz_attn_types.h"
 #include "core/common.h"
 
 /* A cache to prefetch into, by its number in __builtin_prefetch. */

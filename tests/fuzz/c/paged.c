@@ -170,6 +170,7 @@ void fz_paged(void) {
     a.alibi_slopes = fz_slopes();
     a.unrounded = fz_once_in(6);
     a.num_threads = fz_threads();
+    if (fz_once_in(4)) a.kv_split = fz_unusual() ? fz_unusual_number() : s.page_size * fz_range(1, 4);
     if (is_heavy(&a)) {
         fz_count_skipped(FZ_PAGED);
         return;

@@ -1,0 +1,58 @@
+/* Status codes, dtypes, tensors and levels of instruction sets: the part of the C API that kernels know, too. blitz_attn.h includes this file;
+ * programs include blitz_attn.h. */
+#ifndef BLITZ_ATTN_TYPES_H
+#define BLITZ_ATTN_TYPES_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define BA_API
+#else
+#define BA_API __attribute__((visibility("default")))
+#endif
+
+typedef enum ba_status {
+    BA_OK = 0,
+    BA_ERROR_TYPE,   /* an argument has a dtype that the function does not take (Python: TypeError) */
+    BA_ERROR_VALUE,  /* an argument has a wrong shape, or a value out of range (Python: ValueError) */
+    BA_ERROR_MEMORY, /* the system has no scratch memory to give (Python: MemoryError) */
+    BA_ERROR_SYSTEM, /* the process was forked while the call ran, and this is the child (Python: RuntimeError) */
+    BA_INTERRUPTED,  /* the poll function (ba_set_poll) stopped the call; its outputs are undefined (Python: the signal handler's exception) */
+} ba_status;
+
+typedef enum ba_dtype {
+    BA_FLOAT32,
+    BA_FLOAT16,
+    BA_BFLOAT16,
+    BA_FLOAT64,
+    BA_UINT16, /* index lists only, padded with 65535. The signed types are padded with any negative entry, lists of pages with -1 */
+    BA_INT16,
+    BA_INT32,
+    BA_INT64,
+    BA_INT8,        /* caches of K and V only; needs scales */
+    BA_FLOAT8_E4M3, /* caches of K and V only; needs scales. One sign bit, 4 bits of exponent, 3 of mantissa; NaN, but no infinity */
+    BA_BOOL,        /* masks only: one byte, 0 or not 0 */
+    BA_DTYPE_COUNT
+} ba_dtype;
+
+enum { BA_MAX_DIMS = 4 };
+
+/* A strided view of memory that the caller owns. Strides count elements, not bytes. They may be 0 (inputs only) or negative on every
+ * axis but the last, which must be contiguous where it runs over the channels of a head. No two elements of an output may share memory.
+ * Where a comment of blitz_attn.h says "not given", the tensor may be all zero (`data == NULL && ndim == 0`). */
+typedef struct ba_tensor {
+    void *data;
+    ba_dtype dtype;
+    int ndim;
+    int64_t dims[BA_MAX_DIMS];
+    int64_t strides[BA_MAX_DIMS];
+} ba_tensor;
+
+/* Instruction set levels in rising order, for the architecture that this is compiled for. A CPU that has a level has all levels below it. */
+#ifdef __aarch64__
+typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_NEON, BA_ISA_NEON_BF16, BA_ISA_COUNT } ba_isa;
+#else
+typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_AVX2, BA_ISA_AVX512, BA_ISA_AVX512_BF16, BA_ISA_AMX, BA_ISA_COUNT } ba_isa;
+#endif
+
+#endif
