@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _core
+from ._float_mode import in_usual_mode
 from ._sentences import shown
 
 _core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has numbers where the mask says that there are none
@@ -369,6 +370,12 @@ def falls(numbers: np.ndarray) -> np.ndarray:
     return numbers[1:] < numbers[:-1]
 
 
+@in_usual_mode
+def _rounded_to_float32(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # too large numbers become infinite, as in any conversion
+        return np.asarray(x, np.float32, order="C")
+
+
 def float32_numbers(x: Any, name: str) -> np.ndarray:
     """Contiguous float32 array of the numbers of a sequence or an array."""
     if _is_torch(x):
@@ -377,8 +384,7 @@ def float32_numbers(x: Any, name: str) -> np.ndarray:
     given = array(x, name, "numbers")
     if given.dtype.kind not in "fiub" and _bits_of(given) is None:
         raise TypeError(f"{name}: expected numbers, got {given.dtype if hasattr(x, 'dtype') else type(x).__name__}")
-    with np.errstate(over="ignore"):  # too large numbers become infinite, as in any conversion
-        return np.asarray(given, np.float32, order="C")
+    return given if type(given) is np.ndarray and given.dtype == np.float32 and given.flags.c_contiguous else _rounded_to_float32(given)
 
 
 def bias_for_core(attn_mask: Any, alibi_slopes: Any) -> tuple[Any, Any]:

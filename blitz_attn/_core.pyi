@@ -1,5 +1,7 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 __version__: str
 compiler: str
@@ -323,6 +325,9 @@ def read_number(value: Any, name: str) -> float: ...
 def read_flag(value: Any, name: str) -> bool: ...
 def refuse_masked(masked: type) -> None:
     """From now on, every call refuses arrays of this type and of those derived from it. The package names NumPy's arrays with a mask."""
+
+def in_usual_mode(function: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
+    """What a function returns that runs in the usual mode of floating-point numbers. The mode is then as it was, also where it raises."""
 
 def get_num_threads() -> int: ...
 def set_num_threads(num_threads: int | None) -> None: ...

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ._float_mode import in_usual_mode
+
 _E4M3_NAN = np.uint8(0x7F)
 
 
@@ -41,6 +43,7 @@ def widened(x: np.ndarray, name: str) -> np.ndarray:
         return x if name == "float64" else x.astype(np.float32, copy=False)
 
 
+@in_usual_mode
 def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
     """Values of dtype `name` rounded to the floating dtype `to`; bfloat16 on either side is bits."""
     if name == to:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from ._float_mode import in_usual_mode
 from .merge import merge_states
 
 
@@ -57,6 +58,7 @@ def merged(out_a: ndarray, lse_a: ndarray, out_b: ndarray, lse_b: ndarray) -> tu
     return out[:, :, 0], lse[:, :, 0]
 
 
+@in_usual_mode
 def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, ndarray]:
     """States (rows, H, Dv) and (rows, H) in whose softmax one more score per head takes part, which has no value.
 
@@ -74,6 +76,7 @@ def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, nda
     return joined, joined_lse
 
 
+@in_usual_mode
 def rounded(x: ndarray, kind: str) -> Any:
     """float32 numbers in another dtype, to the nearest, ties to even; bfloat16 as bits, NaN as NaN. float64 stays float64."""
     if kind != "bfloat16":

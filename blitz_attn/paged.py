@@ -8,6 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _arrays, _core, _formats
+from ._float_mode import in_usual_mode
 from ._floats import FLOATS, floats
 from ._names import KVLayout
 from ._paged_append import Summaries, append_tokens
@@ -399,8 +400,13 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
     rows = array.shape[:-1]
     if array.ndim < 1 or factors.ndim > len(rows) or any(n not in (1, m) for n, m in zip(factors.shape[::-1], rows[::-1], strict=False)):
         raise ValueError(f"scale: expected shape {rows}, values' without the last axis, or its last axes, got {factors.shape}")
+    return _products(_formats.widened(array, kind), factors[..., None])
+
+
+@in_usual_mode
+def _products(values: ndarray, factors: ndarray) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, and those that make numbers too large
-        return _formats.widened(array, kind) * factors[..., None]
+        return values * factors
 
 
 # ---- Filling the cache --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from .._float_mode import in_usual_mode
 from .._floats import Result, real_of
 from .._formats import widened
 from .._sentences import renamed
@@ -149,6 +150,7 @@ def compress_kv(
 ROWS_AT_A_TIME = 64  # blocks: their means and gradients stay in a cache
 
 
+@in_usual_mode
 def _weight_gradient(means: np.ndarray, dy: np.ndarray) -> np.ndarray:
     """The sum over all blocks of each mean times its gradient, (Hkv, D, D), some blocks after the other. The operator ``@`` would leave
     the order to BLAS and to its number of threads."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from .._float_mode import in_usual_mode
 from .._floats import Result, floats, real_of
 from .._formats import converted
 from .arrays import Reals, dtype_of, expect_shape, leading, reals, rounded, same_kind
@@ -74,10 +75,15 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     weight, _ = weight_of(gate_proj_weight, queries, dtype, kind)
     result = Result((*queries.shape[:-1], 3), real_of(kind), q)
     if weight is None:
-        result.array[...] = 1 / 3
+        _fill_with_thirds(result.array)
     else:
         _core.gate(queries, weight, gates=result.array, branches=None, out=None, dtype=kind, num_threads=threads)
     return result.value
+
+
+@in_usual_mode
+def _fill_with_thirds(gates: np.ndarray) -> None:
+    gates[...] = 1 / 3
 
 
 def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) -> Reals:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _arrays
+from .._float_mode import in_usual_mode
 
 MOST = 2**30 - 1  # of any size and number: the core's limit
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block
@@ -21,6 +22,7 @@ def number(x: Any, name: str, least: int = 1) -> int:
     return value
 
 
+@in_usual_mode
 def scale_of(scale: Any, dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(max(1, dim))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import flag, integer, number
+from .._float_mode import in_usual_mode
 from .lists import MOST_BLOCKS, MOST_SIDE, count_of, grid_of, padded, some_integers
 
 __all__ = [
@@ -42,11 +43,24 @@ class FramePlan(NamedTuple):
 FrameWidths.__module__ = FramePlan.__module__ = "blitz_attn.sabi"  # where users and pickles find them
 
 
+@in_usual_mode
 def _kept_share(sparsity: Any) -> float:
     value = number(sparsity, "sparsity")
     if not 0 <= value <= 1:
         raise ValueError(f"sparsity: expected a number from 0 to 1, got {value:g}")
     return 1.0 - value
+
+
+@in_usual_mode
+def _counts(blocks: int, share: float, forced_blocks: int, loose: int) -> tuple[int, int]:
+    """How many of the blocks are kept, and how many of those are random in each of the `loose` rows outside the frame."""
+    kept = math.floor(blocks * share)
+    return kept, max(0, math.ceil((kept - forced_blocks) / loose)) if loose else 0
+
+
+@in_usual_mode
+def _share_of(some: int, blocks: int) -> float:
+    return some / blocks
 
 
 def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | None = None) -> FramePlan:
@@ -94,8 +108,7 @@ def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | No
     whole = {*range(top), *range(rows - bottom, rows)}
     loose = rows - len(whole)
     forced_blocks = len(forced) * loose + columns * len(whole)
-    kept = math.floor(rows * columns * share)
-    extra = max(0, math.ceil((kept - forced_blocks) / loose)) if loose else 0
+    kept, extra = _counts(rows * columns, share, forced_blocks, loose)
     free = sorted(set(range(columns)) - set(forced))
     return FramePlan(forced, free, whole, forced_blocks, kept, extra)
 
@@ -162,10 +175,11 @@ def random_with_frame(
     if batch * heads > MOST_SIDE:
         raise ValueError(f"batch, heads: expected at most {MOST_SIDE} heads in all, got {batch} x {heads}")
     seed, sort = integer(seed, "seed"), flag(sort, "sort")
-    if plan.forced_blocks / (rows * columns) > allowed:
+    forced = _share_of(plan.forced_blocks, rows * columns)
+    if forced > allowed:
         raise ValueError(
             f"frame: expected at most {allowed:.2%} of the blocks, got {plan.forced_blocks} of {rows * columns} "
-            f"({plan.forced_blocks / (rows * columns):.2%}) at sparsity {sparsity}"
+            f"({forced:.2%}) at sparsity {sparsity}"
         )
     heads_drawn = {}
     for offset in range(batch + heads - 1 if min(batch, heads) > 0 else 0):

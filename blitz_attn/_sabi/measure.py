@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import flag
+from .._float_mode import in_usual_mode
 from .convert import to_block_mask
 from .lists import at_least_one, columns_of, signed
 
@@ -47,6 +48,26 @@ def counts(sabi: Any) -> np.ndarray:
     return (signed(sabi) >= 0).sum(axis=-1)
 
 
+@in_usual_mode
+def _kept_share(sabi: Any, columns: int, per_head: bool) -> Any:
+    columns, per_head = at_least_one(columns, "columns"), flag(per_head, "per_head")
+    rows = signed(sabi)
+    share = (rows >= 0).sum(axis=-1) / columns_of(rows, columns)
+    if share.size == 0 and not (per_head and share.shape[-1]):
+        raise ValueError(f"sabi: expected at least one row, got shape ({', '.join(map(str, share.shape))}, W)")
+    return share.mean(axis=-1) if per_head else float(share.mean())
+
+
+@in_usual_mode
+def _dropped_share(sabi: Any, columns: int, per_head: bool) -> Any:
+    return 1.0 - _kept_share(sabi, columns, per_head)
+
+
+@in_usual_mode
+def _evenness(work: np.ndarray) -> float:
+    return float(work.mean() / work.max()) if work.max(initial=0) else 1.0
+
+
 def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     """Share of all pairs of blocks that is kept.
 
@@ -80,12 +101,7 @@ def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     >>> sabi.density(np.array([[0, 1], [1, -1]]), 4)
     0.375
     """
-    columns, per_head = at_least_one(columns, "columns"), flag(per_head, "per_head")
-    rows = signed(sabi)
-    share = (rows >= 0).sum(axis=-1) / columns_of(rows, columns)
-    if share.size == 0 and not (per_head and share.shape[-1]):
-        raise ValueError(f"sabi: expected at least one row, got shape ({', '.join(map(str, share.shape))}, W)")
-    return share.mean(axis=-1) if per_head else float(share.mean())
+    return _kept_share(sabi, columns, per_head)
 
 
 def sparsity(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
@@ -113,7 +129,7 @@ def sparsity(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     >>> sabi.sparsity(np.array([[0, 1], [1, -1]]), 4)
     0.625
     """
-    return 1.0 - density(sabi, columns, per_head=per_head)
+    return _dropped_share(sabi, columns, per_head)
 
 
 def balance(sabi: Any, *, per_head: bool = False) -> Any:
@@ -144,8 +160,7 @@ def balance(sabi: Any, *, per_head: bool = False) -> Any:
     0.75
     """
     work = counts(sabi)
-    work = work.sum(axis=-1) if flag(per_head, "per_head") else work
-    return float(work.mean() / work.max()) if work.max(initial=0) else 1.0
+    return _evenness(work.sum(axis=-1) if flag(per_head, "per_head") else work)
 
 
 def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:

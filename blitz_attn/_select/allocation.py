@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._float_mode import in_usual_mode
 from .._sabi.lists import two_integers
 from ..block_sparse import block_sparse_attention
 from .choosers import Antidiagonal, Pooled, SampledRows, chooser_for, rules_of
@@ -107,14 +108,28 @@ def allocate(
     choosers = [chooser_for(x, (block_q, block_kv)) for x in choosers]
     points = []
     for cases, shape in captures_of(layers, ("q", "k", "v", "dout"), rules):
-        points.append(np.sum([_costs(x, shape[0], tried, choosers, (block_q, block_kv), rules) for x in cases], axis=0))
-    kept, cost, every = np.moveaxis(np.array(points), (2, 0), (0, 2))  # each (choosers, layers, heads, masses)
-    every = every[..., 0]
-    choosing = every.sum(axis=2) * np.array([_work(x, block_q) for x in choosers])[:, None]
-    which, chosen = _shared(kept, cost, choosing, density * every[0].sum())
+        points.append(_costs_of_layer(cases, shape[0], tried, choosers, (block_q, block_kv), rules))
+    which, chosen = _allocated(np.array(points), choosers, block_q, density)
     numbers = tuple(map(tuple, tried[chosen].tolist()))
     by_layer = tuple(choosers[i] for i in which)
     return Profile(*shape, by_layer if len(choosers) > 1 else choosers[0], (block_q, block_kv), "top_p", numbers, "loss", density)
+
+
+@in_usual_mode
+def _costs_of_layer(
+    cases: list[Any], heads: int, masses: np.ndarray, choosers: list[Any], block: tuple[int, int], rules: dict[str, Any]
+) -> np.ndarray:  # fmt: skip
+    """The sum of `_costs` over the captures of a layer."""
+    return np.sum([_costs(x, heads, masses, choosers, block, rules) for x in cases], axis=0)
+
+
+@in_usual_mode
+def _allocated(points: np.ndarray, choosers: list[Any], block_q: int, density: float) -> tuple[np.ndarray, np.ndarray]:
+    """What `_shared` finds for layers with these costs, (layers, choosers, 3, heads, masses)."""
+    kept, cost, every = np.moveaxis(points, (2, 0), (0, 2))  # each (choosers, layers, heads, masses)
+    every = every[..., 0]
+    choosing = every.sum(axis=2) * np.array([_work(x, block_q) for x in choosers])[:, None]
+    return _shared(kept, cost, choosing, density * every[0].sum())
 
 
 def _costs(case: Any, heads: int, masses: np.ndarray, choosers: list[Any], block: tuple[int, int], rules: dict[str, Any]) -> np.ndarray:

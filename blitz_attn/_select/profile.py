@@ -10,6 +10,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from .. import _arrays
+from .._float_mode import in_usual_mode
 from .._sabi.lists import two_integers
 from .._sentences import shown
 from .choosers import chooser_for, chooser_of, fields_of, rules_of
@@ -227,6 +228,7 @@ class _Capture:
         return np.nanmean(np.nanmean(recall_of(of_list[1], self.of_all[1], rows, every, self.options), axis=2), axis=0)
 
 
+@in_usual_mode
 def _found(captures: list[_Capture], heads: int, target: float, steps: int, budget: str) -> tuple[float, ...]:
     """The number of each head that meets the target, by binary search for all heads at once.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._float_mode import in_usual_mode
 from .._formats import widened
 from .._names import Layout
 from ..block_sparse import block_sparse_attention
@@ -102,6 +103,7 @@ def attended_kept(q: Any, k: Any, v: Any, sabi: Any, every: int, options: Option
     return block_sparse_attention(q, k, v, _sampled(sabi, every) if every > 1 else sabi, return_lse=True, **vars(options))
 
 
+@in_usual_mode
 def recall_of(lse: Any, lse_of_all: Any, rows: int, every: int, options: Options) -> np.ndarray:
     """`recall` from the log-sum-exps over the list and over all keys."""
     layout = options.layout
@@ -119,6 +121,7 @@ def recall_of(lse: Any, lse_of_all: Any, rows: int, every: int, options: Options
     return np.minimum(result, 1.0)
 
 
+@in_usual_mode
 def error_of(result_of_list: tuple[Any, Any], out_of_all: Any, every: int, options: Options) -> np.ndarray:
     """`output_error` from the output and log-sum-exp over the list, and from the output over all keys."""
     layout, (out, lse) = options.layout, result_of_list

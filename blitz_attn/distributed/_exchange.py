@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
+from .._float_mode import in_usual_mode
 from . import _comm
 from ._comm import Transfer, Waiter
 from ._routes import Routes, Runs
@@ -380,6 +381,11 @@ class Stages:
                 shard[:, heads, local : local + b - a] = buffer[:, :, a - piece.begin : b - piece.begin]
 
 
+@in_usual_mode
+def _add(numbers: ndarray, to: ndarray) -> None:
+    to += numbers
+
+
 class Sums:
     """Sums per key, such as gradients: a rank's part of each goes back to the rank that holds the key, which adds in the order of ranks.
 
@@ -441,6 +447,6 @@ class Sums:
                 entry = slice(None) if self.stages._entry(runs) is None else slice(int(runs.entry[n]), int(runs.entry[n]) + 1)
                 local = int(runs.local[n])
                 for total, buffer in zip(self.totals, buffers, strict=True):
-                    total[entry, head, local : local + length] += buffer[:, 0, at : at + length]
+                    _add(buffer[:, 0, at : at + length], total[entry, head, local : local + length])
                 at += length
         self.pending = None

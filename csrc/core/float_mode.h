@@ -1,16 +1,19 @@
 /* How a thread computes with floating-point numbers: how it rounds, and whether subnormal numbers are taken for 0. Programs change that: threads of
  * JAX that call back flush subnormal numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New
  * threads inherit the mode. The library computes in the usual mode whoever calls. Otherwise bits would depend on the caller, and kernels would lose
- * numbers of float16 and float8 that they convert by way of subnormal ones. */
+ * numbers of float16 and float8 that they convert by way of subnormal ones. So a function of the C API that computes with such numbers, or checks
+ * them, begins with BA_IN_USUAL_MODE, and so do the functions that bindings call in its place. */
 #ifndef BA_CORE_FLOAT_MODE_H
 #define BA_CORE_FLOAT_MODE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #if defined(__x86_64__)
 
 typedef uint32_t ba_float_mode;
 #define BA_USUAL_FLOAT_MODE 0x1f80u /* MXCSR: rounds to nearest, keeps subnormal numbers, and no exception traps */
+#define BA_FLOAT_FLAGS 0x3fu        /* bits that say which exceptions there have been, which change no result */
 
 static inline ba_float_mode ba_get_float_mode(void) { return __builtin_ia32_stmxcsr(); }
 static inline void ba_set_float_mode(ba_float_mode mode) { __builtin_ia32_ldmxcsr(mode); }
@@ -19,6 +22,7 @@ static inline void ba_set_float_mode(ba_float_mode mode) { __builtin_ia32_ldmxcs
 
 typedef uint64_t ba_float_mode;
 #define BA_USUAL_FLOAT_MODE 0u /* FPCR: the same */
+#define BA_FLOAT_FLAGS 0u      /* they are in another register */
 
 static inline ba_float_mode ba_get_float_mode(void) {
     uint64_t mode;
@@ -31,9 +35,38 @@ static inline void ba_set_float_mode(ba_float_mode mode) { __asm__ volatile("msr
 
 typedef int ba_float_mode;
 #define BA_USUAL_FLOAT_MODE 0
+#define BA_FLOAT_FLAGS 0
 
 static inline ba_float_mode ba_get_float_mode(void) { return 0; }
 static inline void ba_set_float_mode(ba_float_mode mode) { (void)mode; }
 
 #endif
+
+/* The mode of the program where this thread is in the usual mode in its place, else the usual mode. */
+extern _Thread_local ba_float_mode ba_program_float_mode;
+
+typedef struct ba_mode_change {
+    ba_float_mode before, program; /* the register and ba_program_float_mode, as they were */
+} ba_mode_change;
+
+static inline bool ba_is_usual_mode(ba_float_mode mode) { return (mode & ~BA_FLOAT_FLAGS) == BA_USUAL_FLOAT_MODE; }
+
+static inline ba_mode_change ba_enter_usual_mode(void) {
+    ba_mode_change change = {.before = ba_get_float_mode()};
+    if (ba_is_usual_mode(change.before)) return change;
+    change.program = ba_program_float_mode;
+    ba_program_float_mode = change.before;
+    ba_set_float_mode(BA_USUAL_FLOAT_MODE);
+    return change;
+}
+
+static inline void ba_leave_usual_mode(const ba_mode_change *change) {
+    if (ba_get_float_mode() != change->before) ba_set_float_mode(change->before);
+    if (!ba_is_usual_mode(change->before)) ba_program_float_mode = change->program;
+}
+
+/* The usual mode until the end of the block that this stands in, then the mode as it was, flags included. Where the mode is the usual one already,
+ * this only reads it. */
+#define BA_IN_USUAL_MODE const ba_mode_change ba_mode_change_here __attribute__((cleanup(ba_leave_usual_mode), unused)) = ba_enter_usual_mode()
+
 #endif

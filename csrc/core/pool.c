@@ -56,10 +56,10 @@ typedef struct stopper {
 static _Thread_local struct {
     ba_poll_fn fn; /* NULL: nothing can stop this thread's jobs */
     void *context;
-    stopper *job;       /* the job that this thread polls for; NULL: none */
-    int checks;         /* calls of ba_stopped() since the clock was last read */
-    int64_t next;       /* when the poll function is due, in nanoseconds; 0: not known yet. A call of many short jobs goes on with it from one to the next */
-    ba_float_mode mode; /* of the program, in which the poll function is called */
+    stopper *job; /* the job that this thread polls for; NULL: none */
+    int checks;   /* calls of ba_stopped() since the clock was last read */
+    int64_t
+        next; /* when the poll function is due, in nanoseconds; 0: not known yet. A call of many short jobs goes on with it from one to the next */
 } poll;
 static _Thread_local stopper *joined; /* the stopper of the job that this thread takes part in; NULL: no job, or one that nothing can stop */
 static int forks;                     /* times that this process and its ancestors were forked since the library was loaded */
@@ -77,8 +77,8 @@ void ba_set_poll(ba_poll_fn fn, void *context) {
     poll.next = 0;
 }
 
-/* Calls the poll function if it is due. That function may run a handler of the program, which may call this library again or fork, so the
- * thread's poll state and its arena are put aside meanwhile. */
+/* Calls the poll function if it is due, in the program's mode of floating-point numbers. That function may run a handler of the program, which may
+ * call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
 static void poll_if_due(stopper *job) {
     const int64_t time = now();
     if (poll.next == 0) poll.next = time + POLL_NANOSECONDS;
@@ -89,7 +89,7 @@ static void poll_if_due(stopper *job) {
     const ba_arena arena = ba_arena_put_aside();
     poll.fn = NULL;
     poll.job = joined = NULL;
-    ba_set_float_mode(poll.mode);
+    ba_set_float_mode(ba_program_float_mode);
     const int stop = fn(context);
     ba_set_float_mode(BA_USUAL_FLOAT_MODE);
     poll.fn = fn;
@@ -244,8 +244,8 @@ static void wait_for_workers(void) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* ba_parallel, in the mode of floating-point numbers that the thread has. */
-static ba_status run_job(int threads, int64_t items, ba_item_fn fn, void *context) {
+ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
+    BA_IN_USUAL_MODE;
     stopper job = {0};
     open_job(&job);
     threads = (int)ba_min(threads, items);
@@ -277,16 +277,6 @@ static ba_status run_job(int threads, int64_t items, ba_item_fn fn, void *contex
     }
     if (!job.forked) pthread_mutex_unlock(&pool.owner); /* in a forked child this lock is new, and nobody holds it */
     return close_job(&job);
-}
-
-ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
-    const ba_float_mode before = ba_get_float_mode(), outer = poll.mode;
-    poll.mode = before;
-    ba_set_float_mode(BA_USUAL_FLOAT_MODE);
-    const ba_status status = run_job(threads, items, fn, context);
-    ba_set_float_mode(before);
-    poll.mode = outer;
-    return status;
 }
 
 void ba_pause(int spins) {

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "core/faults.h"
+#include "core/float_mode.h"
 #include "core/status.h"
 #include "ops/check.h"
 #include "ops/kv_cache.h"
@@ -219,6 +220,7 @@ static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *s
 }
 
 ba_status ba_append_by_plan(const ba_tensor *k, const ba_tensor *v, const ba_page_tables *plan, const ba_paged_args *args) {
+    BA_IN_USUAL_MODE;
     ba_caches caches;
     ba_store_call c = {.tokens = 0};
     BA_TRY(open_call(k, v, args, &caches, &c));
@@ -226,6 +228,7 @@ ba_status ba_append_by_plan(const ba_tensor *k, const ba_tensor *v, const ba_pag
 }
 
 ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args) {
+    BA_IN_USUAL_MODE;
     ba_caches caches;
     ba_store_call c = {.tokens = 0};
     ba_page_tables tables = {0};

@@ -1,15 +1,18 @@
 /* Block-sparse and paged attention: calls are opened, given their outputs, and run by the drivers. */
+#include "core/float_mode.h"
 #include "core/status.h"
 #include "ops/attend.h"
 #include "ops/check.h"
 #include "ops/open.h"
 
 ba_status ba_run_attention(const ba_attention *a) {
+    BA_IN_USUAL_MODE;
     if (a->problem.batch == 0 || a->problem.q_len == 0) return BA_OK; /* nothing to write, however many heads there are */
     return a->kv_split ? ba_attend_in_chunks(&a->problem, a->kv_split, a->num_threads) : ba_attend(&a->problem, a->num_threads);
 }
 
 ba_status ba_run_attention_backward(const ba_attention *a, const ba_gradients *gradients) {
+    BA_IN_USUAL_MODE;
     if (a->problem.batch > 0 && (a->problem.q_len > 0 || a->problem.kv_len > 0)) BA_TRY(ba_attend_backward(&a->problem, gradients, a->num_threads));
     return ba_attend_bias_backward(&a->problem, gradients, a->num_threads);
 }

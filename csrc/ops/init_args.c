@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "blitz_attn.h"
+#include "core/float_mode.h"
 
 ba_block_sparse_args ba_block_sparse_args_init(void) {
     return (ba_block_sparse_args){.block_q = 128, .block_kv = 128, .scale = NAN, .window = {-1, -1}};
@@ -19,4 +20,9 @@ ba_select_prefill_args ba_select_prefill_args_init(void) {
 
 ba_nsa_select_args ba_nsa_select_args_init(void) { return (ba_nsa_select_args){.scale = NAN}; }
 
-double ba_default_scale(int64_t head_dim) { return head_dim > 0 ? 1 / sqrt((double)head_dim) : 1; }
+double ba_default_scale(int64_t head_dim) {
+    BA_IN_USUAL_MODE;
+    const volatile double dim = (double)head_dim; /* volatile: or the compiler may compute before the mode changes, or after it is back */
+    const volatile double scale = head_dim > 0 ? 1 / sqrt(dim) : 1;
+    return scale;
+}

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
@@ -116,6 +117,7 @@ static void merge_rows(void *context, int64_t item, int worker) {
 }
 
 ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
+    BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("outs", outs));
     BA_TRY(ba_check_pointer("lses", lses));
     BA_TRY(ba_check_pointer("out", out));

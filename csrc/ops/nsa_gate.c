@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/work_tuning.h"
@@ -226,6 +227,7 @@ static void pack_weight(const gate_call *c) {
 }
 
 ba_status ba_gate(const ba_gate_args *a) {
+    BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("args", a));
     gate_call c = {.weighted = ba_given(&a->weight), .backward = false, .weight = &a->weight};
     const bool combine = ba_given(&a->out);
@@ -297,6 +299,7 @@ static void sum_dweights(const gate_call *c, const ba_tensor *dweight) {
 }
 
 ba_status ba_gate_backward(const ba_gate_backward_args *a) {
+    BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("args", a));
     gate_call c = {.weighted = ba_given(&a->weight), .backward = true, .weight = &a->weight};
     BA_TRY(check_backward(a, &c));

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/work_tuning.h"
@@ -196,6 +197,7 @@ static void means_item(void *context, int64_t index, int worker) {
 }
 
 ba_status ba_block_means(const ba_block_means_args *a) {
+    BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("args", a));
     means_call c = {.s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu ? a->cu_blocks : NULL, .block = a->block_size, .stride = a->stride},
                     .kernels = ba_kernels_active()};
@@ -279,6 +281,7 @@ static void means_backward_item(void *context, int64_t index, int worker) {
 }
 
 ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
+    BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("args", a));
     means_backward_call c = {
         .s = {.count = a->batch, .cu = a->cu, .cu_blocks = a->cu ? a->cu_blocks : NULL, .block = a->block_size, .stride = a->stride}};

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/work_tuning.h"
@@ -494,6 +495,7 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
 }
 
 ba_status ba_nsa_select(const ba_nsa_select_args *args) {
+    BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("args", args));
     select_call c = {.args = args, .cu_k = args->cu_q ? args->cu_cmp : NULL, .by_query = args->tile == 0};
     BA_TRY(check_select(args, &c));

@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 
+#include "core/float_mode.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
@@ -295,6 +296,7 @@ static ba_view query_numbers(ba_layout layout, const ba_tensor *t) {
 }
 
 ba_status ba_open_block_sparse(const ba_block_sparse_args *args, ba_attention *a) {
+    BA_IN_USUAL_MODE;
     *a = (ba_attention){.num_threads = args->num_threads};
     return check_inputs(args, &a->problem, &a->out_shape, &a->lse_shape);
 }
@@ -319,6 +321,7 @@ static ba_status check_given(const char *name, const ba_tensor *t, const ba_tens
 }
 
 ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *args, ba_attention *a, ba_gradients *g) {
+    BA_IN_USUAL_MODE;
     const ba_block_sparse_args *forward = &args->forward;
     const ba_layout layout = forward->layout;
     ba_problem *p = &a->problem;

@@ -1,6 +1,7 @@
 /* Opens calls of paged attention: checks every shape, relation and range before any work is done. */
 #include <inttypes.h>
 
+#include "core/float_mode.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
 #include "ops/check.h"
@@ -130,6 +131,7 @@ static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, co
 }
 
 ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, ba_attention *a) {
+    BA_IN_USUAL_MODE;
     const ba_tensor *q = &args->q;
     const bool ragged = plan ? plan->cu_q != NULL : args->cu_q != NULL;
     ba_problem *p = &a->problem;

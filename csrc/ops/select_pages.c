@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
@@ -521,6 +522,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
 }
 
 static ba_status select_blocks(const ba_select_args *args, const ba_page_tables *plan) {
+    BA_IN_USUAL_MODE;
     select_call c = {.args = args, .plan = plan, .most_pages = 1};
     BA_TRY(check_select(args, &c));
     if (args->batch == 0) return BA_OK;

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/work_tuning.h"
@@ -64,6 +65,7 @@ static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
 }
 
 ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
+    BA_IN_USUAL_MODE;
     ba_block_sparse_args call = a->call;
     call.v = call.k;
     call.blocks = call.attn_mask = call.out = call.lse = (ba_tensor){0};
@@ -213,6 +215,7 @@ static void keep_nothing(const ba_prefill *c) {
 }
 
 ba_status ba_run_prefill(ba_prefill *c) {
+    BA_IN_USUAL_MODE;
     if (c->p.block_columns == 0) keep_nothing(c);
     if (c->p.batch == 0 || c->p.block_rows == 0 || c->p.block_columns == 0) return BA_OK;
     c->real = ba_real_of(c->p.dtype);

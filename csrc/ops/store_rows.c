@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/work_tuning.h"
@@ -224,6 +225,7 @@ static ba_status check_quantise(const ba_tensor *x, const ba_tensor *values, con
 }
 
 ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads) {
+    BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("x", x));
     BA_TRY(ba_check_pointer("values", values));
     BA_TRY(ba_check_pointer("scale", scale));

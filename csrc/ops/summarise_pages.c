@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
@@ -101,6 +102,7 @@ static void summarise_item(void *context, int64_t item, int worker) {
 }
 
 static ba_status summarise(const ba_quest_metadata_args *a, const ba_page_tables *plan) {
+    BA_IN_USUAL_MODE;
     summary_call c = {.args = a, .plan = plan};
     BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
     if (c.k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);

@@ -1,8 +1,10 @@
 #include "python/ops.h"
 
+#include <fenv.h>
 #include <math.h>
 #include <string.h>
 
+#include "core/float_mode.h"
 #include "core/status.h"
 #include "ops/check.h"
 #include "ops/open.h"
@@ -589,6 +591,22 @@ PyObject *py_refuse_masked(PyObject *module, PyObject *const *args, Py_ssize_t n
     state->masked = (PyTypeObject *)Py_NewRef(values[0]);
     Py_XDECREF(before);
     return Py_NewRef(Py_None);
+}
+
+/* Calls a function of Python, and restores the mode however it ends. It does not begin with SORT_ARGUMENTS: in builds with BA_FAULTS, allocations of
+ * that function do not count as this module's. */
+TAKES(in_usual_mode, 3, "function", "args", "kwargs");
+PyObject *py_in_usual_mode(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    PyObject *values[3];
+    if (arg_sort(PyModule_GetState(module), CORE_in_usual_mode, &arguments_in_usual_mode, args, nargs, kwnames, values) < 0) return NULL;
+    if (!PyTuple_Check(values[1])) return PyErr_Format(PyExc_TypeError, "args: expected a tuple, got %R", values[1]);
+    if (!PyDict_Check(values[2])) return PyErr_Format(PyExc_TypeError, "kwargs: expected a dict, got %R", values[2]);
+    const int rounding = fegetround(); /* of x86-64's other unit, too, which computes with numpy.longdouble */
+    BA_IN_USUAL_MODE;
+    fesetround(FE_TONEAREST);
+    PyObject *const result = PyObject_Call(values[0], values[1], values[2]);
+    fesetround(rounding);
+    return result;
 }
 
 /* ---- Threads and instruction sets -------------------------------------------------------------------------- */

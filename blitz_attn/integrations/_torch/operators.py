@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import _arrays
+from ..._float_mode import in_usual_mode
 from ..._select.choosers import CHOOSERS, chooser_of, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention, block_sparse_attention_backward
@@ -216,6 +217,7 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
     return (dq, dk, dv, *[None] * (len(lists) - 2), dmask, dslopes, dsinks)
 
 
+@in_usual_mode
 def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, layout: str) -> Any:
     """The share of a sink in the softmax of a query is exp(sink - lse). As a sink grows, the log-sum-exp grows by that share, and the
     output, to which a sink adds no value, shrinks by that share of itself."""
