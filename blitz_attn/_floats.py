@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
+from ._sentences import number_shown
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -23,7 +24,7 @@ def floats(x: Any, name: str, dtype: Any, written: bool = False, strided: bool =
     if not strided and array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         step = array.strides[-1] / array.itemsize
         raise ValueError(
-            f"{name}: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of {step:g} elements"
+            f"{name}: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of {number_shown(step)} elements"
         )
     return array, kind
 

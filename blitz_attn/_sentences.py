@@ -22,6 +22,12 @@ def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
     return kind(names.get(name, name) + colon + rest)
 
 
+def number_shown(value: float) -> str:
+    """A number as a sentence quotes it: with six digits, or with as many more as it takes to read the same number from them."""
+    texts = (f"{value:.{digits}g}" for digits in range(6, 18))
+    return next((x for x in texts if float(x) == value), "nan")
+
+
 def shown(value: Any) -> str:
     """A value of any kind as a sentence quotes it: on one line, and cut where it is long."""
     try:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ._arrays import integer, number
 from ._sabi.lists import at_least_one, checked_shape, two_integers
-from ._sentences import shown
+from ._sentences import number_shown, shown
 from .sabi import to_block_mask
 
 __all__ = ["COLUMNS", "parse_table", "plot_mask", "plot_speedup", "speedups"]
@@ -186,7 +186,7 @@ def _place(title: Any, ax: Any, dpi: Any) -> float:
         raise TypeError(f"ax: expected matplotlib's Axes, got {type(ax).__name__}")
     resolution = number(dpi, "dpi")
     if not 0 < resolution < math.inf:
-        raise ValueError(f"dpi: expected a positive number, got {resolution:g}")
+        raise ValueError(f"dpi: expected a positive number, got {number_shown(resolution)}")
     return resolution
 
 

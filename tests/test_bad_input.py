@@ -10,7 +10,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import blitz_attn
-from blitz_attn import testing
+from blitz_attn import plot, select, testing
 from exporters import COMPLEX, CUDA, IS_COPIED, READ_ONLY, Dlpack, NotACapsule, StoppedBuffer, StoppedDlpack, released_view
 
 B, H, HKV, SQ, SKV, D, DV = 2, 4, 2, 96, 160, 32, 16
@@ -567,3 +567,32 @@ def test_the_first_of_two_bad_entries_is_reported(num_threads):
     lists[0, 0, 1, 2] = lists[0, 1, 0, 2] = 99
     with pytest.raises(ValueError, match=r"^sabi: .*99.*\[0, 0, 1, 2\]"):
         blitz_attn.block_sparse_attention(q, k, k, lists, num_threads=num_threads)
+
+
+X = np.ones((1, 1, 8, 8), np.float32)
+BYTES = np.ones((1, 8, 1, 8), np.int8)
+EIGHT = {"q": X[0, :, :1], "k_cache": BYTES, "v_cache": BYTES, "block_tables": np.zeros((1, 1), np.int32), "seq_lens": [8]}
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("1.0000001", lambda: blitz_attn.select_blocks_prefill(X, X, density=1.0000001)),
+        ("1.0000000000000002", lambda: blitz_attn.select_blocks_prefill(X, X, top_p=1 + 2.0**-52)),
+        ("-1e-300", lambda: blitz_attn.select_blocks_prefill(X, X, threshold=-1e-300)),
+        ("-0.123456789", lambda: blitz_attn.block_sparse_attention(X, X, X, softcap=-0.123456789)),
+        ("1.00000001e+37", lambda: blitz_attn.block_sparse_attention(X, X, X, scale=1.00000001e37)),
+        ("1e+38", lambda: blitz_attn.block_sparse_attention(X, X, X, softcap=1e38)),
+        ("-0.1", lambda: blitz_attn.paged_attention(**EIGHT, k_scale=-0.1, v_scale=1)),  # the scale is float32, whose number is written as 0.1
+        ("-1.0000001", lambda: blitz_attn.paged_attention(**EIGHT, k_scale=-1 - 2.0**-23, v_scale=1)),
+        ("1.0000000000000001e+200 at place 3 of row 0", lambda: blitz_attn.quantize_kv([[0, 0, 0, 1e200 * (1 + 2.0**-52)]] * np.ones((1, 4)), "int8")),
+        ("1.0000001", lambda: select.calibrate([[(X, X, X)]], target=1.0000001)),
+        ("1.0000001", lambda: select.allocate([[(X, X, X, X)]], density=1.0000001)),
+        ("1.0000001", lambda: blitz_attn.sabi.frame_plan(4, 4, 1.0000001)),
+        ("-0.123456789", lambda: plot.plot_mask(np.zeros((1, 1, 1, 1), np.int32), dpi=-0.123456789)),
+        ("a stride of 1048577 elements", lambda: blitz_attn.nsa.compute_gates(as_strided(X, (1, 1, 1, 8), (4, 4, 4, 4 * 1048577)))),
+    ],
+)  # fmt: skip
+def test_numbers_are_written_so_that_they_read_as_themselves(text, call):
+    with pytest.raises(ValueError, match=f", got {re.escape(text)}$"):
+        call()

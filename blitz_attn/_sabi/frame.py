@@ -11,6 +11,7 @@ import numpy as np
 
 from .._arrays import flag, integer, number
 from .._float_mode import in_usual_mode
+from .._sentences import number_shown
 from .lists import MOST_BLOCKS, MOST_SIDE, count_of, grid_of, padded, some_integers
 
 __all__ = [
@@ -47,7 +48,7 @@ FrameWidths.__module__ = FramePlan.__module__ = "blitz_attn.sabi"  # where users
 def _kept_share(sparsity: Any) -> float:
     value = number(sparsity, "sparsity")
     if not 0 <= value <= 1:
-        raise ValueError(f"sparsity: expected a number from 0 to 1, got {value:g}")
+        raise ValueError(f"sparsity: expected a number from 0 to 1, got {number_shown(value)}")
     return 1.0 - value
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from .. import _arrays
 from .._float_mode import in_usual_mode
 from .._sabi.lists import two_integers
+from .._sentences import number_shown
 from ..block_sparse import block_sparse_attention
 from .choosers import Antidiagonal, Pooled, SampledRows, chooser_for, rules_of
 from .prefill import select_blocks_prefill
@@ -91,7 +92,7 @@ def allocate(
     refuse_unknown("allocate", rules)
     density = _arrays.number(density, "density")
     if not 0 < density <= 1:
-        raise ValueError(f"density: expected a number above 0 and at most 1, got {density:g}")
+        raise ValueError(f"density: expected a number above 0 and at most 1, got {number_shown(density)}")
     tried = _arrays.array(masses, "masses", "a sequence of numbers")
     if tried.ndim != 1 or tried.dtype.kind not in "fiu":
         kind = type(masses).__name__ if tried.ndim == 0 else f"{tried.dtype} of shape {tried.shape}"

@@ -12,7 +12,7 @@ import numpy as np
 from .. import _arrays
 from .._float_mode import in_usual_mode
 from .._sabi.lists import two_integers
-from .._sentences import shown
+from .._sentences import number_shown, shown
 from .choosers import chooser_for, chooser_of, fields_of, rules_of
 from .options import Options
 from .prefill import select_blocks_prefill
@@ -321,7 +321,7 @@ def calibrate(
     _arrays.choice(budget, "budget", ("top_p", "density", "threshold"))
     target, steps, every = _arrays.number(target, "target"), _arrays.integer(steps, "steps"), _arrays.integer(every, "every")
     if not 0 < target <= 1:
-        raise ValueError(f"target: expected a number above 0 and at most 1, got {target:g}")
+        raise ValueError(f"target: expected a number above 0 and at most 1, got {number_shown(target)}")
     if not 1 <= steps <= 20:
         raise ValueError(f"steps: expected 1 to 20 halvings, got {steps}")
     rules_of(chooser)

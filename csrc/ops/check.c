@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "core/pool.h"
 #include "core/status.h"
@@ -21,6 +22,17 @@ ba_text ba_shape_text(const ba_tensor *t) {
     size_t used = (size_t)snprintf(out.chars, sizeof out.chars, "(");
     for (int i = 0; i < t->ndim; i++) used += (size_t)snprintf(out.chars + used, sizeof out.chars - used, i ? ", %" PRId64 : "%" PRId64, t->dims[i]);
     snprintf(out.chars + used, sizeof out.chars - used, t->ndim == 1 ? ",)" : ")");
+    return out;
+}
+
+ba_text ba_number_text(double number, ba_dtype dtype) {
+    ba_text out;
+    int digits = 6;
+    do {
+        snprintf(out.chars, sizeof out.chars, "%.*g", digits, isnan(number) ? (double)NAN : number); /* some NaN would print as -nan */
+        const double read = strtod(out.chars, NULL);
+        if (dtype == BA_FLOAT64 ? read == number : (float)read == (float)number) break;
+    } while (isfinite(number) && ++digits <= 17);
     return out;
 }
 
@@ -135,19 +147,21 @@ static double most_of(ba_dtype q_dtype) { return q_dtype == BA_FLOAT64 ? 1e300 :
 
 ba_status ba_take_scale(ba_dtype q_dtype, int64_t head_dim, double scale, double *taken) {
     *taken = isnan(scale) ? ba_default_scale(head_dim) : scale;
-    if (isinf(scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %g", scale);
+    if (isinf(scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %s", ba_number_text(scale, BA_FLOAT64).chars);
     const double most = most_of(q_dtype);
     if (fabs(*taken) <= most) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "scale: expected a number from %g to %g with a %s q, got %g", -most, most, ba_dtype_name(q_dtype), scale);
+    return ba_fail(BA_ERROR_VALUE, "scale: expected a number from %g to %g with a %s q, got %s", -most, most, ba_dtype_name(q_dtype),
+                   ba_number_text(scale, BA_FLOAT64).chars);
 }
 
 ba_status ba_check_softcap(ba_dtype q_dtype, double softcap) {
     if (!isfinite(softcap) || softcap < 0)
-        return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %g", softcap);
+        return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %s",
+                       ba_number_text(softcap, BA_FLOAT64).chars);
     const double most = most_of(q_dtype);
     if (softcap == 0 || (softcap >= 1 / most && softcap <= most)) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "softcap: expected a number from %g to %g with a %s q, or 0 for none, got %g", 1 / most, most,
-                   ba_dtype_name(q_dtype), softcap);
+    return ba_fail(BA_ERROR_VALUE, "softcap: expected a number from %g to %g with a %s q, or 0 for none, got %s", 1 / most, most,
+                   ba_dtype_name(q_dtype), ba_number_text(softcap, BA_FLOAT64).chars);
 }
 
 ba_status ba_check_threads(int num_threads) {

@@ -22,6 +22,9 @@ typedef struct ba_text {
 } ba_text;
 ba_text ba_shape_text(const ba_tensor *t);
 
+/* A number as text, for a sentence: with six digits, or as many more as it takes to read the same number of `dtype` from them. */
+ba_text ba_number_text(double number, ba_dtype dtype);
+
 /* Checks that the array has at most BA_MAX_DIMS axes, that no axis is negative, that data is given unless the array is empty, and that its size
  * and its span are below 2^63 bytes, so that no later product of dims and strides overflows. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);

@@ -54,7 +54,8 @@ ba_status ba_check_cache_scale(const char *name, const ba_tensor *t, const char 
     for (int64_t i = 0; i < (t->ndim ? heads : 1); i++) {
         const float scale = ((const float *)t->data)[i * view->head_stride];
         if (!(scale > 0) || !isfinite(scale))
-            return ba_fail(BA_ERROR_VALUE, "%s: expected positive numbers within the range of float32, got %g", name, (double)scale);
+            return ba_fail(BA_ERROR_VALUE, "%s: expected positive numbers within the range of float32, got %s", name,
+                           ba_number_text((double)scale, BA_FLOAT32).chars);
     }
     return BA_OK;
 }

@@ -57,9 +57,9 @@ static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
         const double budget = ((const double *)t->data)[i * ba_step(t, 0)];
         if (a->budget == BA_BUDGET_TOP_K ? !(budget >= 1) : !(budget > 0 && budget <= 1))
             return ba_fail(BA_ERROR_VALUE,
-                           a->budget == BA_BUDGET_TOP_K ? "%s: expected at least 1 block, got %g"
-                                                        : "%s: expected a number above 0 and at most 1, got %g",
-                           name, budget);
+                           a->budget == BA_BUDGET_TOP_K ? "%s: expected at least 1 block, got %s"
+                                                        : "%s: expected a number above 0 and at most 1, got %s",
+                           name, ba_number_text(budget, BA_FLOAT64).chars);
     }
     return BA_OK;
 }

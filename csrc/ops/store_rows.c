@@ -174,8 +174,8 @@ static ba_status refuse_number(const ba_store_call *c, const ba_stored_rows *r) 
             char place[80];
             if (c->slots) snprintf(place, sizeof place, "at [%" PRId64 ", %" PRId64 ", %" PRId64 "]", token, head, d);
             else snprintf(place, sizeof place, "at place %" PRId64 " of row %" PRId64, d, token); /* ba_quantize_kv() */
-            return ba_fail(BA_ERROR_VALUE, "%s: expected finite numbers to quantise, within float32's range, got %g %s", r->name,
-                           isnan(numbers[d]) ? (double)NAN : numbers[d], place); /* some NaN would print as -nan */
+            return ba_fail(BA_ERROR_VALUE, "%s: expected finite numbers to quantise, within float32's range, got %s %s", r->name,
+                           ba_number_text(numbers[d], r->from_dtype).chars, place);
         }
     return ba_fail(BA_ERROR_VALUE, "%s: expected numbers that nothing else writes during the call, got some that changed", r->name);
 }
