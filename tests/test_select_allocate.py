@@ -109,7 +109,7 @@ def test_each_layer_gets_the_chooser_that_serves_it(tmp_path):
     assert select.Profile.load(tmp_path / "profile.json") == profile
     short = profile._replace(chooser=profile.chooser[:1])
     short.save(tmp_path / "profile.json")
-    with pytest.raises(ValueError, match=r"^path: expected numbers for 2 layers"):
+    with pytest.raises(ValueError, match="^path: expected a profile with one chooser, or with one for each of its 2 layers, got 1$"):
         select.Profile.load(tmp_path / "profile.json")
 
 

@@ -1,6 +1,7 @@
 """What a block list keeps, against plain softmax, and budgets found by it."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -128,6 +129,62 @@ def test_profiles_are_kept(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"^path: expected .+, got .+"):
             select.Profile.load(path)
+
+
+PROFILE = {
+    "heads": 4, "kv_heads": 2, "head_dim": 16, "chooser": {"kind": "pooled"}, "block_shape": [16, 16], "budget": "top_p",
+    "numbers": [[0.5, 0.9, 1, 0.25], [1, 1, 1, 1]], "measure": "mass", "target": 0.9, "format": "blitz_attn profile 1", "layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"head_dim": 64.5}, "a profile whose head_dim is an integer from 1 to 576, got 64.5"),
+        ({"head_dim": 0}, "a profile whose head_dim is an integer from 1 to 576, got 0"),
+        ({"head_dim": 577}, "a profile whose head_dim is an integer from 1 to 576, got 577"),
+        ({"head_dim": "16"}, "a profile whose head_dim is an integer from 1 to 576, got '16'"),
+        ({"heads": True}, "a profile whose heads is an integer of at least 1, got True"),
+        ({"heads": 2}, "a profile with a list of 2 numbers for layer 0, one per head, got [0.5, 0.9, 1, 0.25]"),
+        ({"kv_heads": -2}, "a profile whose kv_heads is an integer of at least 1, got -2"),
+        ({"kv_heads": 3}, "a profile whose kv_heads is a divisor of its 4 heads, got 3"),
+        ({"kv_heads": None}, "a profile whose kv_heads is an integer of at least 1, got None"),
+        ({"layers": 0}, "a profile whose layers is an integer of at least 1, got 0"),
+        ({"layers": 10**400}, f"a profile whose layers is an integer of at least 1, got {'1' + '0' * 199}..."),
+        ({"layers": 3}, "a profile whose numbers is a list for each of its 3 layers, got [[0.5, 0.9, 1, 0.25], [1, 1, 1, 1]]"),
+        ({"numbers": 0.9}, "a profile whose numbers is a list for each of its 2 layers, got 0.9"),
+        ({"numbers": [[1] * 4, "high"]}, "a profile with a list of 4 numbers for layer 1, one per head, got 'high'"),
+        ({"numbers": [[1] * 4, [1, 1, 1.5, 1]]}, "a profile with numbers above 0 and at most 1, got 1.5 for head 2 of layer 1"),
+        ({"numbers": [[1] * 4, [1, 1, 1, float("nan")]]}, "a profile with numbers above 0 and at most 1, got nan for head 3 of layer 1"),
+        ({"numbers": [["0.5"] * 4, [1] * 4]}, "a profile with numbers above 0 and at most 1, got '0.5' for head 0 of layer 0"),
+        ({"block_shape": [16, 16, 16]}, "a profile whose block_shape is two integers of at least 1, got [16, 16, 16]"),
+        ({"block_shape": [16, 0]}, "a profile whose block_shape is two integers of at least 1, got [16, 0]"),
+        ({"budget": "top_k"}, "a profile whose budget is top_p, threshold or density, got 'top_k'"),
+        ({"measure": "masses"}, "a profile whose measure is mass, error or loss, got 'masses'"),
+        ({"measure": ["mass"]}, "a profile whose measure is mass, error or loss, got ['mass']"),
+        ({"target": 90}, "a profile whose target is a number above 0 and at most 1, got 90"),
+        ({"target": "0.9"}, "a profile whose target is a number above 0 and at most 1, got '0.9'"),
+        ({"target": 0}, "a profile whose target is a number above 0 and at most 1, got 0"),
+        ({"chooser": [{"kind": "pooled"}]}, "a profile with one chooser, or with one for each of its 2 layers, got 1"),
+        ({"chooser": None}, "a profile with choosers as Profile.save writes them, got None"),
+        ({"chooser": {"kind": "pooled", "pool": [8, 8, 8]}}, "a profile with choosers as Profile.save writes them, got {'kind': 'pooled', 'pool': [8, 8, 8]}"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_whole_profile_is_refused(changes, text, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    assert select.Profile.load(path).numbers == ((0.5, 0.9, 1.0, 0.25), (1.0,) * 4)
+    path.write_text(json.dumps(PROFILE | changes))
+    with pytest.raises(ValueError, match=f"^path: expected {re.escape(text)}$"):
+        select.Profile.load(path)
+
+
+@pytest.mark.parametrize("name", [name for name in PROFILE if name not in ("format", "chooser")])
+def test_a_file_without_a_field_of_a_profile_is_refused(name, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({field: x for field, x in PROFILE.items() if field != name}))
+    with pytest.raises(ValueError, match=f"^path: expected a profile whose {name} is .+, got none$"):
+        select.Profile.load(path)
 
 
 def test_a_profile_of_another_chooser_is_not_written(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -147,7 +147,7 @@ class Profile(NamedTuple):
         TypeError
             `path` is not a path.
         ValueError
-            The file holds something else.
+            The file holds something else, or a field that no profile has: of the wrong kind, out of range, or of the wrong length.
         OSError
             There is no such file, or it cannot be read.
 
@@ -188,22 +188,52 @@ def profile_of(fields: Any) -> Profile:
     """The profile whose `fields_of_profile` is `fields`, as JSON returns it; anything else is refused."""
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         raise ValueError(f"path: expected a profile with format {_FORMAT!r}, got {shown(fields)}")
+    heads, kv_heads, layers = (_field(fields, name, _is_size, "an integer of at least 1") for name in ("heads", "kv_heads", "layers"))
+    _field(fields, "kv_heads", lambda n: heads % n == 0, f"a divisor of its {heads} heads")
+    head_dim = _field(fields, "head_dim", lambda n: _is_size(n) and n <= 576, "an integer from 1 to 576")
+    block_q, block_kv = _field(fields, "block_shape", lambda x: _is_list(x, 2) and all(map(_is_size, x)), "two integers of at least 1")
+    budget = _field(fields, "budget", ("top_p", "threshold", "density").__contains__, "top_p, threshold or density")
+    measure = _field(fields, "measure", ("mass", "error", "loss").__contains__, "mass, error or loss")
+    target = _field(fields, "target", _is_share, "a number above 0 and at most 1")
+    rows = _field(fields, "numbers", lambda x: _is_list(x, layers), f"a list for each of its {layers} layers")
+    for n, row in enumerate(rows):
+        if not _is_list(row, heads):
+            raise ValueError(f"path: expected a profile with a list of {heads} numbers for layer {n}, one per head, got {shown(row)}")
+        for h, x in enumerate(row):
+            if not _is_share(x):
+                raise ValueError(f"path: expected a profile with numbers above 0 and at most 1, got {shown(x)} for head {h} of layer {n}")
+    stored: Any = fields.get("chooser")
+    if isinstance(stored, list) and len(stored) != layers:
+        raise ValueError(f"path: expected a profile with one chooser, or with one for each of its {layers} layers, got {len(stored)}")
     try:
-        stored = fields["chooser"]
-        made = [chooser_of(dict(x)) for x in (stored if isinstance(stored, list) else [stored])]
-        for x in made:
+        choosers = [chooser_of(dict(x)) for x in (stored if isinstance(stored, list) else [stored])]
+        for x in choosers:
             rules_of(x)
-        chooser = tuple(made) if isinstance(stored, list) else made[0]
-        numbers = tuple(tuple(float(x) for x in row) for row in fields["numbers"])
-        block_q, block_kv = (int(n) for n in fields["block_shape"])
-        heads, kv_heads, head_dim, layers = (int(fields[name]) for name in ("heads", "kv_heads", "head_dim", "layers"))
-        rest = str(fields["budget"]), numbers, str(fields["measure"]), float(fields["target"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"path: expected a whole profile, got one without a right {error}") from error
-    whole = len(numbers) == layers == (len(made) if isinstance(stored, list) else layers)
-    if not whole or any(len(row) != heads for row in numbers) or rest[0] not in ("top_p", "threshold", "density"):
-        raise ValueError(f"path: expected numbers for {layers} layers and {heads} heads, got other ones")
-    return Profile(heads, kv_heads, head_dim, chooser, (block_q, block_kv), *rest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"path: expected a profile with choosers as Profile.save writes them, got {shown(stored)}") from error
+    chooser = tuple(choosers) if isinstance(stored, list) else choosers[0]
+    numbers = tuple(tuple(map(float, row)) for row in rows)
+    return Profile(heads, kv_heads, head_dim, chooser, (block_q, block_kv), budget, numbers, measure, float(target))
+
+
+def _field(fields: dict[str, Any], name: str, is_right: Callable[[Any], bool], expected: str) -> Any:
+    """A field of a profile that `is_right`. What JSON gives may have any type."""
+    value = fields.get(name)
+    if not is_right(value):
+        raise ValueError(f"path: expected a profile whose {name} is {expected}, got {shown(value) if name in fields else 'none'}")
+    return value
+
+
+def _is_size(x: Any) -> bool:
+    return type(x) is int and 1 <= x < 1 << 31
+
+
+def _is_share(x: Any) -> bool:
+    return type(x) in (int, float) and 0 < x <= 1
+
+
+def _is_list(x: Any, count: int) -> bool:
+    return isinstance(x, list) and len(x) == count
 
 
 class _Capture:
