@@ -591,7 +591,11 @@ class NsaCache:
             self._options, compressed_kv=compressed, kv_lens=held.ragged_lens, lens=lens, gates=gates,
             dtype="bfloat16" if held.kind == "bfloat16" else store.dtype,
         )  # fmt: skip
-        return _computed(q, k, v, options, out)
+        try:
+            return _computed(q, k, v, options, out)
+        except (TypeError, ValueError):
+            store.refuse_queries(q)
+            raise
 
 
 # ---- Backward -----------------------------------------------------------------------------------------------------

@@ -341,6 +341,8 @@ def test_a_bad_argument_is_named(error, text, call):
         (ValueError, "v: expected shape (2, N, 2, 6) like the tokens before, got (2, 40, 2, 5)", (K, V[..., :5])),
         (ValueError, "v: expected the tokens and heads of k (2, 40, 2, 8), got (2, 39, 2, 6)", (K, V[:, 1:])),
         (ValueError, "k: expected shape (B, N, H, D), got (40, 2, 8)", (K[0], V[0])),
+        (ValueError, "v: expected at least one head and a head dim from 1 to 576, got (2, 40, 2, 0)", (K, V[..., :0])),
+        (ValueError, "k: expected at least one head and a head dim from 1 to 576, got (2, 40, 0, 8)", (K[:, :, :0], V[:, :, :0])),
         (ValueError, "lens: expected one number per sequence, (2,), got (1,)", (K, V, [1])),
         (ValueError, "lens: expected numbers from 0 to the 40 tokens of k, got 41", (K, V, [1, 41])),
     ],
@@ -374,6 +376,33 @@ def test_attend_refuses(error, text, given):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         cache.attend(Q[:, :20], out=out, **given)
     assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "q"),
+    [
+        (ValueError, "q: expected shape (2, N, H, 8) like the tokens, got (2, 1, 4, 9)", np.ones((2, 1, 4, 9), np.float32)),
+        (ValueError, "q: expected shape (2, N, H, 8) like the tokens, got (3, 1, 4, 8)", np.ones((3, 1, 4, 8), np.float32)),
+        (ValueError, "q: expected shape (2, N, H, 8) like the tokens, got (1, 4, 8)", np.ones((1, 4, 8), np.float32)),
+        (ValueError, "q: expected a multiple of 2 heads, which the tokens have, got 3", np.ones((2, 1, 3, 8), np.float32)),
+        (ValueError, "q: expected a multiple of 2 heads, which the tokens have, got 0", np.ones((2, 1, 0, 8), np.float32)),
+        (TypeError, "q: expected dtype float32 like the tokens, got float64", Q[:, :1].astype(np.float64)),
+        (TypeError, "q: expected dtype float32 like the tokens, got float16", Q[:, :1].astype(np.float16)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("lens", [None, [1, 1]])
+def test_queries_that_do_not_fit_the_tokens_are_refused_by_their_name(error, text, q, lens):
+    cache = nsa.NsaCache(compress_block_size=8)
+    cache.append(K, V)
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        cache.attend(q, lens=lens)
+
+
+def test_queries_beside_bits_of_bfloat16():
+    cache = nsa.NsaCache(compress_block_size=8, dtype="bfloat16")
+    cache.append(*(np.zeros(x.shape, np.uint16) for x in (K, V)))
+    with pytest.raises(TypeError, match="^q: expected dtype bfloat16 like the tokens, got float32$"):
+        cache.attend(Q[:, -1:])
 
 
 def test_a_tile_that_a_sequence_is_within_is_refused():
@@ -448,8 +477,7 @@ def test_no_sequence_of_an_empty_cache_is_too_short(queries, mode):
     cache.append(k[:0], k[:0, ..., :4])  # the cache goes on, without sequences
     assert cache.attend(q).shape == (0, queries, 2, 4)
     assert cache.lens.tolist() == []
-    with pytest.raises(ValueError, match=r"^k: expected shape \(B, N, H, D\) with Hkv heads, else like q \(1, 2, 2, 8\), got \(0, 2, 1, 8\)$"):
+    with pytest.raises(ValueError, match=r"^q: expected shape \(0, N, H, 8\) like the tokens, got \(1, 2, 2, 8\)$"):
         cache.attend(np.ones((1, 2, 2, 8), np.float32))
-    text = "k: expected at least the 1099511627776 tokens of q (layout (B, tokens, heads, D)), got (0, 1073741824, 1, 8)"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(ValueError, match="^q: expected at most 1073741824 tokens, got 1099511627776$"):
         cache.attend(np.ones((0, 1 << 40, 2, 8), np.float32))

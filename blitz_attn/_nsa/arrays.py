@@ -67,6 +67,11 @@ def check_rank(x: np.ndarray, name: str, packed: bool) -> None:
         raise ValueError(f"{name}: expected shape {'(T, H, D)' if packed else '(B, N, H, D)'}, got {x.shape}")
 
 
+def check_heads(x: np.ndarray, name: str) -> None:
+    if not 1 <= x.shape[-1] <= 576 or x.shape[-2] < 1:
+        raise ValueError(f"{name}: expected at least one head and a head dim from 1 to 576, got {x.shape}")
+
+
 def rounded(x: np.ndarray, kind: str, to: str, like: Any) -> Any:
     """An array of sums in dtype `to`, as the kind of array that `like` is."""
     result = Result(x.shape, to, like)

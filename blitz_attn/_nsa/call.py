@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _core
 from .._floats import real_of
-from .arrays import Reals, dtype_of, leading, same_kind, storage
+from .arrays import Reals, check_heads, dtype_of, leading, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed, check_weight, compress_into, compressed_shape
 from .gates import gates_as_reals, weight_of
@@ -206,8 +206,7 @@ def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool, pad
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
     for x, name in ((q, "q"), (v, "v")):
-        if not 1 <= x.shape[-1] <= 576 or x.shape[-2] < 1:
-            raise ValueError(f"{name}: expected at least one head and a head dim from 1 to 576, got {x.shape}")
+        check_heads(x, name)
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
 

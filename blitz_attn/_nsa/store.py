@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _arrays
-from .arrays import Reals, check_rank, leading, same_kind, storage
+from .._floats import floats
+from .arrays import Reals, check_heads, check_rank, leading, same_kind, storage
 from .compression import check_weight, compress_into
 from .rules import Rules
 from .sequences import Sequences, block_count, lengths_within
@@ -92,6 +93,19 @@ class Store:
             self._compress(held, some, begin, end)
         self._held = held._replace(lens=after)
 
+    def refuse_queries(self, q: Any) -> None:
+        """Refuses queries that do not fit the tokens, in a sentence about the queries: their caller has given no keys."""
+        array, kind = floats(q, "q", "bfloat16" if self.kind == "bfloat16" else self.dtype)
+        if kind != self.kind:
+            raise TypeError(f"q: expected dtype {self.kind} like the tokens, got {kind}")
+        batch, _, kv_heads, dim = self._room[0].shape
+        if array.ndim != 4 or len(array) != batch or array.shape[-1] != dim:
+            raise ValueError(f"q: expected shape ({batch}, N, H, {dim}) like the tokens, got {array.shape}")
+        if array.shape[2] < 1 or array.shape[2] % kv_heads:
+            raise ValueError(f"q: expected a multiple of {kv_heads} heads, which the tokens have, got {array.shape[2]}")
+        if array.shape[1] > MOST:
+            raise ValueError(f"q: expected at most {MOST} tokens, got {array.shape[1]}")
+
     def crop(self, lens: Any) -> None:
         """Each sequence keeps its first tokens, and the blocks that lie in them. What is appended next is written over the others."""
         held = self._held
@@ -154,6 +168,7 @@ class Store:
         values = same_kind(v, "v", self.dtype, kind, "k")
         for x, name in ((keys, "k"), (values, "v")):
             check_rank(x, name, False)
+            check_heads(x, name)
         if values.shape[:-1] != keys.shape[:-1]:
             raise ValueError(f"v: expected the tokens and heads of k {keys.shape}, got {values.shape}")
         if lens is None:
