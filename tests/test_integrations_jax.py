@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -259,6 +260,12 @@ JAX_RULES = {
     "causal": {"is_causal": True},
     "window": {"local_window_size": (5, 2), "query_seq_lengths": np.array([30, 30], np.int32)},  # JAX 0.6 forgets a window without lengths
     "one number": {"local_window_size": 4, "is_causal": True},
+    "before alone": {"local_window_size": (3, -1), "query_seq_lengths": np.array([30, 30], np.int32)},
+    "before alone, causal": {"local_window_size": (3, -1), "is_causal": True},
+    "behind alone": {"local_window_size": (-2, 1000), "key_value_seq_lengths": np.array([21, 30], np.int32)},
+    "behind alone, causal": {"local_window_size": (-2, 9), "is_causal": True},
+    "nothing": {"local_window_size": -1, "query_seq_lengths": np.array([30, 30], np.int32)},
+    "nothing but one": {"local_window_size": (np.int64(-1), 1), "query_seq_lengths": np.array([9, 30], np.int32)},
     "scale": {"scale": 0.2},
     "lengths": {"query_seq_lengths": np.array([9, 30], np.int32), "key_value_seq_lengths": np.array([21, 17], np.int32)},
     "causal lengths": {"is_causal": True, "key_value_seq_lengths": np.array([21, 17], np.int32)},
@@ -285,6 +292,7 @@ def test_dot_product_attention(rule, sizes):
     np.testing.assert_allclose(np.where(empty[..., None], 0, out), np.where(empty[..., None], 0, theirs), rtol=1e-4, atol=1e-5)
     for x in their_lse:
         np.testing.assert_allclose(np.where(empty, 0, lse), np.where(empty, 0, x), rtol=1e-4, atol=1e-5)
+        assert (np.asarray(x)[empty] < -1e30).all()  # a number of JAX's own for no key
     compiled = jax.jit(lambda *x: functions.dot_product_attention(*x, **options, return_residual=True))
     assert same(compiled(q, k, v), (out, lse))
     if rule not in ("causal", "both"):  # other gradients are tested above
@@ -444,6 +452,66 @@ def test_second_gradients_are_refused(call):
     first = jax.grad(lambda q: (call(q, k, v) ** 2).sum())
     with pytest.raises(TypeError, match=rf"^{call.__name__}: expected to be differentiated once"):
         jax.grad(lambda q: first(q).sum())(q)
+
+
+@pytest.mark.parametrize("call", [functions.block_sparse_attention, functions.dot_product_attention, functions.nsa])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_forward_mode_and_transposes_are_refused(call, compiled):
+    """By JAX, also where attention is linear in what is asked for. Reverse mode gives what a transpose would."""
+    q, k, v = (jnp.ones((1, 8, 2, 8)) for _ in range(3))
+    attend = (jax.jit if compiled else lambda f: f)(lambda v: call(q, k, v))
+    for forward in (lambda: jax.jvp(attend, (v,), (v,)), lambda: jax.linearize(attend, v)[1](v), lambda: jax.jacfwd(attend)(v)):
+        with pytest.raises(TypeError, match=r"^can't apply forward-mode .* to a custom_vjp function"):
+            forward()
+    with pytest.raises(NotImplementedError, match="custom_vjp_call"):
+        jax.linear_transpose(attend, v)(v)
+    assert jax.vjp(attend, v)[1](v)[0].shape == v.shape
+
+
+INTERRUPTED = """
+    import os, signal, threading, time
+    import jax
+    import jax.numpy as jnp
+    from blitz_attn.integrations.jax import block_sparse_attention as attend
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    long, small = jnp.ones((1, 1, 120000, 64)), jax.random.normal(jax.random.key(0), (1, 1, 90, 64))
+    call = {call}
+    expected = jax.block_until_ready(call(small))
+    def interrupt():
+        time.sleep(0.4)
+        global sent
+        sent = time.process_time()
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    try:
+        jax.block_until_ready(call(long))
+    except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
+        took = time.process_time() - sent
+        print(type(error).__name__, "KeyboardInterrupt" in repr(error), took, bool((call(small) == expected).all()))
+    else:
+        print("ran to its end")
+"""
+INTERRUPTIBLE = {
+    "call": "lambda q: attend(q, q, q)",
+    "jit": "jax.jit(lambda q: attend(q, q, q) * 2)",
+    "vmap": "jax.vmap(lambda q: attend(q[None], q[None], q[None])[0])",
+    "grad": "jax.grad(lambda q: attend(q, q, q).sum())",
+    "grad under jit": "jax.jit(jax.grad(lambda q: attend(q, q, q).sum()))",
+}
+
+
+@pytest.mark.sampled("options")
+@pytest.mark.parametrize("name", INTERRUPTIBLE)
+def test_ctrl_c(name):
+    """It ends a call soon, and the next call is right. What JAX computes by calling back has an error of JAX, which names the interrupt."""
+    code = textwrap.dedent(INTERRUPTED).format(call=INTERRUPTIBLE[name])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kind, named, took, right = done.stdout.split()
+    assert kind == ("KeyboardInterrupt" if name in ("call", "grad") else "JaxRuntimeError")
+    assert named == right == "True"
+    assert float(took) < 8  # the process's own time, on all threads; a whole call takes far more
 
 
 def test_calls_of_the_library_name_this_module():

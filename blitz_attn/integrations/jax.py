@@ -4,7 +4,8 @@ The functions have the names of the library's functions, and their arguments but
 `return_sabi`, `q_begin` and `q_total` of paged calls and of choosing, and of `nsa` `return_context` and what it decodes with
 (`compressed_kv`, `cu_seqlens_q`, `kv_lens`). Inside a transform of JAX, the library works on the memory of the computation. Outside, the
 functions are those of the library itself, which take JAX arrays, too. Derivatives are those of reverse mode, once: `jax.grad`, `jax.vjp`.
-`jax.vmap` maps a call, one entry after the other. They require JAX 0.6.1 or later, and run on the CPU.
+JAX refuses those of forward mode (`jax.jvp`, `jax.linearize`), and `jax.linear_transpose`. `jax.vmap` maps a call, one entry after the
+other. They require JAX 0.6.1 or later, and run on the CPU.
 """
 
 from ._jax.attention import block_sparse_attention, dot_product_attention, select_and_attend_prefill

@@ -262,7 +262,8 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths : array of int, optional
         ``(B,)``: number of valid tokens of each batch entry.
     local_window_size : int or (int, int), optional
-        Number of tokens that query i sees before and after key i; one number is both.
+        Number of tokens that query i sees before and after key i; one number is both. A negative one leaves key i out, as in JAX: with
+        ``(3, -1)``, query i sees three keys, the last of which is key ``i - 1``.
     return_residual : bool
         Also return the log-sum-exp.
     sabi : array of int, optional
@@ -310,6 +311,8 @@ def dot_product_attention(
         rules["window"] = (local_window_size, local_window_size) if one_number else local_window_size
     if q.ndim == k.ndim == 4 and (is_causal or local_window_size is not None):
         rules |= _upper_left(q.shape, k.shape[1], rules, is_causal)
+        if _leaves_its_own_out(rules.get("window")):
+            rules["kv_ranges"] = _as_ranges(rules.pop("window"), q.shape[1], k.shape[1])
     mask, bias = (jax.numpy.atleast_1d(arrays[name]) if name in arrays else None for name in ("mask", "bias"))
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"mask: expected bool, got {mask.dtype}")
@@ -327,6 +330,20 @@ def dot_product_attention(
     lse = jax.numpy.moveaxis(lse, 1, 2)
     out, lse = (out[0], lse[0]) if one else (out, lse)
     return (out, lse) if flag(return_residual, "return_residual") else out
+
+
+def _leaves_its_own_out(window: Any) -> bool:
+    """Whether a bound of a window is negative: a number as any other for JAX, where the library's -1 means no bound. What is no pair of
+    integers is left to the library to refuse."""
+    return window is not None and len(window) == 2 and all(isinstance(n, (int, np.integer)) for n in window) and min(window) < 0
+
+
+def _as_ranges(window: tuple[int, int], queries: int, keys: int) -> np.ndarray:
+    """A window as the run of keys of each query. A query may see none."""
+    farthest = queries + keys
+    left, right = np.clip(window, -farthest, farthest)
+    places = np.arange(queries)
+    return np.stack([places - left, places + right + 1], axis=-1).astype(np.int32)
 
 
 def _upper_left(q_shape: tuple[int, ...], keys: int, rules: dict[str, Any], is_causal: bool) -> dict[str, Any]:
