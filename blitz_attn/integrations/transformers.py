@@ -287,7 +287,8 @@ def paged_cache(model: Any, *, page_size: int = 64) -> Any:
 
     It grows without copying what it holds at every step. Every attention implementation can read it. Layers with a sliding window,
     and layers with another mechanism than attention, alone or beside it, get the same layers as in transformers' `DynamicCache`. Under
-    torch.autocast, keys and values are kept in its dtype, in which attention is computed.
+    torch.autocast, keys and values are kept in its dtype, in which attention is computed. For a model of encoder and decoder, it is an
+    `EncoderDecoderCache`, which has pages for cross-attention, too.
 
     Parameters
     ----------
@@ -322,6 +323,6 @@ def paged_cache(model: Any, *, page_size: int = 64) -> Any:
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"model: expected a model of transformers or its configuration, got {shown(model)}")
-    from ._transformers.cache import PagedCache
+    from ._transformers.cache import PagedCache, PagedPair
 
-    return PagedCache(config, page_size)
+    return (PagedPair if getattr(config, "is_encoder_decoder", False) else PagedCache)(config, page_size)

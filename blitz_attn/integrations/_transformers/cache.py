@@ -13,7 +13,7 @@ from transformers import cache_utils
 from ... import quest_prefill_metadata, select_and_attend
 from .._torch.tensors import autocast_dtype, lowered
 
-__all__ = ["PagedCache", "PagedLayer", "keeps_few_keys", "pages_of"]
+__all__ = ["PagedCache", "PagedLayer", "PagedPair", "keeps_few_keys", "pages_of"]
 
 _ATTRIBUTE = "_blitz_attn_pages"  # of the tensor of keys that a layer hands to attention
 COPIED_AT_A_TIME = 1 << 12  # tokens, so that a signal need not wait for all of them
@@ -68,7 +68,6 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
-    supports_early_init = False
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -112,7 +111,9 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         dtype = autocast_dtype()
         if dtype is not None:
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
-        pages = self._pages or _no_tokens(key_states, value_states)
+        pages = self._pages
+        if pages is None or not pages.length:  # also where `early_initialization` has told other shapes of values, or of a batch
+            pages = _no_tokens(key_states, value_states)
         if (pages.keys.dtype, pages.values.dtype) != (key_states.dtype, value_states.dtype):
             pages = Pages.of(pages.keys.to(key_states.dtype), pages.values.to(value_states.dtype), pages.length)
         begin, end = pages.length, pages.length + key_states.shape[2]
@@ -236,15 +237,15 @@ def _no_tokens(key_states: Any, value_states: Any) -> Pages:
     return Pages.of(*(x.new_zeros((x.shape[0], 0, x.shape[1], x.shape[3])) for x in (key_states, value_states)), 0)
 
 
-class PagedCache(cache_utils.Cache):
+class PagedCache(cache_utils.DynamicCache):
     """Pages for the layers that attend to everything; for other layers what `DynamicCache` has.
 
     What changes all layers makes new layers and publishes them by one assignment, so that an exception leaves all as they were.
     """
 
     def __init__(self, config: Any, page_size: int) -> None:
-        own = cache_utils.DynamicCache(config=config).layers
-        super().__init__(layers=[PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in own])
+        super().__init__(config=config)
+        self.layers = [PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in self.layers]
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if layer_idx >= len(self.layers):
@@ -281,6 +282,25 @@ class PagedCache(cache_utils.Cache):
 
     def batch_select_indices(self, indices: Any) -> None:
         self._change_layers("batch_select_indices", indices)
+
+
+class PagedPair(cache_utils.EncoderDecoderCache):
+    """Pages for self-attention and for cross-attention, for models of encoder and decoder, whose layers have both.
+
+    In the place of one of both caches in an `EncoderDecoderCache`, it is the cache of self-attention.
+    """
+
+    def __init__(self, config: Any, page_size: int) -> None:
+        super().__init__(PagedCache(config, page_size), PagedCache(config, page_size))
+
+    @property
+    def layers(self) -> list[Any]:
+        own: list[Any] = self.self_attention_cache.layers
+        return own
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        own: tuple[Any, Any] = self.self_attention_cache.update(*args, **kwargs)
+        return own
 
 
 def keeps_few_keys(keys: Any) -> bool:
