@@ -268,6 +268,34 @@ def test_gradients_are_those_of_eager_attention(name, implementation):
         assert (gradients[1][key] - expected).abs().max() < 1e-3 * expected.abs().max() + 1e-6, key
 
 
+def test_the_label_of_the_first_token_behind_padding_is_no_label():
+    """A model predicts it from the padding before it, which sees no key: eager attention gives the mean of all values there, torch's own and
+    this library 0. Without that label all gradients are the same."""
+    model = small_model("llama")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (2, 20)))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    all_labels = ids.masked_fill(mask == 0, -100)
+    labels = all_labels.clone()
+    labels[0, 6] = -100
+
+    def gradient(implementation, labels):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+        return torch.cat([x.grad.flatten() for name, x in model.named_parameters() if "self_attn" in name])
+
+    def distance(a, b):
+        return float((a - b).norm() / b.norm())
+
+    eager, sdpa, ours = (gradient(name, all_labels) for name in ("eager", "sdpa", "blitz_attn"))
+    assert distance(ours, sdpa) < 1e-4
+    assert distance(ours, eager) > 1e-2
+    eager, ours = (gradient(name, labels) for name in ("eager", "blitz_attn"))
+    model.zero_grad(set_to_none=True)
+    assert distance(ours, eager) < 1e-4
+
+
 # ---- Real models -----------------------------------------------------------------------------------------------------
 
 
