@@ -105,22 +105,22 @@ def test_values_may_be_longer_than_an_early_initialization_says():
 
 
 def test_a_prefix_that_sees_itself_is_the_first_step_alone():
-    """A model that asks whether its cache is initialized would otherwise join each new token to the prefix."""
+    """A model that asks whether its cache is initialized would otherwise join new tokens, of the kind of the prefix, to it."""
     config_class = getattr(transformers, "HrmTextConfig", None)
     if config_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no HrmText")
     torch.manual_seed(0)
     model = transformers.HrmTextForCausalLM(config_class(**{**SMALL, "num_key_value_heads": 4}, H_cycles=1, L_cycles=1)).eval()
     ids = torch.arange(3, 12)[None]
-    kinds = torch.ones_like(ids)
+    kinds = torch.ones(1, 11, dtype=torch.int64)
     logits = []
     for make in (lambda: transformers.DynamicCache(config=model.config), lambda: paged_cache(model, page_size=4)):
         cache = make()
         for implementation in ("eager", "blitz_attn"):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
-                model(ids, token_type_ids=kinds, use_cache=True, past_key_values=cache)
-                logits.append(model(ids[:, :2], token_type_ids=kinds[:, :2], use_cache=True, past_key_values=cache).logits)
+                model(ids, token_type_ids=kinds[:, :9], use_cache=True, past_key_values=cache)
+                logits.append(model(ids[:, :2], token_type_ids=kinds, use_cache=True, past_key_values=cache).logits)
             cache.reset()
     for found in logits[1:]:
         assert (found - logits[0]).abs().max() < 1e-5
