@@ -245,7 +245,7 @@ class PagedCache(cache_utils.DynamicCache):
 
     def __init__(self, config: Any, page_size: int) -> None:
         super().__init__(config=config)
-        self.layers = [PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in self.layers]
+        self.layers: list[Any] = [PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in self.layers]
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if layer_idx >= len(self.layers):
