@@ -67,7 +67,7 @@ try:
     import torch
     from transformers import LlamaConfig, MistralConfig
 
-    from blitz_attn.integrations._transformers.cache import PagedCache, PagedLayer
+    from blitz_attn.integrations._transformers.cache import PagedCache, PagedLayer, PagedPair
 except ImportError:
     torch = None
 
@@ -114,6 +114,16 @@ if torch:
     def seen_of_cache(cache):
         return [(layer.get_seq_length(), None if layer.keys is None else (bits(layer.keys), bits(layer.values))) for layer in cache.layers]
 
+    def paged_pair(config):
+        pair = PagedPair(config, 4)
+        for cache in (pair.self_attention_cache, pair.cross_attention_cache):
+            cache.layers = paged_cache(config).layers
+        pair.is_updated = {0: True, 1: True}
+        return pair
+
+    def seen_of_pair(pair):
+        return [seen_of_cache(cache) for cache in (pair.self_attention_cache, pair.cross_attention_cache)], list(pair.is_updated.values())
+
     def update_of_cache(cache):
         with torch.no_grad():
             cache.update(NUMBERS[:, :, 30:35], NUMBERS[:, :, 20:25], 1)
@@ -140,6 +150,8 @@ if torch:
         }.items():
             if not (name and method == "crop"):  # transformers refuses to crop a window that is full
                 CASES[f"PagedCache.{method}{name}"] = Case(lambda config=config: paged_cache(config), call, seen_of_cache)
+            if not name and method != "update":
+                CASES[f"PagedPair.{method}"] = Case(lambda config=config: paged_pair(config), call, seen_of_pair)
 
 
 # ---- The harness --------------------------------------------------------------------------------------------------
@@ -310,6 +322,7 @@ NEED_NO_CASE = {
     "distributed/decode.py Shards": "changes while it is made",
     "integrations/_torch/native.py NativeSparseAttention": "saves what the gradient needs, for autograd",
     "integrations/_transformers/cache.py PagedCache": "has its public methods above",
+    "integrations/_transformers/cache.py PagedPair": "has its public methods above",
     "_lazy.py computed_once": "changes while its class is made",
 }
 CONSTRUCTORS = ("__init__", "__new__")

@@ -95,10 +95,11 @@ class Store:
 
     def refuse_queries(self, q: Any) -> None:
         """Refuses queries that do not fit the tokens, in a sentence about the queries: their caller has given no keys."""
-        array, kind = floats(q, "q", "bfloat16" if self.kind == "bfloat16" else self.dtype)
-        if kind != self.kind:
-            raise TypeError(f"q: expected dtype {self.kind} like the tokens, got {kind}")
-        batch, _, kv_heads, dim = self._room[0].shape
+        held = self._held
+        array, kind = floats(q, "q", "bfloat16" if held.kind == "bfloat16" else self.dtype)
+        if kind != held.kind:
+            raise TypeError(f"q: expected dtype {held.kind} like the tokens, got {kind}")
+        batch, _, kv_heads, dim = held.room[0].shape
         if array.ndim != 4 or len(array) != batch or array.shape[-1] != dim:
             raise ValueError(f"q: expected shape ({batch}, N, H, {dim}) like the tokens, got {array.shape}")
         if array.shape[2] < 1 or array.shape[2] % kv_heads:

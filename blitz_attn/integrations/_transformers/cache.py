@@ -302,6 +302,27 @@ class PagedPair(cache_utils.EncoderDecoderCache):
         own: tuple[Any, Any] = self.self_attention_cache.update(*args, **kwargs)
         return own
 
+    def _change_both(self, method: str, *args: Any) -> None:
+        """Makes a pair that has changed, and takes all that it holds by one assignment."""
+        changed = copy.copy(self)
+        changed.self_attention_cache = copy.copy(self.self_attention_cache)
+        changed.cross_attention_cache = copy.copy(self.cross_attention_cache)
+        changed.is_updated = dict(self.is_updated)
+        getattr(super(PagedPair, changed), method)(*args)
+        self.__dict__ = changed.__dict__
+
+    def reset(self) -> None:
+        self._change_both("reset")
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self._change_both("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_both("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        self._change_both("batch_select_indices", indices)
+
 
 def keeps_few_keys(keys: Any) -> bool:
     """Whether a paged cache has returned these keys for a layer that attends to a window or a chunk of tokens, without pages."""
