@@ -130,9 +130,10 @@ def error_of(result_of_list: tuple[Any, Any], out_of_all: Any, every: int, optio
     spans = _spans(layout, kept.shape[0], kept.shape[2], options.q_lens, options.cu_seqlens_q)
     block_q = int(options.block_shape[0])
     result = np.zeros((len(spans), heads))
+    differences = kept - whole
     for s, (b, first, end) in enumerate(spans):
         looked_at = first + np.flatnonzero(np.arange(end - first) // block_q % every == 0)
-        difference, norm = (np.sqrt((x[b][:, looked_at] ** 2).sum(axis=(1, 2))) for x in (kept - whole, whole))
+        difference, norm = (np.sqrt((x[b][:, looked_at] ** 2).sum(axis=(1, 2))) for x in (differences, whole))
         result[s] = np.divide(difference, norm, out=np.zeros(heads), where=norm > 0)
     return result
 

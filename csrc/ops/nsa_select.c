@@ -36,6 +36,7 @@ typedef struct select_call {
     const ba_attend_family *family; /* where has_own, the family of q's dtype, else that of real */
     bool has_own;                   /* the family of q's own dtype has add_probabilities, which is used */
     int64_t real_size;
+    int64_t *first_row, *first_panel; /* [sequences + 1], where args->cu_q is given: where each sequence's rows and panels begin in those of a head */
     int64_t scratch_bytes;
     char *scratch;
 } select_call;
@@ -360,16 +361,36 @@ static void choose_stretches(const select_call *c, const select_scratch *s, cons
 
 static int64_t panels_of(const select_call *c, int64_t n) { return ba_ceil_div(rows_of(c, n), c->lanes); }
 
+/* Lays out the memory of a call with this many workers. */
+static int64_t lay_out_call(select_call *c, int threads, char *base) {
+    const int64_t places = c->args->cu_q ? c->sequences + 1 : 0;
+    int64_t used = 0;
+    c->first_row = ba_take(base, &used, places * (int64_t)sizeof *c->first_row);
+    c->first_panel = ba_take(base, &used, places * (int64_t)sizeof *c->first_panel);
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    return used;
+}
+
+static void find_sequences(const select_call *c) {
+    if (!c->args->cu_q) return;
+    for (int64_t n = 0, row = 0, panel = 0; n <= c->sequences; n++) {
+        c->first_row[n] = row;
+        c->first_panel[n] = panel;
+        if (n == c->sequences) break;
+        row += rows_of(c, n);
+        panel += panels_of(c, n);
+    }
+}
+
 static void select_item(void *context, int64_t item, int worker) {
     const select_call *c = context;
     item_rows at = {0};
     at.head = item % c->list_heads;
     item /= c->list_heads;
     if (c->args->cu_q) {
-        for (int64_t here; item >= (here = panels_of(c, at.sequence)); at.sequence++) {
-            item -= here;
-            at.earlier += rows_of(c, at.sequence);
-        }
+        at.sequence = ba_sequence_at(c->first_panel, c->sequences, item);
+        at.earlier = c->first_row[at.sequence];
+        item -= c->first_panel[at.sequence];
     } else {
         at.sequence = item / panels_of(c, 0);
         item %= panels_of(c, 0);
@@ -521,7 +542,10 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     const int threads = ba_threads_of_call(args->num_threads, work, ba_work.small_products, panels * c.list_heads);
     select_scratch unused;
     c.scratch_bytes = lay_out_nsa_select(&c, NULL, &unused);
-    BA_TRY(ba_get_scratch(threads * c.scratch_bytes, &c.scratch));
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
+    lay_out_call(&c, threads, memory);
+    find_sequences(&c);
     const ba_status status = ba_parallel(threads, panels * c.list_heads, select_item, &c);
     ba_arena_release();
     return status;
