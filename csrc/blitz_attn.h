@@ -20,8 +20,9 @@
  * long as its comment says; nothing changes or frees the arrays before the function returns; and an output shares no memory with any other array of
  * its call, of which ba_append_kv() checks a part. Where one does, the results are undefined.
  *
- * Every function may be called from several threads at once. Inputs are never written. The caller owns all arrays and lists; the library keeps no
- * pointer to them.
+ * Every function may be called from several threads at once. A thread that calls one needs 128 KiB of stack, and more where its poll function (see
+ * ba_set_poll) does. The library keeps a small block of memory of its own for each thread that calls it, and frees it when the thread ends. Inputs
+ * are never written. The caller owns all arrays and lists; the library keeps no pointer to them.
  */
 #ifndef BLITZ_ATTN_H
 #define BLITZ_ATTN_H
@@ -43,7 +44,8 @@ BA_API const char *ba_last_error(void);
 
 /* ---- Tensors ----------------------------------------------------------------------------------------------- */
 
-BA_API int64_t ba_dtype_size(ba_dtype dtype); /* bytes per element */
+/* The functions that return a name return "unknown" for a number that is none of their enum. */
+BA_API int64_t ba_dtype_size(ba_dtype dtype); /* bytes per element; 0 for a number that is no dtype */
 BA_API const char *ba_dtype_name(ba_dtype dtype);
 
 typedef enum ba_layout {
@@ -443,9 +445,10 @@ BA_API const char *ba_num_threads_source(void); /* which of these rules decided,
 
 /* Makes long calls of this thread stoppable. While a call runs, the library calls `poll(context)` about ten times a second, in the thread
  * that made the call and with no lock held. When `poll` returns a value other than 0, all threads of the call stop within some milliseconds and
- * the call returns BA_INTERRUPTED. `poll` may itself call the library. With NULL, which every thread starts with, calls run to their end. */
+ * the call returns BA_INTERRUPTED. `poll` may itself call the library. With NULL, which every thread starts with, calls run to their end. Returns
+ * BA_ERROR_MEMORY, and sets nothing, where this is the thread's first call and there is no memory. */
 typedef int (*ba_poll_fn)(void *context);
-BA_API void ba_set_poll(ba_poll_fn poll, void *context);
+BA_API ba_status ba_set_poll(ba_poll_fn poll, void *context);
 
 BA_API const char *ba_isa_name(ba_isa level);
 BA_API int ba_isa_parse(const char *name);     /* the level of that name; -1: there is none */

@@ -15,7 +15,7 @@ typedef enum ba_status {
     BA_OK = 0,
     BA_ERROR_TYPE,   /* an argument has a dtype that the function does not take (Python: TypeError) */
     BA_ERROR_VALUE,  /* an argument has a wrong shape, or a value out of range (Python: ValueError) */
-    BA_ERROR_MEMORY, /* the system has no scratch memory to give (Python: MemoryError) */
+    BA_ERROR_MEMORY, /* the system has no memory to give (Python: MemoryError) */
     BA_ERROR_SYSTEM, /* the process was forked while the call ran, and this is the child (Python: RuntimeError) */
     BA_INTERRUPTED,  /* the poll function (ba_set_poll) stopped the call; its outputs are undefined (Python: the signal handler's exception) */
 } ba_status;

@@ -267,6 +267,25 @@ int main(void) {
     assert lines == ["0 ", "0 ", f"{1 if refused else 3} threads, 0"]
 
 
+def test_numbers_that_are_no_name(installed, tmp_path):
+    text = """
+int main(void) {
+    for (int n = 0; n < BA_DTYPE_COUNT; n++) printf("%s %d ", ba_dtype_name((ba_dtype)n), (int)ba_dtype_size((ba_dtype)n));
+    const int wrong[] = {-1, BA_DTYPE_COUNT, 99, 1 << 30};
+    for (int i = 0; i < 4; i++) {
+        const char *name = "none";
+        ba_isa level;
+        printf("\\n%s %d %s %s %d", ba_dtype_name((ba_dtype)wrong[i]), (int)ba_dtype_size((ba_dtype)wrong[i]), ba_layout_name((ba_layout)wrong[i]),
+               ba_isa_name((ba_isa)wrong[i]), ba_kernel_info((ba_isa)wrong[i], 0, &name, &level));
+    }
+    printf("\\n%d", ba_isa_parse("toy"));
+    return 0;
+}
+"""
+    sizes = "float32 4 float16 2 bfloat16 2 float64 8 uint16 2 int16 2 int32 4 int64 8 int8 1 float8_e4m3 1 bool 1 "
+    assert output_of(installed, tmp_path, text) == [sizes, *["unknown 0 unknown unknown 0"] * 4, "-1"]
+
+
 def test_lists_hold_the_columns_that_are_kept(installed, tmp_path):
     text = """
 static int64_t kept[1 << 10];

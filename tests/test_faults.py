@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -192,6 +193,40 @@ def test_each_allocation_fails_once(name, threads):
     lost_now, report = lost()
     assert lost_now <= lost_before, report
     assert (failures > 0) == (name not in BY_NUMPY + SMALL_NUMBERS)
+
+
+def in_a_thread(call):
+    """What `call` returns in a thread that makes its first call, or the exception that it raises."""
+    results = []
+
+    def keep():
+        try:
+            results.append(call())
+        except MemoryError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@injected
+@pytest.mark.parametrize("name", ["block_sparse_attention", "merge_states"])
+def test_each_allocation_of_a_threads_first_call_fails_once(name):
+    operation = operations(4)[name]
+    right = right_results(operation)
+    sentences = set()
+    for n in range(1, 1000):
+        fill(operation)
+        result, error, reached = in_a_thread(lambda n=n: attempt(operation, n))
+        if not reached:
+            check_right(operation, result, right)
+            break
+        assert isinstance(error, MemoryError), f"allocation {n}: {error!r}"
+        sentences.add(str(error))
+        check_right(operation, in_a_thread(operation.call), right)
+    assert "thread: expected memory for what the library keeps of this thread, got none" in sentences
 
 
 class Empty:

@@ -2,6 +2,7 @@
 GIL is free while kernels run."""
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import sabi, testing
+from blitz_attn import _core, sabi, testing
 from cases import same_bits
 from interpreters import python
 
@@ -210,3 +211,70 @@ def test_tiny_call(record_property):
     record_property("microseconds", round(best * 1e6, 2))
     print(f"tiny call: {best * 1e6:.2f} microseconds")
     assert best < 500e-6
+
+
+# ---- Threads without much memory ----------------------------------------------------------------------------------
+
+FIRST_CALL = """
+import ctypes, os, resource, threading
+import numpy as np
+import blitz_attn
+q = np.zeros((1, 2, 1500, 64), np.float32)
+out = np.empty_like(q)
+malloc = ctypes.CDLL(None).malloc
+malloc.restype = ctypes.c_void_p
+
+def call():
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+    for size in (1 << 20, 1 << 16, 1 << 12, 1 << 10, 800):
+        while malloc(size):
+            pass
+    try:
+        blitz_attn.block_sparse_attention(q, q, q, out=out)
+        os.write(1, b"result\\n")
+    except MemoryError:
+        os.write(1, b"MemoryError\\n")
+
+child = os.fork()
+if not child:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit of addresses")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs more than the limit leaves")
+@pytest.mark.skipif(hasattr(_core, "_fail_allocation"), reason="this build counts by variables of the thread, which the system allocates")
+def test_first_call_of_a_thread_without_memory():
+    """What the library keeps of a thread is memory like any other: glibc would end the process where it lacks memory for thread-local variables."""
+    assert python("-c", FIRST_CALL) in ("MemoryError\n0", "result\n0")
+
+
+SMALL_STACK = """
+import threading
+from cases_operations import operations
+import blitz_attn
+
+def call():
+    for level in blitz_attn.isa_levels():
+        with blitz_attn.isa(level):
+            for operation in operations().values():
+                operation.call()
+    print("done")
+
+threading.stack_size(128 << 10)
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs a larger stack")
+def test_small_stack_of_a_caller():
+    """As much as the header says that a calling thread needs."""
+    assert python("-c", SMALL_STACK) == "done"

@@ -18,13 +18,15 @@ void *ba_arena_get(size_t bytes);
  * calls do not ask the system for memory. */
 void ba_arena_release(void);
 
-/* While a call polls, a handler of the program may make further calls in the same thread. The call puts its arena aside before it polls and
- * puts it back afterwards, which frees the arena that those calls may have left. */
 typedef struct ba_arena {
     void *data;
     size_t bytes;
 } ba_arena;
-ba_arena ba_arena_put_aside(void);
-void ba_arena_put_back(ba_arena arena);
+
+/* While a call polls, a handler of the program may make further calls in the same thread. The call puts its arena aside before it polls and
+ * puts it back afterwards, which frees the arena that those calls may have left. */
+struct ba_thread;
+ba_arena ba_arena_put_aside(struct ba_thread *thread);
+void ba_arena_put_back(struct ba_thread *thread, ba_arena arena);
 
 #endif

@@ -22,6 +22,7 @@
 #include "core/common.h"
 #include "core/cpu.h"
 #include "core/status.h"
+#include "core/thread.h"
 
 #ifdef __aarch64__
 #define LEVELS "portable, neon, neon_bf16"
@@ -219,16 +220,19 @@ ba_status ba_isa_set_cap(ba_isa level) {
 }
 
 const char *ba_isa_note(void) {
-    static _Thread_local char note[384];
     const ba_isa detected = ba_isa_detected();
+    ba_thread *const thread = ba_thread_make();
+    if (!thread) return level_names[ba_isa_active()];
+    char *const note = thread->note;
+    const size_t size = sizeof thread->note;
     const int cap = atomic_load(&cap_level);
     if (environment_note[0] && cap == BA_ISA_COUNT - 1) return environment_note; /* unless ba_isa_set_cap() has replaced what it speaks of */
     if (cap < (int)detected)
-        snprintf(note, sizeof note, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
+        snprintf(note, size, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
     else if (cap < BA_ISA_COUNT - 1 && cap > (int)detected)
-        snprintf(note, sizeof note, "%s: the highest in use on this CPU; the cap %s is above it", level_names[detected], level_names[cap]);
-    else if (refusal_note[0]) snprintf(note, sizeof note, "%s: %s", level_names[detected], refusal_note);
-    else snprintf(note, sizeof note, "%s: the highest that this CPU and this build have", level_names[detected]);
+        snprintf(note, size, "%s: the highest in use on this CPU; the cap %s is above it", level_names[detected], level_names[cap]);
+    else if (refusal_note[0]) snprintf(note, size, "%s: %s", level_names[detected], refusal_note);
+    else snprintf(note, size, "%s: the highest that this CPU and this build have", level_names[detected]);
     return note;
 }
 

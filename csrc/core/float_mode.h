@@ -42,27 +42,25 @@ static inline void ba_set_float_mode(ba_float_mode mode) { (void)mode; }
 
 #endif
 
-/* The mode of the program where this thread is in the usual mode in its place, else the usual mode. */
-extern _Thread_local ba_float_mode ba_program_float_mode;
-
 typedef struct ba_mode_change {
-    ba_float_mode before, program; /* the register and ba_program_float_mode, as they were */
+    ba_float_mode before, program; /* the register, and what the library knew of the program's mode (thread.h), as they were */
+    bool known;                    /* whether the library keeps anything of this thread */
 } ba_mode_change;
 
 static inline bool ba_is_usual_mode(ba_float_mode mode) { return (mode & ~BA_FLOAT_FLAGS) == BA_USUAL_FLOAT_MODE; }
 
+/* The same where the mode is not the usual one. */
+ba_mode_change ba_change_float_mode(ba_float_mode before);
+void ba_restore_float_mode(const ba_mode_change *change);
+
 static inline ba_mode_change ba_enter_usual_mode(void) {
-    ba_mode_change change = {.before = ba_get_float_mode()};
-    if (ba_is_usual_mode(change.before)) return change;
-    change.program = ba_program_float_mode;
-    ba_program_float_mode = change.before;
-    ba_set_float_mode(BA_USUAL_FLOAT_MODE);
-    return change;
+    const ba_float_mode before = ba_get_float_mode();
+    return ba_is_usual_mode(before) ? (ba_mode_change){.before = before} : ba_change_float_mode(before);
 }
 
 static inline void ba_leave_usual_mode(const ba_mode_change *change) {
-    if (ba_get_float_mode() != change->before) ba_set_float_mode(change->before);
-    if (!ba_is_usual_mode(change->before)) ba_program_float_mode = change->program;
+    if (!ba_is_usual_mode(change->before)) ba_restore_float_mode(change);
+    else if (ba_get_float_mode() != change->before) ba_set_float_mode(change->before);
 }
 
 /* The usual mode until the end of the block that this stands in, then the mode as it was, flags included. Where the mode is the usual one already,

@@ -19,6 +19,7 @@
 #include "core/faults.h"
 #include "core/float_mode.h"
 #include "core/status.h"
+#include "core/thread.h"
 
 /* ---- The pool ------------------------------------------------------------------------------------------------
  *
@@ -37,7 +38,7 @@ static struct {
     ba_item_fn fn;
     void *context;
     int64_t items;
-    struct stopper *stopper; /* NULL: nothing can stop the job */
+    struct ba_stopper *stopper; /* NULL: nothing can stop the job */
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static _Atomic int64_t next_item;
@@ -48,21 +49,12 @@ static _Atomic int64_t next_item;
 
 /* The state of one job that can be stopped. It lies in the stack frame of the job's caller. All threads of the job read the flag; only the
  * caller polls. */
-typedef struct stopper {
+typedef struct ba_stopper {
     _Atomic bool raised; /* the job must stop */
     bool forked;         /* the poll function forked the process, and this is the child, where the job's workers do not exist */
-} stopper;
+} ba_stopper;
 
-static _Thread_local struct {
-    ba_poll_fn fn; /* NULL: nothing can stop this thread's jobs */
-    void *context;
-    stopper *job; /* the job that this thread polls for; NULL: none */
-    int checks;   /* calls of ba_stopped() since the clock was last read */
-    int64_t
-        next; /* when the poll function is due, in nanoseconds; 0: not known yet. A call of many short jobs goes on with it from one to the next */
-} poll;
-static _Thread_local stopper *joined; /* the stopper of the job that this thread takes part in; NULL: no job, or one that nothing can stop */
-static int forks;                     /* times that this process and its ancestors were forked since the library was loaded */
+static int forks; /* times that this process and its ancestors were forked since the library was loaded */
 
 static int64_t now(void) {
     struct timespec t;
@@ -70,56 +62,60 @@ static int64_t now(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-void ba_set_poll(ba_poll_fn fn, void *context) {
-    poll.fn = fn;
-    poll.context = context;
-    poll.checks = 0;
-    poll.next = 0;
+ba_status ba_set_poll(ba_poll_fn fn, void *context) {
+    ba_thread *const thread = fn ? ba_thread_make() : ba_thread_find();
+    if (!thread) return fn ? ba_fail(BA_ERROR_MEMORY, BA_NO_THREAD) : BA_OK;
+    thread->poll.fn = fn;
+    thread->poll.context = context;
+    thread->poll.checks = 0;
+    thread->poll.next = 0;
+    return BA_OK;
 }
 
-/* Calls the poll function if it is due, in the program's mode of floating-point numbers. That function may run a handler of the program, which may
- * call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
-static void poll_if_due(stopper *job) {
+/* Calls the poll function of the job's caller, which is this thread, if it is due, in the program's mode of floating-point numbers. That function may
+ * run a handler of the program, which may call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
+static void poll_if_due(ba_thread *thread, ba_stopper *job) {
     const int64_t time = now();
-    if (poll.next == 0) poll.next = time + POLL_NANOSECONDS;
-    if (time < poll.next) return;
-    const ba_poll_fn fn = poll.fn;
-    void *const context = poll.context;
+    if (thread->poll.next == 0) thread->poll.next = time + POLL_NANOSECONDS;
+    if (time < thread->poll.next) return;
+    const ba_poll_fn fn = thread->poll.fn;
+    void *const context = thread->poll.context;
     const int forks_before = forks;
-    const ba_arena arena = ba_arena_put_aside();
-    poll.fn = NULL;
-    poll.job = joined = NULL;
-    ba_set_float_mode(ba_program_float_mode);
+    const ba_arena arena = ba_arena_put_aside(thread);
+    thread->poll.fn = NULL;
+    thread->poll.job = thread->joined = NULL;
+    ba_set_float_mode(thread->program_mode);
     const int stop = fn(context);
     ba_set_float_mode(BA_USUAL_FLOAT_MODE);
-    poll.fn = fn;
-    poll.context = context;
-    poll.job = joined = job;
-    ba_arena_put_back(arena);
+    thread->poll.fn = fn;
+    thread->poll.context = context;
+    thread->poll.job = thread->joined = job;
+    ba_arena_put_back(thread, arena);
     job->forked |= forks != forks_before;
     if (stop || job->forked) atomic_store_explicit(&job->raised, true, memory_order_relaxed);
-    poll.next = now() + POLL_NANOSECONDS;
+    thread->poll.next = now() + POLL_NANOSECONDS;
 }
 
 bool ba_stopped(void) {
     enum { CHECKS_PER_POLL = 16 }; /* reading the clock costs more than reading the flag */
-    stopper *const job = joined;
+    ba_thread *const thread = ba_thread_find();
+    ba_stopper *const job = thread ? thread->joined : NULL;
     if (!job) return false;
-    if (job == poll.job && ++poll.checks >= CHECKS_PER_POLL) {
-        poll.checks = 0;
-        poll_if_due(job);
+    if (job == thread->poll.job && ++thread->poll.checks >= CHECKS_PER_POLL) {
+        thread->poll.checks = 0;
+        poll_if_due(thread, job);
     }
     return atomic_load_explicit(&job->raised, memory_order_relaxed);
 }
 
-static void open_job(stopper *job) {
-    if (!poll.fn) return;
-    poll.job = joined = job;
-    if (poll.next != 0) poll_if_due(job); /* not in the first job of a call, which may be the only one, and short */
+static void open_job(ba_thread *thread, ba_stopper *job) {
+    if (!thread->poll.fn) return;
+    thread->poll.job = thread->joined = job;
+    if (thread->poll.next != 0) poll_if_due(thread, job); /* not in the first job of a call, which may be the only one, and short */
 }
 
-static ba_status close_job(const stopper *job) {
-    poll.job = joined = NULL;
+static ba_status close_job(ba_thread *thread, const ba_stopper *job) {
+    thread->poll.job = thread->joined = NULL;
     if (job->forked)
         return ba_fail(BA_ERROR_SYSTEM, "a signal handler forked the process while the call ran: the outputs are undefined in the child");
     return atomic_load(&job->raised) ? ba_fail(BA_INTERRUPTED, "interrupted: the outputs are undefined") : BA_OK;
@@ -155,7 +151,15 @@ static void *worker_main(void *unused) {
     (void)unused;
     ba_set_float_mode(BA_USUAL_FLOAT_MODE);
     uint64_t seen = 0;
+    ba_thread own = {0};
+    const bool adopted = ba_thread_adopt(&own);
     pthread_mutex_lock(&pool.lock);
+    if (!adopted) { /* it takes part in no job */
+        pool.workers--;
+        pthread_mutex_unlock(&pool.lock);
+        return NULL;
+    }
+    ba_thread *const thread = ba_thread_find();
     for (;;) {
         if (pool.generation == seen || pool.places == 0) {
             seen = pool.generation;
@@ -174,10 +178,10 @@ static void *worker_main(void *unused) {
         const ba_item_fn fn = pool.fn;
         void *context = pool.context;
         const int64_t items = pool.items;
-        joined = pool.stopper;
+        thread->joined = pool.stopper;
         pthread_mutex_unlock(&pool.lock);
         take_items(fn, context, items, worker);
-        joined = NULL;
+        thread->joined = NULL;
         pthread_mutex_lock(&pool.lock);
         if (--pool.running == 0) pthread_cond_signal(&pool.done);
     }
@@ -224,9 +228,9 @@ static void grow(int workers) {
 
 /* Waits until all workers have left the job. Called with the lock held, and releases it. Where the job can be stopped, the caller polls
  * while it waits. */
-static void wait_for_workers(void) {
+static void wait_for_workers(ba_thread *thread) {
     while (pool.running > 0) {
-        if (!joined) {
+        if (!thread->joined) {
             pthread_cond_wait(&pool.done, &pool.lock);
             continue;
         }
@@ -237,8 +241,8 @@ static void wait_for_workers(void) {
         until.tv_nsec %= 1000000000;
         if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;
         pthread_mutex_unlock(&pool.lock); /* the poll function may call this library, which takes this lock */
-        poll_if_due(joined);
-        if (joined->forked) return;
+        poll_if_due(thread, thread->joined);
+        if (thread->joined->forked) return;
         pthread_mutex_lock(&pool.lock);
     }
     pthread_mutex_unlock(&pool.lock);
@@ -246,13 +250,15 @@ static void wait_for_workers(void) {
 
 ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) {
     BA_IN_USUAL_MODE;
-    stopper job = {0};
-    open_job(&job);
+    ba_thread *const thread = ba_thread_make();
+    if (!thread) return ba_fail(BA_ERROR_MEMORY, BA_NO_THREAD);
+    ba_stopper job = {0};
+    open_job(thread, &job);
     threads = (int)ba_min(threads, items);
     if (threads > 1) pthread_once(&fork_handler, register_fork_handler); /* before any lock is taken, or a child could find it locked */
     if (threads <= 1 || !children_are_reset || pthread_mutex_trylock(&pool.owner) != 0) {
         for (int64_t item = 0; item < items && !ba_stopped(); item++) fn(context, item, 0);
-        return close_job(&job);
+        return close_job(thread, &job);
     }
     pthread_mutex_lock(&pool.lock);
     grow(threads - 1);
@@ -260,7 +266,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
     pool.fn = fn;
     pool.context = context;
     pool.items = items;
-    pool.stopper = joined;
+    pool.stopper = thread->joined;
     pool.places = threads - 1;
     pool.next_worker = 1;
     pool.generation++;
@@ -273,10 +279,10 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
     if (!job.forked) {
         pthread_mutex_lock(&pool.lock);
         pool.places = 0;
-        wait_for_workers();
+        wait_for_workers(thread);
     }
     if (!job.forked) pthread_mutex_unlock(&pool.owner); /* in a forked child this lock is new, and nobody holds it */
-    return close_job(&job);
+    return close_job(thread, &job);
 }
 
 void ba_pause(int spins) {

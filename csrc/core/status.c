@@ -1,16 +1,28 @@
 #include "core/status.h"
 
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 
-static _Thread_local char last_error[512] = "no error";
+#include "core/thread.h"
 
-const char *ba_last_error(void) { return last_error; }
+static _Atomic bool refused; /* whether any thread had no memory for a sentence */
+
+const char *ba_last_error(void) {
+    const ba_thread *const thread = ba_thread_find();
+    if (thread && thread->error[0]) return thread->error;
+    return !thread && atomic_load_explicit(&refused, memory_order_relaxed) ? BA_NO_THREAD : "no error";
+}
 
 ba_status ba_fail(ba_status code, const char *format, ...) {
+    ba_thread *const thread = ba_thread_make();
+    if (!thread) {
+        atomic_store_explicit(&refused, true, memory_order_relaxed);
+        return BA_ERROR_MEMORY;
+    }
     va_list args;
     va_start(args, format);
-    vsnprintf(last_error, sizeof last_error, format, args);
+    vsnprintf(thread->error, sizeof thread->error, format, args);
     va_end(args);
     return code;
 }
@@ -21,10 +33,14 @@ int64_t ba_dtype_size(ba_dtype dtype) {
     case BA_INT32: return 4;
     case BA_FLOAT64:
     case BA_INT64: return 8;
+    case BA_FLOAT16:
+    case BA_BFLOAT16:
+    case BA_UINT16:
+    case BA_INT16: return 2;
     case BA_INT8:
     case BA_FLOAT8_E4M3:
     case BA_BOOL: return 1;
-    default: return 2;
+    default: return 0;
     }
 }
 

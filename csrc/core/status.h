@@ -5,7 +5,8 @@
 #include "blitz_attn.h"
 
 /* Stores the sentence for this thread's ba_last_error() and returns `code`, as in
- * `return ba_fail(BA_ERROR_VALUE, "q: expected ..., got ...", ...)`. Sentences longer than 511 bytes are cut. */
+ * `return ba_fail(BA_ERROR_VALUE, "q: expected ..., got ...", ...)`. Sentences longer than 511 bytes are cut. Where the system has no memory for the
+ * thread's sentence, it returns BA_ERROR_MEMORY, and ba_last_error() says so. */
 ba_status ba_fail(ba_status code, const char *format, ...) __attribute__((format(printf, 2, 3), cold));
 
 /* Returns the status of `expression` from the function that this stands in, unless it is BA_OK. */

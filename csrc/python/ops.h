@@ -76,8 +76,8 @@ void leave_function(const int *unused);
 #define INTERRUPTIBLE(status, call)                                                                                                                  \
     do {                                                                                                                                             \
         PyThreadState *thread_state = PyEval_SaveThread();                                                                                           \
-        ba_set_poll(run_signal_handlers, &thread_state);                                                                                             \
-        status = (call);                                                                                                                             \
+        status = ba_set_poll(run_signal_handlers, &thread_state);                                                                                    \
+        if (status == BA_OK) status = (call);                                                                                                        \
         ba_set_poll(NULL, NULL);                                                                                                                     \
         PyEval_RestoreThread(thread_state);                                                                                                          \
     } while (0)

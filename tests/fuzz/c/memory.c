@@ -99,7 +99,7 @@ static double from_float16(uint16_t bits) {
 
 static void fill(char *to, ba_dtype dtype, size_t bytes) {
     const size_t size = (size_t)ba_dtype_size(dtype);
-    for (size_t at = 0; at + size <= bytes; at += size) {
+    for (size_t at = 0; size > 0 && at + size <= bytes; at += size) {
         const float value = dtype <= BA_FLOAT64 ? next_value() : 0;
         uint32_t bits;
         memcpy(&bits, &value, sizeof bits);

@@ -30,7 +30,7 @@ static ba_status set(const void *args) {
         expect_text(ba_dtype_name((ba_dtype)n));
         expect_text(ba_layout_name((ba_layout)n));
         expect_text(ba_isa_name((ba_isa)n));
-        if (ba_dtype_size((ba_dtype)n) < 1) fz_fail("expected a size, got none");
+        if ((ba_dtype_size((ba_dtype)n) > 0) != (n >= 0 && n < BA_DTYPE_COUNT)) fz_fail("expected a size of every dtype and of no other number");
         break;
     case 5:
         for (int i = 0; i < 15; i++) word[i] = (char)fz_range(0, 255);
