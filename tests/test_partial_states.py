@@ -187,8 +187,9 @@ def test_refused_sums():
         blitz_attn.block_sparse_attention_backward(*call, grads=(None, wide[0], None), accumulate=True)
     with pytest.raises(TypeError, match="dk: expected dtype float32, got float16"):
         blitz_attn.block_sparse_attention_backward(*call, grads=(None, k.copy(), wide[1]), accumulate=True)
-    with pytest.raises(TypeError, match="accumulate: expected True or False, got"):
-        blitz_attn.block_sparse_attention_backward(*call, grads=(None, *wide), accumulate="yes")
+    for flag in ("yes", None):
+        with pytest.raises(TypeError, match=f"accumulate: expected True or False, got {type(flag).__name__}"):
+            blitz_attn.block_sparse_attention_backward(*call, grads=(None, *wide), accumulate=flag)
 
 
 def test_reference_adds():

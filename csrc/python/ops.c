@@ -261,7 +261,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
     if (read_block_sparse(state, values, values + BACKWARD_q_begin, values + BACKWARD_cu_rows, &call, &bits_as) < 0 ||
         read_softcap(values[BACKWARD_softcap], &call.args) < 0)
         goto done;
-    if (values[BACKWARD_accumulate] != Py_None && arg_flag(values[BACKWARD_accumulate], "accumulate", &a.accumulate) < 0) goto done;
+    if (arg_flag(values[BACKWARD_accumulate], "accumulate", &a.accumulate) < 0) goto done;
     for (int i = 1; i < GRADIENTS && a.accumulate; i++)
         if (values[BACKWARD_dq + i] == Py_None) {
             PyErr_Format(PyExc_ValueError, "%s: expected an array to add to with accumulate=True, got None", output_names[i]);
