@@ -77,12 +77,12 @@ def test_what_is_read_of_a_cache_is_what_a_dynamic_cache_has(kind):
     config = getattr(transformers, f"{kind}Config")(**options)
     ours, theirs = caches = paged_cache(config, page_size=4), transformers.DynamicCache(config=config)
     assert any(isinstance(layer, PagedLayer) for layer in ours.layers)
-    assert all(callable(getattr(ours, name)) for name in METHODS)
+    assert all(callable(getattr(ours, name)) for name in METHODS if hasattr(theirs, name))  # older versions have fewer
     rng = random.Random(0)
     for name, change in CHANGES.items():
         change(caches, rng)
         for what, read in READ.items():
-            assert read(ours) == read(theirs), (name, what)
+            assert not (what in ("iter", "len") or hasattr(theirs, what)) or read(ours) == read(theirs), (name, what)
         for a, b in zip(ours.layers, theirs.layers, strict=True):
             for what in READ_OF_LAYER:
                 assert getattr(a, what, None) == getattr(b, what, None) or name == "reset", (name, what)
