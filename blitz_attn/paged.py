@@ -472,6 +472,12 @@ def append_paged_kv(
         An argument of the wrong kind, shape or range, two tokens for one slot, or a NaN or an infinity for an 8-bit cache.
         Nothing has been written then.
 
+    Notes
+    -----
+    A call that Ctrl-C or another signal handler interrupts has written the slots of some of the new tokens, and no other slots: the tokens
+    before are as they were. The summaries of blocks that get new tokens may not fit these blocks. The same call again completes it, and
+    leaves what an uninterrupted call does.
+
     Examples
     --------
     >>> import numpy as np

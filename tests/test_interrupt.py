@@ -71,6 +71,46 @@ def test_ctrl_c_ends_a_call(name, threads):
     assert words[2] == "True"
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_interrupted_append_can_be_repeated(threads):
+    """An interrupted call has written to slots of new tokens and to summaries of their blocks alone, and the same call completes it."""
+    program = """
+        tokens, before, page, rows = 600000, 1000, 16, 64
+        pages = (before + tokens) // page + 100
+        x = rng.standard_normal((tokens, 1, 32), dtype=np.float32)
+        table = rng.permutation(pages).astype(np.int32)[None]
+        summary_pages = pages // rows + 2
+        def arrays():
+            caches = [np.full((pages, page, 1, 32), 7, np.int8) for _ in range(2)]
+            scales = [np.full((pages, page, 1), 7, np.float32) for _ in range(2)]
+            return [*caches, *scales, *(np.full((summary_pages, rows, 1, 32), 7, np.float32) for _ in range(3))]
+        def append(k_cache, v_cache, k_scale, v_scale, *summaries):
+            names = ("maxblocks", "minblocks", "meanblocks")
+            ba.append_paged_kv(
+                x, x, k_cache, v_cache, block_tables=table, seq_lens=[before + tokens], q_lens=[tokens], k_scale=k_scale, v_scale=v_scale,
+                metadata_block_tables=np.arange(summary_pages)[None], num_threads=threads, **dict(zip(names, summaries)),
+            )
+        expected = arrays()
+        append(*expected)
+        written = [now != 7 for now in expected]
+        partial, right = 0, True
+        for at in (0.02, 0.15, 0.3):
+            got = arrays()
+            signal.signal(signal.SIGPROF, signal.default_int_handler)
+            try:
+                signal.setitimer(signal.ITIMER_PROF, at)
+                append(*got)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            except KeyboardInterrupt:
+                partial += not np.array_equal(got[1], expected[1])
+            right &= all((now[~where] == 7).all() for now, where in zip(got, written))
+            append(*got)
+            right &= all(np.array_equal(now, full) for now, full in zip(got, expected))
+        print(partial > 0, right)
+    """
+    assert run(program, threads=threads).split() == ["True", "True"]
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_call_goes_on_after_a_handler_that_does_not_raise(threads):
     """Its result is right. A handler may make calls of its own, whose results are right, too.

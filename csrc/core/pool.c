@@ -46,6 +46,9 @@ static _Atomic int64_t next_item;
 /* ---- Stopping a job ------------------------------------------------------------------------------------------- */
 
 #define POLL_NANOSECONDS 100000000
+/* Checks between which more time than this passes each read the clock; of others one in 16 does, because reading the clock costs more than reading
+ * the flag. */
+#define RARE_NANOSECONDS 1000000
 
 /* The state of one job that can be stopped. It lies in the stack frame of the job's caller. All threads of the job read the flag; only the
  * caller polls. */
@@ -67,16 +70,17 @@ ba_status ba_set_poll(ba_poll_fn fn, void *context) {
     if (!thread) return fn ? ba_fail(BA_ERROR_MEMORY, BA_NO_THREAD) : BA_OK;
     thread->poll.fn = fn;
     thread->poll.context = context;
-    thread->poll.checks = 0;
-    thread->poll.next = 0;
+    thread->poll.checks = 2; /* the first is that before the first item */
     return BA_OK;
 }
 
 /* Calls the poll function of the job's caller, which is this thread, if it is due, in the program's mode of floating-point numbers. That function may
  * run a handler of the program, which may call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
 static void poll_if_due(ba_thread *thread, ba_stopper *job) {
+    enum { CHECKS_PER_READ = 16 };
     const int64_t time = now();
-    if (thread->poll.next == 0) thread->poll.next = time + POLL_NANOSECONDS;
+    thread->poll.checks = time - thread->poll.read > RARE_NANOSECONDS ? 1 : CHECKS_PER_READ;
+    thread->poll.read = time;
     if (time < thread->poll.next) return;
     const ba_poll_fn fn = thread->poll.fn;
     void *const context = thread->poll.context;
@@ -97,21 +101,15 @@ static void poll_if_due(ba_thread *thread, ba_stopper *job) {
 }
 
 bool ba_stopped(void) {
-    enum { CHECKS_PER_POLL = 16 }; /* reading the clock costs more than reading the flag */
     ba_thread *const thread = ba_thread_find();
     ba_stopper *const job = thread ? thread->joined : NULL;
     if (!job) return false;
-    if (job == thread->poll.job && ++thread->poll.checks >= CHECKS_PER_POLL) {
-        thread->poll.checks = 0;
-        poll_if_due(thread, job);
-    }
+    if (job == thread->poll.job && --thread->poll.checks <= 0) poll_if_due(thread, job);
     return atomic_load_explicit(&job->raised, memory_order_relaxed);
 }
 
 static void open_job(ba_thread *thread, ba_stopper *job) {
-    if (!thread->poll.fn) return;
-    thread->poll.job = thread->joined = job;
-    if (thread->poll.next != 0) poll_if_due(thread, job); /* not in the first job of a call, which may be the only one, and short */
+    if (thread->poll.fn) thread->poll.job = thread->joined = job;
 }
 
 static ba_status close_job(ba_thread *thread, const ba_stopper *job) {
@@ -236,7 +234,7 @@ static void wait_for_workers(ba_thread *thread) {
         }
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += POLL_NANOSECONDS;
+        until.tv_nsec += POLL_NANOSECONDS / 4; /* of which one ends soon after the time of the next poll */
         until.tv_sec += until.tv_nsec / 1000000000;
         until.tv_nsec %= 1000000000;
         if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;
@@ -282,6 +280,16 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
         wait_for_workers(thread);
     }
     if (!job.forked) pthread_mutex_unlock(&pool.owner); /* in a forked child this lock is new, and nobody holds it */
+    return close_job(thread, &job);
+}
+
+ba_status ba_look_for_stop(void) {
+    ba_thread *const thread = ba_thread_find();
+    if (!thread || !thread->poll.fn) return BA_OK;
+    BA_IN_USUAL_MODE;
+    ba_stopper job = {0};
+    open_job(thread, &job);
+    poll_if_due(thread, &job);
     return close_job(thread, &job);
 }
 

@@ -24,6 +24,19 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
  * returns early; so does every loop that waits for another item. */
 bool ba_stopped(void);
 
+/* For a loop outside of jobs that may take longer than some milliseconds: returns BA_INTERRUPTED where the caller's poll function stopped the call.
+ * ba_look_at_turn() does so in every 2^16-th turn of the loop, turn i, so that short loops do not look. */
+ba_status ba_look_for_stop(void) __attribute__((warn_unused_result));
+enum { BA_TURNS_PER_LOOK = 1 << 16 };
+static inline ba_status ba_look_at_turn(int64_t i) { return i % BA_TURNS_PER_LOOK == BA_TURNS_PER_LOOK - 1 ? ba_look_for_stop() : BA_OK; }
+
+/* The same for a loop whose turns differ in length: adds n to the count of steps. */
+static inline ba_status ba_look_after(int64_t *steps, int64_t n) {
+    const int64_t before = *steps / BA_TURNS_PER_LOOK;
+    *steps += n;
+    return *steps / BA_TURNS_PER_LOOK != before ? ba_look_for_stop() : BA_OK;
+}
+
 /* Called by a loop that waits for another thread of the same job, with the number of times that it has waited so far: pauses for a moment;
  * after 256 spins it yields the CPU to other threads. */
 void ba_pause(int spins);

@@ -20,8 +20,9 @@ typedef struct ba_thread {
         ba_poll_fn fn; /* NULL: nothing can stop this thread's jobs */
         void *context;
         struct ba_stopper *job; /* the job that this thread polls for; NULL: none */
-        int checks;             /* calls of ba_stopped() since the clock was last read */
-        int64_t next;           /* when the poll function is due, in nanoseconds, for all jobs of a call; 0: not known yet */
+        int checks;             /* calls of ba_stopped() until the clock is read */
+        int64_t read, next;     /* nanoseconds: when the clock was last read, and when fn is called next. They outlive jobs and calls: many may follow
+                                 * one another, none of which takes as long as the time between two polls */
     } poll;
     ba_float_mode program_mode; /* in which the poll function is called: that of the program, in whose place this thread may be in the usual mode */
     struct ba_stopper *joined;  /* of the job that this thread takes part in; NULL: no job, or one that nothing can stop */

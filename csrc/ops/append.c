@@ -6,6 +6,7 @@
 
 #include "core/faults.h"
 #include "core/float_mode.h"
+#include "core/pool.h"
 #include "core/status.h"
 #include "ops/check.h"
 #include "ops/kv_cache.h"
@@ -104,7 +105,9 @@ static ba_status slots_by_tables(const ba_page_tables *t, bool planned, const ba
         if (count > t->seq_lens[b])
             return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
                            t->seq_lens[b], count, b);
+        BA_TRY(ba_look_at_turn(b));
         for (int64_t i = t->seq_lens[b] - count; i < t->seq_lens[b]; i++) {
+            BA_TRY(ba_look_at_turn(n));
             const int64_t page = pages[i / c->page_size];
             if (page < 0 || page >= c->pages) return ba_refuse_page(page, c->pages, i / c->page_size, b);
             slots[n++] = page * c->page_size + i % c->page_size;
@@ -114,17 +117,23 @@ static ba_status slots_by_tables(const ba_page_tables *t, bool planned, const ba
 }
 
 static ba_status check_slots(const int64_t *slots, int64_t tokens, int64_t available) {
-    for (int64_t i = 0; i < tokens; i++)
+    for (int64_t i = 0; i < tokens; i++) {
+        BA_TRY(ba_look_at_turn(i));
         if (slots[i] < -1 || slots[i] >= available)
             return ba_fail(BA_ERROR_VALUE, "slot_mapping: expected slots from 0 to %" PRId64 ", or -1 for none, got %" PRId64 " at [%" PRId64 "]",
                            available - 1, slots[i], i);
+    }
     return BA_OK;
 }
 
 /* Checks that no two tokens have the same slot, with a hash table of `size` entries, a power of two above `tokens`. */
 static ba_status check_distinct(const char *name, const int64_t *slots, int64_t tokens, int64_t *table, int64_t size) {
-    for (int64_t i = 0; i < size; i++) table[i] = -1;
+    for (int64_t i = 0; i < size; i++) {
+        BA_TRY(ba_look_at_turn(i));
+        table[i] = -1;
+    }
     for (int64_t i = 0; i < tokens; i++) {
+        BA_TRY(ba_look_at_turn(i));
         if (slots[i] < 0) continue;
         int64_t at = (int64_t)((uint64_t)slots[i] * 0x9e3779b97f4a7c15u >> 32) & (size - 1);
         for (; table[at] >= 0; at = (at + 1) & (size - 1))

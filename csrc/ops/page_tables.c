@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/faults.h"
+#include "core/pool.h"
 #include "core/status.h"
 #include "ops/check.h"
 #include "ops/problem.h"
@@ -25,6 +26,7 @@ static ba_status check_requests(const ba_paged_args *args, int64_t page_size, in
                            tables->dims[0], indptr[b], indptr[b + 1], b);
     if (!seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     for (int64_t b = 0; b < args->batch; b++) {
+        BA_TRY(ba_look_at_turn(b));
         const int64_t width = indptr ? indptr[b + 1] - indptr[b] : tables->dims[1];
         if (seq_lens[b] > BA_MOST_TOKENS)
             return ba_fail(BA_ERROR_VALUE, "seq_lens: expected lengths of at most %d tokens, got %" PRId64 " at [%" PRId64 "]", BA_MOST_TOKENS,
@@ -46,6 +48,7 @@ ba_status ba_check_queries(const int64_t *cu_q, const int64_t *seq_lens, const i
     if (all >= 0 && cu_q[batch] != all)
         return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to q's %" PRId64 " tokens, got %" PRId64, all, cu_q[batch]);
     for (int64_t b = 0; b < batch; b++) {
+        BA_TRY(ba_look_at_turn(b));
         if (__builtin_sub_overflow(cu_q[b + 1], cu_q[b], &queries))
             return ba_fail(BA_ERROR_VALUE, "cu_q: expected numbers that rise by at most 2**63 - 1, got %" PRId64 " after %" PRId64, cu_q[b + 1],
                            cu_q[b]);
@@ -71,31 +74,47 @@ DEFINE_COPY_PAGES(int32_t)
 DEFINE_COPY_PAGES(int64_t)
 #undef DEFINE_COPY_PAGES
 
+/* Copies the n page numbers of a request. `steps` counts the pages of all requests. */
+static ba_status copy_pages(const ba_tensor *tables, int64_t at, int64_t step, int64_t n, int64_t *to, uint64_t *largest, int64_t *steps) {
+    while (n > 0) {
+        const int64_t now = ba_min(n, BA_TURNS_PER_LOOK);
+        if (tables->dtype == BA_INT32) *largest = copy_pages_int32_t(to, (const int32_t *)tables->data + at, step, now, *largest);
+        else *largest = copy_pages_int64_t(to, (const int64_t *)tables->data + at, step, now, *largest);
+        at += now * step;
+        to += now;
+        n -= now;
+        BA_TRY(ba_look_after(steps, now));
+    }
+    return BA_OK;
+}
+
 /* Fills the opened tables, whose memory is allocated. */
-static void copy_requests(const ba_paged_args *args, ba_page_tables *t) {
+static ba_status copy_requests(const ba_paged_args *args, ba_page_tables *t) {
     const ba_tensor *tables = &args->block_tables;
     const int64_t step = tables->strides[tables->ndim - 1];
     uint64_t largest = 0;
+    int64_t steps = 0;
     t->first[0] = 0;
     for (int64_t b = 0; b < t->batch; b++) {
+        BA_TRY(ba_look_at_turn(b));
         const int64_t pages = ba_ceil_div(args->seq_lens[b], t->page_size);
         t->seq_lens[b] = args->seq_lens[b];
         t->longest = ba_max(t->longest, t->seq_lens[b]);
         t->first[b + 1] = t->first[b] + pages;
         if (!pages) continue; /* a table without pages may be a null pointer, and have any strides */
         const int64_t at = args->indptr ? args->indptr[b] * step : b * tables->strides[0];
-        if (tables->dtype == BA_INT32) largest = copy_pages_int32_t(t->page + t->first[b], (const int32_t *)tables->data + at, step, pages, largest);
-        else largest = copy_pages_int64_t(t->page + t->first[b], (const int64_t *)tables->data + at, step, pages, largest);
+        BA_TRY(copy_pages(tables, at, step, pages, t->page + t->first[b], &largest, &steps));
     }
     if (t->first[t->batch]) t->page_limit = largest < UINT64_MAX ? largest + 1 : largest;
     for (int64_t b = 0; t->q_begin && b < t->batch; b++) t->q_begin[b] = args->q_begin[b];
     t->queries = t->batch;
     t->most_queries = 1;
-    if (!args->cu_q) return;
+    if (!args->cu_q) return BA_OK;
     memcpy(t->cu_q, args->cu_q, (size_t)(t->batch + 1) * sizeof *t->cu_q);
     t->queries = t->cu_q[t->batch];
     t->most_queries = 0;
     for (int64_t b = 0; b < t->batch; b++) t->most_queries = ba_max(t->most_queries, t->cu_q[b + 1] - t->cu_q[b]);
+    return BA_OK;
 }
 
 ba_status ba_refuse_page(int64_t page, int64_t pages, int64_t number, int64_t request) {
@@ -109,6 +128,7 @@ ba_status ba_check_page_numbers(const ba_page_tables *t, int64_t pages) {
     if (t->page_limit <= (uint64_t)pages) return BA_OK;
     for (int64_t b = 0; b < t->batch; b++)
         for (int64_t i = 0; i < t->first[b + 1] - t->first[b]; i++) {
+            BA_TRY(ba_look_at_turn(t->first[b] + i));
             const int64_t page = t->page[t->first[b] + i];
             if (page < 0 || page >= pages) return ba_refuse_page(page, pages, i, b);
         }
@@ -138,8 +158,8 @@ ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int6
         copied.q_begin = copied.page;
         copied.page += args->batch;
     }
-    copy_requests(args, &copied);
-    ba_status status = pages >= 0 ? ba_check_page_numbers(&copied, pages) : BA_OK;
+    ba_status status = copy_requests(args, &copied);
+    if (status == BA_OK && pages >= 0) status = ba_check_page_numbers(&copied, pages);
     if (status == BA_OK) *t = copied;
     else ba_close_page_tables(&copied);
     return status;

@@ -2,6 +2,7 @@
 
 #include <inttypes.h>
 
+#include "core/pool.h"
 #include "core/status.h"
 #include "ops/check.h"
 #include "ops/kv_cache.h"
@@ -29,7 +30,8 @@ ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, in
         return ba_fail(BA_ERROR_VALUE, "%s: expected shape (%" PRId64 ", W), got %s", name, batch, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent(name, t));
     if (__builtin_mul_overflow(t->dims[1], page_tokens, &most_tokens)) most_tokens = BA_MOST_TOKENS;
-    for (int64_t b = 0; b < batch; b++) {
+    for (int64_t b = 0, turn = 0; b < batch; b++) {
+        BA_TRY(ba_look_at_turn(b));
         if (tokens[b] > BA_MOST_TOKENS)
             return ba_fail(BA_ERROR_VALUE, "seq_lens: expected at most %d tokens, got %" PRId64 " at [%" PRId64 "]", BA_MOST_TOKENS, tokens[b], b);
         const int64_t needed = ba_ceil_div(tokens[b], page_tokens);
@@ -38,6 +40,7 @@ ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, in
                            "seq_lens: expected 0 to the %" PRId64 " tokens that the %" PRId64 " pages of %s cover, got %" PRId64 " at [%" PRId64 "]",
                            most_tokens, t->dims[1], name, tokens[b], b);
         for (int64_t i = 0; i < needed; i++) {
+            BA_TRY(ba_look_at_turn(turn++));
             const int64_t page = ba_table_page(t, b, i);
             if (page < 0 || page >= count)
                 return ba_fail(BA_ERROR_VALUE,

@@ -330,9 +330,11 @@ ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists) {
     ba_drop_unused_strides(&to);
     BA_TRY(check_room(&from, &to));
     const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
+    int64_t steps = 0;
     for (int64_t b = 0; b < kept->dims[0]; b++)
         for (int64_t l = 0; l < kept->dims[1]; l++)
             for (int64_t r = 0; r < kept->dims[2]; r++) {
+                BA_TRY(ba_look_after(&steps, width * group));
                 const uint64_t *words = words_of(&from, b, l, r);
                 const int64_t place = b * to.strides[0] + l * group * to.strides[1] + r * to.strides[2];
                 int64_t n = 0;

@@ -165,8 +165,10 @@ static void store_rows(void *context, int64_t item, int worker) { visit_rows(con
 static ba_status refuse_number(const ba_store_call *c, const ba_stored_rows *r) {
     row_scratch w;
     lay_out(c, c->scratch, &w);
+    int64_t steps = 0;
     for (int64_t token = 0; token < c->tokens; token++)
         for (int64_t head = 0; head < c->heads && !(c->slots && c->slots[token] < 0); head++) {
+            BA_TRY(ba_look_after(&steps, r->dim));
             const double *numbers = as_doubles(r, &w, find_row(r, token, head));
             int64_t d = 0;
             while (d < r->dim && is_fit_magnitude(r, fabs(numbers[d]))) d++;
@@ -231,7 +233,10 @@ ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_t
     BA_TRY(ba_check_pointer("scale", scale));
     BA_TRY(check_quantise(x, values, scale, num_threads));
     const int64_t rows = x->dims[0], dim = x->dims[1];
-    for (int64_t i = 0; i < rows && dim == 0; i++) ((float *)scale->data)[i * ba_step(scale, 0)] = 1; /* x and values have no memory */
+    for (int64_t i = 0; i < rows && dim == 0; i++) { /* x and values have no memory */
+        BA_TRY(ba_look_at_turn(i));
+        ((float *)scale->data)[i * ba_step(scale, 0)] = 1;
+    }
     if (dim == 0) return BA_OK;
     ba_store_call c = {.arrays = 1, .tokens = rows, .heads = 1, .page_size = 1};
     c.rows[0] = (ba_stored_rows){.name = "x",

@@ -340,6 +340,15 @@ static int64_t read_element(const raw_array *raw, const char *at) {
     }
 }
 
+/* In a loop over numbers that may be many: runs Python's signal handlers in every 2^20-th turn. -1 where one raises. */
+static int look_for_signals(Py_ssize_t i) { return i % (1 << 20) == (1 << 20) - 1 ? PyErr_CheckSignals() : 0; }
+
+static int free_list(arg_list *list) {
+    PyMem_Free(list->values);
+    list->values = NULL;
+    return -1;
+}
+
 /* Copies an integer array of `ndim` dimensions, 1 or 2, row by row. Writes its shape to `dims` where that is not NULL (ndim 2). */
 static int read_array_list(module_state *state, PyObject *object, const char *name, int ndim, int64_t *dims, arg_list *list) {
     arg_array array;
@@ -360,6 +369,7 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
     for (Py_ssize_t i = 0; status == 0 && i < list->count; i++) {
         const char *row = ndim == 2 ? raw.data + i / columns * raw.strides[0] : raw.data;
         list->values[i] = read_element(&raw, row + i % columns * raw.strides[ndim - 1]);
+        if (look_for_signals(i) < 0) status = free_list(list);
     }
     if (dims != NULL) {
         dims[0] = rows;
@@ -403,10 +413,7 @@ static int read_lengths(module_state *state, PyObject *object, const char *name,
     if (count < 0) return arg_fail_unreadable(name, object);
     if (allocate_list(list, count) < 0) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (read_item(object, i, name, &list->values[i]) == 0) continue;
-        PyMem_Free(list->values);
-        list->values = NULL;
-        return -1;
+        if (read_item(object, i, name, &list->values[i]) < 0 || look_for_signals(i) < 0) return free_list(list);
     }
     return 0;
 }
@@ -419,10 +426,7 @@ int arg_numbers(module_state *state, PyObject *object, const char *name, int64_t
     int64_t value;
     if (!PyIndex_Check(object) || PySequence_Check(object) || PyObject_HasAttr(object, state->dlpack_method)) { /* arrays have __index__, too */
         if (read_lengths(state, object, name, "an integer or a sequence of integers", list) < 0) return -1;
-        if (arg_expect_count(list, name, count, meaning) == 0) return 0;
-        PyMem_Free(list->values);
-        list->values = NULL;
-        return -1;
+        return arg_expect_count(list, name, count, meaning) == 0 ? 0 : free_list(list);
     }
     list->values = NULL;
     if (arg_int64(object, name, &value) < 0 || allocate_list(list, (Py_ssize_t)(count > 0 ? count : 0)) < 0) return -1;

@@ -380,7 +380,7 @@ static PyObject *make_lists(module_state *state, PyObject *empty, const ba_selec
     ba_status status;
     PyObject *made = arg_hold_or_make_output(state, Py_None, empty, &shape, "sabi", ARG_INDICES, BA_UINT16, &lists);
     if (made == NULL) return NULL;
-    WITHOUT_GIL(status = ba_list_kept(&a->kept, &lists.tensor));
+    INTERRUPTIBLE(status, ba_list_kept(&a->kept, &lists.tensor));
     arg_release(&lists);
     if (arg_check(status) < 0) Py_CLEAR(made);
     return made;

@@ -131,7 +131,7 @@ PyObject *py_open_page_tables(PyObject *module, PyObject *const *args, Py_ssize_
         PyErr_NoMemory();
         goto done;
     }
-    WITHOUT_GIL(status = ba_open_page_tables(&a, page_size, num_pages, -1, tables));
+    INTERRUPTIBLE(status, ba_open_page_tables(&a, page_size, num_pages, -1, tables));
     if (arg_check(status) < 0) goto done;
     plan = PyCapsule_New(tables, plan_name, close_plan);
     if (plan == NULL) goto done;
@@ -286,7 +286,7 @@ PyObject *py_paged_attention(PyObject *module, PyObject *const *args, Py_ssize_t
 
     if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || read_paged(state, values, &call, &bits_as) < 0) goto done;
     if (call.plan != NULL) status = ba_open_paged(&call.args, call.plan, &attention);
-    else WITHOUT_GIL(status = ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long, so checking them may take time */
+    else INTERRUPTIBLE(status, ba_open_paged(&call.args, NULL, &attention)); /* page tables may be long, so checking them may take time */
     if (arg_check_masked(status, &call.attn_mask) < 0 || check_flat_mask(&call.attn_mask.tensor, &attention.problem) < 0) goto done;
 
     out = arg_hold_or_make_output(state, values[PAGED_out], values[PAGED_empty], &attention.out_shape, "out", ARG_FLOATS, bits_as, &call.out);
@@ -415,8 +415,8 @@ PyObject *py_append_paged_kv(PyObject *module, PyObject *const *args, Py_ssize_t
 
     if (read_append(PyModule_GetState(module), values, &call) < 0 || check_append_disjoint(&call) < 0) goto done;
     v = values[APPEND_v] != Py_None ? &call.v.tensor : NULL;
-    if (call.plan != NULL) WITHOUT_GIL(status = ba_append_by_plan(&call.k.tensor, v, call.plan, &call.args));
-    else WITHOUT_GIL(status = ba_append_kv(&call.k.tensor, v, call.slots.values, &call.args));
+    if (call.plan != NULL) INTERRUPTIBLE(status, ba_append_by_plan(&call.k.tensor, v, call.plan, &call.args));
+    else INTERRUPTIBLE(status, ba_append_kv(&call.k.tensor, v, call.slots.values, &call.args));
     if (arg_check(status) == 0) result = Py_NewRef(Py_None);
 done:
     release_append(&call);
