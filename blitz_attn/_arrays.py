@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -363,6 +363,24 @@ def integers(x: Any, name: str) -> np.ndarray:
     if given.dtype.kind == "u" and given.dtype.itemsize == 8:
         given = np.minimum(given, np.uint64(2**63 - 1))  # later checks refuse it as too large
     return given.astype(np.int64, copy=False)
+
+
+def pieces(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Cuts an array of this shape into pieces of about 2**18 elements, in C order, and of whole rows: the last axis is never cut. NumPy
+    cannot be interrupted while it goes through an array; between pieces, Python runs signal handlers."""
+    below = math.prod(shape[1:])
+    if len(shape) < 2 or shape[0] * below <= _PIECE:
+        yield tuple(slice(0, n) for n in shape)
+    elif below <= _PIECE or len(shape) == 2:
+        step = max(1, _PIECE // max(1, below))
+        for n in range(0, shape[0], step):
+            yield (slice(n, min(n + step, shape[0])), *(slice(0, m) for m in shape[1:]))
+    else:
+        for n in range(shape[0]):
+            yield from ((slice(n, n + 1), *rest) for rest in pieces(shape[1:]))
+
+
+_PIECE = 1 << 18
 
 
 def falls(numbers: np.ndarray) -> np.ndarray:

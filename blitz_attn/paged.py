@@ -400,13 +400,16 @@ def dequantize_kv(values: Any, scale: Any) -> ndarray:
     rows = array.shape[:-1]
     if array.ndim < 1 or factors.ndim > len(rows) or any(n not in (1, m) for n, m in zip(factors.shape[::-1], rows[::-1], strict=False)):
         raise ValueError(f"scale: expected shape {rows}, values' without the last axis, or its last axes, got {factors.shape}")
-    return _products(_formats.widened(array, kind), factors[..., None])
+    return _products(array, kind, np.broadcast_to(factors, rows)[..., None])
 
 
 @in_usual_mode
-def _products(values: ndarray, factors: ndarray) -> Any:
+def _products(values: ndarray, kind: str, factors: ndarray) -> ndarray:
+    numbers = np.empty(values.shape, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, and those that make numbers too large
-        return values * factors
+        for at in _arrays.pieces(values.shape):
+            np.multiply(_formats.widened(values[at], kind), factors[at[:-1]], out=numbers[at])
+    return numbers
 
 
 # ---- Filling the cache --------------------------------------------------------------------------------------------

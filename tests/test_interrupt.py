@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+import sampling
+from interpreters import python
 
 # Each makes a call that would take many seconds: far more than the test waits.
 CALLS = {
@@ -69,6 +73,13 @@ def test_ctrl_c_ends_a_call(name, threads):
     assert words[0] == "interrupted", words
     assert float(words[1]) < 2 * threads  # 0.1 s per thread is usual, and a whole call takes far more
     assert words[2] == "True"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs timers of processor time")
+def test_other_operations_end_soon():
+    """A few of the operations and options in interrupts.py, which prints the times of all of them. The bound is that of a busy machine."""
+    script, seed = str(Path(__file__).with_name("interrupts.py")), sampling.SEED
+    python(script, "--sample", "3", "--seed", seed, "--threads", "2", "--bound", "0.5", "--at", "0.05")
 
 
 @pytest.mark.parametrize("threads", [1, 2])

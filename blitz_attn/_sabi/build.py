@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import flag, integer, integers
+from .._arrays import flag, integer, integers, pieces
 from .._sentences import shown
 from .convert import from_block_mask
 from .lists import (
@@ -36,10 +36,6 @@ __all__ = [
     "sliding_window",
     "vertical_slash",
 ]
-
-
-def _one_head(mask: np.ndarray, dtype: Any, width: int | None) -> np.ndarray:
-    return from_block_mask(mask[None, None] if mask.ndim == 2 else mask, dtype=dtype, width=width)
 
 
 def _keys_seen(s_q: int, s_kv: int, block_q: int) -> tuple[np.ndarray, np.ndarray]:
@@ -406,15 +402,18 @@ def dilated(
     if stride < 1 or (reach is not None and reach < 0):
         raise ValueError(f"stride, reach: expected a stride from 1 and a reach from 0 on, got {stride}, {reach}")
     block_q, block_kv = checked_shape(block_shape)
-    _, columns = grid_of(s_q, s_kv, block_shape)
+    rows, columns = grid_of(s_q, s_kv, block_shape)
     _, high = _keys_seen(*tokens_of(s_q, s_kv), block_q)
-    away = np.floor_divide(high, block_kv)[:, None] - np.arange(columns)
-    mask = away % stride == 0
-    if reach is not None:
-        mask &= np.abs(away) <= reach
-    if causal:
-        mask &= away >= 0
-    return _one_head(mask, dtype, width)
+    diagonal = np.floor_divide(high, block_kv)[:, None]
+    mask = np.empty((rows, columns), bool)
+    for at in pieces(mask.shape):
+        away = diagonal[at[0]] - np.arange(columns)
+        part = np.equal(away % stride, 0, out=mask[at])
+        if reach is not None:
+            part &= np.abs(away) <= reach
+        if causal:
+            part &= away >= 0
+    return from_block_mask(mask[None, None], dtype=dtype, width=width)
 
 
 def vertical_slash(
@@ -476,11 +475,14 @@ def vertical_slash(
         raise ValueError(f"vertical, slash: expected at most {MOST_SIDE} heads in all, got {lead}")
     picked, offsets = (np.broadcast_to(x, (*lead, x.shape[-1])).reshape(math.prod(lead), x.shape[-1]) for x in (picked, offsets))
     low, high = _keys_seen(s_q, s_kv, block_q)
-    mask = np.zeros((picked.shape[0], rows, columns), bool)
+    mask = np.empty((picked.shape[0], rows, columns), bool)
     for head, (keys, back) in enumerate(zip(picked, offsets, strict=True)):
-        mask[head][:, keys // block_kv] = True
-        for step in back:
-            mask[head] |= _span_mask(low - step, high - step, s_kv, block_kv)
-    if causal:
-        mask &= _span_mask(np.zeros_like(low), high, s_kv, block_kv)
+        for at in pieces(mask.shape[1:]):
+            part, begin, end = mask[head][at], low[at[0]], high[at[0]]
+            part[...] = False
+            part[:, keys // block_kv] = True
+            for step in back:
+                part |= _span_mask(begin - step, end - step, s_kv, block_kv)
+            if causal:
+                part &= _span_mask(np.zeros_like(begin), end, s_kv, block_kv)
     return from_block_mask(mask.reshape(*lead, rows, columns), dtype=dtype, width=width)

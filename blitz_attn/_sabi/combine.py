@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import integer
-from .convert import any_pool, from_block_mask, mask_of
+from .._arrays import integer, pieces
+from .convert import any_pool, from_block_mask, mask_of, spread
 from .lists import MOST_BLOCKS, blocks_of, columns_of, count_of, signed, two_integers
 
 __all__ = [
@@ -25,15 +25,19 @@ __all__ = [
 _TWO_FACTORS = "two positive numbers"
 
 
-def _masks(columns: Any, a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
+def _combined(rule: np.ufunc, columns: Any, a: Any, b: Any) -> np.ndarray:
+    """The mask of the blocks for which `rule` is true of "`a` lists it" and "`b` lists it"."""
     x, y = signed(a, "a"), signed(b, "b")
     count = max(columns_of(x, columns, "a"), columns_of(y, columns, "b"))
     one, other = mask_of(x, count, "a"), mask_of(y, count, "b")
     try:
-        np.broadcast_shapes(one.shape, other.shape)
+        shape = np.broadcast_shapes(one.shape, other.shape)
     except ValueError as error:
         raise ValueError(f"b: expected axes that broadcast with those of a {x.shape}, got {y.shape}") from error
-    return one, other
+    one, other, made = np.broadcast_to(one, shape), np.broadcast_to(other, shape), np.empty(shape, bool)
+    for at in pieces(shape):
+        rule(one[at], other[at], out=made[at])
+    return made
 
 
 def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
@@ -65,8 +69,7 @@ def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> n
     >>> sabi.union(np.array([[2, 0]]), np.array([[1, -1]]), dtype="int32").tolist()
     [[0, 1, 2]]
     """
-    x, y = _masks(columns, a, b)
-    return from_block_mask(x | y, dtype=dtype)
+    return from_block_mask(_combined(np.logical_or, columns, a, b), dtype=dtype)
 
 
 def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
@@ -94,8 +97,7 @@ def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = Non
     >>> sabi.intersection(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
     [[0]]
     """
-    x, y = _masks(columns, a, b)
-    return from_block_mask(x & y, dtype=dtype)
+    return from_block_mask(_combined(np.logical_and, columns, a, b), dtype=dtype)
 
 
 def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
@@ -123,8 +125,7 @@ def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None)
     >>> sabi.difference(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
     [[2]]
     """
-    x, y = _masks(columns, a, b)
-    return from_block_mask(x & ~y, dtype=dtype)
+    return from_block_mask(_combined(np.greater, columns, a, b), dtype=dtype)
 
 
 def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -156,7 +157,10 @@ def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     >>> sabi.complement(np.array([[1], [0]]), 3, dtype="int32").tolist()
     [[0, 2], [1, 2]]
     """
-    return from_block_mask(~mask_of(signed(a, "a"), integer(columns, "columns"), "a"), dtype=dtype)
+    mask = mask_of(signed(a, "a"), integer(columns, "columns"), "a")
+    for at in pieces(mask.shape):
+        np.logical_not(mask[at], out=mask[at])
+    return from_block_mask(mask, dtype=dtype)
 
 
 def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -188,7 +192,11 @@ def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     >>> sabi.transpose(np.array([[0, 1], [1, -1]]), 3, dtype="int32").tolist()
     [[0, -1], [0, 1], [-1, -1]]
     """
-    return from_block_mask(np.ascontiguousarray(mask_of(signed(a, "a"), integer(columns, "columns"), "a").swapaxes(-1, -2)), dtype=dtype)
+    turned = mask_of(signed(a, "a"), integer(columns, "columns"), "a").swapaxes(-1, -2)
+    mask = np.empty(turned.shape, bool)
+    for at in pieces(mask.shape):
+        mask[at] = turned[at]
+    return from_block_mask(mask, dtype=dtype)
 
 
 def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -266,5 +274,4 @@ def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: An
         raise ValueError(f"rows: expected {(mask.shape[-2] - 1) * tall + 1}..{mask.shape[-2] * tall}, got {rows}")
     if rows * columns * math.prod(mask.shape[:-2]) > MOST_BLOCKS:
         raise ValueError(f"rows: expected a grid of at most {MOST_BLOCKS} blocks, got {rows} x {columns}")
-    tall_mask = np.repeat(mask, min(tall, rows), axis=-2)[..., :rows, :]
-    return from_block_mask(np.repeat(tall_mask, min(wide, columns), axis=-1)[..., :columns], dtype=dtype)
+    return from_block_mask(spread(mask, (tall, wide), rows, columns), dtype=dtype)

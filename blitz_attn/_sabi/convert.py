@@ -9,9 +9,22 @@ from typing import Any
 import numpy as np
 
 from .._arrays import array as array_of
-from .._arrays import falls, integers
+from .._arrays import falls, integers, pieces
 from .._sentences import shown
-from .lists import MOST_BLOCKS, checked_shape, columns_of, filled, grid_of, padded, signed, tokens_of
+from .lists import (
+    MOST_BLOCKS,
+    checked_shape,
+    columns_of,
+    counts_of,
+    filled,
+    grid_of,
+    largest_of,
+    padded,
+    result_dtype,
+    signed,
+    tokens_of,
+    width_of,
+)
 
 __all__ = [
     "from_block_mask",
@@ -40,9 +53,12 @@ def mask_of(rows: np.ndarray, columns: Any, name: str) -> np.ndarray:
     count = columns_of(rows, columns, name)
     if count * (rows.size // max(1, rows.shape[-1])) > MOST_BLOCKS:
         raise ValueError(f"columns: expected so few that the mask has at most {MOST_BLOCKS} blocks, got {count}")
-    mask = np.zeros((*rows.shape[:-1], count + 1), bool)  # the last column takes the pads
-    np.put_along_axis(mask, rows, True, axis=-1)
-    return np.ascontiguousarray(mask[..., :-1])
+    mask = np.empty((*rows.shape[:-1], count), bool)
+    for at in pieces(mask.shape):
+        part = np.zeros((*mask[at].shape[:-1], count + 1), bool)  # the last column takes the pads
+        np.put_along_axis(part, rows[at[:-1]], True, axis=-1)
+        mask[at] = part[..., :-1]
+    return mask
 
 
 def any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
@@ -51,7 +67,19 @@ def any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
     tall = np.empty((*mask.shape[:-2], -(-rows // factors[0]), columns), bool)
     for n in range(tall.shape[-2]):  # reduceat of booleans takes up to a hundred times as long
         mask[..., n * factors[0] : (n + 1) * factors[0], :].any(axis=-2, out=tall[..., n, :])
-    return np.logical_or.reduceat(tall, np.arange(0, columns, factors[1]), axis=-1)
+    pooled = np.empty((*tall.shape[:-1], -(-columns // factors[1])), bool)
+    for at in pieces(tall.shape):
+        pooled[at[:-1]] = np.logical_or.reduceat(tall[at], np.arange(0, columns, factors[1]), axis=-1)
+    return pooled
+
+
+def spread(mask: np.ndarray, factors: tuple[int, int], rows: int, columns: int) -> np.ndarray:
+    """The first `rows` rows and columns of a mask in which each element is repeated as a cell of `factors` rows and columns."""
+    made = np.empty((*mask.shape[:-2], rows, columns), bool)
+    own = np.arange(rows) // factors[0]
+    for at in pieces(made.shape):
+        made[at] = np.repeat(mask[at[:-2]][..., own[at[-2]], :], min(factors[1], columns), axis=-1)[..., :columns]
+    return made
 
 
 def to_block_mask(sabi: Any, columns: int | None = None) -> np.ndarray:
@@ -118,9 +146,17 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
     [[0, 2], [1, -1]]
     """
     array = _booleans(mask)
-    counts = array.sum(axis=-1).reshape(-1)
-    rows = filled(counts, np.nonzero(array.reshape(counts.size, array.shape[-1]))[1], width)
-    return padded(rows.reshape(*array.shape[:-1], rows.shape[1]), array.shape[-1], dtype)
+    counts = np.empty(array.shape[:-1], np.int64)
+    for at in pieces(array.shape):
+        counts[at[:-1]] = array[at].sum(axis=-1)
+    wide = width_of(width, int(counts.max(initial=0)), counts.size)
+    rows = np.empty((*counts.shape, wide), result_dtype(array.shape[-1], dtype))
+    pad = np.array(-1).astype(rows.dtype)
+    for at in pieces((*counts.shape, max(wide, array.shape[-1]))):
+        part = rows[at[:-1]]
+        part[...] = pad
+        part[np.arange(wide) < counts[at[:-1]][..., None]] = np.nonzero(array[at[:-1]])[-1]
+    return rows
 
 
 def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128)) -> np.ndarray:
@@ -162,8 +198,7 @@ def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Seq
     for name, size, other in (("s_q", s_q, s_kv), ("s_kv", s_kv, s_q)):
         if size > MOST_BLOCKS // other:
             raise ValueError(f"{name}: expected tokens whose mask has at most {MOST_BLOCKS} elements, got {s_q} x {s_kv}")
-    tall = np.repeat(mask, min(block_q, s_q), axis=-2)[..., :s_q, :]
-    return np.repeat(tall, min(block_kv, s_kv), axis=-1)[..., :s_kv]
+    return spread(mask, (block_q, block_kv), s_q, s_kv)
 
 
 def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None, width: int | None = None) -> np.ndarray:
@@ -206,14 +241,15 @@ def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each row of a mask, bool (..., keys): int64 (..., 2), the first key that is seen and the place after the last one (0 and 0 where
     there is none), and the number of keys that are seen. Where that is less than the run has, there are gaps."""
     runs, counts = np.zeros((*seen.shape[:-1], 2), np.int64), np.zeros(seen.shape[:-1], np.int64)
-    if seen.shape[-1]:
-        eights = np.packbits(seen, axis=-1)
+    for at in pieces(seen.shape) if seen.shape[-1] else ():
+        eights = np.packbits(seen[at], axis=-1)
         some = eights != 0
         first, last = some.argmax(axis=-1), eights.shape[-1] - 1 - some[..., ::-1].argmax(axis=-1)
         of_first, of_last = (np.take_along_axis(eights, x[..., None], axis=-1)[..., 0] for x in (first, last))
-        runs[..., 0], runs[..., 1] = 8 * first + _FIRST_BIT[of_first], 8 * last + _LAST_BIT[of_last] + 1
-        counts = _BIT_COUNT[eights].sum(axis=-1)
-        runs[counts == 0] = 0
+        own, count = runs[at[:-1]], _BIT_COUNT[eights].sum(axis=-1)
+        own[..., 0], own[..., 1] = 8 * first + _FIRST_BIT[of_first], 8 * last + _LAST_BIT[of_last] + 1
+        own[count == 0] = 0
+        counts[at[:-1]] = count
     return runs, counts
 
 
@@ -262,8 +298,10 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
     gaps = counts != runs[..., 1] - runs[..., 0]
     if block_shape is not None and gaps.any():
         keys = np.arange(s_kv)
-        said = (keys >= ranges[..., :1]) & (keys < ranges[..., 1:])
-        gaps = (said & to_token_mask(from_token_mask(seen, block_shape), s_q, s_kv, block_shape) != seen).any(axis=-1)
+        listed = to_token_mask(from_token_mask(seen, block_shape), s_q, s_kv, block_shape)
+        for at in pieces(seen.shape):
+            low, high = np.split(ranges[at[:-1]], 2, axis=-1)
+            gaps[at[:-1]] = ((keys >= low) & (keys < high) & listed[at] != seen[at]).any(axis=-1)
     if gaps.any():
         at = ", ".join(str(n) for n in np.argwhere(gaps)[0])
         raise ValueError(f"mask: expected rows whose keys are a run, got a gap in row [{at}]")
@@ -301,13 +339,16 @@ def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
     [[0, 2, 2, 3], [0, 2, 1]]
     """
     rows = signed(sabi)
-    if rows.max(initial=-1) >= 2**31:
-        raise ValueError(f"sabi: expected columns below 2**31, got {rows.max()}")
+    most = largest_of(rows)
+    if most >= 2**31:
+        raise ValueError(f"sabi: expected columns below 2**31, got {most}")
     rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
-    kept = rows >= 0
-    indptr = np.concatenate([[0], np.cumsum(kept.sum(axis=-1))]).astype(np.int64)
-    ordered = np.sort(np.where(kept, rows, np.iinfo(np.int64).max), axis=-1)
-    return indptr, ordered[ordered < np.iinfo(np.int64).max].astype(np.int32)
+    indptr = np.concatenate([[0], np.cumsum(counts_of(rows))]).astype(np.int64)
+    indices = np.empty(indptr[-1], np.int32)
+    for at, _ in pieces(rows.shape):
+        ordered = np.sort(rows[at], axis=-1)
+        indices[indptr[at.start] : indptr[at.stop]] = ordered[ordered >= 0]
+    return indptr, indices
 
 
 def from_csr(
@@ -351,8 +392,9 @@ def from_csr(
         raise ValueError(f"indices: expected one axis, got shape {flat.shape}")
     if starts.ndim != 1 or starts.size < 1 or starts[0] != 0 or starts[-1] != flat.size or falls(starts).any():
         raise ValueError(f"indptr: expected numbers rising from 0 to {flat.size}, the length of indices, got {shown(starts.tolist())}")
-    if flat.min(initial=0) < 0:
-        raise ValueError(f"indices: expected columns from 0 on, got {flat.min()}")
+    smallest = min(int(flat[at].min(initial=0)) for at, _ in pieces((flat.size, 1)))
+    if smallest < 0:
+        raise ValueError(f"indices: expected columns from 0 on, got {smallest}")
     count = columns_of(flat, columns, "indices")
     counts = np.diff(starts)
     axes = integers(lead, "lead")
@@ -393,7 +435,11 @@ def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.nd
     [[2, 1], [[0, 2, 1], [1, 0, 2]]]
     """
     mask = to_block_mask(sabi, columns)
-    return mask.sum(axis=-1).astype(np.int32), np.argsort(~mask, axis=-1, kind="stable").astype(np.int32)
+    num, idx = np.empty(mask.shape[:-1], np.int32), np.empty(mask.shape, np.int32)
+    for at in pieces(mask.shape):
+        num[at[:-1]] = mask[at].sum(axis=-1)
+        idx[at] = np.argsort(~mask[at], axis=-1, kind="stable")
+    return num, idx
 
 
 def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any = None) -> np.ndarray:
@@ -431,8 +477,13 @@ def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any =
         raise ValueError(f"idx: expected shape {(*counts.shape, 'W')}, got {entries.shape}")
     if counts.min(initial=0) < 0 or counts.max(initial=0) > entries.shape[-1]:
         raise ValueError(f"num: expected counts in 0..{entries.shape[-1]}, got {counts.min()}..{counts.max()}")
-    used = np.arange(entries.shape[-1]) < counts[..., None]
-    if (entries[used] < 0).any():
-        raise ValueError(f"idx: expected columns from 0 on, got {entries[used].min()}")
-    rows = np.where(used, entries, -1)[..., : max(1, int(counts.max(initial=0)))]
+    wide, smallest = min(entries.shape[-1], max(1, int(counts.max(initial=0)))), 0
+    rows = np.empty((*counts.shape, wide), np.int64)
+    for at in pieces(entries.shape):
+        own = entries[at][..., :wide]
+        used = np.arange(wide) < counts[at[:-1]][..., None]
+        smallest = min(smallest, int(own[used].min(initial=0)))
+        rows[at[:-1]] = np.where(used, own, -1)
+    if smallest < 0:
+        raise ValueError(f"idx: expected columns from 0 on, got {smallest}")
     return padded(rows, columns_of(rows, columns, "idx"), dtype)

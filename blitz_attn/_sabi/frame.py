@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import flag, integer, number
+from .._arrays import flag, integer, number, pieces
 from .._float_mode import in_usual_mode
 from .._sentences import number_shown
 from .lists import MOST_BLOCKS, MOST_SIDE, count_of, grid_of, padded, some_integers
@@ -189,35 +189,33 @@ def random_with_frame(
     width = min(fullest, columns) if width is None else count_of(width, "width", MOST_BLOCKS // max(1, rows * batch * heads))
     if width < min(fullest, columns):
         raise ValueError(f"width: expected at least {min(fullest, columns)}, the blocks of the fullest row, got {width}")
-    drawn = np.full((batch, heads, rows, width), -1, np.int32)
+    drawn = np.empty((batch, heads, rows, width), np.int32)
     for b in range(batch):
         for h in range(heads):
-            head = heads_drawn[b + h]
-            drawn[b, h, :, : min(width, columns)] = head[:, : min(width, columns)]
+            for at, _ in pieces((rows, width)):
+                drawn[b, h, at, : min(width, columns)] = heads_drawn[b + h][at, :width]
+                drawn[b, h, at, columns:] = -1
     return padded(drawn, columns, dtype)
 
 
 def _draw_head(rows: int, columns: int, plan: FramePlan, seed: int, sort: bool) -> np.ndarray:
     """(rows, columns) list of one head, -1 padded. The order of the draws is upstream's and decides the result."""
     rng = random.Random(seed)
-    drawn = np.full((rows, columns), -1, np.int32)
-    size = len(plan.forced_columns) + plan.extra_per_row
-    if sort and plan.extra_per_row == len(plan.free_columns):
-        drawn[:] = np.arange(columns)  # all blocks: the draws do not matter
+    drawn = np.empty((rows, columns), np.int32)
+    all_blocks = sort and plan.extra_per_row == len(plan.free_columns)
+    for at, _ in pieces(drawn.shape):
+        drawn[at] = np.arange(columns) if all_blocks else -1
+    if all_blocks:  # the draws do not matter
         return drawn
     for r in range(rows):
         if r in plan.dense_rows:
             row = list(range(columns))
         else:
             row = plan.forced_columns + (rng.sample(plan.free_columns, plan.extra_per_row) if plan.extra_per_row else [])
-            if sort:
-                drawn[r, :size] = row
-                continue
-            row.sort()
         if not sort:
+            row.sort()
             rng.shuffle(row)
         drawn[r, : len(row)] = row
-    if sort:
-        loose = [r for r in range(rows) if r not in plan.dense_rows]
-        drawn[loose, :size] = np.sort(drawn[loose, :size], axis=-1)
+        if sort:
+            drawn[r, : len(row)].sort()
     return drawn

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import array as array_of
-from .._arrays import integer, integers
+from .._arrays import integer, integers, pieces
 from .._sentences import shown
 
 __all__ = [
@@ -38,9 +38,27 @@ def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
         raise ValueError(f"{name}: expected shape (..., rows, width), got {array.shape}")
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # as int64 it would be negative: a pad
         raise ValueError(f"{name}: expected columns below 2**63 (uint64 has no pad), got {array.max()}")
-    rows = array.astype(np.int64)
-    pad = rows == PAD_UINT16 if array.dtype == np.uint16 else rows < 0
-    return np.where(np.logical_or.accumulate(pad, axis=-1), -1, rows)
+    rows = np.empty(array.shape, np.int64)
+    for at in pieces(rows.shape):
+        part = rows[at]
+        part[...] = array[at]
+        pad = part == PAD_UINT16 if array.dtype == np.uint16 else part < 0
+        part[np.logical_or.accumulate(pad, axis=-1)] = -1
+    return rows
+
+
+def counts_of(rows: np.ndarray) -> np.ndarray:
+    """int64: the number of entries of each row of a list that `signed` has read."""
+    counts = np.empty(rows.shape[:-1], np.int64)
+    for at in pieces(rows.shape):
+        counts[at[:-1]] = (rows[at] >= 0).sum(axis=-1)
+    return counts
+
+
+def largest_of(rows: np.ndarray) -> int:
+    """The largest entry, -1 if there is none above."""
+    flat = rows.reshape(-1)
+    return max(int(flat[at].max(initial=-1)) for at, _ in pieces((flat.size, 1)))
 
 
 def count_of(x: Any, name: str, most: int, least: int = 0) -> int:
@@ -140,13 +158,15 @@ def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
 
 def padded(rows: np.ndarray, columns: int, dtype: Any = None) -> np.ndarray:
     """A list of signed integers, padded with -1, in its final dtype and with its pad."""
-    chosen = result_dtype(columns, dtype)
-    return rows.astype(chosen)  # -1 wraps to 65535 in uint16
+    made = np.empty(rows.shape, result_dtype(columns, dtype))
+    for at in pieces(rows.shape):
+        made[at] = rows[at].astype(made.dtype)  # -1 wraps to 65535 in uint16
+    return made
 
 
 def columns_of(rows: np.ndarray, columns: Any, name: str = "sabi") -> int:
     """Number of columns: the one given, checked against the entries, or the least that holds them."""
-    most = int(rows.max(initial=-1)) + 1
+    most = largest_of(rows) + 1
     if columns is not None:
         columns = count_of(columns, "columns", MOST_BLOCKS)
         if most > columns:
@@ -168,8 +188,15 @@ def width_of(width: Any, fullest: int, rows: int) -> int:
 
 def filled(counts: np.ndarray, columns: np.ndarray, width: Any) -> np.ndarray:
     """A list (rows, width), padded with -1, whose rows take `counts` of the columns, one row after the other."""
-    rows = np.full((counts.size, width_of(width, int(counts.max(initial=0)), counts.size)), -1, columns.dtype)
-    rows[np.arange(rows.shape[1]) < counts[:, None]] = columns
+    rows = np.empty((counts.size, width_of(width, int(counts.max(initial=0)), counts.size)), columns.dtype)
+    first = 0
+    for at, _ in pieces(rows.shape):
+        own = counts[at]
+        end = first + int(own.sum())
+        part = rows[at]
+        part[...] = -1
+        part[np.arange(part.shape[1]) < own[:, None]] = columns[first:end]
+        first = end
     return rows
 
 
@@ -224,6 +251,21 @@ def check(
     rows = signed(sabi)
     count, columns = sides_of(s_q, s_kv, block_shape)
     _check_axes(rows.shape, count, integer(s_q, "s_q"), checked_shape(block_shape)[0], batch, heads, kv_heads)
+    for cut in pieces(rows.shape):
+        bad = _bad_entries(rows[cut], columns)
+        if bad is None:
+            continue
+        where = np.unravel_index(int(bad.argmax()), bad.shape)
+        column, at = int(rows[cut][where]), [int(n) + axis.start for n, axis in zip(where, cut, strict=True)]
+        if column >= columns:
+            hint = " (65535 is a pad in uint16 alone)" if column == PAD_UINT16 else ""
+            raise ValueError(f"sabi: expected block columns from 0 to {columns - 1}, or a pad, got {column} at {at}{hint}")
+        raise ValueError(f"sabi: expected each block column once per row, got {column} again at {at}")
+    return rows
+
+
+def _bad_entries(rows: np.ndarray, columns: int) -> np.ndarray | None:
+    """Which entries of a list are out of range, or stand in their row before; None: no entry."""
     bad = rows >= columns
     ordered = np.sort(rows, axis=-1)
     if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
@@ -231,14 +273,7 @@ def check(
         again = np.zeros(rows.shape, np.bool_)
         again[..., 1:] = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
         np.put_along_axis(bad, order, np.take_along_axis(bad, order, -1) | again, -1)
-    if bad.any():
-        where = np.unravel_index(int(bad.argmax()), bad.shape)
-        column, at = int(rows[where]), [int(n) for n in where]
-        if column >= columns:
-            hint = " (65535 is a pad in uint16 alone)" if column == PAD_UINT16 else ""
-            raise ValueError(f"sabi: expected block columns from 0 to {columns - 1}, or a pad, got {column} at {at}{hint}")
-        raise ValueError(f"sabi: expected each block column once per row, got {column} again at {at}")
-    return rows
+    return bad if bad.any() else None
 
 
 def _check_axes(shape: tuple[int, ...], count: int, queries: int, block_q: int, batch: Any, heads: Any, kv_heads: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from .._arrays import flag
 from .._float_mode import in_usual_mode
 from .convert import to_block_mask
-from .lists import at_least_one, columns_of, signed
+from .lists import at_least_one, columns_of, counts_of, signed
 
 __all__ = [
     "balance",
@@ -45,14 +45,14 @@ def counts(sabi: Any) -> np.ndarray:
     >>> sabi.counts(np.array([[0, 1], [1, -1]])).tolist()
     [2, 1]
     """
-    return (signed(sabi) >= 0).sum(axis=-1)
+    return counts_of(signed(sabi))
 
 
 @in_usual_mode
 def _kept_share(sabi: Any, columns: int, per_head: bool) -> Any:
     columns, per_head = at_least_one(columns, "columns"), flag(per_head, "per_head")
     rows = signed(sabi)
-    share = (rows >= 0).sum(axis=-1) / columns_of(rows, columns)
+    share = counts_of(rows) / columns_of(rows, columns)
     if share.size == 0 and not (per_head and share.shape[-1]):
         raise ValueError(f"sabi: expected at least one row, got shape ({', '.join(map(str, share.shape))}, W)")
     return share.mean(axis=-1) if per_head else float(share.mean())
@@ -206,12 +206,12 @@ def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_co
     lines = []
     for head in np.ndindex(*mask.shape[:-2]):
         one = mask[head]
-        share = float(one.mean()) if one.size else 0.0
+        kept = np.array([one[n : n + tall].sum(axis=0) for n in range(0, rows, tall)] if one.size else 0)
+        share = float(kept.sum() / max(1, one.size))
         scale = f", {tall} x {wide} blocks per cell" if max(tall, wide) > 1 else ""
         lines.append(f"{f'head {head}: ' if head else ''}{rows} x {count} blocks, {share:.1%} kept{scale}")
         if one.size == 0:
             continue
-        kept = np.add.reduceat(one.astype(np.int64), np.arange(0, rows, tall), axis=0)
         kept = np.add.reduceat(kept, np.arange(0, count, wide), axis=1)
         sizes = np.outer(np.diff([*range(0, rows, tall), rows]), np.diff([*range(0, count, wide), count]))
         cells = np.where(kept == 0, "  ", np.where(kept == sizes, "██", "░░"))
