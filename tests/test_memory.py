@@ -5,17 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import blitz_attn
+import sampling
+from cases_sizes import Sized
 from interpreters import python
+from peaks import MIB, grows_too_fast, peaks
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc"),
     pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer keeps memory of its own"),
 ]
-
-MIB = 1 << 20
 
 HELPERS = """
 import sys
@@ -88,6 +90,23 @@ print(status("VmHWM") - before)
 def test_scratch_of_a_long_backward_pass(dtype, threads):
     sums = 118806 * 2 * 64 * 4 if dtype == "bfloat16" else 0  # float32 sums of dk and dv
     assert measure(PEAK_BACKWARD, dtype, threads) <= threads * 32 * MIB + sums
+
+
+# ---- Sizes that double ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_linear():
+    """A few of the operations and options in peaks.py, which measures all of them: memory grows no faster than tokens, queries or requests."""
+    python(str(Path(__file__).with_name("peaks.py")), "--sample", "4", "--seed", sampling.SEED)
+
+
+def test_that_memory_which_is_not_linear_is_seen():
+    def temporary(tokens, queries, requests, threads):
+        return lambda: np.ones((queries, tokens)).sum()
+
+    case = Sized(temporary, (1024, 1024, 1), (1024, 1024, 1))
+    assert grows_too_fast(peaks(case, "s"))
+    assert not grows_too_fast(peaks(case, "t"))
 
 
 # ---- Many calls -----------------------------------------------------------------------------------------------------------
