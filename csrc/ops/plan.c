@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/pool.h"
 #include "core/status.h"
 #include "kernels/work_tuning.h"
 #include "ops/scratch.h"
@@ -250,12 +251,46 @@ static int by_start(const void *left, const void *right) {
     return a->first_tile < b->first_tile ? -1 : a->first_tile > b->first_tile;
 }
 
+/* Merges the sorted items a[0 .. n) and a[n .. all) into `to`. */
+static ba_status merge_items(const ba_item *a, int64_t n, int64_t all, ba_item *to) {
+    for (int64_t i = 0, left = 0, right = n; i < all; i++) {
+        BA_TRY(ba_look_at_turn(i));
+        const bool first = right == all || (left < n && by_start(&a[left], &a[right]) < 0);
+        to[i] = a[first ? left++ : right++];
+    }
+    return BA_OK;
+}
+
+/* Sorts n items by their order, which is never equal for two of them. Many items are sorted in runs, which are merged, because nothing can interrupt
+ * qsort(). */
+static ba_status sort_items(ba_item *item, int64_t n) {
+    enum { RUN = 1 << 14 };
+    ba_item *const spare = n > RUN ? malloc((size_t)n * sizeof *item) : NULL;
+    const int64_t first_run = spare ? RUN : ba_max(1, n);
+    ba_item *from = item, *to = spare;
+    ba_status status = BA_OK;
+    for (int64_t i = 0; i < n && status == BA_OK; i += first_run) {
+        qsort(item + i, (size_t)ba_min(first_run, n - i), sizeof *item, by_start);
+        if (spare) status = ba_look_for_stop();
+    }
+    for (int64_t run = first_run; run < n && status == BA_OK; run *= 2) {
+        for (int64_t i = 0; i < n && status == BA_OK; i += 2 * run)
+            status = merge_items(from + i, ba_min(run, n - i), ba_min(2 * run, n - i), to + i);
+        ba_item *const merged = to;
+        to = from;
+        from = merged;
+    }
+    if (from != item) memcpy(item, from, (size_t)n * sizeof *item);
+    free(spare);
+    return status;
+}
+
 /* Items of one (batch, KV head) add to the same sums and wait for each other, so they must not run all at once. Each head's items are spread over the
  * whole call: `start` becomes the share of the head's work that its earlier items have. Within a head, the most costly item comes first. */
-static void spread_heads(ba_plan *plan) {
+static ba_status spread_heads(ba_plan *plan) {
     ba_item *item = plan->item;
     for (int64_t i = 0; i < plan->items; i++) item[i].start = (double)(item[i].batch * plan->problem->kv_heads + item[i].kv_head);
-    qsort(item, (size_t)plan->items, sizeof *item, by_start);
+    BA_TRY(sort_items(item, plan->items));
     for (int64_t first = 0, end; first < plan->items; first = end) {
         double cost = 0, done = 0;
         for (end = first; end < plan->items && item[end].batch == item[first].batch && item[end].kv_head == item[first].kv_head; end++)
@@ -265,6 +300,7 @@ static void spread_heads(ba_plan *plan) {
             done += item[i].cost;
         }
     }
+    return BA_OK;
 }
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
@@ -458,6 +494,7 @@ ba_status ba_plan_make(ba_plan *plan, int threads) {
     survey s = {.plan = plan, .lock = PTHREAD_MUTEX_INITIALIZER};
     int64_t n = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
+        BA_TRY(ba_look_at_turn(b));
         const int64_t tiles = tiles_of_batch(problem, &plan->tiling, b), parts = ba_plan_parts(plan, b), heads = heads_of_item(plan, b);
         for (int64_t g = 0; g < problem->kv_heads; g += heads)
             for (int64_t t = 0; t < tiles; t += plan->grouping.tiles)
@@ -480,7 +517,6 @@ ba_status ba_plan_make(ba_plan *plan, int threads) {
         if (plan->item[i].part > 0) plan->item[i].cost = plan->item[i - 1].cost;
         plan->cost += plan->item[i].cost;
     }
-    if (plan->tiling.gradients) spread_heads(plan);
-    qsort(plan->item, (size_t)n, sizeof *plan->item, by_start);
-    return BA_OK;
+    if (plan->tiling.gradients) BA_TRY(spread_heads(plan));
+    return sort_items(plan->item, n);
 }
