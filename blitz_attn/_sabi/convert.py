@@ -303,8 +303,8 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
             low, high = np.split(ranges[at[:-1]], 2, axis=-1)
             gaps[at[:-1]] = ((keys >= low) & (keys < high) & listed[at] != seen[at]).any(axis=-1)
     if gaps.any():
-        at = ", ".join(str(n) for n in np.argwhere(gaps)[0])
-        raise ValueError(f"mask: expected rows whose keys are a run, got a gap in row [{at}]")
+        place = ", ".join(str(n) for n in np.argwhere(gaps)[0])
+        raise ValueError(f"mask: expected rows whose keys are a run, got a gap in row [{place}]")
     return ranges
 
 
