@@ -36,6 +36,7 @@ def calls(threads):
         "forward, halves": lambda: blitz_attn.block_sparse_attention(*halves, causal=True, num_threads=threads),
         "backward": lambda: blitz_attn.block_sparse_attention_backward(out, q, k, v, out, lse, lists, **options),
         "paged": lambda: blitz_attn.paged_attention(*paged.arrays, return_lse=True, num_threads=threads),
+        "paged, kv_split": lambda: blitz_attn.paged_attention(*paged.arrays, kv_split=64, return_lse=True, num_threads=threads),
         "select": lambda: blitz_attn.select_blocks(
             paged.q, paged.k_cache, paged.block_tables, paged.seq_lens, 6, method="max", num_threads=threads
         ),

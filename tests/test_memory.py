@@ -12,7 +12,7 @@ import blitz_attn
 import sampling
 from cases_sizes import Sized
 from interpreters import python
-from peaks import MIB, grows_too_fast, peaks
+from peaks import CASES, MIB, grows_too_fast, peaks
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc"),
@@ -98,6 +98,11 @@ def test_scratch_of_a_long_backward_pass(dtype, threads):
 def test_memory_is_linear():
     """A few of the operations and options in peaks.py, which measures all of them: memory grows no faster than tokens, queries or requests."""
     python(str(Path(__file__).with_name("peaks.py")), "--sample", "4", "--seed", sampling.SEED)
+
+
+def test_memory_of_queries_in_chunks_is_linear():
+    """A state for each query and chunk would take 2.6 GiB for 4096 tokens in chunks of 16."""
+    assert not grows_too_fast(peaks(CASES["paged, kv_split and queries"], "s"))
 
 
 def test_that_memory_which_is_not_linear_is_seen():
