@@ -3,63 +3,17 @@ as after it, and the call can be made again."""
 
 import ast
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import _core, nsa
 from blitz_attn._nsa import store
-from cases_nsa import PAPER, WEIGHTS, problem
+from cases_atomic import NSA_CASES, Case
 
 PACKAGE = Path(blitz_attn.__file__).parent
-
-
-class Case(NamedTuple):
-    make: Callable  # () -> an object
-    call: Callable  # changes it
-    seen: Callable  # (object) -> what a user can see of it, as something that can be compared
-
-
-# ---- NsaCache -----------------------------------------------------------------------------------------------------
-
-Q, K, V, OPTIONS = problem(200, 4, 2, 8, 6, batch=3, weights=WEIGHTS[:3])
-QUERIES = np.concatenate([Q[:, :4]] * 2)
-
-
-def nsa_cache(tokens, lens=None):
-    cache = nsa.NsaCache(**PAPER, **OPTIONS)
-    if tokens:
-        cache.append(K[:, :tokens], V[:, :tokens], lens)
-    return cache
-
-
-def seen_of_nsa_cache(cache):
-    lens = cache.lens
-    return None if not lens.size else (lens.tobytes(), cache.attend(QUERIES[: len(lens)], lens=np.minimum(lens, 4)).tobytes())
-
-
-def nsa_case(call, tokens=70, lens=None):
-    return Case(lambda: nsa_cache(tokens, lens), call, seen_of_nsa_cache)
-
-
-def append(first, end, lens=None):
-    return lambda cache: cache.append(K[:, first:end], V[:, first:end], lens)
-
-
-CASES = {
-    "NsaCache.append, the first": nsa_case(append(0, 30), 0),
-    "NsaCache.append, with room": nsa_case(append(70, 90)),
-    "NsaCache.append, full": nsa_case(append(70, 200)),
-    "NsaCache.append, of several lengths": nsa_case(append(60, 80, [5, 0, 20]), 60, [60, 31, 7]),
-    "NsaCache.crop": nsa_case(lambda cache: cache.crop([70, 3, 40])),
-    "NsaCache.reorder": nsa_case(lambda cache: cache.reorder([2, 0, 0]), lens=[70, 31, 7]),
-    "NsaCache.reorder, to more": nsa_case(lambda cache: cache.reorder([2, 0, 0, 1]), lens=[70, 31, 7]),
-    "NsaCache.attend": nsa_case(seen_of_nsa_cache),
-}
+CASES = dict(NSA_CASES)
 
 # ---- The paged cache of transformers --------------------------------------------------------------------------------
 
@@ -235,29 +189,6 @@ def check_atomic(case):
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_that_is_stopped_anywhere(name):
     assert check_atomic(CASES[name]) >= 3
-
-
-@pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build fails on no request: see make faults")
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("NsaCache")])
-def test_every_allocation_fails_once(name):
-    case = CASES[name]
-    whole = case.make()
-    before = case.seen(whole)
-    case.call(whole)
-    after = case.seen(whole)
-    for n in range(1, 10000):
-        changed = case.make()
-        _core._fail_allocation(n)
-        try:
-            case.call(changed)
-        except MemoryError:
-            pass
-        finally:
-            counted = _core._fail_allocation(0)
-        assert case.seen(changed) in (before, after)
-        if counted < n:
-            break
-    assert case.seen(changed) == after
 
 
 # ---- Mistakes that it must find -------------------------------------------------------------------------------------

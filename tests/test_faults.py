@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ import blitz_attn
 from blitz_attn import _core, nsa, select
 from blitz_attn.compat import mslk, select_attn_ops, torch_bsa
 from cases import same_bits
+from cases_atomic import NSA_CASES
 from cases_operations import arrays_of, operations
 
 injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build fails on no request: see make faults")
@@ -395,3 +396,28 @@ def test_small_stacks(kib):
     """The stacks of the program's first thread and of all others follow RLIMIT_STACK."""
     limit = (kib << 10, kib << 10)
     run(SMALL_STACK, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, limit))
+
+
+# ---- Objects that change ------------------------------------------------------------------------------------------------
+
+
+@injected
+@pytest.mark.parametrize("name", [name for name in NSA_CASES if "append" in name or "attend" in name])  # those that call the core
+def test_an_object_is_as_before_an_allocation_that_fails_or_as_after_the_call(name):
+    """tests/test_atomic.py stops the same calls at every bytecode."""
+    case = NSA_CASES[name]
+    whole = case.make()
+    before = case.seen(whole)
+    case.call(whole)
+    after = case.seen(whole)
+    failed, reached = 0, True
+    while reached:
+        changed = case.make()
+        _core._fail_allocation(failed + 1)
+        with suppress(MemoryError):
+            case.call(changed)
+        reached = _core._fail_allocation(0) > failed
+        failed += reached
+        assert case.seen(changed) in (before, after)
+    assert failed
+    assert case.seen(changed) == after
