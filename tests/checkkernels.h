@@ -2,6 +2,7 @@
 #ifndef CHECKKERNELS_H
 #define CHECKKERNELS_H
 
+#include "blitz_attn.h"
 #include "kernels/tables.h"
 
 /* ---- Guarded memory ----------------------------------------------------------------------------------------------- */

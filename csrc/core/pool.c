@@ -59,9 +59,16 @@ typedef struct ba_stopper {
 
 static int forks; /* times that this process and its ancestors were forked since the library was loaded */
 
-static int64_t now(void) {
+/* The clock that says when to poll: right to some milliseconds, in a quarter of the time that it takes to read the exact one. */
+#if defined(CLOCK_MONOTONIC_COARSE)
+#define POLL_CLOCK CLOCK_MONOTONIC_COARSE
+#else
+#define POLL_CLOCK CLOCK_MONOTONIC
+#endif
+
+static int64_t now(clockid_t clock) {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
@@ -78,7 +85,7 @@ ba_status ba_set_poll(ba_poll_fn fn, void *context) {
  * run a handler of the program, which may call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
 static void poll_if_due(ba_thread *thread, ba_stopper *job) {
     enum { CHECKS_PER_READ = 16 };
-    const int64_t time = now();
+    const int64_t time = now(POLL_CLOCK);
     thread->poll.checks = time - thread->poll.read > RARE_NANOSECONDS ? 1 : CHECKS_PER_READ;
     thread->poll.read = time;
     if (time < thread->poll.next) return;
@@ -97,7 +104,7 @@ static void poll_if_due(ba_thread *thread, ba_stopper *job) {
     ba_arena_put_back(thread, arena);
     job->forked |= forks != forks_before;
     if (stop || job->forked) atomic_store_explicit(&job->raised, true, memory_order_relaxed);
-    thread->poll.next = now() + POLL_NANOSECONDS;
+    thread->poll.next = now(POLL_CLOCK) + POLL_NANOSECONDS;
 }
 
 bool ba_stopped(void) {
@@ -162,7 +169,7 @@ static void *worker_main(void *unused) {
         if (pool.generation == seen || pool.places == 0) {
             seen = pool.generation;
             pthread_mutex_unlock(&pool.lock);
-            for (const int64_t until = now() + SPIN_NANOSECONDS; pool.generation == seen && now() < until;) relax();
+            for (const int64_t until = now(CLOCK_MONOTONIC) + SPIN_NANOSECONDS; pool.generation == seen && now(CLOCK_MONOTONIC) < until;) relax();
             pthread_mutex_lock(&pool.lock);
         }
         while (pool.generation == seen || pool.places == 0) {
@@ -273,7 +280,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
 
     take_items(fn, context, items, 0);
 
-    for (const int64_t until = now() + SPIN_NANOSECONDS; pool.running > 0 && now() < until;) relax();
+    for (const int64_t until = now(CLOCK_MONOTONIC) + SPIN_NANOSECONDS; pool.running > 0 && now(CLOCK_MONOTONIC) < until;) relax();
     if (!job.forked) {
         pthread_mutex_lock(&pool.lock);
         pool.places = 0;

@@ -210,8 +210,10 @@ static group_size next_group(const chunked_call *c, place *at, unit *units) {
 /* The arrays of the batch entries of a wave. */
 typedef struct entries {
     ba_stretch *stretch;
-    int64_t *kv_len, *first_page, *q_begin, *q_total;
+    int64_t *kv_len, *first_page, *q_begin, *q_total, *q_row, *q_end;
 } entries;
+
+enum { NUMBERS_OF_ENTRY = 6 };
 
 /* Fills the batch entries of a wave: each chunk of each unit. */
 static void fill_entries(const chunked_call *c, const entries *e, ba_problem *wave) {
@@ -224,8 +226,6 @@ static void fill_entries(const chunked_call *c, const entries *e, ba_problem *wa
             const int64_t n = wave->batch++, first_key = (c->wave * c->width + i) * c->split;
             e->stretch[n] = (ba_stretch){.request = b,
                                          .first_query = u->first_query,
-                                         .queries = u->queries,
-                                         .row = row,
                                          .result_row = i * c->size.rows + u->row,
                                          .first_key = first_key,
                                          .listed = c->listed ? c->listed + c->first_word[b] : NULL,
@@ -235,6 +235,8 @@ static void fill_entries(const chunked_call *c, const entries *e, ba_problem *wa
             /* A query that stands farther before or behind the tokens sees what one at this place does. */
             e->q_begin[n] = ba_max(-BA_MOST_TOKENS, ba_min(begin - first_key, BA_MOST_TOKENS)) + u->first_query;
             e->q_total[n] = queries;
+            e->q_row[n] = row;
+            e->q_end[n] = row + u->queries;
             wave->kv_len = ba_max(wave->kv_len, e->kv_len[n]);
             wave->q_len = ba_max(wave->q_len, u->queries);
         }
@@ -259,7 +261,8 @@ static ba_problem problem_of_waves(const chunked_call *c, const entries *e) {
     wave.out = (ba_view){c->outs, 0, c->pad, p->heads * c->pad};
     wave.lse = (ba_view){c->lses, 0, 1, p->heads};
     wave.kv_ranges.strides[1] = p->kv_ranges.strides[p->cu_q ? 1 : 0];
-    wave.cu_q = NULL;
+    wave.cu_q = e->q_row;
+    wave.q_ends = e->q_end;
     return wave;
 }
 
@@ -284,7 +287,8 @@ static ba_status attend_group(chunked_call *c, group_size size, place *at) {
     int64_t levels = 0;
     while ((waves - 1) >> levels) levels++;
     const int64_t states = (c->width + levels) * size.rows * p->heads, rows_bytes = ba_round_up(size.rows * (int64_t)sizeof(int32_t), 8);
-    const int64_t of_entries = entry_count * (int64_t)(sizeof(ba_stretch) + 4 * sizeof(int64_t)), lse_bytes = ba_round_up(states * c->real_size, 8);
+    const int64_t of_entries = entry_count * (int64_t)(sizeof(ba_stretch) + NUMBERS_OF_ENTRY * sizeof(int64_t)),
+                  lse_bytes = ba_round_up(states * c->real_size, 8);
     const int64_t bytes =
         of_entries + size.units * (int64_t)sizeof(unit) + rows_bytes + states * c->pad * c->real_size + lse_bytes + c->pad * c->real_size;
     char *memory = get_memory(bytes);
@@ -294,7 +298,9 @@ static ba_status attend_group(chunked_call *c, group_size size, place *at) {
     e.first_page = e.kv_len + entry_count;
     e.q_begin = e.first_page + entry_count;
     e.q_total = e.q_begin + entry_count;
-    c->units = (unit *)(void *)(e.q_total + entry_count);
+    e.q_row = e.q_total + entry_count;
+    e.q_end = e.q_row + entry_count;
+    c->units = (unit *)(void *)(e.q_end + entry_count);
     c->unit_of_row = (int32_t *)(void *)(c->units + size.units);
     c->outs = (char *)c->unit_of_row + rows_bytes;
     c->lses = c->outs + states * c->pad * c->real_size;

@@ -18,11 +18,12 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
     const ba_attend_family *f = c->family;
     const int64_t room = panel_room(c, s->width);
     int32_t *lo = (int32_t *)s->panel.lo, *hi = (int32_t *)s->panel.hi;
+    const char *const first_row = ba_query_row(p, &p->q, p->element_size, item->batch, 0, 0);
     ba_open_lanes(s);
     for (int64_t i = 0; i < s->lanes; i++) {
-        const int64_t query = ba_lane_query(&t->tile, s->lane + i);
+        const int64_t query = ba_lane_query(&t->tile, s->lane + i), head = ba_lane_head(&t->tile, s->lane + i);
         ba_set_lane(s, i, ba_visible_keys(p, item->batch, query), lo, hi);
-        w->rows[i] = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&t->tile, s->lane + i), query);
+        w->rows[i] = first_row + (head * p->q.head_stride + query * p->q.token_stride) * p->element_size;
         ba_prefetch_to_read(w->rows[i],
                             p->head_dim * p->element_size); /* the rows of one head lie far apart, so the CPU does not prefetch them itself */
     }
@@ -91,9 +92,10 @@ void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
     if (s->panel.fresh) memset(s->panel.o, 0, (size_t)(f->lanes[s->width] * ba_round_up(p->v_dim, f->dim_pad) * f->real_size));
+    char *const first_row = ba_result_row(p, &p->out, p->out_element_size, batch, 0, 0);
     for (int64_t i = 0; i < s->lanes; i++) {
         const int64_t query = ba_lane_query(tile, s->lane + i), head = ba_lane_head(tile, s->lane + i);
-        w->rows[i] = ba_result_row(p, &p->out, p->out_element_size, batch, head, query);
+        w->rows[i] = first_row + (head * p->out.head_stride + query * p->out.token_stride) * p->out_element_size;
         ba_prefetch_to_write(w->rows[i], p->v_dim * p->out_element_size);
         if (p->sinks) add_sink(c, s, i, (double)p->sinks[head]);
     }

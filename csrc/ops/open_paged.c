@@ -146,6 +146,7 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     p->kv_lens = t->seq_lens;
     p->kv_len = t->longest;
     p->cu_q = t->cu_q;
+    p->q_ends = t->cu_q ? t->cu_q + 1 : NULL;
     p->q_begin = t->q_begin;
     p->q_len = t->most_queries;
     a->out_shape = *q;

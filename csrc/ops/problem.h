@@ -18,13 +18,12 @@ typedef struct ba_view {
 /* A batch entry of a paged call that is cut into chunks (attend_chunks.c): some queries of a request, and one chunk of its tokens. The chunk counts
  * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem are those of the chunk, whose first token is its token 0. */
 typedef struct ba_stretch {
-    int64_t request;              /* its number among the rows of attn_mask and of the lists */
-    int64_t first_query, queries; /* which queries of the request */
-    int64_t row;                  /* of the first of them in q and in kv_ranges */
-    int64_t result_row;           /* likewise in out and lse */
-    int64_t first_key;            /* the token of the request with which the chunk begins */
-    const uint64_t *listed;       /* bitmaps of all pages of the request, of one head of the lists after the other; NULL: no lists */
-    int64_t listed_words;         /* of each bitmap */
+    int64_t request;        /* its number among the rows of attn_mask and of the lists */
+    int64_t first_query;    /* the number of its first query among those of the request */
+    int64_t result_row;     /* of that query in out and lse */
+    int64_t first_key;      /* the token of the request with which the chunk begins */
+    const uint64_t *listed; /* bitmaps of all pages of the request, of one head of the lists after the other; NULL: no lists */
+    int64_t listed_words;   /* of each bitmap */
 } ba_stretch;
 
 typedef struct ba_problem {
@@ -46,7 +45,8 @@ typedef struct ba_problem {
         *stretches;           /* NULL: a batch entry is a whole sequence. Else [batch]; q, out and lse then have one axis of rows for all entries */
     ba_view k_scale, v_scale; /* data NULL: none. Else one float per token and head, for quantised K and V */
     ba_view lse;              /* data NULL: not written. Elements are float, for float64 double */
-    const int64_t *q_lens, *kv_lens, *cu_q, *cu_kv;
+    const int64_t *q_lens, *kv_lens, *cu_kv;
+    const int64_t *cu_q, *q_ends; /* NULL: queries have a batch axis. Else the rows of q with which the queries of each sequence begin and end */
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */
     const int64_t *q_begin;            /* NULL: the queries are the last tokens of their sequences. Else the token number of each one's query 0 */
@@ -71,11 +71,7 @@ typedef struct ba_span {
 } ba_span;
 
 static inline ba_span ba_q_span(const ba_problem *p, int64_t batch) {
-    if (p->stretches) {
-        const ba_stretch *s = &p->stretches[batch];
-        return (ba_span){s->row, s->queries, p->q_lens ? p->q_lens[batch] : s->queries};
-    }
-    const int64_t begin = p->cu_q ? p->cu_q[batch] : 0, rows = p->cu_q ? p->cu_q[batch + 1] - begin : p->q_len;
+    const int64_t begin = p->cu_q ? p->cu_q[batch] : 0, rows = p->cu_q ? p->q_ends[batch] - begin : p->q_len;
     return (ba_span){begin, rows, p->q_lens ? p->q_lens[batch] : rows};
 }
 
@@ -90,7 +86,7 @@ static inline char *ba_row_of(const ba_view *view, int64_t element_size, int64_t
 
 /* The row of a query, or below of a key, of a sequence. Sequences of BA_TND share one batch entry, in which each begins at its span's `begin`. */
 static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
-    return ba_row_of(view, element_size, p->cu_q || p->stretches ? 0 : batch, head, ba_q_span(p, batch).begin + query);
+    return ba_row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
 }
 
 /* The row of out or lse of a query. */

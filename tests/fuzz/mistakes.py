@@ -90,7 +90,7 @@ MISTAKES = [
         "join",
         "the caller leaves a job while workers are still in it",
         "csrc/core/pool.c",
-        "pool.places = 0;\n        wait_for_workers();",
+        "pool.places = 0;\n        wait_for_workers(thread);",
         "pool.places = 0;\n        pthread_mutex_unlock(&pool.lock);",
     ),
     Mistake(
